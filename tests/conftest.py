@@ -27,12 +27,12 @@ MEMORY_DISK = Path("/dev/shm")
 MEMORY_DISK_BYTES = 6 << 30
 """Free space that the temporary files of a run may need."""
 
-# Ledgers, journals and checkpoints wait for the disk at every commit. In memory nobody waits, and the same calls are
-# made. tests/simulation and tests/conformance hold what must be durable when.
+# Ledgers, journals and checkpoints wait for the disk at every commit. In memory the same calls do not wait.
+# tests/simulation and tests/conformance check durability.
 if MEMORY_DISK.is_dir() and shutil.disk_usage(MEMORY_DISK).free > MEMORY_DISK_BYTES:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY_DISK))
 
-# A process has one forkserver, and what it preloads is settled when the first test uses it. Without this, every process
+# A process has one forkserver, and its preloads are fixed when the first test uses it. Without this, every process
 # that a later test starts would import torch and diffusers by itself: six seconds of a core.
 multiprocessing.get_context("forkserver").set_forkserver_preload(["engine.models.digits", "engine.parallel.ulysses"])
 
@@ -61,7 +61,7 @@ STARTED_FIRST = (
     "tests/end_to_end",
     "tests/engine/test_ray_runtime.py",
     "tests/conformance",
-    "tests/engine/test_machine.py",
+    "tests/engine/test_node_agent_on_cloud.py",
     "tests/engine/test_loop.py",
     "tests/launcher/cluster/test_node_link.py",
 )
@@ -90,7 +90,7 @@ def rank(nodeid: str) -> int:
 
 BEGAN = pytest.StashKey[os.times_result]()
 PROCESSOR_SECONDS = "processor_s"
-"""Property of each test in JUnit files: seconds of a core that pytest's process and children that ended took for it."""
+"""Property of each test in JUnit files: CPU seconds of pytest's process and its ended children for the test."""
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -129,7 +129,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def forked_engine(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fork the engine's processes that commands of the launcher start: none imports torch for six seconds."""
+    """Fork the engine's processes that launcher commands start, to save the six seconds of importing torch."""
     from tests.engine.nursery import forked_python
 
     monkeypatch.setattr(sys, "executable", forked_python(tmp_path_factory.mktemp("python")))

@@ -1,4 +1,4 @@
-"""Who may import whom (DESIGN.md, section 3), and that the launcher stays light."""
+"""Allowed imports between folders (DESIGN.md, section 3), and a launcher without heavy imports."""
 
 import ast
 import itertools
@@ -26,7 +26,7 @@ CONTRACT = {
     "engine.mark",
     "engine.protocol.console",
 }
-"""What all of the launcher may know of the engine."""
+"""Engine modules that the whole launcher may import."""
 
 PURE = {
     "engine.queue.queue",
@@ -37,7 +37,7 @@ PURE = {
     "engine.exploration.planner",
     "engine.exploration.value",
 }
-"""What policies and replays may use besides: decisions, without torch or Ray."""
+"""Further engine modules for policies and replays: decisions without torch or Ray."""
 
 FLOORS = {
     "engine": [
@@ -91,15 +91,15 @@ INSTALLED_AS = {
     "xdist": "pytest-xdist",
     "rapidocr_onnxruntime": "rapidocr-onnxruntime",  # `make bench` alone installs it
 }
-"""Where a module's name is not its distribution's."""
+"""Modules whose name differs from their distribution."""
 
 
-def python_files(room: str) -> list[Path]:
-    return sorted((ROOT / room).rglob("*.py"))
+def python_files(folder: str) -> list[Path]:
+    return sorted((ROOT / folder).rglob("*.py"))
 
 
 def imports_of(file: Path) -> Iterator[tuple[int, str]]:
-    """Every module that a file imports, anywhere in it. `from a import b` counts as `a.b` if that is a module."""
+    """Return every module that a file imports. `from a import b` counts as `a.b` if that is a module."""
     for node in ast.walk(ast.parse(file.read_text("utf-8"))):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -115,10 +115,10 @@ def is_module(name: str) -> bool:
     return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
 
 
-def forbidden(room: str, is_allowed) -> list[str]:
+def forbidden(folder: str, is_allowed) -> list[str]:
     return [
         f"{file.relative_to(ROOT)}:{line} imports {name}"
-        for file in python_files(room)
+        for file in python_files(folder)
         for line, name in imports_of(file)
         if not is_allowed(file, name)
     ]
@@ -128,11 +128,11 @@ def top(name: str) -> str:
     return name.partition(".")[0]
 
 
-def test_the_engine_knows_nothing_of_the_launcher():
+def test_the_engine_never_imports_the_launcher():
     assert not forbidden("engine", lambda _, name: top(name) not in ("launcher", "catalogs", "sky", "boto3"))
 
 
-def test_the_launcher_knows_the_engine_by_its_contract():
+def test_the_launcher_imports_only_the_contract_of_the_engine():
     def is_allowed(file: Path, name: str) -> bool:
         if top(name) != "engine":
             return True
@@ -143,14 +143,14 @@ def test_the_launcher_knows_the_engine_by_its_contract():
 
 
 def folder_of(name: str) -> str | None:
-    """The folder of a module's half in which the module lies, or None if the module lies directly in its half."""
+    """Return the folder of a module inside engine or launcher, or None if the module lies directly in it."""
     half, _, rest = name.partition(".")
     first = rest.partition(".")[0]
     return first if half in FLOORS and (ROOT / half / first).is_dir() else None
 
 
 def upward_imports() -> list[str]:
-    """The imports of a folder, or of a file beside the folders, that are not of its own or a lower folder."""
+    """Return the imports of a folder (or of a file beside the folders) outside its own and lower folders."""
     found = []
     for half, floors in FLOORS.items():
         for file in python_files(half):
@@ -168,23 +168,23 @@ def test_a_folder_imports_only_folders_below_it():
 
 
 @pytest.mark.parametrize("half", sorted(FLOORS))
-def test_every_folder_has_its_floor(half):
+def test_every_folder_has_a_place_in_the_import_order(half):
     folders = {file.relative_to(ROOT / half).parts[0] for file in python_files(half) if file.parent != ROOT / half}
     assert sorted(FLOORS[half]) == sorted(folders)
 
 
-@pytest.mark.parametrize("room", ["launcher", "catalogs", "sky_yamls"])
-def test_the_launcher_never_loads_what_is_heavy(room):
-    """Except SkyPilot, in the folder that drives it, when it does."""
+@pytest.mark.parametrize("folder", ["launcher", "catalogs", "sky_yamls"])
+def test_the_launcher_never_loads_a_heavy_package(folder):
+    """The exception is SkyPilot, imported on use in the folder that drives it."""
     sky = ROOT / "launcher/provision/sky"
     assert not forbidden(
-        room, lambda file, name: top(name) not in HEAVY or (top(name) == "sky" and file.is_relative_to(sky))
+        folder, lambda file, name: top(name) not in HEAVY or (top(name) == "sky" and file.is_relative_to(sky))
     )
 
 
 def test_only_the_ray_folder_and_its_entry_point_import_ray():
-    rooms = (ROOT / "engine/ray", ROOT / "engine/entrypoints/ray_processes.py")
-    assert not forbidden("engine", lambda file, name: top(name) != "ray" or any(map(file.is_relative_to, rooms)))
+    allowed = (ROOT / "engine/ray", ROOT / "engine/entrypoints/ray_processes.py")
+    assert not forbidden("engine", lambda file, name: top(name) != "ray" or any(map(file.is_relative_to, allowed)))
 
 
 def test_the_contract_needs_no_torch():
@@ -198,12 +198,12 @@ def test_the_events_are_standard_library_only():
     assert used <= set(sys.stdlib_module_names)
 
 
-def test_everything_that_is_imported_is_asked_for():
-    """An indirect dependency may go at any time, and is not there on a fresh machine if nothing else wants it."""
+def test_every_imported_package_is_a_declared_dependency():
+    """An indirect dependency may disappear at any time, and may be missing in a new environment."""
     text = (ROOT / "pyproject.toml").read_text() + (ROOT / "Makefile").read_text()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
-    asked = {re.split(r"[\[<>=~!]", one)[0].lower() for one in wanted} | set(re.findall(r"'([a-z-]+)==", text))
+    declared = {re.split(r"[\[<>=~!]", one)[0].lower() for one in wanted} | set(re.findall(r"'([a-z-]+)==", text))
     ours = {"engine", "launcher", "catalogs", "sky_yamls", "tests"}
 
     def is_allowed(_: Path, name: str) -> bool:
@@ -212,23 +212,23 @@ def test_everything_that_is_imported_is_asked_for():
         return (
             module in sys.stdlib_module_names
             or module in {*ours, "docs"}
-            or known in asked
+            or known in declared
             or name.startswith("ruamel.")
         )
 
-    assert not [line for room in sorted(ours) for line in forbidden(room, is_allowed)]
+    assert not [line for folder in sorted(ours) for line in forbidden(folder, is_allowed)]
 
 
-def test_every_python_that_we_start_leaves_out_the_folder_it_starts_in():
-    """Else a user's own `launcher.py` or `engine.py` would be imported in place of ours."""
-    texts = [file.read_text("utf-8") for room in ("engine", "launcher") for file in python_files(room)]
+def test_every_started_python_excludes_its_start_folder_from_imports():
+    """Otherwise a user's own `launcher.py` or `engine.py` would be imported in place of ours."""
+    texts = [file.read_text("utf-8") for folder in ("engine", "launcher") for file in python_files(folder)]
     first_words = [word for text in texts for word in re.findall(r"sys\.executable, (?!\[)(\S+?),", text)]
     assert len(first_words) >= 8
     assert set(first_words) == {'"-P"'}
 
 
 def loaded_by(code: str) -> set[str]:
-    """Top-level modules that a fresh interpreter has after `code`."""
+    """Return the top-level modules of a new interpreter after `code`."""
     done = subprocess.run(
         [sys.executable, "-c", f"import sys\n{code}\nprint(*{{name.partition('.')[0] for name in sys.modules}})"],
         cwd=ROOT,
@@ -245,7 +245,7 @@ def test_the_pure_modules_load_neither_torch_nor_ray():
     assert not loaded_by(f"import {', '.join(there)}") & HEAVY
 
 
-def test_the_launchers_rooms_load_nothing_heavy():
+def test_the_launchers_folders_load_no_heavy_package():
     modules = [
         ".".join(file.relative_to(ROOT).with_suffix("").parts)
         for file in python_files("launcher")
@@ -263,7 +263,7 @@ def test_help_loads_nothing_that_it_does_not_print():
 
 def test_help_answers_at_once():
     def seconds() -> float:
-        """Of a core: a busy machine makes others wait."""
+        """Return CPU seconds, because the computer may be busy."""
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run([sys.executable, "-c", HELP], cwd=ROOT, check=True, capture_output=True, env=os.environ)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)

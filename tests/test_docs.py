@@ -32,7 +32,7 @@ LINK = re.compile(r"(?<!\\)\[[^\]]*\]\((?!https?:|mailto:)([^)#\s]*)(#[^)\s]*)?\
 
 
 def blocks(language: str) -> list[tuple[str, str]]:
-    """Every code block of a language, with the page that holds it."""
+    """Return every code block of a language with its page."""
     return [
         (page.relative_to(ROOT).as_posix(), text)
         for page in PAGES
@@ -42,7 +42,7 @@ def blocks(language: str) -> list[tuple[str, str]]:
 
 
 def command_lines() -> list[tuple[str, str]]:
-    """Every `spotrl ...` line of the pages' shell blocks, without its comment; continued lines are joined."""
+    """Return every `spotrl ...` line of the pages' shell blocks without comments; continued lines are joined."""
     found = []
     for page, text in [*blocks("sh"), *blocks("console")]:
         for line in text.replace("\\\n", " ").splitlines():
@@ -58,7 +58,7 @@ def anchor(heading: str) -> str:
 
 
 @pytest.mark.parametrize("path", sorted(GENERATED), ids=lambda path: path.name)
-def test_a_generated_file_is_as_the_code_is_now(path):
+def test_a_generated_file_matches_the_code(path):
     assert path.exists(), "run `python -m docs.generate`"
     assert path.read_text() == GENERATED[path], "run `python -m docs.generate`"
 
@@ -87,7 +87,7 @@ def test_every_job_field_is_documented():
 
 @pytest.mark.parametrize(("page", "line"), command_lines(), ids=lambda value: value[:50])
 def test_a_command_of_the_pages_parses(page, line):
-    """Its options exist. Upper-case words stand for names, and `|` for a choice."""
+    """The options of the command exist. Upper-case words stand for names, and `|` for a choice."""
     words = shlex.split(line.split(" > ")[0].split(" && ")[0])[1:]
     words = [word.split("|")[0] for word in words if word != "..."]
     command: click.Command = program.cli
@@ -118,7 +118,7 @@ def test_a_json_example_of_the_pages_parses(page, text):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_links_of_a_page_lead_somewhere(page):
+def test_links_of_a_page_resolve(page):
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     for target, fragment in LINK.findall(text):
         there = (page.parent / target).resolve() if target else page
@@ -144,7 +144,7 @@ def test_every_json_output_has_its_schema():
         assert f"`{name}`" in page
 
 
-def test_the_exit_codes_are_those_that_commands_end_with():
+def test_the_documented_exit_codes_are_those_of_the_commands():
     section = (DOCS / "operations.md").read_text().partition("## Exit codes")[2]
     assert {int(code) for code in re.findall(r"^\| (\d+) ", section, re.MULTILINE)} == set(ExitCode)
 
@@ -156,7 +156,7 @@ def test_the_readme_is_one_page():
 
 @pytest.fixture(scope="module")
 def quickstart(tmp_path_factory):
-    """The ledger of a real quickstart, the run of README's session and picture."""
+    """Open the ledger of a real quickstart, the run of README's session and image."""
     path = tmp_path_factory.mktemp("quickstart") / "ledger.sqlite"
     with sqlite3.connect(path) as database:
         database.executescript(gzip.decompress((ROOT / "tests/data/quickstart/ledger.sql.gz").read_bytes()).decode())
@@ -165,7 +165,7 @@ def quickstart(tmp_path_factory):
 
 
 def session_steps() -> list[tuple[str, str]]:
-    """Every command of README's session, with the output below it."""
+    """Return every command of README's session with the output below it."""
     session = next(text for kind, text in BLOCK.findall(README) if kind == "console")
     steps = [step.partition("\n") for step in re.split(r"^\$ ", session, flags=re.MULTILINE) if step]
     return [(command, output) for command, _, output in steps]
@@ -175,7 +175,7 @@ def session_steps() -> list[tuple[str, str]]:
 def test_the_session_of_the_readme_is_what_the_program_prints(quickstart, capsys, command, output):
     """Compare words, because a narrow terminal wraps lines. A line `...` stands for lines left out."""
     words = shlex.split(command)[1:]
-    if words[0] == "launch":  # the run itself is over; its ledger gives the last words of the command again
+    if words[0] == "launch":  # the run itself is over; its ledger reproduces the last output of the command
         printed = "\n".join(last_words(run_view(quickstart, "quickstart"), []))
     else:
         program.cli.main(words, obj=quickstart, standalone_mode=False)

@@ -20,12 +20,12 @@ def test_a_tier_fails_when_it_takes_a_fifth_more_than_its_limit(tmp_path, capsys
     assert (f"{tier.name} took more than" in out) == bool(code)
 
 
-def test_a_machine_that_is_slower_just_now_is_given_more_time(tmp_path):
+def test_a_slower_computer_gets_more_time(tmp_path):
     tier = TIERS[0]
     (tmp_path / f"{tier.parts[0]}.xml").write_text(JUNIT.format(seconds=1.9 * tier.limit_s))
     assert main(tmp_path, lambda: 2 * REFERENCE_S) == 0
     assert main(tmp_path, lambda: 1.5 * REFERENCE_S) == 1
-    assert main(tmp_path, lambda: 0.1 * REFERENCE_S) == 1, "a quicker machine tightens no limit"
+    assert main(tmp_path, lambda: 0.1 * REFERENCE_S) == 1, "a faster computer tightens no limit"
 
 
 def test_a_tier_that_did_not_run_is_named_and_fails_nothing(tmp_path, capsys):
@@ -33,7 +33,7 @@ def test_a_tier_that_did_not_run_is_named_and_fails_nothing(tmp_path, capsys):
     assert capsys.readouterr().out.count("did not run") == len(TIERS)
 
 
-def test_parts_that_run_side_by_side_take_as_long_as_the_longest(tmp_path, capsys):
+def test_parallel_parts_take_as_long_as_the_longest(tmp_path, capsys):
     clouds = next(tier for tier in TIERS if len(tier.parts) == 2)
     for part, seconds in zip(clouds.parts, (30, 70), strict=True):
         (tmp_path / f"{part}.xml").write_text(JUNIT.format(seconds=seconds))

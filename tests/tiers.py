@@ -1,11 +1,10 @@
-"""Seconds that each tier of the tests may take, held against its last run.
+"""Time limits of the test tiers, compared with the last run.
 
     python -m tests.tiers    reads test-results/*.xml, prints a table, exits 1 if a tier took 20 % more than its limit
 
-The Makefile has pytest write `test-results/PART.xml` for each part of a tier. Parts that run side by side belong to one
-tier, whose time is the time of its longest part. The limits hold on the reference machine: two cores, nothing else
-running. A machine that is slower just now is measured first, and the limits grow with it. `.ci/run` is the only place
-that calls this, so a slow laptop fails no test.
+The Makefile makes pytest write `test-results/PART.xml` for each part of a tier. Parallel parts belong to one tier: its
+time is that of the longest part. The limits hold on the reference computer: two idle cores. The speed of this computer
+is measured first, and the limits grow on a slower one. Only `.ci/run` calls this, so a slow laptop fails no test.
 """
 
 import hashlib
@@ -20,13 +19,13 @@ from pathlib import Path
 RESULTS = Path(__file__).parents[1] / "test-results"
 
 TOLERANCE = 1.2
-"""A run may take so many times its limit: the reference machine is a virtual one, and its speed varies."""
+"""A run may exceed its limit by this factor, because the reference is a virtual machine with varying speed."""
 
 REFERENCE_S = 1.0
-"""Seconds that `machine_seconds` takes on the reference machine."""
+"""Seconds that `computer_seconds` takes on the reference computer."""
 
 SLOWEST = 12
-"""Tests that the table names for each part."""
+"""Number of tests that the table names for each part."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +48,7 @@ TIERS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """The part of a pytest run's JUnit file that is used here. `slowest`: (seconds, test), longest first."""
+    """The used part of a pytest run's JUnit file. `slowest`: (seconds, test), longest first."""
 
     tests: int
     seconds: float
@@ -77,8 +76,8 @@ def _work() -> None:
         digest = hashlib.blake2b(digest + number.to_bytes(4, "big"), digest_size=16).digest()
 
 
-def machine_seconds() -> float:
-    """Measure this machine: the seconds that two processes take for the same fixed work side by side, best of three."""
+def computer_seconds() -> float:
+    """Measure this computer: the seconds of two parallel processes for the same fixed work, best of three."""
     best = float("inf")
     for _ in range(3):
         processes = [multiprocessing.get_context("fork").Process(target=_work) for _ in range(2)]
@@ -92,11 +91,11 @@ def machine_seconds() -> float:
 
 
 def over_limit(tier: Tier, parts: list[Part], slower: float = 1.0) -> bool:
-    """Return whether the tier took more than its limit and the tolerance, on a machine so many times slower."""
+    """Return whether the tier exceeded its limit and the tolerance, on a computer this many times slower."""
     return max((part.seconds for part in parts), default=0.0) > tier.limit_s * TOLERANCE * max(1.0, slower)
 
 
-def main(results: Path = RESULTS, measured_s: Callable[[], float] = machine_seconds) -> int:
+def main(results: Path = RESULTS, measured_s: Callable[[], float] = computer_seconds) -> int:
     """Print one line per tier and its slowest tests. Return 1 if a tier is over its limit."""
     too_slow = []
     slower = measured_s() / REFERENCE_S

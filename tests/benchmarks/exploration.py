@@ -46,17 +46,17 @@ ARMS: Mapping[str, Arm] = {
     "control": Arm(mode="stale", module="tests.benchmarks.other_noise", most=SETTINGS.budget),
     "on-demand-only": Arm(spot=False, most=6),
 }
-"""All but plain-12x4 share their groups and their learning rate: plain's own best ones (`--tune`)."""
+"""The arms. All but plain-12x4 share groups and learning rate, which are the best ones of plain (`--tune`)."""
 
 PLAIN = ("plain-6x8", "plain-12x4")
 SAME_GROUPS = "plain-6x8"
 """The plain arm that differs from `stale` in exploration alone."""
 
 CHECKED = (*PLAIN, "stale")
-"""Arms whose pictures other recognisers read as well."""
+"""Arms whose images other recognisers read as well."""
 
 FIRST_SEED = 6
-"""Seeds 1 to 5 were seen with earlier settings, and these were chosen because of that: they prove nothing any more."""
+"""First reported seed. Seeds 1 to 5 led to the current settings, so they are no evidence for them."""
 TUNED_ON = (101, 102)
 TUNED_RATES = (1e-4, 2e-4, 4e-4, 8e-4)
 
@@ -64,7 +64,7 @@ TUNED_BEFORE = (
     "plain-6x8: 0.0001 0.621, 0.0002 0.699, 0.0004 0.721, 0.0008 0.664; plain-12x4: 0.0001 0.604, 0.0002 0.675, "
     "0.0004 0.573, 0.0008 0.589 (at commit 32cc297; the curves of plain-6x8 at 0.0004 are the same now)"
 )
-"""What `--tune` found when it last ran."""
+"""Result of the last `--tune`."""
 
 By = Mapping[str, Mapping[int, Cell]]
 
@@ -78,7 +78,7 @@ def cell_of(name: str, seed: int) -> Cell:
 
 
 def tune(*, only_stored: bool = False) -> dict[str, dict[str, float]]:
-    """Exact match after the budget of the plain arms by learning rate, mean over seeds that are not reported."""
+    """Return the plain arms' exact match after the budget by learning rate, as a mean over unreported seeds."""
     only_the_end = replace(SETTINGS, evaluate_every=SETTINGS.budget)
     found: dict[str, dict[str, float]] = {}
     for name in PLAIN:
@@ -97,18 +97,18 @@ def tune(*, only_stored: bool = False) -> dict[str, dict[str, float]]:
 
 
 def exact_after(cell: Cell, iterations: int = SETTINGS.budget) -> float:
-    """Exact match after so many iterations, or at the last evaluation before."""
+    """Return the exact match after this many iterations, or at the last evaluation before."""
     return cell.curve[max(done for done in cell.curve if done <= iterations)]
 
 
 def exact_at(cell: Cell, iterations: float) -> float:
-    """Exact match after so many iterations, by a straight line between two evaluations, as `crossing` draws it."""
+    """Return the exact match after this many iterations, interpolated between two evaluations like `crossing`."""
     done = sorted(cell.curve)
     return float(np.interp(iterations, done, [cell.curve[iteration] for iteration in done]))
 
 
 def iterations_to_target(cell: Cell) -> float:
-    """The cap when it was never reached."""
+    """Return the iterations to the target, or the cap if it was not reached."""
     found = crossing(cell, SETTINGS.target)
     return SETTINGS.cap if found is None else found
 
@@ -122,7 +122,7 @@ def cpu_seconds_to_target(cell: Cell) -> float:
 
 
 def interval(values: Sequence[float]) -> dict[str, float]:
-    """Mean and its 95 % interval by Student's t."""
+    """Return the mean and its 95 % interval by Student's t."""
     mean = statistics.mean(values)
     if len(values) < 2:
         return {"mean": mean, "low": -math.inf, "high": math.inf}
@@ -131,12 +131,12 @@ def interval(values: Sequence[float]) -> dict[str, float]:
 
 
 def ratio_interval(ratios: Sequence[float]) -> dict[str, float]:
-    """Geometric mean and its 95 % interval."""
+    """Return the geometric mean and its 95 % interval."""
     return {name: math.exp(value) for name, value in interval([math.log(ratio) for ratio in ratios]).items()}
 
 
 def of_pairs(by: By, one: str, other: str, value: Any) -> list[float]:
-    """`one` over `other`, seed by seed."""
+    """Return the ratio of `one` to `other`, seed by seed."""
     return [value(by[one][seed]) / value(by[other][seed]) for seed in by[one]]
 
 
@@ -201,7 +201,7 @@ def figures(by: By) -> dict[str, Any]:
 
 
 def further(seeds: range, count: int) -> list[int]:
-    """The next `count` seeds, and any after `seeds` that are stored anyway."""
+    """Return the next `count` seeds, and all stored ones after `seeds`."""
     stored = itertools.takewhile(
         lambda seed: all(
             piece_of(name, ARMS[name], SETTINGS, seed, checked=True).exists() for name in (*PLAIN, "stale")
@@ -212,8 +212,8 @@ def further(seeds: range, count: int) -> list[int]:
 
 
 def new_seeds_alone(more: By, plain: str) -> dict[str, Any] | None:
-    """Figures of seeds that were added after the first ones were seen, without those: whoever adds seeds until an
-    interval clears zero has chosen when to stop. None without such seeds; their times nobody looked at.
+    """Return the figures of the added seeds alone, or None without added seeds. Adding seeds to the first ones until an
+    interval excludes zero would bias the result. The times of added seeds were not looked at.
 
     `plain`: the plain arm that the first seeds chose.
     """
@@ -233,12 +233,12 @@ def new_seeds_alone(more: By, plain: str) -> dict[str, Any] | None:
 
 
 def training_seconds(cell: Cell) -> float:
-    """The trainer's own, of an iteration."""
+    """Return the trainer's own training seconds of an iteration."""
     return statistics.mean(cell.training_seconds[1:])
 
 
 def other_readers(by: By) -> dict[str, dict[str, float]]:
-    """Exact match after the budget, mean over seeds, by reader; and of the base."""
+    """Return the exact match after the budget and of the base, by reader, as means over seeds."""
     before = statistics.mean(cell.curve[0] for cell in by["stale"].values())
     found = {"base": {GIVES_REWARD: before} | exact_by_reader(None, SETTINGS.held_out)}
     for name in CHECKED:
@@ -355,7 +355,7 @@ cluster, and that the spot node may not train. No claim about money follows from
 
 
 def share_text(result: Mapping[str, Any]) -> str:
-    """A line of the page: how much of the exploration lay inside training, and where the rest was."""
+    """Return a line of the page: the share of exploration inside training, and the rest."""
     share = result["exploration_inside_training_share"]
     return (
         f"{share:.1%} of the spot node's exploration lay inside training, the rest before its first or after its last "
@@ -366,12 +366,12 @@ def share_text(result: Mapping[str, Any]) -> str:
 
 
 def controls_of_a_batch() -> int:
-    """As `control_slice` rounds."""
+    """Return the controls of a batch, rounded like `control_slice`."""
     return math.floor(SETTINGS.random_fraction * (SETTINGS.candidates - SETTINGS.trained) + 0.5)
 
 
 def wall_text(result: Mapping[str, Any]) -> str:
-    """A line of the page: how much sooner the target came, with its interval."""
+    """Return a line of the page: the time saved to the target, with its interval."""
     found = result["wall_ratio_interval"]
     by_seed = ", ".join(f"{ratio:.2f}" for ratio in result["wall_ratios"])
     return (
@@ -382,7 +382,7 @@ def wall_text(result: Mapping[str, Any]) -> str:
 
 
 def more_seeds(result: Mapping[str, Any]) -> str:
-    """A line of the page; nothing when there are no more seeds."""
+    """Return a line of the page on added seeds, or an empty text without them."""
     new = result["new_seeds_alone"]
     if new is None:
         return ""

@@ -31,7 +31,7 @@ from tests.benchmarks.page import load_now, publish, spread
 from tests.engine.fleet import Fleet
 
 WARM_UP = 3
-"""Iterations that are not counted: caches, allocators, the first touch of everything."""
+"""Iterations that are not counted: they warm up caches and allocators."""
 
 BUSY = ("rollout", "training", "checkpoint", "exploration", "evaluation", "sync")
 
@@ -47,7 +47,7 @@ def engine_config(iterations: int, shape: int) -> EngineConfig:
 
 
 def ours(folder: Path, iterations: int, *, spot_nodes: int, shape: int) -> tuple[list[float], Counter[str]]:
-    """Seconds of each counted iteration, and node-milliseconds by phase of the whole run."""
+    """Return the seconds of each counted iteration, and node-milliseconds by phase of the whole run."""
     fleet = Fleet(folder, engine_config(iterations + WARM_UP, shape))
     try:
         for number in range(spot_nodes):
@@ -55,7 +55,7 @@ def ours(folder: Path, iterations: int, *, spot_nodes: int, shape: int) -> tuple
         time.sleep(8.0)  # workers are up before the trainer begins, so that every iteration has the whole cluster
         fleet.start("trainer")
         fleet.wait_until_finished(every=0.5)
-        time.sleep(1.5)  # the coordinator tells usage once a second
+        time.sleep(1.5)  # the coordinator reports usage once a second
         seconds = [event.wall_seconds for event in fleet.events("iteration_done")][WARM_UP:]
         phases: Counter[str] = Counter()
         for event in fleet.events("node_usage", "coordinator"):
@@ -67,7 +67,7 @@ def ours(folder: Path, iterations: int, *, spot_nodes: int, shape: int) -> tuple
 
 
 class Plain:
-    """The same iteration as anyone would write it: one process, one big batch, all cores."""
+    """The same iteration in the simplest form: one process, one big batch, all cores."""
 
     def __init__(self) -> None:
         self.config = engine_config(1, 12)
@@ -85,7 +85,7 @@ class Plain:
         )
 
     def iterate(self, batch: int) -> tuple[float, dict[str, float]]:
-        """Seconds of one iteration, and of its phases."""
+        """Do one iteration. Return its seconds and those of its phases."""
         algorithm = self.config.algorithm
         begun = time.perf_counter()
         plan = rollout_plan(self.config.sampler, 0, batch)

@@ -2,8 +2,8 @@
 
     python -m tests.benchmarks.market --json
 
-`prices_per_s`: boto3's and Google's own clients, unmodified, ask the fake market (tests/fakes/market.py) on loopback,
-in a process of its own; what is believed goes into a new ledger. From the first question to the last row on disk.
+`prices_per_s`: boto3's and Google's unmodified clients query the fake market (tests/fakes/market.py) on loopback, in a
+separate process; accepted prices go into a new ledger. Measured from the first query to the last row on disk.
 `plan_ms`: `plan_cloud` on two clouds, 200 offers, up to 16 rollout nodes. `refusals_tested`: wrong rows and feeds that
 have a line of their own in tests/launcher/test_prices.py, and are refused again here.
 """
@@ -46,55 +46,55 @@ AWS_REGIONS = ("us-east-1", "us-east-2", "us-west-2", "eu-west-2")
 GCP_REGIONS = ("us-central1", "us-east4", "us-east5", "europe-west4")
 ZONES = "abc"
 CHANGES = 24
-"""Prices of each AWS pool in the day that is asked for: one an hour."""
+"""Prices of each AWS pool in the requested day: one an hour."""
 RUNS = 5
 PLANS = 21
 PLAN_NODES = 16
 
 
-# --- the market that is asked ------------------------------------------------------------------------
+# --- the fake market ---------------------------------------------------------------------------------
 
 
 def ticks() -> list[Tick]:
-    """Every machine in three zones of four regions of its cloud: AWS changes each price hourly, Google had two."""
+    """Yield prices of every instance type in three zones of four regions: AWS hourly, Google twice."""
     found = []
-    for machine in INSTANCE_TYPES:
-        regions, changes = (AWS_REGIONS, CHANGES) if machine.cloud == "aws" else (GCP_REGIONS, 2)
-        if machine.instance_type != machine.machine_type:
-            continue  # the capacity advisor knows no N1 with GPUs attached
+    for kind in INSTANCE_TYPES:
+        regions, changes = (AWS_REGIONS, CHANGES) if kind.cloud == "aws" else (GCP_REGIONS, 2)
+        if kind.instance_type != kind.machine_type:
+            continue  # the capacity advisor does not cover N1 with attached GPUs
         for region in regions:
             for zone in ZONES:
-                name = f"{region}{zone}" if machine.cloud == "aws" else f"{region}-{zone}"
+                name = f"{region}{zone}" if kind.cloud == "aws" else f"{region}-{zone}"
                 for change in range(changes):
                     found.append(
                         Tick(
                             at_ms=NOW_MS - (change + 1) * 50 * 60_000,
-                            cloud=machine.cloud,
+                            cloud=kind.cloud,
                             region=region,
                             zone=name,
-                            instance_type=machine.instance_type,
-                            usd=f"{machine.gpus * (0.5 + change / 100) + machine.vcpus / 1000:.4f}",
+                            instance_type=kind.instance_type,
+                            usd=f"{kind.gpus * (0.5 + change / 100) + kind.vcpus / 1000:.4f}",
                         )
                     )
     return found
 
 
 def products() -> list[Product]:
-    """On demand four times as dear as spot."""
+    """Return on-demand prices of four times the spot price."""
     return [
         Product(
             region=region,
-            instance_type=machine.instance_type,
-            usd=f"{machine.gpus * 4 + machine.vcpus / 1000:.4f}",
+            instance_type=kind.instance_type,
+            usd=f"{kind.gpus * 4 + kind.vcpus / 1000:.4f}",
         )
-        for machine in INSTANCE_TYPES
-        if machine.cloud == "aws"
+        for kind in INSTANCE_TYPES
+        if kind.cloud == "aws"
         for region in AWS_REGIONS
     ]
 
 
 def skus() -> list[dict[str, Any]]:
-    """The parts of every Google machine, among as many SKUs of other products as make the catalog 10,000 long."""
+    """Return the parts of every Google instance type, with SKUs of other products up to a catalog of 10,000."""
     gpus = (
         *("Nvidia Tesla V100 GPU", "Nvidia Tesla T4 GPU", "Nvidia L4 GPU", "Nvidia Tesla A100 GPU"),
         *("Nvidia Tesla A100 80GB GPU", "Nvidia H100 80GB GPU", "H200 141GB GPU", "A4 Nvidia B200 (1 gpu slice)"),
@@ -120,7 +120,7 @@ def serve(ready: Connection) -> None:
 
 @contextmanager
 def market_next_door() -> Iterator[dict[str, str]]:
-    """The fake market in a process of its own, so that it is not part of what is measured. Gives its environment."""
+    """Start the fake market in a separate process, so that it is not measured. Yield its environment variables."""
     here, there = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=serve, args=(there,))
     process.start()
@@ -131,11 +131,11 @@ def market_next_door() -> Iterator[dict[str, str]]:
         process.join()
 
 
-# --- what is measured --------------------------------------------------------------------------------
+# --- measurements ------------------------------------------------------------------------------------
 
 
 def prices_in(environ: dict[str, str]) -> tuple[int, float]:
-    """Prices that one refresh put into a new ledger, and the seconds it took."""
+    """Return the number of prices that one refresh stored in a new ledger, and the seconds."""
     with tempfile.TemporaryDirectory() as folder:
         sessions = open_ledger(Path(folder) / "ledger.sqlite")
         begun = time.perf_counter()
@@ -150,8 +150,8 @@ def prices_in(environ: dict[str, str]) -> tuple[int, float]:
     return count, seconds
 
 
-def asked_alone(environ: dict[str, str], times: int) -> dict[str, tuple[int, list[float]]]:
-    """By source: the prices that are believed of it, and the seconds that asking and believing took, `times` times."""
+def query_alone(environ: dict[str, str], times: int) -> dict[str, tuple[int, list[float]]]:
+    """Return the accepted prices of each source, and the seconds of query and checks, `times` times."""
     found = {}
     for source in build_sources(since_ms=NOW_MS - 24 * HOUR_MS, environ=environ):
         seconds = []
@@ -164,7 +164,7 @@ def asked_alone(environ: dict[str, str], times: int) -> dict[str, tuple[int, lis
 
 
 def refusals_tested() -> int:
-    """Rows and feeds that are refused; each is tried here, so that none is counted which is not."""
+    """Return the number of refused rows and feeds; each is tried here."""
     for changes, reason in ROW_REFUSALS:
         (refusal,) = believed(on_demand(), raw(zone="us-east-1b"), raw(**changes)).refused
         assert reason in refusal.reason, changes
@@ -175,7 +175,7 @@ def refusals_tested() -> int:
 
 
 def offers() -> list[Offer]:
-    """Ten regions of two clouds, each with an H100 node on demand and in 19 spot zones at as many prices: 200."""
+    """Return 200 offers: ten regions of two clouds, each with an H100 node on demand and in 19 spot zones."""
     found = []
     for cloud, instance_type in (("aws", "p5.48xlarge"), ("gcp", "a3-highgpu-8g")):
         for region in range(5):
@@ -200,7 +200,7 @@ def offers() -> list[Offer]:
 
 
 def plan_ms(offered: Sequence[Offer], times: int) -> list[float]:
-    """Milliseconds of one plan, for each of `times` plans. Asks as sky_yamls/qwen_image_ocr.yaml does."""
+    """Return the milliseconds of each of `times` plans, for the request of sky_yamls/qwen_image_ocr.yaml."""
     needs = CloudRequirements(
         recipe=qwen_image_512(),
         trainer=NodeRequirements(accelerator="H100", gpus=4),
@@ -230,7 +230,7 @@ def main() -> None:
     with market_next_door() as environ:
         os.environ |= environ
         counts, seconds = zip(*(prices_in(environ) for _ in range(options.runs)), strict=True)
-        alone = asked_alone(environ, options.runs)
+        alone = query_alone(environ, options.runs)
     rates = [count / took for count, took in zip(counts, seconds, strict=True)]
     publish(
         "market",

@@ -51,39 +51,39 @@ from tests.benchmarks.spot_cells import (
 IN_PATH_POOLS = (120, 144)
 
 HALF = 0.5
-"""What a candidate costs of a rollout in one of the remedies."""
+"""Cost of a candidate relative to a rollout, in one of the remedies."""
 
 PUBLISHED_TIME, PUBLISHED_COST = 4.0, (1.4, 6.4)
 """Times as fast, times cheaper: Spotlight's abstract (arXiv 2606.19004); its baselines we do not know (papers 1.2)."""
 
 ARMS_SHOWN = ("on-demand", "in-path on demand", "plain", "in-path", "stale")
-"""With hours and dollars. What is all on demand has the hours of its spot arm."""
+"""Arms with hours and dollars. An arm that is all on demand has the hours of its spot arm."""
 
 By = Mapping[str, Mapping[int, Cell]]
-"""Cells by learning run and seed."""
+"""Learning cells, by run and seed."""
 
 # --- learning: real runs ----------------------------------------------------------------------------------------
 
 
 def candidate_share() -> float:
-    """What a candidate costs of a rollout: as many of its steps as in the measured runs."""
+    """Return the cost of a candidate relative to a rollout: the same share of steps as in the measured runs."""
     return (ARMS["stale"].steps or SamplerConfig().steps) / SamplerConfig().steps
 
 
 def run_name(mode: str, pool: int) -> str:
-    """The exploration benchmark's own pool keeps its name, so that its cells serve both."""
+    """Return the name of a run. The exploration benchmark's pool keeps its name, so that both share its cells."""
     return mode if pool == (ARMS[mode].candidates or SETTINGS.candidates) else f"{mode}-{pool}"
 
 
 def stale_pools() -> list[int]:
-    """Every pool that some cell affords."""
+    """Return every candidate pool that some cell affords."""
     costs = [times.cost for times in all_times(candidate_share())]
     afforded = {pool_of(affordable(cost, spot)) for cost in costs for spot in SPOT_GPUS}
     return sorted(pool for pool in afforded if pool is not None)
 
 
 def learning_runs() -> dict[str, Arm]:
-    """The distinct runs that all cells need, by name."""
+    """Return the distinct runs that all cells need, by name."""
     runs = {name: ARMS[name] for name in PLAIN}
     for mode, pools in (("in-path", IN_PATH_POOLS), ("stale", stale_pools())):
         for pool in pools:
@@ -93,7 +93,7 @@ def learning_runs() -> dict[str, Arm]:
 
 
 def is_stored(name: str, arm: Arm, seed: int) -> bool:
-    """Whether `stored_or_run` would find this cell."""
+    """Return whether `stored_or_run` would find this cell."""
     return arms.piece_of(name, arm, SETTINGS, seed, checked=name in CHECKED).exists()
 
 
@@ -124,7 +124,7 @@ def learned_from(by: By) -> Learned:
 
 
 class Figures:
-    """Every cell, computed once. Pure: from the learning runs' cells alone."""
+    """All cells, computed once from the learning runs' cells alone."""
 
     def __init__(self, by: By) -> None:
         self.by = by
@@ -152,13 +152,13 @@ class Figures:
         }
 
     def range_of(self, kind: str, baseline: str) -> tuple[float, float]:
-        """Smallest and largest mean ratio of our cells."""
+        """Return the smallest and the largest mean ratio of our cells."""
         found = [cell.mean(kind, baseline) for cell in self.own]
         return min(found), max(found)
 
     @property
     def product_error(self) -> float:
-        """Largest of all cells."""
+        """Return the largest product error of all cells."""
         cells = [*self.own, *self.others, *self.catalog]
         return max(product_error(ratio) for cell in cells for ratio in cell.over.values())
 
@@ -206,13 +206,13 @@ def over(cell: SpotCell, kind: str) -> dict[str, dict[str, float]]:
 
 
 def factors(cell: SpotCell) -> dict[str, float]:
-    """Their product is the cost ratio."""
+    """Return the factors of the cost ratio; their product is the ratio."""
     ratio = cell.over["on-demand"]
     return {"iterations": ratio["iterations"]["mean"], "seconds": ratio["seconds"], "rate": ratio["rate"]}
 
 
 def spent(arm: str, cells: Sequence[SpotCell]) -> dict[str, Any]:
-    """Time and dollars to the target, geometric means over seeds, and their factors. `cells` differ in price only."""
+    """Return time and dollars to the target (geometric means) and their factors. `cells` differ only in price."""
     use = cells[0].arms[arm]
     return {
         "pool": use.pool,
@@ -264,7 +264,7 @@ def learning_rows(figures: Figures) -> Rows:
 
 
 def arm_rows(figures: Figures) -> Rows:
-    """Time and dollars to the target by arm; arms without spot once for each resolution."""
+    """Return time and dollars to the target by arm; arms without spot once per resolution."""
     found: dict[tuple[str, int, str], dict[str, Any]] = {}
     for cell in figures.own:
         for name in ARMS_SHOWN:
@@ -347,7 +347,7 @@ def range_rows(figures: Figures) -> Rows:
 
 
 def beside_published(low: float, high: float) -> str:
-    """How a range of cost ratios lies to the published one."""
+    """Return how a range of cost ratios compares with the published one."""
     least, most = PUBLISHED_COST
     if high < least or low > most:
         return "below the published" if high < least else "above the published"
@@ -355,7 +355,7 @@ def beside_published(low: float, high: float) -> str:
 
 
 def why(figures: Figures) -> str:
-    """What lies between the published ratios and ours, factor by factor."""
+    """Return the text that explains our ratios against the published ones, factor by factor."""
     lines = []
     for name, cells in grouped(figures.own, lambda cell: cell.times.name).items():
         fast = max(cells, key=lambda cell: cell.mean("time"))
@@ -380,7 +380,7 @@ def why(figures: Figures) -> str:
 
 
 def remedies_text(figures: Figures) -> str:
-    """How far each remedy gets."""
+    """Return the text on the effect of each remedy."""
     best = max(cell.mean("cost") for cell in figures.own)
     lines = []
     for remedy, cells in figures.remedies.items():
@@ -397,7 +397,7 @@ def remedies_text(figures: Figures) -> str:
 
 
 def cheapest(figures: Figures) -> str:
-    """The arm, and the number of GPUs, with the lowest modelled cost to the target; by resolution and price."""
+    """Return the arm and number of GPUs with the lowest modelled cost to the target, by resolution and price."""
     lines = []
     for name, cells in grouped(figures.own, lambda cell: cell.times.name).items():
         found = []
@@ -529,7 +529,7 @@ What it changes: what to buy, by the lowest modelled cost to the target, of all 
 
 
 def bullet(line: str) -> str:
-    """One item of a list. A percentage is not broken in two."""
+    """Return one list item; no line break inside a percentage."""
     unbroken = line.replace(" %", "\N{NO-BREAK SPACE}%")
     return textwrap.fill(unbroken, 120, initial_indent="- ", subsequent_indent="  ")
 
@@ -552,7 +552,7 @@ def grouped(cells: Iterable[SpotCell], key: Callable[[SpotCell], str]) -> dict[s
 
 
 def one_price(cells: Sequence[SpotCell]) -> list[SpotCell]:
-    """What does not depend on the price, once."""
+    """Return the cells of one price, for figures that do not depend on the price."""
     return [cell for cell in cells if cell.price == cells[0].price]
 
 

@@ -1,8 +1,8 @@
-"""A spot node that explores with another noise path: what it finds says nothing about the seeds that are trained.
+"""A spot node that explores with another noise path, so its results carry no information on the trained seeds.
 
     python -m tests.benchmarks.other_noise node.json
 
-The control of the exploration benchmark: the same agent, the same work in the same time, and no knowledge.
+The control of the exploration benchmark: the same agent and the same work in the same time, without information.
 """
 
 import sys
@@ -17,7 +17,7 @@ from engine.protocol.request import Kind, Work
 from engine.worker.sampling import ImageSampler
 
 OTHER = 0x5DEECE66D
-"""What a seed is changed by."""
+"""Change of each seed."""
 
 
 class Control(Agent):
@@ -38,7 +38,7 @@ class Control(Agent):
 
 
 def run_other_noise(spec_json: str, *arguments: Any) -> None:
-    """A worker as it ships, but candidates are drawn from the noise of other seeds."""
+    """Run the shipped worker, but sample candidates with the noise of other seeds."""
     from engine.entrypoints.processes import run_worker
 
     ImageSampler.sample = _other_noise(ImageSampler.sample)  # type: ignore[method-assign]

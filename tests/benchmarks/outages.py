@@ -2,8 +2,8 @@
 
     python -m tests.benchmarks.outages --json
 
-The shipped `decide()` at passes of 10 s, on clouds on paper (tests/launcher/cluster/test_outages.py): spot is plentiful
-but for one outage of every zone, and on demand is always to be had. Nothing is random, so one run is all there is.
+The shipped `decide()` in passes of 10 s, on simulated clouds (tests/launcher/cluster/test_outages.py). Spot is there
+except in one outage of every zone, and on demand always. Nothing is random, so one run is enough.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Keep a benchmark's result: one JSON object as the last line, a page of at most 80 lines, raw figures beside the page.
 
-A figure says how it was made: runs, seeds, versions, processor, load before it began, date and commit.
+A figure records its origin: runs, seeds, versions, processor, load before the start, date and commit.
 """
 
 import json
@@ -19,7 +19,7 @@ RESULTS = Path(__file__).parent / "results"
 ROOT = Path(__file__).parents[2]
 
 PAGE_LINES = 80
-"""Most lines of a page. Later sections are in the JSON file, under `sections`."""
+"""Maximum lines of a page. Further sections are in the JSON file, under `sections`."""
 
 
 def publish(
@@ -92,12 +92,12 @@ def _lines(parts: Sequence[str]) -> int:
 
 
 def load_now() -> float:
-    """Load of the machine over the last minute: take it before the benchmark begins."""
+    """Return the load of the computer over the last minute. Call this before the benchmark begins."""
     return os.getloadavg()[0]
 
 
 def spread(values: Sequence[float]) -> str:
-    """Median and range, for a table."""
+    """Return median and range as text for a table."""
     return f"{statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
 

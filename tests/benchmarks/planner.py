@@ -3,9 +3,9 @@
     python -m tests.benchmarks.planner --json
 
 Matrices of rewards [prompt, seed], made by rule and recorded (tests/data/rewards/*.csv, by
-tests/benchmarks/record_rewards.py). Recorded ones are graded and strict, of the same pictures.
-A policy is told the rewards of what it asks for; all policies see the same matrices, and each is asked for a few
-candidates at a time, as workers do. Nothing but the kept variance counts.
+tests/benchmarks/record_rewards.py). Recorded ones are graded and strict, of the same images.
+A policy gets the rewards of its candidates; all policies see the same matrices, and each issues a few candidates at a
+time, like for workers. Only the kept variance counts.
 """
 
 import argparse
@@ -25,13 +25,13 @@ from tests.benchmarks.record_rewards import JOBS, REWARDS, read_rewards
 
 KEEP = 8
 BUDGETS = (1.0, 1.5, 2.0, 3.0)
-"""In keep x prompts."""
+"""Budgets in multiples of keep x prompts."""
 PROMPTS = 24
 SEEDS = 64
-"""Of the matrices made by rule; no prompt may get more."""
+"""Seeds of a prompt in the generated matrices; no prompt may get more."""
 CHUNK = 2
 AT_A_TIME = 16
-"""Candidates under way: the next are asked for when these are told."""
+"""Pending candidates: the next ones are issued when these have rewards."""
 ROUNDS = 60
 TRIES = 12
 EXTREME = "bernoulli beta(.5,.5)"
@@ -43,7 +43,7 @@ Generator = np.random.Generator
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """A source of matrices [prompts, seeds]; of strict ones, with each prompt's chance of 1 [prompts]."""
+    """A source of matrices [prompts, seeds]; strict ones come with each prompt's chance of 1 [prompts]."""
 
     draw: Callable[[Generator], tuple[Matrix, Matrix | None]]
     strict: bool
@@ -51,7 +51,7 @@ class Data:
 
 
 def gaussian(draw: Generator) -> tuple[Matrix, Matrix | None]:
-    """Sigma of a prompt is lognormal with spread 0.6 (papers 6.4)."""
+    """Yield normal rewards; sigma of a prompt is lognormal with spread 0.6 (papers 6.4)."""
     sigma = np.exp(0.6 * draw.standard_normal((PROMPTS, 1)))
     return sigma * draw.standard_normal((PROMPTS, SEEDS)), None
 
@@ -65,18 +65,18 @@ def bernoulli(a: float, b: float) -> Callable[[Generator], tuple[Matrix, Matrix 
 
 
 def levels(draw: Generator) -> tuple[Matrix, Matrix | None]:
-    """Five levels: the right ones of four characters, prompts unlike."""
+    """Yield rewards of five levels (right characters of four) with unequal prompts."""
     rates = draw.beta(3.0, 1.0, (PROMPTS, 1))
     return draw.binomial(4, np.broadcast_to(rates, (PROMPTS, SEEDS))) / 4, None
 
 
 def equal_levels(draw: Generator) -> tuple[Matrix, Matrix | None]:
-    """Five levels, all prompts alike: nothing is to be won by planning."""
+    """Yield rewards of five levels with equal prompts, where planning cannot gain anything."""
     return draw.binomial(4, 0.8, (PROMPTS, SEEDS)) / 4, None
 
 
 def recorded(matrix: Matrix, strict: bool) -> Callable[[Generator], tuple[Matrix, Matrix | None]]:
-    """The recorded rewards with the seeds of each prompt in another order; the chance is what all seeds show."""
+    """Yield the recorded rewards with shuffled seeds of each prompt; the chance is the mean over all seeds."""
     rates = matrix.mean(axis=1) if strict else None
     return lambda draw: (draw.permuted(matrix, axis=1), rates)
 
@@ -96,19 +96,19 @@ def data_sets() -> dict[str, Data]:
     return found
 
 
-# --- what a budget buys
+# --- kept variance of a budget
 
 
 def spent(matrix: Matrix, policy: Policy, seed: int) -> list[float]:
-    """Kept variance, mean over the prompts, at each of BUDGETS."""
+    """Return the kept variance as a mean over the prompts, at each of BUDGETS."""
     planner = Planner(
         [str(i) for i in range(len(matrix))], keep=KEEP, most=matrix.shape[1], policy=policy, chunk=CHUNK, seed=seed
     )
     found, used = [], 0
     for budget in candidates_of(matrix):
-        while used < budget and (asked := planner.ask(min(AT_A_TIME, budget - used))):
-            used += len(asked)
-            for prompt, index in asked:
+        while used < budget and (issued := planner.ask(min(AT_A_TIME, budget - used))):
+            used += len(issued)
+            for prompt, index in issued:
                 planner.tell(prompt, index, float(matrix[int(prompt), index]))
         found.append(statistics.fmean(planner.kept_variance().values()))
     return found
@@ -119,10 +119,10 @@ def candidates_of(matrix: Matrix) -> list[int]:
 
 
 def best(matrix: Matrix) -> list[float]:
-    """The bound: who knows the whole matrix and may only choose how many seeds each prompt gets.
+    """Return the upper bound: a policy that knows the whole matrix and chooses the number of seeds of each prompt.
 
-    Every policy ends with the first n of each prompt's seeds, so none can have more in any round. By dynamic programme
-    over the prompts; above what every policy can reach, because it knows luck in advance.
+    Every policy ends with the first n of each prompt's seeds, so none can have more in any round. Computed by dynamic
+    programming over the prompts. No real policy can reach it, because it knows the rewards in advance.
     """
     most = candidates_of(matrix)[-1]
     total = np.full(most + 1, -np.inf)
@@ -136,10 +136,10 @@ def best(matrix: Matrix) -> list[float]:
 
 
 def knows_rates(matrix: Matrix, rates: Matrix) -> list[float]:
-    """The nearer bound of strict rewards: who knows each prompt's chance of 1, but not its luck.
+    """Return the tighter bound for strict rewards: a policy that knows each prompt's chance of 1 but no reward.
 
-    One candidate at a time to the largest expected gain. That is optimal: with `keep` seen, a prompt's expected gain
-    stays when a candidate brings nothing and falls when it brings something, so what is left for later never grows.
+    It gives one candidate at a time to the largest expected gain. That is optimal: with `keep` seen, a prompt's
+    expected gain stays the same after a useless candidate and falls after a useful one, so it never grows.
     """
     high = matrix[:, :KEEP].sum(axis=1)
     tried = np.full(len(matrix), KEEP)
@@ -168,7 +168,7 @@ def kept_of(high: float, low: float) -> float:
 
 
 def play(data: Data, rounds: int) -> dict[str, Matrix]:
-    """Kept variance [rounds, budgets] by policy, on the same matrices."""
+    """Return the kept variance [rounds, budgets] by policy, on the same matrices."""
     found: dict[str, list[list[float]]] = {}
     for seed in range(rounds):
         matrix, rates = data.draw(np.random.default_rng(seed))
@@ -188,7 +188,7 @@ def standard_error(values: Matrix) -> float:
 
 
 def against_uniform(played: Mapping[str, Matrix]) -> float:
-    """z of bayes minus uniform, paired by round: the mean over the budgets above 1."""
+    """Return z of bayes minus uniform, paired by round: the mean over the budgets above 1."""
     difference = (played["bayes"] - played["uniform"])[:, 1:].mean(axis=1)
     return float(difference.mean() / max(standard_error(difference), 1e-12))
 
@@ -199,9 +199,9 @@ def two_for_three(played: Mapping[str, Matrix], policy: str = "bayes") -> float:
 
 
 def plan_ms(strict: bool, times: int = 21) -> float:
-    """Milliseconds (processor time) in which `bayes` deals 64 chunks to 64 prompts with 16 results each.
+    """Return the CPU milliseconds in which `bayes` issues 64 chunks to 64 prompts with 16 results each.
 
-    Median over `times` matrices of the fastest of TRIES planners: work on the other hyperthread slows processor time.
+    Median over `times` matrices of the fastest of TRIES planners, because work on the other hyperthread slows it down.
     """
     return statistics.median(min(_deal_ms(strict, seed) for _ in range(TRIES)) for seed in range(times))
 
@@ -217,9 +217,9 @@ def _deal_ms(strict: bool, seed: int) -> float:
         planner.took(str(i), index)
         planner.tell(str(i), index, float(reward))
     begun = time.process_time()
-    asked = planner.ask(64 * CHUNK)
+    issued = planner.ask(64 * CHUNK)
     milliseconds = 1e3 * (time.process_time() - begun)
-    assert len(asked) == 64 * CHUNK
+    assert len(issued) == 64 * CHUNK
     return milliseconds
 
 

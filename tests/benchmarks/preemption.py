@@ -2,9 +2,9 @@
 
     python -m tests.benchmarks.preemption --json
 
-Rollouts on three spot nodes that are taken away one after the other: killed or frozen, with and without a notice, each
-in the middle of a lease. Then, with one node standing by, how long it takes from the signal to the next finished step
-of a request that was lost. Nodes are real agents and processes, on the local runtime and on a Ray cluster.
+Rollouts on three spot nodes that are lost one after the other: killed or frozen, with and without notice, each in the
+middle of a lease. Then, with one idle node, the time from the signal to the next finished step of a lost request.
+Nodes are real agents and processes, on the local runtime and on a Ray cluster.
 """
 
 import argparse
@@ -35,7 +35,7 @@ COMMIT_EVERY = 3
 
 NOTICE_SECONDS = 1.0
 ZOMBIE_SECONDS = 5.0
-"""A frozen node wakes up so long after it was lost, and is ended soon after."""
+"""Seconds after its loss at which a frozen node wakes up; it is ended soon after."""
 
 LIMITS = {
     "local worker SIGKILL": 0.3,
@@ -45,7 +45,7 @@ LIMITS = {
     "ray node SIGKILL": 3.0,
     "ray node SIGSTOP": 4.0,
 }
-"""Seconds from the signal to the next finished step of a lost request: what we promise."""
+"""Promised limit: seconds from the signal to the next finished step of a lost request."""
 
 
 def config(runtime: Literal["local", "ray"], heartbeat_seconds: float) -> EngineConfig:
@@ -65,7 +65,7 @@ def config(runtime: Literal["local", "ray"], heartbeat_seconds: float) -> Engine
 
 @contextmanager
 def drill_of(runtime: Literal["local", "ray"], *, heartbeat_seconds: float = 0.5) -> Iterator[Drill]:
-    """Three nodes of a runtime, up and with weights."""
+    """Start three nodes of a runtime, and wait until they have weights."""
     with tempfile.TemporaryDirectory() as folder:
         stage = ClusterStage(Path(folder), config(runtime, heartbeat_seconds))
         try:
@@ -81,7 +81,7 @@ def drill_of(runtime: Literal["local", "ray"], *, heartbeat_seconds: float = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """One node that was taken away, and what it was doing."""
+    """One lost node and its work at the loss."""
 
     how: Literal["kill", "freeze"]
     is_noticed: bool
@@ -92,7 +92,7 @@ class Loss:
 
 
 def lose_nodes(drill: Drill, batch: Batch, losses: int, seed: int) -> list[Loss]:
-    """Take nodes away in the middle of their work, each replaced at once; frozen ones wake up as zombies."""
+    """Kill or freeze nodes in the middle of their work and replace each at once; frozen ones wake up as zombies."""
     dice = random.Random(seed)
     lost: list[Loss] = []
     zombies: list[tuple[float, str]] = []
@@ -168,7 +168,7 @@ def measure_losses(rollouts: int, losses: int, seed: int) -> tuple[dict[str, Any
 
 
 def repeated(steps: list[Step], lease: int) -> list[int]:
-    """Steps that were made again, of each picture of a lost lease; empty when it had been finished after all."""
+    """Return the repeated steps of each image of a lost lease; empty if the lease was finished."""
     mine = [step for step in steps if step.lease == lease]
     reached = max(step.step for step in mine)
     counts = []
@@ -180,23 +180,23 @@ def repeated(steps: list[Step], lease: int) -> list[int]:
 
 
 def resumed_from_commits(steps: list[Step]) -> int:
-    """Leases that did not begin with a picture's first step."""
+    """Return the number of leases that did not begin with an image's first step."""
     first: dict[int, int] = {}
     for step in steps:
         first.setdefault(step.lease, step.step)
     return sum(1 for step in first.values() if step > 1)
 
 
-# --- how soon work goes on --------------------------------------------------------------------------------
+# --- time until work continues ----------------------------------------------------------------------------
 
 
 def measure_resumes(runtime: Literal["local", "ray"], runs: int) -> dict[str, list[float]]:
-    """Seconds from the signal to the next finished step of a lost request, by what was lost; one node stands by."""
+    """Return the seconds from the signal to the next finished step of a lost request, by the lost process."""
     seconds: dict[str, list[float]] = defaultdict(list)
     kinds = ("worker SIGKILL" if runtime == "local" else "actor SIGKILL", "node SIGKILL", "node SIGSTOP")
-    # Workers call in after every step: else the idle node takes a lease for slow that is only silent, and copies it.
+    # Workers call after every step. Otherwise a silent lease looks slow, and the idle node copies it.
     with drill_of(runtime, heartbeat_seconds=0.75 * STEP_SECONDS) as drill:
-        drill.assert_whole(drill.submit(NODES * SHAPE))  # everything was touched once
+        drill.assert_whole(drill.submit(NODES * SHAPE))  # everything is warmed up
         for what in kinds:
             tries = 0
             while len(seconds[f"{runtime} {what}"]) < runs:
@@ -210,7 +210,7 @@ def measure_resumes(runtime: Literal["local", "ray"], runs: int) -> dict[str, li
 
 
 def measure_resume(drill: Drill, what: str) -> float | None:
-    """One loss; None when the standing node was making the same pictures already, as it does for a slow lease."""
+    """Measure one loss. Return None if the idle node already made the same images as a speculative copy."""
     drill.need(NODES, spare=0)
     time.sleep(1.0)
     batch = drill.submit((NODES - 1) * SHAPE)

@@ -52,12 +52,12 @@ OPEN = 10_000
 WORKERS = 256
 SHAPE = 12
 SHAPES = (1, 4, SHAPE)
-"""Requests to a lease for the state machine alone: it pays for every request of a commit. The first is the headline."""
+"""Requests per lease for the state machine alone; each commit has a cost per request. The first is the headline."""
 STEPS = 20
 COMMITS = 4
 FAULTS = 0.01
 CHECK_ALL_EVERY = 20_000
-"""Operations between two checks of everything; the lease of an operation is checked with every operation."""
+"""Operations between two full checks; the lease of an operation is checked with every operation."""
 
 V0 = WeightsKey(version=0)
 DIGEST = digest_of(b"weights")
@@ -77,7 +77,7 @@ def task(number: int, shape: int = SHAPE) -> Task:
 
 @dataclass
 class Hand:
-    """One of the workers: what it holds and how often it committed."""
+    """One simulated worker: its leases and the number of its commits."""
 
     name: str
     node: str
@@ -87,7 +87,7 @@ class Hand:
 
 
 def core_ops_per_s(operations: int, seed: int, shape: int) -> float:
-    """Operations a second of the queue with OPEN requests, checks and refilling counted in the time."""
+    """Return operations a second of the queue with OPEN requests; checks and refilling count in the time."""
     draw = random.Random(seed).random
     queue = Queue(Rules(lease_ms=2000, first_lease_ms=20_000, commit_every=None, preemption_ms=3_600_000))
     queue.publish(V0, DIGEST)
@@ -145,18 +145,18 @@ def core_ops_per_s(operations: int, seed: int, shape: int) -> float:
     return operations / (time.perf_counter() - begun)
 
 
-# --- a coordinator in a process of its own
+# --- a coordinator in a separate process
 
 
 def serve(folder: str, port: int, runtime: str) -> None:
-    """What `run_coordinator` does, without a node around it."""
+    """Serve like `run_coordinator`, without a node."""
     clock = ScaledClock(origin_ms=ORIGIN_MS)
     coordinator = open_coordinator(Path(folder), clock=clock, runtime=RuntimeConfig.model_validate_json(runtime))
     asyncio.run(CoordinatorServer(Front(coordinator), Rights(TOKEN)).serve(bind("127.0.0.1", port)))
 
 
 class Served:
-    """A coordinator behind HTTP, forked from a server that has loaded everything already."""
+    """A coordinator behind HTTP, forked from a preloaded server."""
 
     def __init__(self, folder: Path, runtime: RuntimeConfig | None = None) -> None:
         self.folder, self.runtime, self.port = folder, runtime or RuntimeConfig(), free_port()
@@ -165,7 +165,7 @@ class Served:
         self.process: Any = None
 
     def start(self) -> float:
-        """Seconds until it answers."""
+        """Start the coordinator, and return the seconds until it answers."""
         begun = time.perf_counter()
         arguments = (str(self.folder), self.port, self.runtime.model_dump_json())
         self.process = self._context.Process(target=serve, args=arguments)
@@ -205,7 +205,7 @@ def fill(line: HttpTransport, weights: bytes = b"weights") -> None:
 
 
 class Client:
-    """A thread that plays a few workers over one line, each call waited for."""
+    """A thread that simulates a few workers over one connection, one call at a time."""
 
     def __init__(self, one: Served, number: int, workers: int, blob: bytes, seed: int) -> None:
         self.line, self.blob, self.draw = one.transport(), blob, random.Random(seed).random
@@ -219,7 +219,7 @@ class Client:
                 self.calls += 1
 
     def finish(self, leases: int) -> None:
-        """Make so many leases whole."""
+        """Finish this many leases completely."""
         hand = self.hands[0]
         while leases:
             finishing = hand.work is not None and hand.commits >= COMMITS
@@ -230,23 +230,23 @@ class Client:
         me = {"worker": hand.name, "node": hand.node, "of": 1, "usage": [], "boot": 1}
         if hand.work is None:
             hand.seq += 1
-            ask = {"call": "pull", "seq": hand.seq, "holds": [0, False, DIGEST], "kinds": None, "room": None}
-            answer, _ = self.line.call(me | ask)
+            pull = {"call": "pull", "seq": hand.seq, "holds": [0, False, DIGEST], "kinds": None, "room": None}
+            answer, _ = self.line.call(me | pull)
             hand.work, hand.commits = (answer if answer["do"] == "work" else None), 0  # type: ignore[assignment]
             return
         work: Any = hand.work
-        said = me | {"lease": work["lease"]}
+        call = me | {"lease": work["lease"]}
         requests = [attempt[0] for attempt in work["attempts"]]
         names = [f"{raw[2]}-{raw[4]}-{hand.commits}" for raw in requests]
         blobs = dict.fromkeys(names, self.blob)
         if self.draw() < FAULTS:
-            self.line.call(said | {"call": "fault", "text": "boom"})
+            self.line.call(call | {"call": "fault", "text": "boom"})
             hand.work = None
         elif hand.commits < COMMITS:
             hand.commits += 1
             step = hand.commits * (STEPS - 1) // COMMITS
             states = [[raw, step, name] for raw, name in zip(requests, names, strict=True)]
-            answer, _ = self.line.call(said | {"call": "commit", "states": states, "commit_ms": 10.0}, blobs)
+            answer, _ = self.line.call(call | {"call": "commit", "states": states, "commit_ms": 10.0}, blobs)
             if answer["do"] == "fenced":
                 hand.work = None
         else:
@@ -254,12 +254,12 @@ class Client:
                 {"request": raw, "reward": 1.0, "metrics": {}, "trajectory": name}
                 for raw, name in zip(requests, names, strict=True)
             ]
-            self.line.call(said | {"call": "finish", "results": results}, blobs)
+            self.line.call(call | {"call": "finish", "results": results}, blobs)
             hand.work = None
 
 
 def runtime_ops_per_s(seconds: float, clients: int, seed: int) -> float:
-    """Calls a second over HTTP: WORKERS workers in a few client threads, an fsync before every durable answer."""
+    """Return calls a second over HTTP: WORKERS workers in a few threads, an fsync before every durable answer."""
     with served(RuntimeConfig(lease_seconds=60, first_lease_seconds=60)) as one:
         line = one.transport()
         fill(line)
@@ -276,7 +276,7 @@ def runtime_ops_per_s(seconds: float, clients: int, seed: int) -> float:
 
 
 def restarts_s(times: int, finished: int) -> list[float]:
-    """Seconds from SIGKILL to the first answer, with OPEN requests open and some thousands finished."""
+    """Return the seconds from SIGKILL to the first answer, with OPEN requests open and some thousands finished."""
     with served(RuntimeConfig(lease_seconds=600, first_lease_seconds=600)) as one:
         line = one.transport()
         fill(line)
@@ -292,11 +292,11 @@ def restarts_s(times: int, finished: int) -> list[float]:
         return found
 
 
-# --- what commits cost a worker
+# --- cost of commits for a worker
 
 
 def seconds_per_rollout(commit_every: int, leases: int, step_seconds: float) -> list[float]:
-    """Denoising time of each lease of a real worker; `commit_every` above the number of steps: no commit at all."""
+    """Return the denoising time of each lease of a real worker. `commit_every` above the number of steps: no commit."""
     config = EngineConfig()
     with served(RuntimeConfig(commit_every=commit_every, lease_seconds=10)) as one:
         adapter = load_adapter(config.model)
@@ -321,7 +321,7 @@ def seconds_per_rollout(commit_every: int, leases: int, step_seconds: float) -> 
             RequestId(run="run", lineage=1, batch=0, prompt=f"{i:04d}", seed=i, kind=Kind.TRAIN)
             for i in range(SHAPE * leases)
         )
-        asked = Task(
+        task = Task(
             requests=wanted,
             weights=V0,
             sampler=json.dumps(plan_to_dict(plan)),
@@ -329,7 +329,7 @@ def seconds_per_rollout(commit_every: int, leases: int, step_seconds: float) -> 
             shape=SHAPE,
             dtype="float32",
         )
-        line.call({"call": "submit", "task": task_to_dict(asked)})
+        line.call({"call": "submit", "task": task_to_dict(task)})
         while len({lease for lease, _ in marks}) < leases or len(marks) < leases * plan.steps:
             worker.serve_once(wait=False)
         worker.serve_once(wait=False)

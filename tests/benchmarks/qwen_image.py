@@ -1,7 +1,7 @@
-"""What an iteration of Qwen-Image would take and cost with spot H100 beside four on-demand ones. A model; no runs.
+"""A model of the time and cost of an iteration of Qwen-Image with spot H100 beside four on-demand ones. No runs.
 
-Seconds are published or computed (research notes papers 4.2 and 6.2, engine 6), dollars the catalog's. How many
-candidates an arm may try is what the idle seconds of its GPUs afford, rounded down: never more than there is time for.
+Seconds are published or computed (research notes papers 4.2 and 6.2, engine 6), dollars are from the catalog. The idle
+seconds of an arm's GPUs limit its candidates, rounded down.
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,12 +23,12 @@ PROMPTS, IMAGES = 32, 16
 """Of a batch: flow_grpo's and verl-omni's recipes for Qwen-Image (papers 4.2)."""
 
 GENERATION_SECONDS = 107.0
-"""Published: 512 pictures of 512 px, 10 steps, guidance 4, in 106 to 108 s. By how many GPUs is not published; the four
-of the other figures are assumed (papers 4.2)."""
+"""Published: 512 images of 512 px, 10 steps, guidance 4, in 106 to 108 s. The number of GPUs is not published; four are
+assumed as in the other figures (papers 4.2)."""
 
 STEP_SECONDS, JUDGING_STEP_SECONDS = 360.0, 420.0
-"""Published: a training step on four H800, LoRA, with the pictures judged on a fifth GPU, and by the four themselves.
-H800 is taken for H100; the fifth GPU is not charged to any arm."""
+"""Published: a training step on four H800, LoRA, with images scored on a fifth GPU, and by the four themselves.
+H800 counts as H100; the fifth GPU is not charged to any arm."""
 
 FORWARD_TFLOP = {512: 15.7, 1280: 119.0}
 """Computed from the architecture, by pixels of an edge; guidance takes two of them (engine 6)."""
@@ -36,7 +36,7 @@ FORWARD_TFLOP = {512: 15.7, 1280: 119.0}
 H100_TFLOP_PER_SECOND = 989.0
 
 ROLLOUT_UTILISATION = 0.475
-"""At 1280 px: the middle of 0.45 to 0.5, from published times of pictures of 4k to 10k tokens (engine 6)."""
+"""At 1280 px: the middle of 0.45 to 0.5, from published times of images of 4k to 10k tokens (engine 6)."""
 
 TRAINING_UTILISATION = 0.40
 """Assumed: the middle of 0.35 to 0.45 (engine 6)."""
@@ -47,21 +47,21 @@ FORWARDS_A_TRAINED_STEP = 2 * (1 + 3)
 """With guidance: one forward for the old log-probability, three for the update (LoRA, activations recomputed)."""
 
 SYNC_SECONDS = 0.38 * 8 / (0.8 * 25)
-"""LoRA of rank 64 is 0.38 GB; 25 Gb/s at 80 %; nodes pass it on, so that it is waited for once (engine 6; assumed)."""
+"""LoRA of rank 64 is 0.38 GB; 25 Gb/s at 80 %; nodes forward it, so it is waited for once (engine 6; assumed)."""
 
 CONTROL_SHARE = ExplorationConfig().random_fraction
-"""Of the candidates that were not chosen: rolled out all the same in the same idle seconds, as in the measured runs."""
+"""Share of unchosen candidates that are rolled out as controls in the same idle seconds, as in the measured runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """Where an iteration's seconds come from."""
+    """The source of an iteration's seconds."""
 
     name: str
     cost: IterationCost
     basis: str
     own: bool = True
-    """False: not a result, but how much depends on what was assumed."""
+    """False: not a result, but a test of the assumptions."""
 
 
 def iteration_cost(rollout_gpu_seconds: float, train_seconds: float, *, candidate_share: float) -> IterationCost:
@@ -79,17 +79,17 @@ def iteration_cost(rollout_gpu_seconds: float, train_seconds: float, *, candidat
 
 
 def on_four_gpus(seconds: float) -> float:
-    """GPU-seconds of one picture, when the four take so long for a batch."""
+    """Return the GPU-seconds of one image, if the four GPUs take this long for a batch."""
     return seconds * ON_DEMAND_GPUS / (PROMPTS * IMAGES)
 
 
 def computed_rollout(pixels: int) -> float:
-    """GPU-seconds of one picture, from operations and published utilisation."""
+    """Return the GPU-seconds of one image, from operations and published utilisation."""
     return STEPS * 2 * FORWARD_TFLOP[pixels] / (H100_TFLOP_PER_SECOND * ROLLOUT_UTILISATION)
 
 
 def computed_training(pixels: int) -> float:
-    """Seconds of a batch on the four, from operations and assumed utilisation."""
+    """Return the seconds of a batch on the four GPUs, from operations and assumed utilisation."""
     each = TRAINED_STEPS * FORWARDS_A_TRAINED_STEP * FORWARD_TFLOP[pixels]
     return PROMPTS * IMAGES * each / (ON_DEMAND_GPUS * H100_TFLOP_PER_SECOND * TRAINING_UTILISATION)
 
@@ -135,7 +135,7 @@ def all_times(candidate_share: float) -> tuple[Times, ...]:
 # --- pools ------------------------------------------------------------------------------------------------------
 
 TRAINED = Settings().trained
-"""Pictures that an iteration of a learning run trains. Pools are counted in candidates for so many."""
+"""Images that an iteration of a learning run trains. Pools count candidates for this many."""
 
 POOLS = (72, 120, 144, 192, 288, 432)
 """Which learning runs are made: few, so that cells share them; multiples of 12. The last is the cap, 9
@@ -143,23 +143,23 @@ for each trained picture, because what is gained by one more falls."""
 
 
 def affordable(cost: IterationCost, spot_gpus: int) -> float:
-    """Candidates for `TRAINED` trained pictures that fit into the idle seconds; no cap."""
+    """Return the candidates for `TRAINED` trained images that fit into the idle seconds, without cap."""
     return candidates_that_fit(cost, spot_gpus) * TRAINED / (cost.prompts * cost.images_per_prompt)
 
 
 def pool_of(candidates: float, pools: Iterable[int] = POOLS) -> int | None:
-    """The largest pool that `candidates` pay for. None: too few to choose from."""
+    """Return the largest pool within `candidates`, or None if they are too few to choose from."""
     return max((pool for pool in pools if pool <= candidates), default=None)
 
 
 def in_path_seconds(cost: IterationCost, spot_gpus: int, pool: int) -> float:
-    """Of an iteration: all GPUs roll out every candidate with the new weights; the chosen ones are trained as such."""
+    """Return the seconds of an iteration in which all GPUs roll out every candidate with the new weights."""
     images = pool * cost.images_per_prompt // TRAINED
     return iteration_seconds(replace(cost, images_per_prompt=images), spot_gpus)
 
 
 def waiting_seconds(cost: IterationCost, spot_gpus: int, pool: int) -> float:
-    """Of an iteration: the trainer waits until spot GPUs have tried a pool that may be more than fits."""
+    """Return the seconds of an iteration in which the trainer waits until spot GPUs have tried the whole pool."""
     candidates = pool * cost.prompts * cost.images_per_prompt / TRAINED
     idle = cost.train_seconds - cost.guard_seconds - cost.sync_seconds
     late = candidates * cost.candidate_gpu_seconds / spot_gpus - idle
@@ -171,7 +171,7 @@ def waiting_seconds(cost: IterationCost, spot_gpus: int, pool: int) -> float:
 DISCOUNTS = (0.25, 0.50, 0.77)
 
 LISTED = ("aws", "us-east-1", "p5.48xlarge")
-"""Whose on-demand price the discounts are off."""
+"""The offer whose on-demand price the discounts refer to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,8 +198,7 @@ def discounted() -> tuple[Price, ...]:
 
 
 def offered() -> tuple[Price, ...]:
-    """Every spot machine of eight H100 in the catalog that is believed, beside its region's on-demand price, smallest
-    discount first."""
+    """Return every accepted spot offer of eight H100 with its region's on-demand price, smallest discount first."""
     on_demand = _on_demand()
     prices = [
         Price(

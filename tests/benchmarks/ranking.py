@@ -30,22 +30,22 @@ from tests.benchmarks.page import load_now, publish
 from tests.benchmarks.record_rewards import JOBS, Matrix, Rewards, Task
 
 STALENESS = (0, 1, 2, 4, 10)
-"""In weight versions. 0: the same weights again, in batches of another size."""
+"""Staleness in weight versions. 0: the same weights, in batches of another size."""
 FRESH = (10, 11, 12)
 """Versions v; training ends with the last of them."""
 PROMPTS = 12
 SEEDS = 24
 CANDIDATES, KEEP = 12, 4
-"""What the job files explore and train per prompt; 24 seeds are two groups."""
+"""Candidates and trained seeds per prompt, as in the job files; 24 seeds are two groups."""
 ASKED_IN = 1000
-"""Batch whose prompts and seeds are asked for; none of the trained ones."""
+"""Batch of the measured prompts and seeds; it is not trained."""
 AT_ONCE, AT_ONCE_AGAIN = 48, 36
-"""Pictures per forward pass."""
+"""Images per forward pass."""
 RESAMPLED = 2000
 
 
 def samplers(trained: SamplerConfig) -> dict[str, SamplerConfig]:
-    """What a row rolls out with; steps and shift are those of the job."""
+    """Return the sampler of each row; steps and shift are those of the job."""
 
     def like(**change: Any) -> SamplerConfig:
         return SamplerConfig(**trained.model_dump() | change)
@@ -63,7 +63,7 @@ def samplers(trained: SamplerConfig) -> dict[str, SamplerConfig]:
 
 
 def train(task: Task, iterations: int) -> tuple[list[bytes], list[float]]:
-    """Weights of versions 0 to `iterations`, and the mean reward of each batch. Plain Flow-GRPO, no exploration."""
+    """Train plain Flow-GRPO. Return the weights of versions 0 to `iterations`, and the mean reward of each batch."""
     algorithm, seed = task.config.algorithm, task.config.seed
     trainer = Trainer(task.adapter, task.parameters, algorithm)
     versions, rewards = [get_weights(task.parameters)], []
@@ -93,10 +93,10 @@ def train(task: Task, iterations: int) -> tuple[list[bytes], list[float]]:
 
 
 def roll_out(task: Task, manifest: Manifest) -> list[FinishedGroup]:
-    """The batch in one forward pass per step."""
+    """Roll out the batch in one forward pass per step."""
     plan = rollout_plan(task.config.sampler, task.config.seed, manifest.batch)
-    asked = [(group.prompt, seed) for group in manifest.groups for seed in group.seeds]
-    prompts, seeds = [prompt for prompt, _ in asked], [seed for _, seed in asked]
+    pairs = [(group.prompt, seed) for group in manifest.groups for seed in group.seeds]
+    prompts, seeds = [prompt for prompt, _ in pairs], [seed for _, seed in pairs]
     conditioning = task.adapter.encode(prompts)
     x = initial(seeds, task.adapter.latent_shape())
     rows = [Trajectory.begin(row) for row in x]
@@ -120,20 +120,20 @@ def roll_out(task: Task, manifest: Manifest) -> list[FinishedGroup]:
 
 
 def ranks(values: Matrix) -> Matrix:
-    """Mid-ranks of one row."""
+    """Return the mid-ranks of one row."""
     _, place, count = np.unique(values, return_inverse=True, return_counts=True)
     return (count.cumsum() - (count - 1) / 2)[place]
 
 
 def spearman(stale: Matrix, fresh: Matrix) -> float:
-    """Of one prompt's seeds; NaN where either side is all equal."""
+    """Return the rank correlation of one prompt's seeds; NaN if one side is all equal."""
     if np.ptp(stale) == 0 or np.ptp(fresh) == 0:
         return float("nan")
     return float(np.corrcoef(ranks(stale), ranks(fresh))[0, 1])
 
 
 def kept(stale: Matrix, fresh: Matrix) -> tuple[float, float, float]:
-    """Variance of the fresh rewards kept: chosen by the stale ones, by the fresh ones, and expected at random.
+    """Return the kept variance of fresh rewards: chosen by stale rewards, by fresh ones, and expected at random.
 
     Sums over the groups of CANDIDATES. At random: (KEEP - 1) / KEEP of the unbiased variance of the group.
     """
@@ -157,12 +157,12 @@ class Figures:
     share_interval: tuple[float, float]
     random_share: float
     left_out: int
-    """Of `pairs`, those without a rank correlation."""
+    """Number of `pairs` without a rank correlation."""
     pairs: int
 
 
 def figures(stale: Matrix, fresh: Matrix, draw: np.random.Generator) -> Figures:
-    """stale, fresh: [pairs of versions, prompts, seeds]. The intervals resample the prompts."""
+    """Return the figures of one row. stale, fresh: [pairs of versions, prompts, seeds]. Intervals resample prompts."""
     pairs = [list(zip(*pair, strict=True)) for pair in zip(stale, fresh, strict=True)]
     correlation = np.array([[spearman(*rows) for rows in pair] for pair in pairs])
     variances = np.array([[kept(*rows) for rows in pair] for pair in pairs])
@@ -190,7 +190,7 @@ def figures(stale: Matrix, fresh: Matrix, draw: np.random.Generator) -> Figures:
 
 
 def measure(name: str) -> tuple[dict[tuple[str, int, str], Figures], dict[str, Any]]:
-    """Figures by (sampler, staleness, kind of reward) of one task, and what its training was like."""
+    """Return figures by (sampler, staleness, kind of reward) of one task, and its training rewards."""
     task = Task(name)
     begun = time.perf_counter()
     versions, rewards = train(task, max(FRESH))
@@ -200,7 +200,7 @@ def measure(name: str) -> tuple[dict[tuple[str, int, str], Figures], dict[str, A
     known: dict[tuple[str, int, int], Rewards] = {}
 
     def rolled_out(sampler: SamplerConfig, batch: int, version: int, at_once: int) -> Rewards:
-        """A window stands where it would in this batch."""
+        """Roll out with a window at its place in this batch."""
         plan = rollout_plan(sampler, task.config.seed, batch)
         key = plan.signature, version, at_once
         if key not in known:
@@ -239,8 +239,8 @@ def rows_of(name: str, found: dict[tuple[str, int, str], Figures]) -> list[dict[
                 "task": name,
                 "sampler": sampler,
                 "versions stale": k,
-                "spearman": said(graded.spearman, graded.spearman_interval),
-                "kept variance share": said(graded.share, graded.share_interval),
+                "spearman": with_interval(graded.spearman, graded.spearman_interval),
+                "kept variance share": with_interval(graded.share, graded.share_interval),
                 "at random": f"{graded.random_share:.2f}",
                 "left out": f"{graded.left_out}/{graded.pairs}",
                 "strict: spearman": f"{strict.spearman:.2f}",
@@ -251,12 +251,12 @@ def rows_of(name: str, found: dict[tuple[str, int, str], Figures]) -> list[dict[
     return rows
 
 
-def said(value: float, interval: tuple[float, float]) -> str:
+def with_interval(value: float, interval: tuple[float, float]) -> str:
     return f"{value:.2f} ({interval[0]:.2f} to {interval[1]:.2f})"
 
 
 def by_sampler(found: dict[tuple[str, int, str], Figures], what: str, kind: str = "graded") -> dict[str, Any]:
-    """One figure as {sampler: {staleness: value}}."""
+    """Return one figure as {sampler: {staleness: value}}."""
     table: dict[str, Any] = defaultdict(dict)
     for (sampler, k, of), one in found.items():
         if of == kind:

@@ -1,11 +1,11 @@
-"""Exact match of some weights as readers see it that did not give the reward.
+"""Exact match of some weights by readers that did not give the reward.
 
     python -m tests.benchmarks.readers --json                       the base that ships
     python -m tests.benchmarks.readers --weights FOLDER --json      what `spotrl pull RUN --to FOLDER` wrote, as well
 
 The reward reads with PP-OCRv6 small at 72 columns. The readers:
 
-- v6 at 144 columns: the same model, with wider pictures.
+- v6 at 144 columns: the same model, with wider images.
 - v4 at 144 columns: PP-OCRv4 mobile (the wheel rapidocr-onnxruntime 1.4.4), a model of another generation.
 - tesseract: Tesseract's LSTM reader, with other training data and other authors (the Debian package tesseract-ocr).
 - templates: no model at all. Each digit's cell is compared with the font's own glyphs.
@@ -52,27 +52,27 @@ GIVES_REWARD = "v6 at 72 columns, which gave the reward"
 ENLARGED = 6
 """Tesseract reads letters of 30 pixels best; ours are 9 high."""
 MARGIN = 24
-"""White pixels around an enlarged picture, which Tesseract needs to find a line."""
+"""White pixels around an enlarged image, which Tesseract needs to find a line."""
 
 Pixels = NDArray[np.float32]
 
 
 class MissingReader(Exception):
-    """A reader's program or package is not installed; says what brings it."""
+    """A reader's program or package is not installed; the message says how to install it."""
 
 
 def exact_by_reader(weights: Mapping[str, Tensor] | None, held_out: int) -> dict[str, float]:
-    """Exact match by reader. `weights`: of the transformer, by name; None: the base that ships."""
+    """Return the exact match by reader. `weights`: of the transformer, by name; None: the shipped base."""
     prompts = held_out_digits()[:held_out]
-    pictures = drawn(weights, prompts)
+    images = drawn(weights, prompts)
     with ThreadPoolExecutor(1) as pool:  # a thread for the rewards' own recogniser, one for the others
-        wide = pool.submit(OcrReward("ocr_strict", 144), pictures, prompts)
-        others = {name: exact for name in READERS if (exact := exact_or_none(name, pictures, prompts)) is not None}
+        wide = pool.submit(OcrReward("ocr_strict", 144), images, prompts)
+        others = {name: exact for name in READERS if (exact := exact_or_none(name, images, prompts)) is not None}
         return {"v6 at 144 columns": float(np.mean([score.reward for score in wide.result()]))} | others
 
 
 def drawn(weights: Mapping[str, Tensor] | None, prompts: Sequence[str]) -> Tensor:
-    """Return the pictures that an evaluation draws, [B, 1, 12, 32] in [-1, 1]."""
+    """Return the images of an evaluation, [B, 1, 12, 32] in [-1, 1]."""
     config = EngineConfig()
     adapter = load_adapter(config.model)
     if weights is not None:
@@ -80,26 +80,26 @@ def drawn(weights: Mapping[str, Tensor] | None, prompts: Sequence[str]) -> Tenso
             for name, parameter in trainable(adapter).items():
                 parameter.copy_(weights[name])
     plan = evaluation_plan(config.sampler, config.evaluation.steps)
-    pictures = []
+    images = []
     for start in range(0, len(prompts), FORWARD):
         some = prompts[start : start + FORWARD]
         seeds = [seed_of(0, Stream.EVAL, 0, prompt, 0) for prompt in some]
-        pictures.append(adapter.decode(denoise(adapter, plan, adapter.encode(some), seeds)))
-    return torch.cat(pictures)
+        images.append(adapter.decode(denoise(adapter, plan, adapter.encode(some), seeds)))
+    return torch.cat(images)
 
 
-def exact_or_none(name: str, pictures: Tensor, prompts: Sequence[str]) -> float | None:
-    """Share of the pictures that a reader reads as their prompt; None, and a line on stderr, if it is not installed."""
+def exact_or_none(name: str, images: Tensor, prompts: Sequence[str]) -> float | None:
+    """Return the share of images read as their prompt; None and a line on stderr if the reader is not installed."""
     try:
-        texts = READERS[name](pictures)
+        texts = READERS[name](images)
     except MissingReader as missing:
         print(f"left out, {name}: {missing}", file=sys.stderr)
         return None
     return float(np.mean([text == prompt for text, prompt in zip(texts, prompts, strict=True)]))
 
 
-def read_v4(pictures: Tensor) -> list[str]:
-    """Greedy CTC reading by PP-OCRv4 mobile. pictures [B, 1 or 3, H, W] in [-1, 1]"""
+def read_v4(images: Tensor) -> list[str]:
+    """Read with PP-OCRv4 mobile and greedy CTC. images: [B, 1 or 3, H, W] in [-1, 1]"""
     package = find_spec("rapidocr_onnxruntime")
     if package is None or package.origin is None:
         raise MissingReader("the wheel rapidocr-onnxruntime is not installed; `make bench` installs it")
@@ -108,7 +108,7 @@ def read_v4(pictures: Tensor) -> list[str]:
     options.intra_op_num_threads = 1
     session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
     alphabet = ["", *session.get_modelmeta().custom_metadata_map["character"].splitlines(), " "]
-    scaled = functional.interpolate(pictures.float(), size=(48, 144), mode="bicubic").clamp(-1.0, 1.0)
+    scaled = functional.interpolate(images.float(), size=(48, 144), mode="bicubic").clamp(-1.0, 1.0)
     pixels = scaled.expand(-1, 3, -1, -1).contiguous().numpy()
     texts = []
     for start in range(0, len(pixels), 8):
@@ -119,19 +119,19 @@ def read_v4(pictures: Tensor) -> list[str]:
     return texts
 
 
-def read_tesseract(pictures: Tensor) -> list[str]:
-    """One line of digits by Tesseract, in one process on one thread. pictures [B, 1, H, W] in [-1, 1]"""
+def read_tesseract(images: Tensor) -> list[str]:
+    """Read one line of digits with Tesseract, in one process on one thread. images: [B, 1, H, W] in [-1, 1]"""
     program = shutil.which("tesseract")
     if program is None:
         raise MissingReader("there is no program tesseract; `apt-get install tesseract-ocr` brings it")
     with tempfile.TemporaryDirectory() as folder:
         files = []
-        for number, picture in enumerate(enlarged(pictures)):
+        for number, image in enumerate(enlarged(images)):
             files.append(f"{folder}/{number}.png")
-            Image.fromarray(picture).save(files[-1])
+            Image.fromarray(image).save(files[-1])
         names = Path(folder, "names.txt")
         names.write_text("\n".join(files))
-        # Page segmentation mode 7 takes a picture for one line of text.
+        # Page segmentation mode 7 treats an image as one line of text.
         command = [program, str(names), "stdout", "--psm", "7", "-c", "tessedit_char_whitelist=0123456789"]
         environ = os.environ | {"OMP_THREAD_LIMIT": "1"}
         read = subprocess.run(command, env=environ, check=True, capture_output=True, text=True)
@@ -139,16 +139,16 @@ def read_tesseract(pictures: Tensor) -> list[str]:
     return ["".join(page.split()) for page in pages]
 
 
-def enlarged(pictures: Tensor) -> NDArray[np.uint8]:
-    """[B, 1, H, W] in [-1, 1] -> [B, h, w] grey values, `ENLARGED` times as large and with a white margin."""
-    large = functional.interpolate(pictures.float(), scale_factor=ENLARGED, mode="bicubic").clamp(-1.0, 1.0)
+def enlarged(images: Tensor) -> NDArray[np.uint8]:
+    """Enlarge [B, 1, H, W] in [-1, 1] to [B, h, w] grey values, `ENLARGED` times as large and with a white margin."""
+    large = functional.interpolate(images.float(), scale_factor=ENLARGED, mode="bicubic").clamp(-1.0, 1.0)
     framed = functional.pad(large, (MARGIN,) * 4, value=1.0)
     return ((framed[:, 0] + 1.0) * 127.5).round().to(torch.uint8).numpy()
 
 
-def read_templates(pictures: Tensor) -> list[str]:
-    """The digit in each cell whose rendering correlates best with it, moved by a pixel at most. [B, 1, H, W]"""
-    grey = pictures.float().numpy()[:, 0]
+def read_templates(images: Tensor) -> list[str]:
+    """Read each cell as the digit with the best correlated rendering, moved by at most a pixel. images: [B, 1, H, W]"""
+    grey = images.float().numpy()[:, 0]
     texts = [""] * len(grey)
     for place in range(CHARACTERS):
         digits, glyphs = templates(place)
@@ -172,7 +172,7 @@ def templates(place: int) -> tuple[str, Pixels]:
 
 
 class Placed(random.Random):
-    """Has `render` draw black ink, moved by this many pixels: it asks for the ink first."""
+    """A random generator that makes `render` draw black ink, moved by this many pixels; the ink is drawn first."""
 
     def __init__(self, right: int, down: int) -> None:
         super().__init__(0)
@@ -182,10 +182,10 @@ class Placed(random.Random):
         return next(self._numbers)
 
 
-def cell_of(pictures: Pixels, place: int) -> Pixels:
+def cell_of(images: Pixels, place: int) -> Pixels:
     """[B, H, W] -> [B, H x width of a cell]"""
     width = WIDTH // CHARACTERS
-    return pictures[:, :, place * width : (place + 1) * width].reshape(len(pictures), -1)
+    return images[:, :, place * width : (place + 1) * width].reshape(len(images), -1)
 
 
 def standardised(rows: Pixels) -> Pixels:
@@ -199,7 +199,7 @@ READERS: Mapping[str, Callable[[Tensor], list[str]]] = {
     "tesseract": read_tesseract,
     "templates": read_templates,
 }
-"""Readers of another make than the one that gives the reward."""
+"""Readers that are independent of the one that gives the reward."""
 
 
 def main() -> None:
@@ -235,7 +235,7 @@ another model, other training data and other authors, and the templates are the 
 
 
 def checked(weights: Mapping[str, Tensor] | None) -> dict[str, float]:
-    """Exact match by every reader, the reward's own first."""
+    """Return the exact match by every reader, the reward's own first."""
     prompts = held_out_digits()[:HELD_OUT]
     own = OcrReward("ocr_strict")(drawn(weights, prompts), prompts)
     return {GIVES_REWARD: float(np.mean([score.reward for score in own]))} | exact_by_reader(weights, HELD_OUT)

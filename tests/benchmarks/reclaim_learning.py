@@ -2,8 +2,8 @@
 
     python -m tests.benchmarks.reclaim_learning --json
 
-Runs the job of `learning` for a fixed number of batches and without a target, once per seed with the reclaims of the
-bundled trace and once without any. Rewards are compared at equal iterations; dollars as the ledger has them.
+Runs the job of `learning` for a fixed number of batches without a target, once per seed with the preemptions of the
+bundled trace and once without. Rewards are compared at equal iterations; dollars come from the ledger.
 """
 
 import argparse
@@ -26,7 +26,7 @@ JOB = Path(__file__).with_name("learning.yaml")
 
 
 def run_once(name: str, seed: int, trace: str, iterations: int, folder: Path) -> dict[str, Any]:
-    """One run's result.json, with `curve`: exact match by iteration."""
+    """Run once. Return result.json with `curve`: exact match by iteration."""
     result = folder / f"{name}.json"
     changed = [f"seed={seed}", f"iterations={iterations}", f"reclaims.trace={trace}", "target=null"]
     changed.append("evaluation.on_the_way=512")  # a curve of all held-out strings
@@ -58,7 +58,7 @@ def main() -> None:
     pairs: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for seed in seeds:
-            # Both arms of a seed one after the other: what else the machine does changes slowly.
+            # Both arms of a seed run one after the other, because other load of the computer changes slowly.
             reclaimed = run_once(f"reclaimed-{seed}", seed, "bamboo-p3", options.iterations, Path(folder))
             calm = run_once(f"calm-{seed}", seed, "none", options.iterations, Path(folder))
             pairs[seed] = reclaimed, calm

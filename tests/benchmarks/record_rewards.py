@@ -1,8 +1,8 @@
-"""Record what seeds are worth: rewards of many seeds of the same prompts, drawn by a task's shipped base.
+"""Record the rewards of many seeds of the same prompts, sampled with a task's shipped base.
 
     python -m tests.benchmarks.record_rewards --task digits-ocr
 
-Writes `tests/data/rewards/TASK.csv` (prompt, seed, graded, strict), which the planner benchmark deals out again. The
+Writes `tests/data/rewards/TASK.csv` (prompt, seed, graded, strict), which the planner benchmark replays. The
 rollouts are those of the task's job file: its sampler, its reward, counter-based noise; seeds and prompts are those of
 a run's first batch.
 """
@@ -37,14 +37,14 @@ PROMPTS = 36
 """Three rounds of the mix of shapes."""
 SEEDS = 64
 AT_ONCE = 48
-"""Pictures per forward pass."""
+"""Images per forward pass."""
 
 Matrix = NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rewards:
-    """Of the same seeds, [prompts, seeds] each."""
+    """Graded and strict rewards of the same seeds, [prompts, seeds] each."""
 
     graded: Matrix
     strict: Matrix
@@ -60,12 +60,12 @@ class Task:
         self.reward = load_reward(self.config.reward, None)
 
     def prompts(self, batch: int, count: int) -> list[str]:
-        """Prompts of a training batch of this size."""
+        """Return the prompts of a training batch of this size."""
         algorithm = self.config.algorithm.model_copy(update={"prompts_per_batch": count})
         return prompt_source(self.config.model_copy(update={"algorithm": algorithm}), None).batch(batch)
 
     def seeds(self, batch: int, prompts: Sequence[str], count: int) -> list[list[int]]:
-        """The first candidates of each prompt, [prompts, count]."""
+        """Return the first candidates of each prompt, [prompts, count]."""
         return [
             [seed_of(self.config.seed, Stream.TRAIN, batch, prompt, index) for index in range(count)]
             for prompt in prompts
@@ -75,28 +75,28 @@ class Task:
         self, plan: Plan, prompts: Sequence[str], seeds: Sequence[Sequence[int]], at_once: int = AT_ONCE
     ) -> Rewards:
         """Roll out every seed of every prompt with the weights as they are. seeds: [prompts, S]"""
-        asked = [(prompt, seed) for prompt, some in zip(prompts, seeds, strict=True) for seed in some]
+        pairs = [(prompt, seed) for prompt, some in zip(prompts, seeds, strict=True) for seed in some]
         scores = [
-            score for start in range(0, len(asked), at_once) for score in self._score(plan, asked[start:][:at_once])
+            score for start in range(0, len(pairs), at_once) for score in self._score(plan, pairs[start:][:at_once])
         ]
         graded = np.array([score.reward for score in scores]).reshape(len(prompts), -1)
         strict = np.array([score.metrics["exact_match"] for score in scores]).reshape(len(prompts), -1)
         return Rewards(graded=graded, strict=strict)
 
-    def _score(self, plan: Plan, asked: Sequence[tuple[str, int]]) -> Sequence[Score]:
-        prompts, seeds = zip(*asked, strict=True)
+    def _score(self, plan: Plan, pairs: Sequence[tuple[str, int]]) -> Sequence[Score]:
+        prompts, seeds = zip(*pairs, strict=True)
         latents = denoise(self.adapter, plan, self.adapter.encode(prompts), seeds)
         return self.reward(self.adapter.decode(latents), prompts)
 
 
 def recording(name: str, prompts: int, seeds: int) -> str:
-    """The whole file: comments that say how it was made, and the rewards."""
+    """Return the text of the file: comments with its origin, and the rewards."""
     task = Task(name)
     plan = rollout_plan(task.config.sampler, task.config.seed, 0)
-    asked = task.prompts(0, prompts)
-    drawn = task.seeds(0, asked, seeds)
+    pairs = task.prompts(0, prompts)
+    drawn = task.seeds(0, pairs, seeds)
     begun = time.perf_counter()
-    found = task.rewards(plan, asked, drawn)
+    found = task.rewards(plan, pairs, drawn)
     took = time.perf_counter() - begun
     versions = ", ".join(f"{package} {version}" for package, version in installed_versions().items())
     weights = blake2b(get_weights(task.parameters), digest_size=8).hexdigest()
@@ -111,13 +111,13 @@ def recording(name: str, prompts: int, seeds: int) -> str:
     )
     rows = csv.writer(file, lineterminator="\n")
     rows.writerow(["prompt", "seed", "graded", "strict"])
-    for prompt, some, graded, strict in zip(asked, drawn, found.graded, found.strict, strict=True):
+    for prompt, some, graded, strict in zip(pairs, drawn, found.graded, found.strict, strict=True):
         rows.writerows((prompt, s, f"{g:.6g}", f"{e:g}") for s, g, e in zip(some, graded, strict, strict=True))
     return file.getvalue()
 
 
 def read_rewards(path: Path) -> dict[str, Matrix]:
-    """`graded` and `strict` of a recording, [prompts, seeds], cut to as many finite rewards as every prompt has."""
+    """Return `graded` and `strict` of a recording, [prompts, seeds], cut to the smallest count of finite rewards."""
     found: dict[str, dict[str, list[float]]] = {"graded": {}, "strict": {}}
     with path.open(newline="") as file:
         for row in csv.DictReader(line for line in file if not line.startswith("#")):

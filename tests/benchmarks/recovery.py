@@ -2,8 +2,8 @@
 
     python -m tests.benchmarks.recovery --json [--places local,aws,gcp] [--runs 5]
 
-A real run loses one spot node after the other, with the cloud's notice and without a word; each time it is measured
-until the successor has finished its first request. `local`: nodes are processes here. `aws`, `gcp`: fake clouds with
+A real run loses one spot node after the other, with and without notice of the cloud. Each time is measured until the
+successor has finished its first request. `local`: nodes are processes here. `aws`, `gcp`: fake clouds with
 real hosts (tests/fakes/clouds), through SkyPilot; they boot in a tenth of a second, where a real one takes a minute.
 """
 
@@ -39,7 +39,7 @@ from tests.fakes.clouds.world import World, why_not
 RUN = "recovery"
 PARTS = ("detect_s", "decide_s", "create_to_ssh_s", "setup_s", "imports_s", "weights_s", "first_work_s")
 LIMITS = {"notice": 2.0, "silent": 30.0}
-"""Of detecting and deciding together, p90."""
+"""Limit of the p90 of detection and decision together."""
 
 NOTICE_SECONDS = {"local": 10.0, "aws": 120.0, "gcp": 25.0}
 PATIENCE_SECONDS = 600.0
@@ -64,7 +64,7 @@ budget: {{max_total: $500, max_hourly: $50}}
 
 
 class Place(Protocol):
-    """Where a run's nodes are."""
+    """The place of a run's nodes: this computer or a fake cloud."""
 
     name: str
     sessions: sessionmaker[Session]
@@ -72,24 +72,24 @@ class Place(Protocol):
     """The run's."""
 
     def lose(self, node: str, notice: bool) -> tuple[float, float]:
-        """Take it away: when it was announced, or happened, and when the node ended. Seconds since the epoch."""
+        """Preempt the node. Return the times of the notice (or loss) and of its end, in seconds since the epoch."""
 
     def reachable(self, node: str) -> float:
-        """When files could be put onto it."""
+        """Return the time at which files could be sent to the node."""
 
 
 @dataclass(kw_only=True)
 class Here:
-    """Nodes are process sessions of this machine; this benchmark is the cloud that takes them."""
+    """Nodes are process sessions of this computer; this benchmark preempts them like a cloud."""
 
     sessions: sessionmaker[Session]
     folder: Path
     name: str = "local"
 
     def lose(self, node: str, notice: bool) -> tuple[float, float]:
-        folder, told = node_folder(self.folder, node), time.time()
+        folder, noticed = node_folder(self.folder, node), time.time()
         if notice:
-            deadline = told + NOTICE_SECONDS["local"]
+            deadline = noticed + NOTICE_SECONDS["local"]
             part = folder / ".notice"
             part.write_text(json.dumps({"deadline_ms": round(deadline * 1000)}))
             part.replace(folder / "notice.json")
@@ -107,9 +107,9 @@ class Here:
         }
         part = folder / ".ended"
         part.write_text(json.dumps(record))
-        part.replace(folder / "ended.json")  # what a cloud says; a node that only died is replaced less eagerly
+        part.replace(folder / "ended.json")  # the report of a cloud; a node that only died is replaced later
         processes.send(processes.processes_of(folder), signal.SIGKILL)
-        return told, ended
+        return noticed, ended
 
     def reachable(self, node: str) -> float:
         return float(json.loads((node_folder(self.folder, node) / "spawned.json").read_text())["at_ms"]) / 1000
@@ -125,11 +125,11 @@ class There:
     name: str
 
     def lose(self, node: str, notice: bool) -> tuple[float, float]:
-        told = time.time()
+        noticed = time.time()
         host = self.world.reclaim(node, seconds=NOTICE_SECONDS[self.name] if notice else 0.0, notice=notice)
         while host in self.world.hosts():
             time.sleep(0.1)
-        return told, time.time()
+        return noticed, time.time()
 
     def reachable(self, node: str) -> float:
         return float(self.world.on(node, ["stat", "-c", "%.3Z", "/home/ubuntu/spotrl/bundle/digest"]))
@@ -139,9 +139,9 @@ class There:
 
 
 def measure(place: Place, notice: bool) -> dict[str, float]:
-    """One loss, in parts that follow one another, and `uncovered_s`."""
+    """Measure one loss in consecutive parts, and `uncovered_s`."""
     old = _wait(place, lambda: _serving(place, but=None), "a spot node serves")
-    told, ended = place.lose(old, notice)
+    noticed, ended = place.lose(old, notice)
     new = _wait(place, lambda: _serving(place, but=old), f"{old} is replaced")
     with place.sessions() as session:
         run = find_run(session, RUN)
@@ -163,7 +163,7 @@ def measure(place: Place, notice: bool) -> dict[str, float]:
     agent = json.loads((node_folder(place.folder, new) / "agent.json").read_text())["create_time"]
     ready = json.loads((node_folder(place.folder, new) / "ready.json").read_text())["at_ms"] / 1000
     moments = [
-        told if notice else ended,
+        noticed if notice else ended,
         _noticed(place.folder, old, "notice" if notice else "gone"),
         requested / 1000,
         place.reachable(new),
@@ -172,13 +172,13 @@ def measure(place: Place, notice: bool) -> dict[str, float]:
         min([min(loads, default=0) / 1000, served]) if loads else ready,
         served,
     ]
-    moments = [max(moments[: n + 1]) for n in range(len(moments))]  # who is quicker than its report took no time
+    moments = [max(moments[: n + 1]) for n in range(len(moments))]  # a part that ended before its report counts as 0
     found = {part: moments[n + 1] - moments[n] for n, part in enumerate(PARTS)}
     return found | {"total_s": moments[-1] - moments[0], "uncovered_s": max(0.0, served - ended)}
 
 
 def _serving(place: Place, but: str | None) -> str | None:
-    """A spot node that is up and has finished a request, other than `but` and its predecessors."""
+    """Return a spot node that is up and has finished a request, other than `but` and its predecessors."""
     view = run_view(place.sessions, RUN)
     if view.status in ("failed", "stopped", "finished"):
         raise RuntimeError(f"the run is {view.status}: {view.reason}")
@@ -193,7 +193,7 @@ def _serving(place: Place, but: str | None) -> str | None:
 
 
 def _noticed(folder: Path, node: str, kind: str) -> float:
-    """When the controller wrote it down, by its log."""
+    """Return the time at which the controller recorded the loss, from its log."""
     line = re.compile(rf"^(\S+ \S+) INFO launcher.controller.recorder: {node}: {kind}\b", re.MULTILINE)
     found = line.search((folder / "controller.log").read_text())
     assert found is not None, f"the controller's log does not tell of {node}: {kind}"
@@ -267,7 +267,7 @@ def main() -> None:
     parser.add_argument("--runtime", choices=["local", "ray"], default="ray")
     parser.add_argument("--cache", type=Path, help="where the hosts' image is kept")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that its nodes go too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that its nodes end too
     load = load_now()
     result: dict[str, object] = {}
     rows = []

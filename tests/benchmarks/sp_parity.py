@@ -53,7 +53,7 @@ SWITCH_BLOCKS, SWITCHES = 60, 200
 
 @dataclass(frozen=True, kw_only=True)
 class Lengths:
-    """Tokens of the picture, [rows, columns], and of the text."""
+    """Tokens of the image, [rows, columns], and of the text."""
 
     rows: int
     columns: int
@@ -80,7 +80,7 @@ def drawn(*shape: int, seed: int = 1) -> Tensor:
 
 
 def some_masked(text: int, masked: bool) -> Tensor:
-    """[BATCH, text]: True where text is; rows differ."""
+    """Return a mask [BATCH, text]: True at text tokens; rows differ."""
     ends = torch.tensor([text - 3, text - 1] if masked else [text, text])
     return torch.arange(text) < ends[:, None]
 
@@ -163,7 +163,7 @@ def wan(model: nn.Module, lengths: Lengths, masked: bool) -> Tensor:
 
 
 def build_sd3() -> nn.Module:
-    """With what SD3.5 added: normalised queries, and a second attention over the picture alone."""
+    """Build SD3 with the additions of SD3.5: normalised queries, and a second attention over the image alone."""
     return SD3Transformer2DModel(
         sample_size=16,
         patch_size=2,
@@ -219,7 +219,7 @@ def hunyuan_video(model: nn.Module, lengths: Lengths, masked: bool) -> Tensor:
 
 
 def digits(model: nn.Module, lengths: Lengths, masked: bool) -> Tensor:
-    """Through the adapter, as everything here calls it; its lengths are its own."""
+    """Return digits-ocr through its adapter; its lengths are fixed."""
     adapter = load_digits()
     adapter.transformer = model
     return adapter.velocity(drawn(BATCH, 24, 16), SIGMA, adapter.encode(["1234", "77"]), 1.0)
@@ -258,7 +258,7 @@ CASES = [
 
 @dataclass
 class Member:
-    """One process among `Ranks`, and what it keeps between the functions that it is sent."""
+    """One process among `Ranks`, with the state that it keeps between the functions sent to it."""
 
     rank: int
     groups: dict[tuple[int, ...], SPGroup]
@@ -266,7 +266,7 @@ class Member:
     kept: dict[str, Any] = field(default_factory=dict)
 
     def group_of(self, degree: int) -> SPGroup | None:
-        """Its group of that degree; None at degree 1."""
+        """Return its group of that degree; None at degree 1."""
         return None if degree == 1 else next(one for one in self.groups.values() if one.degree == degree)
 
 
@@ -275,7 +275,7 @@ class Failed(Exception):
 
 
 class Ranks:
-    """Live processes with gloo groups on the loopback, each of which runs what it is sent. Ended by `close`."""
+    """Live processes with gloo groups on the loopback that run the functions sent to them. `close` ends them."""
 
     def __init__(
         self,
@@ -313,7 +313,7 @@ class Ranks:
             self._pipes[rank].send((function, args))
 
     def answers(self, ranks: Iterable[int]) -> list[Any]:
-        """What they returned, by rank; a `Failed` stands for what one raised."""
+        """Return their results by rank; `Failed` stands for an exception."""
         found = []
         for rank in ranks:
             if not self._pipes[rank].poll(ANSWER_SECONDS):
@@ -322,7 +322,7 @@ class Ranks:
         return found
 
     def run(self, ranks: Sequence[int], function: Callable[..., Any], *args: Any) -> list[Any]:
-        """The same, from call to answer; the first failure is raised here."""
+        """Call a function on some ranks and return the results; the first failure is raised here."""
         self.send(ranks, function, *args)
         found = self.answers(ranks)
         for answer in found:
@@ -358,19 +358,19 @@ def _serve(pipe: Connection, port: int, rank: int, groups: tuple[tuple[int, ...]
             pipe.send(Failed(f"{type(error).__name__}: {error}"))
 
 
-# --- what each rank measures
+# --- measurements of each rank
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Largest difference to the pass alone, relative to the largest value of what is compared."""
+    """Largest difference to the pass alone, relative to the largest value."""
 
     output: float
     gradients: float
     worst: str
     """The parameter whose gradient differs most."""
     again: bool
-    """The second pass gave the same bits as the first, output and gradients."""
+    """Whether the second pass gave the same bits as the first, in output and gradients."""
 
 
 @dataclass
@@ -382,7 +382,7 @@ class Live:
 
 
 def live(member: Member, family: str) -> Live:
-    """The family's model, made once a process, with equal weights on every rank."""
+    """Return the family's model, created once per process, with equal weights on every rank."""
     if family not in member.kept:
         torch.manual_seed(0)
         model = FAMILIES[family].build().eval().requires_grad_(True)
@@ -393,7 +393,7 @@ def live(member: Member, family: str) -> Live:
 def both_passes(
     model: nn.Module, forward: Callable[[], Tensor], group: SPGroup | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Output and whole gradients of one fixed weighted sum of it."""
+    """Return the output, and the complete gradients of a fixed weighted sum of it."""
     output = forward()
     (output * drawn(*output.shape, seed=4)).sum().backward()
     sum_gradients(model.parameters(), group)
@@ -403,7 +403,7 @@ def both_passes(
 
 
 def difference(member: Member, case: Case, degree: int) -> Difference:
-    """Of this rank's result at that degree to its result alone."""
+    """Return the difference between this rank's result at that degree and its result alone."""
     one = live(member, case.family)
     return shared_difference(
         one.ulysses,
@@ -438,7 +438,7 @@ def shared_difference(
 
 
 def alone_again(member: Member, case: Case, degrees: Sequence[int]) -> bool:
-    """Whether a pass alone gives the same bits before and after shared ones, of these degrees."""
+    """Return whether a pass alone gives the same bits before and after shared passes of these degrees."""
     one = live(member, case.family)
 
     @torch.no_grad()
@@ -469,7 +469,7 @@ def _many_blocks() -> nn.Module:
 
 
 def switch_ms(member: Member) -> dict[str, list[float]]:
-    """Milliseconds of each `use` of one rank, by degree that it goes to, on a model of SWITCH_BLOCKS blocks."""
+    """Return the milliseconds of each `use` of one rank by new degree, on a model of SWITCH_BLOCKS blocks."""
     ulysses = Ulysses(_many_blocks())
     found: dict[str, list[float]] = {str(degree): [] for degree in DEGREES}
     for _ in range(SWITCHES):

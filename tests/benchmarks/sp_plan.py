@@ -29,8 +29,8 @@ TEXT = 128
 
 
 def step_times(network: Network, tokens: int, *, text: int = 0, least: int = 1) -> dict[int, float]:
-    """With guidance: two forward passes a step. `least`: the fewest GPUs that it fits into."""
-    # Published and measured are the powers of two; who would share with 3 or 6 is better off with 2 and 4 at a time.
+    """Return step times with guidance (two forward passes). `least`: the fewest GPUs that the model fits into."""
+    # Only powers of two are published and measured; degrees 2 and 4 in turn are better than 3 or 6.
     degrees = [degree for degree in allowed_degrees(network.heads) if degree >= least and degree.bit_count() == 1]
     return modelled_step_seconds(network, tokens + text, degrees, forwards=2)
 
@@ -55,7 +55,7 @@ MIXES: dict[str, dict[str, int]] = {
     "1536 and wan 480p": {"qwen 1536": 3, "wan 480p": 1},
     "512 and wan 720p": {"qwen 512": 19, "wan 720p": 1},
 }
-"""Parts of each class in the queue."""
+"""Shares of the request classes in the queue."""
 
 COUNTS = (1, 2, 3, 5, 7, 8, 9, 12, 17, 33, 64, 100, 333, 1000, 10_000)
 NODES = (2, 4, 8)
@@ -76,16 +76,16 @@ def step_us(request_class: str, degree: int) -> int:
     return round(STEP_SECONDS[request_class][degree] * US)
 
 
-# --- one node that works
+# --- one working node
 
 
 @dataclass
 class Running:
-    """A group at work. Times in microseconds."""
+    """A working group. Times are in microseconds."""
 
     group: WorkerGroup
     free: int
-    """When it pulls next."""
+    """Time of its next pull."""
     job: str | None = None
 
     def steps_left(self, now: int) -> float:
@@ -94,13 +94,13 @@ class Running:
 
 
 Piles = dict[tuple[str, int], int]
-"""How many requests wait, by class and steps left."""
+"""Number of waiting requests, by class and steps left."""
 Pull = Callable[[Piles, WorkerGroup], tuple[str, int] | None]
 Plan = Callable[..., tuple[WorkerGroup, ...]]
 
 
 def longest(piles: Piles, group: WorkerGroup) -> tuple[str, int] | None:
-    """The rule of `plan_groups`: of the first class, else what takes this group longest."""
+    """Pull by the rule of `plan_groups`: the first class, else the request that takes this group longest."""
     able = [pile for pile in piles if group.degree in STEP_SECONDS[pile[0]]]
     return max(able, key=lambda p: (p[0] == group.first, step_us(p[0], group.degree) * p[1], p), default=None)
 
@@ -114,7 +114,7 @@ class InOrder:
         self.queue.reverse()
 
     def __call__(self, piles: Piles, group: WorkerGroup) -> tuple[str, int] | None:
-        """A fixed degree goes for every class, but not the single GPUs that it leaves over: those take nothing."""
+        """Return the next request. The single GPUs left over by a fixed degree pull nothing."""
         return self.queue.pop() if self.queue and group.degree in STEP_SECONDS[self.queue[-1][0]] else None
 
 
@@ -128,7 +128,7 @@ class Node:
     pull: Pull
     groups: list[Running] = field(default_factory=list)
     later: list[tuple[int, str, int]] = field(default_factory=list)
-    """(when, class, steps): interrupted requests, which wait for the new groups."""
+    """(time, class, steps) of interrupted requests that wait for the new groups."""
     regrouped: int = 0
     plans: int = 0
     ended: int = 0
@@ -138,7 +138,7 @@ class Node:
         return sum(self.piles.values()) + len(self.later)
 
     def run(self, plan: Plan, *, again: bool) -> float:
-        """Seconds until the queue is empty; `again`: plan as it drains, not only once."""
+        """Return the seconds until the queue is empty. `again`: plan repeatedly while it drains."""
         now, planned_at = 0, self.waiting
         self.change(plan, now)
         while True:
@@ -157,7 +157,7 @@ class Node:
         return self.ended / US
 
     def settle(self, now: int) -> None:
-        """Everybody who is free pulls, the largest first."""
+        """Let all free groups pull, the largest first."""
         while self.later and self.later[0][0] <= now:
             _, request_class, steps = heapq.heappop(self.later)
             self.piles[request_class, steps] = self.piles.get((request_class, steps), 0) + 1
@@ -173,7 +173,7 @@ class Node:
                 one.job, one.free = found[0], now + found[1] * step_us(found[0], one.group.degree)
 
     def change(self, plan: Plan, now: int) -> None:
-        """Ask for a plan and carry it out: who changes ends his step, then the new groups begin together."""
+        """Make a plan and carry it out: changing groups end their step, then the new groups begin together."""
         self.plans += 1
         there = {one.group.members: one for one in self.groups}
         wanted = plan(
@@ -215,7 +215,7 @@ class Node:
         return (one.free - now) // step_us(one.job, one.group.degree)
 
     def stop(self, one: Running, now: int) -> int:
-        """When the running step is over."""
+        """Return the end of the running step."""
         if one.job is None:
             return max(now, one.free)
         end = now + (one.free - now) % step_us(one.job, one.group.degree)
@@ -243,7 +243,7 @@ class Cell:
 
 
 def queue_of(mix: Mapping[str, int], requests: int) -> Piles:
-    """`requests` in these parts, each class rounded, the last one gets the rest."""
+    """Return `requests` in these shares; each class is rounded, the last one gets the rest."""
     left, parts, piles = requests, sum(mix.values()), {}
     for name, part in mix.items():
         count = min(left, round(requests * part / parts)) if name != list(mix)[-1] else left
@@ -268,11 +268,11 @@ def play(mix: str, gpus: int, requests: int) -> Cell:
     return Cell(mix=mix, gpus=gpus, requests=requests, elastic=elastic, fixed=fixed, regrouped=node.regrouped)
 
 
-# --- how long planning takes
+# --- time of planning
 
 
 def fleet(nodes: int, seed: int, *, alike: bool, begun: bool, waits: bool, lost: float = 0.0) -> dict[str, object]:
-    """What `plan_groups` is asked of a fleet of nodes with 8 GPUs."""
+    """Return the arguments of `plan_groups` for a fleet of nodes with 8 GPUs."""
     draw = random.Random(seed)
     classes = list(STEP_SECONDS)[:5]
     live, groups, in_flight = [], [], {}
@@ -307,17 +307,17 @@ FLEETS = LARGE | {
 
 
 def plan_ms(make: Callable[[int], dict[str, object]], times: int) -> list[float]:
-    """Milliseconds (processor time) of a plan, each of another fleet of the kind.
+    """Return the CPU milliseconds of plans, each of another fleet of this kind.
 
-    Of each the fastest of TRIES: work on the other hyperthread slows processor time.
+    Each is the fastest of TRIES, because work on the other hyperthread slows it down.
     """
     return [min(_plan_ms(make(seed)) for _ in range(TRIES)) for seed in range(times)]
 
 
-def _plan_ms(asked: dict[str, object]) -> float:
-    live = asked.pop("live")
+def _plan_ms(arguments: dict[str, object]) -> float:
+    live = arguments.pop("live")
     begun = time.process_time()
-    plan_groups(live, step_seconds=STEP_SECONDS, regroup_seconds=REGROUP_SECONDS, **asked)  # type: ignore[arg-type]
+    plan_groups(live, step_seconds=STEP_SECONDS, regroup_seconds=REGROUP_SECONDS, **arguments)  # type: ignore[arg-type]
     return 1e3 * (time.process_time() - begun)
 
 

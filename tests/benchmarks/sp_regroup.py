@@ -2,11 +2,11 @@
 
     python -m tests.benchmarks.sp_regroup --json
 
-A node of four workers on this machine shares every picture of digits-ocr; members die one after the other, then freeze,
+A node of four workers on this computer shares every image of digits-ocr; members die one after the other, then freeze,
 and each is replaced. So a loss gives two regroups: the survivors without it, and all four with its successor. Workers
-are real processes of the real agent, on the local runtime and on Ray; a seat stands where the trainer would. What they
-heard and did is read from their traces (`runtime.trace_steps`). Beside it what a new process costs, and, told apart by
-name, the regroup alone: live processes that follow orders from a pipe, without coordinator, leases and HTTP.
+are real processes of the real agent, on the local runtime and on Ray; a proxy takes the trainer's place. Orders and
+steps are read from the workers' traces (`runtime.trace_steps`). The start of a new process is measured too, and the
+regroup alone: live processes that follow orders from a pipe, without coordinator, leases and HTTP.
 """
 
 import argparse
@@ -48,19 +48,19 @@ WORKERS = DEGREE = 4
 SHAPE = 2
 NODE, ON_DEMAND = "spot-0", "trainer"
 V0 = WeightsKey(version=0)
-PICTURES_AHEAD = 1000
-"""At least so many are waiting whenever a member is taken: nobody stands still for want of work."""
+IMAGES_AHEAD = 1000
+"""Minimum waiting requests at a loss, so that no worker is idle for lack of work."""
 LOOK_SECONDS = 0.1
-"""Between two looks at the traces: looking costs time that the workers must not lose."""
+"""Seconds between two reads of the traces; reading costs time that the workers must not lose."""
 LONGEST_SECONDS = 90.0
 SETTLED_STEPS = 5
-"""So many steps of the whole group, and the next member is taken."""
+"""Steps of the whole group until the next member is taken."""
 LIMITS = {"switch_median_ms": 5.0, "regroup_median_ms": 20.0, "regroup_p90_ms": 100.0}
 
 Runtime = Literal["local", "ray"]
 How = Literal["kill", "freeze"]
 WORK_SECONDS = 21.0
-"""A successor works at least so long before it is taken away too."""
+"""Minimum seconds that a successor works before it is taken too."""
 
 SIGNALS = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP}
 
@@ -69,40 +69,40 @@ def config(runtime: Runtime) -> EngineConfig:
     return EngineConfig(runtime=RuntimeConfig(name=runtime, shape=SHAPE, sp_degree=DEGREE, trace_steps=True))
 
 
-# --- what the traces say
+# --- reading the traces
 
 
 @dataclass(frozen=True, kw_only=True)
 class Regrouping:
-    """A group that came to be, by the traces of its members; times are of one wall clock."""
+    """A formed group, from the traces of its members; times are of one wall clock."""
 
     epoch: int
     places: tuple[int, ...]
-    """Of its members on their node."""
+    """Places of its members on their node."""
     before_ns: int
     """The last step that any of them had finished before, as the first of a group or alone; 0: none."""
     ordered_ns: int
-    """When the first of them heard the order."""
+    """Time at which the first of them received the order."""
     stepped_ns: int
-    """When its first member had finished the first step; 0: it never came to that."""
+    """Time at which its first member finished the first step; 0: no step was finished."""
     steps: int
-    """That it finished until its first member was ordered elsewhere or died."""
+    """Steps finished until its first member was ordered elsewhere or died."""
     step_ms: float
-    """From one of its steps to the next, median; 0: it had but one."""
+    """Median time between two of its steps; 0: it had only one."""
 
     @property
     def regroup_ms(self) -> float:
-        """From the order to the first finished step."""
+        """Return the time from the order to the first finished step."""
         return (self.stepped_ns - self.ordered_ns) / 1e6
 
     @property
     def beyond_step_ms(self) -> float:
-        """What regrouping took, over one of this group's ordinary steps."""
+        """Return the regroup time beyond one of this group's ordinary steps."""
         return self.regroup_ms - self.step_ms
 
     @property
     def pause_ms(self) -> float:
-        """How long none of them finished a step; what they had begun before the order is ended first."""
+        """Return how long none of them finished a step. Steps begun before the order end first."""
         return (self.stepped_ns - self.before_ns) / 1e6
 
 
@@ -110,15 +110,15 @@ Line = dict[str, Any]
 
 
 def regroupings(traces: dict[int, list[Line]]) -> list[Regrouping]:
-    """Groups of two and more, in the order they were ordered. `traces`: the lines of each place, oldest first."""
-    heard: dict[int, dict[int, int]] = {}
-    """By epoch: where in its trace each place heard of it."""
+    """Return groups of two and more, in the order of their orders. `traces`: lines of each place, oldest first."""
+    received: dict[int, dict[int, int]] = {}
+    """By epoch: the position of the order in the trace of each place."""
     for place, lines in traces.items():
         for at, line in enumerate(lines):
             if line.get("epoch"):
-                heard.setdefault(line["epoch"], {})[place] = at
+                received.setdefault(line["epoch"], {})[place] = at
     found = []
-    for epoch, by_place in heard.items():
+    for epoch, by_place in received.items():
         leader = next((place for place, at in by_place.items() if traces[place][at]["rank"] == 0), None)
         steps: list[int] = []
         for line in [] if leader is None else traces[leader][by_place[leader] + 1 :]:
@@ -143,7 +143,7 @@ def regroupings(traces: dict[int, list[Line]]) -> list[Regrouping]:
 
 @dataclass
 class Traces:
-    """The step traces of a node's workers, read on as they grow."""
+    """The step traces of a node's workers, read incrementally."""
 
     folder: Path
     lines: dict[int, list[Line]] = field(default_factory=lambda: {place: [] for place in range(WORKERS)})
@@ -160,40 +160,40 @@ class Traces:
         return self.lines
 
     def steps(self) -> int:
-        """Finished by anybody who pulls."""
+        """Return the number of steps finished by all workers that pull."""
         return sum("step" in line for lines in self.lines.values() for line in lines)
 
 
-# --- the node that loses members
+# --- a node that loses members
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """A member that was taken, and what came of it."""
+    """A lost member and the regroups after its loss."""
 
     place: int
     at_ns: int
     is_first: bool
     """Of its place."""
     served_ns: int
-    """The first step that survivors finished without it, in a group of theirs or alone."""
+    """Time of the first step that survivors finished without it, in a group or alone."""
     without: Regrouping | None
-    """The first group of survivors that served; None: they worked alone."""
+    """The first working group of survivors; None: they worked alone."""
     whole: Regrouping
-    """All four again, with its successor."""
+    """The group of all four, with its successor."""
 
 
 class Node:
-    """One spot node of a runtime at work, and the on-demand node that it works for."""
+    """One working spot node of a runtime, and its on-demand node."""
 
     def __init__(self, folder: Path, runtime: Runtime, module: str = "engine.node.agent") -> None:
-        """`module`: what the node runs."""
+        """`module`: the program of the node."""
         self.config = config(runtime)
         self.fleet = Fleet(folder, self.config, run="regroup")
         self.traces = Traces(folder / "nodes" / NODE / "traces")
-        self._asked = 0
+        self._submitted = 0
         self._born: dict[int, float] = {}
-        """When the successor of a lost worker was seen at work, by place."""
+        """Time at which the successor of a lost worker was seen working, by place."""
         try:
             self._start(module)
         except BaseException:
@@ -218,9 +218,9 @@ class Node:
         self.fleet.close()
 
     def lose(self, place: int, how: How) -> Loss:
-        """Take one member away, and wait until its successor has joined."""
+        """Kill or freeze one member, and wait until its successor has joined."""
         is_first = place not in self._born
-        if not is_first:  # the node must finish pictures in between, or it gives the place pauses, then itself up
+        if not is_first:  # the node must finish images in between, or its agent pauses the restarts and then gives up
             time.sleep(max(0.0, self._born[place] + WORK_SECONDS - time.monotonic()))
         self._keep_busy()
         self._wait_until_whole(0)
@@ -241,7 +241,7 @@ class Node:
         )
 
     def _wait_until_whole(self, since_ns: int) -> Regrouping:
-        """Until a group of all was ordered after that time and has settled."""
+        """Wait until a group of all was ordered after that time and has settled."""
 
         def newest() -> Regrouping | None:
             found = regroupings(self.traces.look())
@@ -255,13 +255,13 @@ class Node:
         return whole
 
     def _keep_busy(self) -> None:
-        """More pictures, if the ones that were asked for might run out."""
+        """Submit more images if the submitted ones might run out."""
         plan = rollout_plan(self.config.sampler, self.config.seed, 0)
         made = self.traces.steps() * SHAPE // plan.steps
-        while self._asked - made < PICTURES_AHEAD:
+        while self._submitted - made < IMAGES_AHEAD:
             requests = tuple(
                 RequestId(run="regroup", lineage=1, batch=0, prompt=str(i % 10_000), seed=i, kind=Kind.TRAIN)
-                for i in range(self._asked, self._asked + PICTURES_AHEAD)
+                for i in range(self._submitted, self._submitted + IMAGES_AHEAD)
             )
             task = Task(
                 requests=requests,
@@ -272,12 +272,12 @@ class Node:
                 dtype="float32",
             )
             self._line.call({"call": "submit", "task": task_to_dict(task)})
-            self._asked += PICTURES_AHEAD
+            self._submitted += IMAGES_AHEAD
 
 
 @contextmanager
 def node_of(runtime: Runtime) -> Iterator[Node]:
-    """A node at work, its workers in one group."""
+    """Start a node, and wait until its workers work in one group."""
     with tempfile.TemporaryDirectory() as folder:
         node = Node(Path(folder), runtime)
         try:
@@ -287,7 +287,7 @@ def node_of(runtime: Runtime) -> Iterator[Node]:
 
 
 def lose_members(runtime: Runtime, how: How, losses: int) -> list[Loss]:
-    """Take the members away in turn, each when all are together again."""
+    """Lose the members in turn, each when all are together again."""
     with node_of(runtime) as node:
         return [node.lose(number % WORKERS, how) for number in range(losses)]
 
@@ -296,7 +296,7 @@ def lose_members(runtime: Runtime, how: How, losses: int) -> list[Loss]:
 
 
 def begin(member: Member, port: int) -> None:
-    """A live model that may join groups at the node's store."""
+    """Load a live model that can join groups at the node's store."""
     store = join_store(port, timeout_seconds=30.0)
     adapter = load_adapter(ModelConfig())
     member.kept["adapter"] = adapter
@@ -304,13 +304,13 @@ def begin(member: Member, port: int) -> None:
 
 
 def serve_again(member: Member, epoch: int, communicator: int, members: tuple[int, ...]) -> tuple[float, ...]:
-    """Follow an order and take two steps: when it was heard, the group was there, and each step was done."""
+    """Follow an order and take two steps. Return the times of the order, of the group, and of each step."""
     adapter, elastic = member.kept["adapter"], member.kept["elastic"]
     plan = rollout_plan(SamplerConfig(), 0, 0)
     seeds = list(range(SHAPE))
     x, conditioning = initial(seeds, adapter.latent_shape()), adapter.encode([str(seed) for seed in seeds])
     names = tuple(f"{NODE}/{place}" for place in members)
-    heard = time.monotonic()
+    received = time.monotonic()
     elastic.follow(
         Regroup(
             epoch=epoch,
@@ -326,11 +326,11 @@ def serve_again(member: Member, epoch: int, communicator: int, members: tuple[in
         for _ in range(2):
             advance(adapter, plan, conditioning, seeds, x, 0)
             stepped.append(time.monotonic())
-    return heard, joined, *stepped
+    return received, joined, *stepped
 
 
 def measure_alone(regroups: int) -> dict[str, list[tuple[float, float, float]]]:
-    """By case: ms from the first order until all have joined, on to the first member's step, and on to its next."""
+    """Return by case the ms from the first order until all joined, to the first step, and to the next."""
     ranks = Ranks(WORKERS, (), timeout_seconds=5.0)
     everyone, pair = tuple(range(WORKERS)), (0, 1)
     found: dict[str, list[tuple[float, float, float]]] = {}
@@ -348,9 +348,9 @@ def measure_alone(regroups: int) -> dict[str, list[tuple[float, float, float]]]:
             ):
                 epoch = ALONE if communicator == ALONE else next(epochs)
                 times = ranks.run(members, serve_again, epoch, communicator, members)
-                first, joined = min(heard for heard, *_ in times), max(joined for _, joined, *_ in times)
+                first, joined = min(received for received, *_ in times), max(joined for _, joined, *_ in times)
                 _, _, step, next_step = times[0]
-                if number:  # the first time everything is touched for the first time
+                if number:  # the first round warms everything up
                     passed = 1e3 * (joined - first), 1e3 * (step - joined), 1e3 * (next_step - step)
                     found.setdefault(case, []).append(passed)
     finally:
@@ -359,7 +359,7 @@ def measure_alone(regroups: int) -> dict[str, list[tuple[float, float, float]]]:
 
 
 def measure_switch() -> list[float]:
-    """Milliseconds of each `use`, to degrees 1, 2 and 4, on a model of as many blocks as Qwen-Image has."""
+    """Return the milliseconds of each `use` to degrees 1, 2 and 4, on a model with as many blocks as Qwen-Image."""
     ranks = Ranks(WORKERS, GROUPS)
     try:
         by_degree: dict[str, list[float]] = ranks.run(range(WORKERS), switch_ms)[0]
@@ -387,11 +387,11 @@ with torch.no_grad():
     adapter.velocity(x, torch.full(({SHAPE},), 0.5), adapter.encode(["12"] * {SHAPE}), 1.0)
 print(imported, built, time.time_ns())
 """
-"""What a worker that nobody prepared does until it has finished a forward pass."""
+"""Program of a cold worker until its first finished forward pass."""
 
 
 def measure_cold(runs: int) -> list[dict[str, float]]:
-    """Seconds from exec: imports, model and reward, first forward pass; and all of it. Files are in memory by then."""
+    """Return the seconds from exec: imports, model and reward, first forward pass, and the sum. Files are cached."""
     found = []
     for _ in range(runs + 1):
         begun = time.time_ns()
@@ -412,7 +412,7 @@ def measure_cold(runs: int) -> list[dict[str, float]]:
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:
-    """Median, nearest-rank 90th percentile, maximum and number."""
+    """Return median, nearest-rank 90th percentile, maximum and count."""
     ordered = sorted(values)
     return {
         "median": statistics.median(ordered),
@@ -427,7 +427,7 @@ def in_short(values: dict[str, float]) -> str:
 
 
 def figures_of(losses: Sequence[Loss]) -> dict[str, Any]:
-    """What losses of one kind cost, in milliseconds unless the name says seconds."""
+    """Return the figures of losses of one kind, in milliseconds unless the name says seconds."""
     without = [loss.without for loss in losses if loss.without is not None]
     whole = [loss.whole for loss in losses]
     found = {
@@ -449,9 +449,9 @@ def figures_of(losses: Sequence[Loss]) -> dict[str, Any]:
 def figures_of_runtime(
     runtime: Runtime, kills: Sequence[Loss], freezes: Sequence[Loss], cold_s: float
 ) -> dict[str, Any]:
-    """The keys that this benchmark is asked for, then everything."""
+    """Return the headline keys of this benchmark, then all figures."""
     by_kill, by_freeze = figures_of(kills), figures_of(freezes)
-    # Ray's supervisor holds back who takes the place of one that died before.
+    # Ray's supervisor delays the successor of a process that died before.
     starts = [(one.whole.stepped_ns - one.at_ns) / 1e9 for one in kills if runtime == "local" or one.is_first]
     median_ms = by_kill["regroup_ms"]["median"]
     return {
@@ -483,7 +483,7 @@ MEANING = {
 
 
 def verdict(median_ms: float, alone_ms: float, by_runtime: Sequence[dict[str, Any]]) -> str:
-    """What is to be said of the limit of the median, by what was measured."""
+    """Return the text on the limit of the median, from the measurements."""
     limit = LIMITS["regroup_median_ms"]
     if median_ms <= limit:
         return ""

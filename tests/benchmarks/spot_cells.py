@@ -1,7 +1,7 @@
-"""Arms of a run beside modelled seconds and dollars: what each takes to the target, and what `stale` gains. Pure.
+"""Time and cost of the arms to the target from modelled seconds and dollars, and the gain of `stale`. Pure.
 
-A cell is where the seconds come from, so many spot GPUs, and a price. Every ratio is baseline over `stale`, seed by
-seed: above 1, `stale` is faster or cheaper.
+A cell is a source of seconds, a number of spot GPUs, and a price. Every ratio is baseline over `stale`, seed by seed:
+above 1, `stale` is faster or cheaper.
 """
 
 import math
@@ -24,12 +24,12 @@ from tests.benchmarks.qwen_image import (
 )
 
 Iterations = Sequence[float]
-"""To the target, seed by seed; the cap when it was never reached."""
+"""Iterations to the target, seed by seed; the cap if it was not reached."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Learned:
-    """What the learning runs say, by pool where there is one."""
+    """Results of the learning runs, by pool if there is one."""
 
     plain: Iterations
     in_path: Mapping[int, Iterations]
@@ -51,15 +51,15 @@ class Use:
 
     @property
     def hours(self) -> list[float]:
-        """To the target, seed by seed."""
+        """Return the hours to the target, seed by seed."""
         return [count * self.seconds / 3600 for count in self.iterations]
 
     def rate(self, price: Price) -> float:
-        """Dollars an hour."""
+        """Return dollars an hour."""
         return self.on_demand * price.on_demand + self.spot * price.spot
 
     def dollars(self, price: Price) -> list[float]:
-        """To the target, seed by seed."""
+        """Return the dollars to the target, seed by seed."""
         return [spent * self.rate(price) for spent in self.hours]
 
 
@@ -89,8 +89,8 @@ def arms_of(cost: IterationCost, spot: int, learned: Learned) -> dict[str, Use]:
 
 
 def fastest_in_path(cost: IterationCost, spot: int, learned: Learned) -> Use:
-    """Everybody waits for its pool, so there is no budget: the fastest pool that was run, on the reported seeds, which
-    favours it. With the same GPUs it is the cheapest, too."""
+    """Return the fastest pool that was run. All GPUs wait for the pool, so there is no budget. Choosing it on the
+    reported seeds favours it. With the same GPUs it is also the cheapest."""
     return fastest(
         Use(
             iterations=iterations,
@@ -134,7 +134,7 @@ def _paired(base: Sequence[float], ours: Sequence[float]) -> dict[str, float]:
 
 
 def product_error(ratio: Mapping[str, Any]) -> float:
-    """How far iterations x seconds x rate is from the cost ratio, relative to it."""
+    """Return the relative error of iterations x seconds x rate against the cost ratio."""
     return abs(float(ratio["iterations"]["mean"] * ratio["seconds"] * ratio["rate"] / ratio["cost"]["mean"]) - 1)
 
 
@@ -164,7 +164,7 @@ class SpotCell:
 
     @property
     def verdict(self) -> str:
-        """What the interval of the cost over the on-demand run says."""
+        """Return the verdict from the interval of the cost over the on-demand run."""
         cost = self.over["on-demand"]["cost"]
         if cost["low"] > 1:
             return "pays"
@@ -172,7 +172,7 @@ class SpotCell:
 
 
 def spot_cell(times: Times, spot: int, price: Price, learned: Learned, ours: Use | None = None) -> SpotCell:
-    """`ours`: what stands for `stale`, if not what the cell affords."""
+    """Compare one cell. `ours`: the arm in place of the affordable `stale`."""
     arms = arms_of(times.cost, spot, learned)
     if ours is not None:
         arms["stale"] = ours
@@ -187,15 +187,15 @@ def spot_cell(times: Times, spot: int, price: Price, learned: Learned, ours: Use
 
 
 def ceiling(times: Times) -> float:
-    """How many times shorter an iteration could get with any number of spot GPUs, which never train."""
+    """Return the largest speed-up of an iteration with any number of spot GPUs, which never train."""
     return iteration_seconds(times.cost, 0) / times.cost.train_seconds
 
 
-# --- remedies, on the learning runs that there are ----------------------------------------------------------------
+# --- remedies, on the existing learning runs ----------------------------------------------------------------------
 
 
 def waiting(cell: SpotCell, learned: Learned) -> SpotCell:
-    """The trainer waits for a pool that may be more than fits: the fastest."""
+    """Return the cell with the fastest pool if the trainer waits for the whole pool."""
     options = (
         replace(
             cell.arms["plain"],
@@ -209,7 +209,7 @@ def waiting(cell: SpotCell, learned: Learned) -> SpotCell:
 
 
 def cheaper_candidates(cell: SpotCell, learned: Learned, *, candidate_share: float) -> SpotCell:
-    """Candidates cost only this share of a rollout, and are ranked as well."""
+    """Return the cell if candidates cost only this share of a rollout and are ranked equally well."""
     cost = cell.times.cost
     cheap = iteration_cost(cost.rollout_gpu_seconds, cost.train_seconds, candidate_share=candidate_share)
     pool = pool_of(affordable(cheap, cell.spot), learned.stale)

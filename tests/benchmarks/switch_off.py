@@ -34,15 +34,15 @@ Rewards = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What the monitor of one run said."""
+    """The verdicts of the monitor of one run."""
 
     stopped_after: int | None
-    """Batches explored before it stopped; None: it never did."""
+    """Batches explored before it stopped; None: it never stopped."""
     spearman: float | None
 
 
 def watched(rewards: Rewards, *, controls: int, kept_share: float, seed: int, settings: Settings) -> Outcome:
-    """One run's batches through the monitor, until it stops exploring.
+    """Feed one run's batches to the monitor until it stops exploration.
 
     rewards  [prompts, seeds]
     """
@@ -55,7 +55,7 @@ def watched(rewards: Rewards, *, controls: int, kept_share: float, seed: int, se
             drawn = rng.permutation(rewards.shape[1])
             stale, other = rewards[prompt][drawn[:each]], rewards[prompt][drawn[each : 2 * each]]
             fresh = np.where(rng.random(each) < kept_share, stale, other)
-            name = f"{batch}-{prompt}"  # a run of 18 batches asks for no prompt twice
+            name = f"{batch}-{prompt}"  # a run of 18 batches uses no prompt twice
             chosen = max_variance_subset(stale.tolist(), keep)
             visits.append(
                 Visit(prompt=name, stale=dict(enumerate(stale.tolist())), fresh={i: float(fresh[i]) for i in chosen})

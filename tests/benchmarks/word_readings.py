@@ -2,8 +2,8 @@
 
     python -m tests.benchmarks.word_readings [--size 512]
 
-Draws each word black on white with Pillow's own font, as wide as the picture (less a margin) and half as wide, and
-prints one JSON line per width: exact match, mean reward, CPU milliseconds per picture (one thread; loading apart).
+Draws each word black on white with Pillow's own font, as wide as the image (less a margin) and half as wide, and
+prints one JSON line per width: exact match, mean reward, CPU milliseconds per image (one thread; loading apart).
 """
 
 import argparse
@@ -57,11 +57,11 @@ WORDS = [
 ]
 
 WIDTHS = {"full": 0.9, "half": 0.45}
-"""Share of the picture's width that a word takes."""
+"""Share of the image's width that a word takes."""
 
 
-def picture_of(text: str, width: float, size: int = 512) -> Tensor:
-    """Draw lines of text in the middle of a white picture [3, size, size] in [-1, 1], the longest as wide as asked."""
+def image_of(text: str, width: float, size: int = 512) -> Tensor:
+    """Draw lines of text in the middle of a white image [3, size, size] in [-1, 1]; the longest has this width."""
     at_100 = ImageFont.load_default(100)
     longest = max(at_100.getlength(line) for line in text.splitlines())
     image = Image.new("RGB", (size, size), "white")
@@ -72,14 +72,14 @@ def picture_of(text: str, width: float, size: int = 512) -> Tensor:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", type=int, default=512, help="rows and columns of a picture")
+    parser.add_argument("--size", type=int, default=512, help="rows and columns of an image")
     size = parser.parse_args().size
     reward, prompts = OcrReward("ocr"), [f'a sign that says "{word}"' for word in WORDS]
-    reward(picture_of("loads", 0.9, size)[None], ["loads"])
+    reward(image_of("loads", 0.9, size)[None], ["loads"])
     for name, width in WIDTHS.items():
-        pictures = torch.stack([picture_of(word, width, size) for word in WORDS])
+        images = torch.stack([image_of(word, width, size) for word in WORDS])
         begun = time.process_time()
-        scores = reward(pictures, prompts)
+        scores = reward(images, prompts)
         milliseconds = 1000 * (time.process_time() - begun) / len(WORDS)
         exact = statistics.mean(score.metrics["exact_match"] for score in scores)
         mean = statistics.mean(score.reward for score in scores)

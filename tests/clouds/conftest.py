@@ -1,4 +1,4 @@
-"""One world for all tests here; where none can be had they skip, and say why."""
+"""One world of fake clouds for all tests here. If it cannot start, the tests skip with the reason."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from tests.fakes.clouds.world import World, why_not
 
 @pytest.fixture(scope="session")
 def world() -> Iterator[World]:
-    """The fake clouds. Tests share it: each clears its faults and removes what it made."""
+    """Start the fake clouds. Tests share them: each test clears its faults and removes its resources."""
     if (reason := why_not()) is not None:
         pytest.skip(reason)
     with World().up() as world:

@@ -1,9 +1,9 @@
-"""`make fake-clouds-demo`: a run on AWS and Google Cloud from launch to target, with everything that clouds do to it.
+"""`make fake-clouds-demo`: a run on AWS and Google Cloud from launch to target, with preemptions and outages.
 
     python -m tests.clouds.demo --to FOLDER [--runtime ray|local]
 
-The clouds are fakes that speak the real protocols (tests/fakes/clouds): no account is used and nothing is bought. What
-it does is in story.py. It writes result.json, report.html and its logs into FOLDER, and fails unless every claim holds.
+The clouds are fakes that speak the real protocols (tests/fakes/clouds): no account is used and nothing is bought. The
+steps are in story.py. It writes result.json, report.html and logs to FOLDER, and fails unless every claim holds.
 """
 
 import argparse
@@ -21,11 +21,11 @@ from typing import Any
 from tests.clouds import demo_reward
 from tests.clouds.launched import SPOTRL, Launched
 from tests.clouds.planted import below, plant, planted_in
-from tests.clouds.story import JOB, RUN, Story, Told, left_in_the_clouds
+from tests.clouds.story import JOB, RUN, Story, StoryLog, left_in_the_clouds
 from tests.fakes.clouds.world import World, why_not
 
 MINUTES = 45.0
-"""An end for a story that hangs. No step is timed: on two idle cores it takes less than half of this."""
+"""Time limit for a story that hangs. On two idle cores it takes less than half of this."""
 
 
 def main() -> int:
@@ -43,30 +43,30 @@ def main() -> int:
     to = options.to.absolute()
     shutil.rmtree(to, ignore_errors=True)
     to.mkdir(parents=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the world goes too
-    told = Told(out=sys.stdout)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the world is stopped too
+    log = StoryLog(out=sys.stdout)
     world = World(folder=to / "world", cache=options.cache)
     world.up()
     try:
-        told("the fake clouds are up")
-        return play(world, to, told, options)
+        log("the fake clouds are up")
+        return play(world, to, log, options)
     finally:
         world.down(keep=True)
 
 
-def play(world: World, to: Path, told: Told, options: argparse.Namespace) -> int:
-    """Launch, story, report, down; then what is there is held against what was claimed."""
+def play(world: World, to: Path, log: StoryLog, options: argparse.Namespace) -> int:
+    """Run launch, story, report and down; then compare the result with the claims."""
     run = Launched(world=world, name=RUN, home=world.folder / "home" / "state")
-    told.began = time.monotonic()
+    log.began = time.monotonic()
     planted = plant(world)
-    story = Story(run=run, told=told, until=told.began + options.minutes * 60, planted=planted.values())
-    code, problems = _launch_and_tell(story, to, options)
+    story = Story(run=run, log=log, until=log.began + options.minutes * 60, planted=planted.values())
+    code, problems = _launch_and_play(story, to, options)
     for name, arguments in (("report", ["report", RUN]), ("events", ["events", RUN])):
         done = run.spotrl(*arguments, check=False)
         (to / f"{name}.txt").write_text(done.stdout + done.stderr)
     down = run.spotrl("down", RUN, check=False)
-    told("spotrl down", (down.stdout + down.stderr).strip())
-    seconds = time.monotonic() - told.began
+    log("spotrl down", (down.stdout + down.stderr).strip())
+    seconds = time.monotonic() - log.began
     left = left_in_the_clouds(world)
     secrets_found = story.found + below(world.folder / "home", planted.values(), but=planted_in(world))
     secrets_found += below(to, planted.values(), but=[world.folder])
@@ -79,7 +79,7 @@ def play(world: World, to: Path, told: Told, options: argparse.Namespace) -> int
         "leftovers": left,
         "secrets_found": secrets_found,
         "made_by": list(run.made_by()),
-        "moments_s": told.moments,
+        "moments_s": log.moments,
         "seconds": round(seconds, 1),
         "clouds_are": "fakes that speak the real protocols; nothing was bought",
     }
@@ -100,8 +100,8 @@ def play(world: World, to: Path, told: Told, options: argparse.Namespace) -> int
     return 1 if problems else 0
 
 
-def _launch_and_tell(story: Story, to: Path, options: argparse.Namespace) -> tuple[int | None, list[str]]:
-    """The launch that users get, and what happens to it. Its exit code, and what went wrong in the telling."""
+def _launch_and_play(story: Story, to: Path, options: argparse.Namespace) -> tuple[int | None, list[str]]:
+    """Launch like a user and play the story. Return the launch's exit code and the error of the story."""
     job = to / "job" / "demo.yaml"
     job.parent.mkdir()
     shutil.copyfile(Path(demo_reward.__file__), job.parent / "demo_reward.py")
@@ -110,7 +110,7 @@ def _launch_and_tell(story: Story, to: Path, options: argparse.Namespace) -> tup
     )
     refreshed = story.run.spotrl("catalog", "refresh")
     (to / "prices.txt").write_text(refreshed.stdout)
-    story.told("both clouds have said their prices", refreshed.stdout.strip().splitlines()[-1])
+    story.log("both clouds have said their prices", refreshed.stdout.strip().splitlines()[-1])
     launch = [*SPOTRL, "launch", job, "-y", "--on-exit", "keep", "--result", to / "result.json"]
     with (to / "launch.log").open("w") as log:
         process = story.run.world.start(
@@ -120,13 +120,13 @@ def _launch_and_tell(story: Story, to: Path, options: argparse.Namespace) -> tup
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
         )
-        story.told("spotrl launch")
+        story.log("spotrl launch")
         try:
             _wait_for_the_run(story.run, process, story.until)
             story.play()
-            story.told.waits("the target is reached")
+            story.log.waits("the target is reached")
             code = _wait_for_the_end(story, process)
-            story.told("launch has ended", f"exit code {code}")
+            story.log("launch has ended", f"exit code {code}")
         except (Exception, KeyboardInterrupt) as error:
             return process.poll(), [f"{type(error).__name__}: {error}"]
     return code, []
@@ -140,11 +140,11 @@ def _wait_for_the_end(story: Story, process: subprocess.Popen[str]) -> int:
         except subprocess.TimeoutExpired:
             if time.monotonic() > story.until:
                 raise
-            story.open_target()  # a node that came late
+            story.open_target()  # for a node that came late
 
 
 def _claims(result: Mapping[str, Any], batch_size: int, report: str) -> dict[str, bool]:
-    """What the demonstration says of itself, by what it found."""
+    """Return the claims of the demonstration and whether each holds."""
     batches, left = result["made_by"], result["leftovers"]
     return {
         "every batch is whole": bool(batches) and all(sum(nodes.values()) == batch_size for nodes in batches),
@@ -158,7 +158,7 @@ def _claims(result: Mapping[str, Any], batch_size: int, report: str) -> dict[str
 
 
 def _wait_for_the_run(run: Launched, process: subprocess.Popen[str], until: float) -> None:
-    """`launch` checks everything first; until then there is no run to look at."""
+    """Wait until the run exists; `launch` makes its checks before that."""
     while True:
         with contextlib.suppress(LookupError):
             run.view()

@@ -1,4 +1,4 @@
-"""A run on the fake clouds, launched by the `spotrl` that users have, and watched through its ledger."""
+"""A run on the fake clouds, launched with the user's `spotrl` command and observed through its ledger."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ SPOTRL = (sys.executable, "-m", "launcher.cli.main")
 OVER = ("finished", "failed", "stopped")
 BUCKETS = {"aws": "s3://spotrl-far/faults", "gcp": "gs://spotrl-runs/faults"}
 BACK_SECONDS = 800.0
-"""For a successor to be at work: a machine, its set-up, its engine; on two cores that all hosts share."""
+"""Time limit for a successor to work (instance, setup, engine), on two cores that all hosts share."""
 
 JOB = """\
 name: {name}
@@ -50,7 +50,7 @@ secrets: [{secrets}]
 def job(name: str, infra: str, *, iterations: int = 1000, total: float = 40, step: float = 0.3, **more: str) -> str:
     """Return the text of a job with a trainer and one spot node.
 
-    `more`: `deadline`, `recovery`, `secrets` and the `model`'s path as a job has them; the trainer's `region`.
+    `more`: `deadline`, `recovery`, `secrets` and the `model`'s path as in a job file; the trainer's `region`.
     """
     return JOB.format(
         name=name,
@@ -67,8 +67,8 @@ def job(name: str, infra: str, *, iterations: int = 1000, total: float = 40, ste
     )
 
 
-def node_of(machine: Mapping[str, Any]) -> str:
-    return str(machine["labels"]["spotrl-node"])
+def node_of(instance: Mapping[str, Any]) -> str:
+    return str(instance["labels"]["spotrl-node"])
 
 
 def wait_for(holds: Callable[[], object], seconds: float) -> None:
@@ -79,14 +79,14 @@ def wait_for(holds: Callable[[], object], seconds: float) -> None:
 
 
 class Ended(Exception):
-    """The run ended before what was waited for."""
+    """The run ended before the awaited condition."""
 
 
 @dataclass(kw_only=True)
 class Launched:
     """A run of one world.
 
-    `home`: the ledger's folder; as many runs may share it as like. `env`: environment variables of its user.
+    `home`: the ledger's folder, which runs may share. `env`: environment variables of its user.
     """
 
     world: World
@@ -109,23 +109,23 @@ class Launched:
         return self.world.run([*SPOTRL, *words], env=self.environment | env, check=check)
 
     def launch(self, job: str) -> None:
-        """Launch it, and come back once its controller runs."""
+        """Launch the run, and return once its controller runs."""
         path = self.world.folder / "jobs" / f"{self.name}.yaml"
         path.parent.mkdir(exist_ok=True)
         path.write_text(job)
         self.spotrl("launch", path, "-y", "--detach")
 
     def down(self) -> None:
-        """Raises when something is left."""
+        """Run `spotrl down`. Raises an error if a resource is left."""
         self.spotrl("down", self.name)
 
-    # --- looking
+    # --- observing
 
     def view(self) -> RunView:
         return run_view(self.sessions, self.name)
 
     def ready(self, role: str = "", cloud: str = "") -> list[NodeView]:
-        """Nodes at work, of one role or of all."""
+        """Return the ready nodes of one role or of all."""
         with self.sessions() as session:
             clouds = {node.name: node.cloud for node in nodes_of(session, find_run(session, self.name))}
         return [
@@ -135,18 +135,18 @@ class Launched:
         ]
 
     def records(self) -> Mapping[str, NodeRecord]:
-        """Everything on record of each node that there ever was."""
+        """Return the records of all nodes of the run."""
         with self.sessions() as session:
             return {record.name: record for record in node_records(session, find_run(session, self.name))}
 
     def words(self, source: str = "") -> str:
-        """What happened, a line each; of one node or of everything."""
+        """Return the events as lines, of one node or of all."""
         with self.sessions() as session:
             lines = event_lines(session, find_run(session, self.name))
         return "\n".join(f"{line.source} {line.kind} {line.text}" for line in lines if source in ("", line.source))
 
     def made_by(self) -> Iterator[dict[str, int]]:
-        """Of every batch, how many of its rollouts each node finished."""
+        """Return how many rollouts each node finished, by batch."""
         with self.sessions() as session:
             for row in progress_of(session, find_run(session, self.name), IterationDone.KIND):
                 yield row.event["made_by"]
@@ -157,32 +157,32 @@ class Launched:
         return int(algorithm["prompts_per_batch"]) * int(algorithm["images_per_prompt"])
 
     def every_batch_is_whole(self) -> bool:
-        """Return whether no batch lacks a rollout or has one twice, and whether there is a batch."""
+        """Return whether there is a batch and every batch has each rollout exactly once."""
         batches = list(self.made_by())
         return bool(batches) and all(sum(nodes.values()) == self.batch_size() for nodes in batches)
 
     def trained(self) -> int:
-        """Count iterations in the trainer's own log: the controller that would write them down may be frozen."""
+        """Count iterations in the trainer's own log, because the controller that records them may be frozen."""
         (trainer,) = self.ready("trainer")
-        said = self.world.on(trainer.name, ["cat", "/home/ubuntu/spotrl/node/progress/trainer.jsonl"])
-        return sum('"iteration_done"' in line for line in said.splitlines())
+        progress = self.world.on(trainer.name, ["cat", "/home/ubuntu/spotrl/node/progress/trainer.jsonl"])
+        return sum('"iteration_done"' in line for line in progress.splitlines())
 
-    def machines(self) -> list[dict[str, Any]]:
-        """What the clouds have of it now, whatever its ledger says."""
+    def instances(self) -> list[dict[str, Any]]:
+        """Return the run's instances from the clouds' inventory, independent of the ledger."""
         hosts = self.world.hosts()
         return [one for one in self.world.machines() if self._is_ours(one) and one["id"] in hosts]
 
-    def machines_by_node(self) -> dict[str, str]:
-        return {node_of(machine): str(machine["id"]) for machine in self.machines()}
+    def instances_by_node(self) -> dict[str, str]:
+        return {node_of(instance): str(instance["id"]) for instance in self.instances()}
 
-    def _is_ours(self, machine: Mapping[str, object]) -> bool:
-        labels = machine.get("labels") or {}
+    def _is_ours(self, instance: Mapping[str, object]) -> bool:
+        labels = instance.get("labels") or {}
         return isinstance(labels, Mapping) and labels.get("spotrl-run") == self.name
 
-    # --- its controller
+    # --- the controller
 
     def controller(self) -> int:
-        """The process that looks after it, or did last."""
+        """Return the run's current or last controller process."""
         with self.sessions() as session:
             lease = session.get(ControllerLease, find_run(session, self.name).id)
         assert lease is not None
@@ -197,7 +197,7 @@ class Launched:
     # --- waiting
 
     def until(self, what: str, holds: Callable[[], object], seconds: float) -> None:
-        """Raises Ended when the run ends first, TimeoutError with what happened last when it does not come."""
+        """Wait for a condition. Raises Ended if the run ends first, and TimeoutError with the last events."""
         until = time.monotonic() + seconds
         while not holds():
             view = self.view()
@@ -209,6 +209,6 @@ class Launched:
             time.sleep(1.0)
 
     def trains_on(self, iterations: int = 2, seconds: float = 120) -> None:
-        """It gets so many iterations further."""
+        """Wait until the run has trained this many more iterations."""
         goal = self.view().iteration + iterations
         self.until(f"iteration {goal}", lambda: self.view().iteration >= goal, seconds)

@@ -1,7 +1,7 @@
-"""Planted secrets: what the client has and no host, log, table or report may ever hold.
+"""Planted secrets: credentials of the client that no host, log, table or report may ever hold.
 
-Each credential of the client is made unmistakable, then looked for byte by byte: on every host in each file that was
-written since it booted, and here in everything that a run leaves behind.
+Each credential gets a unique value. The tests search for it byte by byte: on every host in each file written since its
+boot, and here in all files of a run.
 """
 
 import contextlib
@@ -22,11 +22,11 @@ find / -xdev -type f -newer /etc/hostname -not -path /run/planted -size -200M -p
 grep -lFf /run/planted /proc/[0-9]*/environ 2>/dev/null
 rm -f /run/planted
 """
-"""Prints every file written since the host booted, and every process's environment, that one of its arguments is in."""
+"""Program that prints every file written since boot and every process environment that contains an argument."""
 
 
 def plant(world: World) -> dict[str, str]:
-    """By where it lies; the credentials go on working, because the fake clouds check no signature."""
+    """Plant the secrets and return them by location. Credentials still work: the fake clouds check no signature."""
     home = world.folder / "home"
     key, hugging_face = f"PLANTED{secrets.token_hex(12)}", f"hf_{secrets.token_hex(17)}"
     (home / ".aws/credentials").write_text(f"[default]\naws_access_key_id = AKIAFAKE\naws_secret_access_key = {key}\n")
@@ -38,18 +38,18 @@ def plant(world: World) -> dict[str, str]:
 
 
 def planted_in(world: World) -> list[Path]:
-    """Where they are allowed to be."""
+    """Return the places where the secrets are allowed."""
     home = world.folder / "home"
     return [home / ".aws/credentials", home / HUGGING_FACE, home / "gcp-key.json"]
 
 
 def on_host(world: World, node: str, planted: Iterable[str]) -> list[str]:
-    """Where on a host one of them is: files written since it booted, and environments of its processes."""
+    """Return the files written since boot and the process environments of a host that contain a secret."""
     return world.on(node, ["sh", "-c", SEARCH, "sh", *planted], root=True, check=False).split()
 
 
 def below(folder: Path, planted: Iterable[str], but: Iterable[Path] = ()) -> list[str]:
-    """Files below a folder in which one of them stands; `but`: files and folders that are not looked at."""
+    """Return the files below a folder that contain a secret. `but`: files and folders that are not searched."""
     looked_for, left_out = [one.encode() for one in planted], set(but)
     found = []
     for parent, folders, names in os.walk(folder):
@@ -58,7 +58,7 @@ def below(folder: Path, planted: Iterable[str], but: Iterable[Path] = ()) -> lis
             path = Path(parent) / name
             if path in left_out or path.is_symlink():
                 continue
-            with contextlib.suppress(OSError):  # a socket, or gone meanwhile
+            with contextlib.suppress(OSError):  # a socket, or deleted during the search
                 content = path.read_bytes()
                 found += [str(path) for one in looked_for if one in content]
     return found

@@ -1,7 +1,7 @@
-"""What `test_sky_provisioner.py` has happen inside a world: `python -m tests.clouds.provisioning STORY WORLD FOLDER`.
+"""Stories of `test_sky_provisioner.py` inside a world: `python -m tests.clouds.provisioning STORY WORLD FOLDER`.
 
-The real SkyProvisioner with the real SkyPilot, clouds' APIs, lines and agents, driven as the controller does it. Each
-story prints one line of JSON at its end: what was seen, for the test to judge.
+The real SkyProvisioner with the real SkyPilot, cloud APIs, node links and agents, driven like by the controller. Each
+story prints its observations as one line of JSON at its end, for the test to check.
 """
 
 import json
@@ -41,22 +41,22 @@ PLACES = {
     "gcp": ("us-central1", "us-central1-a", "n2-standard-2", "gs://spotrl-runs"),
 }
 SPOT_QUOTAS = {"aws": ("aws", "L-34B43A08"), "gcp": ("gcp/us-central1", "PREEMPTIBLE_CPUS")}
-"""Of the types in `PLACES`, which have two vCPUs."""
+"""vCPUs of the types in `PLACES`."""
 PASS_SECONDS = 0.25
 UP_SECONDS = 1000.0
-"""For a node to be at work: two to five minutes on a machine with nothing else to do."""
+"""Time limit for a node to work: two to five minutes on an idle computer."""
 PATIENCE = bring_up.LAUNCH_SECONDS
 
 
 class DiesBefore(Sky):
-    """A process that ends with the intent written down and SkyPilot not asked."""
+    """A process that dies after recording the intent and before calling SkyPilot."""
 
     def start(self, launch):
         os._exit(8)
 
 
 class Dies(Sky):
-    """A process that ends right after SkyPilot took its request."""
+    """A process that dies right after SkyPilot accepted its request."""
 
     def start(self, launch):
         Sky.start(self, launch)
@@ -64,7 +64,7 @@ class Dies(Sky):
 
 
 class Drive:
-    """One process that looks after the nodes of a run."""
+    """One process that manages the nodes of a run."""
 
     def __init__(
         self, cloud: str, run: str, folder: Path, sky: Sky | None = None, named: Named = NOTHING_NAMED
@@ -98,7 +98,7 @@ class Drive:
             pool=ThreadPoolExecutor(8),
         )
 
-    def ask(self, slot: str, market: Market = Market.SPOT, zone: str | None = None) -> str:
+    def request(self, slot: str, market: Market = Market.SPOT, zone: str | None = None) -> str:
         name = f"{self.run}-{slot}-g0"
         spec = NodeSpec(
             run=self.run,
@@ -135,9 +135,9 @@ class Drive:
             facts = {fact.name: fact for fact in self.provisioner.observe()}
             self.slowest_pass = max(self.slowest_pass, time.monotonic() - began)
             for fact in facts.values():
-                said = self.seen.setdefault(fact.name, [])
-                if not said or said[-1] != fact.status.value:
-                    said.append(fact.status.value)
+                statuses = self.seen.setdefault(fact.name, [])
+                if not statuses or statuses[-1] != fact.status.value:
+                    statuses.append(fact.status.value)
             if holds(facts) or time.monotonic() > end:
                 return facts
             time.sleep(PASS_SECONDS)
@@ -154,7 +154,7 @@ class Drive:
         return self.until(lambda facts: facts[name].status in over, seconds)[name]
 
     def tidy(self) -> list[str]:
-        """What is in the way of an empty account; nothing, it is hoped."""
+        """Clean up, and return the resources that are left."""
         end = time.monotonic() + 180
         while not self.provisioner.tidy():
             if time.monotonic() > end:
@@ -164,12 +164,12 @@ class Drive:
 
 
 def bundle_of(to: Path) -> Bundle:
-    """That of the run: made by its first process, whatever becomes of our files meanwhile."""
+    """Return the run's bundle. The first process makes it, and later changes of files do not matter."""
     made = [one for one in to.glob("*") if not one.name.startswith(".")] if to.exists() else []
     return Bundle(folder=made[0], digest=made[0].name) if made else make_bundle(to, None)
 
 
-def told(fact: NodeFact) -> dict:
+def fact_json(fact: NodeFact) -> dict:
     return {
         "status": fact.status,
         "evidence": fact.evidence,
@@ -193,18 +193,18 @@ def dies_after_the_request(world: World, folder: Path, cloud: str) -> dict:
 
 def dies(cloud: str, folder: Path, sky: Sky) -> dict:
     drive = Drive(cloud, f"p{cloud}", folder, sky=sky)
-    drive.ask("trainer", Market.SPOT)
+    drive.request("trainer", Market.SPOT)
     drive.until(lambda facts: False, 120)
     return {"error": "it lives"}
 
 
 def life(world: World, folder: Path, cloud: str) -> dict:
-    """Adopted, up, API away, reclaimed; no capacity for the next; released; nothing left."""
+    """A node is adopted, up, without API, preempted; the next has no capacity; all is released and deleted."""
     began = time.monotonic()
     drive = Drive(cloud, f"p{cloud}", folder)
-    node = drive.ask("trainer", Market.SPOT)
+    node = drive.request("trainer", Market.SPOT)
     fact = drive.up(node)
-    answer = {"up_s": time.monotonic() - began, "up": told(fact)}
+    answer = {"up_s": time.monotonic() - began, "up": fact_json(fact)}
     answer["machines"] = len([one for one in world.machines() if one.get("labels", {}).get("spotrl-node") == node])
     answer["spotted"] = world.on(node, ["bash", "-c", SEARCH], root=True, check=False)
     answer["door"] = drive.until(
@@ -219,20 +219,20 @@ def life(world: World, folder: Path, cloud: str) -> dict:
     if cloud == "gcp":
         fact = drive.until(lambda facts: facts[node].notice_deadline_ms is not None, 20)[node]
         answer["notice_s"] = time.monotonic() - taken
-    answer["gone"] = told(drive.ended(node))
+    answer["gone"] = fact_json(drive.ended(node))
     answer["gone_s"] = time.monotonic() - taken
     world.fault("capacity", f"{cloud}/{drive.region}/{drive.zone}")
-    answer["refused"] = told(drive.ended(drive.ask("rollout-0")))
+    answer["refused"] = fact_json(drive.ended(drive.request("rollout-0")))
     world.clear()
     quota, enough = SPOT_QUOTAS[cloud], 256
     world.quota(*quota, 1)
-    answer["denied"] = told(drive.ended(drive.ask("rollout-2")))
+    answer["denied"] = fact_json(drive.ended(drive.request("rollout-2")))
     world.quota(*quota, enough)
     answer |= never_comes_up(drive, world)
-    late = drive.ask("rollout-1")
+    late = drive.request("rollout-1")
     drive.until(lambda facts: facts[late].started_ms is not None, 120)
     drive.provisioner.release([late])
-    answer["released"] = told(drive.ended(late))
+    answer["released"] = fact_json(drive.ended(late))
     answer["left"] = drive.tidy()
     answer["seen"], answer["slowest_pass_s"] = drive.seen, drive.slowest_pass
     return answer
@@ -245,11 +245,11 @@ COMPANY = {
 }
 COMPANY_RANGE = "10.200.0.0/20"
 PRIVATE_RANGE = "172.31.240.0/20"
-"""On AWS: of a subnet of its own, because SkyPilot buys without public addresses only where no internet gateway is."""
+"""A separate subnet on AWS: SkyPilot buys instances without public addresses only without an internet gateway."""
 
 
 def administrator(world: World, folder: Path, cloud: str) -> dict:
-    """What a company's administrator makes once: on AWS in the default VPC, because that one has a way out."""
+    """Create an administrator's resources: on AWS in the default VPC, because that one has internet access."""
     region, zone, *_ = PLACES[cloud]
     if cloud == "gcp":
         make_on_google(region)
@@ -292,40 +292,40 @@ def make_on_google(region: str) -> None:
 
 
 def named(world: World, folder: Path, cloud: str) -> dict:
-    """A machine in what the administrator made, and its end. It need not be set up: the other story does that."""
+    """Buy and end an instance in the administrator's resources. Its setup is covered by another story."""
     drive = Drive(cloud, f"n{cloud}", folder, named=COMPANY[cloud])
-    node = drive.ask("trainer", Market.SPOT)
+    node = drive.request("trainer", Market.SPOT)
     drive.until(lambda facts: facts[node].started_ms is not None, 600)
-    (machine,) = build_cloud_api(cloud).instances(drive.region, run=drive.run)
+    (instance,) = build_cloud_api(cloud).instances(drive.region, run=drive.run)
     drive.provisioner.release([node])
     drive.ended(node)
-    return {"identity": machine.identity, "address": machine.address, "left": drive.tidy()}
+    return {"identity": instance.identity, "address": instance.address, "left": drive.tidy()}
 
 
 def private(world: World, folder: Path, cloud: str) -> dict:
-    """A node without a public address, at work: SkyPilot and this machine log in to it through a bastion."""
+    """Run a node without a public address; SkyPilot and this computer log in through a bastion."""
     key = folder / "bastion-key"
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)
-    machine, end = BASTIONS[cloud](key.with_suffix(".pub").read_text().strip())
-    wait_until(lambda: machine in world.hosts())
-    host = world.hosts()[machine]
+    instance, end = BASTIONS[cloud](key.with_suffix(".pub").read_text().strip())
+    wait_until(lambda: instance in world.hosts())
+    host = world.hosts()[instance]
     quiet = "-o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR"
     proxy = f"ssh -i {key} {quiet} -W %h:%p {host['user']}@{host['public']}"
     subnets = ("company-private",) if cloud == "aws" else COMPANY[cloud].subnets
     named = replace(COMPANY[cloud], subnets=subnets, public_addresses=False, ssh_proxy=proxy)
     drive = Drive(cloud, f"v{cloud}", folder, named=named)
-    node = drive.ask("trainer", Market.SPOT)
-    answer: dict = {"up": told(drive.up(node))}
+    node = drive.request("trainer", Market.SPOT)
+    answer: dict = {"up": fact_json(drive.up(node))}
     (bought,) = build_cloud_api(cloud).instances(drive.region, run=drive.run)
     answer |= {"address": bought.address, "public_address": bought.public_address}
     drive.until(lambda _: drive.provisioner.tunnel(node, 7000) is not None, 60)
     answer["door"] = drive.provisioner.tunnel(node, 7000)
     answer["proxy"] = json.loads((folder / "nodes" / node / "login.json").read_text())["proxy"] == proxy
     drive.provisioner.release([node])
-    answer["released"] = told(drive.ended(node))
+    answer["released"] = fact_json(drive.ended(node))
     answer["left"] = drive.tidy()
     end()
-    wait_until(lambda: machine not in world.hosts())
+    wait_until(lambda: instance not in world.hosts())
     return answer
 
 
@@ -338,12 +338,12 @@ def wait_until(holds: Callable[[], bool], seconds: float = 30) -> None:
 
 
 def bastion_on_aws(public_key: str) -> tuple[str, Callable[[], object]]:
-    """A machine with a public address, in the group of the nodes. Return its id, and a function that ends it."""
+    """Start an instance with a public address in the group of the nodes. Return its id and a function to end it."""
     ec2 = boto3.client("ec2", region_name=PLACES["aws"][0])
     (subnet,) = ec2.describe_subnets(Filters=[{"Name": "tag:Name", "Values": ["company-a"]}])["Subnets"]
     filters = [{"Name": "group-name", "Values": ["company-nodes"]}]
     (group,) = ec2.describe_security_groups(Filters=filters)["SecurityGroups"]
-    (machine,) = ec2.run_instances(
+    (instance,) = ec2.run_instances(
         ImageId="ami-0fakeclouds000001",
         InstanceType="m6i.large",
         MinCount=1,
@@ -352,11 +352,11 @@ def bastion_on_aws(public_key: str) -> tuple[str, Callable[[], object]]:
         SecurityGroupIds=[group["GroupId"]],
         UserData=f"#cloud-config\nusers:\n- name: ubuntu\n  ssh_authorized_keys:\n  - {public_key}\n",
     )["Instances"]
-    return machine["InstanceId"], lambda: ec2.terminate_instances(InstanceIds=[machine["InstanceId"]])
+    return instance["InstanceId"], lambda: ec2.terminate_instances(InstanceIds=[instance["InstanceId"]])
 
 
 def bastion_on_google(public_key: str) -> tuple[str, Callable[[], object]]:
-    """The same, in the network of the nodes."""
+    """Start the bastion in the network of the nodes. Return its id and a function to end it."""
     api, (region, zone, *_) = GceApi(), PLACES["gcp"]
     subnet = f"projects/{PROJECT}/regions/{region}/subnetworks/company-central"
     body = {
@@ -377,21 +377,21 @@ BASTIONS = {"aws": bastion_on_aws, "gcp": bastion_on_google}
 
 
 def never_comes_up(drive: Drive, world: World) -> dict:
-    """A machine that does not boot, then one behind a rule that somebody removed. How long is waited is made short."""
+    """Buy an instance that does not boot, then one behind a removed firewall rule. The timeouts are made short."""
     bring_up.LAUNCH_SECONDS = 45.0
     world.fault("no_boot", drive.cloud, times=1)
-    dark = drive.ask("rollout-3")
+    dark = drive.request("rollout-3")
     drive.until(lambda facts: facts[dark].started_ms is not None, 60)
     unbooted = drive.ended(dark)
     place = next(iter(drive.provisioner._regions.prepared.values()))
     remove_ssh_rule(drive.cloud, place)
-    shut = drive.ended(drive.ask("rollout-4"))
+    shut = drive.ended(drive.request("rollout-4"))
     bring_up.LAUNCH_SECONDS = PATIENCE
-    return {"unbooted": told(unbooted), "shut": told(shut)}
+    return {"unbooted": fact_json(unbooted), "shut": fact_json(shut)}
 
 
 def remove_ssh_rule(cloud: str, place: RegionSetup) -> None:
-    """As a person would who thinks it is not needed."""
+    """Remove the firewall rule, like a user who thinks that it is not needed."""
     if cloud == "gcp":
         import google.auth
         from google.auth.transport.requests import AuthorizedSession

@@ -1,12 +1,12 @@
-"""The demonstration's story: a run on the fake clouds, what is done to it, and what must be true in the end.
+"""The demonstration's story: a run on the fake clouds, the faults it meets, and the expected end.
 
-    three nodes on Google Cloud -> a reclaim with notice -> one without -> no trainer there any more -> on AWS
+    three nodes on Google Cloud -> a preemption with notice -> one without -> no trainer capacity there -> AWS
     -> the target is opened -> target
 
-No step depends on how fast nodes install or train: each waits for its own evidence and says for what, the run may train
-for as long as the story takes, and its target cannot be reached before the last step opens it (demo_reward.py).
+No step depends on the speed of setup or training: each waits for its own evidence and prints it, the run may train as
+long as the story takes, and its target cannot be reached before the last step opens it (demo_reward.py).
 
-Everything goes through the `spotrl launch` that users get, with unmodified SkyPilot; only what the clouds do is played.
+Everything uses the user's `spotrl launch` with unmodified SkyPilot; only the behaviour of the clouds is simulated.
 """
 
 import time
@@ -35,7 +35,7 @@ seed: 0
 iterations: 1000
 model: digits-ocr
 prompts: digits
-reward: demo_reward:told
+reward: demo_reward:score
 sampler: {{name: flow-sde, steps: 8, noise_level: 0.7}}
 algorithm: {{name: flow-grpo, prompts_per_batch: 12, images_per_prompt: 4}}
 exploration: {{mode: stale, wait: all, budget: {{candidates: 96}}}}
@@ -50,13 +50,13 @@ budget: {{max_total: $40, max_hourly: $3, deadline: 24h}}
 """
 """The digits-ocr job; the budget and the deadline end it if nothing else does.
 
-A denoising step takes at least `step_seconds`, so that there is a run to do something to.
+A denoising step takes at least `step_seconds`, so that the run lasts long enough.
 """
 
 
 @dataclass
-class Told:
-    """What happened, when, since the beginning: said at once and kept for result.json."""
+class StoryLog:
+    """The events of the story with their times: printed at once and kept for result.json."""
 
     out: TextIO
     began: float = field(default_factory=time.monotonic)
@@ -68,21 +68,21 @@ class Told:
         print(f"[{seconds:6.1f} s] {moment}{': ' if text else ''}{text}", file=self.out, flush=True)
 
     def waits(self, moment: str) -> None:
-        """Say what the story waits for now."""
+        """Print what the story waits for now."""
         print(f"[{time.monotonic() - self.began:6.1f} s] waits until: {moment}", file=self.out, flush=True)
 
 
 @dataclass
 class Story:
-    """What the clouds do to the run, in order; each step waits until the run has got over the one before."""
+    """The faults of the clouds in order; each step waits until the run has recovered from the previous one."""
 
     run: Launched
-    told: Told
+    log: StoryLog
     until: float
     planted: Collection[str] = ()
     """Secrets of the client that no host may have."""
     found: list[str] = field(default_factory=list)
-    """Where on hosts one of them was found all the same."""
+    """Places on hosts where a secret was found."""
     opened: set[str] = field(default_factory=set)
     """Nodes that count matches for the target."""
 
@@ -94,14 +94,14 @@ class Story:
         for moment, notice in (("a reclaim with notice", True), ("a reclaim without a word", False)):
             lost = run.ready("rollout", cloud="gcp")[0]
             run.world.reclaim(lost.name, seconds=NOTICE_SECONDS if notice else 0, notice=notice)
-            self.told(moment, lost.name)
+            self.log(moment, lost.name)
             self._when(f"its successor serves ({moment})", partial(self._is_replaced, lost))
         run.world.fault("capacity", "gcp", market="on_demand")
         self._when("the trainer is at work on Google Cloud", lambda: run.ready("trainer", cloud="gcp"))
         (trainer,) = run.ready("trainer", cloud="gcp")
         before = run.view().iteration
         run.world.reclaim(trainer.name)
-        self.told("Google Cloud has no on-demand machine, and the trainer is gone", f"{trainer.name}, at {before}")
+        self.log("Google Cloud has no on-demand machine, and the trainer is gone", f"{trainer.name}, at {before}")
         self._when("the trainer is at work on AWS", lambda: run.ready("trainer", cloud="aws"))
         self._when("it trains there", lambda: run.view().iteration > before)
         self._when("two spot nodes serve there", lambda: len(run.ready(cloud="aws")) == 3)
@@ -114,10 +114,10 @@ class Story:
             if node.name not in self.opened:
                 self.run.world.on(node.name, ["touch", str(GATE)])
                 self.opened.add(node.name)
-                self.told(f"the target is open on {node.name}")
+                self.log(f"the target is open on {node.name}")
 
     def _look_for_secrets(self) -> None:
-        """On every host there is now."""
+        """Search every current host for secrets."""
         world = self.run.world
         for host in world.hosts():
             self.found += [f"{host}: {place}" for place in on_host(world, host, self.planted)]
@@ -126,21 +126,21 @@ class Story:
         return any(node.slot == lost.slot and node.name != lost.name for node in self.run.ready(cloud="gcp"))
 
     def _when(self, moment: str, holds: Callable[[], object]) -> None:
-        self.told.waits(moment)
+        self.log.waits(moment)
         self.run.until(moment, holds, self.until - time.monotonic())
         view = self.run.view()
-        self.told(moment, f"iteration {view.iteration}, {view.metric} {view.score or 0:.3f}")
+        self.log(moment, f"iteration {view.iteration}, {view.metric} {view.score or 0:.3f}")
 
 
 DYING_SECONDS = 10.0
-"""The fakes list a host no more a moment before the last of its processes, its metadata service, has ended."""
+"""The fakes drop a host from their list shortly before its last process, the metadata service, ends."""
 
 SHARED_ROLE = "spotrlNode"
-"""What all runs of a Google project share; the name of a deleted role is taken for weeks, so it stays."""
+"""Shared by all runs of a Google project. The name of a deleted role stays taken for weeks, so the role stays."""
 
 
 def left_in_the_clouds(world: World) -> dict[str, Any]:
-    """By the fakes' own inventory, not by what we believe to have released."""
+    """Return the resources that are left, by the fakes' own inventory."""
     things = [thing for thing in world.inventory() if thing["id"] != SHARED_ROLE]
     kinds, hosts, until = (
         Counter(thing["kind"] for thing in things),

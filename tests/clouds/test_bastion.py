@@ -1,4 +1,4 @@
-"""A node without a public address: real SkyPilot and our own login reach it through a company's bastion."""
+"""A node without a public address: the real SkyPilot and our own login reach it through a company's bastion."""
 
 from ipaddress import ip_address, ip_network
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.clouds
 @pytest.mark.timeout(TIME_OUT)
 @pytest.mark.parametrize("cloud", ["aws", "gcp"])
 def test_a_node_without_a_public_address_works_through_a_bastion(world, company, tmp_path, cloud):  # noqa: F811
-    """The fake internet lets nobody in to a private address; its neighbour, the bastion, is let in by its rules."""
+    """The fake internet blocks private addresses; the rules allow the bastion in the same network."""
     company(cloud)
     before = left(world)
     seen = inside(world, "private", tmp_path, cloud)

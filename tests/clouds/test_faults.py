@@ -1,8 +1,8 @@
-"""What goes wrong with runs that are under way, on both fake clouds: three runs of `spotrl launch`, told in order.
+"""Faults of running runs on both fake clouds: three runs of `spotrl launch`, with tests in a fixed order.
 
-`steady` trains on Google Cloud and must go on whatever happens to it; `priced` meets prices that rise on AWS;
-`abandoned` loses its controller for good. They share a ledger, on a small disk that is made full. The bucket of AWS is
-in a region of its own, as a user's may be. Preemptions are in test_run.py.
+`steady` trains on Google Cloud and must survive every fault; `priced` meets rising prices on AWS; `abandoned` loses its
+controller for good. They share a ledger on a small disk that is filled. The AWS bucket is in another region, as a
+user's may be. Preemptions are in test_run.py.
 """
 
 import json
@@ -36,18 +36,18 @@ pytestmark = [pytest.mark.clouds, pytest.mark.timeout(1500)]
 
 OUTAGE_SECONDS = 300.0
 ALONE_SECONDS = 30.0
-"""For so long a machine of `steady` or `abandoned` without an agent waits for a controller; without this for 600 s."""
+"""Seconds that an instance of `steady` or `abandoned` without an agent waits for a controller; the default is 600."""
 ALONE = {"SPOTRL_ALONE_SECONDS": f"{ALONE_SECONDS:.0f}"}
 DEADLINE_MINUTES = 25
 ABANDONED_ROLLOUT = "abandoned-spot-0-g0"
-"""Its agent is killed once it has no controller any more."""
+"""The node whose agent is killed once it has no controller."""
 BUDGET = 0.60
-"""Dollars of `priced`: about 26 minutes of its nodes, or 13 at the double price."""
+"""Budget of `priced` in dollars: about 26 minutes of its nodes, or 13 at the doubled price."""
 STOPPED_SECONDS = 1200.0
-"""Longest wait until `priced` has used up its budget. AWS gives back what the lost spot node cost: minutes of money."""
+"""Time limit for `priced` to use up its budget. AWS refunds the lost spot node, which adds minutes."""
 SPOT_QUOTA = "PREEMPTIBLE_NVIDIA_L4_GPUS"
 UP_SECONDS = 1000.0
-"""For the nodes of all three to be at work."""
+"""Time limit for the nodes of all three runs to work."""
 
 
 @dataclass
@@ -56,22 +56,22 @@ class Runs:
     priced: Launched
     abandoned: Launched
     planted: dict[str, str]
-    """What the client has and no host may have."""
+    """Secrets of the client that no host may have."""
     launched_at: float
     outage: tuple[float, set[str]] = (0.0, set())
-    """When it began, and which nodes there were."""
+    """Start of the outage, and the nodes at that time."""
     used_up: "Future[tuple[int, str]]" = field(default_factory=Future)
-    """What `use_up` returns: it goes on beside the tests of `steady`."""
+    """Result of `use_up`, which runs in parallel with the tests of `steady`."""
 
 
 @pytest.fixture(autouse=True)
 def _no_fault_outlives_its_test() -> None:
-    """Here one does: an outage goes on beside other tests, and ends by itself."""
+    """Override the fixture: an outage here lasts over several tests and ends by itself."""
 
 
 @pytest.fixture(scope="module")
 def runs(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    """All three, once their nodes work; `abandoned` has lost its controller and its spot node's agent by then."""
+    """Start all three runs and wait for their nodes; `abandoned` then loses its controller and one agent."""
     before = {json.dumps(one, sort_keys=True) for one in world.inventory()}
     home, ended = world.folder / "home" / "faults", tmp_path_factory.mktemp("ended")
     home.mkdir()
@@ -119,8 +119,8 @@ def test_no_secret_is_on_a_host_unless_the_job_names_it(world, runs):
     assert all(place.startswith("/proc/") for place in found), "in its processes' environment, and in no file"
 
 
-def test_weights_that_are_not_ours_come_from_the_bucket_to_every_node(world, runs):
-    """As large models do: what is beside the job file is sent once, and read by each node with its own identity."""
+def test_a_users_weights_reach_every_node_through_the_bucket(world, runs):
+    """Like a large model: weights beside the job file are uploaded once, and each node reads them with its identity."""
     sent = [path for path in bucket_of(world, BUCKETS["aws"]) if path.startswith("_weights/")]
     digest = sent[0].split("/")[1]
     assert sorted(sent) == [f"_weights/{digest}/{name}" for name in (".manifest.json", BASE.name)]
@@ -131,7 +131,7 @@ def test_weights_that_are_not_ours_come_from_the_bucket_to_every_node(world, run
     assert not list(bundled.rglob(BASE.name))
 
 
-def test_a_locked_database_is_waited_for(runs):
+def test_a_controller_waits_for_a_locked_database(runs):
     steady = runs.steady
     pid = steady.controller()
     with sqlite3.connect(steady.home / "ledger.sqlite", timeout=30) as connection:
@@ -144,14 +144,14 @@ def test_a_locked_database_is_waited_for(runs):
     assert is_alive(pid, None)
 
 
-def test_an_outage_begins(world, runs):
-    """Google Cloud's API and its buckets are away for five minutes, beside the tests that follow."""
+def test_an_api_outage_begins(world, runs):
+    """Google Cloud's API and buckets are unreachable for five minutes, during the tests that follow."""
     world.fault("down", "gcp", seconds=OUTAGE_SECONDS)
     world.fault("store_down", "gcp", seconds=OUTAGE_SECONDS)
     runs.outage = (time.monotonic(), set(runs.steady.records()))
 
 
-def test_a_price_that_doubles_is_what_is_paid(world, runs):
+def test_a_doubled_price_is_billed(world, runs):
     priced = runs.priced
     before = {node.name: node.micro_usd_per_hour for node in priced.ready("rollout")}
     assert before
@@ -165,35 +165,37 @@ def test_a_price_that_doubles_is_what_is_paid(world, runs):
     runs.used_up = ThreadPoolExecutor(1).submit(use_up, world, priced)
 
 
-def test_logs_of_every_node_are_in_a_bucket_outside_the_nodes_region(world, runs):
+def test_logs_of_every_node_reach_a_bucket_in_another_region(world, runs):
     priced = runs.priced
     for node in priced.ready():
         path = f"priced/logs/{node.name}/agent.log"
         priced.until(f"{path} is in the bucket", lambda path=path: path in bucket_of(world, BUCKETS["aws"]), 120)
 
 
-def test_a_node_that_broke_without_a_controller_sends_its_logs_and_ends_itself(world, runs):
-    """Its trainer goes on without it, for as long as the deadline allows."""
+def test_a_broken_node_without_a_controller_uploads_its_logs_and_ends(world, runs):
+    """Its trainer continues without it, until the deadline."""
     wait_for(lambda: ABANDONED_ROLLOUT not in nodes_there(runs.abandoned), ALONE_SECONDS + 120)
-    said = object_of(world, BUCKETS["aws"], f"abandoned/logs/{ABANDONED_ROLLOUT}/agent.log")
-    assert "the agent has ended, and no controller has called" in said
+    agent_log = object_of(world, BUCKETS["aws"], f"abandoned/logs/{ABANDONED_ROLLOUT}/agent.log")
+    assert "the agent has ended, and no controller has called" in agent_log
     assert nodes_there(runs.abandoned) == ["abandoned-trainer-g0"]
 
 
-def test_the_run_went_on_through_the_outage(world, runs):
+def test_the_run_continued_through_the_outage(world, runs):
     steady = runs.steady
     began, nodes = runs.outage
     time.sleep(max(0.0, began + OUTAGE_SECONDS + 5 - time.monotonic()))
     steady.trains_on(3)
-    assert set(steady.records()) == nodes, "nobody was replaced"
+    assert set(steady.records()) == nodes, "no node was replaced"
     assert len(steady.ready()) == 2
-    assert "compute" in steady.log()  # it said who did not answer
+    assert "compute" in steady.log()  # the log names the cloud that did not answer
 
 
-def test_a_clock_that_is_set_moves_neither_money_nor_deadline(runs):
-    """Fifteen hours on, past the run's deadline, and fifteen back: of the machine that the controller runs on."""
+def test_a_clock_jump_changes_neither_spend_nor_deadline(runs):
+    """The clock of the controller's computer jumps fifteen hours ahead, past the run's deadline, and fifteen back."""
     steady = runs.steady
-    jump = steady.home / "jump"  # the controller reads it for as long as it lives, so not in a folder of this test
+    jump = (
+        steady.home / "jump"
+    )  # the controller reads the file as long as it lives, so the file is not in a folder of this test
     nodes, spent, jumping = (
         set(steady.records()),
         steady.view().spent_micro_usd,
@@ -212,8 +214,8 @@ def test_a_clock_that_is_set_moves_neither_money_nor_deadline(runs):
     jump.write_text("0")
 
 
-def test_a_spot_quota_that_the_lost_node_still_counts_against_is_waited_for(world, runs):
-    """The quota bears one node. Google counts a node for a while after its end: its successor is refused at first."""
+def test_a_spot_quota_still_used_by_the_lost_node_is_waited_for(world, runs):
+    """The quota allows one node. Google counts a node for a while after its end, so a successor is refused first."""
     steady = runs.steady
     (lost,) = steady.ready("rollout")
     world.quota("gcp/us-central1", SPOT_QUOTA, 1)
@@ -224,18 +226,18 @@ def test_a_spot_quota_that_the_lost_node_still_counts_against_is_waited_for(worl
         assert "QUOTA_EXCEEDED" in refused.evidence
         assert f"Quota '{SPOT_QUOTA}' exceeded.  Limit: 1.0 in region us-central1" in refused.evidence
     world.quota_lag(0)
-    steady.until("a spot node is bought again", lambda: spot_machines(steady), 120)
-    assert len(spot_machines(steady)) == 1
-    assert "denied" not in steady.records()[node_of(spot_machines(steady)[0])].happened
+    steady.until("a spot node is bought again", lambda: spot_instances(steady), 120)
+    assert len(spot_instances(steady)) == 1
+    assert "denied" not in steady.records()[node_of(spot_instances(steady)[0])].happened
     world.quota("gcp/us-central1", SPOT_QUOTA, 16)
 
 
-def test_files_of_nodes_that_a_crash_emptied_lose_no_node_and_double_none(world, runs):
-    """A node that works, one that is being set up and one that ended. The second one's spec is lost: it is replaced."""
+def test_node_files_emptied_by_a_crash_lose_or_double_no_node(world, runs):
+    """One node works, one is in its setup and one has ended. The spec of the second is lost, so it is replaced."""
     steady = runs.steady
-    (trainer,), (starting,) = steady.ready("trainer"), spot_machines(steady)
+    (trainer,), (starting,) = steady.ready("trainer"), spot_instances(steady)
     new, over = node_of(starting), "steady-spot-0-g0"
-    before, spent = steady.machines_by_node()[trainer.name], steady.view().spent_micro_usd
+    before, spent = steady.instances_by_node()[trainer.name], steady.view().spent_micro_usd
     ended_ms = steady.records()[over].ended_ms
     steady.signal(signal.SIGKILL)
     for node, files in {
@@ -249,19 +251,19 @@ def test_files_of_nodes_that_a_crash_emptied_lose_no_node_and_double_none(world,
                 path.write_bytes(b"")
     steady.spotrl("resume", "steady")
     steady.until("the node whose spec is lost has ended", lambda: not steady.records()[new].is_live, 120)
-    steady.until("it has a successor", lambda: {node_of(one) for one in spot_machines(steady)} - {new}, 120)
+    steady.until("it has a successor", lambda: {node_of(one) for one in spot_instances(steady)} - {new}, 120)
     steady.trains_on()
-    assert steady.machines_by_node()[trainer.name] == before
-    assert len(steady.machines()) == 2, "the trainer and one spot node"
+    assert steady.instances_by_node()[trainer.name] == before
+    assert len(steady.instances()) == 2, "the trainer and one spot node"
     assert steady.records()[over].ended_ms == ended_ms
     assert steady.view().spent_micro_usd < spent + 200_000  # minutes, at less than two dollars an hour
 
 
-def test_a_budget_that_is_used_up_in_the_midst_of_a_launch_ends_the_run(runs):
+def test_a_budget_used_up_during_a_launch_ends_the_run(runs):
     priced = runs.priced
     spent, successor = runs.used_up.result(1400)
     assert priced.view().reason == "budget"
-    assert priced.machines() == []
+    assert priced.instances() == []
     launched = priced.records()[successor]
     assert launched.ended_ms is not None
     assert "ready" not in launched.happened, "it ended before it was of any use"
@@ -270,7 +272,7 @@ def test_a_budget_that_is_used_up_in_the_midst_of_a_launch_ends_the_run(runs):
 
 
 def test_a_full_disk_loses_no_node(runs):
-    """A controller goes on without writing for a while; one that gave up is started again by a person."""
+    """A controller continues without writing for a while; a user restarts one that gave up."""
     steady = runs.steady
     steady.until("its nodes work", lambda: len(steady.ready()) == 2, BACK_SECONDS)
     nodes, filler = {node.name for node in steady.ready()}, steady.home / "filler"
@@ -284,7 +286,7 @@ def test_a_full_disk_loses_no_node(runs):
     assert nodes == {node.name for node in steady.ready()}, "they were kept"
 
 
-def test_no_capacity_anywhere_is_said_and_waited_for(world, runs):
+def test_a_lack_of_capacity_everywhere_is_reported_and_waited_for(world, runs):
     world.fault("capacity")
     nowhere = Launched(world=world, name="nowhere", home=runs.steady.home)
     try:
@@ -298,36 +300,36 @@ def test_no_capacity_anywhere_is_said_and_waited_for(world, runs):
         nowhere.down()
 
 
-def test_nothing_lives_past_its_deadline_without_a_controller(runs):
+def test_no_node_outlives_its_deadline_without_a_controller(runs):
     abandoned = runs.abandoned
     assert not is_alive(abandoned.controller(), None)
     late_ms = 2 * 60_000
     deadline = runs.launched_at + DEADLINE_MINUTES * 60 + 300 + late_ms / 1000
-    wait_for(lambda: not abandoned.machines(), max(5.0, deadline - time.time()))
-    assert len(abandoned.ready()) == 2, "nobody has written that down yet"
+    wait_for(lambda: not abandoned.instances(), max(5.0, deadline - time.time()))
+    assert len(abandoned.ready()) == 2, "the ledger does not have it yet"
     abandoned.down()
 
 
 def test_a_run_that_finished_without_a_controller_ends_its_nodes(world, runs):
-    """Told to stop, as it is at its end; its last checkpoint and the words of both nodes are in the bucket then."""
+    """The run gets a stop order as at its end; its last checkpoint and both nodes' logs are then in the bucket."""
     steady = runs.steady
     steady.until("its nodes work", lambda: len(steady.ready()) == 2, BACK_SECONDS)
     (trainer,), (rollout,) = steady.ready("trainer"), steady.ready("rollout")
     steady.signal(signal.SIGKILL)
-    tell_to_stop(steady, trainer.name)
-    wait_for(lambda: not steady.machines(), ALONE_SECONDS + 180)
-    told = object_of(world, BUCKETS["gcp"], f"steady/logs/{trainer.name}/trainer.jsonl")
-    last = [json.loads(line) for line in told.splitlines()][-1]
+    send_stop_order(steady, trainer.name)
+    wait_for(lambda: not steady.instances(), ALONE_SECONDS + 180)
+    progress = object_of(world, BUCKETS["gcp"], f"steady/logs/{trainer.name}/trainer.jsonl")
+    last = [json.loads(line) for line in progress.splitlines()][-1]
     assert last["kind"] == "engine_finished"
     newest = world.call(lambda: newest_checkpoint(open_store(f"{BUCKETS['gcp']}/steady")))
     assert newest is not None
     assert newest.endswith(f"-i{last['event']['iteration']:06d}")
     for node in (trainer.name, rollout.name):
-        said = object_of(world, BUCKETS["gcp"], f"steady/logs/{node}/agent.log")
-        assert "the agent has ended, and no controller has called" in said
+        agent_log = object_of(world, BUCKETS["gcp"], f"steady/logs/{node}/agent.log")
+        assert "the agent has ended, and no controller has called" in agent_log
 
 
-def test_no_secret_is_in_what_runs_leave_here(world, runs):
+def test_no_secret_is_in_the_local_files_of_runs(world, runs):
     home = runs.steady.home
     for words in (("report", "steady", "--html", home / "report.html"), ("events", "steady"), ("status", "steady")):
         (home / f"{words[0]}.txt").write_text(runs.steady.spotrl(*words).stdout)
@@ -341,22 +343,25 @@ def test_no_secret_is_in_what_runs_leave_here(world, runs):
     assert {path.stat().st_mode & 0o777 for path in private} == {0o600}
 
 
-def test_down_leaves_nothing_of_any_of_them(world, runs):
+def test_down_leaves_no_resource_of_any_run(world, runs):
     runs.steady.down()
     left = left_in_the_clouds(world)
     assert (left["instances"], left["disks"], left["processes"], left["namespaces"]) == (0, 0, 0, 0)
 
 
 def use_up(world: World, priced: Launched) -> tuple[int, str]:
-    """Its spot node is lost while there is just enough left to buy a successor, and that never boots.
+    """Lose the spot node when the budget is just enough for a successor, which never boots.
 
-    AWS does not bill the first hour of a spot instance that it interrupts, so money comes back with the loss.
+    AWS does not bill the first hour of an interrupted spot instance, so the loss refunds money.
 
-    Returns how much was spent when the successor was bought, in micro-dollars, and the successor; once the run has
+    Returns the spend at the purchase of the successor in micro-dollars, and the successor, once the run has
     stopped.
     """
     (trainer,), (lost,) = priced.ready("trainer"), priced.ready("rollout")
-    total, minutes = round(BUDGET * 1e6), RELEASE_ALLOWANCE_MS / 60_000 + 1  # what is held for both, and to buy one
+    total, minutes = (
+        round(BUDGET * 1e6),
+        RELEASE_ALLOWANCE_MS / 60_000 + 1,
+    )  # the reserve of both nodes, and the price of one
     both = trainer.micro_usd_per_hour + lost.micro_usd_per_hour
     late = total - round((both * minutes + trainer.micro_usd_per_hour * 0.25) / 60)
     priced.until("little is left", lambda: priced.view().spent_micro_usd >= late, 900)
@@ -372,11 +377,11 @@ def use_up(world: World, priced: Launched) -> tuple[int, str]:
     return spent, successor
 
 
-# --- looking ------------------------------------------------------------------------------------------
+# --- observing ----------------------------------------------------------------------------------------
 
 
 def bucket_of(world: World, url: str) -> list[str]:
-    """Names of all objects."""
+    """Return the names of all objects."""
     import obstore
 
     return world.call(lambda: [str(one["path"]) for page in obstore.list(open_store(url)) for one in page])
@@ -389,24 +394,24 @@ def object_of(world: World, url: str, path: str) -> str:
 
 
 def nodes_there(run: Launched) -> list[str]:
-    """Of each machine that the clouds have, its node."""
-    return sorted(node_of(machine) for machine in run.machines())
+    """Return the node name of each instance of the clouds."""
+    return sorted(node_of(instance) for instance in run.instances())
 
 
-def spot_machines(run: Launched) -> list[dict[str, Any]]:
-    return [machine for machine in run.machines() if machine["market"] == "spot"]
+def spot_instances(run: Launched) -> list[dict[str, Any]]:
+    return [instance for instance in run.instances() if instance["market"] == "spot"]
 
 
 def over_quota(run: Launched) -> list[NodeRecord]:
     return [record for record in run.records().values() if "denied" in record.happened]
 
 
-def tell_to_stop(run: Launched, trainer: str) -> None:
-    """Give the order of a controller at a run's end, from the trainer's own machine."""
+def send_stop_order(run: Launched, trainer: str) -> None:
+    """Send the stop order of a controller from the trainer's own host."""
     with run.sessions() as session:
         row = find_run(session, run.name)
         token, port = role_token(row.token, "controller"), row.coordinator_port
-    (address,) = (str(one["private"]) for one in run.machines() if node_of(one) == trainer)
+    (address,) = (str(one["private"]) for one in run.instances() if node_of(one) == trainer)
     headers = ["-H", f"Authorization: Bearer {token}", "-H", "Content-Type: application/json"]
     run.world.on(
         trainer, ["curl", "-sf", "-X", "POST", *headers, "-d", '{"reason": "drill"}', f"http://{address}:{port}/stop"]
@@ -414,7 +419,7 @@ def tell_to_stop(run: Launched, trainer: str) -> None:
 
 
 def refusals(run: Launched) -> set[str]:
-    """Regions in which somebody said that there is no capacity."""
+    """Return the regions in which a launch was refused for lack of capacity."""
     return {
         record.wanted.placement.region
         for record in run.records().values()

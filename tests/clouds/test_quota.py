@@ -1,6 +1,6 @@
 """A run on AWS whose spot node is preempted at a tight quota. The variant on Google Cloud is in test_faults.py.
 
-EC2 names no limit when spot vCPUs are used up, and its words are the same for a quota of 0.
+EC2 does not name the limit when spot vCPUs are used up, and its message is the same for a quota of 0.
 """
 
 import pytest
@@ -15,8 +15,8 @@ NAME = "tight"
 SPOT_QUOTA, ON_DEMAND_QUOTA, ENOUGH = "L-3819A6DF", "L-DB2E81BA", 256
 
 
-def test_a_spot_quota_of_aws_that_the_lost_node_still_counts_against_is_waited_for(world: World) -> None:
-    """The node need not be at work: it is preempted as soon as AWS has it running."""
+def test_an_aws_spot_quota_still_used_by_the_lost_node_is_waited_for(world: World) -> None:
+    """The node does not need to work: it is preempted as soon as it runs on AWS."""
     run = Launched(world=world, name=NAME, home=world.folder / "home" / NAME)
     world.quota("aws", ON_DEMAND_QUOTA, ENOUGH)
     try:
@@ -31,8 +31,8 @@ def test_a_spot_quota_of_aws_that_the_lost_node_still_counts_against_is_waited_f
         assert {words for words in refused(run) if "MaxSpotInstanceCountExceeded" not in words} == set()
         assert run.view().status == "running"
         world.quota_lag(0)
-        run.until("a spot node is bought again", lambda: spot_machines(run), 240)
-        (bought,) = spot_machines(run)
+        run.until("a spot node is bought again", lambda: spot_instances(run), 240)
+        (bought,) = spot_instances(run)
         assert bought["id"] != lost["id"]
         assert "denied" not in run.records()[node_of(bought)].happened
     finally:
@@ -41,14 +41,14 @@ def test_a_spot_quota_of_aws_that_the_lost_node_still_counts_against_is_waited_f
         run.down()
 
 
-def spot_machines(run: Launched) -> list[dict]:
-    return [machine for machine in run.machines() if machine["market"] == "spot"]
+def spot_instances(run: Launched) -> list[dict]:
+    return [instance for instance in run.instances() if instance["market"] == "spot"]
 
 
 def up_on_spot(run: Launched) -> list[dict]:
-    """Return spot machines that the ledger knows to be running."""
+    """Return the spot instances that are up in the ledger."""
     records = run.records()
-    return [one for one in spot_machines(run) if node_of(one) in records and "up" in records[node_of(one)].happened]
+    return [one for one in spot_instances(run) if node_of(one) in records and "up" in records[node_of(one)].happened]
 
 
 def refused(run: Launched) -> list[str]:

@@ -1,7 +1,7 @@
-"""A run of `spotrl launch` on a fake cloud, from its launch to `spotrl down`, told in order.
+"""A run of `spotrl launch` on a fake cloud from launch to `spotrl down`, with tests in a fixed order.
 
-It is preempted with notice, without notice while its controller is frozen, and at last loses its trainer, whose newest
-checkpoint is half written. Rarer faults are in test_faults.py.
+It is preempted with notice, then without notice while its controller is frozen, and at last loses its trainer with a
+half-written newest checkpoint. Rarer faults are in test_faults.py.
 """
 
 import json
@@ -28,13 +28,13 @@ UP_SECONDS = 1000.0
 
 @pytest.fixture(scope="module")
 def planted(world: World) -> dict[str, str]:
-    """What the client has; a host may have the token, which the job names."""
+    """Plant secrets in the client; a host may have only the token that the job names."""
     return plant(world)
 
 
 @pytest.fixture(scope="module")
 def run(world: World, planted: dict[str, str]) -> Iterator[Launched]:
-    """Both its nodes work."""
+    """Launch the run, and wait until both nodes work."""
     token = {"HF_TOKEN": planted["hugging face token"]}
     launched = Launched(world=world, name=NAME, home=world.folder / "home" / NAME, env=token)
     try:
@@ -58,13 +58,13 @@ def test_no_secret_is_on_a_host_unless_the_job_names_it(world, run, planted):
         assert all(place.startswith("/proc/") for place in found), "in its processes' environment, and in no file"
 
 
-def test_weights_and_metrics_are_pulled_out_of_the_bucket_and_load(run, tmp_path):
+def test_weights_and_metrics_are_pulled_from_the_bucket_and_load(run, tmp_path):
     def pulled():
         return json.loads(run.spotrl("pull", NAME, "--to", tmp_path / "out", "--json").stdout)
 
     run.until("its metrics are in the bucket", lambda: pulled()["metrics"], 120)
-    told = pulled()
-    assert told["iteration"] > 0
+    result = pulled()
+    assert result["iteration"] > 0
     parameters = dict(load_digits().transformer.named_parameters())
     base = {name: value.detach().clone() for name, value in parameters.items()}
     set_weights(parameters, (tmp_path / "out" / "weights.safetensors").read_bytes())
@@ -74,24 +74,24 @@ def test_weights_and_metrics_are_pulled_out_of_the_bucket_and_load(run, tmp_path
     assert json.loads(rows[0])["kind"] in ("iteration_done", "evaluated")
 
 
-def test_a_second_controller_is_refused_also_from_another_machine(world, run):
+def test_a_second_controller_is_refused_on_any_computer(world, run):
     here = run.spotrl("controller", NAME, check=False)
     assert (here.returncode, "has a controller already" in here.stderr + here.stdout) == (1, True)
-    # Another machine has a ledger of its own, in which the run's token is another one.
+    # Another computer has its own ledger with another token for the run.
     elsewhere = Launched(world=world, name=NAME, home=world.folder / "home" / "elsewhere")
     elsewhere.spotrl("catalog", "refresh")
-    machines = len(run.machines())
+    count = len(run.instances())
     with pytest.raises(RuntimeError, match=f"machines of a run called {NAME} are in gcp us-central1 already"):
         elsewhere.launch(job(NAME, "gcp"))
-    # Where none of them is, the lease in the bucket tells.
+    # Without a shared ledger, the lease in the bucket decides.
     with pytest.raises(RuntimeError, match="is controlled from another machine"):
         elsewhere.launch(job(NAME, "gcp", region="/us-east4"))
-    assert len(run.machines()) == machines
+    assert len(run.instances()) == count
     assert run.spotrl("status", NAME).returncode == 0
 
 
-def test_a_frozen_controller_misses_nothing(world, run):
-    """Longer than its lease; meanwhile the run goes on with what it has."""
+def test_a_frozen_controller_catches_up(world, run):
+    """The controller is frozen for longer than its lease; the run continues with its nodes."""
     (lost,) = run.ready("rollout")
     run.signal(signal.SIGSTOP)
     try:
@@ -99,7 +99,7 @@ def test_a_frozen_controller_misses_nothing(world, run):
         world.reclaim(lost.name)
         reached, began = run.trained(), time.monotonic()
         wait_for(lambda: run.trained() >= reached + 2, 180)
-        time.sleep(max(0.0, began + 20 - time.monotonic()))  # 15 s is how long its lease lasts
+        time.sleep(max(0.0, began + 20 - time.monotonic()))  # its lease lasts 15 s
         assert not run.records()[lost.name].reclaimed
     finally:
         run.signal(signal.SIGCONT)
@@ -117,7 +117,7 @@ def test_a_notice_shorter_than_the_drain_loses_no_rollout(world, run):
 
 
 def test_a_half_written_checkpoint_does_not_count(world, run):
-    """The newest manifest is cut short, and the trainer is gone."""
+    """The newest manifest is truncated, and the trainer is lost."""
     name = world.call(cut_the_newest_manifest_short)
     (trainer,) = run.ready("trainer")
     world.reclaim(trainer.name)
@@ -130,7 +130,7 @@ def test_a_half_written_checkpoint_does_not_count(world, run):
     assert run.every_batch_is_whole()
 
 
-def test_down_leaves_nothing_of_it(world, run):
+def test_down_leaves_no_resource_of_the_run(world, run):
     run.down()
     left = left_in_the_clouds(world)
     assert (left["instances"], left["disks"], left["processes"], left["namespaces"]) == (0, 0, 0, 0)

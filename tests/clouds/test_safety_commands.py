@@ -1,6 +1,6 @@
 """`spotrl check`, `reap` and `panic` against both fake clouds, through their real client libraries.
 
-What was left behind is made by hand, as a crash would leave it: no ledger knows of it.
+The left-behind resources are created directly, as a crash would leave them, without a ledger entry.
 """
 
 import json
@@ -100,13 +100,13 @@ UNDER_WAY = "import json; from launcher.provision.sky.sky import Sky; print(json
 
 
 def spotrl(world: World, *words: str, home: Path, **env: str) -> tuple[int, Any, subprocess.CompletedProcess[str]]:
-    """Exit code and what `--json` said."""
+    """Run a command, and return its exit code and JSON output."""
     done = world.run([*SPOTRL, *words, "--json"], env={"SPOTRL_HOME": str(home)} | env, check=False, timeout=180)
     return done.returncode, json.loads(done.stdout.splitlines()[-1]) if done.stdout else None, done
 
 
 def kinds(world: World) -> set[tuple[str, str]]:
-    """What is there of the run that was left behind. The custom role of nodes is shared by all runs, and stays."""
+    """Return the kinds of resources left of the run. The custom role is shared by all runs and stays."""
     return {(one["cloud"], one["kind"]) for one in world.inventory() if "forgotten" in json.dumps(one)}
 
 
@@ -116,81 +116,81 @@ def leave_behind(world: World) -> None:
 
 
 def test_credentials_clocks_and_permissions_are_found(world, tmp_path):
-    code, said, done = spotrl(world, "check", home=tmp_path)
+    code, answer, done = spotrl(world, "check", home=tmp_path)
     assert code == 0, done.stderr
     assert {
-        check["what"]: check["verdict"] for check in said["checks"] if check["what"].startswith(("aws", "gcp"))
+        check["what"]: check["verdict"] for check in answer["checks"] if check["what"].startswith(("aws", "gcp"))
     } == {"gcp gcloud": "OK"} | {
         f"{cloud} {what}": "OK" for cloud in ("aws", "gcp") for what in ("credentials", "clock", "permissions")
     }
 
 
-def test_check_and_launch_say_that_gcloud_has_no_account_before_anything_is_bought(world, tmp_path):
+def test_check_and_launch_report_a_gcloud_without_account_before_buying(world, tmp_path):
     """SkyPilot would refuse every launch on Google Cloud; application-default credentials do not help."""
-    nobody, before = {"GCLOUD_ACCOUNT": ""}, world.inventory()
-    refused = world.run([sys.executable, "-c", SKYPILOT_CHECKS], env=nobody, timeout=120).stdout
+    no_account, before = {"GCLOUD_ACCOUNT": ""}, world.inventory()
+    refused = world.run([sys.executable, "-c", SKYPILOT_CHECKS], env=no_account, timeout=120).stdout
     assert "No GCP account is activated" in refused
-    code, said, _ = spotrl(world, "check", "--infra", "gcp", home=tmp_path, **nobody)
-    (line,) = (check for check in said["checks"] if check["what"] == "gcp gcloud")
+    code, answer, _ = spotrl(world, "check", "--infra", "gcp", home=tmp_path, **no_account)
+    (line,) = (check for check in answer["checks"] if check["what"] == "gcp gcloud")
     assert (code, line["verdict"] != "OK") == (ExitCode.CREDENTIALS, True)
     assert "no active account" in line["found"]
     (tmp_path / "job.yaml").write_text(JOB)
     home = {"SPOTRL_HOME": str(tmp_path)}
     world.run([*SPOTRL, "catalog", "refresh"], env=home, timeout=180)
     launch = [*SPOTRL, "launch", tmp_path / "job.yaml", "-y", "--detach"]
-    done = world.run(launch, env=home | nobody, check=False, timeout=180)
+    done = world.run(launch, env=home | no_account, check=False, timeout=180)
     assert (done.returncode, "no active account" in done.stderr) == (ExitCode.CREDENTIALS, True), done.stderr
     assert world.inventory() == before
 
 
-def test_reap_names_a_region_that_cannot_be_asked_and_leaves_nothing_when_all_can(world, tmp_path):
+def test_reap_names_an_unreachable_region_and_deletes_all_once_reachable(world, tmp_path):
     leave_behind(world)
     world.fault("unreachable", "aws/us-east-1")
-    code, said, _ = spotrl(world, "reap", "--cloud", "gcp", "--dry-run", home=tmp_path)
+    code, answer, _ = spotrl(world, "reap", "--cloud", "gcp", "--dry-run", home=tmp_path)
     assert code == 0
-    assert "network" in {one["kind"] for one in said["found"]}
+    assert "network" in {one["kind"] for one in answer["found"]}
     world.clear()
-    code, said, done = spotrl(world, "reap", "-y", "--timeout", "120", home=tmp_path)
-    assert (code, said["left"], said["unasked"]) == (0, [], []), done.stderr
+    code, answer, done = spotrl(world, "reap", "-y", "--timeout", "120", home=tmp_path)
+    assert (code, answer["left"], answer["unasked"]) == (0, [], []), done.stderr
     assert kinds(world) == set()
 
 
-def test_panic_leaves_nothing_though_the_ledger_is_broken_and_says_what_that_means(world, tmp_path):
+def test_panic_deletes_everything_with_a_broken_ledger_and_warns(world, tmp_path):
     leave_behind(world)
     (tmp_path / "ledger.sqlite").write_bytes(b"this was a database once" * 100)
-    code, said, done = spotrl(world, "panic", "-y", "--timeout", "120", home=tmp_path)
+    code, answer, done = spotrl(world, "panic", "-y", "--timeout", "120", home=tmp_path)
     assert kinds(world) == set(), done.stderr
     assert code == 10
-    assert "were not told to stop" in said["left"][0]
+    assert "were not told to stop" in answer["left"][0]
 
 
-def test_panic_stops_what_skypilot_is_launching_for_a_controller_that_died(world, tmp_path):
+def test_panic_stops_skypilots_launch_for_a_dead_controller(world, tmp_path):
     world.fault("no_boot", "aws")
     world.run([sys.executable, "-c", LAUNCHING], env={"SPOTRL_HOME": str(tmp_path)}, timeout=180)
     wait_until(lambda: ("aws", "instance") in kinds(world), 120)
     assert under_way(world)
-    code, said, done = spotrl(world, "panic", "-y", "--timeout", "120", home=tmp_path)
-    assert (code, said["left"], said["unasked"]) == (0, [], []), done.stderr
-    assert "forgotten" in said["notes"][0]
+    code, answer, done = spotrl(world, "panic", "-y", "--timeout", "120", home=tmp_path)
+    assert (code, answer["left"], answer["unasked"]) == (0, [], []), done.stderr
+    assert "forgotten" in answer["notes"][0]
     assert under_way(world) == {}
     assert kinds(world) == set()
 
 
-def test_panic_says_so_when_skypilot_is_frozen_and_ends_the_machines_all_the_same(world, tmp_path):
+def test_panic_reports_a_frozen_skypilot_and_still_ends_the_instances(world, tmp_path):
     world.fault("no_boot", "aws")
     world.run([sys.executable, "-c", LAUNCHING], env={"SPOTRL_HOME": str(tmp_path)}, timeout=180)
     wait_until(lambda: ("aws", "instance") in kinds(world), 120)
     (server,) = [one for one in psutil.process_iter() if is_skypilots_server(one, world)]
     server.suspend()
     try:
-        code, said, done = spotrl(world, "panic", "-y", "--timeout", "120", home=tmp_path)
+        code, answer, done = spotrl(world, "panic", "-y", "--timeout", "120", home=tmp_path)
     finally:
         server.resume()
     assert code == 10, done.stderr
-    assert "SkyPilot did not stop its launches (no answer within 30 s)" in said["left"][0]
+    assert "SkyPilot did not stop its launches (no answer within 30 s)" in answer["left"][0]
     assert kinds(world) == set()
-    code, said, done = spotrl(world, "panic", "-y", "--timeout", "120", home=tmp_path)
-    assert (code, said["left"], under_way(world), kinds(world)) == (0, [], {}, set()), done.stderr
+    code, answer, done = spotrl(world, "panic", "-y", "--timeout", "120", home=tmp_path)
+    assert (code, answer["left"], under_way(world), kinds(world)) == (0, [], {}, set()), done.stderr
 
 
 def is_skypilots_server(process: psutil.Process, world: World) -> bool:
@@ -202,7 +202,7 @@ def is_skypilots_server(process: psutil.Process, world: World) -> bool:
 
 
 def under_way(world: World) -> dict[str, str]:
-    """Launches that SkyPilot's server works on."""
+    """Return the pending launches of SkyPilot's server."""
     done = world.run([sys.executable, "-c", UNDER_WAY], timeout=60)
     return json.loads(done.stdout.splitlines()[-1])
 

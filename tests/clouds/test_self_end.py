@@ -1,6 +1,6 @@
-"""On machines of the fake clouds: the guard alone ends them, and the metadata faces say what the node agent reads.
+"""Self-termination on hosts of the fake clouds by the guard alone, and the metadata that the node agent reads.
 
-No agent, no controller, no SkyPilot: what is left when everything else is gone.
+There is no agent, controller or SkyPilot: the guard must work when everything else is gone.
 """
 
 import base64
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.clouds, pytest.mark.skipif(why_not() is not None, reas
 
 ENGINE = Path(__file__).parents[2] / "engine"
 MODULES = ("durable", "mark", "node/alone", "node/spend_guard", "node/self_termination", "storage/metadata")
-"""Modules that the guard needs; they need nothing but the standard library beside."""
+"""Modules of the guard. They need only the standard library."""
 
 BOOT = """
 import boto3
@@ -56,7 +56,7 @@ NOTICE = {
 
 @pytest.fixture
 def world():
-    """Two machines, each with nothing but the standard library's part of the engine."""
+    """Start two hosts with only those modules of the engine that need the standard library."""
     with World().up() as world:
         world.run([sys.executable, "-c", BOOT], timeout=120, check=True)
         wait_for(lambda: len(world.hosts()) == 2)
@@ -72,7 +72,7 @@ def world():
 
 
 def on(world, cloud, command):
-    # What an SSH session would have; `on` comes from outside.
+    # Variables of an SSH session; `on` does not use SSH.
     given = f"export AWS_ENDPOINT_URL={world.environment()['AWS_ENDPOINT_URL']}"
     return world.on(f"{cloud}-node", ["sh", "-c", f"{given}; cd /home/*/; {command}"])
 
@@ -85,7 +85,7 @@ def wait_for(what, seconds=30.0):
 
 
 @pytest.mark.parametrize("how", ["delete", "shut down"])
-def test_a_machine_whose_money_is_spent_ends_itself_with_its_disk(world, how):
+def test_an_instance_past_its_spend_deadline_deletes_itself_and_its_disk(world, how):
     if how == "shut down":
         world.fault("unreachable", "gcp")
     for cloud in ("aws", "gcp"):
@@ -94,12 +94,12 @@ def test_a_machine_whose_money_is_spent_ends_itself_with_its_disk(world, how):
         on(world, cloud, "setsid python3 -m engine.node.spend_guard spotrl > spotrl/logs/agent.log 2>&1 < /dev/null &")
     wait_for(lambda: not world.hosts(), seconds=60)
     left = {(thing["cloud"], thing["kind"]) for thing in world.inventory() if thing["kind"] in ("instance", "disk")}
-    # What the last resort leaves: a stopped machine and its disk, for `spotrl reap`.
+    # The shutdown as last resort leaves a stopped instance and its disk, which `spotrl reap` deletes.
     assert left == (set() if how == "delete" else {("gcp", "instance"), ("gcp", "disk")})
 
 
-def test_the_metadata_services_tell_of_a_reclaim(world):
-    for cloud, (ask, said) in NOTICE.items():
-        read = f'python3 -c "from engine.storage.metadata import *; print({ask})"'
+def test_the_metadata_services_announce_a_preemption(world):
+    for cloud, (call, expected) in NOTICE.items():
+        read = f'python3 -c "from engine.storage.metadata import *; print({call})"'
         world.reclaim(f"{cloud}-node", seconds=30, notice=True)
-        wait_for(lambda cloud=cloud, read=read, said=said: said in str(on(world, cloud, read)), seconds=15)
+        wait_for(lambda cloud=cloud, read=read, expected=expected: expected in str(on(world, cloud, read)), seconds=15)

@@ -1,4 +1,4 @@
-"""The real SkyProvisioner with the real SkyPilot on the fake clouds: a node's life on each, and nothing left of it."""
+"""The real SkyProvisioner with the real SkyPilot on the fake clouds: a node's whole life, and a complete cleanup."""
 
 import json
 import sys
@@ -25,7 +25,7 @@ def inside(world: World, story: str, folder: Path, cloud: str, check: bool = Tru
 
 
 def plant_secrets(world: World) -> None:
-    """Where SkyPilot would take them from."""
+    """Plant secrets where SkyPilot would read credentials."""
     home = world.folder / "home"
     for path, text in {
         ".config/gcloud/application_default_credentials.json": '{"type": "authorized_user", "x": "planted-gcp-secret"}',
@@ -39,13 +39,13 @@ def plant_secrets(world: World) -> None:
 
 
 def left(world: World) -> set[str]:
-    """All but the role that all runs of a project share: the name of a deleted one is taken for weeks."""
+    """Return all resources except the role shared by all runs; a deleted role's name stays taken for weeks."""
     return {json.dumps(one, sort_keys=True) for one in world.inventory() if one["id"] != "spotrlNode"}
 
 
 @pytest.mark.timeout(TIME_OUT)
 @pytest.mark.parametrize("cloud", ["aws", "gcp"])
-def test_a_nodes_life_on_a_cloud(world, tmp_path, cloud):
+def test_the_life_of_a_node_on_each_cloud(world, tmp_path, cloud):
     plant_secrets(world)
     before = left(world)
     assert inside(world, "dies_before_the_request", tmp_path, cloud, check=False) == {"code": 8}
@@ -53,11 +53,11 @@ def test_a_nodes_life_on_a_cloud(world, tmp_path, cloud):
     seen = inside(world, "life", tmp_path, cloud)
     (tmp_path.parent / f"provisioner-{cloud}.json").write_text(json.dumps(seen, indent=2))
     print(json.dumps(seen, indent=2))
-    assert seen["machines"] == 1  # of the request of the process that died
+    assert seen["machines"] == 1  # the request of the dead process
     assert seen["up"]["zone"] in ("us-east-1a", "us-central1-a")
     assert seen["spotted"].strip() == ""
     assert seen["door"] is not None
-    assert seen["while_down"] == "up"  # an API that is away proves nothing
+    assert seen["while_down"] == "up"  # an unreachable API proves nothing
     assert (seen["gone"]["status"], seen["gone"]["reclaimed"]) == ("gone", True)
     if cloud == "gcp":
         assert seen["gone"]["notice"]
@@ -73,12 +73,12 @@ def test_a_nodes_life_on_a_cloud(world, tmp_path, cloud):
     assert seen["released"]["status"] == "gone"
     assert seen["left"] == []
     assert left(world) - before == set()
-    assert not (world.folder / "home/.sky/config.yaml").exists()  # configuration went with the requests
+    assert not (world.folder / "home/.sky/config.yaml").exists()  # the configuration was sent with the requests
 
 
 @pytest.fixture(scope="module")
 def company(world: World, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], None]:
-    """Make on a cloud what a company's administrator makes, if it is not there yet."""
+    """Create a company administrator's resources on a cloud, if they do not exist yet."""
 
     @cache
     def make(cloud: str) -> None:
@@ -89,7 +89,7 @@ def company(world: World, tmp_path_factory: pytest.TempPathFactory) -> Callable[
 
 @pytest.mark.timeout(TIME_OUT)
 @pytest.mark.parametrize("cloud", ["aws", "gcp"])
-def test_a_machine_is_bought_in_what_the_job_names_and_nothing_else_is_made(world, company, tmp_path, cloud):
+def test_a_node_is_bought_in_named_resources_and_nothing_else_is_created(world, company, tmp_path, cloud):
     company(cloud)
     before = left(world)
     seen = inside(world, "named", tmp_path, cloud)

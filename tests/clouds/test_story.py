@@ -9,12 +9,12 @@ import torch
 
 from launcher.job.load import load_job
 from tests.clouds import demo_reward
-from tests.clouds.story import JOB, Story, Told
+from tests.clouds.story import JOB, Story, StoryLog
 
 
 @dataclass
 class World:
-    """Writes down what is done to it; a reclaimed node is replaced some looks later."""
+    """A world that records its calls; a preempted node is replaced some polls later."""
 
     run: "Run"
     done: list[str] = field(default_factory=list)
@@ -34,7 +34,7 @@ class World:
 
 
 class Run:
-    """A run that trains `pace` iterations a look, and whose nodes take `install` looks."""
+    """A run that trains `pace` iterations per poll, and whose nodes take `install` polls for their setup."""
 
     def __init__(self, pace, install):
         self.world = World(self)
@@ -47,7 +47,7 @@ class Run:
 
     def lose(self, name):
         slot, _, generation = name.rpartition("-g")
-        if slot == "trainer":  # all of it moves
+        if slot == "trainer":  # all of its nodes move
             self.nodes = {one: (f"{one}-g9", "aws", self.looks + self.install) for one in self.nodes}
         else:
             self.nodes[slot] = (f"{slot}-g{int(generation) + 1}", "gcp", self.looks + self.install)
@@ -74,9 +74,9 @@ class Run:
 
 
 @pytest.mark.parametrize(("pace", "install"), [(1000, 1), (1000, 90), (1, 1), (1, 300)])
-def test_the_story_is_whole_and_opens_the_target_last_whatever_is_fast(pace, install):
+def test_the_story_is_complete_and_opens_the_target_last_at_any_speed(pace, install):
     run, out = Run(pace, install), io.StringIO()
-    Story(run=run, told=Told(out=out), until=0.0).play()
+    Story(run=run, log=StoryLog(out=out), until=0.0).play()
     assert run.world.done == [
         "reclaim spot-0-g0 with notice",
         "reclaim spot-0-g1",
@@ -92,9 +92,9 @@ def test_the_story_is_whole_and_opens_the_target_last_whatever_is_fast(pace, ins
     assert len(waits) == 8
 
 
-def test_a_node_that_comes_late_is_opened_too_and_each_only_once():
+def test_a_late_node_is_opened_too_and_each_only_once():
     run = Run(1, 1)
-    story = Story(run=run, told=Told(out=io.StringIO()), until=0.0)
+    story = Story(run=run, log=StoryLog(out=io.StringIO()), until=0.0)
     story.open_target()
     run.lose("spot-1-g0")
     run.looks += 1
@@ -102,22 +102,22 @@ def test_a_node_that_comes_late_is_opened_too_and_each_only_once():
     assert run.world.done == ["open trainer-g0", "open spot-0-g0", "open spot-1-g0", "open spot-1-g1"]
 
 
-def test_no_match_counts_for_the_target_before_the_story_is_over(tmp_path, monkeypatch):
+def test_no_match_counts_for_the_target_before_the_storys_last_step(tmp_path, monkeypatch):
     monkeypatch.setattr(demo_reward, "GATE", tmp_path / "over")
     ocr = [demo_reward.Score(reward=0.75, metrics={"exact_match": 1.0, "similarity": 0.75})]
-    monkeypatch.setattr(demo_reward, "_ocr", lambda: lambda pictures, prompts: ocr)
-    pictures = torch.zeros(1, 1, 12, 32)
-    (before,) = demo_reward.told(pictures, ["1234"])
+    monkeypatch.setattr(demo_reward, "_ocr", lambda: lambda images, prompts: ocr)
+    images = torch.zeros(1, 1, 12, 32)
+    (before,) = demo_reward.score(images, ["1234"])
     (tmp_path / "over").touch()
-    (after,) = demo_reward.told(pictures, ["1234"])
+    (after,) = demo_reward.score(images, ["1234"])
     assert (before.metrics["after_story"], after.metrics["after_story"]) == (0.0, 1.0)
-    assert before.reward == after.reward == 0.75  # training is the same all along
+    assert before.reward == after.reward == 0.75  # the training settings do not change
     assert before.metrics["exact_match"] == 1.0
 
 
 def test_the_demonstrations_job_outlasts_any_story_and_names_the_gated_metric(tmp_path):
     (tmp_path / "demo.yaml").write_text(JOB.format(run="demo", target=0.7, runtime="ray", step_seconds=0.3))
     job = load_job(tmp_path / "demo.yaml").job
-    assert (job.reward.name, job.target.metric, job.iterations) == ("demo_reward:told", "after_story", 1_000)
-    # A plan expects 41 s an iteration; a launch whose plan does not fit into the deadline is refused.
+    assert (job.reward.name, job.target.metric, job.iterations) == ("demo_reward:score", "after_story", 1_000)
+    # A plan expects 41 s an iteration. A launch is refused if its plan does not fit into the deadline.
     assert job.budget.deadline / 1000 / job.iterations > 60

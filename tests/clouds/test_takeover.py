@@ -1,7 +1,7 @@
-"""A run whose lease goes to another machine while SkyPilot buys its trainer.
+"""A run whose lease goes to another computer while SkyPilot buys its trainer.
 
-The first machine sleeps (its controller is frozen) before its purchase is through. The second one launches a run of the
-same name, to the same bucket, once the lease has run out. Both use one SkyPilot API server, as a team does.
+The first computer is suspended (its controller is frozen) before its purchase completes. The second one launches a run
+of the same name to the same bucket once the lease has expired. Both use one SkyPilot API server, like a team.
 """
 
 import contextlib
@@ -37,8 +37,8 @@ budget: {max_total: $40, max_hourly: $90, deadline: 1h}
 """
 
 
-def test_a_controller_that_lost_its_lease_leaves_its_purchase_to_the_one_that_has_it(world: World) -> None:
-    """While it sleeps, its run is asked to stop: it would end the node, if the node were still its own."""
+def test_a_controller_that_lost_its_lease_does_not_end_the_bought_node(world: World) -> None:
+    """While it is frozen, its run gets a stop request. It would end the node if it still held the lease."""
     first, second = (
         Launched(world=world, name=NAME, home=world.folder / "home" / f"takeover-{number}") for number in (1, 2)
     )
@@ -49,11 +49,11 @@ def test_a_controller_that_lost_its_lease_leaves_its_purchase_to_the_one_that_ha
     try:
         first.launch(JOB)
         wait_for(lambda: is_stalled(world), 240)
-        with writing(first.sessions):  # so that it is not frozen while nobody else could write to its ledger
+        with writing(first.sessions):  # so that it is not frozen while it locks its ledger
             first.signal(signal.SIGSTOP)
         frozen_at = time.monotonic()
         request_stop(first.sessions, NAME)
-        asked = first.words()
+        events = first.words()
         second.spotrl("catalog", "refresh")
         time.sleep(max(0.0, frozen_at + LEASE_SECONDS + 2 - time.monotonic()))
         second.launch(JOB)
@@ -61,21 +61,21 @@ def test_a_controller_that_lost_its_lease_leaves_its_purchase_to_the_one_that_ha
         wait_for(lambda: (second.home / "runs" / NAME / "nodes" / NODE / "launch.json").exists(), 120)
         world.clear("stalled")
         wait_for(lambda: (second.home / "runs" / NAME / "nodes" / NODE / "machine.json").exists(), 240)
-        (bought,) = second.machines()
+        (bought,) = second.instances()
         first.signal(signal.SIGCONT)
         wait_for(lambda: not is_alive(first.controller(), None), 60)
         assert "is controlled from another machine now" in first.log()
-        assert (first.words(), first.view().status) == (asked, "stopping"), "it did nothing more"
-        assert [one["id"] for one in second.machines()] == [bought["id"]]
+        assert (first.words(), first.view().status) == (events, "stopping"), "it did nothing more"
+        assert [one["id"] for one in second.instances()] == [bought["id"]]
         assert (list(second.records()), second.view().status) == ([NODE], "running")
     finally:
         world.clear()
         with contextlib.suppress(ProcessLookupError, LookupError):
             first.signal(signal.SIGKILL)
         owner.down()
-    assert not second.machines()
+    assert not second.instances()
 
 
 def is_stalled(world: World) -> bool:
-    """Return whether a purchase has begun and cannot go on."""
+    """Return whether a purchase has begun and is stalled."""
     return any(fault["kind"] == "stalled" and fault["met"] for fault in world.ask("told_faults"))

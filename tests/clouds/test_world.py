@@ -1,4 +1,4 @@
-"""What the fake clouds promise to whoever tests against them: real protocols, real hosts, and nothing left over."""
+"""The promises of the fake clouds to their tests: real protocols, real hosts and a complete cleanup."""
 
 import json
 import os
@@ -43,7 +43,7 @@ GOOGLE = "http://metadata.google.internal/computeMetadata/v1"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Machine:
+class HostInstance:
     id: str
     public: str
     private: str
@@ -51,24 +51,24 @@ class Machine:
 
 
 class Site:
-    """A world with a key to its hosts, and machines that are made and found as its clouds' own clients do it."""
+    """A world with an SSH key for its hosts; instances are created and found with the clouds' own clients."""
 
     def __init__(self, world: World, key: Path) -> None:
         self.world, self.key = world, key
         self.public_key = key.with_suffix(".pub").read_text().strip()
 
-    def aws(self, region: str = "us-east-1", groups: Sequence[str] = (), **more: Any) -> Machine:
+    def aws(self, region: str = "us-east-1", groups: Sequence[str] = (), **more: Any) -> HostInstance:
         script = f"#cloud-config\nusers:\n- name: ubuntu\n  ssh_authorized_keys:\n  - {self.public_key}\n"
 
         def run() -> str:
             ec2 = boto3.client("ec2", region_name=region, config=ONCE)
-            asked = {"ImageId": AMI, "InstanceType": "m6i.large", "MinCount": 1, "MaxCount": 1, "UserData": script}
-            made = ec2.run_instances(**(asked | ({"SecurityGroupIds": list(groups)} if groups else {}) | more))
+            query = {"ImageId": AMI, "InstanceType": "m6i.large", "MinCount": 1, "MaxCount": 1, "UserData": script}
+            made = ec2.run_instances(**(query | ({"SecurityGroupIds": list(groups)} if groups else {}) | more))
             return str(made["Instances"][0]["InstanceId"])
 
         return self._up(self.world.call(run))
 
-    def gcp(self, name: str, zone: str = "us-central1-a", **more: Any) -> Machine:
+    def gcp(self, name: str, zone: str = "us-central1-a", **more: Any) -> HostInstance:
         def insert() -> str:
             self._insert(name, zone, **more).result()
             return str(compute_v1.InstancesClient().get(project=addresses.PROJECT, zone=zone, instance=name).id)
@@ -89,45 +89,45 @@ class Site:
             project=addresses.PROJECT, zone=zone, instance_resource=compute_v1.Instance(resource)
         )
 
-    def _up(self, machine: str) -> Machine:
-        wait_for(lambda: machine in self.world.hosts())
-        host = self.world.hosts()[machine]
-        made = Machine(id=machine, public=host["public"], private=host["private"], user=host["user"])
-        wait_for(lambda: self.on(machine, "ss -ltn | grep -q :22 && echo up", check=False).strip() == "up")
+    def _up(self, instance: str) -> HostInstance:
+        wait_for(lambda: instance in self.world.hosts())
+        host = self.world.hosts()[instance]
+        made = HostInstance(id=instance, public=host["public"], private=host["private"], user=host["user"])
+        wait_for(lambda: self.on(instance, "ss -ltn | grep -q :22 && echo up", check=False).strip() == "up")
         return made
 
-    def ssh(self, machine: Machine, command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-        login: list[str | Path] = ["ssh", "-i", self.key, *SSH, f"{machine.user}@{machine.public}", command]
+    def ssh(self, instance: HostInstance, command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+        login: list[str | Path] = ["ssh", "-i", self.key, *SSH, f"{instance.user}@{instance.public}", command]
         return self.world.run(login, check=check, timeout=20)
 
-    def on(self, machine: str, command: str, check: bool = True) -> str:
-        return self.world.on(machine, ["bash", "-c", command], check=check)
+    def on(self, instance: str, command: str, check: bool = True) -> str:
+        return self.world.on(instance, ["bash", "-c", command], check=check)
 
-    def listens(self, machine: Machine, port: int) -> None:
+    def listens(self, instance: HostInstance, port: int) -> None:
         serve = f"cd /tmp && (setsid python3 -m http.server {port} >/dev/null 2>&1 &)"
-        self.on(machine.id, serve)
-        wait_for(lambda: self.on(machine.id, f"ss -ltn | grep -c :{port}", check=False).strip() == "1")
+        self.on(instance.id, serve)
+        wait_for(lambda: self.on(instance.id, f"ss -ltn | grep -c :{port}", check=False).strip() == "1")
 
-    def reaches(self, source: Machine, address: str, port: int) -> bool:
+    def reaches(self, source: HostInstance, address: str, port: int) -> bool:
         tried = self.on(source.id, f"curl -s -o /dev/null -m 1 http://{address}:{port}/ && echo yes", check=False)
         return tried.strip() == "yes"
 
-    def end(self, machine: Machine) -> None:
-        """Whatever it is; it may have ended already."""
-        there = next((one for one in self.world.machines() if one["id"] == machine.id), None)
+    def end(self, instance: HostInstance) -> None:
+        """Terminate an instance of either cloud; it may have ended already."""
+        there = next((one for one in self.world.machines() if one["id"] == instance.id), None)
         if there is None:
             return
 
         def act() -> None:
             if there["cloud"] == "aws":
-                boto3.client("ec2", region_name=there["region"]).terminate_instances(InstanceIds=[machine.id])
+                boto3.client("ec2", region_name=there["region"]).terminate_instances(InstanceIds=[instance.id])
                 return
             where = {"project": addresses.PROJECT, "zone": there["zone"], "instance": there["name"]}
             with suppress(google_exceptions.NotFound):
                 compute_v1.InstancesClient().delete(**where).result()
 
         self.world.call(act)
-        wait_for(lambda: machine.id not in self.world.hosts())
+        wait_for(lambda: instance.id not in self.world.hosts())
 
 
 def wait_for(holds: Callable[[], bool], seconds: float = 10) -> None:
@@ -146,7 +146,7 @@ def site(world: World, tmp_path_factory: pytest.TempPathFactory) -> Site:
 
 @pytest.fixture(scope="module")
 def group(site: Site) -> str:
-    """A security group that lets the client in by SSH, and nobody else."""
+    """Create a security group that allows SSH only from the client."""
 
     def make() -> str:
         ec2 = boto3.client("ec2")
@@ -159,7 +159,7 @@ def group(site: Site) -> str:
 
 
 @pytest.fixture(scope="module")
-def on_aws(site: Site, group: str) -> Iterator[Machine]:
+def on_aws(site: Site, group: str) -> Iterator[HostInstance]:
     def profile() -> None:
         iam = boto3.client("iam")
         trust = {"Effect": "Allow", "Principal": {"Service": "ec2.amazonaws.com"}, "Action": "sts:AssumeRole"}
@@ -170,26 +170,26 @@ def on_aws(site: Site, group: str) -> Iterator[Machine]:
 
     site.world.call(profile)
     spot = {"MarketType": "spot"}
-    machine = site.aws(groups=[group], InstanceMarketOptions=spot, IamInstanceProfile={"Name": "test-node"})
-    yield machine
-    site.end(machine)
+    instance = site.aws(groups=[group], InstanceMarketOptions=spot, IamInstanceProfile={"Name": "test-node"})
+    yield instance
+    site.end(instance)
 
 
 @pytest.fixture(scope="module")
-def on_gcp(site: Site) -> Iterator[Machine]:
-    machine = site.gcp("test-gcp")
-    yield machine
-    site.end(machine)
+def on_gcp(site: Site) -> Iterator[HostInstance]:
+    instance = site.gcp("test-gcp")
+    yield instance
+    site.end(instance)
 
 
 # --- hosts -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("which", ["on_aws", "on_gcp"])
-def test_a_host_shows_nothing_of_this_machine_but_its_system_folders(
+def test_a_host_sees_only_the_system_folders_of_this_computer(
     site: Site, which: str, request: pytest.FixtureRequest
 ) -> None:
-    machine = request.getfixturevalue(which)
+    instance = request.getfixturevalue(which)
     name = f"planted-{os.getpid()}"
     folders = [
         Path.home(),
@@ -202,14 +202,14 @@ def test_a_host_shows_nothing_of_this_machine_but_its_system_folders(
     try:
         for folder in folders:
             (folder / name).write_text("secret")
-        # /usr is this machine's by design; of its large folders we planted nothing in.
+        # /usr is that of this computer by design. No secret is planted in these large folders.
         large = " -o ".join(f"-path /{one}" for one in ("proc", "sys", "usr/lib", "usr/share", "usr/include"))
         find = f"sudo find / \\( {large} \\) -prune -o -name {name} -print"
-        assert site.ssh(machine, find).stdout == ""
-        assert site.ssh(machine, "ls /").stdout.split() == sorted(SYSTEM_FOLDERS)
-        assert site.ssh(machine, "sudo ls /root /mnt /srv /usr/local/lib").stdout.split() == EMPTY
-        assert site.ssh(machine, "ls /home /opt").stdout.split() == ["/home:", "ubuntu", "/opt:", "spotrl"]
-        processes = site.ssh(machine, "ps -eo pid,args").stdout
+        assert site.ssh(instance, find).stdout == ""
+        assert site.ssh(instance, "ls /").stdout.split() == sorted(SYSTEM_FOLDERS)
+        assert site.ssh(instance, "sudo ls /root /mnt /srv /usr/local/lib").stdout.split() == EMPTY
+        assert site.ssh(instance, "ls /home /opt").stdout.split() == ["/home:", "ubuntu", "/opt:", "spotrl"]
+        processes = site.ssh(instance, "ps -eo pid,args").stdout
         assert "pytest" not in processes
         assert "sshd" in processes.splitlines()[1]
     finally:
@@ -217,17 +217,17 @@ def test_a_host_shows_nothing_of_this_machine_but_its_system_folders(
             (folder / name).unlink(missing_ok=True)
 
 
-def test_root_on_a_host_reaches_nothing_below_it(site: Site, on_aws: Machine) -> None:
+def test_root_on_a_host_cannot_leave_the_host(site: Site, on_aws: HostInstance) -> None:
     for attempt in ("mount -t tmpfs x /mnt", "mknod /tmp/disk b 254 0", "date -s 2020-01-01", "ip link set eth0 down"):
         assert site.ssh(on_aws, f"sudo {attempt}", check=False).returncode != 0, attempt
     assert site.ssh(on_aws, "sudo id -u").stdout.strip() == "0"
 
 
-def test_a_host_installs_from_the_wheels_in_its_image_alone(site: Site, on_gcp: Machine) -> None:
-    told = site.ssh(
+def test_a_host_installs_only_from_the_wheels_in_its_image(site: Site, on_gcp: HostInstance) -> None:
+    result = site.ssh(
         on_gcp, "uv -q venv /tmp/e && uv pip install -q --python /tmp/e/bin/python pydantic && echo installed"
     )
-    assert "installed" in told.stdout
+    assert "installed" in result.stdout
     refused = site.ssh(
         on_gcp, "uv pip install --python /tmp/e/bin/python flask; python3 -m pip download -q flask", check=False
     )
@@ -238,7 +238,7 @@ def test_a_host_installs_from_the_wheels_in_its_image_alone(site: Site, on_gcp: 
 # --- metadata ----------------------------------------------------------------------------------------
 
 
-def test_ec2_metadata_wants_a_token_and_tells_of_the_instance(site: Site, on_aws: Machine) -> None:
+def test_ec2_metadata_needs_a_token_and_describes_the_instance(site: Site, on_aws: HostInstance) -> None:
     assert site.on(on_aws.id, f"curl -s -o /dev/null -w %{{http_code}} {IMDS}/meta-data/instance-id") == "401"
     assert imds(site, on_aws, "meta-data/instance-id") == on_aws.id
     assert imds(site, on_aws, "meta-data/placement/availability-zone") == "us-east-1a"
@@ -246,66 +246,66 @@ def test_ec2_metadata_wants_a_token_and_tells_of_the_instance(site: Site, on_aws
     assert "404" in imds(site, on_aws, "meta-data/spot/instance-action", "-w %{http_code}")
 
 
-def test_google_metadata_wants_its_flavor_and_waits_for_a_change(site: Site) -> None:
+def test_google_metadata_needs_its_flavor_header_and_waits_for_changes(site: Site) -> None:
     spot = {"provisioning_model": "SPOT", "instance_termination_action": "DELETE"}
     account = {"email": "node@fake-project.iam.gserviceaccount.com", "scopes": ["cloud-platform"]}
-    machine = site.gcp("test-preempted", scheduling=spot, service_accounts=[account])
+    instance = site.gcp("test-preempted", scheduling=spot, service_accounts=[account])
     try:
         flavor = "-H 'Metadata-Flavor: Google'"
-        assert site.on(machine.id, f"curl -s -o /dev/null -w %{{http_code}} {GOOGLE}/instance/id") == "403"
-        assert site.on(machine.id, f"curl -s {flavor} {GOOGLE}/instance/id") == machine.id
-        token = site.on(machine.id, f"curl -s {flavor} {GOOGLE}/instance/service-accounts/default/token")
+        assert site.on(instance.id, f"curl -s -o /dev/null -w %{{http_code}} {GOOGLE}/instance/id") == "403"
+        assert site.on(instance.id, f"curl -s {flavor} {GOOGLE}/instance/id") == instance.id
+        token = site.on(instance.id, f"curl -s {flavor} {GOOGLE}/instance/service-accounts/default/token")
         assert json.loads(token)["access_token"]
-        assert site.on(machine.id, f"curl -s {flavor} {GOOGLE}/instance/preempted") == "FALSE"
+        assert site.on(instance.id, f"curl -s {flavor} {GOOGLE}/instance/preempted") == "FALSE"
         change = f"{GOOGLE}/instance/preempted?wait_for_change=true&timeout_sec=10"
         wait = f"curl -s {flavor} '{change}' > /tmp/said 2>/dev/null"
-        site.on(machine.id, f"({wait} &) ; sleep 0.3")
+        site.on(instance.id, f"({wait} &) ; sleep 0.3")
         site.world.reclaim("test-preempted", seconds=5, notice=True)
-        wait_for(lambda: site.on(machine.id, "cat /tmp/said") == "TRUE", 4)
+        wait_for(lambda: site.on(instance.id, "cat /tmp/said") == "TRUE", 4)
         assert site.world.call(lambda: instance_of("test-preempted").status) == "STOPPING"
-        wait_for(lambda: machine.id not in site.world.hosts())
+        wait_for(lambda: instance.id not in site.world.hosts())
         with pytest.raises(RuntimeError, match="NotFound"):
             site.world.call(lambda: instance_of("test-preempted").status)
         operations = site.world.call(preemptions)
-        assert operations.count(machine.id) == 1
+        assert operations.count(instance.id) == 1
     finally:
-        site.end(machine)
+        site.end(instance)
 
 
 # --- the clouds' own clients -------------------------------------------------------------------------
 
 
-def test_a_spot_instance_says_that_it_is_one_and_that_it_was_taken_back(site: Site, group: str) -> None:
-    machine = site.aws(groups=[group], InstanceMarketOptions={"MarketType": "spot"})
-    before = site.world.call(lambda: described(machine.id))
+def test_a_spot_instance_reports_its_market_and_its_preemption(site: Site, group: str) -> None:
+    instance = site.aws(groups=[group], InstanceMarketOptions={"MarketType": "spot"})
+    before = site.world.call(lambda: described(instance.id))
     assert before["InstanceLifecycle"] == "spot"
     assert before["SpotInstanceRequestId"].startswith("sir-")
     assert before["PublicIpAddress"] != before["PrivateIpAddress"]
     volume = before["BlockDeviceMappings"][0]["Ebs"]["VolumeId"]
-    site.world.reclaim(machine.id, seconds=1, notice=True)
-    action = json.loads(imds(site, machine, "meta-data/spot/instance-action"))
+    site.world.reclaim(instance.id, seconds=1, notice=True)
+    action = json.loads(imds(site, instance, "meta-data/spot/instance-action"))
     assert action["action"] == "terminate"
-    assert imds(site, machine, "meta-data/events/recommendations/rebalance")
-    wait_for(lambda: machine.id not in site.world.hosts())
-    after = site.world.call(lambda: described(machine.id))
+    assert imds(site, instance, "meta-data/events/recommendations/rebalance")
+    wait_for(lambda: instance.id not in site.world.hosts())
+    after = site.world.call(lambda: described(instance.id))
     assert (after["State"]["Name"], after["StateReason"]["Code"]) == ("terminated", "Server.SpotInstanceTermination")
-    assert not [one for one in site.world.inventory() if one["id"] in (volume, machine.id)]
+    assert not [one for one in site.world.inventory() if one["id"] in (volume, instance.id)]
 
 
-def test_a_client_token_asks_for_one_instance(site: Site, group: str) -> None:
+def test_a_repeated_client_token_creates_one_instance(site: Site, group: str) -> None:
     first, again = (site.aws(groups=[group], ClientToken="one") for _ in range(2))
     assert first.id == again.id
     site.end(first)
 
 
-def test_ending_an_instance_by_hand_is_no_reclaim(site: Site, group: str) -> None:
-    machine = site.aws(groups=[group])
-    site.end(machine)
-    assert site.world.call(lambda: described(machine.id))["StateReason"]["Code"] == "Client.UserInitiatedShutdown"
+def test_terminating_an_instance_by_hand_is_not_a_preemption(site: Site, group: str) -> None:
+    instance = site.aws(groups=[group])
+    site.end(instance)
+    assert site.world.call(lambda: described(instance.id))["StateReason"]["Code"] == "Client.UserInitiatedShutdown"
 
 
 def test_compute_engine_lists_by_label_and_deletes_the_disk_with_its_instance(site: Site) -> None:
-    machine = site.gcp("test-labels", labels={"spotrl-run": "a", "spotrl-node": "b"})
+    instance = site.gcp("test-labels", labels={"spotrl-run": "a", "spotrl-node": "b"})
 
     def found(wanted: str) -> list[str]:
         request = compute_v1.AggregatedListInstancesRequest(project=addresses.PROJECT, filter=wanted)
@@ -315,16 +315,16 @@ def test_compute_engine_lists_by_label_and_deletes_the_disk_with_its_instance(si
     assert site.world.call(lambda: found("labels.spotrl-run = a AND labels.spotrl-node:*")) == ["test-labels"]
     assert site.world.call(lambda: found("labels.spotrl-run = b")) == []
     assert [one["id"] for one in site.world.inventory() if one["id"] == "test-labels"] == ["test-labels"] * 2
-    site.end(machine)
+    site.end(instance)
     assert not [one for one in site.world.inventory() if one["id"] == "test-labels"]
 
 
-def test_a_guest_that_shuts_down_ends_as_its_cloud_has_it(site: Site, group: str) -> None:
+def test_a_guest_shutdown_ends_the_instance_as_on_its_cloud(site: Site, group: str) -> None:
     ends = site.aws(groups=[group], InstanceInitiatedShutdownBehavior="terminate")
     stops = site.gcp("test-shutdown")
-    for machine in (ends, stops):
-        site.ssh(machine, "sudo shutdown -h now", check=False)
-        wait_for(lambda machine=machine: machine.id not in site.world.hosts())  # type: ignore[misc]
+    for instance in (ends, stops):
+        site.ssh(instance, "sudo shutdown -h now", check=False)
+        wait_for(lambda instance=instance: instance.id not in site.world.hosts())  # type: ignore[misc]
     assert site.world.call(lambda: described(ends.id))["State"]["Name"] == "terminated"
     assert site.world.call(lambda: instance_of("test-shutdown").status) == "TERMINATED"
     site.end(stops)
@@ -341,7 +341,7 @@ def stores() -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["s3", "gs"])
 def test_a_bucket_is_shared_by_the_client_and_the_hosts(
-    site: Site, kind: str, on_aws: Machine, on_gcp: Machine
+    site: Site, kind: str, on_aws: HostInstance, on_gcp: HostInstance
 ) -> None:
     def put() -> str:
         obstore.put(stores()[kind], "from/client", b"hello")
@@ -352,16 +352,16 @@ def test_a_bucket_is_shared_by_the_client_and_the_hosts(
 
     assert site.world.call(put) == "['from/client', 'from/large']"
     if kind == "s3":
-        # With no other credentials than those of the instance profile.
+        # With only the credentials of the instance profile.
         read = "boto3.client('s3').get_object(Bucket='spotrl-runs', Key='from/client')['Body'].read().decode()"
-        told = site.ssh(on_aws, f'~/skypilot-runtime/bin/python -c "import boto3; print({read})"')
-        assert told.stdout.strip() == "hello"
+        result = site.ssh(on_aws, f'~/skypilot-runtime/bin/python -c "import boto3; print({read})"')
+        assert result.stdout.strip() == "hello"
     else:
         read = "curl -s -H 'Authorization: Bearer x' https://storage.googleapis.com/spotrl-runs/from/client"
         assert site.ssh(on_gcp, read).stdout == "hello"
 
 
-def test_s3_refuses_what_is_signed_for_another_region_than_the_buckets(site: Site) -> None:
+def test_s3_refuses_a_request_signed_for_another_region(site: Site) -> None:
     def put(bucket: str, region: str) -> str:
         made = S3Store(
             bucket,
@@ -379,7 +379,7 @@ def test_s3_refuses_what_is_signed_for_another_region_than_the_buckets(site: Sit
 
 
 @pytest.mark.parametrize(("kind", "cloud"), [("s3", "aws"), ("gs", "gcp")])
-def test_a_bucket_can_be_unreachable_for_a_time(site: Site, kind: str, cloud: str) -> None:
+def test_a_bucket_can_be_made_unreachable_for_a_time(site: Site, kind: str, cloud: str) -> None:
     def put() -> str:
         once = {"max_retries": 0, "retry_timeout": timedelta(seconds=1)}
         made = (
@@ -402,13 +402,13 @@ def test_a_bucket_can_be_unreachable_for_a_time(site: Site, kind: str, cloud: st
     assert site.world.call(put) == "there"
 
 
-def test_spot_prices_change_when_a_test_says_so(site: Site) -> None:
+def test_spot_prices_change_when_a_test_sets_them(site: Site) -> None:
     def newest() -> float:
-        asked = [
+        query = [
             {"Name": "instance-type", "Values": ["g6.xlarge"]},
             {"Name": "availability-zone", "Values": ["us-east-1a"]},
         ]
-        rows = boto3.client("ec2").describe_spot_price_history(Filters=asked)["SpotPriceHistory"]
+        rows = boto3.client("ec2").describe_spot_price_history(Filters=query)["SpotPriceHistory"]
         rows = [row for row in rows if row["AvailabilityZone"] == "us-east-1a"]
         return float(max(rows, key=lambda row: row["Timestamp"])["SpotPrice"])
 
@@ -420,23 +420,25 @@ def test_spot_prices_change_when_a_test_says_so(site: Site) -> None:
 # --- the network -------------------------------------------------------------------------------------
 
 
-def test_a_security_group_is_the_only_way_in_and_a_removed_rule_closes_it(site: Site, group: str) -> None:
+def test_only_a_security_group_allows_access_and_a_removed_rule_ends_it(site: Site, group: str) -> None:
     one, other = (site.aws(groups=[group]) for _ in range(2))
     site.listens(other, 8000)
     assert not site.reaches(one, other.private, 8000)
     inside = {"IpProtocol": "tcp", "FromPort": 8000, "ToPort": 8000, "UserIdGroupPairs": [{"GroupId": group}]}
-    ask = "authorize_security_group_ingress"
-    site.world.call(lambda: getattr(boto3.client("ec2"), ask)(GroupId=group, IpPermissions=[inside])["Return"])
+    call = "authorize_security_group_ingress"
+    site.world.call(lambda: getattr(boto3.client("ec2"), call)(GroupId=group, IpPermissions=[inside])["Return"])
     wait_for(lambda: site.reaches(one, other.private, 8000))
-    assert not site.reaches(one, other.public, 8000)  # seen from outside it is no member of the group
-    ask = "revoke_security_group_ingress"
-    site.world.call(lambda: str(getattr(boto3.client("ec2"), ask)(GroupId=group, IpPermissions=[inside])))
+    assert not site.reaches(
+        one, other.public, 8000
+    )  # a connection over the public address does not count as a member of the group
+    call = "revoke_security_group_ingress"
+    site.world.call(lambda: str(getattr(boto3.client("ec2"), call)(GroupId=group, IpPermissions=[inside])))
     wait_for(lambda: not site.reaches(one, other.private, 8000))
-    for machine in (one, other):
-        site.end(machine)
+    for instance in (one, other):
+        site.end(instance)
 
 
-def test_a_firewall_rule_holds_for_the_machines_with_its_tag(site: Site, on_gcp: Machine) -> None:
+def test_a_firewall_rule_applies_to_instances_with_its_tag(site: Site, on_gcp: HostInstance) -> None:
     tagged = site.gcp("test-tagged", zone="us-east4-b", tags={"items": ["open"]})
     site.listens(tagged, 9000)
     site.listens(on_gcp, 9000)
@@ -465,43 +467,43 @@ def test_a_firewall_rule_holds_for_the_machines_with_its_tag(site: Site, on_gcp:
     site.end(tagged)
 
 
-def test_private_addresses_do_not_lead_from_one_cloud_or_region_to_another(
-    site: Site, on_aws: Machine, on_gcp: Machine
+def test_private_addresses_are_unreachable_from_other_clouds_and_regions(
+    site: Site, on_aws: HostInstance, on_gcp: HostInstance
 ) -> None:
     west = site.aws("us-west-2")
-    for machine in (on_aws, on_gcp, west):
-        site.listens(machine, 22222)
+    for instance in (on_aws, on_gcp, west):
+        site.listens(instance, 22222)
     assert not site.reaches(on_aws, on_gcp.private, 22)
     assert not site.reaches(on_aws, west.private, 22222)
     tried = site.world.run(["curl", "-s", "-m", "1", f"telnet://{on_gcp.private}:22"], check=False)
     assert "SSH" not in tried.stdout
-    # Google's default network lets anyone in by SSH: through the public address there is a way.
+    # Google's default network allows SSH from everywhere, so the public address is reachable.
     banner = site.on(on_aws.id, f"curl -s -m 2 telnet://{on_gcp.public}:22 < /dev/null | head -c 7", check=False)
     assert banner == "SSH-2.0"
     site.end(west)
 
 
-def test_a_connection_that_is_tried_before_the_machine_is_there_finds_it(site: Site, on_gcp: Machine) -> None:
+def test_a_connection_begun_before_the_instance_exists_reaches_it(site: Site, on_gcp: HostInstance) -> None:
     probe = site.gcp("test-probe")
     site.end(probe)
     coming = str(IPv4Address(probe.public) + 1)
-    # As a real machine, a host answers before its sshd listens: whoever knocks in between is refused, and tries again.
+    # Like a real instance, a host answers before its sshd listens. A connection in between is refused and retried.
     patience = ("-o", "ConnectTimeout=60", "-o", "ConnectionAttempts=20")
     login: list[str | Path] = ["ssh", "-i", site.key, *SSH[:4], "-q", *patience]
     early = site.world.start([*login, f"gcpuser@{coming}", "echo in"], stdout=subprocess.PIPE)
     time.sleep(0.5)
-    machine = site.gcp("test-early")
+    instance = site.gcp("test-early")
     try:
-        assert machine.public == coming
+        assert instance.public == coming
         assert early.communicate(timeout=90)[0] == "in\n"
     finally:
-        site.end(machine)
+        site.end(instance)
 
 
-def test_whoever_asks_is_told_the_address_that_others_see(site: Site, on_aws: Machine) -> None:
-    ask = ["curl", "-s", "https://checkip.amazonaws.com"]
-    assert site.world.run(ask).stdout.strip() == addresses.CLIENT
-    assert site.ssh(on_aws, " ".join(ask)).stdout.strip() == on_aws.public
+def test_the_address_service_returns_the_callers_public_address(site: Site, on_aws: HostInstance) -> None:
+    call = ["curl", "-s", "https://checkip.amazonaws.com"]
+    assert site.world.run(call).stdout.strip() == addresses.CLIENT
+    assert site.ssh(on_aws, " ".join(call)).stdout.strip() == on_aws.public
 
 
 # --- faults ------------------------------------------------------------------------------------------
@@ -518,7 +520,9 @@ def test_whoever_asks_is_told_the_address_that_others_see(site: Site, on_aws: Ma
         ("gcp", "us-east-1b", "", False),
     ],
 )
-def test_capacity_is_out_where_a_test_says_so(site: Site, where: str, zone: str, market: str, refused: bool) -> None:
+def test_capacity_is_unavailable_where_a_test_removes_it(
+    site: Site, where: str, zone: str, market: str, refused: bool
+) -> None:
     site.world.fault("capacity", where, market=market)
 
     def launch() -> str:
@@ -534,7 +538,7 @@ def test_capacity_is_out_where_a_test_says_so(site: Site, where: str, zone: str,
 
 
 @pytest.mark.parametrize("code", ["ZONE_RESOURCE_POOL_EXHAUSTED", "QUOTA_EXCEEDED"])
-def test_compute_engine_tells_of_the_refusal_in_the_operation(site: Site, code: str) -> None:
+def test_compute_engine_reports_a_refusal_in_the_operation(site: Site, code: str) -> None:
     site.world.fault("capacity", "gcp/us-central1", code=code, times=1)
     with pytest.raises(RuntimeError, match=code):
         site.world.call(lambda: site._insert("test-refused", "us-central1-b").result())
@@ -542,8 +546,8 @@ def test_compute_engine_tells_of_the_refusal_in_the_operation(site: Site, code: 
 
 
 @pytest.mark.parametrize("quota", [0, 1])
-def test_a_quota_refuses_what_it_does_not_bear_and_says_how_much_it_is(site: Site, group: str, quota: int) -> None:
-    """EC2 does not say how many spot instances it allows."""
+def test_a_quota_refuses_what_exceeds_it_and_reports_its_size(site: Site, group: str, quota: int) -> None:
+    """EC2 does not report how many spot instances it allows."""
     site.world.quota("aws", "L-3819A6DF", quota)
     site.world.quota("gcp/us-east4", "PREEMPTIBLE_CPUS", quota)
     try:
@@ -563,7 +567,7 @@ def test_a_quota_refuses_what_it_does_not_bear_and_says_how_much_it_is(site: Sit
         site.world.quota("gcp/us-east4", "PREEMPTIBLE_CPUS", 256)
 
 
-def test_a_spot_machine_under_notice_still_counts_against_its_quota(site: Site) -> None:
+def test_a_spot_instance_under_notice_still_counts_against_its_quota(site: Site) -> None:
     site.world.quota("gcp/us-east4", "PREEMPTIBLE_CPUS", 3)
     scheduling = {"provisioning_model": "SPOT", "instance_termination_action": "DELETE"}
     first = site.gcp("test-leaving", zone="us-east4-a", scheduling=scheduling)
@@ -577,8 +581,8 @@ def test_a_spot_machine_under_notice_still_counts_against_its_quota(site: Site) 
         site.world.quota("gcp/us-east4", "PREEMPTIBLE_CPUS", 256)
 
 
-def test_googles_prices_are_had_from_its_own_catalog_and_advisor(site: Site) -> None:
-    def asked() -> tuple[dict[str, str], set[str]]:
+def test_googles_prices_come_from_its_own_catalog_and_advisor(site: Site) -> None:
+    def query() -> tuple[dict[str, str], set[str]]:
         sources = (GcpCatalog, GcpAdvice)
         wanted = [instance_type_of("gcp", "g2-standard-4")]
         catalog, advice = (
@@ -587,7 +591,7 @@ def test_googles_prices_are_had_from_its_own_catalog_and_advisor(site: Site) -> 
         )
         return {str(row.market): row.price for row in catalog.prices}, {row.zone for row in advice.prices}
 
-    prices, zones = site.world.call(asked)
+    prices, zones = site.world.call(query)
     assert {market: float(price) for market, price in prices.items()} == pytest.approx(
         {"on_demand": 0.706824, "spot": 0.282736}
     )
@@ -595,10 +599,11 @@ def test_googles_prices_are_had_from_its_own_catalog_and_advisor(site: Site) -> 
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"), [("down", "Unavailable"), ("throttled", "RequestLimitExceeded"), ("unreachable", "unreachable")]
+    ("kind", "expected"),
+    [("down", "Unavailable"), ("throttled", "RequestLimitExceeded"), ("unreachable", "unreachable")],
 )
-def test_an_api_can_be_down_or_throttled(site: Site, kind: str, told: str) -> None:
-    def ask() -> str:
+def test_an_api_can_be_down_or_throttled(site: Site, kind: str, expected: str) -> None:
+    def call() -> str:
         try:
             boto3.client("ec2", config=ONCE).describe_instances()
         except ClientError as error:
@@ -608,20 +613,20 @@ def test_an_api_can_be_down_or_throttled(site: Site, kind: str, told: str) -> No
         return "answered"
 
     site.world.fault(kind, "aws", times=1)
-    assert site.world.call(ask) == told
-    assert site.world.call(ask) == "answered"
+    assert site.world.call(call) == expected
+    assert site.world.call(call) == "answered"
 
 
-@pytest.mark.parametrize(("kind", "told"), [("down", "ServiceUnavailable"), ("throttled", "TooManyRequests")])
-def test_googles_api_can_be_down_or_throttled(site: Site, kind: str, told: str) -> None:
+@pytest.mark.parametrize(("kind", "expected"), [("down", "ServiceUnavailable"), ("throttled", "TooManyRequests")])
+def test_googles_api_can_be_down_or_throttled(site: Site, kind: str, expected: str) -> None:
     site.world.fault(kind, "gcp/us-central1")
-    with pytest.raises(RuntimeError, match=told):
+    with pytest.raises(RuntimeError, match=expected):
         site.world.call(lambda: instance_of("any", retry=None))
     with pytest.raises(RuntimeError, match="NotFound"):
         site.world.call(lambda: instance_of("any", zone="us-east4-a", retry=None))
 
 
-def test_a_machine_can_be_made_and_its_reply_lost(site: Site) -> None:
+def test_an_instance_can_be_created_with_a_lost_reply(site: Site) -> None:
     site.world.fault("lost_reply", times=1)
     before = set(site.world.hosts())
 
@@ -632,38 +637,38 @@ def test_a_machine_can_be_made_and_its_reply_lost(site: Site) -> None:
         site.world.call(launch)
     wait_for(lambda: len(set(site.world.hosts()) - before) == 1)
     (made,) = set(site.world.hosts()) - before
-    site.end(Machine(id=made, public="", private="", user=""))
+    site.end(HostInstance(id=made, public="", private="", user=""))
 
 
-def test_a_machine_can_be_made_and_never_come_up(site: Site) -> None:
+def test_an_instance_can_be_created_and_never_come_up(site: Site) -> None:
     site.world.fault("no_boot", "aws", times=1)
 
     def launch() -> str:
         made = boto3.client("ec2").run_instances(ImageId=AMI, MinCount=1, MaxCount=1)
         return str(made["Instances"][0]["InstanceId"])
 
-    machine = site.world.call(launch)
+    instance = site.world.call(launch)
     time.sleep(0.5)
-    assert machine not in site.world.hosts()
-    assert site.world.call(lambda: described(machine))["State"]["Name"] == "running"
-    site.end(Machine(id=machine, public="", private="", user=""))
+    assert instance not in site.world.hosts()
+    assert site.world.call(lambda: described(instance))["State"]["Name"] == "running"
+    site.end(HostInstance(id=instance, public="", private="", user=""))
 
 
-def test_a_machine_that_is_taken_back_without_notice_says_goodbye_to_nobody(site: Site, group: str) -> None:
-    machine = site.aws(groups=[group], InstanceMarketOptions={"MarketType": "spot"})
-    login: list[str | Path] = ["ssh", "-i", site.key, *SSH, f"ubuntu@{machine.public}", "echo in; sleep 60"]
+def test_an_instance_preempted_without_notice_closes_no_connection(site: Site, group: str) -> None:
+    instance = site.aws(groups=[group], InstanceMarketOptions={"MarketType": "spot"})
+    login: list[str | Path] = ["ssh", "-i", site.key, *SSH, f"ubuntu@{instance.public}", "echo in; sleep 60"]
     session = site.world.start(login, stdout=subprocess.PIPE)
     assert session.stdout is not None
     assert session.stdout.readline() == "in\n"
-    site.world.reclaim(machine.id)
-    wait_for(lambda: machine.id not in site.world.hosts(), 2)
+    site.world.reclaim(instance.id)
+    wait_for(lambda: instance.id not in site.world.hosts(), 2)
     time.sleep(1)
-    assert session.poll() is None  # no socket was closed
+    assert session.poll() is None  # no socket is closed
     session.kill()
     session.wait()
 
 
-def test_a_frozen_host_does_nothing_while_its_cloud_says_that_it_runs(site: Site, on_aws: Machine) -> None:
+def test_a_frozen_host_does_nothing_while_its_cloud_reports_it_running(site: Site, on_aws: HostInstance) -> None:
     site.on(on_aws.id, "(setsid sh -c 'while sleep 0.1; do date +%s.%N > /tmp/beat; done' >/dev/null 2>&1 &)")
     wait_for(lambda: site.on(on_aws.id, "grep -c . /tmp/beat", check=False).strip() == "1")
     site.world.freeze(on_aws.id)
@@ -676,10 +681,10 @@ def test_a_frozen_host_does_nothing_while_its_cloud_says_that_it_runs(site: Site
     wait_for(lambda: site.on(on_aws.id, "cat /tmp/beat") != seen)
 
 
-# --- nothing left ------------------------------------------------------------------------------------
+# --- cleanup -----------------------------------------------------------------------------------------
 
 
-def test_a_world_that_goes_down_leaves_nothing_and_disturbs_no_other(site: Site) -> None:
+def test_a_stopped_world_leaves_nothing_and_disturbs_no_other(site: Site) -> None:
     before = set(site.world.hosts())
     with World(cache=site.world.cache).up() as other:
         other.start(["sleep", "600"])
@@ -693,8 +698,8 @@ def test_a_world_that_goes_down_leaves_nothing_and_disturbs_no_other(site: Site)
     assert set(site.world.hosts()) == before
 
 
-def test_a_process_that_began_after_a_host_ended_is_not_taken_for_one_of_it(site: Site) -> None:
-    """The kernel gives a namespace's number out again as soon as it is free."""
+def test_a_process_begun_after_a_host_ended_is_not_counted_as_its_own(site: Site) -> None:
+    """The kernel reuses a namespace's number as soon as it is free."""
     site.end(site.gcp("ended"))
     (pid,) = {json.loads(line)["pid"] for line in (site.world.folder / "namespaces").read_text().splitlines()[-1:]}
     before = site.world.leftovers()
@@ -710,7 +715,7 @@ def test_a_process_that_began_after_a_host_ended_is_not_taken_for_one_of_it(site
             other.wait()
 
 
-def test_a_world_whose_owner_is_killed_is_gone_with_it(site: Site, tmp_path: Path) -> None:
+def test_a_world_ends_when_its_owner_is_killed(site: Site, tmp_path: Path) -> None:
     place = tmp_path / "w"
     script = f"""
 import time
@@ -731,16 +736,16 @@ time.sleep(99)
         wait_for(lambda kind=kind: not any(_space(pid, kind) == spaces[kind] for pid in _pids()))  # type: ignore[misc]
 
 
-def test_every_host_of_these_tests_is_accounted_for(site: Site, on_aws: Machine, on_gcp: Machine) -> None:
+def test_every_host_of_these_tests_is_accounted_for(site: Site, on_aws: HostInstance, on_gcp: HostInstance) -> None:
     assert set(site.world.hosts()) == {on_aws.id, on_gcp.id}
 
 
-# --- what tests ask ----------------------------------------------------------------------------------
+# --- helpers -----------------------------------------------------------------------------------------
 
 
-def imds(site: Site, machine: Machine, path: str, more: str = "") -> str:
+def imds(site: Site, instance: HostInstance, path: str, more: str = "") -> str:
     token = f"$(curl -s -X PUT -H 'X-aws-ec2-metadata-token-ttl-seconds: 60' {IMDS}/api/token)"
-    return site.on(machine.id, f'curl -s {more} -H "X-aws-ec2-metadata-token: {token}" {IMDS}/{path}')
+    return site.on(instance.id, f'curl -s {more} -H "X-aws-ec2-metadata-token: {token}" {IMDS}/{path}')
 
 
 def described(instance: str) -> dict[str, Any]:

@@ -1,10 +1,10 @@
-"""A reward that costs nothing, so that two cores have time for a fleet: how bright a picture is."""
+"""The brightness of an image as reward: it costs no time, which two cores need for a fleet."""
 
 from collections.abc import Sequence
 
 from torch import Tensor
 
 
-def brightness(pictures: Tensor, prompts: Sequence[str]) -> list[float]:
-    """pictures [B, C, H, W] in [-1, 1]"""
-    return [float(picture.double().mean()) for picture in pictures]
+def brightness(images: Tensor, prompts: Sequence[str]) -> list[float]:
+    """Return the mean brightness. images: [B, C, H, W] in [-1, 1]"""
+    return [float(image.double().mean()) for image in images]

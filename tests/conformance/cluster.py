@@ -44,7 +44,7 @@ class ClusterStage:
 
     @contextlib.contextmanager
     def bad_line(self) -> Iterator[BadLine]:
-        if self.config.runtime.name == "ray":  # Ray's own connections are Ray's to repair
+        if self.config.runtime.name == "ray":  # Ray repairs its own connections
             line = Unreliable(self.line(), seed=0)
             yield BadLine(line, lambda: line.faults)
             return
@@ -78,7 +78,7 @@ class ClusterStage:
     def notice(self, node: str, seconds: float) -> None:
         self.fleet.notice(node, seconds=seconds)
 
-    def tell(self, snapshot: Capacity) -> None:
+    def send_capacity(self, snapshot: Capacity) -> None:
         self.fleet.post("/capacity", snapshot.to_json())
 
     # --- the disk -------------------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ class ClusterStage:
     def trouble(self) -> str | None:
         return self.fleet.get("/health").json()["trouble"]
 
-    # --- looking --------------------------------------------------------------------------------------------
+    # --- observing ------------------------------------------------------------------------------------------
 
     def steps(self) -> list[Step]:
         fresh: list[Step] = []
@@ -110,7 +110,7 @@ class ClusterStage:
         return self._folder(ON_DEMAND) / "coordinator"
 
     def check(self) -> None:
-        """Out of reach; what is on disk is checked by the drill."""
+        """Do nothing: the coordinator's memory is out of reach, and the drill checks the disk."""
 
     def close(self) -> None:
         try:

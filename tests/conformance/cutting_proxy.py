@@ -9,22 +9,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 LONGEST_LIFE_BYTES = 40_000
-"""A call with two pictures' states is about half as long."""
+"""Bytes after which a connection is cut. A call with two images' states is about half as long."""
 
 _RESET = struct.pack("ii", 1, 0)
-"""SO_LINGER: closed without a farewell, as a lost peer is."""
+"""SO_LINGER that closes a connection without a FIN, like a lost peer."""
 
 
 @dataclass
 class _Pair:
-    """One connection through the proxy, both ends of it."""
+    """Both ends of one connection through the proxy."""
 
     ends: tuple[socket.socket, socket.socket]
     bytes_left: int
 
 
 class CuttingProxy:
-    """Listens on `port` for as long as the `with` lasts."""
+    """A proxy that listens on `port` during the `with` block."""
 
     def __init__(self, target: int, seed: int) -> None:
         self._target = target

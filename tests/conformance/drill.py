@@ -1,4 +1,4 @@
-"""The trainer's part of a drill: publish, submit, collect, and at the end the one assertion that every case makes."""
+"""The trainer's part of a drill: publish, submit, collect, and the final assertion of every case."""
 
 import itertools
 import json
@@ -22,7 +22,7 @@ from tests.conformance.undisturbed import Undisturbed, equal
 from tests.engine.heads import finished_from_dict, task_to_dict, weights_to_list
 
 PATIENCE_SECONDS = 90.0
-"""A machine for tests may be slow; nothing waits longer than it must."""
+"""Time limit of a wait. A test computer may be slow; a wait ends as soon as its condition holds."""
 
 LOOK_SECONDS = 0.005
 
@@ -31,7 +31,7 @@ Found = TypeVar("Found")
 
 @dataclass
 class Batch:
-    """Requests that belong together, and the version that each must be made with."""
+    """The requests of a batch, and the weight version that each must be made with."""
 
     number: int
     versions: dict[RequestId, int]
@@ -42,7 +42,7 @@ class Batch:
 
 
 class Drill:
-    """One stage with its nodes, for case after case."""
+    """One stage with its nodes, used by several cases."""
 
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
@@ -62,37 +62,37 @@ class Drill:
     # --- nodes ----------------------------------------------------------------------------------------------
 
     def need(self, count: int, *, spare: int) -> None:
-        """At least so many nodes are up, and others are coming."""
+        """Wait until at least this many nodes are up, while others start."""
         while len(self.nodes) < count + spare:
             self._start()
         self.wait(lambda: sum(self.stage.is_ready(node) for node in self.nodes) >= count, "nodes are up")
 
     def lose(self, node: str) -> None:
-        """This node will not come back: another one is started in its place."""
+        """Give up a node that will not come back, and start another in its place."""
         self.stage.forget(node)
         self.replace(node)
 
     def replace(self, node: str) -> None:
-        """Start another node in its place, whatever becomes of it."""
+        """Start another node in place of this one."""
         self.nodes.remove(node)
         self.came_back.discard(node)
         self._start()
 
     def must_work_again(self, node: str) -> None:
-        """This node comes back by itself, which may take a while: somebody will look."""
+        """Remember that this node must come back by itself; a later test checks it."""
         self.came_back.add(node)
 
     def ready(self) -> list[str]:
         return [node for node in self.nodes if self.stage.is_ready(node)]
 
-    def tell(self, *nodes: str, state: NodeState, seconds: float | None = None) -> None:
-        """The launcher's snapshot about these nodes."""
+    def send_capacity(self, *nodes: str, state: NodeState, seconds: float | None = None) -> None:
+        """Send a capacity snapshot of the launcher about these nodes."""
         deadline_ms = None if seconds is None else time.time_ns() // 1_000_000 + round(seconds * 1000)
         facts = [
             NodeCapacity(node=node, market=Market.SPOT, state=state, workers=1, deadline_ms=deadline_ms)
             for node in nodes
         ]
-        self.stage.tell(Capacity(generation=next(self._generation), nodes=tuple(facts)))
+        self.stage.send_capacity(Capacity(generation=next(self._generation), nodes=tuple(facts)))
 
     def _start(self) -> None:
         name = next(self._names)
@@ -102,7 +102,7 @@ class Drill:
     # --- as the trainer -----------------------------------------------------------------------------------------
 
     def publish(self) -> int:
-        """New weights; returns their version."""
+        """Publish new weights, and return their version."""
         version = self.version + 1
         weights, data = weights_to_list(WeightsKey(version=version)), self.undisturbed.weights(version)
         self.line.call({"call": "publish", "weights": weights}, {"weights": data})
@@ -110,7 +110,7 @@ class Drill:
         return version
 
     def submit(self, count: int) -> Batch:
-        """A new batch of so many pictures, at the newest weights."""
+        """Submit a new batch of this many images, at the newest weights."""
         number = next(self._batches)
         requests = [
             RequestId(run="drill", lineage=1, batch=number, prompt=str(i % 10), seed=i, kind=Kind.TRAIN)
@@ -121,7 +121,7 @@ class Drill:
         return batch
 
     def submit_again(self, batch: Batch, requests: list[RequestId]) -> None:
-        """Want these requests of a batch at the newest weights."""
+        """Submit these requests of a batch again at the newest weights."""
         task = Task(
             requests=tuple(requests),
             weights=WeightsKey(version=self.version),
@@ -134,8 +134,8 @@ class Drill:
         batch.versions |= dict.fromkeys(requests, self.version)
 
     def collect(self, batch: Batch, have: int = 0, *, wait: bool = False) -> tuple[list[Finished], dict[str, Any]]:
-        ask = {"call": "collect", "kind": "train", "batch": batch.number, "have": have}
-        answer, blobs = self.line.call(ask, wait=wait)
+        collect = {"call": "collect", "kind": "train", "batch": batch.number, "have": have}
+        answer, blobs = self.line.call(collect, wait=wait)
         assert not answer["poisoned"], answer["poisoned"]
         assert answer["stop"] is None
         return [finished_from_dict(raw) for raw in answer["results"]], blobs
@@ -153,10 +153,10 @@ class Drill:
         self.wait(everything_is_there, f"batch {batch.number} is finished", seconds=seconds)
         return found, blobs
 
-    # --- looking --------------------------------------------------------------------------------------------
+    # --- observing ------------------------------------------------------------------------------------------
 
     def wait(self, is_so: Callable[[], Found], what: str, *, seconds: float = PATIENCE_SECONDS) -> Found:
-        """The first true answer."""
+        """Poll, and return the first true answer."""
         until = time.monotonic() + seconds
         while not (found := is_so()):
             assert time.monotonic() < until, f"waited {seconds:.0f} s in vain until {what}"
@@ -167,7 +167,7 @@ class Drill:
         return [step for step in self.stage.steps() if step.batch == batch.number]
 
     def in_the_middle(self, batch: Batch, step: int | None = None) -> Step:
-        """Wait until somebody is past this step of a lease that is not nearly finished, and say who it is."""
+        """Wait until a worker is past this step of a lease that is far from finished, and return the worker."""
         first = self.steps_of_all // 2 if step is None else step
 
         def look() -> Step | None:
@@ -179,10 +179,10 @@ class Drill:
                     return found
             return None
 
-        return self.wait(look, f"somebody is past step {first}")
+        return self.wait(look, f"a worker is past step {first}")
 
     def works(self, node: str) -> None:
-        """Wait until this node finishes steps of a lease that nobody has begun yet."""
+        """Wait until this node finishes steps of a new lease."""
         leases = {step.lease for step in self.stage.steps()}
 
         def has_worked() -> bool:
@@ -198,22 +198,22 @@ class Drill:
             self.assert_whole(batch)
 
     def repeated(self, batch: Batch, lease: int) -> int:
-        """Steps of a lost lease that were made again, of the picture that lost most. It must have been taken over."""
+        """Return the number of repeated steps of a lost lease, for the image that lost most."""
         steps = self.steps(batch)
         lost = [step for step in steps if step.lease == lease]
         reached = max(step.step for step in lost)
         counts = []
         for seed in lost[0].seeds:
             later = [step for step in steps if seed in step.seeds and step.lease > lease]
-            assert later, f"nobody took over what lease {lease} had begun"
+            assert later, f"no worker took over the work of lease {lease}"
             first = min(later, key=lambda step: (step.lease, step.step))
             counts.append(max(0, reached - first.step + 1))
         return max(counts)
 
-    # --- what every case ends with ------------------------------------------------------------------------------
+    # --- the final assertion ------------------------------------------------------------------------------------
 
     def assert_whole(self, batch: Batch) -> None:
-        """Each request is finished exactly once, bit for bit as if nothing had happened, and the disk knows it."""
+        """Assert that each request finished exactly once, bit for bit as undisturbed, and is on disk."""
         found, blobs = self.collect_all(batch)
         assert sorted(result.request for result in found) == sorted(batch.requests)
         for version in sorted(set(batch.versions.values())):
@@ -230,7 +230,7 @@ class Drill:
         self.line.call({"call": "withdraw", "batches": [["train", batch.number]]})
 
     def _assert_durable(self, found: list[Finished]) -> None:
-        """A coordinator that started now from what is on disk would know all of it."""
+        """Assert that a coordinator started from the disk would restore all results."""
         with tempfile.TemporaryDirectory() as folder:
             copyfile(self.stage.journal() / "journal", Path(folder) / "journal")
             runtime = self.stage.config.runtime

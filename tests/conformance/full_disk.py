@@ -1,4 +1,4 @@
-"""A small disk that can be filled: a tmpfs where we may mount one, else a limit on what the process may write."""
+"""A small disk that can be filled: a tmpfs if it can be mounted, else a limit on the file sizes of a process."""
 
 import contextlib
 import errno
@@ -10,11 +10,11 @@ from pathlib import Path
 MOUNT_BYTES = 64 << 20
 
 NO_ROOM = (errno.ENOSPC, errno.EFBIG)
-"""What a full disk says, and what the limit says where nothing can be mounted."""
+"""Errors of a full disk, and of the file size limit."""
 
 
 class SmallDisk:
-    """A disk at `folder`. `writer`: the process that writes there, which a limit would be put on."""
+    """A disk at `folder`. `writer`: the process that writes there and gets the limit."""
 
     def __init__(self, folder: Path, writer: Callable[[], int]) -> None:
         self._folder, self._writer = folder, writer

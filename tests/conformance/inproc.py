@@ -1,4 +1,4 @@
-"""The stage `inproc`: every process is a thread here, and can be killed or frozen wherever it calls or looks up."""
+"""The stage `inproc`: every process is a thread that can be killed or frozen at each call and poll."""
 
 import copy
 import errno
@@ -30,17 +30,17 @@ from tests.conformance.unreliable import Unreliable
 LOOK_SECONDS = 0.01
 PATIENT_SECONDS = 0.2
 FROZEN_SECONDS = 1.5
-"""A worker that stands still for so long is replaced."""
+"""Seconds after which a frozen worker is replaced."""
 RESTART_SECONDS = 0.2
-"""How long a killed coordinator is gone."""
+"""Seconds until a killed coordinator is restarted."""
 
 
 class Killed(BaseException):
-    """This thread is dead: what it was about to do does not happen."""
+    """The simulated death of a thread."""
 
 
 class _Life:
-    """A process, as far as a signal is concerned."""
+    """The signals of a simulated process."""
 
     def __init__(self) -> None:
         self.killed = False
@@ -49,7 +49,7 @@ class _Life:
         self.frozen_at: float | None = None
 
     def go_on(self) -> None:
-        """Called wherever it may be stopped for a while, or for good."""
+        """Block while frozen, and raise Killed once killed. Called wherever a signal can act."""
         if self.killed:
             raise Killed
         self._runs.wait()
@@ -70,7 +70,7 @@ class _Life:
 
 
 class _Line(InprocTransport):
-    """Calls the coordinator there is, one caller at a time; waits while it is being started again."""
+    """Calls the current coordinator, one caller at a time; waits during its restart."""
 
     def __init__(self, stage: "InprocStage", life: _Life) -> None:
         self._stage, self._life = stage, life
@@ -80,7 +80,7 @@ class _Line(InprocTransport):
         while True:
             self._life.go_on()
             answer = super().call(head, blobs)
-            self._life.go_on()  # it may be gone after the call was heard, and before the answer is
+            self._life.go_on()  # the coordinator may die after the call and before the answer
             if has_news(decode_answer(answer[0])) or time.monotonic() > until:
                 return answer
             time.sleep(LOOK_SECONDS)
@@ -107,12 +107,12 @@ class _Node:
     life: _Life | None = None
     thread: threading.Thread | None = None
     noticed_ms: int | None = None
-    is_told: bool = False
+    is_reported: bool = False
     """Whether the coordinator knows of the notice."""
 
 
 class _FullFile:
-    """A journal's file on a disk with no room: half of what is written arrives."""
+    """A journal's file on a full disk: half of each write arrives."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -127,7 +127,7 @@ class _FullFile:
 
 
 class InprocStage:
-    """See `Stage`. The minder is every node's agent: it starts workers again and hears notices."""
+    """See `Stage`. The minder thread is the agent of every node: it restarts workers and receives notices."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -217,7 +217,7 @@ class InprocStage:
     def notice(self, node: str, seconds: float) -> None:
         self._nodes[node].noticed_ms = self.clock.now_ms() + round(seconds * 1000)
 
-    def tell(self, snapshot: Capacity) -> None:
+    def send_capacity(self, snapshot: Capacity) -> None:
         with self.lock:
             assert self.coordinator is not None
             self.coordinator.set_capacity(snapshot)
@@ -243,7 +243,7 @@ class InprocStage:
             return str(error)
         return None
 
-    # --- looking --------------------------------------------------------------------------------------------
+    # --- observing ------------------------------------------------------------------------------------------
 
     def steps(self) -> list[Step]:
         return sorted(self._steps, key=lambda step: step.at_ns)
@@ -266,7 +266,7 @@ class InprocStage:
             thread.join()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    # --- what goes on -----------------------------------------------------------------------------------------
+    # --- threads ----------------------------------------------------------------------------------------------
 
     def _find(self, victim: str) -> tuple[_Node, str]:
         node, _, part = victim.partition("/")
@@ -299,8 +299,8 @@ class InprocStage:
         frozen_at = node.life.frozen_at if node.life is not None else None
         if node.life is not None and frozen_at is not None and time.monotonic() - frozen_at > FROZEN_SECONDS:
             node.life.kill()
-        if node.noticed_ms is not None and not node.is_told:
-            node.is_told = True
+        if node.noticed_ms is not None and not node.is_reported:
+            node.is_reported = True
             self.line().call({"call": "notice", "node": node.name, "deadline_ms": node.noticed_ms})
         if node.thread is None or not node.thread.is_alive():
             node.life = _Life()
@@ -313,7 +313,7 @@ class InprocStage:
 
         def draining() -> bool:
             life.go_on()
-            # The notice is the agent's to hear.
+            # The agent receives the notice.
             return node.noticed_ms is not None and node.agent.frozen_at is None
 
         def trace(work: Work, step: int) -> None:
@@ -346,9 +346,9 @@ class InprocStage:
         )
         try:
             worker.serve()
-            node.agent.kill()  # it was told to exit: nothing is started in its place
+            node.agent.kill()  # it got an exit order, so it is not restarted
         except Killed:
             if not self._over:
-                # The kernel closes a dead process's connection, and the coordinator's front says so.
+                # The kernel closes a dead process's connection, and the coordinator's front reports the death.
                 died = {"call": "died", "worker": worker.name, "node": node.name, "boot": worker.boot, "reason": "-"}
                 self.line().call(died)

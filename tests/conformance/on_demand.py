@@ -1,8 +1,8 @@
-"""The on-demand node of a drill: the real agent and coordinator, and in the trainer's place a seat for the test.
+"""The on-demand node of a drill: the real agent and coordinator, with a proxy for the test in the trainer's place.
 
     python -m tests.conformance.on_demand node.json
 
-The seat holds the trainer's own transport, and makes on it the calls that come in over a Unix socket.
+The proxy ("seat") owns the trainer's transport, and forwards the calls that it gets over a Unix socket.
 """
 
 import sys
@@ -22,7 +22,7 @@ from engine.worker.transport import Answer, CallRefused
 
 
 class OnDemand(Agent):
-    """An agent that keeps a seat where the trainer would be."""
+    """An agent that runs the seat in place of the trainer."""
 
     def _child(self, name: str, runs: str, *arguments: Any) -> Any:
         ready = super()._child(name, runs, *arguments)
@@ -71,7 +71,7 @@ def seat_of(folder: Path) -> Path:
 
 
 class SeatLine:
-    """A `Transport` through the seat; a connection for each thread."""
+    """A `Transport` through the seat, with one connection per thread."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -1,6 +1,6 @@
-"""What a runtime must be able to do for the conformance suite: be started, hurt, healed and looked at.
+"""The interface of a runtime for the conformance suite: start, disturb, repair and observe it.
 
-`inproc`, `local` and `ray` each bring one `Stage`; the cases in test_conformance.py know nothing else of them.
+`inproc`, `local` and `ray` each implement one `Stage`; the cases in test_conformance.py use only this interface.
 
 A victim is named like this: `spot-3` the whole node, `spot-3/agent` its agent alone, `spot-3/worker-0` one worker
 process, `coordinator` the coordinator's process. What is killed comes back if its runtime brings it back (a worker
@@ -18,7 +18,7 @@ from engine.events import Capacity
 from engine.worker.transport import Transport
 
 WORKDIR = Path(__file__).parent
-"""Holds the reward, as a job's folder holds the user's own."""
+"""Folder of the reward, like a job's folder with a user's reward."""
 
 STEPS = 6
 SHAPE = 2
@@ -26,7 +26,7 @@ COMMIT_EVERY = 2
 
 
 def engine_config(runtime: Literal["inproc", "local", "ray"]) -> EngineConfig:
-    """The real digits model, few steps, paced so that there is a middle to hit, and promises that end soon.
+    """Return a config of the real digits model with few slow steps and short leases, so that kills hit work.
 
     Threads of one process need no import and no connection, so `inproc` is faster by a factor of two.
     """
@@ -60,69 +60,69 @@ class Step:
 
 
 class BadLine(NamedTuple):
-    """A transport that does what transports do at their worst, and how often it did."""
+    """An unreliable transport, and the number of its faults."""
 
     transport: Transport
     faults: Callable[[], int]
 
 
 class Stage(Protocol):
-    """One run of one runtime, without a trainer: the test has its place."""
+    """One run of one runtime; the test takes the trainer's place."""
 
     config: EngineConfig
     given_up_seconds: float
-    """A node that stands still for so long is given up by the runtime itself, if that has an opinion of nodes."""
+    """Seconds after which the runtime itself gives up a frozen node, or None if it does not watch nodes."""
 
     def line(self) -> Transport:
-        """The runtime's own transport, as the trainer would have it."""
+        """Return the runtime's own transport, as the trainer has it."""
 
     def bad_line(self) -> AbstractContextManager["BadLine"]:
-        """As `line`, but messages are late, doubled, reordered, and what carries them breaks."""
+        """Return a transport with late, doubled and reordered messages and broken connections."""
 
     def start(self, node: str) -> None:
         """Start a spot node with one worker, and do not wait for it."""
 
     def is_ready(self, node: str) -> bool:
-        """Whether its worker is up."""
+        """Return whether its worker is up."""
 
     def has_ended(self, node: str) -> bool:
-        """Whether it has ended by itself."""
+        """Return whether the node has ended by itself."""
 
     def forget(self, node: str) -> None:
         """End what is left of a node, frozen or not."""
 
     def kill(self, victim: str) -> None:
-        """SIGKILL, without a word to anyone."""
+        """Send SIGKILL without notice."""
 
     def freeze(self, victim: str) -> None:
-        """SIGSTOP."""
+        """Send SIGSTOP."""
 
     def thaw(self, victim: str) -> None:
-        """SIGCONT."""
+        """Send SIGCONT."""
 
     def notice(self, node: str, seconds: float) -> None:
-        """The cloud tells the node itself that it will be gone."""
+        """Send the node a preemption notice of the cloud."""
 
-    def tell(self, snapshot: Capacity) -> None:
-        """The launcher's view of the nodes."""
+    def send_capacity(self, snapshot: Capacity) -> None:
+        """Send the coordinator the launcher's capacity snapshot."""
 
     def fill_disk(self) -> None:
-        """Leave no room under the coordinator's folder."""
+        """Fill the disk of the coordinator's folder."""
 
     def free_disk(self) -> None:
-        """Give it back."""
+        """Free the disk again."""
 
     def trouble(self) -> str | None:
-        """Why the run stands still, in the coordinator's words."""
+        """Return the coordinator's reason why the run is paused."""
 
     def steps(self) -> list[Step]:
-        """Every step that was finished so far, by time."""
+        """Return every finished step so far, by time."""
 
     def journal(self) -> Path:
-        """The coordinator's folder on disk."""
+        """Return the coordinator's folder on disk."""
 
     def check(self) -> None:
-        """AssertionError if the coordinator's memory contradicts itself, where a test can reach it."""
+        """Assert the invariants of the coordinator's memory, if the test can reach it."""
 
     def close(self) -> None:
-        """Leave nothing behind, whatever happened."""
+        """End every process and delete all files."""

@@ -1,4 +1,4 @@
-"""One suite for every runtime: whatever is killed, frozen, drained or cut, no picture is lost, doubled or different.
+"""One suite for every runtime: no kill, freeze, drain or broken connection loses, doubles or changes an image.
 
 Each case ends with the same assertion (`Drill.assert_whole`): every request finished exactly once, its latents,
 log-probs and reward bit for bit those of an undisturbed run in one process. No runtime may skip a case.
@@ -30,7 +30,7 @@ from tests.conformance.stage import COMMIT_EVERY, SHAPE, STEPS, Stage, Step, eng
 
 NODES, SPARE = 2, 1
 WAVE = NODES * SHAPE
-"""Pictures that keep two nodes busy once."""
+"""Number of images that keeps two nodes busy once."""
 
 
 def open_stage(runtime: Literal["inproc", "local", "ray"], folder: Path) -> Stage:
@@ -55,16 +55,16 @@ def whole_drill(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 
 @pytest.fixture
 def drill(whole_drill: Drill) -> Drill:
-    """With two nodes up: what the case before took away is replaced by the spare one, and that while we go on."""
+    """Provide a drill with two nodes. The spare node replaces one lost in the last case, and a new spare starts."""
     whole_drill.need(NODES, spare=SPARE)
     return whole_drill
 
 
 def in_time(case: Callable[..., bool]) -> Callable[..., None]:
-    """A case that also claims something of time: how many steps were lost, or that a lease was kept.
+    """Retry a case that also asserts something about time: the number of lost steps, or a kept lease.
 
-    A machine that stands still for a whole lease breaks such a claim without any fault of ours, so it is tried three
-    times. What must never happen is asserted in each.
+    A computer that stalls for a whole lease breaks such an assertion without a fault of ours, so the case gets three
+    attempts. Invariants are asserted in each.
     """
 
     @functools.wraps(case)
@@ -79,7 +79,7 @@ def in_time(case: Callable[..., bool]) -> Callable[..., None]:
 
 
 @in_time
-def test_a_worker_killed_in_the_middle(drill: Drill) -> bool:
+def test_a_worker_killed_during_a_lease_loses_no_result(drill: Drill) -> bool:
     batch = drill.submit(3 * WAVE)
     hit = drill.in_the_middle(batch)
     drill.stage.kill(f"{hit.node}/worker-0")
@@ -90,8 +90,8 @@ def test_a_worker_killed_in_the_middle(drill: Drill) -> bool:
 
 @pytest.mark.parametrize("part", ["/agent", ""], ids=["agent", "all of it"])
 @in_time
-def test_a_node_killed_in_the_middle(drill: Drill, part: str) -> bool:
-    """A worker ends with its agent."""
+def test_a_node_killed_during_a_lease_loses_no_result(drill: Drill, part: str) -> bool:
+    """The workers end with their agent."""
     batch = drill.submit(3 * WAVE)
     hit = drill.in_the_middle(batch)
     drill.stage.kill(hit.node + part)
@@ -101,7 +101,7 @@ def test_a_node_killed_in_the_middle(drill: Drill, part: str) -> bool:
 
 
 @in_time
-def test_a_coordinator_frozen_for_longer_than_a_lease_gives_nothing_away(drill: Drill) -> bool:
+def test_a_coordinator_frozen_longer_than_a_lease_requeues_nothing(drill: Drill) -> bool:
     batch = drill.submit(4 * WAVE)
     hit = drill.in_the_middle(batch, step=3)
     drill.stage.freeze("coordinator")
@@ -112,7 +112,7 @@ def test_a_coordinator_frozen_for_longer_than_a_lease_gives_nothing_away(drill: 
 
 
 @pytest.mark.parametrize("part", ["/worker-0", ""], ids=["worker", "node"])
-def test_a_zombie_changes_nothing_and_works_again(drill: Drill, part: str) -> None:
+def test_a_zombie_worker_changes_no_result_and_works_again(drill: Drill, part: str) -> None:
     batch = drill.submit(2 * WAVE)
     hit = drill.in_the_middle(batch)
     drill.stage.freeze(hit.node + part)
@@ -123,7 +123,7 @@ def test_a_zombie_changes_nothing_and_works_again(drill: Drill, part: str) -> No
     drill.assert_whole(batch)
 
 
-def test_a_full_disk_pauses_the_run_and_loses_nothing(drill: Drill) -> None:
+def test_a_full_disk_pauses_the_run_and_loses_no_result(drill: Drill) -> None:
     batch = drill.submit(3 * WAVE)
     drill.in_the_middle(batch, step=2)
     drill.stage.fill_disk()
@@ -156,20 +156,20 @@ def test_a_node_that_drains_within_its_notice_loses_no_step(drill: Drill) -> boo
     return drill.repeated(batch, hit.lease) <= 1
 
 
-def test_a_node_that_is_noticed_and_ready_again_and_again(drill: Drill) -> None:
+def test_a_node_with_repeated_notices_loses_no_result(drill: Drill) -> None:
     batch = drill.submit(4 * WAVE)
     node = drill.in_the_middle(batch, step=2).node
     for _ in range(3):
-        drill.tell(node, state=NodeState.DRAINING, seconds=5.0)
+        drill.send_capacity(node, state=NodeState.DRAINING, seconds=5.0)
         time.sleep(0.3 * drill.lease_seconds)
-        drill.tell(node, state=NodeState.READY)
+        drill.send_capacity(node, state=NodeState.READY)
         time.sleep(0.3 * drill.lease_seconds)
     drill.assert_whole(batch)
     drill.works(node)
 
 
 @in_time
-def test_a_coordinator_killed_in_the_middle_forgets_nothing(drill: Drill) -> bool:
+def test_a_coordinator_killed_during_leases_loses_no_result(drill: Drill) -> bool:
     batch = drill.submit(4 * WAVE)
     drill.wait(lambda: drill.collect(batch)[0], "something is finished")
     hit = drill.in_the_middle(batch, step=3)
@@ -181,7 +181,7 @@ def test_a_coordinator_killed_in_the_middle_forgets_nothing(drill: Drill) -> boo
     return last_step(drill, hit) == STEPS
 
 
-def test_messages_that_are_late_doubled_and_cut(drill: Drill) -> None:
+def test_late_doubled_and_cut_messages_lose_no_result(drill: Drill) -> None:
     batch = drill.submit(4 * WAVE)
     drill.in_the_middle(batch)
     with drill.stage.bad_line() as line:
@@ -201,7 +201,7 @@ def test_a_worker_that_stays_frozen_is_replaced_by_its_node(drill: Drill) -> boo
 
 
 @in_time
-def test_a_notice_shorter_than_a_step_costs_what_a_kill_costs(drill: Drill) -> bool:
+def test_a_notice_shorter_than_a_step_costs_as_much_as_a_kill(drill: Drill) -> bool:
     batch = drill.submit(3 * WAVE)
     hit = drill.in_the_middle(batch)
     drill.stage.notice(hit.node, 0.01)
@@ -212,7 +212,7 @@ def test_a_notice_shorter_than_a_step_costs_what_a_kill_costs(drill: Drill) -> b
     return drill.repeated(batch, hit.lease) <= COMMIT_EVERY
 
 
-def test_all_spot_gone_for_a_while_and_back(drill: Drill) -> None:
+def test_losing_all_spot_nodes_for_a_while_loses_no_result(drill: Drill) -> None:
     batch = drill.submit(2 * WAVE)
     drill.in_the_middle(batch)
     nodes = drill.ready()
@@ -224,8 +224,8 @@ def test_all_spot_gone_for_a_while_and_back(drill: Drill) -> None:
     drill.assert_whole(batch)
 
 
-def test_weights_published_in_the_middle_and_what_is_asked_for_again_is_made_with_them(drill: Drill) -> None:
-    drill.undisturbed.weights(drill.version + 1)  # made now, so that publishing takes no time
+def test_requests_resubmitted_at_new_weights_are_made_with_them(drill: Drill) -> None:
+    drill.undisturbed.weights(drill.version + 1)  # computed now, so that publishing takes no time
     batch = drill.submit(3 * WAVE)
     hit = drill.in_the_middle(batch, step=1)
     drill.publish()
@@ -236,17 +236,17 @@ def test_weights_published_in_the_middle_and_what_is_asked_for_again_is_made_wit
     assert len(set(batch.versions.values())) == 2
 
 
-def test_a_node_that_the_launcher_gives_up_while_it_works(drill: Drill) -> None:
+def test_a_working_node_reported_lost_by_the_launcher_loses_no_result(drill: Drill) -> None:
     batch = drill.submit(3 * WAVE)
     hit = drill.in_the_middle(batch)
-    drill.tell(hit.node, state=NodeState.LOST)
+    drill.send_capacity(hit.node, state=NodeState.LOST)
     drill.assert_whole(batch)
     drill.wait(lambda: drill.stage.has_ended(hit.node), "its worker was sent home")
     drill.lose(hit.node)
 
 
 @in_time
-def test_workers_go_on_while_their_agent_is_frozen(drill: Drill) -> bool:
+def test_workers_continue_while_their_agent_is_frozen(drill: Drill) -> bool:
     batch = drill.submit(3 * WAVE)
     hit = drill.in_the_middle(batch)
     drill.stage.freeze(f"{hit.node}/agent")
@@ -256,7 +256,7 @@ def test_workers_go_on_while_their_agent_is_frozen(drill: Drill) -> bool:
     return last_step(drill, hit) == STEPS
 
 
-def test_a_node_that_freezes_again_and_again(drill: Drill) -> None:
+def test_a_node_that_freezes_repeatedly_loses_no_result(drill: Drill) -> None:
     batch = drill.submit(4 * WAVE)
     node = drill.in_the_middle(batch, step=2).node
     for seconds in (0.1, 1.2 * drill.lease_seconds, 0.2):
@@ -268,8 +268,8 @@ def test_a_node_that_freezes_again_and_again(drill: Drill) -> None:
     drill.works(node)
 
 
-def test_all_spot_gone_for_long_and_the_trainer_alone(drill: Drill) -> None:
-    """Long enough for every runtime to give the nodes up; they come back all the same."""
+def test_the_trainer_alone_finishes_while_all_spot_nodes_are_lost(drill: Drill) -> None:
+    """The nodes are away long enough for every runtime to give them up; they still come back."""
     batch = drill.submit(2 * WAVE)
     drill.in_the_middle(batch)
     nodes, began = drill.ready(), time.monotonic()
@@ -283,7 +283,7 @@ def test_all_spot_gone_for_long_and_the_trainer_alone(drill: Drill) -> None:
     drill.assert_whole(batch)
 
 
-def test_everybody_who_came_back_works(drill: Drill) -> None:
+def test_every_node_that_came_back_works(drill: Drill) -> None:
     for node in sorted(drill.came_back):
         drill.works(node)
 
@@ -292,7 +292,7 @@ def test_everybody_who_came_back_works(drill: Drill) -> None:
 
 
 def serve(drill: Drill, line: Transport, is_enough) -> None:
-    """Work as the trainer's process does when it would wait otherwise: with its own model and its own line."""
+    """Work like the trainer's process while it waits, with its own model and transport."""
     undisturbed = drill.undisturbed
     worker = Worker(
         name="trainer/trainer",

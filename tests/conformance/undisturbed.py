@@ -1,4 +1,4 @@
-"""What the same requests give when nothing ever happens: one process, one loop, no queue, no worker class."""
+"""The results of requests without any disturbance: one process, one loop, no queue, no worker class."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ from tests.conformance.stage import WORKDIR
 
 
 class Undisturbed:
-    """Trajectories and rewards of requests, at the shape that the fleet uses."""
+    """Computes trajectories and rewards of requests, at the batch shape of the fleet."""
 
     def __init__(self, config: EngineConfig) -> None:
         torch.set_num_threads(1)
@@ -30,7 +30,7 @@ class Undisturbed:
         self._known: dict[tuple[str, int, int], tuple[Trajectory, float]] = {}
 
     def weights(self, version: int) -> bytes:
-        """Weights of a version: each differs from every other."""
+        """Return the weights of a version; all versions differ."""
         if version not in self._weights:
             self._weights[version] = self._make_weights(version)
         return self._weights[version]
@@ -43,7 +43,7 @@ class Undisturbed:
         return get_weights(self.parameters)
 
     def results(self, requests: Sequence[RequestId], version: int) -> dict[RequestId, tuple[Trajectory, float]]:
-        """Trajectory and reward of each; noise depends on the seed alone, so a batch that repeats one is known."""
+        """Return trajectory and reward of each request. Results are cached, because noise depends only on the seed."""
         unknown = [request for request in requests if self._key(request, version) not in self._known]
         if unknown:
             set_weights(self.parameters, self.weights(version))
@@ -81,7 +81,7 @@ class Undisturbed:
 
 
 def equal(mine: Trajectory, other: Trajectory) -> bool:
-    """Bit for bit."""
+    """Return whether two trajectories are equal bit for bit."""
     pairs: list[tuple[Tensor, Tensor]] = [
         (mine.x, other.x),
         (mine.latents, other.latents),

@@ -1,4 +1,4 @@
-"""A line on which messages are late, come twice, come again much later, and answers get lost."""
+"""A transport on which messages are late, doubled or repeated much later, and answers get lost."""
 
 import random
 import threading
@@ -13,7 +13,7 @@ LONGEST_DELAY_SECONDS = 0.1
 
 
 class Unreliable:
-    """A `Transport` over another one; what it does depends on its seed and on the order of calls."""
+    """A `Transport` over another one; its faults depend on its seed and the order of calls."""
 
     def __init__(self, inner: Transport, seed: int) -> None:
         self._inner = inner
@@ -29,7 +29,7 @@ class Unreliable:
             ghost = self._random.choice(self._old) if fault == "ghost" and self._old else None
             self._old.append((head, blobs))
             self.faults += fault != "none"
-        if ghost is not None:  # a copy of an old message arrives only now
+        if ghost is not None:  # a duplicate of an old message arrives now
             self._inner.call(*ghost)
         if fault == "late":
             time.sleep(delay)

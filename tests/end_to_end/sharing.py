@@ -1,4 +1,4 @@
-"""What the workers of spot nodes do together, by their step traces (`runtime.trace_steps`), and how they are hurt."""
+"""Image sharing of spot workers, read from their step traces (`runtime.trace_steps`), and signals to them."""
 
 import json
 import os
@@ -11,25 +11,25 @@ from typing import Any
 from tests.engine.fleet import newest_pid
 
 Victims = Mapping[str, tuple[int, signal.Signals]]
-"""By node: the place of one of its workers, and the signal that it gets."""
+"""The place of one worker and the signal that it gets, by node."""
 
 
 class Sharing:
-    """Nodes of one run whose workers share pictures, all of a node's together."""
+    """Nodes of one run; all workers of a node share images."""
 
     def __init__(self, nodes: Path, *, workers: int) -> None:
-        """`nodes`: the folder with the nodes' folders. `workers`: of every spot node."""
+        """`nodes`: the folder with the nodes' folders. `workers`: number of workers of every spot node."""
         self._nodes, self._workers = nodes, workers
 
     def hurt(self, victims: Victims) -> float:
-        """All of them at once; returns the seconds until every one of these nodes shares again, successor included."""
+        """Signal all of them at once. Return the seconds until each node shares again with the restarted worker."""
         began_ns = time.time_ns()
         for node, (place, number) in victims.items():
             os.kill(newest_pid(self._nodes / node / "logs" / f"worker-{place}.log"), number)
         return self.wait({node: place for node, (place, _) in victims.items()}, began_ns)
 
     def wait(self, joiners: Mapping[str, int], began_ns: int = 0, *, seconds: float = 120.0) -> float:
-        """Until the worker in this place of each node was ordered into a group since, and that group made a step."""
+        """Wait until the worker in this place of each node joined a new group that has made a step."""
         until = time.monotonic() + seconds
         while not all(self._shares(node, place, began_ns) for node, place in joiners.items()):
             if time.monotonic() > until:

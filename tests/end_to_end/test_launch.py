@@ -1,4 +1,4 @@
-"""`spotrl launch` as users run it: a real engine on local nodes, taken back by the trace, with a user's own reward."""
+"""`spotrl launch` as users run it: a real engine on local nodes that a trace preempts, with a user's own reward."""
 
 import functools
 import json
@@ -20,7 +20,7 @@ from launcher.exit_codes import ExitCode
 from launcher.ledger.store import open_ledger
 from launcher.runs.views import RunView, run_view
 
-pytestmark = pytest.mark.timeout(600)  # a run that is preempted by the clock buys more nodes on a slow machine
+pytestmark = pytest.mark.timeout(600)  # a run with timed preemptions buys more nodes on a slow computer
 
 JOB = """
 name: {name}
@@ -52,13 +52,17 @@ def share_of_digits_read(pictures, prompts):
 
 
 class Bench:
-    """A folder with a job, a state folder of its own, and the command line."""
+    """A folder with a job, a separate state folder, and the command line."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.environment = {**os.environ, "SPOTRL_HOME": str(folder / "state"), "NO_COLOR": "1"}
         (folder / "mine.py").write_text(REWARD)
-        for name in ("engine", "launcher", "torch"):  # a user's own: no process of ours may take them for the real ones
+        for name in (
+            "engine",
+            "launcher",
+            "torch",
+        ):  # a user's own modules: no process of ours may import them in place of ours
             (folder / f"{name}.py").write_text("raise AssertionError('the wrong one')\n")
         (folder / "prompts.txt").write_text("\n".join(f"{n * 137 % 10000:04d}" for n in range(100)))
 
@@ -71,7 +75,7 @@ class Bench:
 
     def spotrl(self, *arguments: str, exit_code: int = 0) -> str:
         done = subprocess.run(
-            [sys.executable, "-P", "-m", "launcher.cli.main", *arguments],  # as the installed program does
+            [sys.executable, "-P", "-m", "launcher.cli.main", *arguments],  # like the installed program
             cwd=self.folder,
             env=self.environment,
             capture_output=True,
@@ -82,14 +86,14 @@ class Bench:
         return done.stdout
 
     def spotrl_here(self, *arguments: str) -> None:
-        """Run a command in this process, which has imported what the command would import for ten seconds."""
+        """Run a command in this process, which has done the imports that take a new process ten seconds."""
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(self.folder)
             patch.setenv("SPOTRL_HOME", self.environment["SPOTRL_HOME"])
             assert run(arguments) == ExitCode.OK
 
     def view(self, name: str) -> RunView:
-        """Read the ledger in this process: a `spotrl status` every moment would take the cores from the run."""
+        """Read the ledger in this process, because frequent `spotrl status` commands would slow down the run."""
         return run_view(self._sessions, name)
 
     @functools.cached_property
@@ -104,7 +108,7 @@ class Bench:
         return view
 
     def processes(self) -> list[psutil.Process]:
-        """Everything that was started for this state folder."""
+        """Return every process of this state folder."""
         mark = str(self.folder / "state")
         found = []
         for process in psutil.process_iter():
@@ -127,19 +131,19 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
             continue
 
 
-def test_a_launch_is_preempted_recovers_and_accounts_for_every_micro_dollar(bench: Bench) -> None:
-    # The first node is taken 10 s after it is ready, with notice; the second one after 15 s, without.
+def test_a_preempted_launch_recovers_and_accounts_for_every_micro_dollar(bench: Bench) -> None:
+    # The first node is preempted with notice 10 s after it is ready; the second one after 15 s, without notice.
     more = {"spot": 2, "reward": "mine:share_of_digits_read", "factor": 200, "trace": "bamboo-p3"}
     job = bench.job("taken", iterations=20, **more)
     bench.spotrl("launch", job, "--yes", "--result", "result.json", "--html", "report.html", "--on-exit", "down")
     result = json.loads((bench.folder / "result.json").read_text())
     assert {taken["notice"] for taken in result["preemptions"]} == {True, False}
     assert all(taken["replaced_after_s"] > 0 for taken in result["preemptions"][:2])
-    money = result["micro_usd"]
-    assert money["total"] > 0
+    amounts = result["micro_usd"]
+    assert amounts["total"] > 0
     for split in ("by_phase", "by_node", "by_market"):
-        assert sum(money[split].values()) == money["total"], split
-    assert money["by_phase"]["exploration"] > 0
+        assert sum(amounts[split].values()) == amounts["total"], split
+    assert amounts["by_phase"]["exploration"] > 0
     assert result["money_basis"] == "assumed"
     assert result["leftovers"] == {"processes": []}
     assert bench.processes() == []
@@ -147,13 +151,13 @@ def test_a_launch_is_preempted_recovers_and_accounts_for_every_micro_dollar(benc
     assert "<svg" in page
     assert "data:image/png;base64," in page
     shown = json.loads(bench.spotrl("report", "taken", "--json"))
-    assert str(money["total"]) in json.dumps(shown)
+    assert str(amounts["total"]) in json.dumps(shown)
     bench.spotrl_here("pull", "taken", "--to", "weights")
     assert (bench.folder / "weights" / "ema.safetensors").stat().st_size > 1_000_000
     assert (bench.folder / "weights" / "transformer" / "config.json").exists()
 
 
-def test_a_run_survives_its_controller_and_goes_on_from_its_checkpoint_after_a_stop(bench: Bench) -> None:
+def test_a_run_survives_its_controller_and_resumes_from_its_checkpoint(bench: Bench) -> None:
     """The controller freezes, then dies; another one resumes the run, which is stopped and resumed again."""
     bench.spotrl("launch", bench.job("orphan", iterations=8), "--yes", "--detach")
     bench.wait_for("orphan", lambda run: run.iteration >= 1)
@@ -167,7 +171,7 @@ def test_a_run_survives_its_controller_and_goes_on_from_its_checkpoint_after_a_s
     bench.wait_for("orphan", lambda run: run.iteration >= 4)
     bench.spotrl("down", "orphan")
     until = time.monotonic() + 5.0
-    while bench.processes():  # the controller itself ends a pass later
+    while bench.processes():  # the controller itself ends one pass later
         assert time.monotonic() < until
         time.sleep(0.1)
     stopped = json.loads(bench.spotrl("status", "orphan", "--json"))
@@ -181,7 +185,7 @@ def test_a_run_survives_its_controller_and_goes_on_from_its_checkpoint_after_a_s
 
 @pytest.mark.slow  # tests/launcher/cluster/test_controller.py stops runs by their budget in seconds
 def test_a_budget_stops_a_run_before_it_is_exceeded(bench: Bench) -> None:
-    # Half a minute until the budget is used up: both nodes are there before, on a machine that just started too.
+    # The budget lasts half a minute: both nodes are up before that, even on a cold computer.
     job = bench.job("poor", iterations=500, step=0.3, factor=100)
     bench.spotrl("launch", job, "--yes", "--max-total", "$3", "--result", "result.json", exit_code=7)
     result = json.loads((bench.folder / "result.json").read_text())

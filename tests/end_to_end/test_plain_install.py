@@ -10,7 +10,7 @@ import pytest
 
 from launcher.cli.main import summaries
 
-pytestmark = pytest.mark.slow  # makes an environment
+pytestmark = pytest.mark.slow  # creates an environment
 
 ROOT = Path(__file__).parents[2]
 
@@ -80,9 +80,9 @@ def test_every_command_answers_a_mistake_in_a_sentence(environment, tmp_path):
         assert len(done.stderr.strip().splitlines()) <= 4, words
 
 
-def test_a_missing_extra_is_named(environment, tmp_path):
+def test_a_missing_extra_is_named_in_the_error(environment, tmp_path):
     (tmp_path / "job.yaml").write_text("name: a\nbudget: {max_total: $10}\n")
     for words, extra in ((("reap", "-y"), "prices"), (("launch", "job.yaml", "--dry-run"), "engine")):
         assert f"pip install 'spotrl[{extra}]'" in run(environment, tmp_path, "spotrl", *words).stderr
-    told = run(environment, tmp_path, "spotrl", "reap", "-y", "--json")
-    assert json.loads(told.stdout) == {"error": told.stderr.strip().removeprefix("Error: "), "exit_code": 1}
+    result = run(environment, tmp_path, "spotrl", "reap", "-y", "--json")
+    assert json.loads(result.stdout) == {"error": result.stderr.strip().removeprefix("Error: "), "exit_code": 1}

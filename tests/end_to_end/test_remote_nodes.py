@@ -1,6 +1,6 @@
-"""Nodes as on a cloud's machines: reached over SSH, started by their windows, trained together, read from mirrors.
+"""Remote nodes as on cloud instances: reached over SSH, started by remote consoles, and read from mirrors.
 
-Two addresses of the loopback stand for two machines; everything from ssh to the engine's agents is real.
+Two loopback addresses stand for two instances; everything from ssh to the engine's agents is real.
 """
 
 import contextlib
@@ -32,22 +32,22 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(why_no_sshd() is not None, re
 TRAINER, SPOT = "127.0.0.1", "127.0.0.2"
 
 
-class Machines:
-    """One machine per node, and what the launcher keeps of them."""
+class Instances:
+    """One instance per node, with the launcher's links and mirrors."""
 
     def __init__(self, folder: Path, runtime: str) -> None:
         self.folder, self.port = folder, free_port()
         with socket.socket() as closed:
             closed.bind(("127.0.0.1", 0))
-            nobody = f"http://127.0.0.1:{closed.getsockname()[1]}"
-        # No metadata service answers, and no cloud is asked; SPOTRL_SHUTDOWN is set by Sshd.
-        away = {"SPOTRL_IMDS_URL": nobody, "AWS_ENDPOINT_URL": nobody}
+            closed_url = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        # No metadata service answers, and no cloud is called; Sshd sets SPOTRL_SHUTDOWN.
+        away = {"SPOTRL_IMDS_URL": closed_url, "AWS_ENDPOINT_URL": closed_url}
         self.sshds = {
             "trainer": Sshd(folder / "trainer", address=TRAINER, environment=away),
             "spot": Sshd(folder / "spot", address=SPOT, environment=away),
         }
         settings = CONFIG.runtime.model_dump() | {"name": runtime}
-        # Without its spot node the run waits, however busy this machine is.
+        # Without its spot node the run waits, however busy this computer is.
         budget = CandidateBudget(candidates=CANDIDATES, patience_seconds=200)
         self.engine = CONFIG.model_copy(
             update={
@@ -87,7 +87,7 @@ class Machines:
             )
         )
 
-    def said(self, name: str, file: str) -> Any:
+    def read_json(self, name: str, file: str) -> Any:
         path = self.mirror(name) / file
         return json.loads(path.read_text()) if path.exists() else None
 
@@ -105,7 +105,7 @@ class Machines:
         return "\n".join(f"{path}:\n{path.read_text()[-1500:]}" for path in paths)
 
     def processes(self) -> list[psutil.Process]:
-        """What runs for the nodes, their guards among it."""
+        """Return the processes of the nodes, with their guards."""
         found = []
         for process in psutil.process_iter():
             try:
@@ -129,15 +129,15 @@ class Machines:
 
 
 @pytest.fixture(params=["local", "ray"])
-def machines(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Machines]:
-    made = Machines(tmp_path, request.param)
+def instances(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Instances]:
+    made = Instances(tmp_path, request.param)
     yield made
     made.close()
 
 
-def is_healthy(machines) -> bool:
-    """Ask the coordinator through the trainer's line: what it forwards is refused until the line is mended."""
-    tunnel = machines.links["trainer"].tunnel(machines.port)
+def is_healthy(instances) -> bool:
+    """Return whether the coordinator answers through the trainer's link. The tunnel refuses during a reconnect."""
+    tunnel = instances.links["trainer"].tunnel(instances.port)
     if tunnel is None:
         return False
     host, port = tunnel
@@ -149,20 +149,24 @@ def is_healthy(machines) -> bool:
 
 
 @pytest.mark.timeout(400)
-def test_two_machines_train_together_while_their_lines_break(machines):
-    machines.start("trainer")
-    machines.start("spot")
+def test_two_remote_nodes_train_together_while_their_connections_break(instances):
+    instances.start("trainer")
+    instances.start("spot")
     for name in ("trainer", "spot"):
-        machines.wait_for(lambda name=name: machines.said(name, "ready.json"))
-        # The line of each breaks once, and nobody notices.
-        machines.sshds[name].cut(signal.SIGKILL)
-    machines.wait_for(lambda: is_healthy(machines))
-    machines.wait_for(lambda: all(machines.said(name, "exit.json") for name in ("trainer", "spot")))
-    assert [machines.said(name, "exit.json")["code"] for name in ("trainer", "spot")] == [0, 0], machines.logs()
-    events = machines.events()
+        instances.wait_for(lambda name=name: instances.read_json(name, "ready.json"))
+        # The connection of each node breaks once, and the run does not notice.
+        instances.sshds[name].cut(signal.SIGKILL)
+    instances.wait_for(lambda: is_healthy(instances))
+    instances.wait_for(lambda: all(instances.read_json(name, "exit.json") for name in ("trainer", "spot")))
+    assert [instances.read_json(name, "exit.json")["code"] for name in ("trainer", "spot")] == [0, 0], instances.logs()
+    events = instances.events()
     assert [event.iteration for event in events if isinstance(event, IterationDone)] == [0, 1]
     assert "spot" in {event.node for event in events if isinstance(event, NodeUsage)}
     for name in ("trainer", "spot"):
-        for file in sorted(machines.remote(name).glob("logs/*.log")) + sorted(machines.remote(name).glob("progress/*")):
-            copy = machines.mirror(name) / file.relative_to(machines.remote(name))
-            machines.wait_for(lambda copy=copy, file=file: copy.exists() and copy.read_bytes() == file.read_bytes(), 10)
+        for file in sorted(instances.remote(name).glob("logs/*.log")) + sorted(
+            instances.remote(name).glob("progress/*")
+        ):
+            copy = instances.mirror(name) / file.relative_to(instances.remote(name))
+            instances.wait_for(
+                lambda copy=copy, file=file: copy.exists() and copy.read_bytes() == file.read_bytes(), 10
+            )

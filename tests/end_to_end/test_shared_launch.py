@@ -1,4 +1,4 @@
-"""`spotrl launch` of a job whose spot nodes share pictures: it reaches its target, with equal batches."""
+"""`spotrl launch` of a job whose spot nodes share images: it reaches its target with equal batches."""
 
 import json
 import os
@@ -43,10 +43,10 @@ reclaims: {{trace: none}}
 """
 
 EVALUATIONS = 7
-"""At or above a target that the base has passed already: it is held at iteration 12, in every run."""
+"""The base already exceeds the target, so it is confirmed at iteration 12 in every run."""
 
 PACE_SECONDS = 0.2
-"""A step of the disturbed runs takes at least so long: processes start beside it, also where there are few cores."""
+"""Minimum seconds of a step in disturbed runs, because processes start at the same time, perhaps on few cores."""
 
 WORKERS = 2
 
@@ -57,7 +57,7 @@ class SharedBench(Bench):
     """Launches runs whose spot nodes have two workers."""
 
     def launch(self, name: str, *, runtime: str = "local", sp_degree: int = 1, pace_seconds: float = 0.0) -> Path:
-        """Returns the folder of the run's nodes."""
+        """Launch a run, and return the folder of its nodes."""
         job = JOB.format(
             name=name, runtime=runtime, sp_degree=sp_degree, pace_seconds=pace_seconds, evaluations=EVALUATIONS
         )
@@ -66,18 +66,18 @@ class SharedBench(Bench):
         return self.folder / "state" / "runs" / name / "nodes"
 
     def until_finished(self, name: str) -> dict[int, str]:
-        """Manifests by batch of a run that reached its target."""
+        """Wait until the run reached its target, and return its manifests by batch."""
         trainer = self.folder / "state" / "runs" / name / "nodes" / f"{name}-trainer-g0" / "progress" / "trainer.jsonl"
         until = time.monotonic() + FINISHED_SECONDS
         while not (
             trainer.exists() and EngineFinished.KIND in trainer.read_text()
-        ):  # `spotrl status` would take time from what runs
+        ):  # `spotrl status` would take CPU time from the run
             assert time.monotonic() < until, self.view(name)
             time.sleep(0.5)
-        said = [Progress.from_json(line).event for line in trainer.read_text().splitlines()]
-        assert [event.reason for event in said if isinstance(event, EngineFinished)] == ["target"]
+        events = [Progress.from_json(line).event for line in trainer.read_text().splitlines()]
+        assert [event.reason for event in events if isinstance(event, EngineFinished)] == ["target"]
         self.wait_for(name, lambda run: run.status == "finished")
-        return {event.iteration: event.manifest_digest for event in said if isinstance(event, IterationDone)}
+        return {event.iteration: event.manifest_digest for event in events if isinstance(event, IterationDone)}
 
 
 @pytest.fixture(scope="module")
@@ -93,14 +93,14 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedBench]:
 
 @pytest.fixture(scope="module")
 def undisturbed(bench: SharedBench) -> dict[int, str]:
-    """Manifests of a run whose workers share nothing."""
+    """Return the manifests of a run whose workers share no image."""
     bench.launch("alone")
     return bench.until_finished("alone")
 
 
-@pytest.mark.slow  # five minutes; what is lost and regained is also tested in test_shared_pictures.py, without a launch
+@pytest.mark.slow  # five minutes; test_shared_images.py tests losses and joins without a launch
 @pytest.mark.parametrize("runtime", ["local", "ray"])
-def test_a_launch_that_loses_and_gains_members_of_groups_reaches_its_target_with_equal_manifests(
+def test_a_launch_with_changing_groups_reaches_its_target_with_equal_manifests(
     bench: SharedBench, undisturbed: dict[int, str], runtime: str
 ) -> None:
     if runtime == "ray":

@@ -1,4 +1,4 @@
-"""Whatever dies or freezes, a batch trains exactly its manifest: real processes, real signals, exploration on."""
+"""A batch trains exactly its manifest despite kills and freezes: real processes and signals, with exploration."""
 
 import os
 import signal
@@ -38,7 +38,7 @@ Disturbance = Callable[[Fleet], None]
 
 
 def trained_by(folder: Path, disturbances: Sequence[Disturbance]) -> tuple[dict[int, str], str]:
-    """Manifests by batch and the digest of the final weights, after a run that was disturbed at every other batch."""
+    """Run with a disturbance at every other batch. Return the manifests by batch and the final weights' digest."""
     fleet = NurseryFleet(folder, CONFIG)
     try:
         for node in ("trainer", "spot-0", "spot-1"):
@@ -71,8 +71,8 @@ def agent(node: str, number: signal.Signals) -> Disturbance:
         os.kill(fleet.agents[node].pid, number)
         if number == signal.SIGKILL:
             fleet.agents[node].wait()
-            # The launcher would see the node gone and start its successor.
-            fleet.tell_lost(node)
+            # The launcher would notice the lost node and start its successor.
+            fleet.report_lost(node)
             fleet.start(f"{node}-g2")
 
     return disturb
@@ -95,10 +95,10 @@ def whole_node(node: str, number: signal.Signals, *, noticed: bool) -> Disturban
     [pytest.param(signal.SIGKILL, marks=pytest.mark.slow), signal.SIGSTOP],
     ids=["SIGKILL", "SIGSTOP"],
 )
-def test_every_process_lost_in_turn_and_still_the_same_batches_and_weights(
+def test_losing_every_process_in_turn_keeps_batches_and_weights(
     tmp_path: Path, undisturbed: tuple[dict[int, str], str], number: signal.Signals
 ) -> None:
-    """Bit for bit what an undisturbed run trains: equal manifests and weights, with a counted exploration budget."""
+    """Manifests and weights equal those of an undisturbed run bit for bit, with a counted exploration budget."""
     in_turn = [
         process("trainer", "coordinator", number),
         process("spot-0", "worker-0", number),
@@ -113,13 +113,13 @@ def test_every_process_lost_in_turn_and_still_the_same_batches_and_weights(
 @pytest.mark.parametrize(
     "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)], ids=["SIGKILL", "SIGSTOP"]
 )
-def test_a_lost_trainer_machine_goes_on_from_its_checkpoint_under_a_new_lineage(
+def test_a_lost_trainer_node_resumes_from_its_checkpoint_in_a_new_lineage(
     tmp_path: Path, undisturbed: tuple[dict[int, str], str], number: signal.Signals
 ) -> None:
     def lose_trainer(fleet: Fleet) -> None:
         fleet.signal_node("trainer", number)
         if number == signal.SIGSTOP:
-            # The cloud has taken the machine: it no longer answers on its address.
+            # The cloud has preempted the node: it no longer answers on its address.
             fleet.signal_node("trainer", signal.SIGKILL)
         fleet.start("trainer-g2")
 
@@ -127,7 +127,7 @@ def test_a_lost_trainer_machine_goes_on_from_its_checkpoint_under_a_new_lineage(
     assert (manifests, digest) == undisturbed
 
 
-def test_a_run_without_any_spot_node_trains_its_batches_on_the_trainer_alone(tmp_path: Path) -> None:
+def test_a_run_without_spot_nodes_trains_on_the_trainer_alone(tmp_path: Path) -> None:
     config = CONFIG.model_copy(update={"iterations": 2, "exploration": ExplorationConfig(mode="none")})
     fleet = NurseryFleet(tmp_path, config)
     try:
@@ -146,10 +146,10 @@ def test_a_run_without_any_spot_node_trains_its_batches_on_the_trainer_alone(tmp
     ],
     ids=["counted-SIGKILL", "idle-time-SIGSTOP"],
 )
-def test_exploration_pauses_while_there_is_no_spot_node_and_resumes_with_the_next(
+def test_exploration_pauses_without_spot_nodes_and_resumes_with_the_next(
     tmp_path: Path, budget: CandidateBudget | SecondsBudget, number: signal.Signals
 ) -> None:
-    """The trainer waits for nobody who is not there: it goes on at the plain pace, on its own."""
+    """The trainer does not wait for missing nodes: it continues alone at its plain speed."""
     exploration = ExplorationConfig(budget=budget, wait="all", profiles=(ProfileConfig(shape=16),))
     fleet = NurseryFleet(tmp_path, CONFIG.model_copy(update={"iterations": 5_000, "exploration": exploration}))
 
@@ -162,7 +162,7 @@ def test_exploration_pauses_while_there_is_no_spot_node_and_resumes_with_the_nex
         fleet.wait_for(lambda: sum(count > 0 for count in explored()) >= 2)
         fleet.signal_node("spot-0", number)
         alone = len(explored())
-        # What is leased to the lost node is taken back, and what it explores is waited for, once.
+        # Leases of the lost node are requeued, and its exploration is waited for once.
         fleet.wait_for(lambda: explored()[alone:].count(0) >= 4)
         fleet.start("spot-1")
         before = len(explored())

@@ -1,4 +1,4 @@
-"""The wheel works outside a checkout: what the program reads at run time is in it, the tests are not."""
+"""The wheel works outside a checkout: it contains all files that the program reads, and no tests."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the wheel's content, installed as pip does."""
+    """Install the wheel to a folder like pip, and return the folder."""
     folder = tmp_path_factory.mktemp("wheel")
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", str(folder), str(ROOT)], check=True)
@@ -35,7 +35,7 @@ def run(installed: Path, folder: Path, *arguments: str) -> str:
     return done.stdout
 
 
-def test_the_base_model_the_catalog_and_the_trace_come_with_the_wheel(installed: Path, tmp_path: Path) -> None:
+def test_the_wheel_contains_the_base_model_the_catalog_and_the_trace(installed: Path, tmp_path: Path) -> None:
     code = """
 import engine, launcher
 from engine.config import ModelConfig
@@ -51,7 +51,7 @@ print(preemption_schedule(Job(name="x").reclaims).describe())
     assert "True True" in out
 
 
-def test_a_job_is_written_planned_and_kept_in_a_new_ledger_from_the_wheel(installed: Path, tmp_path: Path) -> None:
+def test_the_wheel_can_write_and_plan_a_job_and_store_it_in_a_ledger(installed: Path, tmp_path: Path) -> None:
     run(installed, tmp_path, "-m", "launcher.cli.main", "init", "job.yaml")
     plan = run(installed, tmp_path, "-m", "launcher.cli.main", "launch", "job.yaml", "--dry-run")
     assert "nothing was bought" in plan

@@ -1,6 +1,6 @@
 """A fleet of real nodes for tests: agents as process sessions, without the launcher.
 
-Stands where the launcher would: starts nodes, takes them away, and says what there is.
+It takes the launcher's part: it starts nodes, ends them and sends capacity snapshots.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from engine.events import Capacity, Market, NodeCapacity, NodeState, Progress
 from engine.node_spec import ClockConfig, NodeSpec, role_token
 
 TOKEN = "test-token"
-"""Of the run. Nodes and callers have those of their roles."""
+"""The run's token. Nodes and callers use tokens derived from it for their roles."""
 ALLOWED = {role: {"Authorization": f"Bearer {role_token(TOKEN, role)}"} for role in ROUTES}
 """Headers of each role's calls."""
 
@@ -42,7 +42,10 @@ class Fleet:
     def start(
         self, node: str, *, workers: int = 1, module: str = "engine.node.agent", cores: Sequence[int] | None = None
     ) -> None:
-        """A node called `trainer...` trains; any other is a spot node. `module`: what it runs. `cores`: its own."""
+        """Start a node. A name that begins with `trainer` makes a trainer node, any other a spot node.
+
+        `module`: the program of the node. `cores`: the CPU cores that the node may use.
+        """
         folder = self.folder / "nodes" / node
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         trains = node.startswith("trainer")
@@ -62,7 +65,7 @@ class Fleet:
         )
         (folder / "node.json").write_text(spec.model_dump_json())
         everyone = os.sched_getaffinity(0)
-        os.sched_setaffinity(0, cores or everyone)  # what a node starts keeps to its cores from the first moment on
+        os.sched_setaffinity(0, cores or everyone)  # processes inherit the cores from their start
         try:
             self.agents[node] = self._spawn(module, folder / "node.json")
         finally:
@@ -78,7 +81,7 @@ class Fleet:
             )
 
     def pids(self, node: str) -> list[int]:
-        """Every process of the node's session."""
+        """Return every process of the node's session."""
         session = self.agents[node].pid
         found = []
         for process in psutil.process_iter():
@@ -90,7 +93,7 @@ class Fleet:
         return found
 
     def pid_of(self, node: str, name: str) -> int:
-        """The newest process of this name (coordinator, trainer, worker-0), by its log."""
+        """Return the pid of the newest process of this name (coordinator, trainer, worker-0), from its log."""
         return newest_pid(self.folder / "nodes" / node / "logs" / f"{name}.log")
 
     def signal_node(self, node: str, number: signal.Signals) -> None:
@@ -102,14 +105,14 @@ class Fleet:
         deadline_ms = self.clock.clock().now_ms() + round(seconds * 1000)
         (self.folder / "nodes" / node / "notice.json").write_text(json.dumps({"deadline_ms": deadline_ms}))
 
-    def tell_lost(self, node: str) -> None:
-        """What the controller would tell the engine."""
+    def report_lost(self, node: str) -> None:
+        """Report these nodes as lost, like a controller."""
         self._generation += 1
         lost = NodeCapacity(node=node, market=Market.SPOT, state=NodeState.LOST, workers=1)
         self.post("/capacity", Capacity(generation=self._generation, nodes=(lost,)).to_json())
 
     def post(self, path: str, content: str) -> httpx.Response:
-        """As the launcher: ask the coordinator."""
+        """Send a request to the coordinator with the launcher's token."""
         return httpx.post(self._url(path), content=content, headers=ALLOWED["controller"], trust_env=False)
 
     def get(self, path: str) -> httpx.Response:
@@ -119,7 +122,7 @@ class Fleet:
         return f"http://127.0.0.1:{self.port}{path}"
 
     def progress(self, source: str = "trainer") -> list[Progress]:
-        """Events of every trainer node, in the order they were written; repeated numbers once."""
+        """Return the events of every trainer node in written order, each number once."""
         seen: dict[tuple[int, int], Progress] = {}
         for path in sorted(self.folder.glob(f"nodes/*/progress/{source}.jsonl"), key=lambda p: p.stat().st_ctime):
             for line in path.read_text().splitlines():
@@ -134,7 +137,7 @@ class Fleet:
         return [progress.event for progress in self.progress(source) if kind == progress.event.KIND]
 
     def wait_for(self, what: Callable[[], bool], *, seconds: float = 120.0, every: float = 0.02) -> None:
-        """`every`: seconds between two looks; looking costs time that a benchmark must not take."""
+        """Poll until the condition holds. `every`: seconds between two polls; a benchmark polls rarely."""
         until = time.monotonic() + seconds
         while not what():
             if time.monotonic() > until:
@@ -149,7 +152,7 @@ class Fleet:
         return self.events("engine_finished")[-1]
 
     def manifests(self) -> dict[int, str]:
-        """What was trained, by batch; the newest lineage counts."""
+        """Return the manifest of each trained batch; the newest lineage counts."""
         rows = sorted(self.progress(), key=lambda p: (p.lineage, p.seq))
         return {p.event.iteration: p.event.manifest_digest for p in rows if p.event.KIND == "iteration_done"}
 
@@ -158,7 +161,7 @@ class Fleet:
         return "\n".join(texts)
 
     def end(self, node: str) -> None:
-        """Leave nothing of this node; it may be frozen."""
+        """Kill every process of this node, even if the node is frozen."""
         self.signal_node(node, signal.SIGKILL)
         self.agents[node].wait()
 
@@ -168,7 +171,7 @@ class Fleet:
 
 
 def newest_pid(log: Path) -> int:
-    """Of the process that last began this log."""
+    """Return the pid of the process that last opened this log."""
     begun = [line for line in log.read_text().splitlines() if line.startswith("---")]
     return int(begun[-1].rsplit(" ", 1)[1])
 

@@ -1,4 +1,4 @@
-"""Heads of messages, for tests that write a call as it travels."""
+"""Message heads as dicts, for tests that write a call in its wire format."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -70,10 +70,12 @@ class Forked:
 
 
 class Nursery:
-    """The process that forks, seen from the test that asks for agents."""
+    """A test's handle on the process that forks agents."""
 
     def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="nursery")  # a socket's path is short, a test's folder is not
+        self._folder = tempfile.TemporaryDirectory(
+            prefix="nursery"
+        )  # a socket path has a length limit that a test's folder may exceed
         self.socket = Path(self._folder.name) / "socket"
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.engine.nursery", str(self.socket)],
@@ -133,7 +135,7 @@ def forked_python(folder: Path) -> str:
     """Write the program that has `-P -m MODULE WORD ...` done by a process that the nursery forks. Return its path."""
     program = folder / "forked-python"
     ask = nursery()
-    ask.ask({"poll": None})  # it listens when it answers
+    ask.ask({"poll": None})  # its answer shows that it listens
     program.write_text(PROGRAM.format(python=sys.executable, socket=str(ask.socket)))
     program.chmod(0o755)
     return str(program)
@@ -147,7 +149,7 @@ class NurseryFleet(Fleet):
 
 
 def main() -> None:
-    import engine.entrypoints.processes  # noqa: F401  what every node needs
+    import engine.entrypoints.processes  # noqa: F401  every node needs these modules
     from engine.config import EngineConfig
     from engine.models.load import load_adapter
 
@@ -191,7 +193,7 @@ def _answer(order: Mapping[str, Any], sessions: set[int]) -> int | None:
 
 
 def _run_module(line: socket.socket) -> None:
-    """Be the process that PROGRAM stands for: its standard files, environment, folder and command line."""
+    """Run a module with the standard files, environment, folder and command line of the replaced process."""
     head, files, _, _ = socket.recv_fds(line, 4, 3)
     text = b""
     while len(text) < int.from_bytes(head, "big"):

@@ -1,4 +1,4 @@
-"""A power cut: of what was written to a folder, only what was synced is there afterwards.
+"""A simulated power cut: only synced data of a folder survives.
 
 A strict disk. A file has the bytes of its last fsync, and a name has the file that it had at the last fsync of its
 folder, or at the first fsync of a file under a new name.
@@ -13,13 +13,13 @@ class Power:
 
     def __init__(self, monkeypatch):
         self._bytes: dict[int, bytes] = {}
-        """By inode."""
+        """Bytes of the last fsync, by inode."""
         self._names: dict[Path, int] = {}
         self._fsync = os.fsync
         monkeypatch.setattr(os, "fsync", self._sync)
 
     def cut(self, folder, to):
-        """Write to `to` what a power cut leaves of `folder`."""
+        """Write the content of `folder` that survives a power cut to `to`."""
         to.mkdir()
         for path, inode in self._names.items():
             if path.is_relative_to(folder):

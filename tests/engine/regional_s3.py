@@ -1,4 +1,4 @@
-"""S3 as it treats a wrong region: a request that is signed for another region than its bucket's is refused.
+"""S3 with its region check: a request signed for a region other than the bucket's is refused.
 
     client -> RegionalS3 (checks the signature's region) -> moto (keeps the objects)
 
@@ -15,7 +15,7 @@ from moto.server import ThreadedMotoServer
 
 SCOPE = re.compile(r"Credential=[^/]+/\d{8}/([a-z0-9-]+)/s3/")
 HOP = {"connection", "transfer-encoding", "content-length", "server", "date"}
-"""Headers that are this server's own business."""
+"""Headers that this server sets itself."""
 
 
 class RegionalS3:
@@ -63,11 +63,11 @@ class RegionalS3:
             def _answer(self):
                 body = self.rfile.read(int(self.headers.get("content-length", 0)))
                 signed = SCOPE.search(self.headers.get("authorization", ""))
-                # Which region a bucket is in may be asked in any region's name.
-                asks_where = self.path.endswith("?location")
-                if signed and not asks_where:
+                # A request for a bucket's region may be signed for any region.
+                asks_for_region = self.path.endswith("?location")
+                if signed and not asks_for_region:
                     s3.signed_for.add(signed[1])
-                if signed and signed[1] != s3.region and not asks_where:
+                if signed and signed[1] != s3.region and not asks_for_region:
                     wrong = f"the region '{signed[1]}' is wrong; expecting '{s3.region}'"
                     text = f"<Error><Code>AuthorizationHeaderMalformed</Code><Message>{wrong}</Message></Error>"
                     status, headers, data = 400, [("x-amz-bucket-region", s3.region)], text.encode()

@@ -1,4 +1,4 @@
-"""A coordinator behind its HTTP front on a loopback port, in a thread of the test, so that a test can look inside."""
+"""A coordinator behind its HTTP front on loopback, in a thread of the test process, so a test can inspect it."""
 
 import threading
 import time
@@ -17,7 +17,7 @@ from tests.engine.fleet import TOKEN
 
 
 class Served:
-    """`calls`: every head that came in, with the moment (monotonic) it did."""
+    """A coordinator behind HTTP. `calls`: every received head with its monotonic time."""
 
     def __init__(self, folder, runtime=None, *, port=0):
         clock = ScaledClock(origin_ms=time.time_ns() // 1_000_000)

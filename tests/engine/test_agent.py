@@ -1,4 +1,4 @@
-"""A node whose worker dies has it back at once, without asking anyone for the weights again."""
+"""The node agent restarts a dead worker at once, and the worker reuses the node's weights."""
 
 import contextlib
 import json
@@ -24,7 +24,7 @@ from tests.end_to_end.sharing import Sharing
 from tests.engine.heads import task_to_dict, weights_to_list
 from tests.engine.nursery import NurseryFleet
 from tests.engine.served import Served
-from tests.engine.test_machine import spec_of
+from tests.engine.test_node_agent_on_cloud import spec_of
 
 V0 = WeightsKey(version=0)
 STEPS = 40
@@ -33,7 +33,7 @@ CONFIG = EngineConfig(runtime=RuntimeConfig(shape=2, step_seconds=0.05, commit_e
 
 @contextlib.contextmanager
 def a_node(folder, config):
-    """A spot node of two workers, and the coordinator that they call in to."""
+    """Start a spot node with two workers, and a coordinator for them."""
     served = Served(folder / "coordinator", config.runtime)
     fleet = NurseryFleet(folder, config)
     fleet.port = served.port
@@ -50,7 +50,7 @@ def a_node(folder, config):
 
 @pytest.fixture(scope="module")
 def node(tmp_path_factory):
-    """Its pictures take two seconds."""
+    """A node whose images take two seconds each."""
     with a_node(tmp_path_factory.mktemp("node"), CONFIG) as node:
         yield node
 
@@ -77,7 +77,7 @@ def wait_for_both_to_commit(node, since=0.0):
     node.fleet.wait_for(both, seconds=60.0)
 
 
-def test_two_workers_ask_once_for_the_weights_and_a_killed_one_works_again_without_asking(node):
+def test_two_workers_fetch_weights_once_and_a_restarted_worker_reuses_them(node):
     submit(node, 0, 8)
     wait_for_both_to_commit(node)
     assert len(node.served.of("weights")) == 1
@@ -89,14 +89,14 @@ def test_two_workers_ask_once_for_the_weights_and_a_killed_one_works_again_witho
     assert died[0][1] == "spot/0"
     assert died[0][0] - killed < 0.5
     successor = psutil.Process(node.fleet.pid_of("spot", "worker-0"))
-    assert successor.ppid() == node.fleet.agents["spot"].pid  # forked: it imported nothing
+    assert successor.ppid() == node.fleet.agents["spot"].pid  # the worker was forked, so it imported nothing
     again = next(at for at, head in pulls(node, "spot/0") if at > killed and head["seq"] == 1)
-    print(f"killed: died heard {died[0][0] - killed:.3f} s, pulls again {again - killed:.3f} s after")
+    print(f"killed: death reported after {died[0][0] - killed:.3f} s, pulls again {again - killed:.3f} s after")
     assert len(node.served.of("weights")) == 1
     assert node.served.coordinator.queue.poisoned == {}
 
 
-def test_a_worker_ends_with_its_agent_though_the_other_worker_is_frozen(tmp_path):
+def test_a_worker_ends_with_its_agent_while_another_worker_is_frozen(tmp_path):
     with a_node(tmp_path, CONFIG) as node:
         node.fleet.wait_for((tmp_path / "nodes/spot/ready.json").exists)
         frozen, other = (psutil.Process(node.fleet.pid_of("spot", f"worker-{number}")) for number in (1, 0))
@@ -107,7 +107,7 @@ def test_a_worker_ends_with_its_agent_though_the_other_worker_is_frozen(tmp_path
         assert frozen.is_running()
 
 
-def test_finished_rollouts_are_progress_of_a_spot_node(node):
+def test_finished_rollouts_count_as_progress_of_a_spot_node(node):
     spec = spec_of(node.fleet.folder / "nodes/spot")
     before = progress_of(spec)
     submit(node, 5, 4)
@@ -115,8 +115,8 @@ def test_finished_rollouts_are_progress_of_a_spot_node(node):
     assert node.served.of("finish")
 
 
-def test_a_noticed_node_commits_gives_back_and_asks_for_nothing_more(node):
-    submit(node, 1, 40)  # enough for both to be at work when the notice comes, however slow this machine is
+def test_a_node_under_notice_commits_returns_its_leases_and_pulls_no_more(node):
+    submit(node, 1, 40)  # enough that both workers are busy at the notice even on a slow computer
     begun = time.monotonic()
     wait_for_both_to_commit(node, since=begun)
     node.fleet.notice("spot", seconds=60.0)
@@ -130,14 +130,14 @@ def test_a_noticed_node_commits_gives_back_and_asks_for_nothing_more(node):
     node.fleet.wait_for(lambda: len(node.served.of("notice")) == 1, seconds=5.0)
     time.sleep(0.5)
     assert [head for at, head in node.served.of("pull") if at > last] == []
-    # Whoever goes on repeats nothing: the last commit is of the step at which the work was given back.
+    # The next worker repeats no step: the last commit is of the step at which the lease was returned.
     for worker in ("spot/0", "spot/1"):
         mine = [head for at, head in node.served.calls if at > noticed and head.get("worker") == worker]
         names = [head["call"] for head in mine if head["call"] in ("commit", "give_back")]
         assert names[-2:] == ["commit", "give_back"]
 
 
-def test_a_node_whose_store_dies_gets_another_where_its_workers_meet_again(tmp_path):
+def test_a_node_whose_store_dies_starts_a_new_one_and_its_workers_regroup(tmp_path):
     shared = {"sp_degree": 2, "sp_timeout_seconds": 1.0, "trace_steps": True}
     config = CONFIG.model_copy(update={"runtime": CONFIG.runtime.model_copy(update=shared)})
     with a_node(tmp_path, config) as node:
@@ -163,8 +163,8 @@ class Dead:
         return False
 
 
-class Place:
-    """One process of a node, whose lives are as long as the test says. `progress` is what the node achieved."""
+class SupervisedProcess:
+    """One process of a node. The test sets how long each start lives; `progress` counts the node's progress."""
 
     def __init__(self):
         self.progress, self.starts = 0, 0
@@ -176,51 +176,51 @@ class Place:
         return Dead(0)
 
     def dies(self, exitcode, after_seconds, **more):
-        """Returns why the node gives up, or None."""
+        """End the process, and return the reason why the node gives up, or None."""
         self.child.process, self.child.started = Dead(exitcode), time.monotonic() - after_seconds
         return self.child.keep_alive(**more)
 
 
 @pytest.mark.parametrize("after_seconds", [1, 25, 3600])
-def test_the_same_exit_three_times_without_progress_ends_the_node_however_late(after_seconds):
-    place = Place()
-    assert [place.dies(1, after_seconds) for _ in range(3)] == [
+def test_three_equal_exits_without_progress_end_the_node_at_any_interval(after_seconds):
+    process = SupervisedProcess()
+    assert [process.dies(1, after_seconds) for _ in range(3)] == [
         None,
         None,
         "worker-0 ended with exit code 1 3 times without progress",
     ]
 
 
-def test_a_process_whose_node_makes_progress_is_started_for_ever():
-    place = Place()
-    for place.progress in range(20):
-        assert [place.dies(-9, 25), place.dies(-9, 25)] == [None, None]
+def test_a_process_is_restarted_without_limit_while_its_node_makes_progress():
+    process = SupervisedProcess()
+    for process.progress in range(20):
+        assert [process.dies(-9, 25), process.dies(-9, 25)] == [None, None]
 
 
-def test_different_exits_end_the_node_at_the_fifth():
-    place = Place()
+def test_the_fifth_of_different_exits_ends_the_node():
+    process = SupervisedProcess()
     exits = [1, -9, 2, -11, 3]
-    assert [place.dies(code, 25) for code in exits][:4] == [None] * 4
-    assert place.child.past.give_up() == "ended 5 times without progress, at last with exit code 3"
+    assert [process.dies(code, 25) for code in exits][:4] == [None] * 4
+    assert process.child.past.give_up() == "ended 5 times without progress, at last with exit code 3"
 
 
-def test_a_death_of_a_node_that_is_taken_back_counts_for_nothing():
-    place = Place()
-    assert [place.dies(-9, 25, leaving=True) for _ in range(10)] == [None] * 10
+def test_an_exit_on_a_node_under_preemption_does_not_count():
+    process = SupervisedProcess()
+    assert [process.dies(-9, 25, leaving=True) for _ in range(10)] == [None] * 10
 
 
-def test_a_worker_whose_coordinator_is_away_is_started_for_ever():
-    place = Place()
-    assert [place.dies(EXIT_UNANSWERED, 61) for _ in range(10)] == [None] * 10
+def test_a_worker_without_a_coordinator_is_restarted_without_limit():
+    process = SupervisedProcess()
+    assert [process.dies(EXIT_UNANSWERED, 61) for _ in range(10)] == [None] * 10
 
 
-def test_a_first_death_costs_no_time_and_one_after_another_costs_more():
-    place = Place()
-    assert place.dies(-9, 25) is None
-    assert place.starts == 1
-    assert place.dies(-11, 25) is None
-    assert place.starts == 1
-    assert place.child.started - time.monotonic() > 0.3
+def test_the_first_restart_is_immediate_and_repeated_restarts_back_off():
+    process = SupervisedProcess()
+    assert process.dies(-9, 25) is None
+    assert process.starts == 1
+    assert process.dies(-11, 25) is None
+    assert process.starts == 1
+    assert process.child.started - time.monotonic() > 0.3
 
 
 def iteration_done(lineage, iteration):
@@ -239,7 +239,7 @@ def iteration_done(lineage, iteration):
     return f"{line.to_json()}\n"
 
 
-def test_a_new_iteration_is_progress_and_one_that_is_done_again_is_none(tmp_path):
+def test_a_new_iteration_is_progress_and_a_repeated_one_is_not(tmp_path):
     spec = spec_of(tmp_path, role="trainer")
     (tmp_path / "progress").mkdir()
     file = tmp_path / "progress/trainer.jsonl"
@@ -250,7 +250,7 @@ def test_a_new_iteration_is_progress_and_one_that_is_done_again_is_none(tmp_path
     assert seen == [None, 0, 1, 1, 1, 2]
 
 
-def test_a_coordinator_that_ray_starts_again_without_progress_is_given_up(tmp_path):
+def test_restarting_a_coordinator_by_ray_stops_without_progress(tmp_path):
     spec, mark = spec_of(tmp_path, role="trainer"), tmp_path / "coordinator.json"
     (tmp_path / "progress").mkdir()
     for start in range(20):
@@ -262,11 +262,11 @@ def test_a_coordinator_that_ray_starts_again_without_progress_is_given_up(tmp_pa
     assert died_too_often(mark)
 
 
-def test_a_node_that_gives_up_says_why_in_one_line(tmp_path):
+def test_a_node_that_gives_up_writes_its_reason_in_one_line(tmp_path):
     reward = CONFIG.reward.model_copy(update={"name": "no_such_package.rewards:score"})
     with a_node(tmp_path, CONFIG.model_copy(update={"reward": reward})) as node:
         assert node.fleet.agents["spot"].wait(timeout=120) == EXIT_BROKEN
-        said = json.loads((tmp_path / "nodes/spot/exit.json").read_text())
+        report = json.loads((tmp_path / "nodes/spot/exit.json").read_text())
     assert re.fullmatch(
-        r"worker-\d ended with exit code 1 3 times without progress; its log ends: .*no_such_package.*", said["text"]
+        r"worker-\d ended with exit code 1 3 times without progress; its log ends: .*no_such_package.*", report["text"]
     )

@@ -1,4 +1,4 @@
-"""A checkpoint counts when it is whole, and the newest is the one of the newest lineage."""
+"""Checkpoint store: a checkpoint counts once its manifest is written; the newest lineage comes first."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -44,17 +44,17 @@ def at(iteration, lineage=1):
     return replace(FIRST, iteration=iteration, lineage=lineage)
 
 
-def test_without_a_checkpoint_there_is_nothing_to_go_on_from(store):
+def test_a_store_without_a_checkpoint_returns_none(store):
     assert store.names() == []
     assert store.newest() is None
 
 
-def test_everything_in_it_comes_back_on_another_machine(tmp_path, store):
+def test_a_checkpoint_loads_completely_on_another_node(tmp_path, store):
     store.save(FIRST, keep=3)
     assert CheckpointStore(f"file://{tmp_path}/store").newest() == FIRST
 
 
-def test_files_that_were_written_ahead_count_once_the_manifest_is_there(tmp_path, store):
+def test_files_written_ahead_count_once_the_manifest_exists(tmp_path, store):
     store.save(FIRST, keep=3)
     second = replace(at(13), files={**FIRST.files, "weights": b"newer"})
     digests = store.write_files(second.name, second.files)
@@ -64,18 +64,18 @@ def test_files_that_were_written_ahead_count_once_the_manifest_is_there(tmp_path
 
 
 @pytest.mark.parametrize("kept", [0, 1, 60])
-def test_a_manifest_that_was_cut_short_does_not_count(tmp_path, store, capsys, kept):
+def test_a_truncated_manifest_does_not_count(tmp_path, store, capsys, kept):
     store.save(FIRST, keep=3)
     store.save(at(13), keep=3)
     manifest = tmp_path / "store/checkpoints" / at(13).name / "manifest.json"
     manifest.write_bytes(manifest.read_bytes()[:kept])
     assert store.newest() == FIRST
     assert f"checkpoint {at(13).name} does not count" in capsys.readouterr().out
-    store.save(at(13), keep=3)  # the trainer comes there again
+    store.save(at(13), keep=3)  # the trainer reaches this iteration again
     assert store.newest() == at(13)
 
 
-def test_files_that_never_got_a_manifest_are_cleared_away(tmp_path, store):
+def test_files_without_a_manifest_are_deleted(tmp_path, store):
     store.write_files(at(1).name, FIRST.files)
     ahead = at(1, lineage=2)
     store.write_files(ahead.name, FIRST.files)
@@ -86,7 +86,7 @@ def test_files_that_never_got_a_manifest_are_cleared_away(tmp_path, store):
     assert store.names() == [at(2).name, ahead.name]
 
 
-def test_one_that_an_earlier_version_wrote_knows_nothing_of_exploration_and_base_pictures(tmp_path, store):
+def test_a_checkpoint_of_an_earlier_version_has_no_exploration_or_base_images(tmp_path, store):
     store.save(FIRST, keep=3)
     (manifest,) = tmp_path.glob("store/checkpoints/*/manifest.json")
     raw = json.loads(manifest.read_text())
@@ -95,14 +95,14 @@ def test_one_that_an_earlier_version_wrote_knows_nothing_of_exploration_and_base
     assert store.newest() == replace(FIRST, exploration={}, base=None)
 
 
-def test_the_last_ones_are_kept(store):
+def test_the_newest_checkpoints_are_kept(store):
     for iteration in range(5):
         store.save(at(iteration), keep=2)
     assert store.names() == ["l0001-i000003", "l0001-i000004"]
     assert store.newest() == at(4)
 
 
-def test_of_a_dropped_checkpoint_no_file_is_left(tmp_path, store):
+def test_dropping_a_checkpoint_deletes_all_its_files(tmp_path, store):
     for iteration in range(3):
         store.save(at(iteration), keep=1)
     left = [path.name for path in (tmp_path / "store" / "checkpoints").rglob("*") if path.is_file()]
@@ -110,7 +110,7 @@ def test_of_a_dropped_checkpoint_no_file_is_left(tmp_path, store):
 
 
 @pytest.mark.parametrize("deletes", range(4))
-def test_a_drop_that_was_interrupted_leaves_only_checkpoints_that_can_be_loaded(store, monkeypatch, deletes):
+def test_an_interrupted_drop_leaves_only_loadable_checkpoints(store, monkeypatch, deletes):
     store.save(at(1), keep=1)
     delete, done = obstore.delete, []
 
@@ -127,7 +127,7 @@ def test_a_drop_that_was_interrupted_leaves_only_checkpoints_that_can_be_loaded(
     assert [store.load(name).iteration for name in store.names()] == ([1, 2] if deletes == 0 else [2])
 
 
-def test_a_save_that_was_interrupted_before_its_manifest_does_not_count(store):
+def test_a_save_interrupted_before_its_manifest_does_not_count(store):
     store.save(at(1), keep=3)
     for file in ("weights", "ema", "optimizer"):
         store.put(f"checkpoints/l0001-i000002/{file}.safetensors", b"new")
@@ -136,38 +136,40 @@ def test_a_save_that_was_interrupted_before_its_manifest_does_not_count(store):
     assert store.newest() == at(2)
 
 
-def test_an_interrupted_save_keeps_the_good_one_before_it_from_being_dropped(tmp_path, store):
-    """Dropping comes after the manifest, so there is a whole checkpoint at every moment."""
+def test_an_interrupted_save_drops_no_earlier_checkpoint(tmp_path, store):
+    """Old checkpoints are dropped after the new manifest is written, so a complete checkpoint always exists."""
     store.save(at(1), keep=1)
     (tmp_path / "store" / "checkpoints" / "l0001-i000002").mkdir()
-    (tmp_path / "store" / "checkpoints" / "l0001-i000002" / "optimizer.safetensors").mkdir()  # cannot be written
+    (
+        tmp_path / "store" / "checkpoints" / "l0001-i000002" / "optimizer.safetensors"
+    ).mkdir()  # a folder here makes the write fail
     with pytest.raises(GenericError):
         store.save(at(2), keep=1)
     assert store.newest() == at(1)
 
 
 @pytest.mark.parametrize("file", ["weights", "ema", "optimizer"])
-def test_a_damaged_file_is_noticed_and_named(store, file):
+def test_loading_a_damaged_file_fails_and_names_the_file(store, file):
     store.save(FIRST, keep=3)
     store.put(f"checkpoints/{FIRST.name}/{file}.safetensors", b"other")
     with pytest.raises(CheckpointDamaged, match=f"{FIRST.name}/{file}"):
         store.newest()
 
 
-def test_the_newest_is_of_the_highest_lineage_then_of_the_highest_iteration(store):
+def test_the_newest_checkpoint_has_the_highest_lineage_then_iteration(store):
     for one in (at(9, lineage=1), at(3, lineage=2), at(4, lineage=2)):
         store.save(one, keep=9)
     assert store.newest() == at(4, lineage=2)
 
 
-def test_a_zombie_that_goes_on_under_its_old_lineage_is_not_read_and_drops_nothing_newer(store):
+def test_checkpoints_of_an_old_lineage_are_not_read_and_drop_no_newer_one(store):
     store.save(at(3, lineage=2), keep=2)
     for iteration in range(10, 14):
         store.save(at(iteration, lineage=1), keep=2)
         assert store.newest() == at(3, lineage=2)
 
 
-def test_lineages_count_from_one_and_none_is_given_twice(tmp_path, store):
+def test_lineages_count_from_one_and_none_is_issued_twice(tmp_path, store):
     assert [store.claim_lineage() for _ in range(3)] == [1, 2, 3]
     assert CheckpointStore(f"file://{tmp_path}/store").claim_lineage() == 4
 

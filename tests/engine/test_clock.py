@@ -1,4 +1,4 @@
-"""Clocks of a run: one that follows the machine's, one that no jump of it moves."""
+"""Clocks of a run: one follows the system clock, the steady one ignores its jumps."""
 
 import time
 
@@ -8,7 +8,7 @@ from engine.clock import ScaledClock, SteadyClock, boot_ms
 
 
 @pytest.mark.parametrize("jump_ms", [3_600_000, -3_600_000])
-def test_a_steady_clock_goes_on_whatever_the_machines_is_set_to(monkeypatch, jump_ms):
+def test_a_steady_clock_ignores_jumps_of_the_system_clock(monkeypatch, jump_ms):
     wall, steady = ScaledClock(origin_ms=0), SteadyClock(origin_ms=0)
     true_ns, before_ms = time.time_ns, wall.now_ms()
     assert abs(steady.now_ms() - before_ms) < 1000
@@ -19,7 +19,7 @@ def test_a_steady_clock_goes_on_whatever_the_machines_is_set_to(monkeypatch, jum
     assert 40 <= steady.now_ms() - before_ms < 1000  # two clocks, each rounded to a millisecond
 
 
-def test_a_steady_clock_runs_as_fast_as_it_is_told():
+def test_a_steady_clock_runs_at_the_given_speed():
     clock, boot = SteadyClock(origin_ms=time.time_ns() // 1_000_000, factor=60.0), boot_ms()
     before = clock.now_ms()
     time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""The console's messages come back as they were sent, and each is the JSON that released versions send."""
+"""Messages of the remote console survive encoding, and have the JSON form of released versions."""
 
 import json
 import typing
@@ -48,19 +48,19 @@ def test_every_kind_of_message_is_listed_here():
 
 
 @pytest.mark.parametrize(("order", "line"), ORDERS)
-def test_an_order_travels(order, line):
+def test_an_order_survives_encoding(order, line):
     assert encode_order(order) == line
     assert decode_order(json.loads(json.dumps(line))) == order
 
 
 @pytest.mark.parametrize(("report", "line"), REPORTS)
-def test_a_report_travels(report, line):
+def test_a_report_survives_encoding(report, line):
     assert encode_report(report) == line
     assert decode_report(json.loads(json.dumps(line))) == report
 
 
 @pytest.mark.parametrize("line", [{}, {"new": 1}, {"put": 5, "text": "x"}, {"append": "logs/a.log", "at": "0"}])
-def test_a_report_that_this_version_does_not_know_is_ignored(line):
+def test_a_report_of_an_unknown_kind_is_ignored(line):
     assert decode_report(line) is None
 
 

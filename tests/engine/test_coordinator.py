@@ -1,4 +1,4 @@
-"""The coordinator forgets nothing that it acknowledged: dropped at any point, it goes on from its folder."""
+"""Restarts of the coordinator: a new one restores everything acknowledged from the journal in its folder."""
 
 import errno
 import itertools
@@ -40,7 +40,7 @@ class HandClock:
 
 
 class Bench:
-    """A coordinator on a folder, spoken to as trainer and worker do; `kill` drops it and opens another."""
+    """A coordinator on a folder with the calls of trainer and workers; `kill` drops it and opens a new one."""
 
     def __init__(self, folder, *, at_ms=0):
         self.folder, self.clock = folder, HandClock()
@@ -54,26 +54,26 @@ class Bench:
 
     kill = open
 
-    def say(self, call, blobs=None, **more):
+    def call(self, call, blobs=None, **more):
         return self.transport.call({"call": call, **more}, blobs)
 
     def begin(self, *tasks, lineage=1):
-        self.say("hello", lineage=lineage)
+        self.call("hello", lineage=lineage)
         self.publish(V0)
         for task in tasks:
             self.submit(task)
 
     def submit(self, task):
-        self.say("submit", task=task_to_dict(task))
+        self.call("submit", task=task_to_dict(task))
 
     def publish(self, weights):
-        self.say("publish", {"weights": BYTES[weights]}, weights=weights_to_list(weights))
+        self.call("publish", {"weights": BYTES[weights]}, weights=weights_to_list(weights))
 
     def pull(self, worker="spot/0", *, weights=V0, boot=1, seq=None, **more):
         holds = [*weights_to_list(weights), digest_of(BYTES[weights])]
         seq = next(SEQ) if seq is None else seq
         who = {"worker": worker, "node": worker.split("/")[0], "boot": boot, "seq": seq}
-        answer, _ = self.say("pull", holds=holds, **who, **more)
+        answer, _ = self.call("pull", holds=holds, **who, **more)
         return reply_from_dict(answer)
 
     def finish(self, work, worker="spot/0", *, only=None, reward=1.0):
@@ -83,7 +83,7 @@ class Bench:
             blobs[name] = f"trajectory {name} of {attempt.weights}".encode()
             score = Score(reward=reward, metrics={})
             results.append(finished_to_dict(Finished(request=attempt.request, score=score, trajectory=name)))
-        answer, _ = self.say(
+        answer, _ = self.call(
             "finish", blobs, worker=worker, node=worker.split("/")[0], lease=work.lease, results=results
         )
         return answer["do"]
@@ -92,15 +92,17 @@ class Bench:
         named = {f"s{a.request.seed}-{step}": a.request for a in work.attempts}
         states = [[request_to_list(request), step, name] for name, request in named.items()]
         blobs = {name: f"state {name}".encode() for name in named}
-        answer, _ = self.say("commit", blobs, worker=worker, node=worker.split("/")[0], lease=work.lease, states=states)
+        answer, _ = self.call(
+            "commit", blobs, worker=worker, node=worker.split("/")[0], lease=work.lease, states=states
+        )
         return answer["do"]
 
     def collect(self, kind=Kind.TRAIN, batch=0, have=0):
-        answer, blobs = self.say("collect", kind=str(kind), batch=batch, have=have)
+        answer, blobs = self.call("collect", kind=str(kind), batch=batch, have=have)
         return [result["request"][4] for result in answer["results"]], blobs
 
     def withdraw(self, *batches):
-        self.say("withdraw", batches=[[str(kind), batch] for kind, batch in batches])
+        self.call("withdraw", batches=[[str(kind), batch] for kind, batch in batches])
 
 
 @pytest.fixture
@@ -124,28 +126,28 @@ def seeds(work):
 ALONE_AND_WHOLE = {"epoch": 0, "torn": [], "believed": {"1": 1.0, "2": 0.6}}
 
 
-def test_a_pull_of_a_worker_that_died_while_it_was_kept_waiting_makes_nobody_live_again(bench):
+def test_a_waiting_pull_of_a_dead_worker_does_not_revive_it(bench):
     bench.begin()
     bench.pull(seq=1, group=ALONE_AND_WHOLE)
     assert bench.coordinator.groups.members.table.nodes() == {"spot"}
-    bench.say("died", worker="spot/0", boot=1, reason="killed")
-    assert bench.pull(seq=1, group=ALONE_AND_WHOLE) == Wait()  # the server asks for it again
+    bench.call("died", worker="spot/0", boot=1, reason="killed")
+    assert bench.pull(seq=1, group=ALONE_AND_WHOLE) == Wait()  # the server repeats a waiting pull
     assert bench.coordinator.groups.members.table.nodes() == set()
-    bench.pull(seq=2, group=ALONE_AND_WHOLE)  # it was not dead after all
+    bench.pull(seq=2, group=ALONE_AND_WHOLE)  # the death report was wrong
     assert bench.coordinator.groups.members.table.nodes() == {"spot"}
 
 
-def test_the_late_news_of_an_older_process_s_death_takes_no_newer_one_out_of_its_group(bench):
+def test_a_late_death_report_of_an_old_process_keeps_the_new_one_in_its_group(bench):
     bench.begin()
     bench.pull(boot=2, group=ALONE_AND_WHOLE)
-    bench.say("died", worker="spot/0", boot=1, reason="killed")
+    bench.call("died", worker="spot/0", boot=1, reason="killed")
     assert bench.coordinator.groups.members.table.nodes() == {"spot"}
 
 
-# --- killed at any point
+# --- restarts
 
 
-def test_results_come_back_with_their_trajectories_in_the_order_they_came(bench):
+def test_results_are_collected_with_trajectories_in_order_of_arrival(bench):
     bench.begin(train())
     first, second = bench.pull("a/0"), bench.pull("b/0")
     bench.finish(second, "b/0")
@@ -157,14 +159,14 @@ def test_results_come_back_with_their_trajectories_in_the_order_they_came(bench)
     assert bench.collect(have=3)[0] == [1]
 
 
-def test_what_was_finished_is_not_made_again_and_what_was_not_is(bench):
+def test_only_unfinished_requests_are_leased_again_after_a_restart(bench):
     bench.begin(train())
     bench.finish(bench.pull())
     bench.kill()
     assert seeds(bench.pull()) == [2, 3]
 
 
-def test_a_worker_in_the_middle_of_a_picture_does_not_notice_a_restart(bench):
+def test_a_worker_finishes_its_image_across_a_restart(bench):
     bench.begin(train())
     work = bench.pull()
     bench.kill()
@@ -175,7 +177,7 @@ def test_a_worker_in_the_middle_of_a_picture_does_not_notice_a_restart(bench):
     assert bench.collect()[0] == [0, 1]
 
 
-def test_no_lease_number_is_given_twice_however_often_it_restarts(bench):
+def test_no_lease_number_is_issued_twice_over_many_restarts(bench):
     bench.begin(train(6))
     numbers = []
     for _ in range(3):
@@ -184,10 +186,10 @@ def test_no_lease_number_is_given_twice_however_often_it_restarts(bench):
     assert len(set(numbers)) == 3
 
 
-def test_what_was_leased_again_before_the_restart_is_held_by_the_newer_holder(bench):
+def test_the_newer_holder_of_a_lease_keeps_it_after_a_restart(bench):
     bench.begin(train(2))
     old = bench.pull()
-    bench.say("died", worker="spot/0", node="spot", boot=1, reason="its connection closed")
+    bench.call("died", worker="spot/0", node="spot", boot=1, reason="its connection closed")
     new = bench.pull("other/0")
     bench.kill()
     assert bench.finish(old) == "fenced"
@@ -211,17 +213,17 @@ def test_an_older_process_stays_replaced_after_a_restart(bench):
     assert bench.pull(boot=6).__class__.__name__ == "Exit"
 
 
-def test_a_verdict_is_remembered(bench):
+def test_a_poisoned_request_stays_poisoned_after_a_restart(bench):
     bench.begin(train(1))
     for boot in (1, 2, 3, 4):
         bench.pull(boot=boot)
     for _ in range(2):
-        assert bench.say("collect", kind="train", batch=0, have=0)[0]["poisoned"]
+        assert bench.call("collect", kind="train", batch=0, have=0)[0]["poisoned"]
         bench.withdraw()  # compacts
         bench.kill()
 
 
-def test_leases_survive_a_compaction_and_a_death(bench):
+def test_leases_survive_a_compaction_and_a_restart(bench):
     bench.begin(train(2, batch=0), train(2, batch=1))
     bench.finish(bench.pull())
     work = bench.pull()
@@ -230,25 +232,25 @@ def test_leases_survive_a_compaction_and_a_death(bench):
     assert bench.finish(work) == "wait"
 
 
-def test_committed_states_are_resumed(bench):
+def test_committed_states_are_resumed_after_a_restart(bench):
     bench.begin(train(2))
     bench.commit(bench.pull(), 5)
     bench.kill()
     work = bench.pull(boot=2)
     assert [(a.step, a.state) for a in work.attempts] == [(5, "s0-5"), (5, "s1-5")]
-    _, blobs = bench.say("states", names=["s0-5", "s1-5"])
+    _, blobs = bench.call("states", names=["s0-5", "s1-5"])
     assert blobs == {"s0-5": b"state s0-5", "s1-5": b"state s1-5"}
 
 
-def test_weights_are_served_again(bench):
+def test_weights_are_served_again_after_a_restart(bench):
     bench.begin(train())
     bench.kill()
-    _, blobs = bench.say("weights", weights=weights_to_list(V0))
+    _, blobs = bench.call("weights", weights=weights_to_list(V0))
     assert blobs == {"weights": BYTES[V0]}
-    assert bench.say("peek")[0] == {"do": "known", "lineage": 1, "version": 0}
+    assert bench.call("peek")[0] == {"do": "known", "lineage": 1, "version": 0}
 
 
-def test_a_whole_batch_is_finished_exactly_once_with_a_death_after_every_call(bench):
+def test_a_batch_finishes_exactly_once_with_a_restart_after_every_call(bench):
     bench.begin(train(6))
     bench.kill()
     for _ in range(3):
@@ -261,7 +263,7 @@ def test_a_whole_batch_is_finished_exactly_once_with_a_death_after_every_call(be
     assert bench.coordinator.queue.wanted(Kind.TRAIN) == 0
 
 
-def test_a_journal_whose_last_record_was_cut_forgets_that_record_alone(bench):
+def test_a_journal_with_a_truncated_last_record_loses_only_that_record(bench):
     bench.begin(train(4))
     bench.finish(bench.pull())
     bench.finish(bench.pull())
@@ -272,11 +274,11 @@ def test_a_journal_whose_last_record_was_cut_forgets_that_record_alone(bench):
     assert seeds(bench.pull(boot=2)) == [2, 3]
 
 
-# --- what was fenced stays fenced after a restart
+# --- fenced leases stay fenced after a restart
 
 
-def test_a_result_that_was_begun_anew_at_other_weights_is_not_remembered(bench):
-    """The lease lives on for its other picture; the journal must hold what the queue took, no more."""
+def test_a_result_of_replaced_weights_is_not_journaled(bench):
+    """The lease stays valid for its other image; the journal must hold only results that the queue accepted."""
     bench.begin(train(2))
     old = bench.pull()
     bench.publish(V1)
@@ -289,7 +291,7 @@ def test_a_result_that_was_begun_anew_at_other_weights_is_not_remembered(bench):
     assert [(a.request.seed, a.weights) for a in again.attempts] == [(0, V1)]
 
 
-def test_a_state_that_was_begun_anew_at_other_weights_is_not_remembered(bench):
+def test_a_state_of_replaced_weights_is_not_journaled(bench):
     bench.begin(train(2))
     old = bench.pull()
     bench.publish(V1)
@@ -299,7 +301,7 @@ def test_a_state_that_was_begun_anew_at_other_weights_is_not_remembered(bench):
     assert [(a.request.seed, a.step) for a in bench.pull("other/0", weights=V1).attempts] == [(0, 0)]
 
 
-def test_who_holds_a_lease_at_old_weights_does_not_speak_for_the_new_attempt_after_a_restart(bench):
+def test_a_lease_at_old_weights_cannot_finish_the_new_attempt_after_a_restart(bench):
     bench.begin(train(1))
     old = bench.pull()
     bench.publish(V1)
@@ -309,7 +311,7 @@ def test_who_holds_a_lease_at_old_weights_does_not_speak_for_the_new_attempt_aft
     assert bench.pull("other/0", weights=V1).attempts[0].weights == V1
 
 
-def test_a_lease_whose_answer_died_with_the_coordinator_is_given_out_again(bench):
+def test_a_lease_whose_answer_was_lost_in_a_restart_is_issued_again(bench):
     bench.begin(train(2))
     lost = bench.pull(seq=10**9)
     bench.kill()
@@ -319,7 +321,7 @@ def test_a_lease_whose_answer_died_with_the_coordinator_is_given_out_again(bench
     assert bench.finish(again) == "wait"
 
 
-# --- what is forgotten
+# --- forgotten batches and weights
 
 
 def test_withdrawn_batches_leave_the_journal_with_their_blobs(bench):
@@ -336,7 +338,7 @@ def test_withdrawn_batches_leave_the_journal_with_their_blobs(bench):
         bench.kill()
 
 
-def test_states_and_results_survive_a_compaction_and_a_death(bench):
+def test_states_and_results_survive_a_compaction_and_a_restart(bench):
     bench.begin(train(2, batch=0), train(4, batch=1))
     bench.finish(bench.pull())
     first = bench.pull()
@@ -354,7 +356,7 @@ def test_weights_of_two_versions_are_kept_and_older_ones_are_deleted(bench):
     names = []
     for version in range(4):
         weights = WeightsKey(version=version)
-        bench.say("publish", {"weights": b"w"}, weights=weights_to_list(weights))
+        bench.call("publish", {"weights": b"w"}, weights=weights_to_list(weights))
         bench.withdraw((Kind.TRAIN, version))
         names.append(sorted(path.name for path in (bench.folder / "weights").iterdir()))
     assert names[-1] == ["2.safetensors", "3.safetensors"]
@@ -362,22 +364,22 @@ def test_weights_of_two_versions_are_kept_and_older_ones_are_deleted(bench):
 
 @pytest.mark.parametrize("dies", [False, True])
 @pytest.mark.parametrize("later", [(1, 9), (2, 1)])
-def test_an_order_of_the_trainer_that_comes_late_changes_nothing(bench, dies, later):
-    """A copy of it was on its way while the trainer, or the one after it, went on: what it withdraws is live again."""
+def test_a_late_order_of_the_trainer_is_ignored(bench, dies, later):
+    """A duplicate may arrive after the trainer, or its successor, submitted the withdrawn batch again."""
     bench.begin(train())
     boot, seq = later
-    bench.say("withdraw", batches=[["train", 7]], boot=boot, seq=seq)
+    bench.call("withdraw", batches=[["train", 7]], boot=boot, seq=seq)
     if dies:
         bench.kill()
-    answer, _ = bench.say("withdraw", batches=[["train", 0]], boot=1, seq=8)
+    answer, _ = bench.call("withdraw", batches=[["train", 0]], boot=1, seq=8)
     assert answer == {"do": "late"}
-    answer, _ = bench.say("hello", lineage=9, boot=1, seq=8)
+    answer, _ = bench.call("hello", lineage=9, boot=1, seq=8)
     assert answer == {"do": "late"}
     assert seeds(bench.pull()) == [0, 1]
 
 
-def test_what_a_full_disk_refused_was_not_done(bench, monkeypatch):
-    """Written first and done second: or the coordinator would have forgotten what its journal still holds."""
+def test_a_call_that_a_full_disk_refused_changes_nothing(bench, monkeypatch):
+    """The journal is written before the state changes. Otherwise the state could lack an entry of the journal."""
     bench.begin(train())
 
     def full(*_, **__):
@@ -392,7 +394,7 @@ def test_what_a_full_disk_refused_was_not_done(bench, monkeypatch):
     assert seeds(bench.pull()) == [0, 1]
 
 
-def test_a_coordinator_on_a_new_machine_gives_no_lease_number_of_the_one_before_it(bench, tmp_path):
+def test_a_coordinator_on_a_new_node_reuses_no_lease_number(bench, tmp_path):
     bench.begin(train())
     old = bench.pull()
     elsewhere = Bench(tmp_path / "new", at_ms=1001)
@@ -401,7 +403,7 @@ def test_a_coordinator_on_a_new_machine_gives_no_lease_number_of_the_one_before_
     assert elsewhere.finish(old) == "fenced"
 
 
-def test_a_coordinator_that_freezes_right_after_its_restart_gives_restored_leases_the_gap(bench):
+def test_restored_leases_are_extended_if_the_coordinator_freezes_after_its_restart(bench):
     bench.begin(train())
     work = bench.pull()
     bench.kill()
@@ -414,23 +416,23 @@ def test_a_new_lineage_begins_with_an_empty_queue(bench):
     bench.begin(train(4))
     bench.finish(bench.pull())
     work = bench.pull()
-    bench.say("hello", lineage=2)
+    bench.call("hello", lineage=2)
     for _ in range(2):
         assert bench.finish(work) == "fenced"
         assert bench.collect() == ([], {})
         assert bench.pull().__class__.__name__ == "Wait"
-        assert bench.say("peek")[0] == {"do": "known", "lineage": 2, "version": None}
+        assert bench.call("peek")[0] == {"do": "known", "lineage": 2, "version": None}
         bench.kill()
 
 
 def test_the_same_lineage_keeps_its_queue(bench):
     bench.begin(train(2))
     bench.finish(bench.pull())
-    bench.say("hello", lineage=1)
+    bench.call("hello", lineage=1)
     assert bench.collect()[0] == [0, 1]
 
 
-# --- what it does not understand leaves no trace
+# --- invalid calls
 
 
 @pytest.mark.parametrize(
@@ -443,13 +445,13 @@ def test_the_same_lineage_keeps_its_queue(bench):
     ],
     ids=lambda head: head["call"],
 )
-def test_a_call_that_cannot_be_read_is_refused_and_not_remembered(bench, head):
+def test_an_unreadable_call_is_refused_and_not_journaled(bench, head):
     bench.begin(train(2))
     work = bench.pull()
     if "lease" in head:
         head = {**head, "lease": work.lease}
     with pytest.raises((ValueError, KeyError)):
-        bench.say(**head)
+        bench.call(**head)
     bench.kill()
     assert seeds(bench.pull(boot=2)) == [0, 1]
 
@@ -459,17 +461,17 @@ def test_a_result_without_its_trajectory_is_refused(bench):
     work = bench.pull()
     result = Finished(request=work.attempts[0].request, score=Score(reward=0.0, metrics={}), trajectory="t")
     with pytest.raises(KeyError):
-        bench.say("finish", worker="spot/0", node="spot", lease=work.lease, results=[finished_to_dict(result)])
+        bench.call("finish", worker="spot/0", node="spot", lease=work.lease, results=[finished_to_dict(result)])
     assert bench.collect() == ([], {})
     bench.kill()
     assert seeds(bench.pull(boot=2)) == [0, 1]
 
 
-def test_a_reward_that_is_not_finite_survives_a_death(bench):
+def test_a_non_finite_reward_survives_a_restart(bench):
     bench.begin(train(2))
     bench.finish(bench.pull(), reward=float("nan"))
     bench.kill()
-    answer, _ = bench.say("collect", kind="train", batch=0, have=0)
+    answer, _ = bench.call("collect", kind="train", batch=0, have=0)
     assert [result["reward"] for result in answer["results"]] == [None, None]
 
 
@@ -497,11 +499,11 @@ EXPLORE = ExplorationOrder(
 
 
 def explored(bench, *, deaths):
-    """All candidates of a batch, in the order that they were made; with a death after every call or with none."""
+    """Return all candidates of a batch in the order of their leases. `deaths`: restart after every call."""
     bench.begin()
-    bench.say("explore", order=encode(EXPLORE))
+    bench.call("explore", order=encode(EXPLORE))
     made = []
-    while bench.say("collect", kind="explore", batch=1, have=0)[0]["to_come"]:
+    while bench.call("collect", kind="explore", batch=1, have=0)[0]["to_come"]:
         if deaths:
             bench.kill()
         work = bench.pull()
@@ -512,17 +514,17 @@ def explored(bench, *, deaths):
             finished_to_dict(Finished(request=r, score=Score(reward=r.seed % 7, metrics={}), trajectory=None))
             for r in made[-len(work.attempts) :]
         ]
-        bench.say("finish", worker="spot/0", node="spot", lease=work.lease, results=results)
+        bench.call("finish", worker="spot/0", node="spot", lease=work.lease, results=results)
     return made
 
 
-def test_exploration_is_dealt_to_the_last_candidate_and_alike_with_a_death_after_every_call(tmp_path):
+def test_a_counted_budget_gives_the_same_candidates_with_restarts_after_every_call(tmp_path):
     made = explored(Bench(tmp_path / "calm"), deaths=False)
     assert len(set(made)) == len(made) == 12
     assert explored(Bench(tmp_path / "deadly"), deaths=True) == made
 
 
-def test_candidates_that_a_full_disk_refused_are_dealt_when_there_is_room(bench, monkeypatch):
+def test_candidates_refused_by_a_full_disk_are_leased_once_space_is_free(bench, monkeypatch):
     bench.begin()
     call = decode_call({"call": "explore", "order": encode(EXPLORE)})
     append, refused = bench.coordinator.journal.append, []
@@ -537,30 +539,30 @@ def test_candidates_that_a_full_disk_refused_are_dealt_when_there_is_room(bench,
     with pytest.raises(OSError, match="no room"):
         bench.coordinator.handle(call, {})
     made = []
-    while bench.say("collect", kind="explore", batch=1, have=0)[0]["to_come"]:
+    while bench.call("collect", kind="explore", batch=1, have=0)[0]["to_come"]:
         work = bench.pull()
         made += work.attempts
         results = [
             finished_to_dict(Finished(request=a.request, score=Score(reward=0.0, metrics={}), trajectory=None))
             for a in work.attempts
         ]
-        bench.say("finish", worker="spot/0", node="spot", lease=work.lease, results=results)
+        bench.call("finish", worker="spot/0", node="spot", lease=work.lease, results=results)
     assert refused
     assert len(made) == EXPLORE.counted
 
 
-def test_nothing_is_dealt_while_rollouts_wait(bench):
+def test_no_candidate_is_leased_while_rollouts_wait(bench):
     bench.begin(train(4))
-    bench.say("explore", order=encode(EXPLORE))
+    bench.call("explore", order=encode(EXPLORE))
     kinds = [bench.pull(f"{number}/0").attempts[0].request.kind for number in range(3)]
     assert kinds == [Kind.TRAIN, Kind.TRAIN, Kind.EXPLORE]
 
 
-def test_the_same_order_again_changes_nothing_and_a_withdrawn_one_deals_no_more(bench):
+def test_a_repeated_exploration_order_is_ignored_and_a_withdrawn_one_ends(bench):
     bench.begin()
-    bench.say("explore", order=encode(EXPLORE))
+    bench.call("explore", order=encode(EXPLORE))
     first = bench.pull()
-    bench.say("explore", order=encode(EXPLORE))
+    bench.call("explore", order=encode(EXPLORE))
     assert not {a.request for a in bench.pull("b/0").attempts} & {a.request for a in first.attempts}
     bench.withdraw((Kind.EXPLORE, 1))
     for _ in range(2):
@@ -568,9 +570,9 @@ def test_the_same_order_again_changes_nothing_and_a_withdrawn_one_deals_no_more(
         bench.kill()
 
 
-def test_idle_time_is_dealt_by_how_long_training_took_before(bench):
+def test_the_idle_time_budget_learns_from_earlier_training_phases(bench):
     bench.begin(train(2))
-    bench.say("explore", order=encode(replace(EXPLORE, counted=None, most=64)))
+    bench.call("explore", order=encode(replace(EXPLORE, counted=None, most=64)))
     bench.finish(bench.pull())
     dealt = 0
     while isinstance(work := bench.pull(of=1, usage=[["exploration", 0.0, 500.0 * min(dealt, 2)]]), Work):
@@ -580,10 +582,10 @@ def test_idle_time_is_dealt_by_how_long_training_took_before(bench):
             finished_to_dict(Finished(request=a.request, score=Score(reward=0.0, metrics={}), trajectory=None))
             for a in work.attempts
         ]
-        bench.say("finish", worker="spot/0", node="spot", lease=work.lease, results=results)
+        bench.call("finish", worker="spot/0", node="spot", lease=work.lease, results=results)
         if dealt >= 40:
             break
-    assert dealt >= 40  # nothing is known yet of how long training takes: it goes on until the weights come
+    assert dealt >= 40  # no training phase was measured yet: exploration continues until new weights come
     bench.clock.at_ms += 10_000
     bench.publish(V1)
     assert bench.coordinator.exploration.phase_seconds == [pytest.approx(12.0, abs=1.0)]
@@ -594,7 +596,7 @@ def test_a_slow_first_pass_does_not_turn_exploration_off(bench):
     bench.begin()
     usage, dealt = [["exploration", 0.0, 20_000.0]], []
     for batch in range(12):
-        bench.say("explore", order=encode(replace(EXPLORE, counted=None, most=64, batch=batch + 1)))
+        bench.call("explore", order=encode(replace(EXPLORE, counted=None, most=64, batch=batch + 1)))
         bench.submit(train(1, batch=batch))
         bench.finish(bench.pull())
         dealt.append(0)
@@ -607,14 +609,14 @@ def test_a_slow_first_pass_does_not_turn_exploration_off(bench):
                 finished_to_dict(Finished(request=a.request, score=Score(reward=0.0, metrics={}), trajectory=None))
                 for a in work.attempts
             ]
-            bench.say("finish", worker="spot/0", node="spot", lease=work.lease, results=results)
+            bench.call("finish", worker="spot/0", node="spot", lease=work.lease, results=results)
         bench.clock.at_ms = max(bench.clock.at_ms, trained_ms)
         bench.coordinator.exploration.end_training_phase(bench.clock.at_ms)
     assert min(dealt) > 0, dealt
     assert dealt[-1] > dealt[1], dealt
 
 
-# --- what the launcher hears
+# --- events for the launcher
 
 
 def usage_events(bench):
@@ -640,7 +642,7 @@ def test_usage_is_counted_once_and_divided_by_the_workers_of_the_node(bench):
     assert rollouts == [("spot/0", "rollout", 100, 400), ("spot/1", "rollout", 500, 800)]
 
 
-def test_parts_of_a_millisecond_add_up(bench):
+def test_usage_adds_up_fractions_of_a_millisecond(bench):
     bench.begin()
     for _ in range(10):
         bench.clock.at_ms += 1000
@@ -648,7 +650,7 @@ def test_parts_of_a_millisecond_add_up(bench):
     assert sum(event.phase_ms["sync"] for event in usage_events(bench)) == 5
 
 
-def test_a_silent_worker_is_told_to_the_launcher(bench):
+def test_a_silent_worker_is_reported_to_the_launcher(bench):
     bench.begin(train(2))
     bench.pull()
     for _ in range(4):
@@ -658,18 +660,18 @@ def test_a_silent_worker_is_told_to_the_launcher(bench):
     assert kinds == ["node_seen", "node_missed"]
 
 
-def test_weights_that_were_published_survive_a_power_cut(tmp_path, monkeypatch):
+def test_published_weights_survive_a_power_cut(tmp_path, monkeypatch):
     power = Power(monkeypatch)
     bench = Bench(tmp_path / "here")
     bench.begin(train())
     bench.publish(V1)
     after = Bench(power.cut(tmp_path / "here", tmp_path / "after"))
     assert after.coordinator.queue.live == V1
-    assert after.say("weights", weights=weights_to_list(V1))[1] == {"weights": BYTES[V1]}
+    assert after.call("weights", weights=weights_to_list(V1))[1] == {"weights": BYTES[V1]}
 
 
-def test_no_lease_number_is_given_twice_even_if_the_power_goes_right_after_the_start(tmp_path, monkeypatch):
-    """The clock says nothing here: it was set back meanwhile."""
+def test_no_lease_number_is_issued_twice_after_a_power_cut_at_start(tmp_path, monkeypatch):
+    """The clock cannot tell the two starts apart, because it was set back in between."""
     power = Power(monkeypatch)
     first = Bench(tmp_path / "here", at_ms=5_000_000)
     given = first.coordinator.state.first_lease

@@ -1,4 +1,4 @@
-"""Which device a process of a node computes on, whatever machine this is."""
+"""The device that a process of a node computes on; CUDA is faked."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from engine.worker.device import device_of
 
 
-def machine_with(monkeypatch, gpus, *, usable=True):
+def fake_gpus(monkeypatch, gpus, *, usable=True):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: usable and gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
 
@@ -21,42 +21,42 @@ def machine_with(monkeypatch, gpus, *, usable=True):
     ],
 )
 def test_processes_of_a_node_take_its_gpus_in_turn(monkeypatch, gpus, devices):
-    machine_with(monkeypatch, gpus)
+    fake_gpus(monkeypatch, gpus)
     assert [device_of("auto", number) for number in range(4)] == devices
     assert [device_of("cpu", number) for number in range(4)] == ["cpu"] * 4
 
 
 def test_a_gpu_that_torch_cannot_use_does_not_count(monkeypatch):
-    machine_with(monkeypatch, 1, usable=False)
+    fake_gpus(monkeypatch, 1, usable=False)
     assert device_of("auto", 0) == "cpu"
 
 
-def test_a_job_that_wants_a_gpu_gets_one_or_a_reason(monkeypatch):
-    machine_with(monkeypatch, 2)
+def test_a_job_that_wants_a_gpu_gets_one_or_an_error_with_the_reason(monkeypatch):
+    fake_gpus(monkeypatch, 2)
     assert device_of("cuda", 3) == "cuda:1"
-    machine_with(monkeypatch, 0)
+    fake_gpus(monkeypatch, 0)
     with pytest.raises(RuntimeError, match="can use no GPU here"):
         device_of("cuda", 0)
 
 
-def test_a_job_on_the_cpu_asks_cuda_for_nothing(monkeypatch):
-    def asked():
-        raise AssertionError("CUDA was asked")
+def test_a_job_on_the_cpu_makes_no_cuda_call(monkeypatch):
+    def fail():
+        raise AssertionError("CUDA was called")
 
-    monkeypatch.setattr(torch.cuda, "is_available", asked)
-    monkeypatch.setattr(torch.cuda, "device_count", asked)
+    monkeypatch.setattr(torch.cuda, "is_available", fail)
+    monkeypatch.setattr(torch.cuda, "device_count", fail)
     assert device_of("cpu", 1) == "cpu"
 
 
 @pytest.mark.parametrize(("gpus", "workers", "each"), [(8, 8, 1.0), (8, 3, 2.0), (1, 1, 1.0), (1, 2, 0.5), (2, 3, 0.5)])
-def test_rays_gpus_are_shared_out_evenly(gpus, workers, each):
+def test_gpus_are_divided_evenly_between_ray_workers(gpus, workers, each):
     pytest.importorskip("ray")
     from engine.ray.supervisor import gpus_of_a_worker
 
     assert gpus_of_a_worker(gpus, workers) == each
 
 
-def test_as_many_parts_of_a_gpu_as_are_handed_out_fit_on_it():
+def test_the_gpu_shares_of_all_ray_workers_fit_on_one_gpu():
     pytest.importorskip("ray")
     from engine.ray.supervisor import gpus_of_a_worker
 

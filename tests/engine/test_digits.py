@@ -1,4 +1,4 @@
-"""The embedded default model: its parts, its shipped base, and what of it is trained."""
+"""The digits model: its parts, its shipped base and its trained parameters."""
 
 import random
 
@@ -22,25 +22,25 @@ def velocity_of(adapter, seed=0):
     return adapter.velocity(x, torch.tensor([0.9, 0.2]), adapter.encode(["1234", "5678"]), 1.0)
 
 
-def test_patches_go_together_again():
-    pictures = noise_rows([1, 2], 0, (1, 12, 32))
-    assert torch.equal(unpatchify(patchify(pictures)), pictures)
+def test_unpatching_restores_the_image():
+    images = noise_rows([1, 2], 0, (1, 12, 32))
+    assert torch.equal(unpatchify(patchify(images)), images)
 
 
 def test_a_patch_is_a_square_of_neighbouring_pixels():
-    picture = torch.zeros(1, 1, 12, 32)
-    picture[0, 0, 4:8, 8:12] = 1.0
-    assert patchify(picture)[0].sum(dim=1).nonzero().flatten().tolist() == [8 + 2]
+    image = torch.zeros(1, 1, 12, 32)
+    image[0, 0, 4:8, 8:12] = 1.0
+    assert patchify(image)[0].sum(dim=1).nonzero().flatten().tolist() == [8 + 2]
 
 
 def test_a_rendering_is_dark_on_white():
-    picture = render("1234", random.Random(0))
-    assert picture.shape == (12, 32)
-    assert picture.max() == 1.0
-    assert picture.min() < -0.5
+    image = render("1234", random.Random(0))
+    assert image.shape == (12, 32)
+    assert image.max() == 1.0
+    assert image.min() < -0.5
 
 
-def test_heads_and_tokens_divide_by_four():
+def test_attention_heads_and_tokens_divide_by_four():
     adapter = load_digits()
     assert adapter.latent_shape() == (24, 16)
     assert adapter.encode(["1234"])["text"].shape == (1, 4, 64)
@@ -48,7 +48,7 @@ def test_heads_and_tokens_divide_by_four():
     assert sum(p.numel() for p in adapter.transformer.parameters()) == pytest.approx(1.4e6, rel=0.01)
 
 
-def test_the_shipped_base_is_small_and_says_how_it_was_made():
+def test_the_shipped_base_is_small_and_records_how_it_was_trained():
     assert BASE.stat().st_size < 4_000_000
     with safe_open(BASE, "pt") as file:
         facts = file.metadata()
@@ -63,11 +63,11 @@ def test_the_shipped_base_writes_about_half_of_the_strings():
     assert 0.3 < exact < 0.7
 
 
-def test_pictures_are_grey_and_in_range():
+def test_images_are_grey_and_in_range():
     adapter = load_digits()
-    pictures = adapter.decode(5 * noise_rows([1, 2], 0, adapter.latent_shape()))
-    assert pictures.shape == (2, 1, 12, 32)
-    assert pictures.abs().max() <= 1.0
+    images = adapter.decode(5 * noise_rows([1, 2], 0, adapter.latent_shape()))
+    assert images.shape == (2, 1, 12, 32)
+    assert images.abs().max() <= 1.0
 
 
 def test_guidance_is_refused_because_there_is_no_unconditional_branch():
@@ -77,7 +77,7 @@ def test_guidance_is_refused_because_there_is_no_unconditional_branch():
         adapter.velocity(x, torch.ones(1), adapter.encode(["1234"]), 2.0)
 
 
-def test_a_prompt_that_is_too_long_is_named():
+def test_a_prompt_that_is_too_long_is_named_in_the_error():
     with pytest.raises(ValueError, match="'12345' has 5 bytes"):
         load_digits().encode(["12345"])
 
@@ -85,7 +85,7 @@ def test_a_prompt_that_is_too_long_is_named():
 # --- pre-training
 
 
-def test_pre_training_shows_no_held_out_string():
+def test_pre_training_uses_no_held_out_string():
     assert not set(training_words(random.Random(0), 5_000)) & set(held_out_digits())
 
 
@@ -105,10 +105,10 @@ def test_pre_training_repeats_bit_for_bit_and_survives_its_file(tmp_path):
     torch.testing.assert_close(velocity_of(again), velocity_of(first), atol=0.02, rtol=0.02)
 
 
-# --- what is trained
+# --- trained parameters
 
 
-def test_full_weights_train_the_whole_transformer_and_no_text():
+def test_full_weights_train_the_transformer_and_not_the_text_encoder():
     adapter = load_adapter(FULL)
     assert sum(p.numel() for p in trainable(adapter).values()) == pytest.approx(1.4e6, rel=0.01)
     assert not any(p.requires_grad for p in adapter.text.parameters())
@@ -153,15 +153,15 @@ def test_the_reference_is_the_model_before_training(config):
 
 
 @pytest.mark.parametrize("config", [FULL, LORA], ids=["full", "lora"])
-def test_asking_the_reference_does_not_disturb_a_gradient_under_way(config):
-    def gradients(ask):
+def test_a_reference_pass_does_not_change_pending_gradients(config):
+    def gradients(use_reference):
         adapter = load_adapter(config)
         reference = ReferencePolicy.of(adapter)
         with torch.no_grad():
             for parameter in trainable(adapter).values():
                 parameter.add_(0.01)
         loss = velocity_of(adapter).square().mean()
-        if ask:
+        if use_reference:
             with reference.active():
                 velocity_of(adapter)
         loss.backward()
@@ -172,6 +172,6 @@ def test_asking_the_reference_does_not_disturb_a_gradient_under_way(config):
     assert all(torch.equal(quiet[name], disturbed[name]) for name in quiet)
 
 
-def test_a_folder_that_is_no_diffusers_model_is_named(tmp_path):
+def test_a_folder_without_a_diffusers_model_is_named_in_the_error(tmp_path):
     with pytest.raises(ValueError, match=r"model\.path is .* not a diffusers folder of sd3"):
         load_adapter(ModelConfig(name="sd3", path=str(tmp_path)))

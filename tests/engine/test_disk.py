@@ -1,4 +1,4 @@
-"""A disk that is full makes a run wait and say so; it ends nothing and loses nothing."""
+"""A full disk makes a run wait with a warning; nothing ends and nothing is lost."""
 
 import errno
 import resource
@@ -23,7 +23,7 @@ def soon(monkeypatch):
 
 @contextmanager
 def files_no_larger_than(size):
-    """A write beyond this many bytes is cut short, and the next one fails, as on a full disk."""
+    """Limit file sizes: a write beyond the limit is truncated and the next one fails, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -36,7 +36,7 @@ def texts(path):
     return [Progress.from_json(line).event.text for line in path.read_text().splitlines()]
 
 
-def test_progress_that_finds_no_room_is_kept_and_written_whole_and_in_order(tmp_path):
+def test_progress_lines_on_a_full_disk_are_written_later_in_order(tmp_path):
     path = tmp_path / "trainer.jsonl"
     log = ProgressLog(path, run="run", source="trainer", clock=ScaledClock(origin_ms=0))
     log.write(1, Warned(text="a"))
@@ -64,7 +64,7 @@ def small(tmp_path):
         subprocess.run(["umount", folder], check=True)
 
 
-def test_a_checkpoint_that_finds_no_room_is_an_oserror_and_does_not_count(small):
+def test_a_checkpoint_on_a_full_disk_raises_oserror_and_does_not_count(small):
     store = CheckpointStore(f"file://{small}/store")
     store.save(FIRST, keep=3)
     rest = small / "rest"
@@ -80,7 +80,7 @@ def test_a_checkpoint_that_finds_no_room_is_an_oserror_and_does_not_count(small)
 
 
 class FullAtFirst(CheckpointStore):
-    """Has no room for some objects, `refusals` times."""
+    """A store that refuses some objects for lack of space, `refusals` times."""
 
     refused, refusals = "", 0
 
@@ -92,7 +92,7 @@ class FullAtFirst(CheckpointStore):
 
 
 @pytest.mark.parametrize("refused", ["optimizer.safetensors", "manifest.json"])
-def test_the_trainer_waits_for_room_says_so_once_and_goes_on(tmp_path, refused):
+def test_the_trainer_waits_for_disk_space_with_one_warning(tmp_path, refused):
     run = build(TINY, tmp_path)
     store = FullAtFirst(f"file://{tmp_path}/store")
     store.refused, store.refusals = refused, 3

@@ -1,4 +1,4 @@
-"""A file that was written durably is there after a power cut: its bytes reach the disk before its name does."""
+"""Durable writes: the bytes of a file reach the disk before its name, so it survives a power cut."""
 
 import os
 import stat
@@ -15,7 +15,7 @@ from launcher.provision.sky.records import ReleaseRecord
 
 @pytest.fixture
 def steps(monkeypatch):
-    """What is done to the disk, in order."""
+    """Record the fsync and rename calls in order."""
     done: list[str] = []
     fsync, replace = os.fsync, Path.replace
 
@@ -47,7 +47,7 @@ def test_bytes_reach_the_disk_before_the_name_and_the_name_before_the_return(tmp
     assert steps == ["sync file", "rename", "sync folder"]
 
 
-def test_a_file_is_for_its_owner_and_is_whole_or_as_it_was(tmp_path, monkeypatch):
+def test_a_file_is_private_and_either_complete_or_unchanged(tmp_path, monkeypatch):
     write_durably(tmp_path / "a", b"before")
     assert (tmp_path / "a").stat().st_mode & 0o777 == 0o600
 

@@ -1,4 +1,4 @@
-"""Elastic groups on live processes: they form, dissolve and tear, and the model computes the same."""
+"""Elastic groups of live processes: the model's output is the same while groups form, dissolve and break."""
 
 import os
 import signal
@@ -81,7 +81,7 @@ def states(found):
     return [tuple(one[:3]) for one in found]
 
 
-def test_groups_come_and_go_and_touch_nothing_else(ranks):
+def test_regrouping_changes_nothing_but_the_groups(ranks):
     everyone = range(4)
     before = ranks.run(everyone, storages)
     (alone, *_) = ranks.run(everyone, velocity)
@@ -108,7 +108,7 @@ def test_groups_come_and_go_and_touch_nothing_else(ranks):
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_death_tears_its_group_and_the_survivors_form_another(ranks, how):
+def test_a_death_breaks_its_group_and_the_survivors_form_a_new_one(ranks, how):
     everyone, survivors = range(4), (0, 1, 3)
     (alone, *_) = ranks.run(everyone, velocity)
     ranks.run(everyone, regroup, 10, 1, (0, 1, 2, 3))
@@ -128,7 +128,7 @@ def test_a_death_tears_its_group_and_the_survivors_form_another(ranks, how):
     assert torch.equal(ranks.run([3], velocity)[0], alone)
 
 
-def test_a_switch_a_death_and_a_join_move_no_weight_and_no_process_but_the_joiners(ranks):
+def test_a_regroup_a_death_and_a_join_move_only_the_joiners_weights(ranks):
     everyone, survivors = range(4), (0, 1, 3)
     before = ranks.run(everyone, storages)
     (alone, *_) = ranks.run(everyone, velocity)
@@ -157,7 +157,7 @@ def test_a_switch_a_death_and_a_join_move_no_weight_and_no_process_but_the_joine
     assert len(joined) == len(before[2][1])
 
 
-def test_who_waits_in_vain_for_the_others_is_alone_and_says_which_number_is_spent(ranks):
+def test_a_worker_whose_peers_never_come_continues_alone_and_reports_the_epoch(ranks):
     epoch, degree, _, torn, seconds = ranks.run([0], regroup, 10, 7, (0, 1))[0]
     assert (epoch, degree, torn) == (ALONE, 1, [7])
     assert seconds < TIMEOUT_SECONDS + 2.0
@@ -169,41 +169,41 @@ def lead(member):
     x = torch.ones(3)
     elastic.share(x)
     elastic.hand_out(b"second")
-    said = [elastic.agree(go_on, torch.device("cpu")) for go_on in (True, False)]
+    decisions = [elastic.agree(go_on, torch.device("cpu")) for go_on in (True, False)]
     elastic.leave()
-    return said, x.tolist(), elastic.epoch
+    return decisions, x.tolist(), elastic.epoch
 
 
 def follow(member):
     elastic = member.kept["elastic"]
     assert elastic.follows
-    heard = [elastic.handed(10.0)]
+    received = [elastic.handed(10.0)]
     x = torch.zeros(3)
     elastic.share(x)
-    heard.append(elastic.handed(10.0))
-    said = [elastic.agree(True, torch.device("cpu")) for _ in range(2)]
+    received.append(elastic.handed(10.0))
+    decisions = [elastic.agree(True, torch.device("cpu")) for _ in range(2)]
     assert elastic.handed(10.0) is None
-    return heard, said, x.tolist(), elastic.epoch
+    return received, decisions, x.tolist(), elastic.epoch
 
 
-def test_the_first_hands_out_and_decides_and_takes_the_others_along(ranks):
+def test_the_group_leader_sends_work_decides_and_regroups_its_followers(ranks):
     ranks.run((0, 1), regroup, 10, 1, (0, 1))
     ranks.send([1], follow)
     ranks.send([0], lead)
-    ((said, x, epoch),) = ranks.answers([0])
-    assert (said, x, epoch) == ([True, False], [1.0] * 3, ALONE)
-    ((heard, said, x, epoch),) = ranks.answers([1])
-    assert heard == [b"first", b"second"]
-    assert (said, x, epoch) == ([True, False], [1.0] * 3, ALONE)
+    ((decisions, x, epoch),) = ranks.answers([0])
+    assert (decisions, x, epoch) == ([True, False], [1.0] * 3, ALONE)
+    ((received, decisions, x, epoch),) = ranks.answers([1])
+    assert received == [b"first", b"second"]
+    assert (decisions, x, epoch) == ([True, False], [1.0] * 3, ALONE)
 
 
-def test_nothing_handed_out_is_not_waited_for_longer_than_asked(ranks):
+def test_a_follower_waits_for_work_no_longer_than_its_timeout(ranks):
     ranks.run((0, 1), regroup, 10, 1, (0, 1))
-    ((nothing, seconds),) = ranks.run([1], hear_nothing)
+    ((nothing, seconds),) = ranks.run([1], wait_for_work)
     assert nothing is None
     assert seconds < 1.5
 
 
-def hear_nothing(member):
+def wait_for_work(member):
     began = time.perf_counter()
     return member.kept["elastic"].handed(0.3), time.perf_counter() - began

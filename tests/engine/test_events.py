@@ -1,4 +1,4 @@
-"""The contract's lines: whole ones come back as they were written, others are refused."""
+"""Lines of the launcher contract: a complete line decodes to the same event, any other is refused."""
 
 import json
 import typing
@@ -87,7 +87,7 @@ def test_the_examples_cover_every_event():
 
 
 @pytest.mark.parametrize("event", EVENTS, ids=lambda event: event.KIND)
-def test_an_event_comes_back_as_it_was_written_on_one_line(event):
+def test_an_event_is_one_line_and_decodes_to_the_same_event(event):
     line = Progress(run="run", source="trainer", lineage=1, seq=2, at_ms=3, event=event).to_json()
     assert len(line.splitlines()) == 1
     assert Progress.from_json(line).event == event
@@ -101,7 +101,7 @@ def test_a_field_that_a_later_version_added_is_tolerated(event):
 
 
 @pytest.mark.parametrize("event", EVENTS, ids=lambda event: event.KIND)
-def test_half_a_line_is_refused_wherever_it_was_cut(event):
+def test_a_truncated_line_is_refused(event):
     line = line_of(event)
     for size in range(len(line)):
         with pytest.raises(ValueError):
@@ -111,21 +111,21 @@ def test_half_a_line_is_refused_wherever_it_was_cut(event):
 @pytest.mark.parametrize(
     "line", ["1", "null", "[]", "{}", line_of(EVENTS[0], kind="dance"), line_of(EVENTS[0], event={})]
 )
-def test_what_is_not_a_progress_line_is_refused(line):
+def test_a_line_that_is_not_progress_is_refused(line):
     with pytest.raises(ValueError, match="not a progress line"):
         Progress.from_json(line)
 
 
 @pytest.mark.parametrize("state", NodeState)
 @pytest.mark.parametrize("market", Market)
-def test_a_capacity_snapshot_comes_back_as_it_was_sent(state, market):
+def test_a_capacity_snapshot_survives_encoding(state, market):
     node = NodeCapacity(node="spot-0", market=market, state=state, workers=2, deadline_ms=5)
     snapshot = Capacity(generation=7, nodes=(node,))
     assert Capacity.from_json(snapshot.to_json()) == snapshot
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"generation":1}', '{"generation":1,"nodes":[{"node":"a"}]}'])
-def test_what_is_not_a_capacity_snapshot_is_refused(text):
+def test_a_message_that_is_not_a_capacity_snapshot_is_refused(text):
     with pytest.raises(ValueError):
         Capacity.from_json(text)
 
@@ -148,7 +148,7 @@ def numbers(path):
     return seen
 
 
-def test_numbers_go_on_where_the_file_left_off_each_lineage_by_itself(tmp_path):
+def test_event_numbers_continue_per_lineage_when_a_file_is_reopened(tmp_path):
     path = tmp_path / "progress" / "trainer.jsonl"
     first = log(path)
     first.write(1, Warned(text="a"))
@@ -159,7 +159,7 @@ def test_numbers_go_on_where_the_file_left_off_each_lineage_by_itself(tmp_path):
     assert numbers(path) == [(1, 0), (1, 1), (1, 2), (2, 0)]
 
 
-def test_a_line_cut_by_a_crash_spoils_neither_the_numbers_nor_the_next_line(tmp_path):
+def test_a_line_truncated_by_a_crash_damages_no_number_and_no_later_line(tmp_path):
     path = tmp_path / "trainer.jsonl"
     log(path).write(1, Warned(text="a"))
     whole = path.read_text()

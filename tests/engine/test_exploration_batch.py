@@ -1,4 +1,4 @@
-"""What the coordinator deals: each candidate once, counted budgets alike every time, and on from wherever it was."""
+"""Exploration of one batch: each candidate is issued once, and a counted budget is reproducible after a restart."""
 
 import math
 
@@ -38,7 +38,7 @@ def order(**changes):
 
 
 def reward_of(request):
-    """Prompts differ in how much their rewards differ."""
+    """Return a reward; the variance differs between prompts."""
     return (request.seed % 97) / 97 * (1 + PROMPTS.index(request.prompt))
 
 
@@ -47,20 +47,20 @@ def result(request, reward=None):
     return Finished(request=request, score=score, trajectory=None)
 
 
-def dealt(exploration, *, backwards=False):
-    """Everything it deals, told after each deal, in one order or the other."""
+def all_issued(exploration, *, backwards=False):
+    """Return all issued candidates; results come back after each forward pass, in the given order."""
     everything = []
     while requests := exploration.more(1000):
         everything += requests
-        told = [result(request) for request in requests]
-        exploration.add_results(told[::-1] if backwards else told)
+        results = [result(request) for request in requests]
+        exploration.add_results(results[::-1] if backwards else results)
     return everything
 
 
 @pytest.mark.parametrize("policy", ["uniform", "greedy", "ucb", "bayes"])
-def test_a_counted_budget_is_dealt_to_the_last_candidate_and_each_once(policy):
+def test_a_counted_budget_issues_every_candidate_exactly_once(policy):
     exploration = BatchExploration(order(policy=policy))
-    everything = dealt(exploration)
+    everything = all_issued(exploration)
     assert len(everything) == len(set(everything)) == 24
     assert exploration.open == 0
     assert {request.kind for request in everything} == {Kind.EXPLORE}
@@ -68,27 +68,27 @@ def test_a_counted_budget_is_dealt_to_the_last_candidate_and_each_once(policy):
 
 
 @pytest.mark.parametrize("policy", ["uniform", "bayes"])
-def test_a_counted_budget_tries_the_same_seeds_in_whatever_order_they_come_back(policy):
+def test_a_counted_budget_tries_the_same_seeds_in_any_order_of_results(policy):
     one, other = (BatchExploration(order(policy=policy)) for _ in range(2))
-    assert dealt(one) == dealt(other, backwards=True)
+    assert all_issued(one) == all_issued(other, backwards=True)
 
 
-def test_the_later_rounds_go_where_the_first_found_most():
-    everything = dealt(BatchExploration(order(counted=40)))
+def test_later_rounds_go_to_prompts_with_the_most_variance():
+    everything = all_issued(BatchExploration(order(counted=40)))
     count = {prompt: sum(request.prompt == prompt for request in everything) for prompt in PROMPTS}
     assert count["four"] > count["one"]
 
 
-def test_a_round_is_not_begun_before_the_one_before_it_is_in():
+def test_a_round_starts_after_all_results_of_the_round_before():
     exploration = BatchExploration(order())
     first = exploration.more(1000)
     exploration.add_results([result(request) for request in first[1:]])
     assert exploration.more(1000) == ()
-    exploration.settled(first[0], math.nan)  # it will never come
+    exploration.settled(first[0], math.nan)  # its result never comes
     assert exploration.more(1000) != ()
 
 
-def test_idle_time_is_dealt_a_forward_pass_at_a_time_and_no_more_than_fits():
+def test_an_idle_time_budget_issues_one_forward_pass_at_a_time():
     exploration = BatchExploration(order(counted=None))
     assert len(exploration.more(1000)) == 6
     assert len(exploration.more(2)) == 2
@@ -97,32 +97,32 @@ def test_idle_time_is_dealt_a_forward_pass_at_a_time_and_no_more_than_fits():
 
 
 @given(st.data())
-def test_one_that_is_restored_deals_on_alike(data):
-    """From its order, from what was submitted, and from what was finished: as after a coordinator's death."""
+def test_a_restored_exploration_continues_identically(data):
+    """It is restored from its order, its issued and its finished candidates, as after a restart of the coordinator."""
     exploration = BatchExploration(order(counted=data.draw(st.sampled_from([None, 24, 40]))))
-    asked, told = [], []
+    issued, results = [], []
     for _ in range(data.draw(st.integers(0, 4))):
-        asked += exploration.more(data.draw(st.integers(0, 10)))
-        some = [request for request in asked if request not in told and data.draw(st.booleans())]
+        issued += exploration.more(data.draw(st.integers(0, 10)))
+        some = [request for request in issued if request not in results and data.draw(st.booleans())]
         exploration.add_results([result(request) for request in some])
-        told += some
+        results += some
     again = BatchExploration(convert(encode(exploration.order), ExplorationOrder))
-    again.took(asked)
-    again.add_results([result(request) for request in told])
-    assert again.pending == exploration.pending == len(asked) - len(told)
+    again.took(issued)
+    again.add_results([result(request) for request in results])
+    assert again.pending == exploration.pending == len(issued) - len(results)
     assert again.open == exploration.open
-    rest = [request for request in asked if request not in told]
+    rest = [request for request in issued if request not in results]
     for one in (exploration, again):
         one.add_results([result(request) for request in rest])
-    assert dealt(again) == dealt(exploration)
+    assert all_issued(again) == all_issued(exploration)
 
 
-def test_what_another_batch_found_is_not_counted():
+def test_results_of_another_batch_are_not_counted():
     exploration, other = BatchExploration(order()), BatchExploration(order(batch=9))
     exploration.add_results([result(request) for request in other.more(1000)])
     assert exploration.open == 24
 
 
-def test_an_order_that_is_not_understood_is_refused():
+def test_an_invalid_exploration_order_is_refused():
     with pytest.raises(ValueError, match=r"'explore' cannot be read: .*colour"):
         decode_call({"call": "explore", "order": {**encode(order()), "colour": "red"}})

@@ -1,4 +1,4 @@
-"""Pulled weights are what diffusers loads: without a warning, and with the same pictures."""
+"""Exported weights load in diffusers without a warning and give the same images."""
 
 import logging
 from inspect import signature
@@ -34,14 +34,14 @@ PIPELINES = {
 
 
 def pipeline_of(name: str, transformer: torch.nn.Module) -> Any:
-    """Return a pipeline that has nothing but a transformer: adapters need no more."""
+    """Return a pipeline with only a transformer, which is enough to load adapters."""
     needed = [part.name for part in signature(PIPELINES[name]).parameters.values() if part.default is part.empty]
     return PIPELINES[name](**{**dict.fromkeys(needed), "transformer": transformer})
 
 
 @pytest.fixture
 def warned(caplog):
-    """Return what diffusers has warned of, but for what it says of every SD3 adapter without text encoders."""
+    """Return the warnings of diffusers, without the one that every SD3 adapter without text encoders causes."""
     diffusers_logging.enable_propagation()
     caplog.set_level(logging.WARNING)
     yield lambda: [
@@ -60,7 +60,7 @@ def velocity(adapter: DiTAdapter) -> torch.Tensor:
 
 
 def shake(adapter: DiTAdapter) -> None:
-    """Move what is trained away from where it began."""
+    """Change the trained parameters from their start values."""
     with torch.no_grad():
         for parameter in trainable(adapter).values():
             parameter += 0.05 * torch.randn_like(parameter)
@@ -86,7 +86,7 @@ def test_low_rank_adapters_load_without_a_warning_and_have_their_effect(name, tm
     assert warned() == []
 
 
-def test_full_weights_load_without_a_warning_and_give_the_same_pictures(tmp_path, warned, forked_engine):
+def test_full_weights_load_without_a_warning_and_give_the_same_images(tmp_path, warned, forked_engine):
     adapter = load_adapter(ModelConfig())
     shake(adapter)
     (tmp_path / "ema.safetensors").write_bytes(get_weights(trainable(adapter)))
@@ -98,7 +98,7 @@ def test_full_weights_load_without_a_warning_and_give_the_same_pictures(tmp_path
     assert warned() == []
 
 
-def test_an_export_that_failed_leaves_nothing_and_one_that_was_killed_is_made_anew(tmp_path, forked_engine):
+def test_a_failed_export_leaves_nothing_and_a_killed_export_is_redone(tmp_path, forked_engine):
     weights = tmp_path / "ema.safetensors"
     weights.write_bytes(get_weights(trainable(FAMILIES["sd3"].build())))
     (tmp_path / "transformer.part").mkdir()

@@ -41,7 +41,7 @@ from engine.models.weights import get_weights
 from engine.protocol.request import Score
 
 WIDTH, LENGTH = 32, 8
-"""Of the text, in every family."""
+"""Width of the text embedding in every family."""
 
 TINY_HEADS = {"num_attention_heads": 2, "attention_head_dim": 16, "joint_attention_dim": WIDTH}
 
@@ -144,7 +144,7 @@ def tiny_digits() -> DiTAdapter:
 class Family:
     build: Callable[[], DiTAdapter]
     latent: tuple[int, ...]
-    pictures: tuple[int, ...]
+    images: tuple[int, ...]
     guidance: float
 
 
@@ -158,10 +158,10 @@ FAMILIES = {
 }
 
 FROM_FOLDERS = {name: family for name, family in FAMILIES.items() if name != "digits-ocr"}
-"""Those that a run loads in bfloat16; the shipped model is loaded in fp32."""
+"""Families that a run loads in bfloat16; the shipped model is loaded in fp32."""
 
 PROMPTS, SEEDS = ["12", "34"], [1, 2]
-"""Two groups of two."""
+"""Prompts of two groups with two seeds each."""
 
 
 @pytest.fixture(params=FAMILIES.values(), ids=FAMILIES.keys())
@@ -176,14 +176,14 @@ def family(request):
 
 @dataclass(frozen=True)
 class Rollout:
-    """Stored transitions of a batch, one row per (picture, step), and the finished pictures."""
+    """Stored transitions of a batch, one row per (image, step), and the finished images."""
 
     prompts: list[str]
     x: Tensor
     next_x: Tensor
     step: Tensor
     log_prob: Tensor
-    pictures: Tensor
+    images: Tensor
 
 
 def roll_out(adapter: DiTAdapter, plan: Plan) -> Rollout:
@@ -200,8 +200,8 @@ def roll_out(adapter: DiTAdapter, plan: Plan) -> Rollout:
     return Rollout(prompts * len(plan.trained_steps), before, after, steps, log_probs, adapter.decode(x))
 
 
-def brightness(pictures: Tensor) -> Tensor:
-    return pictures.flatten(1).mean(dim=1)
+def brightness(images: Tensor) -> Tensor:
+    return images.flatten(1).mean(dim=1)
 
 
 def update(
@@ -211,8 +211,8 @@ def update(
     optimiser: torch.optim.Optimizer,
     reference: ReferencePolicy,
 ) -> tuple[Tensor, Tensor]:
-    """One optimiser step over a whole rollout, KL included. Returns the health and the KL per row."""
-    rewards = brightness(rollout.pictures).reshape(len(PROMPTS), len(SEEDS))
+    """Take one optimiser step over a whole rollout, with KL. Return the ratios and the KL per row."""
+    rewards = brightness(rollout.images).reshape(len(PROMPTS), len(SEEDS))
     advantage = group_advantages(rewards).flatten().repeat(len(plan.trained_steps))
     conditioning = adapter.encode(rollout.prompts)
     with reference.active():
@@ -229,7 +229,7 @@ def update(
 
 
 def frozen_weights(adapter: DiTAdapter) -> dict[str, Tensor]:
-    """Everything that is not trained: the rest of the transformer, the VAE, the text encoder."""
+    """Return all weights that are not trained: the rest of the transformer, the VAE, the text encoder."""
     trained = {id(parameter) for parameter in trainable(adapter).values()}
     modules = {"transformer": adapter.transformer}
     for name in ("_vae", "text"):
@@ -256,10 +256,10 @@ def test_a_family_is_rolled_out_scored_and_trained(family, weights):
     rollout = roll_out(adapter, plan)
     assert adapter.latent_shape() == family.latent
     assert rollout.x.shape == (4 * 3, *family.latent)
-    assert rollout.pictures.shape == (4, *family.pictures)
-    assert rollout.pictures.abs().max() <= 1.0
+    assert rollout.images.shape == (4, *family.images)
+    assert rollout.images.abs().max() <= 1.0
     assert rollout.log_prob.isfinite().all()
-    assert brightness(rollout.pictures).unique().numel() == 4
+    assert brightness(rollout.images).unique().numel() == 4
 
     first, no_divergence = update(adapter, plan, rollout, optimiser, reference)
     assert (first - 1.0).abs().max() < 1e-4
@@ -278,7 +278,7 @@ def test_a_family_is_rolled_out_scored_and_trained(family, weights):
 @pytest.mark.parametrize("family", FROM_FOLDERS.values(), ids=FROM_FOLDERS.keys(), indirect=True)
 @pytest.mark.parametrize("weights", ["full", "lora"])
 def test_a_family_is_rolled_out_and_trained_in_bfloat16_as_a_run_loads_it(family, weights, tmp_path):
-    """From a folder, in bfloat16 but for what diffusers keeps in fp32; then what is trained becomes fp32."""
+    """It loads from a folder in bfloat16, except what diffusers keeps in fp32; trained parameters become fp32."""
     adapter = family.build()
     adapter.transformer.save_pretrained(tmp_path)
     adapter.transformer = type(adapter.transformer).from_pretrained(tmp_path, torch_dtype=torch.bfloat16)
@@ -298,7 +298,7 @@ def test_a_family_is_rolled_out_and_trained_in_bfloat16_as_a_run_loads_it(family
 
 @pytest.mark.parametrize("weights", ["full", "lora"])
 def test_a_family_goes_through_queue_worker_and_trainer_of_a_whole_run(family, weights, tmp_path):
-    """Two optimiser steps of a real run, half of it rolled out by a spot worker, KL to the base included."""
+    """The run takes two optimiser steps with KL to the base; a spot worker makes half of the rollouts."""
 
     def make_adapter() -> DiTAdapter:
         torch.manual_seed(0)
@@ -306,8 +306,8 @@ def test_a_family_goes_through_queue_worker_and_trainer_of_a_whole_run(family, w
         freeze_but_trained(adapter, ModelConfig(weights=weights, lora_rank=2))
         return adapter
 
-    def reward(pictures: Tensor, prompts: Sequence[str]) -> list[Score]:
-        return [Score(reward=float(value), metrics={}) for value in brightness(pictures)]
+    def reward(images: Tensor, prompts: Sequence[str]) -> list[Score]:
+        return [Score(reward=float(value), metrics={}) for value in brightness(images)]
 
     config = EngineConfig(
         iterations=1,
@@ -324,16 +324,16 @@ def test_a_family_goes_through_queue_worker_and_trainer_of_a_whole_run(family, w
     before = get_weights(run.loop.model.parameters)
     finished = run.loop.run()
     assert finished.reason == "iterations", finished.text
-    told = [json.loads(line) for line in (tmp_path / "progress" / "trainer.jsonl").read_text().splitlines()]
-    (done,) = [line["event"] for line in told if line["kind"] == "iteration_done"]
+    lines = [json.loads(line) for line in (tmp_path / "progress" / "trainer.jsonl").read_text().splitlines()]
+    (done,) = [line["event"] for line in lines if line["kind"] == "iteration_done"]
     assert done["health"]["dlogp_before_update"] < 1e-4
     assert done["health"]["skipped_groups"] == 0
     assert done["health"]["gradient_norm"] > 0
     assert get_weights(run.loop.model.parameters) != before
-    assert [line["event"]["iteration"] for line in told if line["kind"] == "evaluated"] == [0, 1]
+    assert [line["event"]["iteration"] for line in lines if line["kind"] == "evaluated"] == [0, 1]
 
 
-def test_rows_never_influence_one_another(family):
+def test_rows_of_a_batch_are_independent(family):
     adapter = family.build()
     adapter.transformer.eval()
     x, sigma = initial([1, 2, 3], family.latent), torch.tensor([0.9, 0.5, 0.1])
@@ -366,7 +366,7 @@ def test_the_noise_level_reaches_the_network_in_its_own_units(family):
 
 
 @pytest.mark.parametrize("build", [tiny_qwen_image, tiny_sd3, tiny_wan, lambda: tiny_flux(guidance_embeds=False)])
-def test_guidance_goes_away_from_the_unconditional_branch(build):
+def test_guidance_moves_away_from_the_unconditional_branch(build):
     torch.manual_seed(0)
     adapter = build()
     adapter.transformer.eval()

@@ -1,4 +1,4 @@
-"""Every live worker is in one group, groups follow the demand, and nothing moves for less than moving costs."""
+"""Plan of SP groups: every live worker is in one group, groups follow the demand, and a move must pay for itself."""
 
 import heapq
 import itertools
@@ -57,7 +57,7 @@ def places(planned):
     return [tuple(int(worker.rpartition("/")[2]) for worker in one.members) for one in planned]
 
 
-# --- who is in which group
+# --- members of groups
 
 
 NAMES = st.sampled_from([f"{node}/{place}" for node in ("a", "b") for place in range(6)])
@@ -73,35 +73,35 @@ RUNNING = st.dictionaries(
 
 @settings(deadline=None, max_examples=80)
 @given(st.sets(NAMES, min_size=1), GROUPS, DEMAND, RUNNING, st.randoms(use_true_random=False), st.booleans())
-def test_every_live_worker_is_in_one_group_of_its_node_whatever_was_there(live, now, demand, running, order, singly):
+def test_every_live_worker_is_in_one_group_of_its_node(live, now, demand, running, order, singly):
     now = [WorkerGroup(members=tuple(members)) for members in now]
-    asked = {"step_seconds": TABLE, "regroup_seconds": 0.05, "waiting": demand, "in_flight": running}
+    arguments = {"step_seconds": TABLE, "regroup_seconds": 0.05, "waiting": demand, "in_flight": running}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planner, "PLANNED_SINGLY", 8 if singly else 0)
-        planned = plan_groups(sorted(live), groups=now, **asked)
+        planned = plan_groups(sorted(live), groups=now, **arguments)
         assert sorted(worker for one in planned for worker in one.members) == sorted(live)
         for one in planned:
             assert len({worker[0] for worker in one.members}) == 1
-            # An odd one that was there may stay, as long as there is nothing to do.
+            # An existing group of another size may stay while there is no demand.
             is_idle = not any(requests.count for requests in demand)
             assert one.degree in {1, 2, 4, 8} or (is_idle and one.members in {there.members for there in now})
         if sum(map(len, (one.members for one in now))) == len({w for one in now for w in one.members}):
-            order.shuffle(now)  # the order of disjoint groups says nothing
-            assert plan_groups(sorted(live), groups=now, **asked) == planned
+            order.shuffle(now)  # the order of disjoint groups has no meaning
+            assert plan_groups(sorted(live), groups=now, **arguments) == planned
 
 
 @settings(deadline=None, max_examples=60)
 @given(st.sets(NAMES, min_size=1), DEMAND, st.booleans())
-def test_planned_again_nothing_moves(live, demand, singly):
-    asked = {"step_seconds": TABLE, "regroup_seconds": 0.05, "waiting": demand}
+def test_planning_again_changes_nothing(live, demand, singly):
+    arguments = {"step_seconds": TABLE, "regroup_seconds": 0.05, "waiting": demand}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planner, "PLANNED_SINGLY", 8 if singly else 0)
-        planned = plan_groups(sorted(live), **asked)
-        assert plan_groups(sorted(live), groups=planned, **asked) == planned
+        planned = plan_groups(sorted(live), **arguments)
+        assert plan_groups(sorted(live), groups=planned, **arguments) == planned
 
 
 def ways_to_group(live, sizes):
-    """Every way to put these places into groups of these sizes."""
+    """Yield every way to put these places into groups of these sizes."""
     if not live:
         yield ()
         return
@@ -125,7 +125,7 @@ def cost(now, wanted):
 @given(
     st.sets(st.integers(0, 7), min_size=1, max_size=7), st.randoms(use_true_random=False), st.sampled_from([1, 2, 4])
 )
-def test_a_fixed_degree_makes_as_few_new_communicators_and_moves_as_any_way_could(live, draw, sp_degree):
+def test_a_fixed_degree_plan_needs_the_fewest_communicators_and_moves(live, draw, sp_degree):
     live = sorted(live)
     left, now = draw.sample(live, len(live)), []
     while left:
@@ -149,12 +149,12 @@ def test_a_fixed_degree_makes_as_few_new_communicators_and_moves_as_any_way_coul
         (range(8), 1, [(place,) for place in range(8)]),
     ],
 )
-def test_a_fixed_degree_fits_as_often_as_it_can(live, sp_degree, wanted):
+def test_a_fixed_degree_forms_as_many_groups_as_possible(live, sp_degree, wanted):
     planned = plan(workers(*live), sp_degree=sp_degree, step_seconds={"small": SMALL})
     assert places(planned) == wanted
 
 
-def test_a_survivor_takes_nobody_out_of_a_group_that_is_whole():
+def test_a_survivor_takes_no_member_from_a_complete_group():
     now = [group(0, 1), group(2, 3)]
     planned = plan(workers(0, 2, 3), now=now, sp_degree=2, step_seconds={"small": SMALL})
     assert planned == (group(0), group(2, 3))
@@ -166,7 +166,7 @@ def test_a_group_keeps_its_rank_order():
     assert plan(workers(0, 1), now=[turned], sp_degree=2, step_seconds={"small": SMALL}) == (turned,)
 
 
-def test_a_fixed_degree_that_does_not_go_says_which_do():
+def test_a_fixed_degree_that_is_impossible_names_the_possible_ones():
     with pytest.raises(ValueError, match=r"sp_degree is 3.*'small'.*1, 2, 4, 8; use one of 1, 2, 4, 8"):
         plan(sp_degree=3, step_seconds={"small": SMALL})
     with pytest.raises(ValueError, match=r"sp_degree is 1.*'huge'.*4, 8; use one of 4, 8"):
@@ -180,7 +180,7 @@ def test_unknown_names_are_refused():
         plan(demand=[waits("tiny")])
 
 
-# --- how large
+# --- sizes of groups
 
 
 @pytest.mark.parametrize(
@@ -214,53 +214,53 @@ def test_while_requests_wait_groups_stay_small():
 
 
 @pytest.mark.parametrize(("regroup_seconds", "changes"), [(3.7, True), (3.8, False)])
-def test_nothing_moves_for_less_than_it_costs(regroup_seconds, changes):
+def test_groups_stay_if_regrouping_costs_more_than_it_saves(regroup_seconds, changes):
     # 10 steps of 1 s alone, or of .625 s together: 3.75 s are to be gained.
     now = [group(0), group(1)]
     planned = plan(workers(0, 1), now=now, in_flight={"n/0": waits(steps=10)}, regroup_seconds=regroup_seconds)
     assert bool(regroups(now, planned)) == changes
 
 
-def test_a_step_that_has_begun_is_ended_first():
-    # 10.9 steps left: .9 s to the end of the step, then 10 at .625 s against 10.9 s: 3.75 s again, not 4.09.
+def test_a_running_step_ends_before_regrouping():
+    # 10.9 steps left: .9 s to the end of the step, then 10 at .625 s against 10.9 s: that saves 3.75 s, not 4.09.
     now = [group(0), group(1)]
     running = {"n/0": waits(steps=10.9)}
     assert degrees(plan(workers(0, 1), now=now, in_flight=running, regroup_seconds=3.7)) == [2]
     assert plan(workers(0, 1), now=now, in_flight=running, regroup_seconds=3.8) == tuple(now)
 
 
-def test_the_longest_of_the_last_requests_gets_most():
+def test_the_longest_of_the_last_requests_gets_the_largest_group():
     now = [group(place) for place in range(8)]
     in_flight = {"n/0": waits(steps=30), "n/2": waits(steps=14), "n/5": waits(steps=13)}
     assert degrees(plan(now=now, in_flight=in_flight))[0] == 4
 
 
-def test_without_demand_everything_stays():
+def test_without_demand_no_group_changes():
     now = (group(0, 1), group(2), group(3), group(4, 5, 6, 7))
     assert plan(now=now) == now
 
 
-def test_classes_side_by_side_each_where_it_gains_most():
+def test_each_request_class_gets_the_degree_that_helps_it_most():
     planned = plan(demand=[waits("huge", count=1, steps=10), waits("small", count=40)])
     assert degrees(planned) == [4, 1, 1, 1, 1]
     assert plan(demand=[waits("huge", count=4, steps=10)], now=planned) == (group(0, 1, 2, 3), group(4, 5, 6, 7))
 
 
-def test_what_fits_into_no_small_group_gets_a_large_one():
+def test_a_request_too_large_for_a_small_group_gets_a_large_one():
     assert degrees(plan(demand=[waits("huge")])) == [8]
     assert degrees(plan(demand=[waits("huge", count=2)])) == [4, 4]
-    # On two GPUs it can never run: it is nobody's reason to regroup.
+    # This class can never run on two GPUs, so it is no reason to regroup.
     now = (group(0), group(1))
     assert plan(workers(0, 1), now=now, demand=[waits("huge", count=9)]) == now
 
 
-def test_first_names_a_class_that_the_group_can_serve():
+def test_a_groups_first_class_is_one_that_it_can_serve():
     demand = [waits("huge", count=3), waits("big", count=5), waits("small", count=50)]
     for one in plan(demand=demand):
         assert one.first is None or one.degree in TABLE[one.first]
 
 
-def test_nodes_share_what_waits():
+def test_waiting_requests_are_divided_between_nodes():
     live = [*workers(0, 1, node="a"), *workers(0, 1, node="b")]
     assert degrees(plan(live, demand=[waits(count=2)])) == [2, 2]
     assert degrees(plan(live, demand=[waits(count=4)])) == [1, 1, 1, 1]
@@ -270,9 +270,9 @@ def test_nodes_share_what_waits():
 @given(
     st.sampled_from([2, 4, 8]), st.dictionaries(st.sampled_from(list(STEPS)), st.integers(1, 9), min_size=1, max_size=3)
 )
-@example(8, {"qwen 512": 8, "qwen 1536": 2, "wan 720p": 1})  # the worst of all that can be drawn: 2.15 % later
-def test_elastic_groups_end_at_most_3_percent_after_any_fixed_degree_and_do_not_flap(gpus, counts):
-    """Of all inputs that can be drawn, 66 end later than a fixed degree, by 2.15 % at most (each was tried once)."""
+@example(8, {"qwen 512": 8, "qwen 1536": 2, "wan 720p": 1})  # the worst of all possible inputs: 2.15 % later
+def test_elastic_groups_end_within_3_percent_of_any_fixed_degree_without_flapping(gpus, counts):
+    """All possible inputs were tried once: 66 end later than a fixed degree, by 2.15 % at most."""
     piles = {(name, STEPS[name]): count for name, count in counts.items()}
     times = {name: STEP_SECONDS[name] for name in counts}
     elastic = Node(gpus, times, dict(piles), longest)
@@ -285,11 +285,13 @@ def test_elastic_groups_end_at_most_3_percent_after_any_fixed_degree_and_do_not_
 
 
 @pytest.mark.parametrize("name", FLEETS)
-def test_a_fleet_is_planned_at_once(name):
-    asked = FLEETS[name](0)
+def test_planning_a_whole_fleet_is_fast(name):
+    arguments = FLEETS[name](0)
     begun = time.perf_counter()
-    planned = plan_groups(asked.pop("live"), step_seconds=STEP_SECONDS, regroup_seconds=REGROUP_SECONDS, **asked)
-    assert time.perf_counter() - begun < 1.0  # the benchmark measures: 50 ms; this machine may be busy
+    planned = plan_groups(
+        arguments.pop("live"), step_seconds=STEP_SECONDS, regroup_seconds=REGROUP_SECONDS, **arguments
+    )
+    assert time.perf_counter() - begun < 1.0  # the benchmark measures 50 ms; this computer may be busy
     assert planned
 
 
@@ -297,7 +299,7 @@ def test_a_fleet_is_planned_at_once(name):
 
 
 def one_by_one(seats, waiting, table):
-    """Pulling, request by request, without anything clever."""
+    """Simulate the pulls one request after the other."""
     queue = [(one.request_class, round(one.steps)) for one in waiting for _ in range(one.count)]
     free = [(seat.free_us, -seat.degree, number) for number, seat in enumerate(seats)]
     heapq.heapify(free)
@@ -321,7 +323,7 @@ def one_by_one(seats, waiting, table):
     st.sampled_from([None, "small", "big"]),
     st.integers(0, 30_000_000),
 )
-def test_the_stride_forecasts_what_pulling_one_by_one_gives(sizes, piles, first, begin):
+def test_the_forecast_equals_pulling_requests_one_by_one(sizes, piles, first, begin):
     table = Table({"small": {1: 1.0, 2: 0.7, 4: 0.45}, "big": {1: 3.1, 2: 1.7, 4: 0.93}})
     seats = [
         Seat(degree, begin * (number % 2), None, first if degree > 1 else None) for number, degree in enumerate(sizes)
@@ -333,7 +335,7 @@ def test_the_stride_forecasts_what_pulling_one_by_one_gives(sizes, piles, first,
 
 @settings(deadline=None, max_examples=100)
 @given(st.lists(st.tuples(st.integers(0, 40), st.sampled_from(list(TABLE))), min_size=1, max_size=4), st.integers(1, 9))
-def test_gpus_are_spread_so_that_the_last_request_ends_soonest(jobs, gpus):
+def test_gpus_are_spread_to_finish_the_last_request_soonest(jobs, gpus):
     table = Table(TABLE)
     ways = [
         max(steps * table.us[name][degree] for (steps, name), degree in zip(jobs, way, strict=True))
@@ -360,7 +362,7 @@ def test_gpus_are_spread_so_that_the_last_request_ends_soonest(jobs, gpus):
         (4, (1, 2, 4)),  # digits-ocr
     ],
 )
-def test_a_degree_divides_the_heads(heads, wanted):
+def test_a_degree_divides_the_attention_heads(heads, wanted):
     assert allowed_degrees(heads) == wanted
 
 
@@ -380,13 +382,13 @@ def test_a_node_of_eight_has_seven_communicators():
         (WAN_14B, 33_000, 2, {1: 480}, 50),
     ],
 )
-def test_the_model_is_near_what_was_published(network, tokens, forwards, published, steps):
+def test_the_step_time_model_is_close_to_published_times(network, tokens, forwards, published, steps):
     found = modelled_step_seconds(network, tokens, published, forwards=forwards)
     for degree, seconds in published.items():
         assert found[degree] * steps == pytest.approx(seconds, rel=0.12)
 
 
-def test_sequence_parallelism_wastes_small_pictures_most():
+def test_sequence_parallelism_is_least_efficient_for_small_images():
     def efficiency(tokens):
         times = modelled_step_seconds(QWEN_IMAGE, tokens, (1, 4), forwards=2)
         return times[1] / times[4] / 4
@@ -394,7 +396,7 @@ def test_sequence_parallelism_wastes_small_pictures_most():
     assert efficiency(1100) < 0.6 < efficiency(9300) < 1
 
 
-def test_measured_steps_replace_the_model_and_scale_the_rest():
+def test_measured_step_times_replace_the_model_and_scale_the_rest():
     modelled = {1: 1.0, 2: 0.6, 4: 0.4, 8: 0.3}
     assert with_measured(modelled, {}) == modelled
     seen = {1: [50.0, 2.0, 2.2, 1.8], 4: [0.6], 16: [9.0]}

@@ -1,4 +1,4 @@
-"""Half precision is for ranking: near full precision inside, and nothing is left of it outside."""
+"""Half precision for ranking: results are close to full precision, and the context leaves no trace."""
 
 import contextlib
 
@@ -27,7 +27,7 @@ def velocity(adapter):
         return adapter.velocity(x, torch.full((4,), 0.5), adapter.encode(["12", "7", "0042", "9999"]), 1.0)
 
 
-def test_it_is_near_full_precision_and_not_equal(adapter):
+def test_half_precision_is_close_to_full_precision_and_not_equal(adapter):
     full = velocity(adapter)
     with half_precision(adapter.transformer):
         half = velocity(adapter)
@@ -35,7 +35,7 @@ def test_it_is_near_full_precision_and_not_equal(adapter):
     assert 0 < (half - full).abs().max() < 0.03 * full.abs().max()
 
 
-def test_nothing_of_it_is_left_outside(adapter):
+def test_half_precision_leaves_no_trace_after_the_context(adapter):
     before = velocity(adapter)
     with contextlib.suppress(KeyError), half_precision(adapter.transformer):
         assert approximations(adapter) == {"none"}

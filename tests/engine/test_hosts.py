@@ -1,7 +1,7 @@
-"""A run whose nodes are hosts with addresses of their own: Ray and HTTP between them, and one of them vanishes.
+"""A run on hosts with their own addresses, with Ray or HTTP between them; one host disappears.
 
-Hosts are network namespaces, so this needs root. A host that vanishes sends nothing more, not even a closed
-connection: its link goes, and its processes stand still.
+Hosts are network namespaces, so this needs root. A host that disappears sends nothing, not even the end of a
+connection: its link goes down and its processes freeze.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ import pytest
 from engine.config import CandidateBudget, EngineConfig
 from engine.events import Market, Progress
 from tests.end_to_end.test_survival import CONFIG
-from tests.engine.test_machine import Machine
+from tests.engine.test_node_agent_on_cloud import Instance
 
 pytest.importorskip("ray")
 
@@ -36,7 +36,7 @@ TRAINER = "10.77.0.1"
 
 
 class Hosts:
-    """Namespaces around the trainer's, which forwards between the others. None is left when it closes."""
+    """Network namespaces; the trainer's one forwards between the others. `close` removes all of them."""
 
     def __init__(self, names):
         self._sleepers = {}
@@ -70,7 +70,7 @@ class Hosts:
         subprocess.run([*self.inside(name), "sh", "-e", "-c", command], check=True)
 
     def listening(self, name):
-        """(port, address) of every TCP socket that waits for somebody."""
+        """Return (port, address) of every listening TCP socket."""
         text = subprocess.run([*self.inside(name), "ss", "-Hltn"], check=True, capture_output=True, text=True).stdout
         return {tuple(reversed(line.split()[3].rsplit(":", 1))) for line in text.splitlines()}
 
@@ -88,7 +88,7 @@ def hosts():
 
 
 @pytest.mark.parametrize("runtime", ["local", "ray"])
-def test_a_run_across_hosts_survives_that_one_vanishes(hosts, tmp_path, monkeypatch, runtime):
+def test_a_run_across_hosts_survives_the_loss_of_a_host(hosts, tmp_path, monkeypatch, runtime):
     monkeypatch.setenv("SPOTRL_SHUTDOWN", "true")
     monkeypatch.setenv("GCE_METADATA_HOST", "127.0.0.1:1")  # no metadata service either
     budget = CandidateBudget(candidates=32, patience_seconds=60)
@@ -97,11 +97,11 @@ def test_a_run_across_hosts_survives_that_one_vanishes(hosts, tmp_path, monkeypa
     engine: EngineConfig = CONFIG.model_copy(
         update={"iterations": ITERATIONS, "runtime": runtime_config, "exploration": exploration}
     )
-    machines = {}
+    instances = {}
     try:
         for name in ("trainer", "spot-0", "spot-1"):
             trains = name == "trainer"
-            machines[name] = Machine(
+            instances[name] = Instance(
                 tmp_path / name,
                 program=[*hosts.inside(name), sys.executable],
                 node=name,
@@ -112,9 +112,9 @@ def test_a_run_across_hosts_survives_that_one_vanishes(hosts, tmp_path, monkeypa
                 coordinator_port=PORT,
                 engine=engine,
             )
-        trainer, lost = machines["trainer"], machines["spot-1"]
-        for machine in machines.values():
-            machine.wait_for(lambda machine=machine: machine.says("ready.json"), seconds=90)
+        trainer, lost = instances["trainer"], instances["spot-1"]
+        for instance in instances.values():
+            instance.wait_for(lambda instance=instance: instance.read("ready.json"), seconds=90)
         assert {address for port, address in hosts.listening("trainer") if port == str(PORT)} == {TRAINER}
         trainer.wait_for(lambda: "iteration_done" in kinds(trainer))
         shipped = trainer.folder / "shipped/spot-1/worker-0.log"
@@ -130,16 +130,16 @@ def test_a_run_across_hosts_survives_that_one_vanishes(hosts, tmp_path, monkeypa
         trainer.wait_for(lambda: "engine_finished" in kinds(trainer), seconds=120)
         assert kinds(trainer).count("iteration_done") == ITERATIONS
         assert trainer.agent.wait(30) == 0
-        assert machines["spot-0"].agent.wait(30) == 0
+        assert instances["spot-0"].agent.wait(30) == 0
         assert "worker-0 of spot-0" in (trainer.folder / "shipped/spot-0/worker-0.log").read_text()
         for log in ("spot-0/worker-0.log", "spot-1/worker-0.log", "trainer/trainer.jsonl", "trainer/trainer.log"):
             assert (tmp_path / "store/logs" / log).stat().st_size > 0
     finally:
-        for machine in machines.values():
-            machine.end()
+        for instance in instances.values():
+            instance.end()
 
 
-def kinds(machine):
-    path = machine.folder / "progress/trainer.jsonl"
+def kinds(instance):
+    path = instance.folder / "progress/trainer.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     return [Progress.from_json(line).event.KIND for line in lines if line.endswith("}")]

@@ -1,4 +1,4 @@
-"""What the journal acknowledged is there again, and what it could not write left no trace."""
+"""The journal: acknowledged records survive a crash, and a failed write leaves no trace."""
 
 import resource
 import shutil
@@ -11,14 +11,14 @@ from tests.engine.power import Power
 
 
 def opened(folder):
-    """A journal opened on this folder as after a crash, and the records it found."""
+    """Open a journal on this folder as after a crash, and return it with its records."""
     journal = Journal(folder)
     return journal, list(journal.replay())
 
 
 @pytest.fixture
 def small_disk():
-    """Files may grow to so many bytes; the signal that would kill is ignored, as Python does by default."""
+    """Limit file sizes. Python ignores the signal of a write beyond the limit, so the write raises an error."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     assert signal.getsignal(signal.SIGXFSZ) == signal.SIG_IGN
     yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
@@ -41,7 +41,7 @@ def test_a_blob_that_was_never_written_is_a_key_error(tmp_path):
         Journal(tmp_path).blob("none")
 
 
-def test_a_record_cut_anywhere_is_dropped_and_the_next_one_takes_its_place(tmp_path):
+def test_a_truncated_record_is_dropped_and_overwritten_by_the_next(tmp_path):
     journal = Journal(tmp_path / "whole")
     journal.append({"n": 1}, {"a": b"first"})
     first = journal.position()
@@ -63,7 +63,7 @@ def test_a_record_cut_anywhere_is_dropped_and_the_next_one_takes_its_place(tmp_p
 
 
 def with_a_flipped_byte(folder, at):
-    """The path of a journal of three records, and its bytes with one changed."""
+    """Return the path of a journal of three records, and its bytes with one changed."""
     journal = Journal(folder)
     for number in range(3):
         journal.append({"n": number}, {str(number): b"data"})
@@ -75,21 +75,21 @@ def with_a_flipped_byte(folder, at):
 
 
 @pytest.mark.parametrize("at", [0, 1, 5, 9, 13, 20, 25])
-def test_damage_in_the_middle_keeps_the_whole_file_and_stops(tmp_path, at):
+def test_damage_in_the_middle_is_an_error_and_keeps_the_file(tmp_path, at):
     path, data = with_a_flipped_byte(tmp_path, lambda size: size // 3 + at)
     with pytest.raises(JournalDamaged, match=rf"{path} is damaged at byte {len(data) // 3}.*Copy it away"):
         Journal(tmp_path)
     assert path.read_bytes() == data
 
 
-def test_a_byte_that_changed_in_the_last_record_is_taken_for_a_torn_one(tmp_path):
+def test_a_changed_byte_in_the_last_record_counts_as_truncation(tmp_path):
     path, data = with_a_flipped_byte(tmp_path, lambda size: size - 1)
     assert opened(tmp_path)[1] == [{"n": 0}, {"n": 1}]
     assert path.read_bytes() == data[: 2 * len(data) // 3]
 
 
 @pytest.mark.parametrize("room", [0, 1, 20, 5000])
-def test_a_full_disk_leaves_no_trace_and_the_journal_goes_on(tmp_path, small_disk, room):
+def test_a_failed_append_on_a_full_disk_leaves_no_trace(tmp_path, small_disk, room):
     journal = Journal(tmp_path)
     journal.append({"n": 1}, {"a": b"first"})
     end = journal.position()
@@ -110,7 +110,7 @@ def test_a_full_disk_leaves_no_trace_and_the_journal_goes_on(tmp_path, small_dis
     assert (again.blob("a"), again.blob("c")) == (b"first", b"third")
 
 
-def test_a_rewrite_keeps_what_it_is_given_and_nothing_else(tmp_path):
+def test_a_rewrite_keeps_only_the_given_records(tmp_path):
     journal = Journal(tmp_path)
     journal.append({"n": 1}, {"a": b"first"})
     journal.append({"n": 2}, {"b": b"second"})
@@ -124,7 +124,7 @@ def test_a_rewrite_keeps_what_it_is_given_and_nothing_else(tmp_path):
     assert (again.blob("b"), again.blob("c")) == (b"second", b"third")
 
 
-def test_a_rewrite_for_which_the_disk_is_too_small_changes_nothing(tmp_path, small_disk):
+def test_a_rewrite_that_does_not_fit_on_the_disk_changes_nothing(tmp_path, small_disk):
     journal = Journal(tmp_path)
     journal.append({"n": 1}, {"a": b"first"})
     small_disk(journal.position())
@@ -136,7 +136,7 @@ def test_a_rewrite_for_which_the_disk_is_too_small_changes_nothing(tmp_path, sma
     assert opened(tmp_path)[1] == [{"n": 1}, {"n": 3}]
 
 
-def test_a_rewrite_that_was_interrupted_did_not_happen(tmp_path):
+def test_an_interrupted_rewrite_changes_nothing(tmp_path):
     journal = Journal(tmp_path)
     journal.append({"n": 1}, {"a": b"first"})
     (tmp_path / "journal.new").write_bytes(b"half of something")
@@ -146,7 +146,7 @@ def test_a_rewrite_that_was_interrupted_did_not_happen(tmp_path):
     assert opened(tmp_path)[1] == [{"n": 4}]
 
 
-def test_the_position_grows_with_every_record_even_over_a_rewrite(tmp_path):
+def test_the_position_grows_with_every_record_and_across_a_rewrite(tmp_path):
     """The server compares positions to know what is durable already."""
     journal = Journal(tmp_path)
     journal.append({"n": 1}, {"a": b"x" * 1000})
@@ -157,7 +157,7 @@ def test_the_position_grows_with_every_record_even_over_a_rewrite(tmp_path):
     assert journal.position() > before
 
 
-def test_what_was_synced_survives_a_power_cut(tmp_path, monkeypatch):
+def test_synced_records_survive_a_power_cut(tmp_path, monkeypatch):
     power = Power(monkeypatch)
     journal = Journal(tmp_path / "here")
     for number in range(3):
@@ -169,7 +169,7 @@ def test_what_was_synced_survives_a_power_cut(tmp_path, monkeypatch):
     assert again.blob("b2") == b"blob"
 
 
-def test_a_rewrite_and_what_follows_it_survive_a_power_cut(tmp_path, monkeypatch):
+def test_a_rewrite_and_later_records_survive_a_power_cut(tmp_path, monkeypatch):
     power = Power(monkeypatch)
     journal = Journal(tmp_path / "here")
     journal.append({"n": 1})

@@ -1,4 +1,4 @@
-"""Membership: groups are ordered into being when all of their members wait, under numbers that nobody had before."""
+"""Membership: a group is ordered once all its members wait, under a new communicator number."""
 
 import random
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ def fixed(degree):
 
 @dataclass
 class Process:
-    """What a worker does, without its work: follows orders, and finds out when a peer is dead."""
+    """A worker without work: it follows orders and notices dead peers."""
 
     name: str
     boot: int
@@ -34,7 +34,7 @@ class Process:
 
 
 class World:
-    """Workers that die, come back and work, around a membership."""
+    """Workers around a membership that die, restart and work."""
 
     def __init__(self, names, degree):
         self.membership = Membership(settling_ms=SETTLING_MS)
@@ -43,9 +43,9 @@ class World:
         self.boots = 0
         self.processes = {}
         self.orders = {}
-        """By epoch: the order that its first member was given."""
+        """The order of the first member, by epoch."""
         self.communicators = {}
-        """By number: processes."""
+        """Processes of each communicator, by its number."""
 
     def start(self, name):
         self.boots += 1
@@ -58,7 +58,7 @@ class World:
                 if other.epoch == dead.epoch:
                     other.torn.append(dead.order.communicator)
 
-    def tell_death(self, name):
+    def report_death(self, name):
         if name not in self.processes and self.membership.gone([name]):
             self.membership.plan(fixed(self.degree))
 
@@ -122,9 +122,9 @@ class World:
             self.membership.plan(fixed(self.degree))
 
     def calm_down(self):
-        """Nobody dies any more, every death is known, everybody calls in."""
+        """Let all workers live and call in, with every death known."""
         for name in self.names:
-            self.tell_death(name)
+            self.report_death(name)
         for _ in range(12):
             for name in sorted(self.processes):
                 self.pull(name)
@@ -135,7 +135,7 @@ NAMES = [f"{node}/{place}" for node in ("a", "b") for place in range(4)]
 
 moves = st.lists(
     st.tuples(
-        st.sampled_from(["start", "kill", "tell_death", "pull", "pull", "pull", "wait", "halve", "double"]),
+        st.sampled_from(["start", "kill", "report_death", "pull", "pull", "pull", "wait", "halve", "double"]),
         st.sampled_from(NAMES),
     ),
     max_size=80,
@@ -144,7 +144,7 @@ moves = st.lists(
 
 @settings(max_examples=300, deadline=None)
 @given(moves, st.sampled_from([1, 2, 4]))
-def test_whatever_happens_the_living_end_in_the_groups_that_are_wanted(steps, degree):
+def test_live_workers_always_end_in_the_planned_groups(steps, degree):
     world = World(NAMES, degree)
     for move, name in steps:
         if move == "wait":
@@ -158,7 +158,7 @@ def test_whatever_happens_the_living_end_in_the_groups_that_are_wanted(steps, de
 
 
 def in_their_groups(world):
-    """Everyone who lives is where the plan wants it, and whoever leads works."""
+    """Assert that every live worker is in its planned group and every leader works."""
     live = sorted(world.processes)
     wanted = {group.members for group in fixed(world.degree)(live, [])}
     there = {formed.members for formed in world.membership.table.groups()}
@@ -182,7 +182,7 @@ def together(names=("a/0", "a/1"), degree=2):
     return world
 
 
-def test_a_worker_at_work_is_told_to_come_before_its_group_is_ordered():
+def test_a_busy_worker_must_report_before_its_group_is_ordered():
     world = World(["a/0", "a/1"], 2)
     world.start("a/0")
     world.pull("a/0")
@@ -196,7 +196,7 @@ def test_a_worker_at_work_is_told_to_come_before_its_group_is_ordered():
     assert {process.epoch for process in world.processes.values()} == set(world.orders)
 
 
-def test_the_same_processes_get_their_communicator_again_under_a_new_epoch():
+def test_the_same_processes_reuse_their_communicator_under_a_new_epoch():
     world = together()
     (first,) = world.membership.table.groups()
     world.want(1)
@@ -209,7 +209,7 @@ def test_the_same_processes_get_their_communicator_again_under_a_new_epoch():
     assert again.epoch != first.epoch
 
 
-def test_a_new_process_of_a_worker_meets_a_new_communicator():
+def test_a_restarted_worker_gets_a_new_communicator():
     world = together()
     (first,) = world.membership.table.groups()
     world.kill("a/1")
@@ -219,7 +219,7 @@ def test_a_new_process_of_a_worker_meets_a_new_communicator():
     assert again.communicator != first.communicator
 
 
-def test_survivors_of_a_torn_group_are_waited_for_and_not_for_ever():
+def test_survivors_of_a_broken_group_are_waited_for_until_a_limit():
     world = together([f"a/{place}" for place in range(4)], degree=4)
     world.kill("a/3")
     world.degree = 2
@@ -235,13 +235,13 @@ def test_survivors_of_a_torn_group_are_waited_for_and_not_for_ever():
     assert world.processes["a/2"].busy
 
 
-def test_who_is_no_part_of_it_may_always_work():
+def test_a_worker_outside_every_group_may_always_work():
     assert Membership(settling_ms=SETTLING_MS).leads("node/trainer")
     assert Membership(settling_ms=SETTLING_MS).order("node/trainer") is None
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_long_lives(seed):
+def test_long_random_histories_end_in_the_planned_groups(seed):
     rng = random.Random(seed)
     world = World(NAMES, 2)
     for _ in range(600):

@@ -1,7 +1,7 @@
-"""Folders of real weights: loaded without a network, and sampled as diffusers' own pipelines sample them.
+"""Model folders: weights load without a network, and give the images of diffusers' own pipelines.
 
-Each family is saved as a tiny random diffusers folder. The pipeline draws a picture from it, and so do our adapter and
-our ODE sampler, from the same latent: timesteps, packing, positions, guidance and decoding must all agree.
+Each family is saved as a tiny random diffusers folder. Its pipeline samples an image, and so do our adapter and ODE
+sampler from the same latent: timesteps, packing, positions, guidance and decoding must all agree.
 """
 
 import json
@@ -195,8 +195,8 @@ def make_qwen_image():
     )
 
 
-def ode_pictures(adapter, sigmas, guidance, latents):
-    """Pictures of our Euler sampler at the scheduler's own noise levels, from the pipeline's latents."""
+def ode_images(adapter, sigmas, guidance, latents):
+    """Return images of our Euler sampler at the scheduler's noise levels, from the pipeline's latents."""
     plan = Plan("ode", tuple(sigmas), (False,) * (len(sigmas) - 1), 0.0, guidance, "of the pipeline")
     conditioning, x = adapter.encode(PROMPTS), latents
     for step in range(plan.steps):
@@ -210,54 +210,54 @@ def ode_pictures(adapter, sigmas, guidance, latents):
 CALL = {"num_inference_steps": STEPS, "output_type": "pt", "prompt": PROMPTS}
 
 
-def picture_of(pipeline, **arguments):
-    """The pipeline's own picture in [-1, 1], and the noise levels it used."""
+def image_of(pipeline, **arguments):
+    """Return the pipeline's image in [-1, 1], and the noise levels it used."""
     pipeline.set_progress_bar_config(disable=True)
-    pictures = pipeline(**CALL, **arguments)[0]
-    return 2.0 * pictures.float() - 1.0, pipeline.scheduler.sigmas.tolist()
+    images = pipeline(**CALL, **arguments)[0]
+    return 2.0 * images.float() - 1.0, pipeline.scheduler.sigmas.tolist()
 
 
-def test_sd3_is_sampled_as_its_pipeline_does(tmp_path):
+def test_sd3_gives_the_images_of_its_diffusers_pipeline(tmp_path):
     pipeline = make_sd3()
     pipeline.save_pretrained(tmp_path)
     adapter = load_sd3(tmp_path, image_size=16, t5_length=20, dtype=torch.float32)
     latents = noise_rows([1, 2], 0, adapter.latent_shape())
-    theirs, sigmas = picture_of(
+    theirs, sigmas = image_of(
         pipeline, height=16, width=16, latents=latents, guidance_scale=2.0, max_sequence_length=20
     )
-    torch.testing.assert_close(ode_pictures(adapter, sigmas, 2.0, latents), theirs, atol=1e-4, rtol=0)
+    torch.testing.assert_close(ode_images(adapter, sigmas, 2.0, latents), theirs, atol=1e-4, rtol=0)
 
 
-def test_flux_is_sampled_as_its_pipeline_does(tmp_path):
+def test_flux_gives_the_images_of_its_diffusers_pipeline(tmp_path):
     pipeline = make_flux()
     pipeline.save_pretrained(tmp_path)
     adapter = load_flux(tmp_path, image_size=16, text_length=20, dtype=torch.float32)
     latents = noise_rows([1, 2], 0, adapter.latent_shape())
-    theirs, sigmas = picture_of(
+    theirs, sigmas = image_of(
         pipeline, height=16, width=16, latents=latents, guidance_scale=3.5, max_sequence_length=20
     )
-    torch.testing.assert_close(ode_pictures(adapter, sigmas, 3.5, latents), theirs, atol=1e-4, rtol=0)
+    torch.testing.assert_close(ode_images(adapter, sigmas, 3.5, latents), theirs, atol=1e-4, rtol=0)
 
 
-def test_qwen_image_is_sampled_as_its_pipeline_does_without_guidance(tmp_path):
+def test_qwen_image_gives_the_images_of_its_pipeline_without_guidance(tmp_path):
     pipeline = make_qwen_image()
     pipeline.save_pretrained(tmp_path)
     adapter = load_qwen_image(tmp_path, image_size=16, text_length=300, dtype=torch.float32)
     latents = noise_rows([1, 2], 0, adapter.latent_shape())
-    theirs, sigmas = picture_of(pipeline, height=16, width=16, latents=latents, true_cfg_scale=1.0)
-    torch.testing.assert_close(ode_pictures(adapter, sigmas, 1.0, latents), theirs, atol=1e-4, rtol=0)
+    theirs, sigmas = image_of(pipeline, height=16, width=16, latents=latents, true_cfg_scale=1.0)
+    torch.testing.assert_close(ode_images(adapter, sigmas, 1.0, latents), theirs, atol=1e-4, rtol=0)
 
 
-def test_wan_is_sampled_as_its_pipeline_does(tmp_path):
+def test_wan_gives_the_images_of_its_diffusers_pipeline(tmp_path):
     pipeline = make_wan()
     pipeline.save_pretrained(tmp_path)
     adapter = load_wan(tmp_path, video_size=(5, 16, 16), text_length=20, dtype=torch.float32)
     latents = noise_rows([1, 2], 0, adapter.latent_shape())
-    theirs, sigmas = picture_of(
+    theirs, sigmas = image_of(
         pipeline, height=16, width=16, num_frames=5, latents=latents, guidance_scale=2.0, max_sequence_length=20
     )
     # The pipeline puts frames before channels.
-    ours = ode_pictures(adapter, sigmas, 2.0, latents).transpose(1, 2)
+    ours = ode_images(adapter, sigmas, 2.0, latents).transpose(1, 2)
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
 
 

@@ -1,4 +1,4 @@
-"""The model of what Qwen-Image would take with spot GPUs, by hand; and its page, from made-up learning runs."""
+"""The cost model of Qwen-Image with spot GPUs, checked by hand; and its page, from made-up learning runs."""
 
 import json
 from dataclasses import replace
@@ -80,7 +80,7 @@ def test_published_times_are_those_of_the_research_table(spot, seconds, candidat
     assert candidates_that_fit(bare, spot) == pytest.approx(candidates, abs=1)
 
 
-def test_the_control_slice_is_paid_from_the_same_idle_seconds():
+def test_the_control_slice_uses_the_same_idle_seconds():
     # 8 x (253 - 0.152) s / (107 x 4 / 512 x 1.125) GPU-s = 2150.9
     assert pytest.approx(0.152) == SYNC_SECONDS
     assert CONTROL_SHARE == 0.125
@@ -90,29 +90,29 @@ def test_the_control_slice_is_paid_from_the_same_idle_seconds():
 
 def test_times_at_1280_follow_from_operations():
     assert LARGE.cost.rollout_gpu_seconds == pytest.approx(20 * 119 / (989 * 0.475))
-    # 16 forwards of 119 TFLOP for 128 pictures a GPU, and what 253 s have besides 16 forwards of 15.7 TFLOP.
+    # 16 forwards of 119 TFLOP for 128 images a GPU, plus the part of 253 s beyond 16 forwards of 15.7 TFLOP.
     assert LARGE.cost.train_seconds == pytest.approx(616.1 + 253 - 81.3, abs=0.1)
     assert TIMES["1280 px, training computed"].cost.train_seconds == pytest.approx(616.1, abs=0.1)
 
 
-def test_where_everything_is_scaled_alike_as_many_candidates_fit():
+def test_scaling_all_times_alike_keeps_the_number_of_candidates():
     alike = TIMES["1280 px, all scaled alike"].cost
     assert affordable(alike, 8) == pytest.approx(affordable(SMALL.cost, 8), rel=0.002)
 
 
-def test_judging_on_the_same_gpus_leaves_room_for_less():
+def test_scoring_on_the_same_gpus_leaves_fewer_candidates():
     judged = TIMES["512 px, judged by the same GPUs"].cost
     assert iteration_seconds(judged, 0) == 420
     assert affordable(judged, 8) == pytest.approx(affordable(SMALL.cost, 8) * 107 / 167, rel=0.002)
 
 
-def test_in_path_rolls_all_candidates_out():
-    # Three times 512 pictures on 12 GPUs take as long as 512 on 4.
+def test_in_path_exploration_rolls_out_all_candidates():
+    # Three times 512 images on 12 GPUs take as long as 512 on 4.
     assert in_path_seconds(SMALL.cost, 8, 144) == pytest.approx(107 + 253 + SYNC_SECONDS)
     assert in_path_seconds(SMALL.cost, 0, 144) == pytest.approx(3 * 107 + 253)
 
 
-def test_waiting_costs_what_does_not_fit():
+def test_waiting_for_candidates_costs_the_seconds_that_do_not_fit():
     assert waiting_seconds(SMALL.cost, 8, 192) == iteration_seconds(SMALL.cost, 8)
     # 3072 candidates of 0.940 GPU-s on 8 GPUs take 361.1 s, of which 252.8 are idle.
     assert waiting_seconds(SMALL.cost, 8, 288) - iteration_seconds(SMALL.cost, 8) == pytest.approx(108.3, abs=0.1)
@@ -122,7 +122,7 @@ def test_waiting_costs_what_does_not_fit():
 
 
 @given(costs, st.integers(1, 64))
-def test_a_pool_is_never_more_than_is_afforded(cost, spot):
+def test_a_candidate_pool_never_exceeds_what_is_affordable(cost, spot):
     pool = pool_of(affordable(cost, spot))
     if pool is None:
         assert affordable(cost, spot) < min(POOLS)
@@ -142,7 +142,7 @@ def test_pools_are_rounded_down_and_capped(candidates, pool):
     assert pool_of(candidates) == pool
 
 
-def test_every_pool_leaves_a_choice():
+def test_every_candidate_pool_is_larger_than_the_kept_number():
     stale = modelled_cost.ARMS["stale"]
     assert not any(pool % stale.prompts for pool in (*POOLS, *IN_PATH_POOLS))
     assert min(POOLS) // stale.prompts > TRAINED // stale.prompts
@@ -170,13 +170,13 @@ def test_exploring_takes_no_time():
     assert arms["plain"].iterations == arms["on-demand"].iterations
 
 
-def test_with_too_few_candidates_stale_is_plain():
+def test_with_too_few_candidates_stale_equals_plain():
     assert affordable(LARGE.cost, 4) < min(POOLS)
     arms = arms_of(LARGE.cost, 4, LEARNED)
     assert arms["stale"] == arms["plain"]
 
 
-def test_in_path_has_the_pool_that_is_faster_for_the_cell():
+def test_in_path_uses_the_faster_pool_of_the_cell():
     dear_rollouts = replace(SMALL.cost, rollout_gpu_seconds=20.0)
     assert arms_of(SMALL.cost, 8, LEARNED)["in-path"].pool == 144
     assert arms_of(dear_rollouts, 8, LEARNED)["in-path"].pool == 120
@@ -197,7 +197,7 @@ def test_iterations_times_seconds_times_rate_is_the_cost(times, spot, price):
 @pytest.mark.parametrize("times", TIMES.values(), ids=TIMES)
 @pytest.mark.parametrize("spot", SPOT_GPUS)
 @pytest.mark.parametrize("price", discounted(), ids=lambda price: price.name)
-def test_break_even_is_where_the_cost_ratio_is_one(times, spot, price):
+def test_break_even_is_at_a_cost_ratio_of_one(times, spot, price):
     cell = spot_cell(times, spot, price, LEARNED)
     assert cell.break_even == pytest.approx(1 / relative_cost(times.cost, spot, price.discount))
     pays = spot_pays(1 / cell.mean("iterations"), relative_cost(times.cost, spot, price.discount))
@@ -213,7 +213,7 @@ def test_a_verdict_needs_the_whole_interval(pair, verdict):
     assert spot_cell(SMALL, 8, discounted()[-1], learned).verdict == verdict
 
 
-def test_remedies_never_take_more_than_they_say():
+def test_remedies_take_no_more_time_than_stated():
     cell = spot_cell(LARGE, 4, HALF_PRICE, LEARNED)
     waits = waiting(cell, LEARNED).arms["stale"]
     assert waits.seconds == waiting_seconds(LARGE.cost, 4, waits.pool) if waits.pool else waits == cell.arms["plain"]
@@ -225,7 +225,7 @@ def test_remedies_never_take_more_than_they_say():
 # --- prices -----------------------------------------------------------------------------------------------------
 
 
-def test_prices_are_of_one_gpu_and_say_whose():
+def test_prices_are_per_gpu_and_name_their_offer():
     assert [price.on_demand for price in discounted()] == [6.88] * 3
     assert [price.spot for price in discounted()] == pytest.approx([5.16, 3.44, 1.5824])
     by_name = {price.name: price for price in offered()}
@@ -237,7 +237,7 @@ def test_prices_are_of_one_gpu_and_say_whose():
 
 
 def made_up(name: str, arm: Arm, seed: int) -> Cell:
-    """Explored runs are quicker the larger the pool; the plain arm of seed 2 never arrives."""
+    """Return runs in which a larger pool is faster; the plain arm of seed 2 never reaches the target."""
     pool = (arm.candidates or SETTINGS.candidates) if arm.mode != "none" else TRAINED
     at = 20 - 3 * (pool // TRAINED) + seed if pool > TRAINED else (30 + seed if seed != 2 else SETTINGS.cap + 5)
     curve = {0: 0.47, at: 0.80} if at <= SETTINGS.cap else {0: 0.47, SETTINGS.cap: 0.70}
@@ -263,7 +263,7 @@ def made_up_figures() -> Figures:
     )
 
 
-def test_runs_are_shared_and_few():
+def test_cells_share_few_learning_runs():
     runs = learning_runs()
     assert set(runs) >= {"plain-6x8", "plain-12x4", "stale", "stale-144", "in-path", "in-path-144"}
     assert len(stale_pools()) <= 5
@@ -272,7 +272,7 @@ def test_runs_are_shared_and_few():
     assert all(arm.candidates in (None, *POOLS) for arm in runs.values())
 
 
-def test_a_page_comes_of_made_up_runs():
+def test_a_page_can_be_written_from_made_up_runs():
     figures = made_up_figures()
     found = json.loads(json.dumps(figures.plain_json(), allow_nan=False))
     assert len(found["modelled_time_ratio"]) == 2 * len(SPOT_GPUS)
@@ -299,7 +299,7 @@ def test_conclusions_follow_the_runs():
     assert "512 px: on-demand on 4+0" in text(nothing_gained)
 
 
-def test_at_1280_cheap_spot_pays_by_rollouts_alone():
+def test_at_1280_px_cheap_spot_pays_by_rollouts_alone():
     # (324 + 788) s at 4 + 4 x 0.23 is less than (648 + 788) s at 4; at 512 px it is more.
     same = (20.0, 30.0)
     nothing_gained = Learned(plain=same, in_path={120: same}, stale=dict.fromkeys(POOLS, same))
@@ -308,7 +308,7 @@ def test_at_1280_cheap_spot_pays_by_rollouts_alone():
     assert spot_cell(SMALL, 4, cheap, nothing_gained).verdict == "costs more"
 
 
-def test_stored_runs_are_found_where_they_are_stored(tmp_path, monkeypatch):
+def test_stored_runs_are_found(tmp_path, monkeypatch):
     monkeypatch.setattr(arms, "PIECES", tmp_path)
     monkeypatch.setattr(arms, "run", lambda name, arm, settings, seed, *, checked: made_up(name, arm, seed))
     for name, arm in learning_runs().items():

@@ -1,4 +1,4 @@
-"""A node fetches a version once, however many workers it has and however often they die."""
+"""A node fetches a weight version once for all its workers and their restarts."""
 
 import multiprocessing
 import os
@@ -25,14 +25,14 @@ def weights(number, size=SIZE):
 
 
 class Book:
-    """What the coordinator would answer, and how often it was asked."""
+    """Weights that a coordinator would send, and the number of fetches."""
 
     def __init__(self, *versions):
         self.versions = {digest_of(data): data for data in versions}
-        self.asked = 0
+        self.fetches = 0
 
     def fetch(self, key, digest):
-        self.asked += 1
+        self.fetches += 1
         return self.versions.get(digest)
 
 
@@ -41,28 +41,28 @@ def read(source, data):
         return found is not None and bytes(found) == data
 
 
-def work(memory, asked, number, end):
-    """A worker process: loads one version, tells how often it asked for it, and may die afterwards."""
+def work(memory, counts, number, end):
+    """Run a worker process: load one version, report the number of fetches, and optionally die."""
     book = Book(weights(number))
     assert read(NodeWeights(memory, book.fetch), weights(number))
-    asked.put(book.asked)
+    counts.put(book.fetches)
     if end:
-        asked.close()
-        asked.join_thread()
+        counts.close()
+        counts.join_thread()
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def run(memory, number, *, killed=False):
-    asked = CONTEXT.Queue()
-    process = CONTEXT.Process(target=work, args=(memory, asked, number, killed))
+    counts = CONTEXT.Queue()
+    process = CONTEXT.Process(target=work, args=(memory, counts, number, killed))
     process.start()
-    count = asked.get(timeout=20)
+    count = counts.get(timeout=20)
     process.join()
     assert process.exitcode == (-signal.SIGKILL if killed else 0)
     return count
 
 
-def test_two_workers_of_a_node_and_one_that_was_killed_and_started_again_ask_once():
+def test_all_workers_of_a_node_fetch_a_version_once_despite_a_restart():
     memory = NodeMemory.make()
     assert [run(memory, 1), run(memory, 1, killed=True), run(memory, 1)] == [1, 0, 0]
     assert run(memory, 2) == 1
@@ -80,8 +80,8 @@ class ToBeLoaded:
         return reply_to_dict(LoadWeights(weights=V0, digest=self.digest)), {}
 
 
-def test_a_worker_that_joins_loads_what_its_node_has_and_asks_the_coordinator_for_no_weights():
-    # Here, because every process of the other tests imports this file.
+def test_a_joining_worker_loads_its_nodes_weights_without_the_coordinator():
+    # Imported here, because every process of the other tests imports this file.
     import torch
 
     from engine.models.weights import get_weights
@@ -90,13 +90,13 @@ def test_a_worker_that_joins_loads_what_its_node_has_and_asks_the_coordinator_fo
     mine, published = torch.nn.Linear(3, 1), torch.nn.Linear(3, 1)
     data = get_weights(dict(published.named_parameters()))
     memory, coordinator = NodeMemory.make(), ToBeLoaded(digest_of(data))
-    assert read(NodeWeights(memory, Book(data).fetch), data)  # its neighbour did
+    assert read(NodeWeights(memory, Book(data).fetch), data)  # its neighbour fetched them
     joiner = Worker(
         name="spot/1",
         node="spot",
         workers_of_node=2,
         transport=coordinator,
-        adapter=cast(Any, None),  # it makes no picture
+        adapter=cast(Any, None),  # this worker makes no image
         parameters=dict(mine.named_parameters()),
         reward=cast(Any, None),
         clock=ScaledClock(origin_ms=0),
@@ -119,7 +119,7 @@ def die_writing(memory):
     read(DiesWriting(memory, Book(weights(9)).fetch), weights(9))
 
 
-def test_a_writer_killed_half_way_leaves_no_lock_and_nothing_that_is_taken_for_whole():
+def test_a_killed_writer_leaves_no_lock_and_no_complete_weights():
     memory = NodeMemory.make()
     kept = [weights(number) for number in range(SLOTS)]
     mine = NodeWeights(memory, Book(*kept, weights(9)).fetch)
@@ -131,22 +131,22 @@ def test_a_writer_killed_half_way_leaves_no_lock_and_nothing_that_is_taken_for_w
     book = Book(*kept, weights(9))
     source = NodeWeights(memory, book.fetch)
     assert all(read(source, data) for data in kept[1:])
-    assert book.asked == 0
+    assert book.fetches == 0
     assert read(source, weights(9))
     assert read(source, weights(9))
-    assert book.asked == 1
+    assert book.fetches == 1
 
 
 def hold(memory, held, let_go):
     book = Book(weights(0))
     with NodeWeights(memory, book.fetch).get(V0, digest_of(weights(0))) as data:
-        held.put(book.asked)
+        held.put(book.fetches)
         let_go.wait()
         assert data is not None
         held.put(bytes(data) == weights(0))
 
 
-def test_what_is_being_read_is_not_overwritten():
+def test_weights_being_read_are_not_overwritten():
     memory = NodeMemory.make()
     book = Book(weights(0), *(weights(number, SIZE // 2) for number in range(1, 6)))
     source = NodeWeights(memory, book.fetch)
@@ -170,7 +170,7 @@ def fetch_for_ever(memory, begun):
     read(NodeWeights(memory, fetch), weights(1))
 
 
-def test_a_worker_that_freezes_while_it_fetches_holds_up_the_others_only_so_long(monkeypatch):
+def test_a_worker_frozen_while_fetching_blocks_the_others_for_a_limited_time(monkeypatch):
     monkeypatch.setattr(node_weights, "PATIENCE_SECONDS", 0.2)
     memory, begun = NodeMemory.make(), CONTEXT.Event()
     process = CONTEXT.Process(target=fetch_for_ever, args=(memory, begun))
@@ -179,30 +179,30 @@ def test_a_worker_that_freezes_while_it_fetches_holds_up_the_others_only_so_long
         assert begun.wait(20)
         book = Book(weights(1))
         assert read(NodeWeights(memory, book.fetch), weights(1))
-        assert book.asked == 1
+        assert book.fetches == 1
     finally:
         process.kill()
         process.join()
 
 
-def test_the_memory_keeps_the_newest_versions_and_writes_over_the_oldest():
+def test_node_memory_keeps_the_newest_versions_and_overwrites_the_oldest():
     memory = NodeMemory.make()
     versions = [weights(number, size=1000 + number) for number in range(SLOTS + 1)]
     book = Book(*versions)
     source = NodeWeights(memory, book.fetch)
     assert all(read(source, data) for data in versions)
     assert all(read(source, data) for data in versions[1:])
-    assert book.asked == len(versions)
+    assert book.fetches == len(versions)
     assert read(source, versions[0])
-    assert book.asked == len(versions) + 1
+    assert book.fetches == len(versions) + 1
 
 
-def test_what_was_published_anew_meanwhile_is_not_there():
+def test_a_digest_that_was_republished_is_not_found():
     with NodeWeights(NodeMemory.make(), Book().fetch).get(V0, "gone") as data:
         assert data is None
 
 
-def test_an_error_while_fetching_leaves_the_way_free_for_the_next():
+def test_an_error_while_fetching_does_not_block_the_next_fetch():
     def broken(key, digest):
         raise RuntimeError("no coordinator")
 

@@ -37,7 +37,7 @@ def test_seeds_and_steps_are_independent_of_one_another():
     assert np.abs(between).max() < 0.03
 
 
-def test_the_two_values_of_a_box_muller_pair_are_independent():
+def test_the_values_of_a_box_muller_pair_are_independent():
     values = noise(3, 0, (40_000,))
     assert abs(np.corrcoef(values[:20_000], values[20_000:])[0, 1]) < 0.03
     assert abs(np.corrcoef(values[:20_000] ** 2, values[20_000:] ** 2)[0, 1]) < 0.03

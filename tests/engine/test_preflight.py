@@ -1,4 +1,4 @@
-"""What a job needs is looked for before anything is started."""
+"""Preflight checks of the engine: a job's needs are checked before anything starts."""
 
 import sys
 
@@ -8,7 +8,7 @@ from engine.config import EngineConfig, GuardConfig, RewardConfig, RuntimeConfig
 from engine.entrypoints.preflight import JobUnfit, check
 
 
-def test_a_job_for_ray_without_ray_is_told_how_to_install_it(monkeypatch):
+def test_a_ray_job_without_ray_gets_an_install_instruction(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(JobUnfit, match="not installed") as unfit:
         check(EngineConfig(runtime=RuntimeConfig(name="ray")), None)
@@ -16,7 +16,7 @@ def test_a_job_for_ray_without_ray_is_told_how_to_install_it(monkeypatch):
     assert "pip install 'spotrl[ray]'" in unfit.value.remedy
 
 
-def test_a_degree_that_the_model_does_not_allow_is_refused_with_those_that_it_does():
+def test_a_degree_that_the_model_does_not_allow_names_the_allowed_ones():
     with pytest.raises(JobUnfit, match="degree 3 does not divide the 4 attention heads") as unfit:
         check(EngineConfig(runtime=RuntimeConfig(sp_degree=3)), None)
     assert unfit.value.field == "runtime.sp_degree"

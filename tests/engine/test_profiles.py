@@ -1,4 +1,4 @@
-"""The bandit over exploration profiles finds what pays, follows it, and repeats itself."""
+"""The bandit over exploration profiles finds the best one, follows changes, and is reproducible."""
 
 import json
 import random
@@ -20,7 +20,7 @@ NOISE = 0.2e-3
 
 
 def choices(seed: int, *, delay: int) -> list[str]:
-    """60 batches of EARLY and 60 of LATE; a visit is measured `delay` batches later."""
+    """Return the choices over 60 batches of EARLY and 60 of LATE; each is measured `delay` batches later."""
     bandit, draw = ProfileBandit(profiles("abcd"), run_seed=seed), random.Random(seed + 10**6)
     visits: list[tuple[str, float]] = []
     for batch in range(120):
@@ -43,7 +43,7 @@ def test_the_best_of_four_is_found_in_20_batches_and_a_change_is_followed_in_20(
     assert share("a", 20, 60) < 0.1
 
 
-def test_profiles_not_seen_yet_come_first_and_in_order():
+def test_untried_profiles_come_first_and_in_order():
     bandit = ProfileBandit(profiles("abc"), run_seed=0)
     found = []
     for batch in range(3):
@@ -52,7 +52,7 @@ def test_profiles_not_seen_yet_come_first_and_in_order():
     assert found == ["a", "b", "c"]
 
 
-def test_one_that_was_never_measured_is_tried_again_in_turn():
+def test_a_profile_that_was_never_measured_is_tried_again():
     bandit = ProfileBandit(profiles("abc"), run_seed=0)
     assert [bandit.choose(batch).name for batch in range(5)] == ["a", "b", "c", "a", "b"]
     bandit.record("a", 1.0)
@@ -60,20 +60,20 @@ def test_one_that_was_never_measured_is_tried_again_in_turn():
     assert bandit.choose(5).name == "c"
 
 
-def test_asked_again_for_a_batch_it_answers_the_same():
+def test_asking_again_for_a_batch_returns_the_same_profile():
     bandit = ProfileBandit(profiles("abc"), run_seed=0)
     assert bandit.choose(0) == bandit.choose(0)
     assert bandit.choose(1).name == "b"
 
 
-def test_while_nothing_gives_anything_all_are_tried():
+def test_without_any_gain_all_profiles_are_tried():
     bandit = ProfileBandit(profiles("abc"), run_seed=0)
     for batch in range(12):
         bandit.record(bandit.choose(batch).name, 0.0)
     assert {bandit.choose(batch).name for batch in range(12, 15)} == {"a", "b", "c"}
 
 
-def test_values_in_another_unit_change_no_choice():
+def test_the_unit_of_the_values_changes_no_choice():
     def run(unit: float) -> list[str]:
         bandit, draw = ProfileBandit(profiles("abc"), run_seed=3), random.Random(0)
         found = []
@@ -86,7 +86,7 @@ def test_values_in_another_unit_change_no_choice():
 
 
 @given(st.integers(0, 2**32), st.lists(st.floats(0, 1), min_size=1, max_size=25), st.integers(0, 25))
-def test_a_restored_bandit_chooses_as_if_nothing_had_happened(run_seed, values, stop):
+def test_a_restored_bandit_makes_the_same_choices(run_seed, values, stop):
     whole = ProfileBandit(profiles("abc"), run_seed=run_seed)
     resumed = ProfileBandit(profiles("abc"), run_seed=run_seed)
     for batch, value in enumerate(values):
@@ -106,7 +106,7 @@ def test_a_state_of_other_profiles_is_refused():
         ProfileBandit.from_dict(state, profiles("ac"), run_seed=0)
 
 
-def test_another_run_seed_draws_otherwise():
+def test_another_run_seed_gives_other_choices():
     def run(run_seed: int) -> list[str]:
         bandit = ProfileBandit(profiles("ab"), run_seed=run_seed)
         found = []
@@ -126,19 +126,21 @@ def test_a_single_profile_is_always_chosen():
         bandit.record("a", float(batch))
 
 
-@pytest.mark.parametrize(("names", "said"), [("", "0 exploration"), ("abcdefg", "7 exploration"), ("aba", "twice: a")])
-def test_bad_profiles_are_refused(names, said):
-    with pytest.raises(ValueError, match=said):
+@pytest.mark.parametrize(
+    ("names", "message"), [("", "0 exploration"), ("abcdefg", "7 exploration"), ("aba", "twice: a")]
+)
+def test_bad_profiles_are_refused(names, message):
+    with pytest.raises(ValueError, match=message):
         ProfileBandit(profiles(names), run_seed=0)
 
 
 @pytest.mark.parametrize("discount", [0.0, 1.1])
-def test_a_discount_is_a_share(discount):
+def test_a_discount_is_between_0_and_1(discount):
     with pytest.raises(ValueError, match=f"discount is {discount}"):
         ProfileBandit(profiles("a"), run_seed=0, discount=discount)
 
 
-def test_what_was_not_measured_is_not_recorded():
+def test_unmeasured_values_are_not_recorded():
     bandit = ProfileBandit(profiles("ab"), run_seed=0)
     with pytest.raises(ValueError, match="has the value nan"):
         bandit.record("a", float("nan"))

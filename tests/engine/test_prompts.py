@@ -39,7 +39,7 @@ def test_other_batches_and_other_runs_have_other_prompts():
     assert source.batch(7) != prompt_source(config(seed=1), None).batch(7)
 
 
-def test_these_strings_stay_held_out_for_good():
+def test_the_held_out_strings_never_change():
     assert held_out_digits()[:5] == ["6509", "6355", "3893", "0386", "6274"]
     assert len(set(held_out_digits())) == 512
 
@@ -78,7 +78,7 @@ def test_a_random_part_of_a_file_is_held_out_and_never_trained(tmp_path):
     assert len({prompt.split()[0] for prompt in source.held_out()}) >= 4  # the last lines would all be cows
 
 
-def test_what_is_held_out_depends_on_the_prompts_alone(tmp_path):
+def test_held_out_prompts_depend_on_the_prompts_alone(tmp_path):
     first = set(source_of(tmp_path, LINES, evaluated=9).held_out())
     assert set(source_of(tmp_path, LINES[::-1], evaluated=9, seed=5).held_out()) == first
     assert len(first & set(source_of(tmp_path, [*LINES, "an owl"], evaluated=9).held_out())) >= 8
@@ -114,7 +114,7 @@ def test_one_pass_over_a_file_repeats_no_prompt(tmp_path):
     assert first_pass[:10] != source.batch(4)
 
 
-def test_a_file_with_too_few_prompts_says_what_it_has(tmp_path):
+def test_a_file_with_too_few_prompts_is_refused_with_its_count(tmp_path):
     name = write(tmp_path, ["a", "b", "c"])
     with pytest.raises(ValueError, match=r"has 3 different prompts, 1 of them held out.*leaves 2"):
         prompt_source(config(name), str(tmp_path))

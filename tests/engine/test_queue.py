@@ -1,4 +1,4 @@
-"""The pull queue keeps its promises: exactly once, one lease a request, one weight version an attempt."""
+"""The pull queue: each request finishes exactly once, with one lease at a time and one weight version an attempt."""
 
 import dataclasses
 import itertools
@@ -56,7 +56,7 @@ SEQ = itertools.count(1)
 
 
 def pull(queue, worker="a/0", *, now_ms=0, holds=V0, boot=1, seq=None, **more):
-    """Every pull is a new one unless it names the `seq` of an earlier one."""
+    """Pull. Each call is a new pull unless it names the `seq` of an earlier one."""
     held = None if holds is None else (holds, DIGEST[holds])
     seq = next(SEQ) if seq is None else seq
     return queue.pull(worker, worker.split("/")[0], boot=boot, seq=seq, now_ms=now_ms, holds=held, **more)
@@ -85,10 +85,10 @@ def capacity(generation, state, *, node="a", deadline_ms=None):
     return Capacity(generation=generation, nodes=(fact,))
 
 
-# --- what there is to do
+# --- demand
 
 
-def test_demand_counts_leases_that_wait_and_what_is_left_of_those_that_are_made():
+def test_demand_counts_waiting_leases_and_the_remaining_steps_of_running_ones():
     queue = queue_with(task(5, shape=2), task(1, Kind.EVALUATE, shape=8))
     work = pull(queue)
     queue.heartbeat("a/0", "a", {work.lease: 3}, now_ms=0)
@@ -101,22 +101,22 @@ def test_demand_counts_leases_that_wait_and_what_is_left_of_those_that_are_made(
     assert demand.images == {"2 x float32": 2, "8 x float32": 8}
 
 
-# --- what is given out
+# --- leases
 
 
-def test_training_comes_before_evaluation_and_evaluation_before_exploration():
+def test_training_comes_before_evaluation_and_exploration_last():
     queue = queue_with(task(1, Kind.EXPLORE), task(1, Kind.EVALUATE), task(1, Kind.TRAIN))
     kinds = [pull(queue).attempts[0].request.kind for _ in range(3)]
     assert kinds == [Kind.TRAIN, Kind.EVALUATE, Kind.EXPLORE]
     assert pull(queue) == Wait()
 
 
-def test_a_worker_gets_only_the_kinds_that_it_asks_for():
+def test_a_worker_gets_only_the_kinds_that_it_pulls():
     queue = queue_with(task(1, Kind.TRAIN), task(1, Kind.EXPLORE))
     assert pull(queue, kinds=[Kind.EXPLORE]).attempts[0].request.kind is Kind.EXPLORE
 
 
-def test_a_lease_is_as_full_as_its_shape_and_of_one_task():
+def test_a_lease_has_the_size_of_its_shape_and_is_of_one_task():
     queue = queue_with(task(3, batch=0), task(3, batch=1))
     leases = []
     for _ in range(4):
@@ -131,19 +131,19 @@ def test_the_scorer_that_a_task_names_is_in_its_work():
 
 
 @pytest.mark.parametrize("kind", [kind for kind in Kind if kind is not Kind.EXPLORE])
-def test_a_student_scores_nothing_that_is_trained_or_reported(kind):
+def test_a_student_never_scores_training_or_evaluation(kind):
     mixed = (*requests(1, Kind.EXPLORE), *requests(1, kind))
     for wanted in (requests(2, kind), mixed):
         with pytest.raises(ValueError, match=f"of kind {kind} names the student as its scorer; only exploration may"):
             replace(task(2, Kind.EXPLORE), requests=wanted, scorer="student")
 
 
-def test_a_scorer_that_nobody_knows_is_refused():
+def test_an_unknown_scorer_is_refused():
     with pytest.raises(ValueError, match="scorer is 'pupil'; use one of reward, student"):
         replace(task(2, Kind.EXPLORE), scorer="pupil")
 
 
-def test_a_lease_holds_pictures_of_one_step():
+def test_a_lease_holds_images_at_the_same_step():
     queue = queue_with(task(4))
     work = pull(queue)
     first = work.attempts[0].request
@@ -154,7 +154,7 @@ def test_a_lease_holds_pictures_of_one_step():
     assert [(a.request.seed, a.step) for a in pull(queue).attempts] == [(1, 0), (2, 0)]
 
 
-def test_only_the_first_pictures_of_a_task_are_wanted_back():
+def test_only_the_first_images_of_a_task_are_sent_back():
     queue = queue_with(task(4, Kind.EVALUATE, images=1))
     first = pull(queue)
     assert first.images == (True, False)
@@ -167,24 +167,24 @@ def test_weights_are_loaded_before_work_that_needs_them():
     assert isinstance(pull(queue, holds=V0), Work)
 
 
-def test_the_same_version_with_other_bytes_is_loaded_again():
+def test_the_same_version_with_another_digest_is_loaded_again():
     queue = queue_with(task(1))
     queue.publish(V0, "other")
     assert pull(queue, holds=V0) == LoadWeights(weights=V0, digest="other")
 
 
-def test_an_idle_worker_is_told_to_load_the_live_weights_early():
+def test_an_idle_worker_gets_the_order_to_load_the_live_weights():
     queue = queue_with()
     queue.publish(V1, DIGEST[V1])
     assert pull(queue, holds=V0) == LoadWeights(weights=V1, digest="one")
     assert pull(queue, holds=V1) == Wait()
 
 
-def test_work_whose_weights_were_never_published_is_not_given_out():
+def test_work_without_published_weights_is_not_leased():
     assert pull(queue_with(task(1, weights=V1))) == Wait()
 
 
-def test_weights_that_an_attempt_needs_are_not_forgotten():
+def test_weights_that_an_attempt_needs_are_kept():
     queue = queue_with(task(1, Kind.EXPLORE))
     queue.publish(V1, DIGEST[V1])
     assert queue.forget_weights([]) == []
@@ -192,10 +192,10 @@ def test_weights_that_an_attempt_needs_are_not_forgotten():
     assert queue.forget_weights([]) == [V0]
 
 
-# --- who still may speak for it
+# --- valid and fenced leases
 
 
-def test_the_second_finish_of_a_lease_is_fenced_and_counts_nothing():
+def test_the_second_finish_of_a_lease_is_fenced():
     queue = queue_with(task(2))
     work = pull(queue)
     assert finish(queue, work) == Wait()
@@ -212,7 +212,7 @@ def test_a_lease_may_be_finished_in_parts():
     assert len(queue.finished) == 2
 
 
-def test_an_expired_lease_is_fenced_and_its_work_is_given_to_another_worker():
+def test_an_expired_lease_is_fenced_and_its_work_is_leased_to_another_worker():
     queue = queue_with(task(2))
     queue.tick(0)
     work = pull(queue)
@@ -232,7 +232,7 @@ def test_an_expired_lease_is_fenced_and_its_work_is_given_to_another_worker():
     assert queue.finished == {}
 
 
-def test_a_lease_number_speaks_for_its_own_worker_only():
+def test_a_lease_number_is_valid_only_for_its_own_worker():
     queue = queue_with(task(2))
     work = pull(queue, "a/0")
     assert finish(queue, work, "b/0") == Fenced(lease=work.lease)
@@ -244,7 +244,7 @@ def test_a_worker_cannot_renew_another_workers_lease():
     work = pull(queue, "a/0")
     assert queue.heartbeat("b/0", "b", {work.lease: 3}, now_ms=LEASE_MS - 1) == Fenced(lease=work.lease)
     queue.tick(LEASE_MS + 1)
-    assert seeds(pull(queue, "c/0", now_ms=LEASE_MS + 1)) == [0, 1]  # it was not renewed
+    assert seeds(pull(queue, "c/0", now_ms=LEASE_MS + 1)) == [0, 1]  # the lease was not renewed
 
 
 def test_a_worker_cannot_commit_under_another_workers_lease():
@@ -255,21 +255,21 @@ def test_a_worker_cannot_commit_under_another_workers_lease():
     assert commit(queue, work, 2, "a/0") == Wait()
 
 
-def test_an_answer_that_got_lost_is_given_again():
+def test_a_lost_answer_is_repeated():
     queue = queue_with(task(4))
     lost = pull(queue, seq=10**9)
     assert pull(queue, seq=10**9) == lost
     assert seeds(pull(queue, seq=10**9 + 1)) == [2, 3]
 
 
-def test_a_late_copy_of_an_older_pull_gets_nothing():
+def test_a_late_duplicate_of_an_older_pull_gets_no_work():
     queue = queue_with(task(4))
     work = pull(queue, seq=10**9)
     assert pull(queue, seq=10**9 - 1) == Wait()
     assert finish(queue, work) == Wait()
 
 
-def test_an_answer_that_got_lost_is_not_given_again_once_its_lease_is_over():
+def test_a_lost_answer_is_not_repeated_once_its_lease_is_over():
     queue = queue_with(task(2))
     lost = pull(queue, seq=10**9)
     queue.lost("a", "gone", now_ms=0)
@@ -279,7 +279,7 @@ def test_an_answer_that_got_lost_is_not_given_again_once_its_lease_is_over():
     assert again.lease > lost.lease
 
 
-def test_a_worker_that_started_anew_loses_what_its_predecessor_held():
+def test_a_restarted_worker_loses_the_leases_of_its_old_process():
     queue = queue_with(task(2))
     lost = pull(queue, boot=1)
     again = pull(queue, boot=2)
@@ -289,13 +289,13 @@ def test_a_worker_that_started_anew_loses_what_its_predecessor_held():
     assert [e.fenced_requests for e in queue.events if isinstance(e, NodeMissed)] == [2]
 
 
-def test_a_process_that_was_replaced_is_sent_home():
+def test_a_replaced_process_is_ordered_to_exit():
     queue = queue_with(task(2))
     pull(queue, boot=2)
     assert isinstance(pull(queue, boot=1), Exit)
 
 
-def test_what_a_dead_worker_held_is_given_away_at_once():
+def test_leases_of_a_dead_worker_are_requeued_at_once():
     queue = queue_with(task(2))
     pull(queue, boot=5)
     queue.died("a/0", 4, "an older process", now_ms=0)
@@ -304,7 +304,7 @@ def test_what_a_dead_worker_held_is_given_away_at_once():
     assert seeds(pull(queue, "b/0")) == [0, 1]
 
 
-def test_a_worker_that_was_wrongly_taken_for_dead_is_fenced_and_pulls_again():
+def test_a_worker_wrongly_reported_dead_is_fenced_and_pulls_again():
     queue = queue_with(task(2))
     work = pull(queue)
     queue.died("a/0", 1, "its connection closed", now_ms=0)
@@ -313,14 +313,14 @@ def test_a_worker_that_was_wrongly_taken_for_dead_is_fenced_and_pulls_again():
     assert queue.poisoned == {}
 
 
-def test_a_lease_stays_while_its_worker_pulls_the_next():
+def test_a_lease_stays_valid_while_its_worker_pulls_the_next():
     queue = queue_with(task(4))
     first = pull(queue)
     assert seeds(pull(queue)) == [2, 3]
     assert finish(queue, first) == Wait()
 
 
-def test_withdrawn_work_is_fenced_and_forgotten():
+def test_withdrawn_work_is_fenced_and_removed():
     queue = queue_with(task(2))
     work = pull(queue)
     queue.withdraw(requests(2))
@@ -330,7 +330,7 @@ def test_withdrawn_work_is_fenced_and_forgotten():
     assert pull(queue) == Wait()
 
 
-def test_half_a_lease_withdrawn_leaves_the_other_half():
+def test_withdrawing_half_a_lease_keeps_the_other_half():
     queue = queue_with(task(2))
     work = pull(queue)
     queue.withdraw(requests(1))
@@ -348,7 +348,7 @@ def test_resubmitting_the_same_work_changes_nothing():
     assert pull(queue) == Wait()
 
 
-def test_at_another_version_the_same_request_is_a_new_attempt_from_the_start():
+def test_a_request_at_another_version_starts_from_the_first_step():
     queue = queue_with(task(2))
     old = pull(queue)
     commit(queue, old, 5)
@@ -361,7 +361,7 @@ def test_at_another_version_the_same_request_is_a_new_attempt_from_the_start():
     assert [(a.weights, a.step, a.state) for a in new.attempts] == [(V1, 0, None)] * 2
 
 
-def test_of_a_lease_that_lost_one_request_to_a_new_attempt_the_state_of_that_one_is_not_taken():
+def test_a_commit_ignores_a_request_that_has_a_new_attempt():
     queue = queue_with(task(2))
     old = pull(queue)
     queue.publish(V1, DIGEST[V1])
@@ -372,10 +372,10 @@ def test_of_a_lease_that_lost_one_request_to_a_new_attempt_the_state_of_that_one
     assert [(r.seed, step) for r, step, _ in queue.committed(requests(2))] == [(1, 5)]
 
 
-# --- nodes that go
+# --- nodes that drain or are lost
 
 
-def test_after_a_notice_the_workers_of_the_node_drain():
+def test_a_notice_makes_the_workers_of_the_node_drain():
     queue = queue_with(task(4))
     work = pull(queue)
     queue.notice("a", 30_000, now_ms=0)
@@ -387,7 +387,7 @@ def test_after_a_notice_the_workers_of_the_node_drain():
     assert isinstance(pull(queue, "b/0"), Work)
 
 
-def test_what_a_drained_worker_committed_is_resumed_there_before_anything_else():
+def test_the_commit_of_a_drained_worker_is_resumed_first():
     queue = queue_with(task(4))
     work = pull(queue)
     commit(queue, work, 5)
@@ -404,7 +404,7 @@ def test_a_commit_never_goes_backwards():
     assert [step for _, step, _ in queue.committed(requests(1))] == [5]
 
 
-def test_a_lost_node_is_fenced_at_once_and_its_workers_are_sent_home():
+def test_a_lost_node_is_fenced_at_once_and_its_workers_are_ordered_to_exit():
     queue = queue_with(task(2))
     work = pull(queue)
     queue.capacity(capacity(1, NodeState.LOST), now_ms=0)
@@ -415,7 +415,7 @@ def test_a_lost_node_is_fenced_at_once_and_its_workers_are_sent_home():
     assert [(event.node, event.fenced_requests) for event in missed] == [("a", 2)]
 
 
-def test_a_lost_node_is_reported_once_however_often_the_snapshot_comes():
+def test_a_lost_node_is_reported_once_over_repeated_snapshots():
     queue = queue_with()
     for _ in range(3):
         queue.capacity(capacity(1, NodeState.LOST), now_ms=0)
@@ -429,13 +429,13 @@ def test_a_snapshot_of_an_older_generation_is_ignored():
     assert isinstance(pull(queue), Work)
 
 
-def test_a_snapshot_says_when_a_node_drains():
+def test_a_snapshot_makes_a_node_drain():
     queue = queue_with(task(1))
     queue.capacity(capacity(1, NodeState.DRAINING, deadline_ms=9000), now_ms=0)
     assert pull(queue) == Drain(deadline_ms=9000)
 
 
-def test_a_drain_that_is_called_off_ends():
+def test_a_cancelled_drain_ends():
     queue = queue_with(task(1))
     queue.capacity(capacity(1, NodeState.DRAINING, deadline_ms=9000), now_ms=0)
     assert pull(queue) == Drain(deadline_ms=9000)
@@ -443,7 +443,7 @@ def test_a_drain_that_is_called_off_ends():
     assert isinstance(pull(queue), Work)
 
 
-def test_live_nodes_called_in_lately_and_stay():
+def test_live_nodes_are_those_that_called_recently_and_stay():
     queue = queue_with()
     for node, now_ms in (("a", 0), ("b", 500), ("c", 900), ("d", 900)):
         pull(queue, f"{node}/0", now_ms=now_ms)
@@ -452,21 +452,21 @@ def test_live_nodes_called_in_lately_and_stay():
     assert queue.live_nodes(1000, 600) == ["b"]
 
 
-def test_a_node_is_seen_when_its_first_worker_calls():
+def test_a_node_is_reported_seen_when_its_first_worker_calls():
     queue = queue_with()
     pull(queue, "a/0")
     pull(queue, "a/1")
     assert queue.events == [NodeSeen(node="a", worker="a/0")]
 
 
-def test_a_node_has_served_when_it_first_finished_a_request():
+def test_a_node_is_reported_served_at_its_first_finished_request():
     queue = queue_with(task(2), task(3))
     finish(queue, pull(queue, "a/0"))
     finish(queue, pull(queue, "a/0"))
     assert [event for event in queue.events if isinstance(event, NodeServed)] == [NodeServed(node="a", worker="a/0")]
 
 
-def test_a_coordinator_that_was_frozen_gives_every_lease_the_gap():
+def test_a_freeze_of_the_coordinator_extends_every_lease():
     queue = queue_with(task(2))
     queue.tick(0)
     work = pull(queue, now_ms=0)
@@ -474,7 +474,7 @@ def test_a_coordinator_that_was_frozen_gives_every_lease_the_gap():
     assert finish(queue, work, now_ms=10 * LEASE_MS) == Wait()
 
 
-def test_the_gap_is_given_once():
+def test_a_freeze_extends_a_lease_once():
     queue = queue_with(task(2))
     queue.tick(0)
     work = pull(queue, now_ms=0)
@@ -483,14 +483,14 @@ def test_the_gap_is_given_once():
     assert finish(queue, work) == Fenced(lease=work.lease)
 
 
-def test_zero_spot_the_trainers_worker_alone_finishes_everything():
+def test_without_spot_nodes_the_trainers_worker_finishes_everything():
     queue = queue_with(task(5), task(3, Kind.EVALUATE))
     while not isinstance(work := pull(queue, "trainer/trainer"), Wait):
         finish(queue, work, "trainer/trainer")
     assert len(queue.finished) == 8
 
 
-def test_told_to_stop_everyone_exits_for_the_first_reason():
+def test_a_stopped_run_makes_every_worker_exit_with_the_first_reason():
     queue = queue_with(task(2))
     work = pull(queue)
     queue.stop("budget")
@@ -499,24 +499,24 @@ def test_told_to_stop_everyone_exits_for_the_first_reason():
     assert pull(queue, "b/0") == Exit(reason="budget")
 
 
-# --- what cannot be made
+# --- poisoned requests
 
 
 def fault(queue, work, worker, text="boom"):
     return queue.fault(worker, worker.split("/")[0], work.lease, text, now_ms=0)
 
 
-def test_three_faults_and_a_request_is_reported_instead_of_tried_again():
+def test_a_request_with_three_faults_is_reported_as_poisoned():
     queue = queue_with(task(1))
     for number in range(3):
         work = pull(queue, f"{number}/0")
         assert fault(queue, work, f"{number}/0") == Wait()
     assert queue.poisoned == {requests(1)[0]: "boom"}
     assert pull(queue) == Wait()
-    assert sum(isinstance(event, Warned) for event in queue.events) == 4  # each fault, and the verdict
+    assert sum(isinstance(event, Warned) for event in queue.events) == 4  # three faults and the poisoned report
 
 
-def test_three_processes_that_died_of_a_request_are_enough():
+def test_a_request_that_three_processes_died_of_is_poisoned():
     queue = queue_with(task(1))
     for boot in (1, 2, 3):
         assert isinstance(pull(queue, boot=boot), Work)
@@ -524,9 +524,9 @@ def test_three_processes_that_died_of_a_request_are_enough():
     assert list(queue.poisoned) == list(requests(1))
 
 
-def test_a_dead_process_is_blamed_on_its_work_only_when_its_node_comes_back_with_another():
+def test_a_death_counts_against_its_work_once_the_node_starts_a_new_process():
     queue = queue_with(task(1))
-    for number in range(5):  # nodes that the cloud took: their processes die too
+    for number in range(5):  # processes of preempted nodes die too
         pull(queue, f"{number}/0")
         queue.died(f"{number}/0", 1, "its connection closed", now_ms=0)
     assert queue.poisoned == {}
@@ -537,7 +537,7 @@ def test_a_dead_process_is_blamed_on_its_work_only_when_its_node_comes_back_with
     assert list(queue.poisoned) == list(requests(1))
 
 
-def test_the_guilty_one_is_found_and_the_others_of_its_lease_go_free():
+def test_the_poisoned_request_of_a_lease_is_found_and_the_others_finish():
     queue = queue_with(task(4, shape=4))
     guilty, boot = requests(4)[2], 1
     for boot in range(1, 20):
@@ -551,7 +551,7 @@ def test_the_guilty_one_is_found_and_the_others_of_its_lease_go_free():
     assert boot <= 8
 
 
-def test_who_got_further_since_the_last_death_is_not_the_cause():
+def test_a_request_that_progressed_since_the_last_death_is_not_blamed():
     queue = queue_with(task(1))
     for step in range(1, STEPS):
         commit(queue, pull(queue, boot=step), step)
@@ -559,7 +559,7 @@ def test_who_got_further_since_the_last_death_is_not_the_cause():
 
 
 @pytest.mark.parametrize("times", [10])
-def test_a_request_is_not_blamed_for_nodes_that_the_cloud_takes_back(times):
+def test_a_request_is_not_blamed_for_preempted_nodes(times):
     queue = queue_with(task(1))
     for number in range(times):
         assert isinstance(pull(queue, f"{number}/0"), Work)
@@ -588,33 +588,33 @@ def test_withdrawing_a_poisoned_request_clears_it():
 # --- how long leases last, and how often to commit
 
 
-def beat(queue, work, step, now_ms, worker="a/0"):
+def heartbeat(queue, work, step, now_ms, worker="a/0"):
     return queue.heartbeat(worker, worker.split("/")[0], {work.lease: step}, now_ms=now_ms)
 
 
-def test_a_lease_lasts_four_of_the_slowest_steps():
+def test_a_lease_lasts_as_long_as_four_of_the_slowest_steps():
     queue = queue_with(task(6, shape=2), rules=dataclasses.replace(RULES, first_lease_ms=9000))
     work = pull(queue)
-    assert work.expires_ms == 9000  # no step was seen yet
-    beat(queue, work, 1, 700)
-    beat(queue, work, 2, 1000)
+    assert work.expires_ms == 9000  # no step was timed yet
+    heartbeat(queue, work, 1, 700)
+    heartbeat(queue, work, 2, 1000)
     assert pull(queue, "b/0", now_ms=1000).expires_ms == pytest.approx(1000 + 4 * 700, rel=0.05)
 
 
-def test_what_another_scorer_took_says_nothing_of_a_lease():
+def test_the_time_of_another_scorer_does_not_set_a_leases_length():
     queue = queue_with(task(2, Kind.EXPLORE), rules=dataclasses.replace(RULES, first_lease_ms=9000))
-    beat(queue, pull(queue), 1, 700)
+    heartbeat(queue, pull(queue), 1, 700)
     queue.submit(replace(task(2, Kind.EXPLORE, batch=1), scorer="student"))
     assert pull(queue, "b/0", now_ms=700).expires_ms == 700 + 9000
 
 
-def test_a_lease_of_fast_steps_is_not_shorter_than_the_shortest():
+def test_a_lease_of_fast_steps_has_the_minimum_length():
     queue = queue_with(task(4, shape=2))
-    beat(queue, pull(queue), 4, 40)
+    heartbeat(queue, pull(queue), 4, 40)
     assert pull(queue, "b/0", now_ms=40).expires_ms == 40 + LEASE_MS
 
 
-def test_work_whose_step_takes_longer_than_a_lease_is_not_given_away_for_ever():
+def test_work_with_steps_longer_than_a_lease_gets_longer_leases():
     queue = queue_with(task(1))
     now_ms, step_ms = 0, 10 * LEASE_MS
     queue.tick(now_ms)
@@ -623,21 +623,21 @@ def test_work_whose_step_takes_longer_than_a_lease_is_not_given_away_for_ever():
         for _tick in range(step_ms // 400):
             now_ms += 400
             queue.tick(now_ms)
-        if beat(queue, work, 1, now_ms) == Wait():
+        if heartbeat(queue, work, 1, now_ms) == Wait():
             return
     pytest.fail("six attempts were given away")
 
 
-def test_a_node_that_stood_still_for_an_hour_makes_leases_no_more_than_twice_as_long():
+def test_an_hour_long_freeze_of_a_node_at_most_doubles_a_lease():
     queue = queue_with(task(2, shape=1))
-    beat(queue, work := pull(queue), 1, 300)
+    heartbeat(queue, work := pull(queue), 1, 300)
     for now_ms in range(300, 3_600_000, 400):
         queue.tick(now_ms)
-    beat(queue, work, 2, 3_600_000)
+    heartbeat(queue, work, 2, 3_600_000)
     assert pull(queue, "b/0", now_ms=3_600_000).expires_ms <= 3_600_000 + 2 * 4 * 300
 
 
-def test_a_fault_that_is_told_after_its_lease_counts():
+def test_a_fault_reported_after_its_lease_expired_counts():
     queue = queue_with(task(1))
     now_ms = 0
     queue.tick(now_ms)
@@ -650,13 +650,13 @@ def test_a_fault_that_is_told_after_its_lease_counts():
     assert list(queue.poisoned) == list(requests(1))
 
 
-def test_each_kind_of_work_has_leases_of_its_own_length():
+def test_each_kind_of_work_has_its_own_lease_length():
     queue = queue_with(task(2), task(2, Kind.EVALUATE))
-    beat(queue, pull(queue), 1, 5000)
+    heartbeat(queue, pull(queue), 1, 5000)
     assert pull(queue, "b/0", now_ms=5000).expires_ms == 5000 + LEASE_MS
 
 
-def test_a_counted_interval_is_what_was_asked_for_and_nobody_commits_at_the_last_step():
+def test_a_counted_commit_interval_is_used_and_skips_the_last_step():
     queue = queue_with(task(4, shape=2), task(1, Kind.EVALUATE), rules=dataclasses.replace(RULES, commit_every=3))
     first = pull(queue)
     assert first.commit_every == 3
@@ -667,21 +667,21 @@ def test_a_counted_interval_is_what_was_asked_for_and_nobody_commits_at_the_last
     assert pull(queue).commit_every == 0  # evaluation is cheap to do again
 
 
-def test_the_interval_follows_cost_and_risk():
+def test_the_commit_interval_follows_cost_and_risk():
     queue = queue_with(task(8, shape=2), rules=dataclasses.replace(RULES, preemption_ms=36_000))
     work = pull(queue)
     assert work.commit_every == STEPS // 2  # nothing measured yet
-    beat(queue, work, 1, 100)
+    heartbeat(queue, work, 1, 100)
     queue.commit("a/0", "a", work.lease, {work.attempts[0].request: (1, "s")}, now_ms=100, cost_ms=0.5)
     queue.tick(200)
     assert pull(queue, "b/0").commit_every == commit_interval(0.5, 36_000, 100) == 2
     assert commit_interval(20, 3 * 3_600_000, 500) == 42  # the example of research notes papers 6.6
 
 
-def test_a_market_that_takes_nodes_soon_has_more_commits():
+def test_a_higher_hazard_makes_commits_more_frequent():
     queue = queue_with(task(8, shape=2), rules=dataclasses.replace(RULES, preemption_ms=36_000))
     work = pull(queue)
-    beat(queue, work, 1, 100)
+    heartbeat(queue, work, 1, 100)
     queue.commit("a/0", "a", work.lease, {work.attempts[0].request: (1, "s")}, now_ms=100, cost_ms=0.5)
     for number in range(8):
         queue.capacity(capacity(number, NodeState.LOST, node=f"n{number}"), now_ms=100)
@@ -689,11 +689,11 @@ def test_a_market_that_takes_nodes_soon_has_more_commits():
     assert pull(queue, "b/0").commit_every == 1
 
 
-# --- the tail: nothing is left to begin
+# --- the tail: speculative copies once no lease is waiting
 
 
 def learned(shape=2):
-    """A queue that knows 100 ms a step, with one lease left that worker a/0 began at 800."""
+    """Return a queue that has measured 100 ms a step, with one lease that worker a/0 began at 800 ms."""
     queue = queue_with(task(2 * shape, shape=shape))
     finish(queue, pull(queue), now_ms=800)
     return queue, pull(queue, now_ms=800)
@@ -702,20 +702,20 @@ def learned(shape=2):
 def slow():
     """As `learned`, but a/0 takes a second for a step."""
     queue, work = learned()
-    beat(queue, work, 2, 2800)
+    heartbeat(queue, work, 2, 2800)
     return queue, work
 
 
-def test_work_that_goes_as_fast_as_ever_is_not_made_twice():
+def test_work_at_normal_speed_gets_no_speculative_copy():
     queue, work = learned()
-    assert pull(queue, "b/0", now_ms=1190) == Wait()  # it was not heard of yet, which says nothing
-    beat(queue, work, 4, 1200)
+    assert pull(queue, "b/0", now_ms=1190) == Wait()  # no heartbeat came yet, so its speed is unknown
+    heartbeat(queue, work, 4, 1200)
     assert pull(queue, "b/0", now_ms=1200) == Wait()
 
 
-def test_the_slowest_lease_is_made_again_by_an_idle_worker_from_what_is_committed():
+def test_an_idle_worker_copies_the_slowest_lease_from_its_commit():
     queue, work = learned()
-    beat(queue, work, 2, 1600)  # 400 ms a step instead of 100
+    heartbeat(queue, work, 2, 1600)  # 400 ms a step instead of 100
     commit(queue, work, 2)
     copy = pull(queue, "b/0", now_ms=1700)
     assert [(a.request, a.step) for a in copy.attempts] == [(a.request, 2) for a in work.attempts]
@@ -725,7 +725,7 @@ def test_the_slowest_lease_is_made_again_by_an_idle_worker_from_what_is_committe
 
 
 @pytest.mark.parametrize("copy_wins", [True, False])
-def test_of_two_that_make_the_same_the_first_counts_and_the_other_is_fenced(copy_wins):
+def test_the_first_finished_copy_counts_and_the_other_is_fenced(copy_wins):
     queue, work = slow()
     copy = pull(queue, "b/0", now_ms=3000)
     first, second = ((copy, "b/0"), (work, "a/0")) if copy_wins else ((work, "a/0"), (copy, "b/0"))
@@ -735,25 +735,25 @@ def test_of_two_that_make_the_same_the_first_counts_and_the_other_is_fenced(copy
     queue.check()
 
 
-def test_when_the_copy_is_lost_the_original_goes_on_and_nothing_waits():
+def test_the_original_lease_continues_if_the_copy_is_lost():
     queue, work = slow()
     assert isinstance(pull(queue, "b/0", now_ms=3000), Work)
     queue.lost("b", "gone", now_ms=3000)
     assert pull(queue, "a/1", now_ms=3000) != Wait()  # and may be copied again
-    assert beat(queue, work, 3, 3500) == Wait()
+    assert heartbeat(queue, work, 3, 3500) == Wait()
     queue.check()
 
 
-def test_what_may_have_killed_a_worker_is_made_in_one_place_only():
-    """A copy would kill a second worker for one look at it."""
+def test_a_suspect_request_gets_no_speculative_copy():
+    """A copy could kill a second worker and yield little evidence."""
     queue, _ = learned(shape=1)
-    work = pull(queue, boot=2, now_ms=800)  # its first process died of it, perhaps
-    beat(queue, work, 2, 2800)
+    work = pull(queue, boot=2, now_ms=800)  # its first process may have died of the request
+    heartbeat(queue, work, 2, 2800)
     assert pull(queue, "b/0", now_ms=3000) == Wait()
     queue.check()
 
 
-def test_exploration_waits_for_the_tail_and_is_not_made_twice_itself():
+def test_exploration_comes_after_copies_of_the_tail_and_gets_no_copy():
     queue, _ = slow()
     queue.submit(task(2, Kind.EXPLORE))
     assert pull(queue, "b/0", now_ms=3000).attempts[0].request.kind is Kind.TRAIN
@@ -761,16 +761,16 @@ def test_exploration_waits_for_the_tail_and_is_not_made_twice_itself():
     assert pull(queue, "d/0", now_ms=99_000) == Wait()
 
 
-# --- room
+# --- free memory
 
 
-def test_a_worker_gets_only_what_it_has_room_for():
+def test_a_worker_gets_only_work_that_fits_into_its_memory():
     queue = queue_with(task(4, shape=4), task(2, Kind.EXPLORE, shape=2))
     assert pull(queue, most_images=3).attempts[0].request.kind is Kind.EXPLORE
     assert pull(queue, "b/0", most_images=4).attempts[0].request.kind is Kind.TRAIN
 
 
-def test_work_that_is_too_large_for_a_worker_is_said_once():
+def test_work_too_large_for_a_worker_is_warned_of_once():
     queue = queue_with(task(4, shape=4))
     for _ in range(3):
         assert pull(queue, most_images=3) == Wait()
@@ -779,14 +779,14 @@ def test_work_that_is_too_large_for_a_worker_is_said_once():
     assert "needs 4" in warning
 
 
-# --- what a loss costs
+# --- lost steps
 
 
 def lost_steps(queue):
     return [event.lost_steps for event in queue.events if isinstance(event, NodeMissed)]
 
 
-def test_lost_steps_are_those_since_the_last_commit_for_each_picture():
+def test_lost_steps_count_per_image_since_the_last_commit():
     queue = queue_with(task(2))
     work = pull(queue)
     commit(queue, work, 2)
@@ -795,7 +795,7 @@ def test_lost_steps_are_those_since_the_last_commit_for_each_picture():
     assert lost_steps(queue) == [2 * (5 - 2)]
 
 
-def test_of_a_silent_node_the_steps_are_guessed_from_the_pace_of_finished_leases():
+def test_lost_steps_of_a_silent_node_are_estimated_from_finished_leases():
     queue = queue_with(task(4, shape=2))
     work = pull(queue, now_ms=0)
     finish(queue, work, now_ms=800)  # 8 steps in 800 ms: 100 ms a step
@@ -804,7 +804,7 @@ def test_of_a_silent_node_the_steps_are_guessed_from_the_pace_of_finished_leases
     assert lost_steps(queue) == [2 * 3]
 
 
-def test_no_more_steps_are_lost_than_there_are():
+def test_lost_steps_never_exceed_the_steps_of_the_lease():
     queue = queue_with(task(4, shape=2))
     finish(queue, pull(queue, now_ms=0), now_ms=8)
     pull(queue, now_ms=8)
@@ -812,16 +812,16 @@ def test_no_more_steps_are_lost_than_there_are():
     assert lost_steps(queue) == [2 * STEPS]
 
 
-# --- after a crash
+# --- after a restart
 
 
-def test_lease_numbers_go_on_above_those_of_an_earlier_coordinator():
+def test_lease_numbers_continue_above_those_of_an_earlier_coordinator():
     queue = queue_with(task(2))
     queue.begin_leases(1000)
     assert pull(queue).lease == 1000
 
 
-def test_restored_results_are_not_made_again_and_restored_states_go_on():
+def test_restored_results_are_not_repeated_and_restored_states_continue():
     queue = queue_with(task(3, shape=3))
     first, second, _ = requests(3)
     queue.restore_finished(done(first))

@@ -1,4 +1,4 @@
-"""The ranking monitor sees through the selection, says how sure it is, and switches off what gains nothing."""
+"""The ranking monitor corrects for selection, gives intervals, and switches off exploration without gain."""
 
 import json
 import math
@@ -24,7 +24,7 @@ from engine.exploration.selection import control_slice, max_variance_subset
 
 SAMPLER = "flow-sde-8-n1-abc"
 Candidates = dict[str, tuple[list[float], list[float]]]
-"""Stale and fresh rewards of every candidate, by prompt; a candidate's seed is its place."""
+"""Stale and fresh rewards of every candidate, by prompt; a candidate's seed is its index."""
 
 
 def normal(rng: np.random.Generator, rho: float, *, prompts: int = 12, n: int = 24, batch: int = 0) -> Candidates:
@@ -72,7 +72,7 @@ def run(rho: float, batches: range, *, seed: int = 0, fraction: float = 0.125, *
 
 
 def expected_spearman(rho: float, n: int) -> float:
-    """Of n pairs of a bivariate normal (Moran 1948, Biometrika 35:203)."""
+    """Return the expected Spearman correlation of n pairs of a bivariate normal (Moran 1948, Biometrika 35:203)."""
     return 6 / (math.pi * (n + 1)) * (math.asin(rho) + (n - 2) * math.asin(rho / 2))
 
 
@@ -80,7 +80,7 @@ def expected_spearman(rho: float, n: int) -> float:
 
 
 @pytest.mark.parametrize("rho", [0.3, 0.7])
-def test_controls_recover_the_correlation_that_selection_overstates(rho):
+def test_controls_correct_the_correlation_that_selection_overstates(rho):
     rounds = 40
     found = [run(rho, range(3), seed=seed).report() for seed in range(rounds)]
     truth = expected_spearman(rho, 24)
@@ -95,7 +95,7 @@ def test_controls_recover_the_correlation_that_selection_overstates(rho):
     assert not any(report.corrected for report in alone)
 
 
-def test_the_gain_that_is_predicted_is_the_gain_that_comes():
+def test_the_predicted_gain_equals_the_observed_gain():
     found = [run(0.7, range(3), seed=seed).report() for seed in range(20)]
     predicted = np.mean([report.predicted_gain for report in found])
     realised = np.mean([report.realised_gain for report in found])
@@ -110,7 +110,7 @@ REWARDS = st.lists(st.integers(0, 4).map(float), min_size=6, max_size=6)
 
 @settings(max_examples=30)
 @given(REWARDS, REWARDS, REWARDS, REWARDS)
-def test_over_all_slices_that_can_be_drawn_every_sum_is_that_of_the_population(x0, y0, x1, y1):
+def test_sums_averaged_over_all_control_slices_equal_the_population(x0, y0, x1, y1):
     candidates: Candidates = {"a": (x0, y0), "b": (x1, y1)}
     visits = [KnownVisit.of(visit_of(prompt, candidates, 3)) for prompt in candidates]
     assume(all(np.ptp(list(visit.selected.values())) and np.ptp(list(visit.stale.values())) for visit in visits))
@@ -130,7 +130,7 @@ def test_over_all_slices_that_can_be_drawn_every_sum_is_that_of_the_population(x
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=3, max_size=12))
-def test_with_every_reward_known_the_figures_are_those_of_the_textbook(pairs):
+def test_with_every_reward_known_the_figures_equal_the_textbook_ones(pairs):
     x, y = (list(map(float, side)) for side in zip(*pairs, strict=True))
     candidates: Candidates = {"a": (x, y)}
     monitor = RankingMonitor()
@@ -157,7 +157,7 @@ def tau_b(x: list[float], y: list[float]) -> float:
     return sum(a * b for a, b in signs) / math.sqrt(untied)
 
 
-def test_without_controls_the_figures_are_those_of_the_selected():
+def test_without_controls_the_figures_cover_only_the_selected_seeds():
     candidates = normal(np.random.default_rng(0), 0.5, prompts=1)
     stale, fresh = candidates["0-0"]
     monitor = RankingMonitor()
@@ -175,7 +175,7 @@ POPULATION = st.lists(st.tuples(st.integers(-9, 9), st.integers(-9, 9)), min_siz
 
 
 @given(st.lists(POPULATION, min_size=1, max_size=4), st.floats(0.1, 1))
-def test_correlations_stay_in_bounds_and_follow_the_order_alone(prompts, fraction):
+def test_correlations_are_in_bounds_and_depend_only_on_the_order(prompts, fraction):
     candidates = {
         str(number): ([float(x) for x, _ in pairs], [float(y) for _, y in pairs])
         for number, pairs in enumerate(prompts)
@@ -213,7 +213,7 @@ def test_correlations_stay_in_bounds_and_follow_the_order_alone(prompts, fractio
 
 
 @given(st.lists(POPULATION, min_size=1, max_size=4), st.floats(0.1, 1))
-def test_a_perfect_ranking_is_1_whatever_is_drawn(prompts, fraction):
+def test_a_perfect_ranking_has_correlation_1_for_any_control_slice(prompts, fraction):
     candidates = {
         str(number): ([float(x) for x, _ in pairs], [float(x) for x, _ in pairs])
         for number, pairs in enumerate(prompts)
@@ -225,7 +225,7 @@ def test_a_perfect_ranking_is_1_whatever_is_drawn(prompts, fraction):
     assert report.kendall in (None, pytest.approx(1))
 
 
-def test_prompts_that_are_equal_on_a_side_are_left_out_and_counted():
+def test_prompts_with_equal_rewards_on_one_side_are_excluded_and_counted():
     candidates: Candidates = {
         "mastered": ([0.0, 1.0, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0]),
         "hopeless": ([0.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 1.0]),
@@ -242,7 +242,7 @@ def test_prompts_that_are_equal_on_a_side_are_left_out_and_counted():
 
 
 @pytest.mark.parametrize("rho", [0.0, 0.7])
-def test_about_95_of_100_intervals_hold_the_truth(rho):
+def test_about_95_of_100_intervals_contain_the_true_value(rho):
     rounds = 120
     truth = expected_spearman(rho, 16)
     found = [run(rho, range(3), seed=1000 + seed, prompts=10, n=16).report() for seed in range(rounds)]
@@ -252,7 +252,7 @@ def test_about_95_of_100_intervals_hold_the_truth(rho):
 
 @pytest.mark.parametrize(("n", "batches"), [(96, 1), (24, 4)])
 def test_pairs_of_one_prompt_are_not_counted_as_independent(n, batches):
-    """Six prompts, ranked well or not at all: four times the candidates, or four batches, hardly tell more."""
+    """With six prompts, four times the candidates or four batches hardly narrow the interval."""
 
     def width(n: int, batches: int) -> float:
         rng, monitor = np.random.default_rng(4), RankingMonitor()
@@ -267,14 +267,14 @@ def test_pairs_of_one_prompt_are_not_counted_as_independent(n, batches):
     assert width(n, batches) > 0.75 * width(24, 1)
 
 
-def test_few_prompts_leave_everything_open():
+def test_few_prompts_give_a_wide_interval():
     report = run(0.9, range(4), prompts=1).report()
     assert report.prompts == 4
     assert (report.low, report.high) == (-1, 1)
 
 
 @pytest.mark.parametrize(("freedom", "quantile"), [(5, 2.571), (7, 2.365), (11, 2.201), (35, 2.030), (95, 1.985)])
-def test_quantiles_of_student(freedom, quantile):
+def test_quantiles_of_students_t(freedom, quantile):
     assert student_quantile(0.975, freedom) == pytest.approx(quantile, rel=0.003)
 
 
@@ -289,8 +289,8 @@ def test_a_useless_ranking_switches_exploration_off_until_it_is_tried_again():
 
 
 @pytest.mark.parametrize("rho", [0.8, -0.8])
-def test_a_ranking_that_tells_something_keeps_it_on(rho):
-    """Upside down too: both ends are kept, so it is all the same which is which."""
+def test_an_informative_ranking_keeps_exploration_on(rho):
+    """A reversed ranking is as good, because both ends of the ranking are kept."""
     monitor = run(rho, range(6))
     assert all(monitor.explores(batch) for batch in range(6, 20))
     assert monitor.report().predicted_gain > 1.5
@@ -301,7 +301,7 @@ def test_the_end_of_the_interval_farther_from_0_decides():
     assert report.most_that_selection_adds == pytest.approx(0.64 * 1.5)
 
 
-def test_without_controls_it_is_never_switched_off():
+def test_without_controls_exploration_is_never_switched_off_by_the_monitor():
     monitor = run(0.0, range(12), fraction=0)
     report = monitor.report()
     assert report.most_that_selection_adds < 0.1
@@ -319,7 +319,7 @@ def test_a_verdict_needs_controls_of_three_batches():
     assert not monitor.explores(6)
 
 
-def test_too_few_candidates_gain_nothing_however_well_they_are_ranked():
+def test_too_few_candidates_gain_nothing_even_if_ranked_perfectly():
     rng, monitor = np.random.default_rng(0), RankingMonitor()
     for batch in range(3):
         explore(monitor, batch, normal(rng, 0.99, n=34, batch=batch), keep=32)
@@ -329,10 +329,10 @@ def test_too_few_candidates_gain_nothing_however_well_they_are_ranked():
     assert not monitor.explores(3)
 
 
-def test_a_new_trial_decides_by_what_it_measures_itself():
+def test_a_new_trial_decides_by_its_own_measurements():
     rng = np.random.default_rng(0)
     monitor = run(0.0, range(3))
-    for batch in (3, 4):  # were on their way when it was switched off
+    for batch in (3, 4):  # were in flight when exploration was switched off
         explore(monitor, batch, normal(rng, 0.0, batch=batch))
     assert not monitor.explores(10)
     for batch in (11, 12):
@@ -350,7 +350,7 @@ def test_a_new_trial_decides_by_what_it_measures_itself():
     assert better.report().spearman > 0.8
 
 
-# --- what it remembers and what it refuses
+# --- accepted and refused figures
 
 
 def test_only_the_newest_batches_count():
@@ -364,7 +364,7 @@ def test_only_the_newest_batches_count():
     assert monitor.report(only={0}).spearman is None
 
 
-def test_controls_come_in_parts_late_twice_or_never():
+def test_controls_may_arrive_in_parts_late_twice_or_never():
     rng = np.random.default_rng(0)
     candidates = normal(rng, 0.7)
     drawn = controls(candidates, 8, 0.125)
@@ -384,7 +384,7 @@ def test_controls_come_in_parts_late_twice_or_never():
     assert parts.report() == whole.report()
 
 
-def test_a_control_that_was_no_unselected_candidate_is_a_mistake():
+def test_a_control_that_is_not_an_unselected_candidate_is_refused():
     candidates = normal(np.random.default_rng(0), 0.7)
     monitor = RankingMonitor()
     explore(monitor, 0, candidates, fraction=0)
@@ -396,7 +396,7 @@ def test_a_control_that_was_no_unselected_candidate_is_a_mistake():
         monitor.add_control(0, [scored("other", 0, 0.5)])
 
 
-def test_a_reward_that_is_not_finite_takes_its_seed_out():
+def test_a_non_finite_reward_excludes_its_seed():
     nan = float("nan")
     visit = Visit(prompt="a", stale={0: 0.0, 1: 1.0, 2: 0.5, 3: nan, 4: 2.0}, fresh={0: 0.0, 1: 1.0, 4: nan, 9: 3.0})
     monitor = RankingMonitor()
@@ -436,8 +436,8 @@ def test_controls_of_other_weights_or_another_sampler_are_refused_and_counted():
 
 
 @pytest.mark.parametrize("stop", [1, 3, 5])
-def test_a_restored_monitor_goes_on_as_if_nothing_had_happened(stop):
-    """Stopped before a verdict, with one, and in the next trial."""
+def test_a_restored_monitor_gives_the_same_verdicts(stop):
+    """It is restored before a verdict, after one, and in the next trial."""
 
     def batches(monitor: RankingMonitor, numbers: list[int]) -> None:
         for batch in numbers:
@@ -458,7 +458,7 @@ def test_a_restored_monitor_goes_on_as_if_nothing_had_happened(stop):
     assert [after.explores(batch) for batch in range(40)] == [whole.explores(batch) for batch in range(40)]
 
 
-def test_nothing_is_known_at_first():
+def test_a_new_monitor_has_no_figures():
     monitor = RankingMonitor()
     report = monitor.report()
     assert (report.spearman, report.predicted_gain, report.realised_gain) == (None, None, None)
@@ -466,7 +466,7 @@ def test_nothing_is_known_at_first():
     assert monitor.explores(0)
 
 
-def test_a_batch_that_is_done_again_replaces_what_was_said_of_it():
+def test_a_repeated_batch_replaces_its_earlier_figures():
     rng, monitor = np.random.default_rng(0), RankingMonitor()
     explore(monitor, 0, normal(rng, -0.9))
     redone = normal(rng, 0.9)
@@ -476,7 +476,7 @@ def test_a_batch_that_is_done_again_replaces_what_was_said_of_it():
     assert monitor.report() == once.report()
 
 
-def test_a_batch_that_could_not_choose_says_nothing():
+def test_a_batch_without_a_choice_does_not_count():
     monitor = run(0.7, range(2))
     before = monitor.report()
     visit = Visit(prompt="a", stale={0: 0.0, 1: 1.0}, fresh={0: 1.0, 1: 0.0, 2: 0.5})

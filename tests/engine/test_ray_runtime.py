@@ -1,4 +1,4 @@
-"""The same run on a Ray cluster: real agents, raylets and signals; one cluster for the whole file."""
+"""A run on a Ray cluster with real agents, raylets and signals; one cluster for the whole file."""
 
 import os
 import signal
@@ -17,14 +17,14 @@ pytest.importorskip("ray")
 
 ITERATIONS = 8
 PACE_SECONDS = 0.1
-"""A step of the disturbed run takes at least so long, so that nodes are lost in the middle of their work."""
+"""Minimum seconds of a step in the disturbed run, so that nodes are lost in the middle of their work."""
 
 LOOPBACK = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
 
 
 @dataclass
 class Record:
-    """What a run trained, and what was seen on the way."""
+    """Manifests and weights of a run, and observations during it."""
 
     manifests: dict[int, str] = field(default_factory=dict)
     digest: str = ""
@@ -40,7 +40,7 @@ class Record:
 def with_runtime(name: str, *, step_seconds: float = 0.0) -> EngineConfig:
     more = {"name": name, "step_seconds": step_seconds}
     runtime = RuntimeConfig.model_validate({**CONFIG.runtime.model_dump(), **more})
-    # A run without a spot node waits for the next one, however busy this machine is.
+    # Patience long enough that a run without a spot node waits for the next one, even on a busy computer.
     exploration = CONFIG.exploration.model_copy(
         update={"budget": CandidateBudget(candidates=CANDIDATES, patience_seconds=200), "wait": "all"}
     )
@@ -55,7 +55,7 @@ def finish(fleet: Fleet, record: Record) -> None:
 
 
 def listeners(fleet: Fleet) -> set[tuple[str, str]]:
-    """(process, address) of every listening socket of the fleet."""
+    """Return (process, address) of every listening socket of the fleet."""
     found = set()
     for node in fleet.agents:
         for pid in fleet.pids(node):
@@ -82,7 +82,7 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Record:
 
 @pytest.fixture(scope="module")
 def disturbed(tmp_path_factory: pytest.TempPathFactory) -> Record:
-    """A run that loses coordinator, worker, a frozen node that comes back, and a killed node, one after the other."""
+    """Run while the coordinator, a worker, a frozen node that comes back and a killed node are lost in turn."""
     record, fleet = (
         Record(),
         NurseryFleet(tmp_path_factory.mktemp("ray"), with_runtime("ray", step_seconds=PACE_SECONDS)),
@@ -125,16 +125,16 @@ def _runs(pid: int) -> bool:
         return False
 
 
-def test_what_is_lost_on_the_way_changes_no_bit_of_what_is_trained(local: Record, disturbed: Record) -> None:
+def test_losses_during_a_ray_run_change_no_bit_of_the_weights(local: Record, disturbed: Record) -> None:
     """Manifests and weights equal those of an undisturbed run on local processes."""
     assert (disturbed.reason, disturbed.explored) == ("iterations", {CANDIDATES}), disturbed.logs
     assert (disturbed.manifests, disturbed.digest) == (local.manifests, local.digest)
 
 
-def test_every_loss_was_seen_by_ray(disturbed: Record) -> None:
+def test_ray_detects_every_loss(disturbed: Record) -> None:
     for text in ("spot-1/0 died", "spot-0 is gone", "spot-1 is gone"):
         assert text in disturbed.supervisor
-    assert disturbed.supervisor.count("spot-0 is here") == 2  # it came back under another id
+    assert disturbed.supervisor.count("spot-0 is here") == 2  # the node came back under another id
 
 
 def test_nothing_listens_outside_loopback(disturbed: Record) -> None:
@@ -144,6 +144,6 @@ def test_nothing_listens_outside_loopback(disturbed: Record) -> None:
     assert {address for _, address in disturbed.listening} <= set(LOOPBACK)
 
 
-def test_a_finished_run_ends_its_nodes_and_leaves_no_process(disturbed: Record) -> None:
+def test_a_finished_ray_run_ends_its_nodes_and_leaves_no_process(disturbed: Record) -> None:
     assert disturbed.exits == {"trainer": 0, "spot-0": 0}
     assert disturbed.left == []

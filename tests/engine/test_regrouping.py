@@ -1,4 +1,4 @@
-"""The coordinator regroups workers: when one comes or goes, when a node is taken back, and as demand changes."""
+"""The coordinator regroups workers when one joins or dies, when a node is preempted, and as demand changes."""
 
 import itertools
 
@@ -16,7 +16,7 @@ BELIEVED = {1: 1.0, 2: 0.6, 4: 0.4}
 
 
 class World:
-    """Workers that ask, obey, and follow whoever is first of their group."""
+    """Workers that pull, follow orders, and follow the leader of their group."""
 
     def __init__(self, *workers, sp_degree, demand=NOTHING, believed=BELIEVED):
         self.demand = demand
@@ -38,7 +38,7 @@ class World:
             self.epochs[worker], self.orders[worker] = order.epoch, order
 
     def settle(self, rounds=4):
-        """Everybody asks a few times; time passes."""
+        """Let every worker pull a few times while time passes."""
         for _ in range(rounds):
             for worker in self.epochs:
                 self.pull(worker)
@@ -59,7 +59,7 @@ class World:
     def shared(self):
         return [formed.members for formed in self.groups.members.table.groups()]
 
-    def told(self):
+    def reported(self):
         return [(event.node, event.groups) for event in self.groups.events]
 
 
@@ -71,21 +71,21 @@ def test_a_fixed_degree_groups_a_node_as_its_workers_come():
     world = World("a/0", "a/1", "a/2", sp_degree=2)
     world.settle()
     assert world.shared() == [("a/0", "a/1")]
-    assert world.told() == [("a", (("a/0", "a/1"), ("a/2",)))]
+    assert world.reported() == [("a", (("a/0", "a/1"), ("a/2",)))]
     assert world.groups.events[0].reason == "a/2 came"
 
 
-def test_a_death_leaves_the_survivors_what_they_can_form_and_says_why():
+def test_survivors_of_a_death_regroup_and_the_event_names_the_reason():
     world = World("a/0", "a/1", "a/2", "a/3", sp_degree=4)
     world.settle()
     world.kill("a/3")
     world.groups.gone(["a/3"], "a/3 died", now_ms=world.now_ms)
     world.settle()
     assert world.shared() == [("a/0", "a/1")]
-    assert world.told()[-1] == ("a", (("a/0", "a/1"), ("a/2",)))
+    assert world.reported()[-1] == ("a", (("a/0", "a/1"), ("a/2",)))
 
 
-def test_what_is_left_of_a_group_shares_a_communicator_that_was_made_with_it():
+def test_survivors_reuse_a_communicator_made_with_their_old_group():
     world = World("a/0", "a/1", "a/2", "a/3", sp_degree=4)
     world.settle()
     before = {worker: set(order.keep) for worker, order in world.orders.items()}
@@ -100,16 +100,16 @@ def test_what_is_left_of_a_group_shares_a_communicator_that_was_made_with_it():
     assert not set(pair.keep) & before["a/2"], "what the dead one was part of is not kept"
 
 
-def test_who_waited_for_a_lost_peer_is_woken_even_if_the_plan_stays_as_it_was():
+def test_a_worker_waiting_for_a_lost_peer_is_woken_even_if_the_plan_is_unchanged():
     world = World("a/0", "a/1", "a/2", sp_degree=2)
     world.settle()
     world.kill("a/1")
-    world.pull("a/0")  # it says that its group tore, and its peer is waited for
+    world.pull("a/0")  # the worker reports a broken group, and its peer is waited for
     assert world.groups.tick(lambda node: True, now_ms=world.now_ms) is False
     assert world.groups.tick(lambda node: True, now_ms=world.now_ms + 1000) is True
 
 
-def test_a_node_that_is_taken_back_shares_no_more():
+def test_a_node_under_preemption_forms_no_group():
     world = World("a/0", "a/1", "b/0", "b/1", sp_degree=2)
     world.settle()
     world.draining.add("a")
@@ -117,7 +117,7 @@ def test_a_node_that_is_taken_back_shares_no_more():
     assert world.shared() == [("b/0", "b/1")]
 
 
-def test_many_requests_are_made_alone_and_the_last_one_together():
+def test_many_requests_run_on_single_workers_and_the_last_one_on_a_group():
     world = World("a/0", "a/1", "a/2", "a/3", sp_degree="auto", demand=waiting(40))
     world.settle()
     assert world.shared() == []
@@ -131,7 +131,7 @@ def test_many_requests_are_made_alone_and_the_last_one_together():
 
 
 @pytest.mark.parametrize(("seconds", "shares"), [(0.6, True), (1.2, False)])
-def test_what_steps_were_measured_to_take_decides(seconds, shares):
+def test_measured_step_times_decide_the_groups(seconds, shares):
     world = World("a/0", "a/1", sp_degree="auto", demand=waiting(1))
     for _ in range(3):
         world.groups.measured(CLASS, 1, 1.0)
@@ -140,23 +140,23 @@ def test_what_steps_were_measured_to_take_decides(seconds, shares):
     assert bool(world.shared()) == shares
 
 
-def test_a_class_that_was_not_seen_yet_is_believed_to_be_as_slow_as_those_that_were():
+def test_an_unseen_request_class_is_assumed_as_slow_as_the_seen_ones():
     two = Demand(waiting=(), in_flight={}, images={"8 x float32": 8, CLASS: 24})
     world = World("a/0", sp_degree="auto", demand=two)
     world.settle(1)
-    world.groups.measured(CLASS, 1, 48.0)  # believed: 24
+    world.groups.measured(CLASS, 1, 48.0)  # estimated: 24
     table = world.groups._step_seconds(two.images)
     assert table["8 x float32"] == pytest.approx({1: 16.0, 2: 9.6, 4: 6.4})
 
 
-def test_a_run_that_never_shares_tells_nothing():
+def test_a_run_without_groups_reports_no_regroup():
     world = World("a/0", "a/1", sp_degree="auto", demand=waiting(100))
     world.settle()
-    assert world.told() == []
+    assert world.reported() == []
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(["a/0", "a/1", "a/2"])))
-def test_a_degree_that_the_model_does_not_allow_falls_to_one_that_it_does(order):
+def test_a_degree_that_the_model_does_not_allow_is_lowered(order):
     world = World(*order, sp_degree=3)
     world.settle()
     assert [len(members) for members in world.shared()] == [2]

@@ -22,7 +22,7 @@ def release(request):
 
 @pytest.fixture
 def restored(release, tmp_path):
-    """A coordinator on a copy of the released folder."""
+    """Open a coordinator on a copy of the released folder."""
     shutil.copytree(release / "coordinator", tmp_path / "coordinator")
     return Bench(tmp_path / "coordinator")
 
@@ -32,7 +32,7 @@ def test_there_is_a_released_version():
 
 
 def test_a_released_journal_keeps_results_and_their_trajectories(restored):
-    answer, blobs = restored.say("collect", kind="train", batch=1, have=0)
+    answer, blobs = restored.call("collect", kind="train", batch=1, have=0)
     assert [result["request"][4] for result in answer["results"]] == [0, 1, 4]
     assert [result["node"] for result in answer["results"]] == ["spot", "spot", "other"]
     assert answer["results"][2]["reward"] is None
@@ -44,21 +44,21 @@ def test_a_released_journal_keeps_results_and_their_trajectories(restored):
 def test_a_released_journal_keeps_the_lease_and_the_committed_state_of_a_worker(restored):
     held = restored.coordinator.queue.held("keeps/0", 1000002)
     assert sorted(request.seed for request in held) == [2, 3]
-    assert restored.say("states", names=["s2-3"])[1] == {"s2-3": b"state s2-3"}
+    assert restored.call("states", names=["s2-3"])[1] == {"s2-3": b"state s2-3"}
     work = restored.pull("keeps/0", boot=2)
     assert [(a.request.seed, a.step, a.state) for a in work.attempts] == [(2, 3, "s2-3"), (3, 3, "s3-3")]
 
 
 def test_a_released_journal_keeps_weights_lineage_and_the_newest_order(restored):
-    assert restored.say("peek")[0] == {"do": "known", "lineage": 1, "version": 0}
+    assert restored.call("peek")[0] == {"do": "known", "lineage": 1, "version": 0}
     for weights, data in ((V0, BYTES[V0]), (WeightsKey(version=1, average=True), BYTES[V1])):
-        answer = restored.say("weights", weights=[weights.version, weights.average])
+        answer = restored.call("weights", weights=[weights.version, weights.average])
         assert answer[1] == {"weights": data}
-    assert restored.say("hello", lineage=2, boot=5, seq=2)[0] == {"do": "late"}
+    assert restored.call("hello", lineage=2, boot=5, seq=2)[0] == {"do": "late"}
 
 
 def test_a_released_journal_keeps_exploration_and_poisoned_requests(restored):
-    answer, _ = restored.say("collect", kind="explore", batch=2, have=0)
+    answer, _ = restored.call("collect", kind="explore", batch=2, have=0)
     assert answer["poisoned"] == ["boom"]
     assert answer["to_come"] == 11
 
@@ -69,6 +69,6 @@ def test_a_released_journal_issues_no_lease_number_twice(restored):
     assert seeds(work) == [2, 3]
 
 
-def test_a_released_checkpoint_comes_back(release, tmp_path):
+def test_a_released_checkpoint_loads(release, tmp_path):
     shutil.copytree(release / "store", tmp_path / "store")
     assert CheckpointStore(f"file://{tmp_path}/store").newest() == FIRST

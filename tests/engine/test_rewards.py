@@ -1,4 +1,4 @@
-"""Rewards: what is read, how it is scored, and what a user's own function may return."""
+"""Rewards: reading, scoring, and the return values of a user's own function."""
 
 import math
 import random
@@ -15,10 +15,10 @@ from engine.protocol.request import Score
 from engine.rewards.load import RewardError, load_reward
 from engine.rewards.ocr import OcrReward, edit_distance, similarity, target_text
 from engine.rewards.shapes import ShapesReward
-from tests.benchmarks.word_readings import WIDTHS, picture_of
+from tests.benchmarks.word_readings import WIDTHS, image_of
 
 
-def pictures_of(words, seed=0):
+def images_of(words, seed=0):
     rng = random.Random(seed)
     return torch.from_numpy(np.stack([render(word, rng) for word in words]))[:, None]
 
@@ -28,43 +28,43 @@ def pictures_of(words, seed=0):
 
 def test_every_clean_rendering_is_read():
     words = held_out_digits()[:100]
-    scores = OcrReward("ocr_strict")(pictures_of(words), words)
+    scores = OcrReward("ocr_strict")(images_of(words), words)
     assert [score.reward for score in scores] == [1.0] * 100
 
 
 def test_one_wrong_digit_of_four_costs_a_quarter():
-    (score,) = OcrReward("ocr")(pictures_of(["1234"]), ["1235"])
+    (score,) = OcrReward("ocr")(images_of(["1234"]), ["1235"])
     assert score == Score(reward=0.75, metrics={"exact_match": 0.0, "similarity": 0.75})
 
 
 def test_the_strict_reward_is_all_or_nothing():
-    scores = OcrReward("ocr_strict")(pictures_of(["1234", "1234"]), ["1235", "1234"])
+    scores = OcrReward("ocr_strict")(images_of(["1234", "1234"]), ["1235", "1234"])
     assert [score.reward for score in scores] == [0.0, 1.0]
     assert [score.metrics["similarity"] for score in scores] == [0.75, 1.0]
 
 
-def test_the_smooth_reward_is_between_and_says_so():
-    right, wrong = OcrReward("ocr_smooth")(pictures_of(["1234", "1234"]), ["1234", "1235"])
+def test_the_smooth_reward_is_graded_and_declares_it():
+    right, wrong = OcrReward("ocr_smooth")(images_of(["1234", "1234"]), ["1234", "1235"])
     assert 0.9 < right.reward <= 1.0
     assert 0.0 <= wrong.reward < 0.7
     assert right.metrics["smooth"] == right.reward
 
 
 def test_the_smooth_reward_of_repeated_digits_and_unknown_characters():
-    repeated, unknown = OcrReward("ocr_smooth")(pictures_of(["1122", "1122"]), ["1122", "112\u0e3f"])
+    repeated, unknown = OcrReward("ocr_smooth")(images_of(["1122", "1122"]), ["1122", "112\u0e3f"])
     assert repeated.reward > 0.9
     assert unknown.reward == 0.0
 
 
 def test_a_score_does_not_depend_on_the_batch():
     words = held_out_digits()[:11]
-    pictures, reward = pictures_of(words), OcrReward("ocr")
-    together = reward(pictures, ["1234"] * 11)
-    assert together == [reward(picture[None], ["1234"])[0] for picture in pictures]
+    images, reward = images_of(words), OcrReward("ocr")
+    together = reward(images, ["1234"] * 11)
+    assert together == [reward(image[None], ["1234"])[0] for image in images]
 
 
-def test_colour_pictures_are_read_too():
-    assert OcrReward("ocr")(pictures_of(["1234"]).expand(-1, 3, -1, -1), ["1234"])[0].reward == 1.0
+def test_colour_images_are_read_too():
+    assert OcrReward("ocr")(images_of(["1234"]).expand(-1, 3, -1, -1), ["1234"])[0].reward == 1.0
 
 
 def test_a_video_is_refused():
@@ -105,26 +105,26 @@ def test_text_around_the_target_costs_nothing_and_no_reading_scores_below_0():
         ("Open\nLate", WIDTHS["half"], 'a neon sign: "OPEN late"'),
     ],
 )
-def test_a_512_px_rendering_is_read_whole_whatever_its_width_lines_and_case(text, width, prompt):
-    (score,) = OcrReward("ocr")(picture_of(text, width)[None], [prompt])
+def test_a_512_px_rendering_is_read_at_any_width_line_count_and_case(text, width, prompt):
+    (score,) = OcrReward("ocr")(image_of(text, width)[None], [prompt])
     assert score == Score(reward=1.0, metrics={"exact_match": 1.0, "similarity": 1.0})
 
 
-def test_a_large_picture_scores_by_edits_and_an_empty_one_scores_0():
-    pictures = torch.stack([picture_of("Coffee", 0.9, 96), torch.ones(3, 96, 96)])
-    wrong, empty = OcrReward("ocr")(pictures, ['a sign that says "Toffee"', 'a sign that says "Toffee"'])
+def test_a_large_image_scores_by_edit_distance_and_an_empty_one_scores_0():
+    images = torch.stack([image_of("Coffee", 0.9, 96), torch.ones(3, 96, 96)])
+    wrong, empty = OcrReward("ocr")(images, ['a sign that says "Toffee"', 'a sign that says "Toffee"'])
     assert (wrong.reward, wrong.metrics["exact_match"]) == (pytest.approx(5 / 6), 0.0)
     assert empty.reward == 0.0
 
 
 @pytest.mark.parametrize(("rows", "columns", "is_one_line"), [(48, 144, True), (49, 144, False), (48, 145, False)])
-def test_the_size_of_a_picture_decides_which_reader_scores_it(rows, columns, is_one_line):
-    reward, picture = OcrReward("ocr_smooth"), torch.ones(1, 1, rows, columns)
+def test_the_size_of_an_image_decides_which_reader_scores_it(rows, columns, is_one_line):
+    reward, image = OcrReward("ocr_smooth"), torch.ones(1, 1, rows, columns)
     if is_one_line:
-        assert reward(picture, ["1234"])[0].metrics.keys() == {"exact_match", "similarity", "smooth"}
+        assert reward(image, ["1234"])[0].metrics.keys() == {"exact_match", "similarity", "smooth"}
     else:
         with pytest.raises(ValueError, match=rf"at most 48 x 144 pixels; it was given {rows} x {columns}: use ocr"):
-            reward(picture, ["1234"])
+            reward(image, ["1234"])
 
 
 # --- from the job file
@@ -136,11 +136,11 @@ def test_built_in_rewards_are_chosen_by_name(name):
 
 
 @pytest.mark.parametrize("name", ["shapes", "shapes_strict"])
-def test_shapes_are_chosen_by_name_too(name):
+def test_shapes_rewards_are_chosen_by_name_too(name):
     assert isinstance(load_reward(RewardConfig(name=name), None), ShapesReward)
 
 
-def test_an_unknown_name_is_answered_with_the_nearest_known_one():
+def test_an_unknown_reward_is_refused_with_the_nearest_known_name():
     with pytest.raises(RewardError, match="did you mean 'ocr_strict'"):
         load_reward(RewardConfig(name="ocr_strikt"), None)
 
@@ -180,7 +180,7 @@ def test_a_function_may_return_numbers_in_any_usual_shape(tmp_path, case, return
         ("matrix", "torch.zeros(2, 3)", r"array of shape \[2, 3\]"),
     ],
 )
-def test_a_wrong_return_value_is_named(tmp_path, case, returned, complaint):
+def test_a_wrong_return_value_is_named_in_the_error(tmp_path, case, returned, complaint):
     source = f"import torch\ndef score(pictures, prompts):\n    return {returned}\n"
     reward = user_reward(tmp_path, source, f"bad_{case}")
     with pytest.raises(RewardError, match=complaint):
@@ -198,7 +198,7 @@ def test_a_reward_that_is_not_finite_becomes_nan(tmp_path):
     assert scores[1].metrics == {"a": 1.0}
 
 
-def test_a_users_module_may_import_its_neighbours_and_leaves_the_import_path_alone(tmp_path):
+def test_a_users_module_imports_its_neighbours_and_keeps_the_import_path(tmp_path):
     (tmp_path / "neighbour_of_reward.py").write_text("VALUE = 0.25\n")
     before = list(sys.path)
     source = "from neighbour_of_reward import VALUE\ndef score(pictures, prompts):\n    return [VALUE] * len(prompts)\n"
@@ -214,7 +214,7 @@ def test_a_folder_that_is_on_the_import_path_keeps_its_place_there(tmp_path, mon
     assert sys.path == before
 
 
-def test_a_users_file_never_takes_the_place_of_an_installed_module(tmp_path):
+def test_a_users_file_never_replaces_an_installed_module(tmp_path):
     (tmp_path / "safetensors.py").write_text("raise AssertionError('the wrong one')\n")
     source = "import safetensors\ndef score(pictures, prompts):\n    return [hasattr(safetensors, 'safe_open')]\n"
     assert user_reward(tmp_path, source, "imports_safetensors")(torch.zeros(1, 1, 4, 4), ["a"])[0].reward == 1.0
@@ -222,14 +222,14 @@ def test_a_users_file_never_takes_the_place_of_an_installed_module(tmp_path):
         load_reward(RewardConfig(name="safetensors:score"), str(tmp_path))
 
 
-def test_a_users_package_that_an_installed_one_hides_is_to_be_renamed(tmp_path):
+def test_a_users_package_hidden_by_an_installed_one_must_be_renamed(tmp_path):
     (tmp_path / "safetensors").mkdir()
     (tmp_path / "safetensors" / "mine.py").write_text("def score(pictures, prompts): ...\n")
     with pytest.raises(RewardError, match=rf"has the name of {tmp_path}/safetensors; rename safetensors"):
         load_reward(RewardConfig(name="safetensors.mine:score"), str(tmp_path))
 
 
-def test_a_reward_that_exits_is_an_error_and_ends_no_process(tmp_path):
+def test_a_reward_that_calls_exit_is_an_error_and_ends_no_process(tmp_path):
     with pytest.raises(RewardError, match=r"failed: SystemExit\(3\)"):
         user_reward(tmp_path, "import sys\nsys.exit(3)\n", "exits_at_once")
     reward = user_reward(tmp_path, "import sys\ndef score(pictures, prompts):\n    sys.exit(3)\n", "exits_later")
@@ -237,7 +237,7 @@ def test_a_reward_that_exits_is_an_error_and_ends_no_process(tmp_path):
         reward(torch.zeros(1, 1, 4, 4), ["a"])
 
 
-def test_a_missing_module_is_named_with_the_folder(tmp_path):
+def test_a_missing_module_error_names_the_folder(tmp_path):
     with pytest.raises(RewardError, match=rf"no module 'not_there' in {tmp_path}"):
         load_reward(RewardConfig(name="not_there:score"), str(tmp_path))
 
@@ -247,17 +247,17 @@ def test_a_missing_dependency_is_not_mistaken_for_a_missing_module(tmp_path):
         user_reward(tmp_path, "import never_heard_of\n", "needs_more")
 
 
-def test_a_broken_module_says_what_broke(tmp_path):
+def test_a_broken_module_error_names_the_cause(tmp_path):
     with pytest.raises(RewardError, match="importing 'is_broken' failed: ZeroDivisionError"):
         user_reward(tmp_path, "1 / 0\n", "is_broken")
 
 
-def test_a_missing_function_is_answered_with_the_nearest_one(tmp_path):
+def test_a_missing_function_is_refused_with_the_nearest_name(tmp_path):
     with pytest.raises(RewardError, match="no function 'score'; did you mean 'scores'"):
         user_reward(tmp_path, "def scores(pictures, prompts): ...\n", "misspelt")
 
 
-def test_a_users_own_error_comes_through(tmp_path):
+def test_an_error_in_a_users_reward_is_passed_on(tmp_path):
     reward = user_reward(tmp_path, "def score(pictures, prompts):\n    raise KeyError('theirs')\n", "raises")
     with pytest.raises(KeyError, match="theirs"):
         reward(torch.zeros(1, 1, 4, 4), ["a"])

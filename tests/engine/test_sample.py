@@ -1,4 +1,4 @@
-"""Pictures of `spotrl sample`: those that diffusers' own loading of the same weights gives."""
+"""Images of `spotrl sample` equal those of diffusers with the same weights."""
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ def trained(request, tmp_path):
     return request.param, weights
 
 
-def test_pictures_are_those_of_the_weights_that_diffusers_loads(trained, forked_engine):
+def test_sampled_images_equal_those_of_diffusers_with_the_same_weights(trained, forked_engine):
     model, weights = trained
     written = write_for_diffusers(weights, model)
     theirs = load_adapter(FULL)
@@ -45,7 +45,7 @@ def test_pictures_are_those_of_the_weights_that_diffusers_loads(trained, forked_
     assert float((ours - draw(load_adapter(FULL), PLAN, "1234", 7)).abs().max()) > 1e-2
 
 
-def test_each_picture_is_written_as_it_was_asked_for(trained, tmp_path):
+def test_each_requested_image_is_written_to_its_file(trained, tmp_path):
     model, weights = trained
     wanted = [("12", 3), ("12", 4), ("34", 3)]
     request = SampleRequest.model_validate(
@@ -71,7 +71,7 @@ def test_weights_of_another_model_are_refused(tmp_path):
         load_trained(FULL, tmp_path / "ema.safetensors", "cpu")
 
 
-def test_a_video_becomes_an_animated_picture_with_all_its_frames(tmp_path):
+def test_a_video_becomes_an_animated_image_with_all_its_frames(tmp_path):
     video = torch.linspace(-1, 1, 5).view(1, 5, 1, 1).expand(3, 5, 8, 8)
     write_image(video, tmp_path / "clip.png")
     with Image.open(tmp_path / "clip.png") as clip:

@@ -1,4 +1,4 @@
-"""The coordinator over real HTTP: tokens, patience, and nothing acknowledged that is not durable."""
+"""The coordinator over real HTTP: tokens, waiting calls, and durable writes before an acknowledgement."""
 
 import asyncio
 import socket
@@ -32,7 +32,7 @@ HOLDS = [0, False, digest_of(b"w")]
 
 
 class Served:
-    """A coordinator with its HTTP front on a loopback port, in a thread. `ended`: why it would have ended itself."""
+    """A coordinator with its HTTP front on loopback, in a thread. `ended`: reasons for which it would have exited."""
 
     def __init__(self, folder, port=0, ray_address=None):
         self.folder = folder
@@ -67,13 +67,13 @@ class Served:
 
 
 def headers(path, *, role=None, token=None):
-    """As a caller of this role, by default one who may use this path."""
+    """Return the headers of this role, by default of a role that may use this path."""
     role = role or ("controller" if path in ("/capacity", "/stop") else "trainer")
     return {"Authorization": f"Bearer {token or role_token(TOKEN, role)}"}
 
 
 class SlowJournal(Journal):
-    """Takes its time to sync, as a disk does, and counts."""
+    """A journal with a slow sync that counts its syncs."""
 
     def __init__(self, folder):
         self.synced = []
@@ -128,7 +128,7 @@ def test_a_wrong_token_is_refused_on_every_route(front):
         assert front.get(path, token="guessed").status_code == 401
 
 
-def test_the_runs_own_token_opens_nothing(front):
+def test_the_runs_own_token_is_refused(front):
     assert front.get("/health", token=TOKEN).status_code == 401
 
 
@@ -137,9 +137,9 @@ def test_only_the_controller_may_stop_the_run_or_post_capacity(front, role, caps
     assert front.post("/stop", b'{"reason": "a stolen token"}', role=role).status_code == 403
     assert front.post("/capacity", Capacity(generation=1, nodes=()).to_json(), role=role).status_code == 403
     assert front.coordinator.queue.stop_reason is None
-    said = capsys.readouterr().out
-    assert f"the token of the role {role} does not allow /stop" in said
-    assert f"the token of the role {role} does not allow /capacity" in said
+    log = capsys.readouterr().out
+    assert f"the token of the role {role} does not allow /stop" in log
+    assert f"the token of the role {role} does not allow /capacity" in log
 
 
 @pytest.mark.parametrize("call", ["publish", "stop", "submit", "withdraw", "hello", "explore", "node_lost", "died"])
@@ -168,15 +168,15 @@ def test_a_spot_node_works_from_lease_to_result_with_its_own_token(fresh):
     assert {"pull", "heartbeat", "commit", "finish", "weights"} <= CALLS_OF_A_SPOT_NODE
 
 
-def test_the_controller_may_not_work(front):
+def test_the_controller_may_not_pull_work(front):
     assert front.post("/call", pack(pull_head()), role="controller").status_code == 403
 
 
-def test_health_says_the_lineage(front):
+def test_health_reports_the_lineage(front):
     assert front.get("/health").json() == {"lineage": 0, "trouble": None}
 
 
-def test_the_ray_cluster_of_a_run_is_told_if_it_has_one(front, tmp_path):
+def test_the_address_of_a_runs_ray_cluster_is_served(front, tmp_path):
     assert front.get("/ray").status_code == 404
     served = Served(tmp_path, ray_address="127.0.0.1:4711")
     try:
@@ -186,12 +186,12 @@ def test_the_ray_cluster_of_a_run_is_told_if_it_has_one(front, tmp_path):
 
 
 @pytest.mark.parametrize("query", ["", "?worker=spot/0&node=spot", "?worker=spot/0&node=spot&boot=x"])
-def test_a_presence_that_does_not_say_whose_it_is_is_a_400(front, query):
+def test_a_presence_call_without_a_valid_worker_is_a_400(front, query):
     assert front.get(f"/presence{query}").status_code == 400
 
 
 def test_a_worker_whose_connection_closes_loses_its_lease_at_once(fresh):
-    """The lease would last a minute. Its successor, another process, is not meant."""
+    """The lease would last a minute. The closed connection of the old process does not affect its successor."""
     transport = fresh.transport()
     requests = submit(transport, 1)
     assert pull(transport, "spot/0", boot=7)["do"] == "work"
@@ -210,12 +210,12 @@ def test_a_worker_whose_connection_closes_loses_its_lease_at_once(fresh):
 
 
 @pytest.mark.parametrize("body", [b"", b"x", b"\0" * 8, pack({"no": "call"}), pack({"call": "dance"})])
-def test_a_message_that_is_not_understood_is_a_400(front, body):
+def test_an_invalid_message_is_a_400(front, body):
     assert front.post("/call", body).status_code == 400
 
 
 @pytest.mark.parametrize(("path", "body"), [("/capacity", b"{}"), ("/stop", b"x"), ("/stop", b"[]")])
-def test_a_body_that_is_not_understood_is_a_400(front, path, body):
+def test_an_invalid_body_is_a_400(front, path, body):
     assert front.post(path, body).status_code == 400
 
 
@@ -224,7 +224,7 @@ def test_an_unknown_call_is_refused_with_its_reason(front):
         front.transport().call({"call": "dance"})
 
 
-def test_a_patient_pull_waits_for_work_and_wakes_when_it_comes(fresh):
+def test_a_patient_pull_waits_and_wakes_when_work_comes(fresh):
     worker, trainer = fresh.transport(), fresh.transport()
     began = time.perf_counter()
     assert pull(worker, wait=True)["do"] == "wait"
@@ -239,7 +239,7 @@ def test_a_patient_pull_waits_for_work_and_wakes_when_it_comes(fresh):
         assert time.perf_counter() - submitted < 1.5
 
 
-def test_usage_of_a_call_that_is_kept_waiting_counts_once(fresh):
+def test_the_usage_of_a_waiting_call_counts_once(fresh):
     fresh.transport().call({**pull_head(), "of": 1, "usage": [["sync", 0.0, 7.0]]}, wait=True)
     assert fresh.coordinator.usage.nodes["spot"].phase_ms["sync"] == 7.0
 
@@ -252,7 +252,7 @@ def test_the_launchers_snapshot_makes_a_node_drain(fresh):
     assert pull(transport) == {"do": "drain", "deadline_ms": 123}
 
 
-def test_told_to_stop_the_trainer_and_the_workers_hear_it(fresh):
+def test_a_stop_order_reaches_the_trainer_and_the_workers(fresh):
     transport = fresh.transport()
     assert fresh.post("/stop", b'{"reason": "budget"}').status_code == 200
     assert pull(transport) == {"do": "exit", "reason": "budget"}
@@ -260,7 +260,7 @@ def test_told_to_stop_the_trainer_and_the_workers_hear_it(fresh):
     assert answer["stop"] == "budget"
 
 
-def test_finishes_at_the_same_time_share_fsyncs_and_none_is_acknowledged_before_it_is_durable(fresh):
+def test_simultaneous_finishes_share_an_fsync_before_they_are_acknowledged(fresh):
     journal = SlowJournal(fresh.folder)
     fresh.coordinator.log.journal = journal
     transports = [fresh.transport() for _ in range(12)]
@@ -282,8 +282,8 @@ def test_finishes_at_the_same_time_share_fsyncs_and_none_is_acknowledged_before_
     assert all(again.blob(f"t{i}") == b"x" * 100 for i in range(len(transports)))
 
 
-def test_after_a_compaction_a_record_is_still_synced_before_it_is_acknowledged(fresh):
-    """The journal is shorter then: its length alone does not say what is durable."""
+def test_a_record_after_a_compaction_is_synced_before_it_is_acknowledged(fresh):
+    """The journal is shorter after a compaction, so its length does not show what is durable."""
     journal = SlowJournal(fresh.folder)
     fresh.coordinator.log.journal = journal
     transport = fresh.transport()
@@ -295,7 +295,7 @@ def test_after_a_compaction_a_record_is_still_synced_before_it_is_acknowledged(f
 
 
 class FullJournal(Journal):
-    """On a disk that has no room left, until it has."""
+    """A journal on a disk that is full until the test frees it."""
 
     full = True
 
@@ -305,7 +305,7 @@ class FullJournal(Journal):
         super().append(record, blobs, **how)
 
 
-def test_a_full_disk_is_said_until_there_is_room_and_nothing_is_remembered(fresh):
+def test_a_full_disk_is_reported_until_space_is_free_and_nothing_is_stored(fresh):
     fresh.coordinator.log.journal = journal = FullJournal(fresh.folder)
     task = Task(requests=(), weights=V0, sampler="plan", steps=8, shape=1, dtype="float32")
     body = pack({"call": "submit", "task": task_to_dict(task)})
@@ -321,7 +321,7 @@ def test_a_full_disk_is_said_until_there_is_room_and_nothing_is_remembered(fresh
     assert fresh.post("/capacity", capacity).json() == {"ok": True, "trouble": None}
 
 
-def test_a_coordinator_whose_disk_does_not_keep_what_was_written_ends_itself_and_acknowledges_nothing(fresh):
+def test_a_coordinator_whose_fsync_fails_exits_without_acknowledging(fresh):
     class BrokenJournal(Journal):
         def sync(self):
             raise OSError(5, "Input/output error")
@@ -333,17 +333,17 @@ def test_a_coordinator_whose_disk_does_not_keep_what_was_written_ends_itself_and
     assert "Input/output error" in fresh.ended[0]
 
 
-def test_a_coordinator_that_does_not_answer_is_lost_when_patience_ends():
-    with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))
-        port = nobody.getsockname()[1]
+def test_a_silent_coordinator_is_lost_after_the_callers_timeout():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
     began = time.perf_counter()
     with pytest.raises(CoordinatorLost, match="no answer"):
         HttpTransport("127.0.0.1", port, role_token(TOKEN, "trainer"), patience_seconds=0.3).call({"call": "peek"})
     assert time.perf_counter() - began < 2.0
 
 
-def test_a_coordinator_that_comes_back_in_time_is_found_again(tmp_path):
+def test_a_coordinator_that_comes_back_in_time_answers_the_call(tmp_path):
     first = Served(tmp_path)
     transport = first.transport()
     transport.call({"call": "hello", "lineage": 3})
@@ -356,41 +356,41 @@ def test_a_coordinator_that_comes_back_in_time_is_found_again(tmp_path):
 
 
 class FullDisk:
-    """A progress file on a disk that has no room left, until it has."""
+    """A progress file on a disk that is full until the test frees it."""
 
     def __init__(self):
         self.full = True
-        self.told = []
+        self.written = []
 
     def write(self, lineage, event):
         if self.full:
             raise OSError(28, "No space left on device")
-        self.told.append(event.KIND)
+        self.written.append(event.KIND)
 
     def flush(self):
         pass
 
 
-def test_a_full_disk_under_the_progress_file_delays_the_news_and_stops_nothing(tmp_path):
+def test_a_full_disk_delays_progress_events_and_stops_nothing(tmp_path):
     disk = FullDisk()
     front = Served(tmp_path)
     try:
         front.coordinator._progress = disk
         pull(front.transport())
         time.sleep(0.3)
-        assert disk.told == []
+        assert disk.written == []
         disk.full = False
         until = time.monotonic() + 5.0
-        while not disk.told:
+        while not disk.written:
             assert time.monotonic() < until
             time.sleep(0.02)
-        assert disk.told == ["node_seen"]
+        assert disk.written == ["node_seen"]
     finally:
         front.close()
 
 
-def test_a_caller_that_leaves_within_its_call_is_no_error_of_the_server(monkeypatch):
-    """Killed workers do. Without an answer for it, each fills the log with a traceback."""
+def test_a_caller_that_disconnects_during_its_call_is_no_server_error(monkeypatch):
+    """Killed workers do this. If the server did not handle it, each would leave a traceback in the log."""
     rights = SimpleNamespace(check=lambda token, path: None)
     app = CoordinatorServer(SimpleNamespace(), rights).app
     sent = []

@@ -1,4 +1,4 @@
-"""The shapes task: what may be asked for, how it is drawn and checked, and the model that ships for it."""
+"""The shapes task: its prompts, renderer, checker and shipped model."""
 
 import random
 from collections import Counter
@@ -40,29 +40,29 @@ from launcher.job.load import load_job
 
 
 def sample(per_task, seed=0):
-    """Requests of every task, and the random numbers to draw them with."""
+    """Yield requests of every task, with a random generator to draw them."""
     rng = random.Random(seed)
     by_task = {task: [request for request in requests() if request.task is task] for task in Task}
     return [rng.choice(by_task[task]) for task in Task for _ in range(per_task)], rng
 
 
-def pictures_of(wanted, rng):
+def images_of(wanted, rng):
     return torch.from_numpy(np.stack([render(request, rng) for request in wanted]))
 
 
-def exact(pictures, prompts):
-    return [score.reward for score in ShapesReward("shapes_strict")(pictures, prompts)]
+def exact(images, prompts):
+    return [score.reward for score in ShapesReward("shapes_strict")(images, prompts)]
 
 
-def one(picture, prompt):
-    (score,) = ShapesReward("shapes")(torch.from_numpy(picture)[None], [prompt])
+def one(image, prompt):
+    (score,) = ShapesReward("shapes")(torch.from_numpy(image)[None], [prompt])
     return score
 
 
 # --- prompts
 
 
-def test_a_prompt_and_its_request_decide_one_another():
+def test_a_prompt_and_its_request_map_one_to_one():
     assert len({request.prompt for request in requests()}) == len(requests()) == 2752
     assert all(parse(request.prompt) == request for request in requests())
 
@@ -112,7 +112,7 @@ def test_prompts_read_naturally(prompt, request_):
         *("a red circle above a red square", "three circles and two squares", "two red circles and a square"),
     ],
 )
-def test_any_other_text_is_refused_with_examples_and_the_words(prompt):
+def test_any_other_text_is_refused_with_examples_and_the_vocabulary(prompt):
     with pytest.raises(ValueError, match=r"is none of the 2752 of shapes.*`two red squares`.*triangles, crosses"):
         parse(prompt)
 
@@ -132,7 +132,7 @@ def source(per_batch=12, seed=0, evaluated=512):
 
 @given(st.integers(0, 2**40), st.integers(0, 10_000), st.integers(1, 200))
 @settings(max_examples=40, deadline=None)
-def test_prompts_of_a_batch_are_distinct_trained_and_the_same_when_asked_again(seed, batch, per_batch):
+def test_prompts_of_a_batch_are_distinct_trained_and_reproducible(seed, batch, per_batch):
     prompts = source(per_batch, seed).batch(batch)
     assert len(prompts) == len(set(prompts)) == per_batch
     assert all(parse(prompt) for prompt in prompts)
@@ -147,7 +147,7 @@ def test_other_batches_and_other_runs_have_other_shapes():
 
 @pytest.mark.parametrize("per_batch", [5, 12, 24])
 def test_the_six_tasks_come_in_a_fixed_mix_while_each_has_prompts(per_batch):
-    """Two single prompts are trained, and none is twice in a batch: one of more than 24 has less than their share."""
+    """Only two single prompts are trained and a batch has no repeats, so a batch above 24 has less than their share."""
     prompts = [prompt for batch in range(12) for prompt in source(per_batch).batch(batch)]
     seen = Counter(parse(prompt).task for prompt in prompts)
     share = len(prompts) / 12
@@ -168,7 +168,7 @@ def test_a_batch_may_hold_every_trained_prompt():
         source(2241)
 
 
-def test_these_shapes_stay_held_out_for_good():
+def test_the_held_out_shapes_never_change():
     assert held_out_shapes()[:3] == [
         "four purple circles",
         "a triangle below a red circle",
@@ -181,7 +181,7 @@ def test_these_shapes_stay_held_out_for_good():
 
 
 def test_no_task_is_more_than_about_a_third_of_what_is_evaluated():
-    """Half of the prompts of a task and at most 174: four tasks have few prompts, and none is asked twice."""
+    """At most half of a task's prompts and 174 are held out; four tasks have few prompts and none is repeated."""
     assert Counter(parse(prompt).task for prompt in held_out_shapes()) == {
         Task.SINGLE: 2,
         Task.TWO: 78,
@@ -205,40 +205,41 @@ def test_prompts_that_the_model_cannot_read_are_refused(model, prompts):
 # --- renderer and checker
 
 
-def test_every_clean_picture_shows_what_it_was_drawn_for():
+def test_every_clean_image_fits_its_request():
     wanted, rng = sample(40)
-    assert exact(pictures_of(wanted, rng), [request.prompt for request in wanted]) == [1.0] * 240
+    assert exact(images_of(wanted, rng), [request.prompt for request in wanted]) == [1.0] * 240
 
 
 def test_noise_of_a_fifth_is_tolerated():
     wanted, rng = sample(40)
-    pictures = pictures_of(wanted, rng)
-    noisy = pictures + 0.2 * torch.randn(pictures.shape, generator=torch.Generator().manual_seed(0))
+    images = images_of(wanted, rng)
+    noisy = images + 0.2 * torch.randn(images.shape, generator=torch.Generator().manual_seed(0))
     assert np.mean(exact(noisy, [request.prompt for request in wanted])) >= 0.95
 
 
 @given(st.sampled_from(requests()), st.sampled_from(requests()), st.integers(0, 2**30))
 @example(parse("a black triangle left of a green cross"), parse("a triangle below a green cross"), 0)
 @settings(max_examples=300, deadline=None)
-def test_a_picture_is_accepted_for_what_it_shows_and_for_nothing_else(drawn, asked, seed):
-    """What it shows is known from how it was drawn, with nothing of the checker but its rule of position."""
+def test_an_image_is_accepted_only_for_requests_that_it_fits(drawn, wanted_request, seed):
+    """The expected content comes from the drawing; only the rule of position is the checker's."""
     rng = random.Random(seed)
-    picture = render(drawn, rng)
-    seen = detect(picture.transpose(1, 2, 0))
+    image = render(drawn, rng)
+    seen = detect(image.transpose(1, 2, 0))
     shown = Counter((each.kind, each.colour) for each in seen)
     for thing in drawn.things:
         assert sum(shown[thing.kind, c] for c in COLOURS if thing.colour in (None, c)) == thing.count
-    fits = len(seen) == sum(thing.count for thing in asked.things) and all(
-        sum(shown[thing.kind, c] for c in COLOURS if thing.colour in (None, c)) == thing.count for thing in asked.things
+    fits = len(seen) == sum(thing.count for thing in wanted_request.things) and all(
+        sum(shown[thing.kind, c] for c in COLOURS if thing.colour in (None, c)) == thing.count
+        for thing in wanted_request.things
     )
-    if fits and asked.relation is not None:
-        first, second = (next(each for each in seen if each.kind == thing.kind) for thing in asked.things)
-        fits = asked.relation in relations(first, second)
-    assert one(picture, asked.prompt).metrics["exact_match"] == fits
+    if fits and wanted_request.relation is not None:
+        first, second = (next(each for each in seen if each.kind == thing.kind) for thing in wanted_request.things)
+        fits = wanted_request.relation in relations(first, second)
+    assert one(image, wanted_request.prompt).metrics["exact_match"] == fits
 
 
 def wrong_ones():
-    """(request, a request of the same task that its picture does not fit)"""
+    """Yield (request, a request of the same task that its image does not fit)."""
     square, circle = Thing(kind="square", colour="red"), Thing(kind="circle", colour="blue")
     plain_circle = Thing(kind="circle")
     for task, things, relation, other in [
@@ -261,18 +262,18 @@ def wrong_ones():
 
 
 @pytest.mark.parametrize(("drawn", "other"), list(wrong_ones()))
-def test_a_wrong_picture_of_every_task_is_refused(drawn, other):
+def test_a_wrong_image_of_every_task_is_refused(drawn, other):
     for seed in range(10):
-        picture = render(drawn, random.Random(seed))
-        for noise in (0.0, 0.2):  # what is tolerated must not make a wrong picture right
-            noisy = picture + noise * noise_rows([seed], 0, (3, 36, 36))[0].numpy()
+        image = render(drawn, random.Random(seed))
+        for noise in (0.0, 0.2):  # tolerated noise must not make a wrong image right
+            noisy = image + noise * noise_rows([seed], 0, (3, 36, 36))[0].numpy()
             score = one(noisy.astype(np.float32), other)
             assert score.metrics["exact_match"] == 0.0
             assert score.reward == score.metrics["similarity"] < 1.0
 
 
 @pytest.mark.parametrize(
-    ("drawn", "asked", "share"),
+    ("drawn", "wanted_request", "share"),
     [
         ("two red squares", "three red squares", 2 / 3),
         ("four red squares", "three red squares", 3 / 4),
@@ -284,49 +285,49 @@ def test_a_wrong_picture_of_every_task_is_refused(drawn, other):
         ("a red square right of a blue circle", "a red square left of a blue circle", 4 / 5),
         ("three squares and a circle", "two squares and a circle", 3 / 4),  # one object too many
         ("two squares and a circle", "two circles and a square", 3 / 4),  # one circle of two
-        ("a circle and a square", "a circle", 1 / 2),  # one object more than was asked for
+        ("a circle and a square", "a circle", 1 / 2),  # one object more than requested
     ],
 )
-def test_the_graded_score_is_the_share_of_what_was_asked(drawn, asked, share):
+def test_the_graded_score_is_the_fraction_of_the_request_that_is_shown(drawn, wanted_request, share):
     request = parse(drawn)
     for seed in range(200):
         rng = random.Random(seed)
-        picture = render(request, rng)
-        seen = detect(picture.transpose(1, 2, 0))
-        # On a diagonal another relation would hold, too; this one must be plain.
+        image = render(request, rng)
+        seen = detect(image.transpose(1, 2, 0))
+        # On a diagonal another relation would hold too, so the relation must be unambiguous.
         if request.relation is None or abs(seen[0].y - seen[1].y) < 1:
-            assert one(picture, asked).reward == pytest.approx(share)
+            assert one(image, wanted_request).reward == pytest.approx(share)
             return
     pytest.fail("no picture without a diagonal")
 
 
-def test_an_empty_picture_shows_nothing():
+def test_an_empty_image_shows_nothing():
     assert one(np.ones((3, 36, 36), dtype=np.float32), "a circle").reward == 0.0
 
 
-def test_a_speck_is_overlooked_and_a_blot_is_not():
-    picture = render(parse("a red circle"), random.Random(0))
-    free = picture.copy()
-    corner = next((r, c) for r in (1, 19) for c in (1, 19) if (picture[:, r : r + 16, c : c + 16] == 1.0).all())
+def test_a_small_speck_is_ignored_and_a_large_blot_is_not():
+    image = render(parse("a red circle"), random.Random(0))
+    free = image.copy()
+    corner = next((r, c) for r in (1, 19) for c in (1, 19) if (image[:, r : r + 16, c : c + 16] == 1.0).all())
     for side, share in [(3, 1.0), (6, 0.5)]:
         free[:, corner[0] : corner[0] + side, corner[1] : corner[1] + side] = -0.8
         assert one(free, "a red circle").reward == share
 
 
-def test_a_shape_of_two_colours_has_neither():
-    picture = render(parse("a red square"), random.Random(0))
-    (whole,) = detect(picture.transpose(1, 2, 0))
+def test_a_shape_of_two_colours_counts_as_neither_colour():
+    image = render(parse("a red square"), random.Random(0))
+    (whole,) = detect(image.transpose(1, 2, 0))
     red, blue = (np.array(COLOURS[name], dtype=np.float32)[:, None, None] / 127.5 - 1.0 for name in ("red", "blue"))
-    half = np.where((picture < 1.0).any(axis=0) & (np.arange(36) < whole.x), blue, picture)
+    half = np.where((image < 1.0).any(axis=0) & (np.arange(36) < whole.x), blue, image)
     assert [each.colour for each in detect(half.transpose(1, 2, 0))] == [None]
     assert one(half, "a red square").reward == one(half, "a blue square").reward == 0.5
     assert (red != blue).any()
 
 
-def test_shapes_that_melt_into_one_another_are_of_no_kind():
-    picture = np.ones((36, 36, 3), dtype=np.float32)
-    picture[3:15, 3:30] = -1.0
-    assert [each.kind for each in detect(picture)] == [None]
+def test_shapes_that_merge_have_no_kind():
+    image = np.ones((36, 36, 3), dtype=np.float32)
+    image[3:15, 3:30] = -1.0
+    assert [each.kind for each in detect(image)] == [None]
 
 
 def box(x, y, side=12):
@@ -341,8 +342,8 @@ def test_position_is_genevals_rule():
     assert relations(box(9, 9), box(9, 9)) == set()
 
 
-def test_offsets_within_a_tenth_of_the_boxes_sizes_are_no_position():
-    """Boxes of 12: the offset loses 2.4 pixels, and half of the distance must be left."""
+def test_offsets_within_a_tenth_of_the_box_sizes_are_no_position():
+    """The boxes are 12 wide: 2.4 pixels are taken off the offset, and half of the distance must remain."""
     assert relations(box(9, 9), box(13.7, 9)) == set()
     assert relations(box(9, 9), box(13.9, 9)) == {"left of"}
 
@@ -359,7 +360,7 @@ seen_objects = st.builds(
 
 
 @given(st.lists(seen_objects, max_size=6), st.sampled_from(requests()))
-def test_a_share_is_whole_exactly_if_all_is_there_and_nothing_else(seen, request):
+def test_the_graded_score_is_1_only_if_everything_asked_for_is_shown(seen, request):
     share = similarity(seen, request)
     assert 0.0 <= share <= 1.0
     if len(seen) != sum(thing.count for thing in request.things):
@@ -370,17 +371,17 @@ def test_a_share_is_whole_exactly_if_all_is_there_and_nothing_else(seen, request
 
 @given(st.integers(0, 2**30), st.sampled_from(requests()), st.floats(0.0, 2.0))
 @settings(max_examples=60, deadline=None)
-def test_strict_is_never_more_than_graded_whatever_the_picture(seed, request, noise):
+def test_the_strict_score_never_exceeds_the_graded_score(seed, request, noise):
     rng = random.Random(seed)
-    pictures = pictures_of([rng.choice(requests())], rng) + noise * noise_rows([seed], 0, (3, 36, 36))
-    (graded,) = ShapesReward("shapes")(pictures, [request.prompt])
-    (strict,) = ShapesReward("shapes_strict")(pictures, [request.prompt])
+    images = images_of([rng.choice(requests())], rng) + noise * noise_rows([seed], 0, (3, 36, 36))
+    (graded,) = ShapesReward("shapes")(images, [request.prompt])
+    (strict,) = ShapesReward("shapes_strict")(images, [request.prompt])
     assert graded.metrics == strict.metrics
     assert 0.0 <= strict.reward <= graded.reward <= 1.0
     assert strict.reward in (0.0, 1.0)
 
 
-def test_pictures_of_another_model_are_refused():
+def test_images_of_another_model_are_refused():
     with pytest.raises(ValueError, match=r"\[B, 3, 36, 36\]; it was given \[1, 1, 12, 32\]"):
         ShapesReward()(torch.zeros(1, 1, 12, 32), ["a cross"])
 
@@ -404,15 +405,15 @@ def untrained():
     return ShapesAdapter(build_transformer(), WordText())
 
 
-def test_patches_go_together_again():
-    pictures = noise_rows([1, 2], 0, (3, 36, 36))
-    assert torch.equal(unpatchify(patchify(pictures)), pictures)
+def test_unpatching_restores_the_image():
+    images = noise_rows([1, 2], 0, (3, 36, 36))
+    assert torch.equal(unpatchify(patchify(images)), images)
 
 
 def test_a_patch_is_a_square_of_neighbouring_pixels():
-    picture = torch.zeros(1, 3, 36, 36)
-    picture[0, :, 9:18, 18:27] = 1.0
-    assert patchify(picture)[0].sum(dim=1).nonzero().flatten().tolist() == [4 + 2]
+    image = torch.zeros(1, 3, 36, 36)
+    image[0, :, 9:18, 18:27] = 1.0
+    assert patchify(image)[0].sum(dim=1).nonzero().flatten().tolist() == [4 + 2]
 
 
 def test_heads_and_tokens_divide_by_every_degree_of_sequence_parallelism():
@@ -433,12 +434,12 @@ def test_shapes_of_an_adapters_tensors():
     assert text["text"].shape == (2, 8, 64)
     x = noise_rows([1, 2], 0, adapter.latent_shape())
     assert adapter.velocity(x, torch.tensor([0.9, 0.2]), text, 1.0).shape == x.shape == (2, 16, 243)
-    pictures = adapter.decode(5 * x)
-    assert pictures.shape == (2, 3, 36, 36)
-    assert pictures.abs().max() <= 1.0
+    images = adapter.decode(5 * x)
+    assert images.shape == (2, 3, 36, 36)
+    assert images.abs().max() <= 1.0
 
 
-def test_rows_never_influence_one_another():
+def test_rows_of_a_batch_are_independent():
     adapter = untrained()
     x, sigma = noise_rows([1, 2], 0, adapter.latent_shape()), torch.tensor([0.9, 0.2])
     together = adapter.velocity(x, sigma, adapter.encode(["a cross", "two circles"]), 1.0)
@@ -446,31 +447,31 @@ def test_rows_never_influence_one_another():
     torch.testing.assert_close(together[1:], alone, atol=1e-4, rtol=1e-4)
 
 
-def test_the_network_predicts_the_picture_that_sampling_ends_at():
+def test_the_network_predicts_the_final_image():
     class Certain(nn.Module):
-        def __init__(self, picture):
+        def __init__(self, image):
             super().__init__()
-            self.picture = nn.Parameter(picture)
+            self.image = nn.Parameter(image)
 
         def forward(self, hidden_states, **_):
-            return (self.picture.expand(len(hidden_states), -1, -1),)
+            return (self.image.expand(len(hidden_states), -1, -1),)
 
-    picture = patchify(torch.from_numpy(render(parse("three blue circles"), random.Random(0)))[None])
-    adapter = ShapesAdapter(Certain(picture), WordText())
+    image = patchify(torch.from_numpy(render(parse("three blue circles"), random.Random(0)))[None])
+    adapter = ShapesAdapter(Certain(image), WordText())
     for shift in (1.0, 3.0):
         plan = evaluation_plan(SamplerConfig(shift=shift), steps=8)
         latents = denoise(adapter, plan, adapter.encode(["a cross"] * 2), [1, 2])
-        torch.testing.assert_close(latents, picture.expand(2, -1, -1), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(latents, image.expand(2, -1, -1), atol=1e-4, rtol=1e-4)
 
 
-def test_every_word_of_every_prompt_is_known_and_no_other():
+def test_the_vocabulary_is_exactly_the_words_of_all_prompts():
     assert {word for request in requests() for word in request.prompt.split()} == set(VOCABULARY)
     assert len(set(VOCABULARY)) == len(VOCABULARY)
     with pytest.raises(ValueError, match=r"does not know: pink, hexagon; it knows a, and, left,.* red,.*, crosses"):
         untrained().encode(["a pink hexagon"])
 
 
-def test_a_prompt_of_too_many_words_is_named():
+def test_a_prompt_of_too_many_words_is_named_in_the_error():
     with pytest.raises(ValueError, match="has 9 words; shapes reads at most 8"):
         untrained().encode(["a green circle left of a blue blue triangle"])
 
@@ -480,8 +481,8 @@ def test_word_order_matters():
     assert not torch.equal(text[0], text[1])
 
 
-def test_a_word_knows_its_neighbours():
-    """`red` is of the circle in one and of the square in the other: the token of `circle` says so."""
+def test_a_words_embedding_depends_on_its_neighbours():
+    """`red` belongs to the circle in one prompt and to the square in the other; the embedding of `circle` differs."""
     text = untrained().encode(["a red circle and a blue square", "a blue circle and a red square"])["text"]
     circle = 2
     assert (text[0, circle] - text[1, circle]).abs().max() > 0.01
@@ -499,7 +500,7 @@ def test_guidance_is_refused_because_there_is_no_unconditional_branch():
 # --- base and job
 
 
-def test_the_shipped_base_is_small_and_says_how_it_was_made():
+def test_the_shipped_base_is_small_and_records_how_it_was_trained():
     assert BASE.stat().st_size < 4_000_000
     with safe_open(BASE, "pt") as file:
         facts = file.metadata()
@@ -509,25 +510,25 @@ def test_the_shipped_base_is_small_and_says_how_it_was_made():
     assert 0.6 <= float(facts["similarity"]) <= 0.8
 
 
-def test_the_shipped_base_draws_about_what_its_facts_say():
+def test_the_shipped_bases_accuracy_matches_its_recorded_facts():
     with safe_open(BASE, "pt") as file:
-        said = float(file.metadata()["exact_match"])
+        recorded = float(file.metadata()["exact_match"])
     scores = evaluate(load_shapes(), held_out_shapes()[:96])
-    assert np.mean([score.metrics["exact_match"] for score in scores]) == pytest.approx(said, abs=0.15)
+    assert np.mean([score.metrics["exact_match"] for score in scores]) == pytest.approx(recorded, abs=0.15)
 
 
-def test_there_is_something_to_learn_from_the_pictures_that_a_run_draws():
-    """Rewards of the job's own sampler: noise leaves most of them as good as those of the ODE, and seeds differ."""
+def test_rewards_of_sampled_images_differ_enough_to_learn_from():
+    """With the job's sampler, most rewards are as good as those of the ODE despite noise, and seeds differ."""
     job = load_job(Path(str(files("sky_yamls") / "shapes.yaml"))).job.engine()
     size = job.algorithm.images_per_prompt
     adapter, reward, prompts = load_shapes(), ShapesReward("shapes"), prompt_source(job, None)
     rewards: list[float] = []
     strict: list[float] = []
     for batch in range(3):
-        asked = [prompt for prompt in prompts.batch(batch) for _ in range(size)]
-        seeds = [seed_of(job.seed, Stream.TRAIN, batch, prompt, i % size) for i, prompt in enumerate(asked)]
-        latents = denoise(adapter, rollout_plan(job.sampler, job.seed, batch), adapter.encode(asked), seeds)
-        scores = reward(adapter.decode(latents), asked)
+        wanted_request = [prompt for prompt in prompts.batch(batch) for _ in range(size)]
+        seeds = [seed_of(job.seed, Stream.TRAIN, batch, prompt, i % size) for i, prompt in enumerate(wanted_request)]
+        latents = denoise(adapter, rollout_plan(job.sampler, job.seed, batch), adapter.encode(wanted_request), seeds)
+        scores = reward(adapter.decode(latents), wanted_request)
         rewards.extend(score.reward for score in scores)
         strict.extend(score.metrics["exact_match"] for score in scores)
     groups = np.array(rewards).reshape(-1, size)
@@ -537,7 +538,7 @@ def test_there_is_something_to_learn_from_the_pictures_that_a_run_draws():
 
 
 @pytest.mark.parametrize("weights", ["full", "lora"])
-def test_the_text_stays_frozen_whatever_is_trained(weights):
+def test_the_text_encoder_stays_frozen_in_every_training_mode(weights):
     adapter = load_adapter(ModelConfig(name="shapes", weights=weights))
     assert isinstance(adapter, ShapesAdapter)
     names = trainable(adapter)
@@ -557,7 +558,7 @@ def test_the_example_job_passes_its_preflight():
 @pytest.mark.parametrize(
     ("line", "found"), [("a pink hexagon", "does not know: pink, hexagon"), ("a red " * 5, "has 10 words")]
 )
-def test_a_prompt_file_that_the_model_cannot_read_is_found_before_anything_is_bought(tmp_path, line, found):
+def test_an_unreadable_prompt_file_is_found_before_anything_is_bought(tmp_path, line, found):
     lines = [request.prompt for request in requests()[:20]]
     (tmp_path / "mine.txt").write_text("\n".join([*lines, line]))
     config = EngineConfig(
@@ -576,7 +577,7 @@ def test_a_prompt_file_that_the_model_cannot_read_is_found_before_anything_is_bo
 # --- pre-training
 
 
-def test_pre_training_shows_no_held_out_prompt():
+def test_pre_training_uses_no_held_out_prompt():
     rng = random.Random(0)
     wanted = training_requests(rng, 2_000, MIX)
     shown = {request.prompt for request in wanted} | {noisy_caption(request, rng) for request in wanted}
@@ -595,7 +596,7 @@ def test_a_noisy_caption_keeps_its_task():
     assert all(parse(noisy_caption(request, rng)).task is request.task for request in wanted)
 
 
-def test_every_relation_is_drawn_as_asked():
+def test_every_relation_is_drawn_as_requested():
     for relation in RELATIONS:
         request = parse(f"a circle {relation} a square")
         assert {one(render(request, random.Random(seed)), request.prompt).reward for seed in range(20)} == {1.0}

@@ -1,4 +1,4 @@
-"""Logs of a spot node arrive at the trainer and in the store, each byte once, whoever is away for a while."""
+"""Log shipping: each byte of a spot node's logs reaches the trainer and the store once, despite outages of both."""
 
 import threading
 import time
@@ -15,13 +15,13 @@ from engine.coordinator.server import CoordinatorServer, Front, bind
 from engine.node_spec import role_token
 from engine.storage.ship import PIECE_BYTES, NotShippable, Shipping, StoreCopy, begin_shipping, keep_piece
 from tests.engine.fleet import TOKEN, free_port
-from tests.engine.test_machine import spec_of
+from tests.engine.test_node_agent_on_cloud import spec_of
 
 SPOT_TOKEN = role_token(TOKEN, "rollout")
 
 
 class Trainer:
-    """A coordinator that keeps logs, on one port however often it starts."""
+    """A coordinator that stores logs and keeps its port over restarts."""
 
     def __init__(self, folder, port):
         self.folder, self.port = folder, port
@@ -69,11 +69,11 @@ def trainer(tmp_path):
 
 def ship(logs, trainer):
     shipping = Shipping(spec(logs.parent, trainer.port), every_seconds=3600)
-    shipping.end()  # once more, and that is the first time
+    shipping.end()  # a second attempt is the first to arrive
     return shipping
 
 
-def test_what_is_appended_arrives_in_order_and_once(logs, trainer):
+def test_appended_lines_arrive_in_order_and_once(logs, trainer):
     (logs / "agent.log").write_bytes(b"one\n")
     (logs / "worker-0.log").write_bytes(b"w" * (2 * PIECE_BYTES + 7))
     shipping = ship(logs, trainer)
@@ -82,11 +82,11 @@ def test_what_is_appended_arrives_in_order_and_once(logs, trainer):
     with (logs / "agent.log").open("ab") as log:
         log.write(b"two\n")
     shipping.once()
-    ship(logs, trainer)  # an agent that starts again goes on where the coordinator is
+    ship(logs, trainer)  # a restarted agent continues at the coordinator's position
     assert trainer.has("agent.log") == b"one\ntwo\n"
 
 
-def test_a_trainer_that_is_away_costs_nothing_and_a_new_one_gets_everything(logs, trainer, tmp_path):
+def test_an_unreachable_trainer_loses_no_log_and_a_new_one_gets_all(logs, trainer, tmp_path):
     (logs / "agent.log").write_bytes(b"one\n")
     shipping = ship(logs, trainer)
     trainer.close()
@@ -101,7 +101,7 @@ def test_a_trainer_that_is_away_costs_nothing_and_a_new_one_gets_everything(logs
         other.close()
 
 
-def test_it_ships_by_itself_and_tries_again_by_itself(logs, tmp_path):
+def test_the_log_shipper_sends_and_retries_on_its_own(logs, tmp_path):
     port = free_port()
     shipping = Shipping(spec(logs.parent, port), every_seconds=0.05)
     (logs / "agent.log").write_bytes(b"one\n")
@@ -134,19 +134,19 @@ def test_a_full_disk_of_the_coordinator_is_a_507(trainer):
         ({"node": "spot-0", "file": "agent.log", "offset": 0}, SPOT_TOKEN, b"x" * (PIECE_BYTES + 1), 413),
     ],
 )
-def test_what_no_agent_sends_is_refused(trainer, query, token, content, status):
+def test_an_invalid_log_upload_is_refused(trainer, query, token, content, status):
     assert trainer.post(token, content, **query).status_code == status
 
 
-def test_a_piece_that_is_not_the_next_one_changes_nothing(tmp_path):
+def test_a_log_piece_out_of_order_is_ignored(tmp_path):
     assert keep_piece(tmp_path, "spot-0", "a.log", 0, b"abc") == 3
-    assert keep_piece(tmp_path, "spot-0", "a.log", 0, b"abc") == 3  # its answer was lost
+    assert keep_piece(tmp_path, "spot-0", "a.log", 0, b"abc") == 3  # the answer was lost
     assert keep_piece(tmp_path, "spot-0", "a.log", 9, b"abc") == 3
     with pytest.raises(NotShippable):
         keep_piece(tmp_path, "spot-0", "a/b.log", 0, b"")
 
 
-def test_the_trainers_node_copies_what_changed_to_the_store(tmp_path):
+def test_the_trainers_node_copies_changed_logs_to_the_store(tmp_path):
     for path, text in {
         "logs/agent.log": "agent\n",
         "progress/trainer.jsonl": "{}\n",
@@ -169,11 +169,11 @@ def test_the_trainers_node_copies_what_changed_to_the_store(tmp_path):
         log.write("more\n")
     copy.end()
     assert (tmp_path / "store/logs/spot-0/agent.log").read_text() == "spot\nmore\n"
-    assert not (tmp_path / "store/logs/trainer/agent.log").exists()  # it had not changed
+    assert not (tmp_path / "store/logs/trainer/agent.log").exists()  # the file had not changed
 
 
-def test_a_trainers_copy_never_shortens_the_log_that_a_node_sent_itself(tmp_path):
-    """A spot node that ends by itself sends its own log; its trainer, which ends later, has heard less of it."""
+def test_a_trainers_copy_never_shortens_a_log_sent_by_the_node(tmp_path):
+    """A spot node that terminates itself uploads its log; its trainer ends later with a shorter copy."""
     store = tmp_path / "store"
     sent = store / "logs" / "spot-1" / "agent.log"
     sent.parent.mkdir(parents=True)
@@ -204,5 +204,5 @@ def test_a_store_that_cannot_be_reached_delays_an_end_by_seconds_at_most(tmp_pat
     assert time.monotonic() - began < 1.0
 
 
-def test_nothing_is_shipped_on_the_local_infra(tmp_path):
+def test_no_log_is_shipped_on_the_local_infra(tmp_path):
     assert begin_shipping(spec(tmp_path, 1, cloud="local")) is None

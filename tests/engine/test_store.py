@@ -1,4 +1,4 @@
-"""The checkpoint store in a bucket: S3 as moto makes it, with a machine's own credentials and nothing else."""
+"""The checkpoint store in an S3 bucket (moto), with only the credentials of an instance role."""
 
 import dataclasses
 import errno
@@ -16,11 +16,11 @@ from engine.storage.bucket import region_of
 from engine.storage.checkpoint import CheckpointStore
 from engine.storage.ship import StoreCopy
 from launcher.storage.stores import check_writable
+from tests.engine.fake_metadata import FakeImds
 from tests.engine.fleet import free_port
-from tests.engine.metadata_faces import FakeImds
 from tests.engine.regional_s3 import RegionalS3
 from tests.engine.test_checkpoint import FIRST, at
-from tests.engine.test_machine import spec_of
+from tests.engine.test_node_agent_on_cloud import spec_of
 
 REGION_NAMES = ("AWS_REGION", "AWS_DEFAULT_REGION")
 
@@ -29,7 +29,7 @@ FAR_URL = "s3://far-runs/pre/a-run"
 
 
 class Bucket:
-    """One S3 on one port, which may be away for a while; what it keeps stays."""
+    """One S3 server on one port that can be taken down and up; its objects stay."""
 
     def __init__(self):
         self.port = free_port()
@@ -59,13 +59,13 @@ class Bucket:
 def s3():
     bucket = Bucket()
     yield bucket
-    bucket.client.delete_bucket(Bucket="runs")  # moto keeps it for every server of this process
+    bucket.client.delete_bucket(Bucket="runs")  # moto shares buckets between all servers of this process
     bucket.away()
 
 
 @pytest.fixture
 def bucket(s3, monkeypatch):
-    """As a node sees it: an instance role, and no key anywhere."""
+    """A bucket as a node sees it: credentials come from an instance role, and no key is configured."""
     imds = FakeImds()
     imds.is_instance("i-1")
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE", *REGION_NAMES):
@@ -79,7 +79,7 @@ def bucket(s3, monkeypatch):
         s3.client.delete_object(Bucket="runs", Key=key)
 
 
-def test_a_checkpoint_comes_back_and_the_newest_three_are_kept(bucket):
+def test_a_checkpoint_loads_from_the_bucket_and_the_newest_three_are_kept(bucket):
     store = CheckpointStore(URL)
     for iteration in range(1, 6):
         store.save(at(iteration), keep=3)
@@ -89,7 +89,7 @@ def test_a_checkpoint_comes_back_and_the_newest_three_are_kept(bucket):
     assert len(bucket.content()) == 3 * 4
 
 
-def test_a_checkpoint_without_its_manifest_does_not_count_and_goes_with_the_next(bucket):
+def test_a_checkpoint_without_a_manifest_does_not_count_and_is_deleted_later(bucket):
     store = CheckpointStore(URL)
     store.save(FIRST, keep=3)
     store.write_files(at(2).name, at(2).files)
@@ -105,11 +105,11 @@ def test_a_lineage_is_claimed_once(bucket):
         obstore.put(one._store, "lineages/0003", b"", mode="create")
 
 
-def test_the_region_of_a_bucket_is_asked_of_s3(bucket):
+def test_the_region_of_a_bucket_is_looked_up_in_s3(bucket):
     assert region_of("runs") == "us-west-2"
 
 
-def test_an_s3_that_does_not_answer_is_said_and_can_be_waited_for(monkeypatch):
+def test_an_unreachable_s3_is_a_retryable_error(monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
     monkeypatch.setattr("engine.storage.bucket.GAP_SECONDS", 0.0)
     with pytest.raises(OSError, match="in which region the bucket runs is") as trouble:
@@ -119,7 +119,7 @@ def test_an_s3_that_does_not_answer_is_said_and_can_be_waited_for(monkeypatch):
 
 @pytest.fixture(params=[None, "us-east-1"], ids=["no region named", "the node's region named"])
 def far_bucket(request, bucket, monkeypatch):
-    """A bucket in Frankfurt, as a node elsewhere sees it."""
+    """A bucket in Frankfurt as a node in another region sees it."""
     s3 = RegionalS3("eu-central-1", "far-runs")
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3.url)
     if request.param is not None:
@@ -159,16 +159,16 @@ def test_the_launcher_signs_for_the_region_of_the_bucket(far_bucket, monkeypatch
 
 
 @pytest.mark.skipif(not hasattr(CheckpointStore, "_trouble_is_an_oserror"), reason="the store does not say it yet")
-def test_a_bucket_that_is_away_can_be_asked_again(bucket):
+def test_a_bucket_that_was_unreachable_can_be_used_again(bucket):
     store = CheckpointStore(URL)
     store.save(FIRST, keep=3)
     bucket.away()
     try:
-        with ThreadPoolExecutor(3) as at_once:  # each of them tries for some seconds
-            asked = [
-                at_once.submit(ask) for ask in (store.newest, store.claim_lineage, lambda: store.save(at(2), keep=3))
+        with ThreadPoolExecutor(3) as at_once:  # each call retries for some seconds
+            calls = [
+                at_once.submit(call) for call in (store.newest, store.claim_lineage, lambda: store.save(at(2), keep=3))
             ]
-        for one in asked:
+        for one in calls:
             with pytest.raises(OSError) as trouble:
                 one.result()
             assert trouble.value.errno == errno.EHOSTUNREACH
@@ -178,6 +178,6 @@ def test_a_bucket_that_is_away_can_be_asked_again(bucket):
     assert store.newest() == dataclasses.replace(FIRST, iteration=2)
 
 
-def test_a_bucket_that_is_not_there_is_no_passing_trouble(bucket):
+def test_a_missing_bucket_is_not_a_retryable_error(bucket):
     with pytest.raises(BaseError, match="404"):
         CheckpointStore("s3://no-such-bucket/a-run").claim_lineage()

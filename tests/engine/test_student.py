@@ -1,4 +1,4 @@
-"""The student of the ocr rewards: it scores nearly as the recogniser does, for next to nothing."""
+"""The student of the OCR rewards: it scores almost like the recogniser at a fraction of the cost."""
 
 import math
 import random
@@ -30,7 +30,7 @@ from engine.tasks.train_student import (
 )
 
 
-def pictures_of(words, seed=0):
+def images_of(words, seed=0):
     rng = random.Random(seed)
     return torch.from_numpy(np.stack([render(word, rng) for word in words]))[:, None]
 
@@ -44,29 +44,29 @@ def student():
     return load_digits_student()
 
 
-# --- what it says
+# --- scores
 
 
 def test_a_clean_rendering_scores_high_for_its_own_string_and_low_for_another(student):
     words = held_out_digits()[:64]
-    pictures = pictures_of(words)
+    images = images_of(words)
     others = ["".join(str((int(digit) + 1) % 10) for digit in word) for word in words]
-    assert np.mean(values(student(pictures, words))) > 0.9
-    assert np.mean(values(student(pictures, others))) < 0.1
+    assert np.mean(values(student(images, words))) > 0.9
+    assert np.mean(values(student(images, others))) < 0.1
 
 
 def test_one_wrong_digit_of_four_costs_about_a_quarter(student):
     words = held_out_digits()[:64]
-    pictures = pictures_of(words)
+    images = images_of(words)
     one_off = [word[:3] + str((int(word[3]) + 5) % 10) for word in words]
-    lost = np.subtract(values(student(pictures, words)), values(student(pictures, one_off)))
+    lost = np.subtract(values(student(images, words)), values(student(images, one_off)))
     assert np.mean(lost) == pytest.approx(0.25, abs=0.05)
 
 
-def test_there_is_one_score_per_picture_and_it_is_a_share(student):
+def test_there_is_one_score_per_image_between_0_and_1(student):
     for count in (1, BLOCK - 1, BLOCK, BLOCK + 1):
-        pictures = torch.randn(count, 1, 12, 32, generator=torch.Generator().manual_seed(count))
-        scores = student(pictures, held_out_digits()[:count])
+        images = torch.randn(count, 1, 12, 32, generator=torch.Generator().manual_seed(count))
+        scores = student(images, held_out_digits()[:count])
         assert len(scores) == count
         assert all(0 <= score.reward <= 1 and score.metrics == {} for score in scores)
 
@@ -80,17 +80,17 @@ def test_the_score_is_the_mean_over_the_four_places():
     assert values(DigitsStudent(reader)(torch.zeros(3, 1, 12, 32), ["7777", "7778", "0000"])) == [1.0, 0.75, 0.0]
 
 
-def test_a_score_does_not_depend_on_the_batch_to_the_last_bit(student):
+def test_a_score_does_not_depend_on_the_batch_bit_for_bit(student):
     words = held_out_digits()[: 2 * BLOCK + 3]
-    pictures = pictures_of(words) + 0.5 * torch.randn(len(words), 1, 12, 32, generator=torch.Generator().manual_seed(1))
-    asked = [words[0]] * len(words)
-    together = student(pictures, asked)
-    assert together == [student(picture[None], asked[:1])[0] for picture in pictures]
-    assert together == student(pictures.flip(0), asked)[::-1]
+    images = images_of(words) + 0.5 * torch.randn(len(words), 1, 12, 32, generator=torch.Generator().manual_seed(1))
+    repeated = [words[0]] * len(words)
+    together = student(images, repeated)
+    assert together == [student(image[None], repeated[:1])[0] for image in images]
+    assert together == student(images.flip(0), repeated)[::-1]
 
 
 @pytest.mark.parametrize("shape", [(1, 3, 12, 32), (1, 1, 12, 36), (1, 3, 2, 12, 32)])
-def test_other_pictures_are_refused(student, shape):
+def test_images_of_another_size_are_refused(student, shape):
     with pytest.raises(ValueError, match=r"scores images \[B, 1, 12, 32\]; it was given"):
         student(torch.zeros(shape), ["1234"])
 
@@ -101,46 +101,46 @@ def test_other_prompts_are_refused(student, prompt):
         student(torch.zeros(1, 1, 12, 32), [prompt])
 
 
-# --- how good it is
+# --- accuracy and cost
 
 
-def test_it_ranks_the_seeds_of_a_prompt_much_as_the_recogniser_does(student):
+def test_the_student_ranks_seeds_of_a_prompt_like_the_recogniser(student):
     prompts = held_out_digits()[100:104]
-    pictures = draw(load_digits(), rollout_plan(SamplerConfig(), 5, 3), prompts, 16, 5, Stream.EVAL)
-    asked = [prompt for prompt in prompts for _ in range(16)]
-    assert in_group_correlation(student, OcrReward("ocr"), pictures, asked) >= 0.5
+    images = draw(load_digits(), rollout_plan(SamplerConfig(), 5, 3), prompts, 16, 5, Stream.EVAL)
+    repeated = [prompt for prompt in prompts for _ in range(16)]
+    assert in_group_correlation(student, OcrReward("ocr"), images, repeated) >= 0.5
 
 
-def test_it_costs_less_than_a_tenth_of_what_the_recogniser_does(student):
+def test_the_student_costs_less_than_a_tenth_of_the_recogniser(student):
     words = held_out_digits()[:32]
-    pictures = pictures_of(words)
+    images = images_of(words)
 
     def seconds(reward):
-        reward(pictures, words)
+        reward(images, words)
         begun = time.process_time()
-        reward(pictures, words)
+        reward(images, words)
         return time.process_time() - begun
 
     assert seconds(student) < seconds(OcrReward("ocr")) / 10
 
 
-def test_correlation_is_within_prompts_and_leaves_out_those_that_tell_nothing():
-    pictures, prompts = torch.zeros(6, 1, 12, 32), ["a", "a", "a", "b", "b", "c"]
+def test_correlation_is_per_prompt_and_skips_prompts_without_spread():
+    images, prompts = torch.zeros(6, 1, 12, 32), ["a", "a", "a", "b", "b", "c"]
 
-    def says(*scores):
-        return lambda pictures, prompts: [Score(reward=score, metrics={}) for score in scores]
+    def scorer(*scores):
+        return lambda images, prompts: [Score(reward=score, metrics={}) for score in scores]
 
-    alike, other = says(0.0, 0.1, 0.2, 0.9, 0.8, 0.5), says(0.5, 0.6, 0.7, 0.3, 0.4, 0.0)
-    assert in_group_correlation(alike, alike, pictures, prompts) == pytest.approx(1.0)
-    assert in_group_correlation(alike, other, pictures, prompts) == pytest.approx(0.0)
-    only_between = says(0.0, 0.0, 0.0, 1.0, 1.0, 0.5)
-    assert math.isnan(in_group_correlation(only_between, alike, pictures, prompts))
-
-
-# --- how it is made
+    alike, other = scorer(0.0, 0.1, 0.2, 0.9, 0.8, 0.5), scorer(0.5, 0.6, 0.7, 0.3, 0.4, 0.0)
+    assert in_group_correlation(alike, alike, images, prompts) == pytest.approx(1.0)
+    assert in_group_correlation(alike, other, images, prompts) == pytest.approx(0.0)
+    only_between = scorer(0.0, 0.0, 0.0, 1.0, 1.0, 0.5)
+    assert math.isnan(in_group_correlation(only_between, alike, images, prompts))
 
 
-def test_the_shipped_student_is_small_and_says_how_it_was_made():
+# --- training
+
+
+def test_the_shipped_student_is_small_and_records_how_it_was_trained():
     assert STUDENT.stat().st_size < 500_000
     with safe_open(STUDENT, "pt") as file:
         facts = file.metadata()
@@ -149,7 +149,7 @@ def test_the_shipped_student_is_small_and_says_how_it_was_made():
     assert float(facts["correlation_ocr"]) > 0.7
 
 
-def test_a_reading_that_is_not_four_digits_has_no_places():
+def test_a_reading_that_is_not_four_digits_has_no_digit_classes():
     assert classes_of("1290") == [1, 2, 9, 0]
     assert classes_of("123") == classes_of("12b4") == classes_of("12345") == [NOTHING] * 4
 
@@ -159,7 +159,7 @@ def examples():
     return draw_examples(load_digits(), 20, seed=3)
 
 
-def test_examples_are_what_the_recogniser_reads(examples):
+def test_training_examples_are_the_readings_of_the_recogniser(examples):
     assert examples.images.shape == (20, 1, 12, 32)
     assert examples.classes.shape == (20, 4)
     assert examples.images.abs().max() <= 1
@@ -170,13 +170,13 @@ def test_examples_are_what_the_recogniser_reads(examples):
     assert values(OcrReward("ocr_strict")(examples.images[shown], words)) == [1.0] * len(shown)
 
 
-def test_a_batch_is_for_the_most_part_of_the_base(examples):
+def test_a_training_batch_is_mostly_images_of_the_base(examples):
     torch.manual_seed(0)
-    pictures, classes = training_batch(examples, examples, random.Random(0))
-    assert pictures.shape == (DRAWN_BATCH + CLEAN_BATCH, 1, 12, 32)
+    images, classes = training_batch(examples, examples, random.Random(0))
+    assert images.shape == (DRAWN_BATCH + CLEAN_BATCH, 1, 12, 32)
     assert classes.shape == (DRAWN_BATCH + CLEAN_BATCH, 4)
     assert CLEAN_BATCH / len(classes) == pytest.approx(0.37, abs=0.01)
-    assert (pictures == 0).float().mean() == pytest.approx(0.05, abs=0.01)
+    assert (images == 0).float().mean() == pytest.approx(0.05, abs=0.01)
 
 
 def test_training_repeats_bit_for_bit_and_survives_its_file(examples, tmp_path):
@@ -185,11 +185,11 @@ def test_training_repeats_bit_for_bit_and_survives_its_file(examples, tmp_path):
     assert torch.equal(again.images, examples.images)
     first, second, other = train(examples, 3, seed=1), train(again, 3, seed=1), train(examples, 3, seed=2)
     save(first, tmp_path / "student.safetensors", {"steps": "3"})
-    asked = [held_out_digits()[0]] * 20
-    scores = DigitsStudent(first)(examples.images, asked)
-    assert scores == DigitsStudent(second)(examples.images, asked)
-    assert scores != DigitsStudent(other)(examples.images, asked)
-    assert scores == load_digits_student(tmp_path / "student.safetensors")(examples.images, asked)
+    repeated = [held_out_digits()[0]] * 20
+    scores = DigitsStudent(first)(examples.images, repeated)
+    assert scores == DigitsStudent(second)(examples.images, repeated)
+    assert scores != DigitsStudent(other)(examples.images, repeated)
+    assert scores == load_digits_student(tmp_path / "student.safetensors")(examples.images, repeated)
 
 
 # --- from the job file
@@ -213,5 +213,5 @@ def test_the_ocr_rewards_of_digits_have_a_student(name):
     ],
     ids=["a-users-reward", "other-prompts", "another-model"],
 )
-def test_where_it_was_shown_nothing_there_is_no_student(changes):
+def test_a_job_unlike_the_students_training_data_has_no_student(changes):
     assert load_student(job(**changes)) is None

@@ -1,4 +1,4 @@
-"""Calls survive lost answers and full disks, and a death is heard at once."""
+"""Transport: calls survive lost answers and full disks, and a worker's death is noticed at once."""
 
 import contextlib
 import errno
@@ -31,10 +31,10 @@ def soon(monkeypatch):
 
 
 class Coordinator(ThreadingHTTPServer):
-    """Answers with the statuses that it is given, then with what it was asked."""
+    """A server that answers with the given statuses, then echoes each call."""
 
     def __init__(self, *statuses):
-        self.statuses, self.asked = list(statuses), []
+        self.statuses, self.received = list(statuses), []
         super().__init__(("127.0.0.1", 0), Answer)
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
@@ -49,7 +49,7 @@ class Coordinator(ThreadingHTTPServer):
 class Answer(BaseHTTPRequestHandler):
     def do_POST(self):
         head, blobs = unpack(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.asked.append(head)
+        self.server.received.append(head)
         status = self.server.statuses.pop(0) if self.server.statuses else 200
         body = pack(head, blobs) if status == 200 else b"No space left"
         self.send_response(status)
@@ -61,18 +61,18 @@ class Answer(BaseHTTPRequestHandler):
         pass
 
 
-def test_a_full_disk_is_waited_for_however_long_and_said_twice(capsys):
+def test_a_full_disk_is_waited_out_with_two_log_lines(capsys):
     with Coordinator(*[507] * 20) as coordinator:
         answer, blobs = coordinator.transport(patience_seconds=0.1).call({"call": "finish"}, {"t": b"x"})
         assert (answer, blobs) == ({"call": "finish"}, {"t": b"x"})
-        assert len(coordinator.asked) == 21
+        assert len(coordinator.received) == 21
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2
     assert "No space left" in lines[0]
     assert "going on" in lines[1]
 
 
-def test_other_refusals_come_through():
+def test_other_refusals_are_raised():
     with Coordinator(400) as coordinator, pytest.raises(CallRefused, match="400"):
         coordinator.transport().call({"call": "dance"})
 
@@ -84,7 +84,7 @@ def test_several_threads_may_call_at_once():
         assert [(head["call"], blobs["b"]) for head, blobs in answers] == [(i, bytes([i])) for i in range(64)]
 
 
-def test_other_errors_of_a_disk_are_not_waited_out():
+def test_other_disk_errors_are_not_waited_out():
     def broken():
         raise OSError(errno.EIO, "I/O error")
 
@@ -102,7 +102,7 @@ class FullAtFirst(Journal):
         super().append(*arguments, **options)
 
 
-def test_in_one_process_a_full_disk_is_waited_for_too(tmp_path, capsys):
+def test_a_full_disk_is_waited_out_within_one_process_too(tmp_path, capsys):
     clock = ScaledClock(origin_ms=time.time_ns() // 1_000_000)
     coordinator = open_coordinator(tmp_path, clock=clock, runtime=RuntimeConfig())
     coordinator.log.journal = FullAtFirst(tmp_path)
@@ -121,7 +121,7 @@ def print_on_a_full_disk():
     os._exit(7)
 
 
-def test_a_log_on_a_full_disk_loses_lines_and_nothing_else():
+def test_a_log_on_a_full_disk_loses_only_lines():
     process = multiprocessing.get_context("forkserver").Process(target=print_on_a_full_disk)
     process.start()
     process.join()
@@ -138,23 +138,23 @@ def be_present(port):
 def accept(listener):
     connection, _ = listener.accept()
     connection.settimeout(10.0)
-    asked = b""
-    while not asked.endswith(b"\r\n\r\n"):
-        asked += connection.recv(4096)
+    received = b""
+    while not received.endswith(b"\r\n\r\n"):
+        received += connection.recv(4096)
     connection.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n.\r\n")
-    return connection, asked.decode()
+    return connection, received.decode()
 
 
-def test_a_killed_worker_is_known_to_be_dead_at_once_and_a_closed_presence_is_opened_again():
+def test_a_killed_worker_is_noticed_at_once_and_a_closed_presence_reopens():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(10.0)
         process = multiprocessing.get_context("forkserver").Process(
             target=be_present, args=(listener.getsockname()[1],), daemon=True
         )
         process.start()
-        first, asked = accept(listener)
-        assert asked.startswith(f"GET /presence?worker=spot%2F0&node=spot&boot={2**62 + 1} ")
-        assert "Bearer token" in asked
+        first, received = accept(listener)
+        assert received.startswith(f"GET /presence?worker=spot%2F0&node=spot&boot={2**62 + 1} ")
+        assert "Bearer token" in received
         first.close()
         second, _ = accept(listener)
         os.kill(process.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Ulysses: several processes compute the pass of one, on live models, at a degree that changes."""
+"""Ulysses: several processes share a forward pass on live models, at a degree that changes."""
 
 import os
 import signal
@@ -53,7 +53,7 @@ from tests.engine.test_families import FAMILIES as ADAPTERS
 PAIR, EVERYONE = (0, 1), (0, 1, 2, 3)
 THREE = (0, 1, 2)
 FROZEN_SECONDS = 2.0
-"""Timeout of the groups of the tests in which a peer is frozen."""
+"""Timeout of the groups in tests with a frozen peer."""
 BF16 = 2.0**-8
 """Resolution of bfloat16 at 1."""
 
@@ -65,13 +65,13 @@ def ranks():
     live_ranks.close()
 
 
-# --- who holds which token (no processes)
+# --- distribution of tokens (no processes)
 
 some_lengths = st.lists(st.integers(1, 40), min_size=1, max_size=2).map(tuple)
 
 
 @given(some_lengths, st.integers(1, 8))
-def test_every_token_is_held_once_and_found_again(lengths, degree):
+def test_every_token_is_on_one_rank_and_gathered_back(lengths, degree):
     streams = [torch.arange(length) + 100 * which for which, length in enumerate(lengths)]
     held = torch.cat([own_part(stream + 1, 0, rank, degree) for rank in range(degree) for stream in streams])
     order = order_of(lengths, degree)
@@ -83,14 +83,14 @@ def test_every_token_is_held_once_and_found_again(lengths, degree):
 
 
 @given(some_lengths, st.integers(1, 8))
-def test_attended_tokens_go_back_to_their_places(lengths, degree):
+def test_tokens_return_to_their_positions_after_attention(lengths, degree):
     order = order_of(lengths, degree)
     places = places_of(order, degree * sum(share_of(length, degree) for length in lengths))
     assert torch.equal(places[order], torch.arange(sum(lengths)))
 
 
 @given(st.integers(1, 40), st.integers(1, 8), st.integers(0, 2))
-def test_a_part_is_as_long_on_every_rank_whatever_the_dimension(length, degree, dim):
+def test_a_part_has_equal_length_on_every_rank_in_any_dimension(length, degree, dim):
     shape = [2, 2, 2]
     shape[dim] = length
     parts = [own_part(torch.ones(shape), dim, rank, degree) for rank in range(degree)]
@@ -98,14 +98,14 @@ def test_a_part_is_as_long_on_every_rank_whatever_the_dimension(length, degree, 
     assert sum(float(part.sum()) for part in parts) == 4 * length
 
 
-# --- what can be shared
+# --- supported models and degrees
 
 
-def test_degrees_divide_the_heads():
+def test_allowed_degrees_divide_the_attention_heads():
     assert degrees_of(FAMILIES["QwenImage"].build()) == (1, 2, 4)
 
 
-def test_another_degree_says_why_not():
+def test_a_degree_that_is_not_allowed_is_refused_with_the_reason():
     problem = problem_with_degree(FAMILIES["QwenImage"].build(), 3)
     assert problem is not None
     assert "degree 3 does not divide the 4 attention heads" in problem
@@ -117,7 +117,7 @@ def test_a_model_without_a_plan_is_refused_by_name():
         Ulysses(nn.Linear(1, 1))
 
 
-def test_variants_that_know_a_tokens_place_are_refused():
+def test_models_that_condition_on_a_tokens_place_are_refused():
     tiny = {"num_layers": 1, "attention_head_dim": 6, "num_attention_heads": 1}
     with pytest.raises(ValueError, match="zero_cond_t=True"):
         plan_for(QwenImageTransformer2DModel(zero_cond_t=True, joint_attention_dim=8, axes_dims_rope=(2, 2, 2), **tiny))
@@ -135,7 +135,7 @@ def test_variants_that_know_a_tokens_place_are_refused():
         )
 
 
-def test_the_insides_of_diffusers_are_those_of_the_version_they_were_read_in():
+def test_the_diffusers_internals_are_those_that_the_plans_were_written_for():
     """If this fails after an update, read `engine/parallel/sp_plans.py` against the new diffusers, then change it."""
     from diffusers.models import attention_dispatch
 
@@ -160,7 +160,7 @@ def test_the_insides_of_diffusers_are_those_of_the_version_they_were_read_in():
 @pytest.mark.parametrize(
     "case", [case for case in CASES if case.lengths == "odd" or case.family == "digits-ocr"], ids=str
 )
-def test_two_ranks_compute_the_pass_of_one(ranks, case):
+def test_two_ranks_compute_the_same_pass_as_one(ranks, case):
     for found in ranks.run(PAIR, difference, case, 2):
         assert found.output <= OUTPUT_BOUND, found
         assert found.gradients <= GRADIENT_BOUND, found
@@ -168,7 +168,7 @@ def test_two_ranks_compute_the_pass_of_one(ranks, case):
     assert all(ranks.run(PAIR, alone_again, case, (2,)))
 
 
-def test_four_ranks_and_two_pairs_compute_the_pass_of_one(ranks):
+def test_four_ranks_and_two_pairs_compute_the_same_pass_as_one(ranks):
     for case in (Case("digits-ocr", "divides", False), Case("QwenImage", "odd", True)):
         for degree in (2, 4):
             for found in ranks.run(EVERYONE, difference, case, degree):
@@ -191,7 +191,7 @@ def adapter_difference(member: Member, name: str, degree: int) -> float:
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
-def test_adapters_need_not_know(ranks, name):
+def test_adapters_work_unchanged_on_shared_passes(ranks, name):
     assert max(ranks.run(PAIR, adapter_difference, name, 2)) <= OUTPUT_BOUND
 
 
@@ -214,7 +214,7 @@ def lora_difference(member: Member, wrap: str, lora_first: bool) -> Difference:
 
 @pytest.mark.parametrize("wrap", ["peft", "diffusers"])
 @pytest.mark.parametrize("lora_first", [True, False])
-def test_low_rank_adapters_on_top_get_whole_gradients(ranks, wrap, lora_first):
+def test_low_rank_adapters_get_complete_gradients(ranks, wrap, lora_first):
     for found in ranks.run(PAIR, lora_difference, wrap, lora_first):
         assert found.output <= OUTPUT_BOUND, found
         assert found.gradients <= GRADIENT_BOUND, found
@@ -239,7 +239,7 @@ def half_difference(member: Member, family: str) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_autocast_differs_by_its_own_rounding(ranks, family):
+def test_autocast_differs_only_by_its_rounding(ranks, family):
     for output, gradient in ranks.run(PAIR, half_difference, family):
         assert output <= 4 * BF16
         assert gradient <= 8 * BF16
@@ -249,7 +249,7 @@ def checkpointing_difference(member: Member, family: str) -> Difference:
     one = live(member, family)
     one.model.enable_gradient_checkpointing()
     try:
-        # Recomputing the blocks is a part of training only.
+        # Blocks are recomputed in training only.
         one.model.train()
         return shared_difference(
             one.ulysses,
@@ -287,7 +287,7 @@ def test_lengths_first_seen_in_inference_mode_can_be_trained_on(ranks):
 
 
 def everything_alive(member: Member) -> tuple[object, ...]:
-    """What a switch must not touch: weights, the process, and how the model is built."""
+    """Return what a switch must not change: weights, the process and the model's modules."""
     model = live(member, "QwenImage").model
     processors = [id(one.processor) for one in model.modules() if hasattr(one, "processor")]
     weights = [weight.data_ptr() for weight in [*model.parameters(), *model.buffers()]]
@@ -307,7 +307,7 @@ def bits_at(member: Member, degree: int) -> bytes:
         return FAMILIES["QwenImage"].forward(one.model, LENGTHS["odd"], True).numpy().tobytes()
 
 
-def test_switching_touches_no_weight_process_or_communicator_and_repeats_every_bit(ranks):
+def test_switching_degrees_keeps_weights_processes_and_communicators_bit_for_bit(ranks):
     before = ranks.run(EVERYONE, everything_alive)
     seen: dict[int, bytes] = {}
     for degree in (1, 2, 4, 1, 4, 2, 1):
@@ -328,7 +328,7 @@ def refusal(member: Member) -> tuple[str, int, bytes]:
     return str(refused.value), one.ulysses.degree, after == before
 
 
-def test_a_refused_group_leaves_the_old_one(ranks):
+def test_a_refused_group_keeps_the_old_one(ranks):
     for message, degree, same in ranks.run(PAIR, refusal):
         assert "use one of 1, 2, 4" in message
         assert degree == 2
@@ -336,7 +336,7 @@ def test_a_refused_group_leaves_the_old_one(ranks):
 
 
 def test_a_switch_takes_about_a_millisecond(ranks):
-    """Sixty blocks as Qwen-Image has, medians; ten times what is measured on a quiet machine."""
+    """The median over sixty blocks, as in Qwen-Image; the limit is ten times the value on a quiet computer."""
     (times,) = ranks.run([0], switch_ms)
     assert max(sorted(one)[len(one) // 2] for one in times.values()) < 5.0
 
@@ -354,7 +354,7 @@ def summed(member: Member, group: tuple[int, ...]) -> list[list[float]]:
     return [one.grad.tolist() for one in kept[:2] if one.grad is not None]
 
 
-def test_partial_gradients_add_up(ranks):
+def test_partial_gradients_sum_to_the_whole_gradient(ranks):
     assert ranks.run(EVERYONE, summed, EVERYONE) == [[[4.0, 6.0], [8.0]]] * 4
 
 
@@ -369,7 +369,7 @@ def begin_pass(member: Member, degree: int) -> Tensor:
 
 
 def begin_training(member: Member) -> None:
-    """Forward together; backward only after the others have had time to lose a peer."""
+    """Run the forward pass together, and the backward pass after the others had time to lose a peer."""
     one = live(member, "QwenImage")
     one.ulysses.use(member.group_of(4))
     output = FAMILIES["QwenImage"].forward(one.model, LENGTHS["odd"], True)
@@ -393,13 +393,13 @@ def mortal():
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("work", [begin_pass, backward])
-def test_a_dead_peer_fails_every_survivor_and_leaves_the_model_usable(mortal, how, work: Callable[..., object]):
+def test_a_dead_peer_fails_every_survivor_and_keeps_the_model_usable(mortal, how, work: Callable[..., object]):
     before = mortal.run(EVERYONE, alone)
     if work is backward:
         mortal.run(EVERYONE, begin_training)
     else:
         mortal.run(EVERYONE, begin_pass, 4)
-    # The survivors wait in a collective for rank 3, which was not told to come; then it dies.
+    # The survivors wait in a collective for rank 3, which got no order to join; then rank 3 dies.
     mortal.send(THREE, *((work,) if work is backward else (work, 4)))
     time.sleep(0.2)
     died = time.monotonic()

@@ -1,4 +1,4 @@
-"""What exploration is expected to add, against the tables of the research notes (papers 6.2 and 6.3)."""
+"""The expected gain of exploration, against the tables of the research notes (papers 6.2 and 6.3)."""
 
 import random
 import subprocess
@@ -32,7 +32,7 @@ FOUR_GPUS = IterationCost(
     candidate_gpu_seconds=107 * 4 / 512,
     train_seconds=253.0,
 )
-"""512 pictures in 107 s on 4 GPUs, and 253 s of other work (papers 6.2)."""
+"""512 images in 107 s on 4 GPUs, and 253 s of other work (papers 6.2)."""
 
 
 @pytest.mark.parametrize(
@@ -44,14 +44,14 @@ FOUR_GPUS = IterationCost(
         (128, 16, 4.02, (3.45, 2.48, 1.75, 1.27)),
     ],
 )
-def test_gains_are_those_of_the_table(tried, kept, selection, gains):
+def test_gains_equal_those_of_the_table(tried, kept, selection, gains):
     gain = selection_gain(kept / tried)
     assert gain == pytest.approx(selection, abs=0.005)
     found = [variance_gain(rho, gain) for rho in (0.9, 0.7, 0.5, 0.3)]
     assert found == pytest.approx(gains, abs=0.0051)
 
 
-def test_normal_rewards_gain_what_the_formula_says():
+def test_normal_rewards_gain_what_the_formula_predicts():
     draw = random.Random(3)
     ratios = []
     for _ in range(60):
@@ -62,7 +62,7 @@ def test_normal_rewards_gain_what_the_formula_says():
 
 
 @given(st.floats(1e-9, 1), st.floats(1e-9, 1))
-def test_fewer_kept_gain_more(one, other):
+def test_keeping_fewer_seeds_gains_more(one, other):
     assert selection_gain(min(one, other)) >= selection_gain(max(one, other)) * (1 - 1e-9)
     assert selection_gain(one) >= 1
 
@@ -91,7 +91,7 @@ def test_keeping_none_is_refused(kept_share):
         (12, 280, 0.90, 3_632, 1.50, 1.31),
     ],
 )
-def test_spot_beside_four_gpus_is_as_in_the_table(spot, seconds, idle, candidates, at_69, at_77):
+def test_spot_beside_four_gpus_equals_the_table(spot, seconds, idle, candidates, at_69, at_77):
     assert iteration_seconds(FOUR_GPUS, spot) == pytest.approx(seconds, abs=0.8)
     assert candidates_that_fit(FOUR_GPUS, spot) == pytest.approx(candidates, abs=1)
     assert relative_cost(FOUR_GPUS, spot, 0.69) == pytest.approx(at_69, abs=0.006)
@@ -122,14 +122,14 @@ def test_an_expectation_names_its_assumption():
         replace(FOUR_GPUS, max_candidates=512),
     ],
 )
-def test_where_no_more_fit_than_are_trained_nothing_is_gained(cost):
+def test_no_gain_if_no_more_candidates_fit_than_are_trained(cost):
     expected = expected_exploration(cost, 4, 0.69)
     assert expected.candidates_per_prompt == 0
     assert (expected.selection_gain, expected.variance_gain) == (1, 1)
     assert expected.relative_cost > 1
 
 
-def test_without_spot_there_is_nothing_to_expect():
+def test_without_spot_the_expected_gain_is_1():
     expected = expected_exploration(replace(FOUR_GPUS, sync_seconds=5.0), 0, 0.69)
     assert (expected.candidates_per_prompt, expected.spot_idle_share) == (0, None)
     assert (expected.variance_gain, expected.relative_cost) == (1, 1)

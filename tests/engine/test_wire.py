@@ -1,4 +1,4 @@
-"""What travels arrives as it was sent, and what is cut short is refused."""
+"""Wire format: every message survives encoding, and a truncated message is refused."""
 
 import math
 from typing import get_args
@@ -124,7 +124,7 @@ def travelled(head):
 
 
 @pytest.mark.parametrize("reply", REPLIES, ids=lambda reply: type(reply).__name__)
-def test_every_reply_arrives_as_it_was_sent(reply):
+def test_every_reply_survives_encoding(reply):
     assert reply_from_dict(travelled(reply_to_dict(reply))) == reply
 
 
@@ -132,22 +132,22 @@ TASK = Task(requests=(REQUEST,), weights=WEIGHTS, sampler="plan", steps=8, shape
 
 
 @pytest.mark.parametrize("task", [TASK, replace(TASK, requests=(CANDIDATE,), scorer="student")])
-def test_a_task_arrives_as_it_was_sent(task):
+def test_a_task_survives_encoding(task):
     assert task_from_dict(travelled(task_to_dict(task))) == task
 
 
-def test_a_task_that_arrives_with_a_student_for_training_is_refused():
+def test_a_training_task_with_a_student_scorer_is_refused():
     with pytest.raises(ValueError, match="only exploration may"):
         task_from_dict(task_to_dict(TASK) | {"scorer": "student"})
 
 
-def test_a_result_arrives_as_it_was_sent():
+def test_a_result_survives_encoding():
     result = Finished(request=REQUEST, score=Score(reward=0.1, metrics={"exact": 1.0}), trajectory="blob", node="a")
     assert finished_from_dict(travelled(finished_to_dict(result))) == result
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf])
-def test_a_reward_that_is_not_finite_travels_and_stays_not_finite(reward):
+def test_a_non_finite_reward_survives_encoding(reward):
     result = Finished(request=REQUEST, score=Score(reward=reward, metrics={"exact": reward, "similar": 0.5}))
     there = finished_from_dict(travelled(finished_to_dict(result)))
     assert math.isnan(there.score.reward)
@@ -155,17 +155,17 @@ def test_a_reward_that_is_not_finite_travels_and_stays_not_finite(reward):
     assert there.score.metrics["similar"] == 0.5
 
 
-def test_an_unknown_order_is_refused():
+def test_an_unknown_order_kind_is_refused():
     with pytest.raises(ValueError, match="dance"):
         reply_from_dict({"do": "dance"})
 
 
-def test_blobs_travel_beside_the_head():
+def test_blobs_survive_encoding_beside_the_head():
     blobs = {"a": b"\0\1\2", "empty": b"", "b": b"x" * 1000}
     assert unpack(pack({"n": 1}, blobs)) == ({"n": 1}, blobs)
 
 
-def test_a_message_cut_anywhere_is_refused():
+def test_a_truncated_message_is_refused():
     whole = pack({"n": 1}, {"a": b"abc"})
     for size in range(len(whole)):
         with pytest.raises(ValueError):
@@ -175,12 +175,12 @@ def test_a_message_cut_anywhere_is_refused():
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", "null", '{"head": 1, "blobs": []}', '{"head": {}, "blobs": [["a"]]}'])
-def test_a_message_that_is_not_ours_is_refused(text):
+def test_a_message_of_another_format_is_refused(text):
     with pytest.raises(ValueError):
         unpack(len(text).to_bytes(8, "little") + text.encode())
 
 
-def test_a_head_never_carries_a_number_that_json_does_not_know():
+def test_a_head_never_carries_a_number_that_json_cannot_hold():
     with pytest.raises(ValueError):
         pack({"reward": math.nan})
 
@@ -278,24 +278,24 @@ def named(message):
 
 
 @pytest.mark.parametrize("call", CALLS, ids=named)
-def test_every_call_arrives_as_it_was_sent(call):
+def test_every_call_survives_encoding(call):
     assert decode_call(travelled(encode(call))) == call
 
 
 @pytest.mark.parametrize("answer", [*REPLIES, *ANSWERS], ids=named)
-def test_every_answer_arrives_as_it_was_sent(answer):
+def test_every_answer_survives_encoding(answer):
     assert decode_answer(travelled(encode(answer))) == answer
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=named)
-def test_every_journal_record_is_read_as_it_was_written(record):
+def test_every_journal_record_survives_encoding(record):
     assert decode_record(travelled(encode_record(record))) == record
 
 
-@pytest.mark.parametrize("said", [5, None, [1], [1, 2, 3], ["a", "b"]])
-def test_a_record_with_a_malformed_order_number_is_refused(said):
+@pytest.mark.parametrize("number", [5, None, [1], [1, 2, 3], ["a", "b"]])
+def test_a_record_with_a_malformed_order_number_is_refused(number):
     with pytest.raises(ValueError, match=r"said|unpack|Expected"):
-        decode_record({"op": "hello", "lineage": 1, "said": said})
+        decode_record({"op": "hello", "lineage": 1, "said": number})
 
 
 @pytest.mark.parametrize(
@@ -303,5 +303,5 @@ def test_a_record_with_a_malformed_order_number_is_refused(said):
     [(Call, CALLS), (Answer, [*REPLIES, *ANSWERS]), (Record, RECORDS)],
     ids=["call", "answer", "record"],
 )
-def test_these_tests_send_every_message_there_is(union, sent):
+def test_these_tests_cover_every_message(union, sent):
     assert {type(message) for message in sent} == set(get_args(union))

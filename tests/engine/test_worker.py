@@ -1,4 +1,4 @@
-"""The worker keeps what it holds, makes it durable as it goes, and knows what fits into its memory."""
+"""The worker: it keeps its leases, commits as it goes, and learns the batch size that fits into its memory."""
 
 import dataclasses
 import json
@@ -44,14 +44,14 @@ LEASE_SECONDS = 1.5
 
 
 class Toy:
-    """A model of two weights. `largest`: more pictures than this do not fit into its memory."""
+    """A model of two weights. `largest`: the number of images that fit into its memory."""
 
     def __init__(self, largest=None, error=torch.OutOfMemoryError):
         self.transformer = torch.nn.Linear(1, 1)
         self.largest, self.error = largest, error
         self.steps = 0
         self.between = lambda step: None
-        """Called in every step, with its number since the beginning."""
+        """Called in every step with the number of steps since the start."""
 
     def encode(self, prompts):
         return {"text": torch.tensor([[float(prompt)] for prompt in prompts])}
@@ -71,13 +71,13 @@ class Toy:
 
 
 class Line:
-    """A coordinator that follows a script: orders for pulls, one answer for everything else of a kind."""
+    """A scripted coordinator: it answers pulls with the given orders, and every other call with one answer a kind."""
 
     def __init__(self, *orders, **answers):
         self.orders, self.answers = list(orders), answers
         self.calls, self.blobs = [], {}
         self.before = lambda head: None
-        """Called in the caller's thread before each answer."""
+        """Function that is called in the caller's thread before each answer."""
 
     def call(self, head, blobs=None, *, wait=False):
         self.calls.append(dict(head))
@@ -131,7 +131,7 @@ def worker(line, model=None, **options):
 
 
 def trajectories(line):
-    """What the pictures of the last `finish` were made of."""
+    """Return the trajectories of the last `finish`."""
     names = [result["trajectory"] for result in line.of("finish")[-1]["results"]]
     return [Trajectory.from_bytes(line.blobs[name]) for name in names]
 
@@ -140,11 +140,11 @@ def steps_committed(line):
     return [call["states"][0][1] for call in line.of("commit")]
 
 
-# --- what was interrupted
+# --- interrupted work
 
 
 def half_made(degrees):
-    """Two pictures that stand at step 4, whose steps so many workers shared; and work to go on from there."""
+    """Return two images at step 4, made with the given degrees, and work that resumes from there."""
     line = Line(order(2, commit_every=4))
     worker(line).serve()
     (call,) = line.of("commit")
@@ -169,7 +169,7 @@ def half_made(degrees):
         ("restart", [1, 1, 1, 1], 8),
     ],
 )
-def test_what_was_interrupted_goes_on_or_begins_anew_as_the_job_says(resume, degrees, steps):
+def test_interrupted_work_resumes_or_restarts_as_configured(resume, degrees, steps):
     work, blobs = half_made(degrees)
     line, model = Line(work), Toy()
     line.blobs = dict(blobs)
@@ -179,7 +179,7 @@ def test_what_was_interrupted_goes_on_or_begins_anew_as_the_job_says(resume, deg
     assert made.degrees.tolist() == (degrees if steps == 4 else [1] * 4) + [1] * 4
 
 
-def test_what_is_to_begin_anew_is_not_committed_when_the_node_drains():
+def test_work_that_would_restart_is_not_committed_on_a_drain():
     line = Line(order(), heartbeat=Drain(deadline_ms=0))
     worker(line, heartbeat_seconds=0.0, resume="restart").serve()
     assert line.of("commit") == []
@@ -210,13 +210,13 @@ def test_a_training_rollout_is_committed_at_its_interval():
     ],
     ids=["on-notice-only", "exploration", "the-trainers-own-worker"],
 )
-def test_what_is_not_to_be_committed_is_not(work, options):
+def test_work_without_a_commit_interval_is_not_committed(work, options):
     line = Line(work)
     worker(line, **options).serve()
     assert line.names() == ["pull", "finish", "pull"]
 
 
-def test_whoever_goes_on_from_a_commit_ends_on_the_same_bits():
+def test_resuming_from_a_commit_gives_the_same_bits():
     whole = Line(order(2, commit_every=3))
     worker(whole).serve()
     _, step, _ = whole.of("commit")[1]["states"][0]
@@ -234,7 +234,7 @@ def test_whoever_goes_on_from_a_commit_ends_on_the_same_bits():
         assert torch.equal(one.log_probs, other.log_probs)
 
 
-def test_steps_do_not_wait_for_a_commit_and_no_two_are_under_way():
+def test_steps_do_not_wait_for_a_commit_and_only_one_commit_runs():
     answered = threading.Event()
     under_way, most = [], []
 
@@ -249,7 +249,7 @@ def test_steps_do_not_wait_for_a_commit_and_no_two_are_under_way():
 
     def let_go(step):
         if step == 6:  # the first commit, of step 1, has not been answered so far
-            while not under_way:  # its thread may begin late
+            while not under_way:  # the commit thread may begin late
                 time.sleep(0.001)
             assert steps_committed(line) == [1]
             answered.set()
@@ -263,7 +263,7 @@ def test_steps_do_not_wait_for_a_commit_and_no_two_are_under_way():
     assert set(most) == {1}
 
 
-def test_work_that_a_commits_answer_fences_is_dropped_at_the_next_look():
+def test_work_fenced_in_a_commits_answer_is_dropped_at_the_next_step():
     line = Line(order(commit_every=2), commit=Fenced(lease=LEASE))
     model = Toy()
     worker(line, model).serve()
@@ -271,7 +271,7 @@ def test_work_that_a_commits_answer_fences_is_dropped_at_the_next_look():
     assert line.names() == ["pull", "commit", "pull"]
 
 
-def test_a_fence_for_what_was_held_before_stops_nothing():
+def test_a_fence_for_an_earlier_lease_stops_nothing():
     line = Line(order(commit_every=2), commit=Fenced(lease=LEASE - 1))
     worker(line).serve()
     assert "finish" in line.names()
@@ -280,7 +280,7 @@ def test_a_fence_for_what_was_held_before_stops_nothing():
 # --- notice
 
 
-def test_a_notice_commits_the_step_it_is_heard_at_and_gives_the_lease_back():
+def test_a_notice_commits_the_current_step_and_returns_the_lease():
     line = Line(order(2))
     model = Toy()
     serving = worker(line, model, draining=lambda: model.steps >= 4)
@@ -290,7 +290,7 @@ def test_a_notice_commits_the_step_it_is_heard_at_and_gives_the_lease_back():
     assert steps_committed(line) == [4]
 
 
-def test_a_drained_worker_settles_the_commit_under_way_before_its_last():
+def test_a_drained_worker_waits_for_its_running_commit_before_the_last_one():
     line = Line(order(commit_every=3))
     ended = []
 
@@ -307,7 +307,7 @@ def test_a_drained_worker_settles_the_commit_under_way_before_its_last():
     assert line.names() == ["pull", "commit", "commit", "give_back"]
 
 
-def test_a_drained_worker_sends_what_is_scored_and_asks_for_nothing():
+def test_a_drained_worker_sends_scored_results_and_pulls_no_more():
     line = Line(order())
     model = Toy()
     serving = worker(line, model, overlap_scoring=True, draining=lambda: model.steps >= STEPS)
@@ -316,23 +316,23 @@ def test_a_drained_worker_sends_what_is_scored_and_asks_for_nothing():
     assert line.names() == ["pull", "finish"]
 
 
-def test_a_drained_worker_still_hears_that_it_is_over():
+def test_a_drained_worker_still_obeys_an_exit_order():
     line = Line(heartbeat=Exit(reason="target"))
     assert worker(line, draining=lambda: True).serve() == "target"
 
 
-# --- room
+# --- free memory
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError, RuntimeError])
-def test_a_shape_that_does_not_fit_is_given_back_without_blame_and_not_asked_for_again(error):
+def test_a_shape_that_does_not_fit_is_returned_and_not_pulled_again(error):
     line = Line(order(2, shape=4), order(2, shape=3), order(2, shape=2))
     worker(line, Toy(largest=2, error=error)).serve()
     assert line.names() == ["pull", "give_back", "pull", "give_back", "pull", "finish", "pull"]
     assert [call.get("room") for call in line.of("pull")] == [None, 3, 2, 2]
 
 
-def test_a_reward_that_runs_out_of_memory_is_nobodys_fault_either():
+def test_a_reward_that_runs_out_of_memory_is_not_a_fault():
     line = Line(order(2))
     serving = worker(line)
 
@@ -351,11 +351,11 @@ def test_other_errors_are_faults():
     assert line.names() == ["pull", "fault", "pull"]
 
 
-# --- who scores
+# --- scorers
 
 
 class Always:
-    """A scorer that gives every picture the same reward."""
+    """A scorer that gives every image the same reward."""
 
     def __init__(self, reward):
         self.reward = reward
@@ -368,7 +368,7 @@ def rewards_sent(line):
     return [result["reward"] for call in line.of("finish") for result in call["results"]]
 
 
-def test_the_scorer_that_the_work_names_scores_and_a_student_is_loaded_once_when_it_is_asked_for():
+def test_the_named_scorer_scores_and_a_student_is_loaded_once_on_demand():
     explored = order(kind=Kind.EXPLORE), order(kind=Kind.EXPLORE, scorer="student")
     line = Line(explored[0], explored[1], order(), explored[1])
     loaded = []
@@ -384,7 +384,7 @@ def test_the_scorer_that_the_work_names_scores_and_a_student_is_loaded_once_when
     assert loaded == [1]  # after the first lease was finished
 
 
-def test_without_a_student_the_reward_scores_and_the_log_says_so_once(capsys):
+def test_without_a_student_the_reward_scores_with_one_log_line(capsys):
     line = Line(*[order(kind=Kind.EXPLORE, scorer="student")] * 3)
     serving = worker(line)
     serving.scorer.reward = Always(1.0)
@@ -393,7 +393,7 @@ def test_without_a_student_the_reward_scores_and_the_log_says_so_once(capsys):
     assert capsys.readouterr().out.count("no student") == 1
 
 
-def test_a_student_that_cannot_be_loaded_is_a_fault_that_says_why():
+def test_a_student_that_cannot_be_loaded_is_a_fault_with_its_reason():
     def load():
         raise ValueError("the file is cut short")
 
@@ -413,13 +413,13 @@ def test_pulls_are_numbered_and_every_call_names_the_process():
     assert {call["boot"] for call in line.calls} == {5}
 
 
-def test_a_step_takes_at_least_as_long_as_it_is_told_to():
+def test_a_step_takes_at_least_its_configured_time():
     began = time.perf_counter()
     worker(Line(order()), step_seconds=0.02).serve()
     assert time.perf_counter() - began >= STEPS * 0.02
 
 
-def test_time_that_only_the_commits_thread_spends_is_not_counted_as_synchronisation():
+def test_time_of_the_commit_thread_alone_is_not_sync_time():
     line = Line(order(commit_every=STEPS - 1))
 
     def slow(head):
@@ -433,7 +433,7 @@ def test_time_that_only_the_commits_thread_spends_is_not_counted_as_synchronisat
     assert serving.usage.total[str(Phase.SYNC)] < 0.1 * ms_per_second
 
 
-def test_weights_are_set_from_any_buffer_and_a_missing_one_changes_nothing():
+def test_weights_load_from_any_buffer_and_a_missing_tensor_changes_nothing():
     one, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
     parameters = dict(other.named_parameters())
     data = get_weights(dict(one.named_parameters()))
@@ -444,7 +444,7 @@ def test_weights_are_set_from_any_buffer_and_a_missing_one_changes_nothing():
     assert get_weights(parameters) == data
 
 
-def test_weights_that_were_published_anew_meanwhile_are_not_taken_for_held():
+def test_weights_replaced_during_loading_do_not_count_as_held():
     class Gone:
         @contextmanager
         def get(self, weights, digest):
@@ -459,12 +459,11 @@ def test_weights_that_were_published_anew_meanwhile_are_not_taken_for_held():
 
 
 @pytest.mark.parametrize("other", [Kind.TRAIN, Kind.EXPLORE], ids=str)
-def test_a_reward_slower_than_a_lease_loses_nothing(tmp_path, other):
-    """Two leases, one scored beside the sampling of the other, or before it when that can wait; each takes twice as
-    long to score as a lease lasts."""
+def test_a_reward_slower_than_a_lease_loses_no_work(tmp_path, other):
+    """One lease is scored while the other is sampled, or before it. Scoring takes twice as long as a lease lasts."""
     torch.set_num_threads(1)
     clock = ScaledClock(origin_ms=time.time_ns() // 1_000_000)
-    # Over HTTP, because there the coordinator looks at its leases while the worker waits.
+    # Over HTTP the coordinator checks its leases while the worker waits.
     front = Served(tmp_path, RuntimeConfig(lease_seconds=LEASE_SECONDS, first_lease_seconds=LEASE_SECONDS))
     transport, coordinator = front.transport(), front.coordinator
     adapter = load_adapter(ModelConfig())

@@ -1,1 +1,1 @@
-"""Stand-ins that we own for what a test cannot have: real servers, clearly named as fakes."""
+"""Fakes of services that tests cannot use: real servers, clearly named as fakes."""

@@ -2,11 +2,11 @@
 
 EC2 query API (DescribeSpotPriceHistory, DescribeRegions, DescribeAvailabilityZones), the price list's JSON API
 (GetProducts), Cloud Billing v1 (skus), Compute v1 (machine types, advice.capacity, advice.capacityHistory). Shipped
-clients talk to it unmodified, through the endpoint settings in `environ`. Faults are asked for beforehand:
-`fail("ec2", Fault.THROTTLED, times=2)`. What a row says is the test's business: text goes out as it is, so a malformed
-price, time or currency is simply written into the trace or a SKU.
+clients talk to it unmodified, through the endpoint settings in `environ`. A test sets faults beforehand:
+`fail("ec2", Fault.THROTTLED, times=2)`. Text of a row is sent unchanged, so a test writes a malformed price, time or
+currency into the trace or a SKU.
 
-A fake, not a model: it knows no quotas, no signatures and no account, and its prices are what the trace says.
+The fake has no quotas, signatures or accounts, and its prices are those of the trace.
 """
 
 import json
@@ -34,7 +34,7 @@ EC2, PRICING, BILLING, COMPUTE = "ec2", "pricing", "billing", "compute"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tick:
-    """One moment of a trace: what a pool cost from then on, and how many machines it had (research notes cost 3)."""
+    """One entry of a trace: the price of a pool from then on, and its number of instances (research notes cost 3)."""
 
     at_ms: int
     cloud: str
@@ -42,10 +42,10 @@ class Tick:
     zone: str
     instance_type: str
     usd: str | None
-    """As it is sent; None: the row has no price at all."""
+    """The price text as sent; None: the row has no price."""
     capacity: int = 1
     at: str | None = None
-    """A time that is sent instead of `at_ms`."""
+    """A time text that is sent instead of `at_ms`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,7 +95,7 @@ def sku(
     currency: str = "USD",
     effective: str = "2025-11-20T10:00:00Z",
 ) -> dict[str, Any]:
-    """A SKU of the billing catalog, as its REST API says it."""
+    """Return a SKU of the billing catalog in the form of its REST API."""
     units, _, nanos = usd.partition(".")
     price = {"currencyCode": currency, "units": units, "nanos": int((nanos + "000000000")[:9])}
     return {
@@ -118,7 +118,7 @@ def sku(
 
 
 class Fault(StrEnum):
-    """What a service answers instead of an answer."""
+    """The faulty answer of a service."""
 
     THROTTLED = "throttled"
     BROKEN = "broken"
@@ -128,23 +128,23 @@ class Fault(StrEnum):
 
 @dataclass
 class FakeMarket:
-    """Serves from the moment it is made until `close`; a context manager. `now_ms` is the clock that a test moves."""
+    """A server that runs until `close`; a context manager. `now_ms` is the clock that a test moves."""
 
     ticks: Sequence[Tick] = ()
     products: Sequence[Product | str] = ()
     skus: Sequence[Mapping[str, Any]] = ()
     preemption_rates: Mapping[tuple[str, str], float] = field(default_factory=dict)
-    """By zone and machine type; every rate is of the day before now."""
+    """Preemption rates by zone and machine type, each of the day before now."""
     now_ms: int = 0
     page: int = 1000
     with_zone_ids: bool = True
     """Whether a spot price names its zone's id, as newer EC2 does."""
     calls: Counter[str] = field(default_factory=Counter)
-    """How often each action was asked for, faults included."""
+    """Number of calls of each action, including faults."""
 
     def __post_init__(self) -> None:
         self._faults: defaultdict[str, list[Fault]] = defaultdict(list)
-        self._asked_before: dict[object, list[Tick]] = {}
+        self._earlier_queries: dict[object, list[Tick]] = {}
         self._lock = threading.Lock()
         market = self
 
@@ -182,7 +182,7 @@ class FakeMarket:
 
     @property
     def environ(self) -> dict[str, str]:
-        """What the shipped clients read."""
+        """Return the environment variables that the shipped clients read."""
         return {
             "AWS_ENDPOINT_URL_EC2": self.url,
             "AWS_ENDPOINT_URL_PRICING": self.url,
@@ -195,7 +195,7 @@ class FakeMarket:
         }
 
     def fail(self, service: str, fault: Fault, times: int = 1) -> None:
-        """The next `times` answers of a service are this fault."""
+        """Make the next `times` answers of a service this fault."""
         with self._lock:
             self._faults[service] += [fault] * times
 
@@ -266,13 +266,13 @@ class FakeMarket:
             "availabilityZone": tick.zone,
             "availabilityZoneId": zone_id(tick.zone) if self.with_zone_ids else None,
         }
-        told = "".join(f"<{name}>{escape(value)}</{name}>" for name, value in fields.items() if value is not None)
-        return f"<item>{told}</item>"
+        parts = "".join(f"<{name}>{escape(value)}</{name}>" for name, value in fields.items() if value is not None)
+        return f"<item>{parts}</item>"
 
     def _aws_ticks(self, region: str, types: frozenset[str], since_ms: int) -> list[Tick]:
-        """Newest first, as EC2 tells them: every change since then, and what held at that moment."""
+        """Return prices newest first like EC2: every change since then, and the price current at that time."""
         question = (region, types, since_ms, self.now_ms)
-        if question not in self._asked_before:  # the next page of the same question
+        if question not in self._earlier_queries:  # the next page of the same query
             held: dict[tuple[str, str], Tick] = {}
             changes = []
             for tick in sorted(self.ticks, key=lambda tick: tick.at_ms):
@@ -283,41 +283,41 @@ class FakeMarket:
                     held[tick.zone, tick.instance_type] = tick
                 else:
                     changes.append(tick)
-            self._asked_before[question] = [*reversed(changes), *held.values()]
-        return self._asked_before[question]
+            self._earlier_queries[question] = [*reversed(changes), *held.values()]
+        return self._earlier_queries[question]
 
     def _products(self, body: str) -> str:
-        asked = json.loads(body)
-        wanted = {one["Field"]: one["Value"] for one in asked.get("Filters", [])}
+        query = json.loads(body)
+        wanted = {one["Field"]: one["Value"] for one in query.get("Filters", [])}
 
         def fits(product: Product | str) -> bool:
-            if isinstance(product, str):  # broken on purpose: sent to whoever asks
+            if isinstance(product, str):  # broken on purpose: sent to every caller
                 return True
             attributes = product.attributes()
             return all(attributes.get(name) == value for name, value in wanted.items())
 
         fitting = [product for product in self.products if fits(product)]
-        rows, token = _page(fitting, asked.get("NextToken", ""), 100, self.page)
+        rows, token = _page(fitting, query.get("NextToken", ""), 100, self.page)
         texts = [row if isinstance(row, str) else row.text() for row in rows]
         return json.dumps({"FormatVersion": "aws_v1", "PriceList": texts} | ({"NextToken": token} if token else {}))
 
     # --- Google Cloud
 
     def _skus(self, query: str) -> str:
-        asked = {key: values[0] for key, values in parse_qs(query).items()}
-        rows, token = _page(self.skus, asked.get("pageToken", ""), int(asked.get("pageSize", 5000)), self.page)
+        fields = {key: values[0] for key, values in parse_qs(query).items()}
+        rows, token = _page(self.skus, fields.get("pageToken", ""), int(fields.get("pageSize", 5000)), self.page)
         return json.dumps({"skus": list(rows), "nextPageToken": token})
 
     def _compute(self, path: str, query: str, body: str) -> str:
         if path.endswith("/aggregated/machineTypes"):
             return self._machine_types(re.findall(r'name = "([^"]+)"', parse_qs(query).get("filter", [""])[0]))
-        asked = json.loads(body)
+        request = json.loads(body)
         if path.endswith("/advice/capacityHistory"):
-            zone = asked["locationPolicy"]["location"].rpartition("/")[2]
-            return self._capacity_history(zone, asked["instanceProperties"]["machineType"])
-        zone = asked["distributionPolicy"]["zones"][0]["zone"].rpartition("/")[2]
-        selection = next(iter(asked["instanceFlexibilityPolicy"]["instanceSelections"].values()))
-        return self._capacity(zone, selection["machineTypes"][0], asked["size"])
+            zone = request["locationPolicy"]["location"].rpartition("/")[2]
+            return self._capacity_history(zone, request["instanceProperties"]["machineType"])
+        zone = request["distributionPolicy"]["zones"][0]["zone"].rpartition("/")[2]
+        selection = next(iter(request["instanceFlexibilityPolicy"]["instanceSelections"].values()))
+        return self._capacity(zone, selection["machineTypes"][0], request["size"])
 
     def _machine_types(self, names: Sequence[str]) -> str:
         zones: defaultdict[str, set[str]] = defaultdict(set)
@@ -350,7 +350,7 @@ class FakeMarket:
         )
 
     def _capacity(self, zone: str, machine_type: str, size: int) -> str:
-        """As much as the trace has: half of what is asked for is had with a chance of one half."""
+        """Return the advice from the trace: half of the requested capacity has odds of one half."""
         ticks = [t for t in self.ticks if (t.zone, t.instance_type) == (zone, machine_type) and t.at_ms <= self.now_ms]
         there = max(ticks, key=lambda tick: tick.at_ms).capacity if ticks else 0
         scores = {"obtainability": min(1.0, there / size), "estimatedUptime": f"{3600 * max(1, there)}s"}
@@ -362,7 +362,7 @@ class FakeMarket:
 
 
 def read_trace(lines: Iterable[str], origin_ms: int) -> list[Tick]:
-    """CSV with the columns `t_s,cloud,region,zone,instance_type,capacity,spot_usd_per_hour` (research notes cost 3)."""
+    """Read CSV with the columns `t_s,cloud,region,zone,instance_type,capacity,spot_usd_per_hour` (notes cost 3)."""
     return [
         Tick(
             at_ms=origin_ms + round(float(row["t_s"]) * 1000),
@@ -382,7 +382,7 @@ def iso(at_ms: int) -> str:
 
 
 def zone_id(zone: str) -> str:
-    """An id that is made of the name: `us-east-1a` is `use1-aza`."""
+    """Return an id made from the zone name: `us-east-1a` is `use1-aza`."""
     parts = zone[:-1].split("-")
     return f"{parts[0]}{parts[1][0]}{parts[2]}-az{zone[-1]}" if len(parts) == 3 else zone
 
@@ -391,15 +391,15 @@ def _time(tick: Tick) -> str:
     return iso(tick.at_ms) if tick.at is None else tick.at
 
 
-def _page(rows: Sequence[Any], token: str, asked: int, at_most: int) -> tuple[Sequence[Any], str]:
-    """Rows from where `token` says, and the token of the next page; empty at the end."""
+def _page(rows: Sequence[Any], token: str, size: int, at_most: int) -> tuple[Sequence[Any], str]:
+    """Return the rows from `token` on, and the token of the next page; empty at the end."""
     begin = int(token or 0)
-    end = begin + min(asked, at_most)
+    end = begin + min(size, at_most)
     return rows[begin:end], str(end) if end < len(rows) else ""
 
 
 def _region_of(authorization: str) -> str:
-    """From the credential's scope: `Credential=KEY/20251121/us-east-1/ec2/aws4_request`."""
+    """Return the region from the credential's scope: `Credential=KEY/20251121/us-east-1/ec2/aws4_request`."""
     found = re.search(r"Credential=[^/]+/\d+/([^/]+)/", authorization)
     return found[1] if found else ""
 

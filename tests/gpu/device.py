@@ -1,9 +1,9 @@
-"""What the checks on GPUs need and leave behind: enough devices, and a page of figures that says what made them.
+"""Helpers of the GPU checks: they require devices, and store figures with their origin.
 
     python -m pytest -m gpu tests/gpu
 
-A check that ran keeps its figures under a key of its own in `tests/benchmarks/results/gpu.json`, so that a machine with
-one GPU and one with two can both add theirs. The page gpu.md beside the file is written by hand.
+A check stores its figures under its own key in `tests/benchmarks/results/gpu.json`, so that computers with one GPU and
+with two can both add figures. The page gpu.md beside the file is written by hand.
 """
 
 import json
@@ -23,7 +23,7 @@ FIGURES = RESULTS / "gpu.json"
 
 
 def needs_gpus(count: int, *, gib: int = 0) -> pytest.MarkDecorator:
-    """Skip, saying what is missing, unless there are so many CUDA GPUs, each with so much memory."""
+    """Skip with the reason unless there are this many CUDA GPUs with this much memory each."""
     found = torch.cuda.device_count()
     if found < count:
         return pytest.mark.skip(reason=f"needs {count} CUDA GPU{'s' if count > 1 else ''}, found {found}")
@@ -33,7 +33,7 @@ def needs_gpus(count: int, *, gib: int = 0) -> pytest.MarkDecorator:
 
 
 def describe_device() -> dict[str, Any]:
-    """The GPU, and the versions that decide what it measures."""
+    """Return the GPU, and the versions that decide its measurements."""
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else "none"
     return {
         "device": torch.cuda.get_device_name(0),

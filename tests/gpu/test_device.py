@@ -1,4 +1,4 @@
-"""Figures of checks on GPUs are kept side by side, whichever machine made them."""
+"""Figures of GPU checks are stored side by side, whichever computer measured them."""
 
 import json
 
@@ -7,7 +7,7 @@ import torch
 from tests.gpu.device import keep_figures, needs_gpus
 
 
-def test_a_check_that_ran_again_replaces_its_own_figures_and_no_others(tmp_path):
+def test_a_repeated_check_replaces_only_its_own_figures(tmp_path):
     file = tmp_path / "gpu.json"
     keep_figures("copy", {"seconds": 2.0}, {"device": "A"}, file)
     keep_figures("abort", {"seconds": 3.0}, {"device": "B"}, file)
@@ -19,7 +19,7 @@ def test_a_check_that_ran_again_replaces_its_own_figures_and_no_others(tmp_path)
     }
 
 
-def test_a_check_without_its_gpus_says_how_many_it_needs_and_how_many_there_are(monkeypatch):
+def test_a_check_without_its_gpus_reports_needed_and_existing_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     mark = needs_gpus(2)
     assert (mark.name, mark.kwargs["reason"]) == ("skip", "needs 2 CUDA GPUs, found 1")

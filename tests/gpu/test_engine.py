@@ -1,6 +1,6 @@
-"""The engine on a GPU: every family is rolled out, scored and trained there, and goes on from its checkpoint.
+"""The engine on a GPU: every family is rolled out, scored and trained there, and resumes from its checkpoint.
 
-The same functions run on the CPU with one family. Nothing here asks for speed: the models are tiny.
+The same functions run on the CPU with one family. No test checks speed, because the models are tiny.
 """
 
 import json
@@ -27,9 +27,9 @@ from tests.gpu.device import describe_device, keep_figures, needs_gpus
 
 UPDATES = 2
 """Optimiser steps of an iteration."""
-PICTURES = 48
+IMAGES = 48
 BOUND = 1e-3
-"""Of pictures in [-1, 1], which are kept in steps of 8e-3; both devices compute in fp32."""
+"""Tolerance of images in [-1, 1], which are stored in steps of 8e-3; both devices compute in fp32."""
 
 
 FOLDERS = {
@@ -38,13 +38,13 @@ FOLDERS = {
     "flux": (make_flux, load_flux, {"image_size": 16, "text_length": 20}),
     "wan": (make_wan, load_wan, {"video_size": (5, 16, 16), "text_length": 20}),
 }
-"""By family: what makes a tiny folder of random weights, what loads it, and how small its pictures are."""
+"""By family: the function that creates a tiny folder of random weights, its loader, and the image size."""
 
 GUIDANCE = {"digits-ocr": 1.0} | dict.fromkeys(FOLDERS, 2.0)
 
 
 def loader(family, folder):
-    """Loads a family's own small weights on a device, as a node does, but in fp32."""
+    """Return a function that loads a family's small weights on a device like a node, but in fp32."""
     if family == "digits-ocr":
         return lambda device: load_digits(device=device)
     make, load, small = FOLDERS[family]
@@ -53,12 +53,12 @@ def loader(family, folder):
     return lambda device: load(folder, device, dtype=torch.float32, **small)
 
 
-def score(pictures, prompts):
-    return [Score(reward=float(value), metrics={}) for value in brightness(pictures)]
+def score(sampled_images, prompts):
+    return [Score(reward=float(value), metrics={}) for value in brightness(sampled_images)]
 
 
 def run(load, guidance, weights, device, folder, iterations):
-    """A whole run with a spot worker, all on one device, or what is left of it."""
+    """Do a whole run with a spot worker on one device, or its remaining iterations."""
 
     def make_adapter():
         adapter = load(device)
@@ -85,8 +85,8 @@ def run_and_go_on(family, weights, device, folder):
     load = loader(family, folder / "model")
     run(load, GUIDANCE[family], weights, device, folder, 1)
     loop = run(load, GUIDANCE[family], weights, device, folder, 2)
-    told = [json.loads(line) for line in (folder / "progress" / "trainer.jsonl").read_text().splitlines()]
-    first, second = [line["event"]["health"] for line in told if line["kind"] == "iteration_done"]
+    lines = [json.loads(line) for line in (folder / "progress" / "trainer.jsonl").read_text().splitlines()]
+    first, second = [line["event"]["health"] for line in lines if line["kind"] == "iteration_done"]
     for health in (first, second):
         assert health["dlogp_before_update"] < 1e-4
         assert health["skipped_groups"] == 0
@@ -97,18 +97,18 @@ def run_and_go_on(family, weights, device, folder):
     assert all(bool(parameter.isfinite().all()) for parameter in loop.model.parameters.values())
 
 
-def pictures(device):
-    """Pictures of the shipped base, the same seeds whatever the device; and seconds that they took."""
+def sampled_images(device):
+    """Return images of the shipped base with the same seeds on every device, and the seconds taken."""
     adapter = load_adapter(ModelConfig(), device)
     plan = rollout_plan(SamplerConfig(), run_seed=0, batch=0)
-    conditioning = adapter.encode([f"{number:04d}" for number in range(PICTURES)])
-    denoise(adapter, plan, conditioning, range(PICTURES))
+    conditioning = adapter.encode([f"{number:04d}" for number in range(IMAGES)])
+    denoise(adapter, plan, conditioning, range(IMAGES))
     begun = time.perf_counter()
-    made = adapter.decode(denoise(adapter, plan, conditioning, range(PICTURES))).cpu()
+    made = adapter.decode(denoise(adapter, plan, conditioning, range(IMAGES))).cpu()
     return made, time.perf_counter() - begun
 
 
-def test_a_run_goes_on_from_its_checkpoint_on_the_cpu(tmp_path):
+def test_a_run_resumes_from_its_checkpoint_on_the_cpu(tmp_path):
     run_and_go_on("qwen-image", "lora", "cpu", tmp_path)
 
 
@@ -116,14 +116,14 @@ def test_a_run_goes_on_from_its_checkpoint_on_the_cpu(tmp_path):
 @needs_gpus(1)
 @pytest.mark.parametrize("weights", ["full", "lora"])
 @pytest.mark.parametrize("family", GUIDANCE)
-def test_a_run_goes_on_from_its_checkpoint_on_one_gpu(family, weights, tmp_path):
+def test_a_run_resumes_from_its_checkpoint_on_one_gpu(family, weights, tmp_path):
     run_and_go_on(family, weights, "cuda:0", tmp_path)
 
 
 @pytest.mark.gpu
 @needs_gpus(1)
 @pytest.mark.parametrize("weights", ["full", "lora"])
-def test_all_of_a_model_is_put_on_the_gpu_and_is_as_it_was_loaded_but_for_what_is_trained(weights, tmp_path):
+def test_a_model_is_moved_to_the_gpu_with_only_trained_weights_in_fp32(weights, tmp_path):
     make_sd3().save_pretrained(tmp_path)
     adapter = load_adapter(ModelConfig(name="sd3", path=str(tmp_path), weights=weights), "cuda:0")
     whole = [*adapter.transformer.parameters(), *adapter._vae.parameters(), *adapter.encode(["a cat"]).values()]
@@ -134,7 +134,7 @@ def test_all_of_a_model_is_put_on_the_gpu_and_is_as_it_was_loaded_but_for_what_i
 
 @pytest.mark.gpu
 @needs_gpus(1)
-def test_low_rank_adapters_are_the_same_on_a_gpu_and_draw_no_number_of_its_own(tmp_path):
+def test_low_rank_adapters_are_equal_on_a_gpu_and_use_no_gpu_random_numbers(tmp_path):
     load, made = loader("qwen-image", tmp_path), []
     before = torch.cuda.get_rng_state()
     for device in ("cpu", "cuda:0"):
@@ -148,9 +148,9 @@ def test_low_rank_adapters_are_the_same_on_a_gpu_and_draw_no_number_of_its_own(t
 
 @pytest.mark.gpu
 @needs_gpus(1)
-def test_a_gpu_draws_the_pictures_that_the_cpu_draws():
-    (here, cpu_seconds), (there, gpu_seconds) = pictures("cpu"), pictures("cuda:0")
+def test_a_gpu_samples_the_same_images_as_the_cpu():
+    (here, cpu_seconds), (there, gpu_seconds) = sampled_images("cpu"), sampled_images("cuda:0")
     largest = float((here - there).abs().max())
     assert largest <= BOUND
-    figures = {"max_diff": largest, "pictures": PICTURES, "steps": 8, "cpu_s": cpu_seconds, "gpu_s": gpu_seconds}
+    figures = {"max_diff": largest, "pictures": IMAGES, "steps": 8, "cpu_s": cpu_seconds, "gpu_s": gpu_seconds}
     keep_figures("digits-ocr pictures, CPU and GPU", figures, describe_device())

@@ -1,6 +1,6 @@
-"""In bf16, two ranks that share a forward pass compute what one computes alone, within bf16's rounding.
+"""In bf16, two ranks that share a forward pass compute the result of one rank, within bf16's rounding.
 
-On one GPU both ranks are on it and talk through gloo, which copies through the CPU; NCCL needs a GPU for each.
+On one GPU both ranks use it and communicate through gloo, which copies over the CPU; NCCL needs one GPU per rank.
 """
 
 import pytest
@@ -12,12 +12,12 @@ from tests.benchmarks.sp_parity import LENGTHS, Ranks, build_qwen_image, qwen_im
 from tests.gpu.device import describe_device, keep_figures, needs_gpus
 
 BOUND = 2e-2
-"""Of the largest value (research notes engine, open questions: bf16 resolves 4e-3 at 1)."""
+"""Tolerance relative to the largest value (research notes engine, open questions: bf16 resolves 4e-3 at 1)."""
 PAIR = (0, 1)
 
 
 def difference(member, device, backend, port):
-    """Largest difference of a pass shared by two in bf16 to the same pass alone, over its largest value, by lengths."""
+    """Return the largest relative difference between a bf16 pass shared by two and the same pass alone, by lengths."""
     device = torch.device(device if backend == "gloo" else f"cuda:{member.rank}")
     communicators = Communicators(
         join_store(port, timeout_seconds=60.0), timeout_seconds=60.0, patience_seconds=60.0, backend=backend

@@ -1,7 +1,6 @@
-"""Communicators on NCCL: many by number over one store, and a death that breaks those that contain the dead rank alone.
+"""NCCL communicators: many by number over one store; the death of a rank breaks only those that contain it.
 
-What is sent to the ranks is rehearsed with gloo on the CPU; with NCCL it needs GPUs, because NCCL refuses two ranks on
-one.
+The same functions run with gloo on the CPU. NCCL needs one GPU per rank, because it refuses two ranks on one GPU.
 """
 
 import os
@@ -17,14 +16,14 @@ from tests.benchmarks.sp_parity import Ranks
 from tests.gpu.device import describe_device, keep_figures, needs_gpus
 
 CACHED = 4
-"""Communicators of the same two ranks."""
+"""Number of communicators of the same two ranks."""
 TIMEOUT_SECONDS = 10.0
 HANGS_SECONDS = 1.0
-"""So long a collective with a dead rank is watched, to see that it does not end by itself."""
+"""Seconds that a collective with a dead rank is watched, to see that it does not end by itself."""
 
 
 def begin(member, port, backend):
-    # For a peer that died the watchdog would end this process, which is to go on (research notes engine 3.4).
+    # The watchdog would end this process when a peer dies, but it must continue (research notes engine 3.4).
     os.environ.update(TORCH_NCCL_ASYNC_ERROR_HANDLING="0", TORCH_NCCL_ENABLE_MONITORING="0")
     store = join_store(port, timeout_seconds=120.0)
     member.kept["communicators"] = Communicators(
@@ -35,7 +34,7 @@ def begin(member, port, backend):
 
 
 def compute_alone(member):
-    """Anything that this rank computes by itself."""
+    """Compute something on this rank alone."""
     ones = torch.ones(64, 64, device=member.kept["device"])
     return float((ones @ ones).sum())
 
@@ -51,7 +50,7 @@ def free_bytes(member):
 
 
 def exchange(member, number, members):
-    """Use a communicator, made now if there is none; returns what came from each, the seconds and bytes it took."""
+    """Use a communicator, created if missing. Return the received values, the seconds and the bytes."""
     free, begun = free_bytes(member), time.perf_counter()
     group = member.kept["communicators"].get(number, members.index(member.rank), len(members))
     sent = torch.full((len(members), 8), float(member.rank), device=member.kept["device"])
@@ -61,7 +60,7 @@ def exchange(member, number, members):
 
 
 def cache(ranks):
-    """Seconds to make and use each of CACHED communicators of two ranks, then to use it again; and bytes of each."""
+    """Create and use CACHED communicators of two ranks, then use them again. Return the seconds and bytes of each."""
     made = [ranks.run((0, 1), exchange, number, (0, 1)) for number in range(1, CACHED + 1)]
     again = [ranks.run((0, 1), exchange, number, (0, 1)) for number in range(1, CACHED + 1)]
     assert all(one[0] == [0.0, 1.0] for found in [*made, *again] for one in found)
@@ -74,7 +73,7 @@ def cache(ranks):
 
 
 def exchange_with_a_dead_rank(member, number, members, kept):
-    """Use one whose rank is dead, then keep only some; returns whether it hung, and the seconds to abort the others."""
+    """Use a communicator with a dead rank, then abort all but some. Return whether it hung, and the abort seconds."""
     communicators, device = member.kept["communicators"], member.kept["device"]
     group = communicators.get(number, members.index(member.rank), len(members))
     hung = False
@@ -94,7 +93,7 @@ def exchange_with_a_dead_rank(member, number, members, kept):
 
 
 def abort(ranks):
-    """Rank 1 dies; its communicators with 0 are aborted, and 0 goes on: alone, and with 2 in the one they have."""
+    """Rank 1 dies; its communicators with rank 0 are aborted, and rank 0 continues alone and with rank 2."""
     ranks.run((0, 1), exchange, 1, (0, 1))
     ranks.run((0, 1), exchange, 2, (0, 1))
     others = (0, 2) if len(ranks.processes) > 2 else (0,)
@@ -112,7 +111,7 @@ def abort(ranks):
 
 
 def every_call(member, number):
-    """Each collective of a group of one, twice: what is sent is what comes; then abort, and compute on."""
+    """Run each collective of a group of one twice and check the values; then abort, and continue to compute."""
     group = member.kept["communicators"].get(number, 0, 1)
     sent = torch.arange(8.0, device=member.kept["device"])[None]
     for _ in range(2):
@@ -129,7 +128,7 @@ def every_call(member, number):
 
 
 def alone(ranks):
-    """One rank by itself: that our calls are NCCL's own, on the one GPU there is."""
+    """Check that one rank can make our calls on NCCL with a single GPU."""
     ((_, seconds, taken),) = ranks.run((0,), exchange, 1, (0,))
     before = ranks.run((0,), compute_alone)
     (abort_seconds,) = ranks.run((0,), every_call, 1)
@@ -151,29 +150,29 @@ def test_a_rank_is_a_group_by_itself():
     assert with_ranks(1, "gloo", alone)["bytes"] == 0
 
 
-def test_many_communicators_of_the_same_ranks_stand_side_by_side():
+def test_many_communicators_of_the_same_ranks_coexist():
     found = with_ranks(2, "gloo", cache)
     assert len(found["later_s"]) == CACHED - 1
 
 
-def test_a_death_breaks_its_communicators_and_the_others_go_on():
+def test_a_death_breaks_only_the_communicators_of_its_rank():
     assert with_ranks(3, "gloo", abort)["others_went_on"]
 
 
 @pytest.mark.gpu
 @needs_gpus(1)
-def test_one_rank_makes_uses_and_aborts_an_nccl_communicator_of_its_own():
+def test_one_rank_creates_uses_and_aborts_an_nccl_communicator():
     keep_figures("NCCL communicator, one rank", with_ranks(1, "nccl", alone), describe_device())
 
 
 @pytest.mark.gpu
 @needs_gpus(2)
-def test_many_nccl_communicators_of_the_same_ranks_stand_side_by_side():
+def test_many_nccl_communicators_of_the_same_ranks_coexist():
     keep_figures("NCCL communicators, two ranks", with_ranks(2, "nccl", cache), describe_device())
 
 
 @pytest.mark.gpu
 @needs_gpus(2)
-def test_a_death_breaks_its_nccl_communicators_and_the_others_go_on():
+def test_a_death_breaks_only_the_nccl_communicators_of_its_rank():
     found = with_ranks(min(3, torch.cuda.device_count()), "nccl", abort)
     keep_figures("NCCL abort after a death", found, describe_device())

@@ -1,4 +1,4 @@
-"""A joiner copies its weights out of a neighbour's memory, and neither moves its own."""
+"""A joiner copies its weights from a neighbour's GPU memory; no tensor of either changes its address."""
 
 import multiprocessing
 import time
@@ -10,10 +10,10 @@ from engine.parallel.neighbour import copy_from, offer
 from tests.gpu.device import GIB, describe_device, keep_figures, needs_gpus
 
 COPIED = {"large": (GIB // 2,), "odd": (3, 5)}
-"""Shapes of what is copied, in bf16: 1 GiB and a little."""
+"""Shapes of the copied weights in bf16: a little over 1 GiB."""
 
 
-def test_what_is_not_on_a_gpu_is_refused_and_stays_where_it_is():
+def test_weights_that_are_not_on_a_gpu_are_refused():
     weight = torch.nn.Parameter(torch.ones(3))
     place = weight.data_ptr()
     with pytest.raises(ValueError, match=r"w is not on a GPU; use the node's shared memory"):
@@ -22,7 +22,7 @@ def test_what_is_not_on_a_gpu_is_refused_and_stays_where_it_is():
     assert not weight.is_shared()
 
 
-def test_a_joiner_takes_nothing_when_a_weight_is_missing():
+def test_a_joiner_copies_nothing_if_a_weight_is_missing():
     weight = torch.zeros(3)
     with pytest.raises(KeyError, match=r"lack \['b'\]"):
         copy_from({"a": (torch.ones, (3,))}, {"a": weight, "b": torch.zeros(3)})

@@ -1,6 +1,6 @@
 """Nodes of real processes on a GPU: agent, forkserver, coordinator, trainer and workers, as the launcher starts them.
 
-Everything is on one machine, so trainer and workers share its first GPU.
+Everything runs on one computer, so trainer and workers share its first GPU.
 """
 
 import multiprocessing
@@ -28,12 +28,12 @@ from tests.engine.fleet import Fleet, newest_pid
 from tests.gpu.device import describe_device, keep_figures, needs_gpus
 
 ITERATIONS = 8
-"""That are counted, of each run that is timed."""
+"""Number of counted iterations of each timed run."""
 
 
 @contextmanager
 def a_run(folder, config, *, workers=1):
-    """A spot node, and a trainer node that begins when the workers are there. Ray's join a cluster that it begins."""
+    """Start a spot node, then a trainer node once the workers run. With Ray, the nodes join the trainer's cluster."""
     fleet = Fleet(folder, config)
     try:
         fleet.start("spot-0", workers=workers)
@@ -56,21 +56,21 @@ def finish(fleet):
 
 
 def on_gpus(fleet):
-    """Processes of the fleet that have a context on a GPU, by the driver. Who only looked for one (diffusers does when
-    it is imported) has none."""
-    asked = ["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"]
-    pids = subprocess.run(asked, check=True, capture_output=True, text=True).stdout.split()
+    """Return the fleet's processes with a GPU context, from the driver. A process that only looked for a GPU (like an
+    import of diffusers) has no context."""
+    command = ["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"]
+    pids = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
     return {int(pid) for pid in pids} & {pid for node in fleet.agents for pid in fleet.pids(node)}
 
 
 def trained(folder, device):
-    """What is known of a run without exploration, whose every iteration has both nodes."""
+    """Return the results of a run without exploration, with both nodes in every iteration."""
     with a_run(folder, on(device, engine_config(ITERATIONS + WARM_UP, 24))) as fleet:
         fleet.wait_for_iteration(1)
         names = {fleet.pid_of("trainer", "trainer"): "trainer", fleet.pid_of("spot-0", "worker-0"): "worker"}
         on_gpu = sorted(names.get(pid, "another") for pid in on_gpus(fleet))
         finish(fleet)
-        time.sleep(1.5)  # the coordinator tells usage once a second
+        time.sleep(1.5)  # the coordinator reports usage once a second
         done = fleet.events("iteration_done")
         phases = Counter()
         for event in fleet.events("node_usage", "coordinator"):
@@ -92,8 +92,8 @@ def trained(folder, device):
 
 @pytest.mark.gpu
 @needs_gpus(1)
-def test_a_run_computes_on_the_gpu_of_its_nodes_unless_the_job_says_otherwise(tmp_path):
-    """With the same weights in the end, bit for bit, when it is repeated on the GPU."""
+def test_a_run_computes_on_the_gpu_unless_the_job_chooses_the_cpu(tmp_path):
+    """A repeated run on the GPU ends with the same weights bit for bit."""
     runs = {
         name: trained(tmp_path / name, device) for name, device in (("gpu", "auto"), ("again", "cuda"), ("cpu", "cpu"))
     }
@@ -109,7 +109,7 @@ def test_a_run_computes_on_the_gpu_of_its_nodes_unless_the_job_says_otherwise(tm
 
 @pytest.mark.gpu
 @needs_gpus(1)
-def test_candidates_in_half_precision_are_tried_on_the_gpu_while_it_trains(tmp_path):
+def test_half_precision_candidates_are_tried_on_the_gpu_during_training(tmp_path):
     config = EngineConfig(
         iterations=5,
         exploration=ExplorationConfig(
@@ -127,7 +127,7 @@ def test_candidates_in_half_precision_are_tried_on_the_gpu_while_it_trains(tmp_p
 
 @pytest.mark.gpu
 @needs_gpus(1)
-def test_two_workers_share_pictures_on_one_gpu_also_after_one_of_them_was_killed(tmp_path):
+def test_two_workers_share_images_on_one_gpu_even_after_a_kill(tmp_path):
     config = on("cuda", engine_config(200, 8), sp_degree=2, trace_steps=True, step_seconds=0.05)
     with a_run(tmp_path, config, workers=2) as fleet:
         sharing = Sharing(fleet.folder / "nodes", workers=2)
@@ -142,16 +142,16 @@ def test_two_workers_share_pictures_on_one_gpu_also_after_one_of_them_was_killed
 
 @pytest.mark.gpu
 @needs_gpus(1)
-def test_workers_that_ray_starts_compute_on_the_gpus_that_it_gave_them(tmp_path):
+def test_ray_workers_compute_on_the_gpus_assigned_by_ray(tmp_path):
     pytest.importorskip("ray")
     gpus = torch.cuda.device_count()
-    # One more than there are GPUs: two must share one.
+    # One more worker than GPUs, so two must share one.
     with a_run(tmp_path, on("cuda", engine_config(500, 24), name="ray"), workers=gpus + 1) as fleet:
         logs = [fleet.folder / f"nodes/spot-0/logs/worker-{number}.log" for number in range(gpus + 1)]
         fleet.wait_for((fleet.folder / "nodes/spot-0/ready.json").exists)
         fleet.wait_for(lambda: any("spot-0" in event.made_by for event in fleet.events("iteration_done")))
         assert fleet.events("engine_started")[-1].devices == "cuda:0"
-        assert all("computes on cuda:0\n" in log.read_text() for log in logs)  # each sees its own alone
+        assert all("computes on cuda:0\n" in log.read_text() for log in logs)  # each sees only its own
         assert on_gpus(fleet) >= {newest_pid(log) for log in logs}
 
 
@@ -161,8 +161,8 @@ def sum_on(device, pipe):
 
 @pytest.mark.gpu
 @needs_gpus(1)
-def test_what_a_node_agent_forks_can_use_a_gpu():
-    """Whatever is loaded before the fork (engine/node/agent.py) must not have looked for one."""
+def test_processes_forked_by_the_node_agent_can_use_a_gpu():
+    """No module loaded before the fork (engine/node/agent.py) may have looked for a GPU."""
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
     program = multiprocessing.get_context("spawn").Process(target=fork_as_the_agent_does, args=(theirs,))
     program.start()
@@ -174,7 +174,7 @@ def test_what_a_node_agent_forks_can_use_a_gpu():
 
 
 def fork_as_the_agent_does(pipe):
-    """In a process of its own: a forkserver is started once, and the tests' may have diffusers in it."""
+    """Fork in a new process, because the forkserver of the tests may already have imported diffusers."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["engine.entrypoints.processes"])
     forked = context.Process(target=sum_on, args=("cuda:0", pipe))

@@ -1,4 +1,4 @@
-"""The 20 B Qwen-Image on one GPU, with random weights: does a forward pass and a LoRA step fit, and what do they take?
+"""The 20 B Qwen-Image with random weights on one GPU: memory and time of a forward pass and a LoRA step.
 
 The same functions run on the CPU with a model of two narrow layers.
 """
@@ -43,21 +43,21 @@ NARROW = PUBLISHED | {
 LORA = ModelConfig(name="qwen-image", path="none", weights="lora", lora_rank=64, lora_alpha=128)
 
 SIDES = {1024: 64, 6400: 160}
-"""Height and width of the latent, by picture tokens: pictures of 512 and 1280 pixels."""
+"""Height and width of the latent, by image tokens: images of 512 and 1280 pixels."""
 TEXT_TOKENS = 256
 RUNS = 5
 
 
 @pytest.fixture(autouse=True)
-def room():
-    """Nothing of one model is left on the GPU when the next is made."""
+def free_gpu_memory():
+    """Free the GPU memory of a model before the next one is created."""
     yield
     gc.collect()
     torch.cuda.empty_cache()
 
 
 def build(config, device, dtype, latent_side):
-    """Our adapter over a transformer with random weights, made where it will be; its text is random too."""
+    """Return our adapter over a transformer with random weights, created on its device; its text is random too."""
     usual = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -82,15 +82,15 @@ def peak_gib(device):
     return torch.cuda.max_memory_allocated() / GIB if torch.device(device).type == "cuda" else 0.0
 
 
-def inputs(adapter, device, pictures=1):
-    x = torch.randn(pictures, *adapter.latent_shape(), device=device)
-    return x, torch.full((pictures,), 0.5, device=device), adapter.encode(["a shop sign"] * pictures)
+def inputs(adapter, device, images=1):
+    x = torch.randn(images, *adapter.latent_shape(), device=device)
+    return x, torch.full((images,), 0.5, device=device), adapter.encode(["a shop sign"] * images)
 
 
 @torch.no_grad()
-def forward_seconds(adapter, device, runs, pictures=1):
-    """Of passes of so many pictures, the slow first one left out."""
-    x, sigma, conditioning = inputs(adapter, device, pictures)
+def forward_seconds(adapter, device, runs, images=1):
+    """Return the seconds of forward passes with this many images, without the slow first one."""
+    x, sigma, conditioning = inputs(adapter, device, images)
     seconds = []
     for _ in range(runs + 1):
         finish(device)
@@ -104,7 +104,7 @@ def forward_seconds(adapter, device, runs, pictures=1):
 
 
 def lora_seconds(adapter, device, runs):
-    """Of steps on one picture: forward, backward through recomputed blocks, AdamW on rank-64 adapters."""
+    """Return the seconds of steps on one image: forward, backward with recomputed blocks, AdamW on rank-64 adapters."""
     freeze_but_trained(adapter, LORA)
     adapter.transformer.enable_gradient_checkpointing()
     adapter.transformer.train()
@@ -126,18 +126,18 @@ def lora_seconds(adapter, device, runs):
     return seconds[1:]
 
 
-def seconds_of_a_picture(adapter, device, pictures, runs):
-    """Median of passes, shared among their pictures, by how many a pass has."""
-    return {number: sorted(forward_seconds(adapter, device, runs, number))[runs // 2] / number for number in pictures}
+def seconds_per_image(adapter, device, images, runs):
+    """Return the median seconds per image, by the number of images in a pass."""
+    return {number: sorted(forward_seconds(adapter, device, runs, number))[runs // 2] / number for number in images}
 
 
-def adapter_figures(adapter, device, pictures, runs):
-    """What low-rank adapters cost: in a forward pass, as it is and in `half_precision`; and to send and load them."""
-    figures = {"without": seconds_of_a_picture(adapter, device, pictures, runs)}
+def adapter_figures(adapter, device, images, runs):
+    """Measure low-rank adapters: in a forward pass, also in `half_precision`, and when they are sent and loaded."""
+    figures = {"without": seconds_per_image(adapter, device, images, runs)}
     freeze_but_trained(adapter, LORA)
-    figures["with"] = seconds_of_a_picture(adapter, device, pictures, runs)
+    figures["with"] = seconds_per_image(adapter, device, images, runs)
     with half_precision(adapter.transformer):
-        figures["with, half precision"] = seconds_of_a_picture(adapter, device, pictures, runs)
+        figures["with, half precision"] = seconds_per_image(adapter, device, images, runs)
     trained, seconds = trainable(adapter), []
     for _ in range(runs):
         begun = time.perf_counter()
@@ -157,14 +157,14 @@ def test_the_published_configuration_has_20_billion_parameters():
     assert 20e9 < count < 21e9
 
 
-def test_a_narrow_model_passes_and_steps_through_what_the_large_one_is_measured_with():
+def test_a_narrow_model_runs_the_measurements_of_the_large_one():
     adapter = build(NARROW, "cpu", torch.bfloat16, 8)
     assert adapter.latent_shape() == (16, 64)
     assert len(forward_seconds(adapter, "cpu", 1)) == 1
     assert len(lora_seconds(adapter, "cpu", 1)) == 1
 
 
-def test_a_narrow_model_is_asked_what_adapters_cost_as_the_large_one_is():
+def test_a_narrow_model_runs_the_adapter_measurements_of_the_large_one():
     figures = adapter_figures(build(NARROW, "cpu", torch.bfloat16, 8), "cpu", (1, 2), 1)
     assert {way: list(seconds) for way, seconds in figures["s_a_picture"].items()} == {
         way: [1, 2] for way in ("without", "with", "with, half precision")
@@ -197,9 +197,9 @@ def test_a_lora_step_of_20b_fits_on_one_gpu(tokens):
 
 @pytest.mark.gpu
 @needs_gpus(1, gib=60)
-@pytest.mark.parametrize(("tokens", "pictures"), [(1024, (1, 4, 16)), (6400, (1, 4))])
-def test_what_low_rank_adapters_cost_20b_on_one_gpu(tokens, pictures):
-    figures = adapter_figures(build(PUBLISHED, "cuda", torch.bfloat16, SIDES[tokens]), "cuda", pictures, RUNS)
+@pytest.mark.parametrize(("tokens", "images"), [(1024, (1, 4, 16)), (6400, (1, 4))])
+def test_low_rank_adapters_of_20b_on_one_gpu_are_measured(tokens, images):
+    figures = adapter_figures(build(PUBLISHED, "cuda", torch.bfloat16, SIDES[tokens]), "cuda", images, RUNS)
     without, with_them = figures["s_a_picture"]["without"], figures["s_a_picture"]["with"]
-    assert all(without[number] < with_them[number] for number in pictures)
+    assert all(without[number] < with_them[number] for number in images)
     keep_figures(f"20 B forward with LoRA, rank 64, bf16, {tokens} tokens", figures, describe_device())

@@ -1,9 +1,9 @@
-"""A node agent without an engine: it keeps the agent's promises, and "trains" by counting.
+"""A node agent without an engine: it behaves like the agent, and "trains" by counting.
 
 python tests/launcher/fake_agent.py node.json
 
-It takes the lock, says who it is, starts a child, says that it is ready. A trainer answers on the coordinator's port,
-writes a progress line per iteration and counts on from the number in the store. What it was told is in `told.jsonl`.
+It takes the lock, records its pid, starts a child and reports ready. A trainer answers on the coordinator's port,
+writes a progress line per iteration and continues from the number in the store. Received calls are in `calls.jsonl`.
 In the environment: FAKE_SECONDS per iteration, FAKE_TROUBLE = crash (exit 1 at once) | crash-ready | deaf.
 """
 
@@ -27,7 +27,7 @@ seconds = float(os.environ.get("FAKE_SECONDS", "0.05"))
 trouble = os.environ.get("FAKE_TROUBLE", "")
 stopping = threading.Event()
 of_controller = hmac.new(spec["token"].encode(), b"controller", "sha256").hexdigest()
-"""As engine.node_spec.role_token, which takes a second to import."""
+"""Token as in engine.node_spec.role_token, which takes a second to import."""
 
 
 def now_ms():
@@ -44,8 +44,8 @@ class Coordinator(BaseHTTPRequestHandler):
     def do_POST(self):
         body = self.rfile.read(int(self.headers["Content-Length"] or 0)).decode()
         allowed = self.headers["Authorization"] == f"Bearer {of_controller}"
-        with (folder / "told.jsonl").open("a") as told:
-            told.write(json.dumps({"path": self.path, "body": json.loads(body), "allowed": allowed}) + "\n")
+        with (folder / "calls.jsonl").open("a") as file:
+            file.write(json.dumps({"path": self.path, "body": json.loads(body), "allowed": allowed}) + "\n")
         self.send_response(200 if allowed else 401)
         self.end_headers()
         if self.path == "/stop":
@@ -65,7 +65,7 @@ class Reports:
         self.file = (folder / "progress" / "trainer.jsonl").open("a")
         self.lineage, self.seq = lineage, 0
 
-    def say(self, kind, **event):
+    def report(self, kind, **event):
         head = {"run": spec["run"], "source": "trainer", "lineage": self.lineage, "seq": self.seq, "at_ms": now_ms()}
         self.file.write(json.dumps(head | {"kind": kind, "event": event}) + "\n")
         self.file.flush()
@@ -82,21 +82,21 @@ def train():
     server = Server(("127.0.0.1", spec["coordinator_port"]), Coordinator)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     write("ready.json", {"at_ms": now_ms()})
-    reports.say("engine_started", iteration=iteration, config_digest="", devices="cpu", versions={})
+    reports.report("engine_started", iteration=iteration, config_digest="", devices="cpu", versions={})
     while iteration < spec["engine"]["iterations"]:
         if stopping.wait(seconds):
-            reports.say("engine_finished", reason="stopped", iteration=iteration, text="")
+            reports.report("engine_finished", reason="stopped", iteration=iteration, text="")
             return
         done = {"reward_mean": iteration / 10, "reward_std": 0.1, "group_std_mean": 0.1, "explored": 0}
         rest = {"manifest_digest": "", "phase_ms": {}, "wall_seconds": seconds, "health": {}}
-        # As the engine does: told before it is durable, so that a kill in between forgets nothing.
-        reports.say("iteration_done", iteration=iteration, **done, **rest)
+        # Like the engine: report before the state is durable, so that a kill in between loses no report.
+        reports.report("iteration_done", iteration=iteration, **done, **rest)
         part = store / "iteration.part"
         part.write_text(str(iteration + 1))
         part.replace(checkpoint)
         iteration += 1
-        reports.say("evaluated", iteration=iteration, metrics={"exact_match": iteration / 100}, prompts=8)
-    reports.say("engine_finished", reason="iterations", iteration=iteration, text="")
+        reports.report("evaluated", iteration=iteration, metrics={"exact_match": iteration / 100}, prompts=8)
+    reports.report("engine_finished", reason="iterations", iteration=iteration, text="")
 
 
 def main():
@@ -126,4 +126,4 @@ def main():
 
 
 if __name__ == "__main__":
-    os._exit(main())  # the child stays, as a worker would whose agent died
+    os._exit(main())  # the child stays, like a worker whose agent died

@@ -1,4 +1,4 @@
-"""Ledgers made by hand: a run with nodes, bills, reclaims and evaluations whose sums fit on a slip of paper."""
+"""Ledgers made by hand: a run with nodes, bills, preemptions and evaluations whose sums can be checked by hand."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -30,7 +30,7 @@ MINUTE_MS = 60_000
 
 @dataclass
 class MadeLedger:
-    """Adds facts to one run; moments are milliseconds since the run was created."""
+    """Adds facts to one run; times are milliseconds since the run was created."""
 
     session: Session
     run: Run
@@ -51,7 +51,7 @@ class MadeLedger:
         zone: str = "us-east-1a",
         price_source: str = "catalogs/aws.csv",
     ) -> Node:
-        """A node; `up` without `end` is still running."""
+        """Add a node; one with `up` and without `end` is still running."""
         node = Node(
             run_id=self.run.id,
             name=f"{self.run.name}-{slot}-g{generation}",
@@ -80,7 +80,7 @@ class MadeLedger:
         if up is not None and end is not None:
             self.bill(node, up, end)
         if seen is not None:
-            self.tell(NodeSeen(node=node.name, worker="0"), seen)
+            self.record(NodeSeen(node=node.name, worker="0"), seen)
         return node
 
     def bill(self, node: Node, start: int, end: int) -> None:
@@ -96,7 +96,7 @@ class MadeLedger:
             )
         )
 
-    def tell(self, event: ProgressEvent, at: int, lineage: int = 0) -> None:
+    def record(self, event: ProgressEvent, at: int, lineage: int = 0) -> None:
         self.seq += 1
         self.session.add(
             ProgressRow(
@@ -112,7 +112,7 @@ class MadeLedger:
 
     def started(self, at: int = 0, iteration: int = 0, lineage: int = 0) -> None:
         event = EngineStarted(iteration=iteration, config_digest="c" * 8, devices="2 CPU cores", versions={})
-        self.tell(event, at, lineage)
+        self.record(event, at, lineage)
 
     def evaluated(
         self,
@@ -125,7 +125,7 @@ class MadeLedger:
     ) -> None:
         metrics = {"exact_match": score, **(more or {})}
         event = Evaluated(iteration=iteration, metrics=metrics, prompts=96, pictures=pictures)
-        self.tell(event, at, lineage)
+        self.record(event, at, lineage)
 
     def trained(self, iteration: int, at: int, lineage: int = 0, explored: int = 0) -> None:
         event = IterationDone(
@@ -139,7 +139,7 @@ class MadeLedger:
             wall_seconds=1.0,
             health={},
         )
-        self.tell(event, at, lineage)
+        self.record(event, at, lineage)
 
     def ranked(self, iteration: int, at: int, *, explores_on: bool = True, corrected: bool = True) -> None:
         event = Ranked(
@@ -162,25 +162,25 @@ class MadeLedger:
             refused_stale=0,
             refused_sampler=0,
         )
-        self.tell(event, at)
+        self.record(event, at)
 
     def used(self, node: Node, start: int, end: int, lineage: int = 0, **phase_ms: int) -> None:
         event = NodeUsage(node=node.name, from_ms=START_MS + start, to_ms=START_MS + end, phase_ms=phase_ms)
-        self.tell(event, end, lineage)
+        self.record(event, end, lineage)
 
     def worked(self, node: Node, worker: str, *spans: tuple[str, int, int]) -> None:
-        """What a worker did, phase by phase."""
+        """Add the phases of a worker."""
         whole = tuple((worker, phase, START_MS + start, START_MS + end) for phase, start, end in spans)
         first, last = spans[0][1], spans[-1][2]
         event = NodeUsage(node=node.name, from_ms=START_MS + first, to_ms=START_MS + last, phase_ms={}, spans=whole)
-        self.tell(event, last)
+        self.record(event, last)
 
     def regrouped(
         self, node: Node, *groups: Sequence[int], at: int, reason: str = "a worker came", lineage: int = 0
     ) -> None:
-        """The node's workers, by place, share pictures in these groups from now on."""
+        """Record that the node's workers share images in these groups from now on. `groups`: places of the workers."""
         named = tuple(tuple(f"{node.name}/{place}" for place in group) for group in groups)
-        self.tell(Regrouped(node=node.name, groups=named, reason=reason), at, lineage)
+        self.record(Regrouped(node=node.name, groups=named, reason=reason), at, lineage)
 
     def preempted(
         self, node: Node, at: int, *, signal: str | None = "SIGKILL", noticed: int | None = None, lost_steps: int = 0
@@ -191,14 +191,14 @@ class MadeLedger:
         )
         if lost_steps:
             missed = NodeMissed(node=node.name, reason="reclaimed", lost_steps=lost_steps, fenced_requests=1)
-            self.tell(missed, at)
+            self.record(missed, at)
 
     def status(self, status: str, at: int, reason: str = "") -> None:
         self.session.add(RunStatus(run_id=self.run.id, at_ms=START_MS + at, status=status, reason=reason))
 
 
 def a_session(path: Path | None = None) -> Session:
-    """An empty ledger, in memory unless a path is given."""
+    """Open an empty ledger, in memory unless a path is given."""
     engine = create_engine(f"sqlite:///{path}" if path else "sqlite://")
     Base.metadata.create_all(engine)
     return Session(engine)
@@ -250,7 +250,7 @@ def a_run(
 def a_long_run(
     session: Session, name: str = "digits-ocr", folder: str = "nowhere", pictures: Sequence[str] = ()
 ) -> Run:
-    """A trainer and two spot slots over four hours: three reclaims, one of them during a cold start."""
+    """Create a run of four hours with a trainer, two spot slots and three preemptions, one during a cold start."""
     made = a_run(session, name, folder=folder)
     made.status("running", 0)
     made.started(2 * MINUTE_MS)
@@ -287,8 +287,8 @@ def a_long_run(
     made.preempted(nodes["spot-1", 2], 129 * MINUTE_MS)
     scores = [0.470, 0.500, 0.531, 0.594, 0.583, 0.656, 0.688, 0.719, 0.708, 0.771, 0.812, 0.792, 0.823, 0.844, 0.833]
     for number, score in enumerate(scores):
-        picture = {0: pictures[0], 14: pictures[-1]}.get(number) if pictures else None
-        made.evaluated(3 * number, score, (6 + 16 * number) * MINUTE_MS, pictures=picture)
+        image_file = {0: pictures[0], 14: pictures[-1]}.get(number) if pictures else None
+        made.evaluated(3 * number, score, (6 + 16 * number) * MINUTE_MS, pictures=image_file)
     for iteration in range(42):
         made.trained(iteration, (11 + round(5.3 * iteration)) * MINUTE_MS, explored=40)
     made.status("finished", 240 * MINUTE_MS, "target reached")

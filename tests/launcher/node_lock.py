@@ -1,7 +1,7 @@
-"""What a node is installed from, pinned: `python -m tests.launcher.node_lock > engine/node.lock`.
+"""The pinned packages of a node: `python -m tests.launcher.node_lock > engine/node.lock`.
 
-Walks the requirements of the extra `node` through what is installed here, so that a node runs the versions that the
-tests ran. A test holds the file against a new walk.
+The program follows the requirements of the extra `node` through the packages installed here, so that a node runs the
+versions that were tested. A test compares the file with a new result.
 """
 
 import tomllib
@@ -23,7 +23,7 @@ HEAD = """\
 
 
 def node_lock() -> str:
-    """The text of engine/node.lock for what is installed now."""
+    """Return the text of engine/node.lock for the packages installed now."""
     seen: set[tuple[str, str]] = set()
     pins: dict[str, str] = {}
     todo = [(requirement, "") for requirement in _ours("node")]
@@ -33,7 +33,7 @@ def node_lock() -> str:
             continue
         name = canonicalize_name(requirement.name)
         found = distribution(name)
-        # Without "+cpu": which build of the version a node gets is its index's matter.
+        # Without "+cpu": the node's package index decides which build of the version it gets.
         pins[name] = f"{found.metadata['Name']}=={Version(found.version).public}"
         for wanted in ("", *requirement.extras):
             if (name, wanted) not in seen:
@@ -43,7 +43,7 @@ def node_lock() -> str:
 
 
 def _ours(extra: str) -> Iterator[Requirement]:
-    """Our own requirements with an extra: from pyproject.toml, because what is installed may be older."""
+    """Return our own requirements with an extra from pyproject.toml, because the installed package may be older."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     yield from map(Requirement, project["dependencies"])
     todo, seen = [extra], set()

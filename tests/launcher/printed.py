@@ -17,7 +17,7 @@ def schema(name: str) -> dict[str, Any]:
 
 
 def closed(part: Any) -> Any:
-    """Return the schema without leave for unknown keys, so that a key that nobody wrote down is found."""
+    """Return the schema with unknown keys forbidden, so that an undocumented key is found."""
     if isinstance(part, list):
         return [closed(item) for item in part]
     if not isinstance(part, dict):

@@ -1,4 +1,4 @@
-"""Every split of what a run cost adds up to the same total, to the micro-dollar, whatever its history."""
+"""Accounting: every split of a run's cost adds up to the same total, to the micro-dollar, for every history."""
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -31,7 +31,7 @@ from tests.launcher.made_ledger import HOUR_MS, MINUTE_MS, START_MS, a_long_run,
         (1, 3_600_000, 1),
     ],
 )
-def test_an_interval_is_rounded_once_and_half_rounds_up(ms, rate, micro_usd):
+def test_the_cost_of_an_interval_is_rounded_once_half_up(ms, rate, micro_usd):
     assert interval_micro_usd(1000, 1000 + ms, rate) == micro_usd
 
 
@@ -40,7 +40,7 @@ def test_an_interval_that_ends_before_it_starts_is_refused():
         interval_micro_usd(2, 1, 1)
 
 
-def test_the_largest_remainders_get_what_is_left_and_ties_go_by_name():
+def test_the_rest_goes_to_the_largest_remainders_and_ties_go_by_name():
     assert share_out(10, {"b": 1, "a": 1, "c": 1}) == {"a": 4, "b": 3, "c": 3}
     assert share_out(5, {"x": 3, "y": 1}) == {"x": 4, "y": 1}  # 3.75 and 1.25
 
@@ -59,7 +59,7 @@ def test_shares_sum_exactly_and_none_is_a_whole_unit_off(total, weights):
         assert all(abs(shares[key] * whole - total * weight) < whole for key, weight in weights.items())
 
 
-def test_what_nobody_reports_is_idle_and_too_much_is_scaled_down():
+def test_unreported_time_is_idle_and_excess_usage_is_scaled_down():
     assert phases_of(100, {"rollout": 60, "sync": 10}) == {"rollout": 60, "sync": 10, "idle": 30}
     assert phases_of(100, {"rollout": 150, "sync": 50}) == {"rollout": 75, "sync": 25, "idle": 0}
     assert phases_of(100, {"rollout": 60, "idle": 20}) == {"rollout": 60, "idle": 40}
@@ -72,7 +72,7 @@ def a_charge(start: int, end: int) -> Charge:
     return Charge(start_ms=start, end_ms=end, micro_usd_per_hour=1, micro_usd=0, closed=True)
 
 
-def test_a_cold_start_lasts_until_the_node_is_seen_or_to_its_end():
+def test_a_cold_start_lasts_until_the_node_is_seen_or_ends():
     assert phases_of_charge(a_charge(0, 100), 30, []) == {"cold_start": 30, "idle": 70}
     assert phases_of_charge(a_charge(0, 100), None, []) == {"cold_start": 100}
     assert phases_of_charge(a_charge(0, 100), 400, []) == {"cold_start": 100}
@@ -83,7 +83,7 @@ def test_the_last_window_may_end_after_the_node_did():
     assert phases_of_charge(a_charge(0, 100), 0, [window]) == {"rollout": 15, "idle": 85}
 
 
-def test_work_that_began_before_its_window_counts_whole_up_to_what_is_paid_for():
+def test_work_that_began_before_its_window_counts_up_to_the_billed_time():
     window = Usage(lineage=1, from_ms=80, to_ms=100, phase_ms={"training": 60})
     assert phases_of_charge(a_charge(0, 100), 0, [window]) == {"training": 60, "idle": 40}
     assert phases_of_charge(a_charge(0, 100), 70, [window]) == {"cold_start": 70, "training": 30}
@@ -94,7 +94,7 @@ def test_a_window_outside_the_charge_is_not_of_it():
     assert phases_of_charge(a_charge(0, 100), 0, [window]) == {"idle": 100}
 
 
-def test_a_moment_that_two_lineages_claim_belongs_to_the_newest():
+def test_a_time_claimed_by_two_lineages_belongs_to_the_newest():
     old = Usage(lineage=1, from_ms=0, to_ms=60, phase_ms={"rollout": 60})
     new = Usage(lineage=2, from_ms=40, to_ms=100, phase_ms={"training": 60})
     assert phases_of_charge(a_charge(0, 100), 0, [old, new, new]) == {"training": 60, "rollout": 40}
@@ -113,7 +113,7 @@ SPAN = st.tuples(MOMENT, MOMENT).map(sorted)
 
 @st.composite
 def histories(draw):
-    """Nodes that were billed in stretches, that run, or that never came up; and what the engine says they did."""
+    """Draw histories: nodes billed in intervals, still running or never up, and the usage that the engine reports."""
     nodes = []
     for number in range(draw(st.integers(0, 5))):
         moments = sorted(draw(st.lists(MOMENT, max_size=6, unique=True)))
@@ -167,7 +167,7 @@ def test_every_split_of_a_random_history_adds_up_to_the_total(history, now, earl
         assert costs.until(START_MS + 10 * HOUR_MS) == billed
 
 
-def test_a_running_node_is_paid_for_until_now_and_a_closed_one_until_its_end():
+def test_a_running_node_is_billed_until_now_and_an_ended_one_until_its_end():
     with a_session() as session:
         made = a_run(session)
         made.node("trainer", market="on_demand", rate=9_000_000, up=0, seen=HOUR_MS // 2)
@@ -178,7 +178,7 @@ def test_a_running_node_is_paid_for_until_now_and_a_closed_one_until_its_end():
     assert costs.by_phase == {"cold_start": 4_500_000 + 3_600_000, "idle": 13_500_000}
 
 
-def test_a_node_that_was_seen_to_go_is_charged_to_that_moment_even_before_it_is_billed():
+def test_a_node_seen_to_end_is_charged_until_then_before_its_bill():
     with a_session() as session:
         made = a_run(session)
         node = made.node("spot-0", rate=3_600_000, up=0)
@@ -186,7 +186,7 @@ def test_a_node_that_was_seen_to_go_is_charged_to_that_moment_even_before_it_is_
         assert run_costs(session, made.run, START_MS + 9 * HOUR_MS).total == 3_600_000
 
 
-def test_a_bill_without_length_belongs_to_a_start_that_led_nowhere():
+def test_a_bill_of_zero_length_counts_as_cold_start():
     with a_session() as session:
         made = a_run(session)
         node = made.node("spot-0", up=0, end=0)
@@ -211,7 +211,7 @@ def test_another_runs_nodes_and_usage_do_not_count():
         assert run_costs(session, a_run(session).run, START_MS + HOUR_MS).total == 0
 
 
-def test_a_long_run_costs_what_its_nodes_say():
+def test_a_long_run_costs_the_sum_of_its_nodes():
     with a_session() as session:
         costs = run_costs(session, a_long_run(session), START_MS + 240 * MINUTE_MS)
     assert costs.by_node["digits-ocr-trainer-g1"] == 4 * 804_800

@@ -1,4 +1,4 @@
-"""Tables made anew: what is taken, what stays, what is said; and `spotrl catalog` on a ledger of the test's."""
+"""Refreshing price tables (new, kept and reported rows), and `spotrl catalog` on a temporary ledger."""
 
 import http.server
 import io
@@ -82,12 +82,12 @@ def test_a_point_becomes_an_offer_with_its_gpus_source_and_time():
     )
 
 
-def test_of_several_points_the_newest_counts():
+def test_the_newest_of_several_prices_counts():
     points = [point(17, observed_ms=NOW_MS - 1), point(18), point(16, observed_ms=NOW_MS - 2)]
     assert [offer.micro_usd_per_hour for offer in offers_from(points).offers] == [18_000_000]
 
 
-def test_an_instance_that_we_do_not_know_is_named_not_guessed():
+def test_an_unknown_instance_type_is_named_not_guessed():
     observed = offers_from([point(1, instance_type="p9.metal"), point(17)])
     assert [offer.instance_type for offer in observed.offers] == ["p5.48xlarge"]
     assert observed.unknown == ("aws p9.metal",)
@@ -105,30 +105,30 @@ def known(*points: PricePoint) -> tuple[Offer, ...]:
     return offers_from(points).offers
 
 
-def test_a_zone_is_the_same_by_its_id_whatever_an_account_calls_it():
+def test_a_zone_is_identified_by_its_id_not_its_account_name():
     before = merged((), known(LIST_PRICE, point(17)))
     after = merged(before, known(point(18, zone="us-east-2c")))
     assert [(offer.zone, offer.micro_usd_per_hour) for offer in after] == [("", 55_040_000), ("us-east-2c", 18_000_000)]
 
 
-def test_what_nobody_answered_for_stays_with_its_date():
+def test_a_price_without_a_newer_answer_keeps_its_date():
     before = merged((), known(point(17, observed_ms=NOW_MS - HOUR_MS), point(15, "us-east-2b", "use2-az2")))
     after = merged(before, known(point(16, "us-east-2b", "use2-az2")))
     assert [(offer.zone_id, offer.observed_at[11:13]) for offer in after] == [("use2-az1", "11"), ("use2-az2", "12")]
 
 
-def test_a_price_of_the_region_goes_once_its_zones_are_told_apart():
+def test_a_regional_price_is_dropped_once_zone_prices_are_known():
     before = merged((), known(gcp(20, ""), gcp(88, "", market=Market.ON_DEMAND)))
     after = merged(before, known(gcp(19, "us-east4-a"), gcp(21, "us-east4-b")))
     assert [offer.zone for offer in after] == ["", "us-east4-a", "us-east4-b"]
 
 
-def test_merged_rows_are_judged_together():
+def test_verdicts_consider_all_merged_rows_together():
     after = merged(known(LIST_PRICE), known(point(55.04), point(5.504, "us-east-2b", "use2-az2")))
     assert [offer.quality for offer in after] == [Quality.OK, Quality.SAME_AS_ON_DEMAND, Quality.TENTH_OF_ON_DEMAND]
 
 
-def test_changes_are_told_by_kind_and_a_younger_date_is_none():
+def test_changes_are_reported_by_kind_and_a_newer_date_is_no_change():
     old = merged((), known(point(17), point(15, "us-east-2b", "use2-az2"), point(20, "us-east-2c", "use2-az3")))
     new = merged((), known(LIST_PRICE, point(18), point(15, "us-east-2b", "use2-az2", observed_ms=NOW_MS + HOUR_MS)))
     assert [(change.kind, change.offer.zone_id) for change in changes(old, new)] == [
@@ -147,7 +147,7 @@ def test_changes_are_told_by_kind_and_a_younger_date_is_none():
 # --- tables -> disk ----------------------------------------------------------------------------------
 
 
-def test_written_tables_are_read_back_and_old_files_go(tmp_path):
+def test_written_tables_are_read_back_and_old_files_are_deleted(tmp_path):
     old = {}
     for usd in (17, 18, 19, 20):
         offers = known(LIST_PRICE, point(usd))
@@ -158,7 +158,7 @@ def test_written_tables_are_read_back_and_old_files_go(tmp_path):
     assert len(list(tmp_path.glob("aws_spot*.csv"))) == 2, "the last one too, for who was reading it"
 
 
-def test_tables_that_were_not_asked_for_stay(tmp_path):
+def test_tables_that_were_not_requested_stay(tmp_path):
     replace_tables(tmp_path, known(gcp(20, "us-east4-a")), {}, source="test", now_ms=NOW_MS)
     replace_tables(tmp_path, known(point(17)), read_folder(tmp_path).tables, source="test", now_ms=NOW_MS)
     assert set(read_folder(tmp_path).tables) == {"aws_spot", "gcp_spot"}
@@ -186,7 +186,7 @@ def refresh_catalog_write():
     return refresh_catalog._write
 
 
-def test_a_folder_that_cannot_be_written_is_said(tmp_path):
+def test_a_folder_that_cannot_be_written_is_reported(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CatalogError, match=r"cannot be written .* as they were"):
         replace_tables(tmp_path / "file", known(point(17)), {}, source="test", now_ms=NOW_MS)
@@ -197,7 +197,7 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path):
 
 @dataclass
 class FakeSource:
-    """A feed that answers what it was given."""
+    """A price feed with answers set by the test."""
 
     cloud: str
     prices: tuple[RawPrice, ...] = ()
@@ -236,7 +236,7 @@ AWS_PRICES = (raw("55.04"), raw("17.5", "us-east-2a", "use2-az1", Market.SPOT))
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Calls `spotrl catalog` at noon, in a home and on a ledger of the test's, with made-up sources."""
+    """Call `spotrl catalog` at noon with made-up sources, in a temporary home and ledger."""
     monkeypatch.setenv("SPOTRL_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(catalog_module, "now_ms", lambda: NOW_MS)
     sessions = open_ledger(tmp_path / "ledger.sqlite")
@@ -262,7 +262,7 @@ def run(tmp_path, monkeypatch):
     return run
 
 
-def test_refresh_writes_what_clouds_said_into_the_users_home_and_says_what_changed(run):
+def test_refresh_writes_cloud_prices_to_the_users_home_and_lists_changes(run):
     code, text = run("refresh", "--cloud", "aws", sources=[FakeSource("aws", AWS_PRICES)])
     assert code == ExitCode.OK
     assert "~ aws us-east-2a p5.48xlarge spot: $17.29/h -> $17.50/h (+1.2 %), ok" in text
@@ -281,7 +281,7 @@ def test_a_dry_run_writes_nothing(run):
     assert not run.folder.exists()
 
 
-def test_a_source_that_fails_leaves_its_clouds_tables_and_the_exit_code_says_so(run):
+def test_a_failing_source_keeps_its_clouds_tables_and_sets_the_exit_code(run):
     sources = [FakeSource("aws", AWS_PRICES), FakeSource("gcp", failure=NoCredentials("no Google credentials"))]
     code, text = run("refresh", sources=sources)
     assert code == ExitCode.CREDENTIALS
@@ -290,7 +290,7 @@ def test_a_source_that_fails_leaves_its_clouds_tables_and_the_exit_code_says_so(
     assert set(read_folder(run.folder).tables) == {"aws_on_demand", "aws_spot"}
 
 
-def test_of_two_sources_of_a_cloud_one_that_fails_is_enough(run):
+def test_one_failing_source_of_two_keeps_the_tables_of_their_cloud(run):
     broken = FakeSource("aws", failure=Failure("throttled"))
     broken.name = "aws spot"
     code, text = run("refresh", "--cloud", "aws", "--json", sources=[FakeSource("aws", AWS_PRICES[:1]), broken])
@@ -301,7 +301,7 @@ def test_of_two_sources_of_a_cloud_one_that_fails_is_enough(run):
     assert not run.folder.exists()
 
 
-def test_advice_that_fails_does_not_hold_prices_up(run):
+def test_failing_capacity_advice_does_not_block_prices(run):
     advice = FakeSource("aws", failure=Failure("no advice today"), gives_prices=False)
     advice.name = "aws advice"
     code, _ = run("refresh", "--cloud", "aws", sources=[FakeSource("aws", AWS_PRICES), advice])
@@ -309,15 +309,15 @@ def test_advice_that_fails_does_not_hold_prices_up(run):
     assert "aws_spot" in read_folder(run.folder).tables
 
 
-def test_refresh_from_the_ledger_asks_nobody(run):
-    asked = FakeSource("aws", failure=AssertionError("asked"))
-    code, _ = run("refresh", "--cloud", "aws", "--from", "recorded", sources=[asked], points=[LIST_PRICE, point(16)])
+def test_refresh_from_the_ledger_calls_no_cloud(run):
+    unused = FakeSource("aws", failure=AssertionError("asked"))
+    code, _ = run("refresh", "--cloud", "aws", "--from", "recorded", sources=[unused], points=[LIST_PRICE, point(16)])
     assert code == ExitCode.OK
     prices = {offer.micro_usd_per_hour for offer in read_folder(run.folder).offers["aws_spot"]}
     assert 16_000_000 in prices
 
 
-def test_an_empty_ledger_is_said_and_changes_nothing(run):
+def test_a_refresh_from_an_empty_ledger_is_reported_and_changes_nothing(run):
     code, text = run("refresh", "--from", "recorded")
     assert code == ExitCode.STALE_CATALOG
     assert "the ledger has no price of aws; `spotrl prices refresh` asks for them" in text
@@ -333,7 +333,7 @@ def test_diff_shows_what_a_refresh_changed(run):
     assert printed("catalog-diff", text)["changes"][0]["kind"] in ("price", "quality")
 
 
-def test_show_tells_price_age_source_and_verdict(run):
+def test_show_prints_price_age_source_and_verdict(run):
     _, text = run("show", "--gpu", "h100", "--market", "spot")
     assert "same-as-on-demand" in text
     assert "skypilot-org/skypilot-catalog v8 aws/vms.csv, commit e385a0d: date unknown" in text
@@ -347,12 +347,12 @@ def test_show_tells_price_age_source_and_verdict(run):
     assert {offer["age"] for offer in shown["offers"]} == {"unknown", "expired"}
 
 
-def test_show_says_what_there_is_when_nothing_fits(run):
+def test_show_lists_what_exists_when_nothing_matches(run):
     _, text = run("show", "--gpu", "H1000")
     assert text.startswith("No such offer. The tables have A100, A100-80GB, A10G, B200, H100")
 
 
-def test_validate_passes_what_ships_and_lists_what_is_doubted(run):
+def test_validate_passes_the_shipped_tables_and_lists_doubtful_rows(run):
     code, text = run("validate")
     assert code == ExitCode.OK
     assert "aws apse3-az1 p5.48xlarge spot: tenth-of-on-demand, $7.60/h" in text
@@ -365,7 +365,7 @@ def test_validate_with_json_counts_rows_by_quality(run):
     assert sum(answer["quality"].values()) == answer["rows"] > 0
 
 
-def test_a_corrected_table_is_judged_and_sealed(run, tmp_path):
+def test_a_corrected_table_gets_new_verdicts_and_a_new_checksum(run, tmp_path):
     replace_tables(tmp_path / "own", known(LIST_PRICE, point(17)), {}, source="test", now_ms=NOW_MS)
     (path,) = (tmp_path / "own").glob("aws_spot*.csv")
     path.write_text(path.read_text().replace("17.00", "55.04"))
@@ -378,7 +378,7 @@ def test_a_corrected_table_is_judged_and_sealed(run, tmp_path):
     assert read_folder(tmp_path / "own").offers["aws_spot"][0].quality is Quality.SAME_AS_ON_DEMAND
 
 
-def test_validate_refuses_a_verdict_that_the_rules_do_not_share(run, tmp_path):
+def test_validate_refuses_a_verdict_that_differs_from_the_rules(run, tmp_path):
     wrong = [replace(each, quality=Quality.OK) for each in known(LIST_PRICE, point(55.04))]
     replace_tables(tmp_path / "own", wrong, {}, source="test", now_ms=NOW_MS)
     code, text = run("validate", str(tmp_path / "own"))
@@ -404,7 +404,7 @@ def hunted(name: str, location: str, price: float, gpus: int, gpu: str, spot: bo
 
 @pytest.fixture
 def published(monkeypatch):
-    """A server on this machine that publishes catalogs as dstack does; the library itself is the real one."""
+    """Serve catalogs on loopback like dstack; the gpuhunt library is the real one."""
     pytest.importorskip("gpuhunt")
     rows = {
         "aws": [
@@ -448,7 +448,7 @@ def published(monkeypatch):
     server.server_close()
 
 
-def test_gpuhunts_prices_are_taken_where_it_assembles_them(published):
+def test_only_the_priced_offers_of_gpuhunt_are_taken(published):
     points = fetch_gpuhunt(NOW_MS)
     found = {(p.cloud, p.instance_type, p.zone or p.region, p.market.value, p.micro_usd_per_hour) for p in points}
     assert found == {
@@ -476,7 +476,7 @@ def test_a_refresh_from_gpuhunt_is_unverified_and_dated_by_its_catalog(published
     )
 
 
-def test_a_catalog_that_gpuhunt_cannot_load_changes_nothing(published, run):
+def test_a_catalog_that_gpuhunt_cannot_load_changes_no_table(published, run):
     del published["gcp"]
     code, text = run("refresh", "--from", "gpuhunt")
     assert code == ExitCode.FAILURE
@@ -484,6 +484,6 @@ def test_a_catalog_that_gpuhunt_cannot_load_changes_nothing(published, run):
     assert not run.folder.exists()
 
 
-def test_a_catalog_without_a_date_is_not_taken():
+def test_a_gpuhunt_catalog_without_a_date_is_refused():
     with pytest.raises(Failure, match="has no date"):
         version_ms("latest")

@@ -1,4 +1,4 @@
-"""The command line: how commands are found, what they print, how they end. Runs are made up; nothing is started."""
+"""The command line: finding commands, their output and their exit codes. Runs are made up; no process starts."""
 
 import signal
 import subprocess
@@ -72,7 +72,7 @@ DONE = replace(VIEW, status="finished", reason="target", nodes=(node(status="rel
 
 
 def commands() -> list[tuple[str, click.Command]]:
-    """Every command and subcommand, by the words that call it."""
+    """Yield every command and subcommand with the words that call it."""
     found: list[tuple[str, click.Command]] = [("", cli)]
     context = click.Context(cli)
     for name in summaries():
@@ -121,12 +121,12 @@ def test_the_help_imports_no_command():
         "import sys; from launcher.cli.main import run; run(['--help']); "
         "print(sorted(name for name in sys.modules if name.startswith('launcher.cli.')), file=sys.stderr)"
     )
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "Start and end runs:" in told.stdout
-    assert told.stderr.strip() == "['launcher.cli.main']"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "Start and end runs:" in result.stdout
+    assert result.stderr.strip() == "['launcher.cli.main']"
 
 
-def test_a_misspelt_command_names_the_nearest(capsys):
+def test_a_misspelt_command_is_answered_with_the_nearest_name(capsys):
     assert run(["lanch", "x.yaml"]) == ExitCode.USAGE
     assert "did you mean `spotrl launch`?" in capsys.readouterr().err
 
@@ -142,7 +142,7 @@ def test_a_misspelt_command_names_the_nearest(capsys):
         ("secrets: [SPOTRL_TEST_UNSET]", ExitCode.INVALID_JOB, "line 1: secrets names SPOTRL_TEST_UNSET"),
     ],
 )
-def test_a_job_that_cannot_run_ends_with_its_code_before_anything_starts(
+def test_an_invalid_job_ends_with_its_exit_code_before_anything_starts(
     text, code, words, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setenv("SPOTRL_HOME", str(tmp_path / "home"))
@@ -184,14 +184,14 @@ def test_every_example_can_be_launched_from_an_empty_folder(name, tmp_path, monk
 def test_the_help_of_init_describes_every_shipped_example():
     shipped = {Path(str(file)).stem for file in files("sky_yamls").iterdir() if str(file).endswith(".yaml")}
     assert set(EXAMPLES) == shipped - {"template"}
-    told = CliRunner().invoke(cli, ["init", "--help"]).output
-    assert all(f"\n    {name} " in told for name in EXAMPLES)
+    result = CliRunner().invoke(cli, ["init", "--help"]).output
+    assert all(f"\n    {name} " in result for name in EXAMPLES)
 
 
-def test_an_unknown_example_names_those_that_there_are(capsys):
+def test_an_unknown_example_is_refused_with_the_existing_names(capsys):
     assert run(["init", "--example", "flux"]) == ExitCode.USAGE
-    told = capsys.readouterr().err
-    assert all(name in told for name in EXAMPLES)
+    result = capsys.readouterr().err
+    assert all(name in result for name in EXAMPLES)
 
 
 def test_an_example_replaces_no_prompts_of_the_users(tmp_path):
@@ -225,7 +225,7 @@ def test_config_shows_where_each_value_comes_from(tmp_path, monkeypatch):
 
 @dataclass
 class FakeRuns:
-    """Runs as `launch` sees them: a script of views. An exception in it is what interrupts the looking."""
+    """Runs as `launch` sees them: a list of views. An exception in the list is raised while following."""
 
     script: list
     left_after: list[str] = field(default_factory=list)
@@ -265,7 +265,7 @@ class FakeRuns:
 
 @dataclass
 class Ended:
-    """How a command ended, with stdout and stderr apart (click 8.1's runner mixes them)."""
+    """The result of a command with stdout and stderr apart (click 8.1's runner mixes them)."""
 
     return_value: int | None
     exception: Exception | None
@@ -279,7 +279,7 @@ class Ended:
 
 @pytest.fixture
 def launch(tmp_path, monkeypatch, capsys):
-    """Calls `spotrl launch` on a job that checks out, with made-up runs behind it."""
+    """Call `spotrl launch` on a valid job with made-up runs."""
     monkeypatch.setenv("SPOTRL_CONFIG", str(tmp_path / "none.yaml"))
     monkeypatch.setattr(launch_module, "preflight", lambda checked, folder, start=None: {"slowness": 1.0})
     monkeypatch.setattr(follow_module, "LOOK_SECONDS", 0)
@@ -303,7 +303,7 @@ def launch(tmp_path, monkeypatch, capsys):
     return launch
 
 
-def test_ctrl_c_ends_the_wait_for_a_clouds_groups_and_the_last_words_still_come(monkeypatch, tmp_path, capsys):
+def test_ctrl_c_ends_the_wait_for_cleanup_and_the_summary_is_still_printed(monkeypatch, tmp_path, capsys):
     def waits(sessions, name, seconds):
         raise KeyboardInterrupt
 
@@ -314,7 +314,7 @@ def test_ctrl_c_ends_the_wait_for_a_clouds_groups_and_the_last_words_still_come(
     assert "waiting until these are gone: groups and identities of demo" in capsys.readouterr().out
 
 
-def test_launch_shows_the_plan_follows_and_says_how_it_ended(launch):
+def test_launch_shows_the_plan_follows_the_run_and_prints_its_end(launch):
     runs = FakeRuns([VIEW, VIEW, replace(VIEW, iteration=4), DONE])
     result = launch(runs, "-y")
     assert result.return_value == ExitCode.OK
@@ -336,11 +336,11 @@ def test_launch_shows_the_plan_follows_and_says_how_it_ended(launch):
         ("failed", "no trainer can be had: quota", ExitCode.FAILURE),
     ],
 )
-def test_a_script_can_tell_how_a_run_ended(launch, status, reason, code):
+def test_the_exit_code_tells_a_script_how_a_run_ended(launch, status, reason, code):
     assert launch(FakeRuns([replace(DONE, status=status, reason=reason)], stops=["x"]), "-y").return_value == code
 
 
-def test_what_is_left_after_the_end_may_cost_money_and_is_named(launch):
+def test_resources_left_after_the_end_are_named_because_they_may_cost_money(launch):
     result = launch(FakeRuns([DONE], left_after=["process 17"]), "-y")
     assert result.return_value == ExitCode.TEARDOWN_INCOMPLETE
     assert "Still running: process 17" in result.output
@@ -359,11 +359,11 @@ def test_json_is_one_object_on_stdout_and_the_rest_goes_to_stderr(launch):
     assert "priced as" in result.stderr
 
 
-def test_the_plan_says_who_shares_pictures_only_if_the_job_asks_for_it(launch):
+def test_the_plan_shows_image_sharing_only_if_the_job_requests_it(launch):
     eight = ("--set", "resources.rollout.accelerators=A100:8", "--set", "resources.trainer.accelerators=A100:8")
-    asked = launch(FakeRuns([VIEW]), "--dry-run", *eight, "--set", "runtime.sp_degree=2")
-    assert "sp_degree 2: 2 of a rollout node's 8 workers share an image" in asked.output
-    assert "goes on whoever shares it, equal to about 5e-7 (resume: close)" in asked.output
+    with_sharing = launch(FakeRuns([VIEW]), "--dry-run", *eight, "--set", "runtime.sp_degree=2")
+    assert "sp_degree 2: 2 of a rollout node's 8 workers share an image" in with_sharing.output
+    assert "goes on whoever shares it, equal to about 5e-7 (resume: close)" in with_sharing.output
     left = launch(FakeRuns([VIEW]), "--dry-run", *eight, "--set", "runtime={sp_degree: auto, resume: exact}")
     assert "sp_degree auto: a rollout node's 8 workers share images as demand has it" in left.output
     assert "(resume: exact)" in left.output
@@ -399,12 +399,12 @@ def test_start_weights_are_in_the_stores_before_a_controller_starts(launch, tmp_
     monkeypatch.setattr(
         launch_module, "send_start", lambda start, job, folder: done.append((folder, list(runs.started)))
     )
-    told = launch(runs, "-y", "--set", "model.from=first")
-    assert told.return_value == ExitCode.OK
+    result = launch(runs, "-y", "--set", "model.from=first")
+    assert result.return_value == ExitCode.OK
     assert done == [(tmp_path / "runs" / "quickstart", [])]
     assert runs.started == ["quickstart"]
-    assert "Starts from first, checkpoint l0001-i000007." in told.output
-    assert not list(tmp_path.glob(".start-*"))  # what was copied for it is gone
+    assert "Starts from first, checkpoint l0001-i000007." in result.output
+    assert not list(tmp_path.glob(".start-*"))  # its copied files are deleted
 
 
 def test_without_a_terminal_nothing_starts_unasked(launch):
@@ -430,7 +430,7 @@ def test_detach_names_what_runs_and_how_to_stop_it(launch):
         ("keep", [], ExitCode.OK),
     ],
 )
-def test_ctrl_c_stops_the_run_unless_told_to_keep_it(launch, on_exit, stops, code):
+def test_ctrl_c_stops_the_run_unless_it_is_to_be_kept(launch, on_exit, stops, code):
     runs = FakeRuns([VIEW, KeyboardInterrupt(), VIEW])
     result = launch(runs, "-y", "--on-exit", on_exit)
     assert result.return_value == code
@@ -447,7 +447,7 @@ def test_at_a_terminal_ctrl_c_asks(launch, monkeypatch, answer, stops):
     assert runs.stops == stops
 
 
-def test_a_stop_that_leaves_something_behind_says_so(launch):
+def test_a_stop_that_leaves_resources_behind_reports_them(launch):
     runs = FakeRuns([VIEW, KeyboardInterrupt(), VIEW], left_after=["quickstart-trainer-g1"])
     result = launch(runs, "-y")
     assert result.return_value == ExitCode.TEARDOWN_INCOMPLETE
@@ -461,7 +461,7 @@ def test_a_lost_terminal_only_stops_the_following(launch, monkeypatch):
     assert runs.stops == []
 
 
-def test_being_terminated_stops_the_run(launch):
+def test_sigterm_to_launch_stops_the_run(launch):
     runs = FakeRuns([VIEW, lambda: signal.raise_signal(signal.SIGTERM), VIEW])
     assert launch(runs, "-y").return_value == ExitCode.INTERRUPTED
     assert runs.stops == ["launch was terminated"]
@@ -475,7 +475,7 @@ def test_an_error_while_following_names_what_still_runs(launch):
     assert "spotrl report quickstart" in result.output
 
 
-def test_a_controller_that_died_is_started_again(launch, monkeypatch):
+def test_a_dead_controller_is_started_again(launch, monkeypatch):
     monkeypatch.setattr(follow_module, "ALONE_SECONDS", -1)
     alone = replace(VIEW, controlled=False)
     runs = FakeRuns([alone, alone, DONE])
@@ -483,15 +483,15 @@ def test_a_controller_that_died_is_started_again(launch, monkeypatch):
     assert len(runs.started) >= 2
 
 
-def test_detach_takes_nothing_that_needs_following(launch):
+def test_detach_refuses_options_that_need_following(launch):
     result = launch(FakeRuns([VIEW]), "-y", "--detach", "--on-exit", "down")
     assert isinstance(result.exception, click.UsageError)
 
 
-# --- what it looks like ------------------------------------------------------------------------------
+# --- output ------------------------------------------------------------------------------------------
 
 
-def test_a_plain_line_says_what_a_person_asks_first():
+def test_a_plain_line_shows_the_most_important_facts():
     line = plain_line(VIEW)
     for words in ("iteration 3/45", "reward 0.510", "$1.20 of at most $10.00", "$0.46/h", "1 nodes", "about 40s left"):
         assert words in line
@@ -515,7 +515,7 @@ def node_lines(view):
 
 
 @pytest.mark.parametrize("drawn", [lambda: node_lines(LONG), lambda: panel(LONG, [0.1, 0.2], "local")])
-def test_80_columns_show_every_node_whole(drawn):
+def test_80_columns_show_every_node_completely(drawn):
     console = Console(width=80, file=StringIO(), color_system=None)
     console.print(drawn())
     text = console.file.getvalue()
@@ -527,7 +527,7 @@ def test_80_columns_show_every_node_whole(drawn):
     assert max(map(len, text.splitlines())) <= 80
 
 
-def test_a_sparkline_goes_from_lowest_to_highest():
+def test_a_sparkline_ranges_from_lowest_to_highest():
     assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
     assert sparkline([0.3, 0.3]) == "▁▁"
     assert sparkline([]) == ""
@@ -564,7 +564,7 @@ def test_the_panel_shows_groups_only_of_a_run_that_shares():
     assert "0+1 2" in text(replace(VIEW, nodes=(node(groups=shared), node("quickstart-spot-1-g1"))))
 
 
-def test_result_and_report_are_written_whatever_happened(launch, tmp_path, monkeypatch):
+def test_result_and_report_are_written_however_a_run_ended(launch, tmp_path, monkeypatch):
     written: list[tuple[str, dict[str, Path | None]]] = []
     monkeypatch.setattr(follow_module, "_write_files", lambda sessions, name, **files: written.append((name, files)))
     result_file = tmp_path / "out" / "result.json"

@@ -1,4 +1,4 @@
-"""Plans for a cloud: they keep every cap, are the best there is, and follow what happened in the ledger."""
+"""Plans for a cloud: they keep every cap, have the least cost, and follow the history in the ledger."""
 
 import json
 import random
@@ -50,7 +50,7 @@ USD = 1_000_000
 def offer(
     zone: str, usd: float, *, region: str = "east", cloud: str = "gcp", kind: str = "h100", gpus: int = 1, **more: Any
 ) -> Offer:
-    """Spot in a zone, on demand without one."""
+    """Return an offer: spot if a zone is given, else on demand."""
     return Offer(
         cloud=cloud,
         region=region,
@@ -72,11 +72,11 @@ EAST = (TRAINER, ON_DEMAND, offer("a", 2.0), offer("b", 2.2), offer("c", 2.4))
 
 
 def qwen_image_512(**more: Any) -> Recipe:
-    """The recipe for an engine that trains on four GPUs, as the figures of the notes are."""
+    """Return the recipe for an engine that trains on four GPUs, as in the research notes."""
     return replace(shipped_recipe(**more), trained_on_gpus=4)
 
 
-def an_ask(**more: Any) -> CloudRequirements:
+def requirements(**more: Any) -> CloudRequirements:
     return replace(
         CloudRequirements(
             recipe=qwen_image_512(),
@@ -89,7 +89,7 @@ def an_ask(**more: Any) -> CloudRequirements:
 
 
 ROLLING = replace(qwen_image_512(), cost=replace(qwen_image_512().cost, train_seconds=4.0))
-"""Pictures take 107 of 111 seconds here, so that a single spot node pays by rolling out."""
+"""Rollouts take 107 of 111 seconds here, so that a single spot node pays for itself."""
 
 
 def view(*offers: Offer, **more: Any) -> MarketView:
@@ -97,7 +97,7 @@ def view(*offers: Offer, **more: Any) -> MarketView:
 
 
 def steady(*offers: Offer) -> MarketView:
-    """A market where nodes come at once and stay."""
+    """Return a market where nodes start at once and are never preempted."""
     never = learn(replace(POOLED, curve=POOLED.curve.scaled(1e-9)), Exposure())
     at_once = Estimate(mean=0, low=0, high=0, basis=Basis.ASSUMED, source="assumed")
     pools = [pool_of_offer(each) for each in offers]
@@ -110,16 +110,16 @@ def steady(*offers: Offer) -> MarketView:
 
 
 def where(plan: CloudPlan) -> Counter[str]:
-    """Rollout nodes by zone."""
+    """Return the number of rollout nodes by zone."""
     return Counter(slot.placement.zone for slot in plan.slots if slot.role == "rollout")
 
 
-# --- what a plan holds --------------------------------------------------------------------------------
+# --- content of a plan --------------------------------------------------------------------------------
 
 
 def test_a_plan_is_in_one_region_and_spreads_its_spot_nodes():
     west = tuple(replace(each, region="west", micro_usd_per_hour=each.micro_usd_per_hour * 2) for each in EAST)
-    plan = plan_cloud(an_ask(), view(*EAST, *west))
+    plan = plan_cloud(requirements(), view(*EAST, *west))
     assert {slot.placement.region for slot in plan.slots} == {"east"} == {plan.region}
     nodes = where(plan)
     assert sum(nodes.values()) > 1
@@ -131,8 +131,8 @@ def test_a_plan_is_in_one_region_and_spreads_its_spot_nodes():
     assert plan.maximum_micro_usd_per_hour == 28 * USD + 7 * USD * sum(nodes.values())
 
 
-def test_every_figure_says_where_it_comes_from():
-    plan = plan_cloud(an_ask(), view(*EAST))
+def test_every_figure_names_its_source():
+    plan = plan_cloud(requirements(), view(*EAST))
     assert all(slot.placement.price_source and slot.placement.price_observed_at for slot in plan.slots)
     assert "assumed" in plan.basis
     assert plan.cost.low < plan.cost.expected < plan.cost.high
@@ -145,8 +145,8 @@ def test_every_figure_says_where_it_comes_from():
     assert any("never trained Qwen-Image" in note for note in plan.notes)
 
 
-def test_the_reference_recipe_pays_more_per_iteration_for_spot_and_says_what_that_must_save():
-    plan = plan_cloud(an_ask(), view(*EAST))
+def test_the_reference_plan_states_what_its_dearer_iterations_must_save():
+    plan = plan_cloud(requirements(), view(*EAST))
     pays = plan.spot_pays
     assert pays is not None
     assert pays.costs_more
@@ -157,10 +157,10 @@ def test_the_reference_recipe_pays_more_per_iteration_for_spot_and_says_what_tha
     assert alone.iterations == pytest.approx(pays.iterations_share)
 
 
-def test_without_hazards_the_plan_prices_an_iteration_as_the_notes_do():
-    """Papers 6.2: 8 spot GPUs at 69 % off beside 4 make an iteration cost x1.30."""
+def test_without_hazards_an_iteration_costs_as_much_as_in_the_notes():
+    """Papers 6.2: 8 spot GPUs at a discount of 69 % beside 4 GPUs make an iteration cost x1.30."""
     market = steady(TRAINER, offer("a", 7 * 0.31), offer("b", 7 * 0.31))
-    needs = an_ask(recipe=replace(qwen_image_512(), copy_bytes=0), policy="spothedge")
+    needs = requirements(recipe=replace(qwen_image_512(), copy_bytes=0), policy="spothedge")
     plan = plan_cloud(needs, market)
     assert sum(where(plan).values()) == 8
     assert plan.spot_pays is not None
@@ -171,14 +171,14 @@ def test_without_hazards_the_plan_prices_an_iteration_as_the_notes_do():
     assert (on_demand.iterations, on_demand.hours_per_iteration) == pytest.approx((1, 1))
 
 
-def test_the_three_factors_multiply_to_the_dollars():
-    plan = plan_cloud(an_ask(), view(*EAST))
+def test_the_cost_factors_multiply_to_the_cost_of_the_plan():
+    plan = plan_cloud(requirements(), view(*EAST))
     for factors in plan.factors:
         assert factors.micro_usd == pytest.approx(plan.cost.expected / factors.their_micro_usd)
 
 
-def test_where_exploration_is_no_use_the_trainer_stays_alone_and_the_plan_says_why():
-    plan = plan_cloud(an_ask(recipe=qwen_image_512(explores=False)), view(*EAST))
+def test_without_a_gain_from_exploration_only_the_trainer_is_planned():
+    plan = plan_cloud(requirements(recipe=qwen_image_512(explores=False)), view(*EAST))
     assert [slot.name for slot in plan.slots] == ["trainer"]
     assert plan.spot_pays is not None
     assert not plan.spot_pays.pays
@@ -188,10 +188,10 @@ def test_where_exploration_is_no_use_the_trainer_stays_alone_and_the_plan_says_w
     assert "the last one saves" in more.why_not
 
 
-def test_a_plan_without_exploration_buys_what_the_square_root_rule_says():
+def test_a_plan_without_exploration_follows_the_square_root_rule():
     """Steady nodes at $2 in one zone, $7 for a trainer's GPU, 20 s of training beside 428 GPU-seconds of rollouts."""
     plan = plan_cloud(
-        an_ask(
+        requirements(
             recipe=replace(ROLLING, explores=False, copy_bytes=0, cost=replace(ROLLING.cost, train_seconds=20.0)),
             max_rollout_nodes=30,
         ),
@@ -202,9 +202,9 @@ def test_a_plan_without_exploration_buys_what_the_square_root_rule_says():
     assert abs(where(plan)["a"] - by_rule) < 1
 
 
-def test_alternatives_are_never_better_and_say_why_not():
+def test_alternatives_are_never_better_and_give_their_reason():
     west = tuple(replace(each, region="west", micro_usd_per_hour=each.micro_usd_per_hour + USD) for each in EAST)
-    plan = plan_cloud(an_ask(), view(*EAST, *west, offer("d", 2.0, region="far")))
+    plan = plan_cloud(requirements(), view(*EAST, *west, offer("d", 2.0, region="far")))
     names = [other.what for other in plan.alternatives]
     assert any(name.startswith("gcp west") for name in names)
     assert sum(name.startswith("policy ") for name in names) == len(POLICIES) - 1
@@ -215,46 +215,48 @@ def test_alternatives_are_never_better_and_say_why_not():
     assert any(each.what == "gcp far" and "no trainer" in each.why for each in plan.left_out)
 
 
-def test_prices_that_are_not_believed_are_left_out_by_name():
+def test_doubtful_prices_are_left_out_by_name():
     bad = offer("bad", 0.7, quality=Quality.TENTH_OF_ON_DEMAND)
     dear = offer("dear", 7.0)
-    plan = plan_cloud(an_ask(), view(*EAST, bad, dear))
+    plan = plan_cloud(requirements(), view(*EAST, bad, dear))
     assert not {"bad", "dear"} & set(where(plan))
     reasons = {each.what: each.why for each in plan.left_out}
     assert "tenth-of-on-demand" in reasons["h100-1 in bad"]
     assert "no cheaper than on demand" in reasons["h100-1 in dear"]
 
 
-def test_a_zone_without_capacity_is_left_alone_for_a_while():
+def test_a_zone_without_capacity_is_avoided_for_a_while():
     pool = pool_of_offer(EAST[2])
     history = PoolHistory(pool=pool, stock_outs_ms=(START_MS,))
     at_once = market_view(EAST, [history], now_ms=START_MS + MINUTE_MS)
     later = market_view(EAST, [history], now_ms=START_MS + 11 * MINUTE_MS)
-    needs = an_ask(max_rollout_nodes=1, recipe=ROLLING)
+    needs = requirements(max_rollout_nodes=1, recipe=ROLLING)
     assert where(plan_cloud(needs, at_once)) == {"b": 1}
     assert where(plan_cloud(needs, later))  # the refusal still counts against its odds
     assert pool not in later.cooling
 
 
-def test_a_sole_zone_takes_all_nodes_and_the_plan_warns():
-    plan = plan_cloud(an_ask(), view(TRAINER, ON_DEMAND, offer("only", 1.0)))
+def test_a_single_zone_gets_all_nodes_and_the_plan_warns():
+    plan = plan_cloud(requirements(), view(TRAINER, ON_DEMAND, offer("only", 1.0)))
     assert where(plan)["only"] > 1
     assert any("may take all of them" in note for note in plan.notes)
 
 
-def test_an_instance_that_is_not_sold_on_demand_is_bounded_by_its_share_of_a_larger_one():
-    plan = plan_cloud(an_ask(), view(TRAINER, offer("a", 2.0), offer("b", 2.0)))  # 4 GPUs for $28
+def test_a_type_without_on_demand_price_is_bounded_by_a_larger_types_share():
+    plan = plan_cloud(requirements(), view(TRAINER, offer("a", 2.0), offer("b", 2.0)))  # 4 GPUs for $28
     assert {slot.on_demand_micro_usd_per_hour for slot in plan.slots[1:]} == {7 * USD}
 
 
-def test_a_larger_trainer_is_taken_and_said_where_no_smaller_one_is_sold():
-    plan = plan_cloud(an_ask(), view(offer("", 55, gpus=8), ON_DEMAND, *EAST[2:]))
+def test_a_larger_trainer_is_planned_with_a_note_if_no_smaller_one_is_sold():
+    plan = plan_cloud(requirements(), view(offer("", 55, gpus=8), ON_DEMAND, *EAST[2:]))
     assert plan.slots[0].placement.gpus == 8
     assert any("has 8 GPUs: 4 are paid for idle" in note for note in plan.notes)
 
 
-def test_a_trainer_with_one_gpu_is_preferred_and_the_plan_says_that_only_one_is_used():
-    needs = an_ask(recipe=shipped_recipe(), trainer=NodeRequirements(accelerator="H100", gpus=1), trainer_gpus_named=8)
+def test_a_trainer_with_one_gpu_is_preferred_because_only_one_is_used():
+    needs = requirements(
+        recipe=shipped_recipe(), trainer=NodeRequirements(accelerator="H100", gpus=1), trainer_gpus_named=8
+    )
     one, eight = offer("", 7, gpus=1), offer("", 55, gpus=8)
     plan = plan_cloud(needs, view(one, eight, *EAST[2:]))
     assert plan.slots[0].placement.gpus == 1
@@ -267,12 +269,12 @@ def test_a_trainer_with_one_gpu_is_preferred_and_the_plan_says_that_only_one_is_
 
 @pytest.mark.parametrize("infra", ["gcp/east/b", "gcp/*/b"])
 def test_infra_narrows_the_zones(infra):
-    plan = plan_cloud(an_ask(rollout=NodeRequirements(accelerator="h100", gpus=1, infra=infra)), view(*EAST))
+    plan = plan_cloud(requirements(rollout=NodeRequirements(accelerator="h100", gpus=1, infra=infra)), view(*EAST))
     assert set(where(plan)) == {"b"}
 
 
-def test_spot_never_only_and_auto():
-    needs = an_ask(floor_nodes=2)
+def test_spot_modes_never_only_and_auto_choose_the_capacity_type():
+    needs = requirements(floor_nodes=2)
     never = plan_cloud(replace(needs, spot=Spot.NEVER), view(*EAST))
     assert {slot.placement.market for slot in never.slots} == {Market.ON_DEMAND}
     assert [slot.name for slot in never.slots[1:]] == ["on-demand-0", "on-demand-1"]
@@ -280,15 +282,15 @@ def test_spot_never_only_and_auto():
     assert {slot.placement.market for slot in only.slots[1:]} == {Market.SPOT}
 
 
-def test_below_the_floor_on_demand_nodes_fill_up():
-    """Zones that have something one time in fifty do not keep four nodes there."""
+def test_on_demand_nodes_fill_up_to_the_floor():
+    """Zones with capacity in one of fifty launches do not keep four nodes running."""
     scarce = {pool_of_offer(each): LaunchOdds(failures=98) for each in EAST}
-    plan = plan_cloud(an_ask(floor_nodes=4, max_rollout_nodes=4), view(*EAST, odds=scarce))
+    plan = plan_cloud(requirements(floor_nodes=4, max_rollout_nodes=4), view(*EAST, odds=scarce))
     assert where(plan) == {"east, any zone": 4}
 
 
-def test_a_deadline_buys_what_money_alone_would_not():
-    needs = an_ask(recipe=qwen_image_512(explores=False))
+def test_a_deadline_buys_nodes_that_do_not_pay_for_themselves():
+    needs = requirements(recipe=qwen_image_512(explores=False))
     slow = plan_cloud(needs, view(*EAST))
     fast = plan_cloud(replace(needs, deadline_ms=slow.time.expected * 9 // 10), view(*EAST))
     assert where(fast)
@@ -296,12 +298,12 @@ def test_a_deadline_buys_what_money_alone_would_not():
     assert fast.time.expected <= slow.time.expected * 9 // 10
 
 
-def test_the_bound_counts_the_dearest_site_disks_stand_ins_and_what_stopping_takes():
+def test_the_bound_counts_the_dearest_site_disks_stand_ins_and_stopping():
     """Two slots: a trainer and a rollout node; the other region is twice as dear."""
     dear = tuple(replace(each, region="west", micro_usd_per_hour=each.micro_usd_per_hour * 2) for each in EAST)
     side = side_micro_usd_per_hour("gcp", Market.ON_DEMAND)
-    at_once = 3 * (2 * 28 * USD + 2 * 7 * USD + 2 * side)  # stand-in, successor and a node that is leaving
-    needs = an_ask(max_rollout_nodes=1, min_rollout_nodes=1)
+    at_once = 3 * (2 * 28 * USD + 2 * 7 * USD + 2 * side)  # stand-in, successor and a node that is ending
+    needs = requirements(max_rollout_nodes=1, min_rollout_nodes=1)
     total = plan_cloud(replace(needs, max_total_micro_usd=3_000 * USD), view(*EAST, *dear))
     assert bound_of_plan(total.as_plan(), total.deadline_ms) == 3_000 * USD + -(-at_once // 12)
     until = plan_cloud(replace(needs, deadline_ms=100 * HOUR_MS), view(*EAST, *dear))
@@ -309,18 +311,18 @@ def test_the_bound_counts_the_dearest_site_disks_stand_ins_and_what_stopping_tak
     assert bound_of_plan(plan_cloud(needs, view(*EAST)).as_plan()) is None
 
 
-def test_an_hourly_limit_bounds_what_spot_nodes_cost_if_their_prices_rise_to_on_demand():
-    """A spot node for $2 that costs $7 on demand: within $40/h of them, $140/h at most."""
+def test_an_hourly_limit_bounds_spot_nodes_at_on_demand_prices():
+    """A spot node costs $2, or $7 on demand: an hourly limit of $40 for spot nodes bounds them at $140/h."""
     side = side_micro_usd_per_hour("gcp", Market.ON_DEMAND)
     limits = {"max_hourly_micro_usd": 60 * USD, "max_total_micro_usd": 9_000 * USD}
-    needs = an_ask(max_rollout_nodes=8, min_rollout_nodes=8, **limits)
+    needs = requirements(max_rollout_nodes=8, min_rollout_nodes=8, **limits)
     plan = plan_cloud(needs, view(*EAST)).as_plan()
     at_once = min(3 * (28 * USD + 8 * 7 * USD + 9 * side), 60 * USD * (7 * USD + side) / (2 * USD))
     assert bound_of_plan(plan) == pytest.approx(9_000 * USD + at_once / 12, abs=2)
 
 
-def test_a_plan_is_kept_by_the_ledger_like_a_local_one():
-    plan = plan_cloud(an_ask(max_total_micro_usd=3_000 * USD), view(*EAST))
+def test_a_cloud_plan_survives_the_ledger():
+    plan = plan_cloud(requirements(max_total_micro_usd=3_000 * USD), view(*EAST))
     kept = json.loads(json.dumps(plan_json(plan.as_plan())))
     assert slots_from(kept) == plan.slots
     assert sites_from(kept) == plan.sites
@@ -328,7 +330,7 @@ def test_a_plan_is_kept_by_the_ledger_like_a_local_one():
     assert sites_from({"slots": []}) == ()
 
 
-def test_a_plan_says_where_the_run_may_move_its_own_cloud_first_then_cheapest_first():
+def test_a_plan_lists_failover_sites_own_cloud_first_then_by_price():
     def elsewhere(cloud: str, region: str, factor: float) -> tuple[Offer, ...]:
         return tuple(
             replace(each, cloud=cloud, region=region, micro_usd_per_hour=round(each.micro_usd_per_hour * factor))
@@ -337,7 +339,7 @@ def test_a_plan_says_where_the_run_may_move_its_own_cloud_first_then_cheapest_fi
 
     here, other = TRAINER.cloud, "gcp" if TRAINER.cloud == "aws" else "aws"
     offers = (*elsewhere(other, "x", 1.1), *elsewhere(here, "dear", 1.6), *EAST, *elsewhere(here, "fair", 1.3))
-    plan = plan_cloud(an_ask(), view(*offers))
+    plan = plan_cloud(requirements(), view(*offers))
     assert [site.place for site in plan.sites] == [
         (here, TRAINER.region),
         (here, "fair"),
@@ -347,11 +349,11 @@ def test_a_plan_says_where_the_run_may_move_its_own_cloud_first_then_cheapest_fi
     home = plan.sites[0]
     assert home.trainer[0].placement == plan.slots[0].placement
     assert {slot.option for slot in plan.slots[1:]} <= set(home.rollout)
-    too_dear = plan_cloud(an_ask(max_hourly_micro_usd=round(TRAINER.micro_usd_per_hour * 1.5)), view(*offers))
+    too_dear = plan_cloud(requirements(max_hourly_micro_usd=round(TRAINER.micro_usd_per_hour * 1.5)), view(*offers))
     assert (here, "dear") not in [site.place for site in too_dear.sites]
 
 
-def test_a_script_gets_integers_of_money_and_time():
+def test_json_plans_have_integers_of_money_and_time():
     def numbers(value: Any, name: str = "") -> list[tuple[str, Any]]:
         if isinstance(value, dict):
             return [found for key, each in value.items() for found in numbers(each, key)]
@@ -359,20 +361,20 @@ def test_a_script_gets_integers_of_money_and_time():
             return [found for each in value for found in numbers(each, name)]
         return [(name, value)]
 
-    answer = cloud_plan_json(plan_cloud(an_ask(max_total_micro_usd=3_000 * USD), view(*EAST)))
+    answer = cloud_plan_json(plan_cloud(requirements(max_total_micro_usd=3_000 * USD), view(*EAST)))
     for factors in answer["factors"]:
         assert factors["micro_usd"] == pytest.approx(
             factors["iterations"] * factors["hours_per_iteration"] * factors["micro_usd_per_hour"]
         )
     del answer["factors"]  # ratios
-    money = [(name, value) for name, value in numbers(answer) if "micro_usd" in name]
-    assert len(money) > 20
-    assert all(value is None or type(value) is int for _, value in money)
+    amounts = [(name, value) for name, value in numbers(answer) if "micro_usd" in name]
+    assert len(amounts) > 20
+    assert all(value is None or type(value) is int for _, value in amounts)
     for part in ("cost", "time"):
         assert all(type(value) is int for value in answer[part].values())
 
 
-# --- where there is no plan ---------------------------------------------------------------------------
+# --- refusals -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -383,8 +385,8 @@ def test_a_script_gets_integers_of_money_and_time():
         ({"deadline_ms": HOUR_MS}, "past the deadline of 1h"),
     ],
 )
-def test_limits_that_nothing_keeps_are_refused_with_what_would_do(limits, words):
-    needs = an_ask(**limits)
+def test_impossible_limits_are_refused_with_limits_that_would_work(limits, words):
+    needs = requirements(**limits)
     if "max_hourly_micro_usd" in limits:
         needs = replace(needs, recipe=qwen_image_512(explores=False))
     with pytest.raises(BudgetError) as caught:
@@ -392,21 +394,21 @@ def test_limits_that_nothing_keeps_are_refused_with_what_would_do(limits, words)
     assert words in str(caught.value)
 
 
-def test_the_remedy_of_a_refusal_is_enough():
-    free = plan_cloud(an_ask(), view(*EAST))
+def test_the_remedy_named_in_a_refusal_works():
+    free = plan_cloud(requirements(), view(*EAST))
     with pytest.raises(BudgetError):
-        plan_cloud(an_ask(max_total_micro_usd=free.cost.expected - 1), view(*EAST))
-    assert plan_cloud(an_ask(max_total_micro_usd=free.cost.expected), view(*EAST)).cost == free.cost
+        plan_cloud(requirements(max_total_micro_usd=free.cost.expected - 1), view(*EAST))
+    assert plan_cloud(requirements(max_total_micro_usd=free.cost.expected), view(*EAST)).cost == free.cost
 
 
-def test_a_gpu_that_nobody_sells_is_refused_with_where_was_looked():
+def test_a_gpu_that_no_cloud_sells_is_refused_with_the_searched_places():
     with pytest.raises(PlacementError, match=r"4 x B200 or more on demand \(looked in gcp east\)"):
-        plan_cloud(an_ask(trainer=NodeRequirements(accelerator="B200", gpus=4)), view(*EAST))
+        plan_cloud(requirements(trainer=NodeRequirements(accelerator="B200", gpus=4)), view(*EAST))
     with pytest.raises(PlacementError, match="spotrl catalog refresh"):
-        plan_cloud(an_ask(clouds=("aws",)), view(*EAST))
+        plan_cloud(requirements(clouds=("aws",)), view(*EAST))
 
 
-def test_a_policy_that_does_not_exist_is_refused_with_those_that_do():
+def test_an_unknown_policy_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match="cheapest-failover"):
         build_policy("magic")
 
@@ -421,16 +423,16 @@ def chosen(name: str, needs: CloudRequirements, *offers: Offer, **more: Any) -> 
     return Counter({f"{pool.offer.region} {pool.offer.zone}".strip(): count for pool, count in choice.pools})
 
 
-def test_each_policy_goes_where_it_would():
-    needs = an_ask(max_rollout_nodes=4)
+def test_each_policy_chooses_its_own_zones():
+    needs = requirements(max_rollout_nodes=4)
     assert chosen("all-on-demand", needs, *EAST) == {"east": 4}
     assert chosen("cheapest-failover", needs, *EAST) == {"east a": 4}
     assert chosen("skypilot-like", needs, *EAST) == {"east a": 4}
     assert chosen("spothedge", needs, *EAST) == {"east a": 2, "east b": 1, "east c": 1}
 
 
-def test_after_a_loss_each_policy_goes_elsewhere():
-    needs = an_ask(max_rollout_nodes=4)
+def test_each_policy_avoids_a_zone_after_a_loss():
+    needs = requirements(max_rollout_nodes=4)
     west = tuple(replace(each, region="west", micro_usd_per_hour=each.micro_usd_per_hour + 1) for each in EAST)
     lost = (pool_of_offer(EAST[2]),)
     both = (*EAST, *west)
@@ -440,22 +442,22 @@ def test_after_a_loss_each_policy_goes_elsewhere():
     assert "east a" not in chosen("ours", needs, *EAST, lost=lost)
 
 
-def test_spothedge_bridges_on_demand_until_spot_is_there():
-    needs = an_ask(max_rollout_nodes=4)
+def test_spothedge_bridges_on_demand_until_spot_nodes_are_ready():
+    needs = requirements(max_rollout_nodes=4)
     assert chosen("spothedge", needs, *EAST, missing=4)["east"] == 3  # min(N, missing), N = 4 - 1
     assert chosen("spothedge", needs, *EAST, missing=1)["east"] == 1
     assert chosen("spothedge", needs, *EAST)["east"] == 0
 
 
 def test_ours_bridges_on_demand_only_below_the_floor():
-    needs = an_ask(max_rollout_nodes=6, floor_nodes=2)
+    needs = requirements(max_rollout_nodes=6, floor_nodes=2)
     nodes = sum(chosen("ours", needs, *EAST).values())
     assert chosen("ours", needs, *EAST, missing=nodes - 1)["east"] == 1
     assert chosen("ours", replace(needs, floor_nodes=0), *EAST, missing=nodes)["east"] == 0
 
 
 def test_every_policy_keeps_the_caps():
-    needs = an_ask(max_hourly_micro_usd=34 * USD)
+    needs = requirements(max_hourly_micro_usd=34 * USD)
     for name in POLICIES:
         plan = plan_cloud(replace(needs, policy=name), view(*EAST))
         assert plan.listed_micro_usd_per_hour <= 34 * USD, name
@@ -465,15 +467,15 @@ def test_every_policy_keeps_the_caps():
 # --- from the ledger to the plan ----------------------------------------------------------------------
 
 
-def test_five_preemptions_change_the_estimate_and_the_plan_goes_to_another_zone():
-    """Five nodes in each of two zones ran for 12 minutes. Then it turns out that those of zone a were taken back."""
+def test_five_preemptions_move_the_plan_to_another_zone():
+    """Five nodes in each of two zones ran for 12 minutes. Then those of zone a are reported as preempted."""
     offers = (
         replace(TRAINER, region="us-east-1"),
         replace(ON_DEMAND, region="us-east-1", instance_type="g6.xlarge"),
         replace(offer("us-east-1a", 2.00, region="us-east-1"), instance_type="g6.xlarge"),
         replace(offer("us-east-1b", 2.02, region="us-east-1"), instance_type="g6.xlarge"),
     )
-    needs = an_ask(max_rollout_nodes=1, recipe=ROLLING)
+    needs = requirements(max_rollout_nodes=1, recipe=ROLLING)
     pool, now_ms = pool_of_offer(offers[2]), START_MS + 12 * HOUR_MS
 
     with a_session() as session:
@@ -505,14 +507,14 @@ def test_five_preemptions_change_the_estimate_and_the_plan_goes_to_another_zone(
     assert (learnt.events, learnt.exposure_ms, learnt.basis) == (5, 60 * MINUTE_MS, Basis.MEASURED)
 
 
-# --- properties, against trying everything ------------------------------------------------------------
+# --- properties, compared with exhaustive search ------------------------------------------------------
 
 prices = st.integers(40, 800).map(lambda cents: cents * USD // 100)
 
 
 @st.composite
 def markets(draw: st.DrawFn, regions: int = 2) -> MarketView:
-    """Up to two regions with up to four zones each, harsh and quiet, scarce and not."""
+    """Draw up to two regions with up to four zones each, with high and low hazard, scarce or not."""
     offers, survival, odds = [], {}, {}
     for region in ["east", "west"][: draw(st.integers(1, regions))]:
         cloud = draw(st.sampled_from(["aws", "gcp"]))
@@ -538,8 +540,8 @@ recipes = st.builds(
     st.sampled_from([1.0, 0.5, 2.0, 0.0]),
     st.integers(20, 400),
 )
-asks = st.builds(
-    an_ask,
+any_requirements = st.builds(
+    requirements,
     recipe=recipes,
     spot=st.sampled_from(list(Spot)),
     max_rollout_nodes=st.sampled_from([8, 8, 6, 5, 3, 1, 0]),
@@ -559,7 +561,7 @@ def plan_or_none(needs: CloudRequirements, market: MarketView) -> CloudPlan | No
 
 
 def everything(needs: CloudRequirements, market: MarketView, caps: Caps) -> int | None:
-    """The least cost over every number of nodes in every zone of every site, one by one."""
+    """Return the least cost by exhaustive search over the number of nodes in every zone of every site."""
     best = None
     for site in sites_of(needs, market)[0]:
         recipe = needs.recipe.on(site.trainer.gpus)
@@ -579,14 +581,14 @@ def everything(needs: CloudRequirements, market: MarketView, caps: Caps) -> int 
 
 
 @settings(max_examples=60, deadline=None)
-@given(asks, markets(regions=1))
-def test_the_plan_is_the_best_of_all_that_keep_the_caps(needs, market):
+@given(any_requirements, markets(regions=1))
+def test_the_plan_is_the_cheapest_of_all_within_the_caps(needs, market):
     plan = plan_or_none(needs, market)
     assert (None if plan is None else plan.cost.expected) == everything(needs, market, Caps.of(needs))
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_in_four_zones_with_eight_nodes_it_is_the_best_too(seed):
+def test_the_plan_is_the_cheapest_in_four_zones_with_eight_nodes_too(seed):
     draw = random.Random(seed)
     zones = [offer(zone, round(draw.uniform(1.0, 3.0), 2)) for zone in "abcd"]
     lived = {each: [Life(ms=draw.randint(1, 300) * MINUTE_MS, reclaimed=True) for _ in range(4)] for each in zones}
@@ -602,7 +604,7 @@ def test_in_four_zones_with_eight_nodes_it_is_the_best_too(seed):
         max_total_micro_usd=draw.choice([None, 800 * USD]),
         deadline_ms=draw.choice([None, 20 * HOUR_MS]),
     )
-    needs = an_ask(
+    needs = requirements(
         recipe=draw.choice([ROLLING, qwen_image_512()]),
         max_hourly_micro_usd=caps.max_hourly_micro_usd,
         max_total_micro_usd=caps.max_total_micro_usd,
@@ -613,7 +615,7 @@ def test_in_four_zones_with_eight_nodes_it_is_the_best_too(seed):
 
 
 @settings(max_examples=150, deadline=None)
-@given(asks, markets())
+@given(any_requirements, markets())
 def test_no_plan_exceeds_a_cap(needs, market):
     plan = plan_or_none(needs, market)
     assume(plan is not None)
@@ -633,7 +635,7 @@ def test_no_plan_exceeds_a_cap(needs, market):
 
 
 @settings(max_examples=100, deadline=None)
-@given(asks, markets(), st.integers(0, 2_000), st.integers(0, 40), st.integers(0, 60))
+@given(any_requirements, markets(), st.integers(0, 2_000), st.integers(0, 40), st.integers(0, 60))
 def test_more_money_or_time_never_makes_a_plan_worse(needs, market, dollars, an_hour, hours):
     def raised(limit: int | None, by: int) -> int | None:
         return None if limit is None else limit + by
@@ -651,9 +653,9 @@ def test_more_money_or_time_never_makes_a_plan_worse(needs, market, dollars, an_
 
 
 @settings(max_examples=150, deadline=None)
-@given(asks, markets(), st.data())
-def test_a_zone_that_gets_dearer_is_never_bought_more(needs, market, data):
-    """In node-hours, which is what a price is of. Not where the hourly limit binds: it buys fewer nodes for longer."""
+@given(any_requirements, markets(), st.data())
+def test_a_dearer_zone_never_gets_more_node_hours(needs, market, data):
+    """Node-hours are compared, because prices are per hour. An active hourly limit would buy fewer nodes for longer."""
     needs = replace(needs, max_hourly_micro_usd=None)
     spot = [number for number, each in enumerate(market.offers) if each.market is Market.SPOT]
     number = data.draw(st.sampled_from(spot))
@@ -671,9 +673,9 @@ def test_a_zone_that_gets_dearer_is_never_bought_more(needs, market, data):
 
 
 @settings(max_examples=60, deadline=None)
-@given(asks, markets(), st.randoms())
-def test_a_plan_is_a_pure_function_of_what_is_asked_and_offered(needs, market, shuffled):
-    more = (  # two that are not believed, two zones and two instance types at one price, a second trainer
+@given(any_requirements, markets(), st.randoms())
+def test_a_plan_is_a_pure_function_of_request_and_offers(needs, market, shuffled):
+    more = (  # two doubtful prices, two zones and two instance types at one price, a second trainer
         offer("y", 0.7, quality=Quality.TENTH_OF_ON_DEMAND),
         offer("z", 7.0, quality=Quality.SAME_AS_ON_DEMAND),
         *(offer(zone, 3.0, kind=kind) for zone in "ef" for kind in ("h100", "other")),
@@ -692,14 +694,14 @@ def test_a_plan_is_a_pure_function_of_what_is_asked_and_offered(needs, market, s
     assert plan_or_none(needs, market) == plan_or_none(needs, mixed)
 
 
-def test_of_two_prices_for_the_same_thing_the_dearer_one_counts():
+def test_the_dearer_of_two_prices_for_the_same_offer_counts():
     twice = (*EAST, replace(EAST[2], micro_usd_per_hour=6 * USD))
-    assert plan_cloud(an_ask(), view(*twice)) == plan_cloud(an_ask(), view(*reversed(twice)))
-    assert where(plan_cloud(an_ask(max_rollout_nodes=1, recipe=ROLLING), view(*twice))) == {"b": 1}
+    assert plan_cloud(requirements(), view(*twice)) == plan_cloud(requirements(), view(*reversed(twice)))
+    assert where(plan_cloud(requirements(max_rollout_nodes=1, recipe=ROLLING), view(*twice))) == {"b": 1}
 
 
 def two_clouds(seed: int = 1) -> MarketView:
-    """200 offers: 2 clouds x 20 regions, each with a trainer, a node on demand and three zones."""
+    """Return 200 offers: 2 clouds x 20 regions, each with a trainer, an on-demand node and three zones."""
     draw = random.Random(seed)
     offers = []
     for cloud, number in product(("aws", "gcp"), range(20)):
@@ -709,8 +711,8 @@ def two_clouds(seed: int = 1) -> MarketView:
     return MarketView(offers=tuple(offers))
 
 
-def test_two_clouds_200_offers_and_16_nodes_are_planned_in_a_moment():
-    market, needs = two_clouds(), an_ask(max_rollout_nodes=15)
+def test_two_clouds_200_offers_and_16_nodes_are_planned_quickly():
+    market, needs = two_clouds(), requirements(max_rollout_nodes=15)
     assert len(market.offers) == 200
 
     def seconds() -> float:
@@ -718,11 +720,11 @@ def test_two_clouds_200_offers_and_16_nodes_are_planned_in_a_moment():
         plan_cloud(needs, market)
         return time.process_time() - begin
 
-    assert min(seconds() for _ in range(5)) < 0.1  # the benchmark holds 0.05; this is a shared machine
+    assert min(seconds() for _ in range(5)) < 0.1  # the benchmark asserts 0.05; this computer may be shared
 
 
-def test_a_search_says_what_other_sites_would_cost_at_least():
-    needs, market = an_ask(), two_clouds(seed=2)
+def test_a_search_gives_a_lower_bound_for_other_sites():
+    needs, market = requirements(), two_clouds(seed=2)
     sites, _ = sites_of(needs, market)
     found = cheapest_choice(needs, sites, Caps())
     assert found is not None
@@ -736,10 +738,10 @@ def test_a_search_says_what_other_sites_would_cost_at_least():
     assert min(exact) == found.micro_usd == outlook(needs, found.choice).micro_usd
 
 
-def test_an_empty_history_leaves_the_prior():
+def test_an_empty_history_gives_the_prior():
     pool = Pool(cloud="gcp", region="east", zone="a", instance_type="h100-1")
     seen = market_view(EAST, [PoolHistory(pool=pool)], now_ms=START_MS)
     assert seen.survival[pool].basis is Basis.PRIOR
     assert seen.cooling == frozenset()
-    plan = plan_cloud(an_ask(), seen)
-    assert where(plan) == where(plan_cloud(an_ask(), view(*EAST)))
+    plan = plan_cloud(requirements(), seen)
+    assert where(plan) == where(plan_cloud(requirements(), view(*EAST)))

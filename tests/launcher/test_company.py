@@ -1,4 +1,4 @@
-"""Identities and networks that a job names: what may be written, and what it means for a region."""
+"""Identities and networks that a job names: valid values, and their meaning for a region."""
 
 import pytest
 
@@ -29,11 +29,11 @@ def load(tmp_path):
     return load
 
 
-def test_nothing_is_named_unless_the_job_does(load):
+def test_no_identity_or_network_is_named_by_default(load):
     assert load("").named("aws", "us-east-1") == load("").named("gcp", "us-central1") == NOTHING_NAMED
 
 
-def test_a_vpc_is_named_in_its_region_and_nodes_may_be_in_no_other(load):
+def test_a_named_vpc_restricts_nodes_to_its_region(load):
     job = load(AWS)
     assert job.named("aws", "us-east-1") == Named(
         network="vpc-1", group="nodes", subnets=("subnet-1",), public_addresses=False
@@ -43,7 +43,7 @@ def test_a_vpc_is_named_in_its_region_and_nodes_may_be_in_no_other(load):
     assert job.network.reaches("gcp", "us-central1")
 
 
-def test_a_network_of_google_cloud_is_named_with_a_subnet_by_region(load):
+def test_a_google_network_is_named_with_a_subnet_per_region(load):
     job = load(GCP)
     assert job.named("gcp", "us-central1") == Named(
         identity="node@other-project.iam.gserviceaccount.com",
@@ -54,13 +54,13 @@ def test_a_network_of_google_cloud_is_named_with_a_subnet_by_region(load):
     assert not job.network.reaches("gcp", "us-east4")
 
 
-def test_a_network_without_subnets_is_in_every_region(load):
+def test_a_network_without_named_subnets_covers_every_region(load):
     job = load("network: {gcp: {network: nodes}}\n")
     assert job.network.reaches("gcp", "us-east4")
     assert job.named("gcp", "us-east4") == Named(network="nodes")
 
 
-def test_what_is_named_survives_the_ledger(load):
+def test_named_resources_survive_the_ledger(load):
     for text in (AWS, GCP):
         job = load(text)
         assert Job.model_validate(job.model_dump(mode="json")) == job
@@ -85,14 +85,14 @@ def test_what_is_named_survives_the_ledger(load):
         ),
     ],
 )
-def test_what_cannot_be_is_refused_with_its_place_and_a_remedy(load, text, field, words):
+def test_invalid_named_resources_are_refused_with_field_and_remedy(load, text, field, words):
     with pytest.raises(JobError, match=words) as caught:
         load(text)
     assert caught.value.field == field
     assert caught.value.line >= 2
 
 
-def test_this_machines_address_counts_only_where_ssh_comes_from_it(load):
+def test_this_computers_address_counts_only_if_ssh_comes_from_it(load):
     assert load("").network.is_reached_from_here(["aws", "gcp"])
     private, proxied = load(AWS).network, load(GCP).network
     assert not private.is_reached_from_here(["aws"])
@@ -107,7 +107,7 @@ H100 = (
 )
 
 
-def test_a_plan_is_in_no_region_that_the_network_is_not_in(load, tmp_path):
+def test_a_plan_uses_only_regions_of_the_network(load, tmp_path):
     sessions, now_ms = open_ledger(tmp_path / "ledger.sqlite"), 1_795_348_800_000
 
     def regions(text, clouds=CLOUDS):

@@ -1,4 +1,4 @@
-"""Commands that cannot do what they were asked for: one sentence, the right exit code, no traceback, nothing lost."""
+"""Failing commands print one sentence without a traceback, return the right exit code and lose no data."""
 
 import json
 import os
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
-    """A user's folder for spotrl, with a finished run in its ledger."""
+    """Create a user's spotrl folder with a finished run in its ledger."""
     home = tmp_path / "home"
     monkeypatch.setenv("SPOTRL_HOME", str(home))
     monkeypatch.setenv("SPOTRL_CONFIG", str(tmp_path / "none.yaml"))
@@ -34,8 +34,8 @@ def home(tmp_path, monkeypatch):
     return home
 
 
-def said(capsys) -> str:
-    """The words on stderr, of which there is one sentence."""
+def error_text(capsys) -> str:
+    """Return stderr, which must be one sentence."""
     words = capsys.readouterr().err
     assert words.startswith("Error: ")
     assert "Traceback" not in words
@@ -53,11 +53,11 @@ def said(capsys) -> str:
         ("pull", RUN, "--to", "a-file/weights"),
     ],
 )
-def test_a_place_that_cannot_be_written_is_named(home, tmp_path, capsys, words):
+def test_an_output_path_that_cannot_be_written_is_named(home, tmp_path, capsys, words):
     (tmp_path / "a-file").write_text("")
     a_manifest(home, {"iteration": 1, "files": {"weights.safetensors": "0", "ema.safetensors": "0"}})
     assert run(words) == ExitCode.FAILURE
-    assert words[-1].partition("/")[0] in said(capsys)
+    assert words[-1].partition("/")[0] in error_text(capsys)
 
 
 def a_manifest(home, content):
@@ -70,10 +70,10 @@ def a_manifest(home, content):
 def test_a_damaged_manifest_is_named_by_pull(home, capsys, manifest):
     a_manifest(home, manifest)
     assert run(["pull", RUN, "--to", "weights"]) == ExitCode.FAILURE
-    assert "the manifest of checkpoint l0001-i000001" in said(capsys)
+    assert "the manifest of checkpoint l0001-i000001" in error_text(capsys)
 
 
-def test_escape_sequences_of_a_node_are_shown_and_not_done(home, capsys):
+def test_escape_sequences_in_node_text_are_shown_and_not_executed(home, capsys):
     with writing(open_ledger(home / "ledger.sqlite")) as session:
         made = find_run(session, RUN)
         made.job = {**made.job, "iterations": 5}
@@ -83,17 +83,17 @@ def test_escape_sequences_of_a_node_are_shown_and_not_done(home, capsys):
     log.write_text("clear \x1b[2J\n")
     for command in ("events", "logs", "status"):
         assert run([command, RUN]) == ExitCode.OK
-        told = capsys.readouterr().out
-        assert "\x1b" not in told
-        assert "\\x1b[" in told, command
+        result = capsys.readouterr().out
+        assert "\x1b" not in result
+        assert "\\x1b[" in result, command
 
 
 @pytest.mark.parametrize("place", ["a-file", "a-file/below", "x" * 300, "/proc/none"])
-def test_a_home_that_cannot_be_used_is_named(tmp_path, monkeypatch, capsys, place):
+def test_an_unusable_home_folder_is_named(tmp_path, monkeypatch, capsys, place):
     (tmp_path / "a-file").write_text("")
     monkeypatch.setenv("SPOTRL_HOME", str(tmp_path / place))
     assert run(["ls"]) == ExitCode.FAILURE
-    assert place in said(capsys)
+    assert place in error_text(capsys)
 
 
 def damage(ledger, how):
@@ -106,23 +106,23 @@ def damage(ledger, how):
 
 
 @pytest.mark.parametrize("how", ["garbage", "truncated", "a folder"])
-def test_a_damaged_ledger_is_named_and_what_to_ask_then(home, capsys, how):
+def test_a_damaged_ledger_is_named_with_a_remedy(home, capsys, how):
     for file in home.glob("ledger.sqlite-*"):
         file.unlink()
     damage(home / "ledger.sqlite", how)
     assert run(["ls"]) == ExitCode.FAILURE
-    words = said(capsys)
+    words = error_text(capsys)
     assert str(home / "ledger.sqlite") in words
     assert "spotrl reap" in words
 
 
-def test_the_database_of_another_program_is_left_as_it_is(tmp_path, monkeypatch, capsys):
+def test_the_database_of_another_program_is_not_changed(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("SPOTRL_HOME", str(tmp_path))
     connection = sqlite3.connect(tmp_path / "ledger.sqlite")
     connection.execute("CREATE TABLE recipes (name TEXT)")
     connection.close()
     assert run(["ls"]) == ExitCode.FAILURE
-    assert "is not a ledger of spotrl: it has tables like recipes" in said(capsys)
+    assert "is not a ledger of spotrl: it has tables like recipes" in error_text(capsys)
     connection = sqlite3.connect(tmp_path / "ledger.sqlite")
     assert connection.execute("SELECT name FROM sqlite_master").fetchall() == [("recipes",)]
     connection.close()
@@ -140,19 +140,19 @@ def test_the_database_of_another_program_is_left_as_it_is(tmp_path, monkeypatch,
         ("--iterations", "99999999999", "iterations"),
     ],
 )
-def test_a_number_that_no_run_can_have_is_refused(home, tmp_path, capsys, flag, value, words):
+def test_an_impossible_option_value_is_refused(home, tmp_path, capsys, flag, value, words):
     (tmp_path / "job.yaml").write_text("name: a\nbudget: {max_total: $10}\n")
     assert run(["launch", "job.yaml", "--dry-run", flag, value]) == ExitCode.INVALID_JOB
-    assert words in said(capsys)
+    assert words in error_text(capsys)
 
 
 def test_a_job_file_that_is_empty_or_a_pipe_is_refused(home, tmp_path, capsys):
     (tmp_path / "empty.yaml").write_text("# nothing yet\n")
     os.mkfifo(tmp_path / "pipe.yaml")
     assert run(["launch", "empty.yaml", "--dry-run"]) == ExitCode.INVALID_JOB
-    assert "it is empty" in said(capsys)
+    assert "it is empty" in error_text(capsys)
     assert run(["launch", "pipe.yaml", "--dry-run"]) == ExitCode.INVALID_JOB
-    assert "it is not a regular file" in said(capsys)
+    assert "it is not a regular file" in error_text(capsys)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_an_engine_that_is_not_ours_is_named_by_its_file(tmp_path):
     assert "Traceback" not in done.stderr
 
 
-def test_the_engine_that_came_with_the_launcher_is_taken():
+def test_the_launcher_uses_its_own_engine():
     check_engine_is_ours()
     check_engine_is_ours(str(OURS))
 
@@ -186,16 +186,16 @@ def test_a_ledger_locked_by_another_process_is_no_damaged_ledger(home, capsys, m
     other = sqlite3.connect(home / "ledger.sqlite", isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     assert run(["down", RUN]) == ExitCode.FAILURE
-    words = said(capsys)
+    words = error_text(capsys)
     assert "is locked by another process of spotrl" in words
     assert "move it away" not in words
     other.close()
 
 
-def test_json_answers_errors_as_json(home, capsys):
+def test_errors_are_json_with_the_json_option(home, capsys):
     assert run(["status", "nobody", "--json"]) == ExitCode.FAILURE
-    told = capsys.readouterr()
-    assert printed("error", told.out) == {"error": told.err.removeprefix("Error: ").strip(), "exit_code": 1}
+    result = capsys.readouterr()
+    assert printed("error", result.out) == {"error": result.err.removeprefix("Error: ").strip(), "exit_code": 1}
 
 
 def test_an_error_keeps_its_exit_code(capsys):
@@ -203,20 +203,20 @@ def test_an_error_keeps_its_exit_code(capsys):
         exit_code = ExitCode.CREDENTIALS
 
     assert endings.ending(Missing("no credentials"), []) == ExitCode.CREDENTIALS
-    assert said(capsys) == "Error: no credentials\n"
+    assert error_text(capsys) == "Error: no credentials\n"
 
 
-def test_a_fault_of_our_own_says_where_its_traceback_is(capsys):
+def test_an_internal_error_names_the_file_of_its_traceback(capsys):
     with pytest.raises(KeyError) as caught:
         raise KeyError("slot")
     assert endings.ending(caught.value, []) == ExitCode.FAILURE
-    path = said(capsys).rpartition(" ")[2].strip()
+    path = error_text(capsys).rpartition(" ")[2].strip()
     with open(path) as file:
         assert 'raise KeyError("slot")' in file.read()
     os.unlink(path)
 
 
-def test_a_reader_that_left_and_a_full_device_end_no_command_in_a_traceback(tmp_path, monkeypatch):
+def test_a_closed_pipe_and_a_full_device_cause_no_traceback(tmp_path, monkeypatch):
     monkeypatch.setenv("SPOTRL_HOME", str(tmp_path))
     command = [sys.executable, "-m", "launcher.cli.main", "ls"]
     with open("/dev/full", "w") as full:
@@ -232,20 +232,20 @@ def test_a_reader_that_left_and_a_full_device_end_no_command_in_a_traceback(tmp_
 
 
 @pytest.mark.parametrize(("typed", "ours"), [("stop", "down"), ("ps", "ls"), ("cancel", "down")])
-def test_a_command_of_other_tools_names_ours(capsys, typed, ours):
+def test_a_command_known_from_other_tools_names_ours(capsys, typed, ours):
     assert run([typed]) == ExitCode.USAGE
     assert f"did you mean `spotrl {ours}`?" in capsys.readouterr().err
 
 
 def test_a_shell_completes_commands_and_the_names_of_runs(home):
-    """As bash does: words so far, and which of them the cursor is in."""
+    """Completion gets the words and the cursor position like from bash."""
 
     def completed(words: str, at: int) -> list[str]:
         environment = {**os.environ, "_SPOTRL_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(at)}
         command = [sys.executable, "-c", "from launcher.cli.main import main; main()"]
-        told = subprocess.run(command, env=environment, capture_output=True, text=True)
-        assert told.stderr == ""
-        return [line.partition(",")[2] for line in told.stdout.split()]
+        result = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert result.stderr == ""
+        return [line.partition(",")[2] for line in result.stdout.split()]
 
     assert completed("spotrl stat", 1) == ["status"]
     assert completed("spotrl status dig", 2) == [RUN]

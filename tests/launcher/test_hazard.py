@@ -1,4 +1,4 @@
-"""How soon spot nodes go, by age: the arithmetic by hand, and what a ledger's evidence does to it."""
+"""Hazard of spot nodes by age: the formulas checked by hand, and the effect of evidence from a ledger."""
 
 from math import exp
 
@@ -61,33 +61,33 @@ def test_the_hazard_changes_with_age():
     curve = HazardCurve(per_hour=(4.0, 2.0, 0, 0, 0, 0, 0, 0))
     assert curve.survives(0.25) == pytest.approx(exp(-1))
     assert curve.survives(0.5) == pytest.approx(exp(-1.5))
-    assert curve.survives(40.0) == pytest.approx(exp(-1.5))  # who lives half an hour lives on
+    assert curve.survives(40.0) == pytest.approx(exp(-1.5))  # a node that lives half an hour lives on
 
 
-def test_nobody_takes_back_what_is_bought_on_demand():
+def test_on_demand_nodes_have_no_hazard():
     assert STEADY.mean_life(24.0) == 24.0
     assert STEADY.taken_within(24.0) == 0.0
 
 
-def test_most_nodes_of_the_recorded_zones_go_in_their_first_hour():
-    """Research notes cost 3: 63 % of runs end within an hour, from the same hazards."""
+def test_most_nodes_of_the_recorded_zones_are_preempted_in_an_hour():
+    """Research notes cost 3: with the same hazards, 63 % of nodes end within an hour."""
     within_an_hour = learn(POOLED, Exposure()).taken_within(1.0)
     assert within_an_hour.mean == pytest.approx(0.63, abs=0.02)
-    assert within_an_hour.low < 0.4 < 0.8 < within_an_hour.high  # one prior reclaim a bucket is not much
+    assert within_an_hour.low < 0.4 < 0.8 < within_an_hour.high  # one prior preemption a bucket has little weight
     assert (within_an_hour.events, within_an_hour.exposure_ms, within_an_hour.basis) == (0, 0, Basis.PRIOR)
     assert "V100" in within_an_hour.source
 
 
 @settings(deadline=None)
 @given(hazards, st.floats(0.01, 10))
-def test_the_mean_life_is_the_area_under_survival(curve, until):
+def test_the_mean_lifetime_is_the_area_under_survival(curve, until):
     steps = 1000
     area = sum(curve.survives((step + 0.5) * until / steps) for step in range(steps)) * until / steps
     assert curve.mean_life(until) == pytest.approx(area, rel=0.02, abs=0.02)
 
 
 @given(hazards, st.floats(0, 50), st.floats(0, 50))
-def test_survival_only_falls(curve, one, other):
+def test_survival_never_rises(curve, one, other):
     assert curve.survives(max(one, other)) <= curve.survives(min(one, other)) <= 1
     assert curve.mean_life(min(one, other)) <= curve.mean_life(max(one, other)) + 1e-12
 
@@ -95,19 +95,19 @@ def test_survival_only_falls(curve, one, other):
 # --- evidence -----------------------------------------------------------------------------------------
 
 
-def test_a_life_is_watched_in_every_bucket_it_passes():
+def test_a_lifetime_counts_as_exposure_in_every_age_bucket():
     seen = Exposure.of([Life(ms=40 * MINUTE_MS, reclaimed=True), Life(ms=10 * MINUTE_MS, reclaimed=False)])
     assert seen.ms == tuple(minutes * MINUTE_MS for minutes in (25, 15, 10, 0, 0, 0, 0, 0))
     assert seen.reclaims == (0, 0, 1, 0, 0, 0, 0, 0)
 
 
-def test_the_end_of_a_bucket_is_the_beginning_of_the_next():
+def test_the_end_of_an_age_bucket_is_the_start_of_the_next():
     assert Exposure.of([Life(ms=15 * MINUTE_MS, reclaimed=True)]).reclaims[:2] == (0, 1)
     assert Exposure.of([Life(ms=100 * HOUR_MS, reclaimed=True)]).reclaims[-1] == 1
 
 
 @given(lives)
-def test_no_millisecond_is_lost(some):
+def test_exposure_loses_no_millisecond(some):
     seen = Exposure.of(some)
     assert sum(seen.ms) == sum(life.ms for life in some)
     assert sum(seen.reclaims) == sum(life.reclaimed for life in some)
@@ -115,7 +115,7 @@ def test_no_millisecond_is_lost(some):
     assert halves == seen
 
 
-def test_reclaims_are_added_to_the_prior_and_divided_by_all_node_hours():
+def test_the_hazard_is_prior_plus_preemptions_over_all_node_hours():
     seen = Exposure(ms=(HOUR_MS, *(0,) * 7), reclaims=(5, *(0,) * 7))
     learnt = learn(POOLED, seen)
     assert learnt.mean.per_hour[0] == pytest.approx(6 / (1 / 1.27 + 1))  # 3.36
@@ -126,7 +126,7 @@ def test_reclaims_are_added_to_the_prior_and_divided_by_all_node_hours():
 
 
 @given(lives, st.integers(1, 5), st.integers(0, 7))
-def test_more_reclaims_raise_the_hazard_and_more_quiet_hours_lower_it(some, count, bucket):
+def test_preemptions_raise_the_hazard_and_quiet_hours_lower_it(some, count, bucket):
     seen = Exposure.of(some)
     more = Exposure(reclaims=tuple(count if index == bucket else 0 for index in range(8)))
     quiet = Exposure(ms=tuple(count * HOUR_MS if index == bucket else 0 for index in range(8)))
@@ -144,7 +144,7 @@ def test_much_evidence_narrows_the_interval_and_outweighs_the_prior():
 
 
 @pytest.mark.parametrize("shape", [1.0, 2.0, 6.0, 50.0])
-def test_the_ends_are_those_of_a_gamma(shape):
+def test_the_interval_has_the_quantiles_of_a_gamma(shape):
     assert gamma_quantile(shape, Z90) == pytest.approx(gamma.ppf(0.95, shape), rel=0.01)
     assert gamma_quantile(shape, -Z90) == pytest.approx(gamma.ppf(0.05, shape), rel=0.05, abs=0.02)
 
@@ -152,25 +152,27 @@ def test_the_ends_are_those_of_a_gamma(shape):
 # --- other evidence -----------------------------------------------------------------------------------
 
 
-def test_a_clouds_uptime_is_the_median_life():
-    said = prior_of_uptime(POOLED, 6.0, "GCP AdviceClient.capacity")
-    assert said.curve.survives(6.0) == pytest.approx(0.5)
-    assert said.basis is Basis.REPORTED
-    assert said.curve.per_hour[0] / said.curve.per_hour[-1] == pytest.approx(1.27 / 0.06)  # the shape stays
+def test_a_clouds_estimated_uptime_is_the_median_lifetime():
+    advised = prior_of_uptime(POOLED, 6.0, "GCP AdviceClient.capacity")
+    assert advised.curve.survives(6.0) == pytest.approx(0.5)
+    assert advised.basis is Basis.REPORTED
+    assert advised.curve.per_hour[0] / advised.curve.per_hour[-1] == pytest.approx(
+        1.27 / 0.06
+    )  # the shape over age stays
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.01, 0.05])
-def test_a_low_preemption_rate_is_unlearnt_as_soon_as_the_prior_would_be(rate):
-    taken = Exposure.of([Life(ms=10 * MINUTE_MS, reclaimed=True)] * 50)
-    said = prior_of_preemption_rate(POOLED, rate, 4.0, "GCP")
-    assert learn(said, Exposure()).taken_within(1.0).mean < 0.05
-    learnt = learn(said, taken).taken_within(1.0)
-    assert learnt.mean == pytest.approx(learn(POOLED, taken).taken_within(1.0).mean, abs=0.25)
+def test_a_low_advised_rate_yields_to_evidence_as_fast_as_the_prior(rate):
+    preempted = Exposure.of([Life(ms=10 * MINUTE_MS, reclaimed=True)] * 50)
+    advised = prior_of_preemption_rate(POOLED, rate, 4.0, "GCP")
+    assert learn(advised, Exposure()).taken_within(1.0).mean < 0.05
+    learnt = learn(advised, preempted).taken_within(1.0)
+    assert learnt.mean == pytest.approx(learn(POOLED, preempted).taken_within(1.0).mean, abs=0.25)
     assert learnt.low > 0.5
-    assert learn(said, Exposure()).taken_within(1.0).high >= learn(said, Exposure()).taken_within(1.0).mean
+    assert learn(advised, Exposure()).taken_within(1.0).high >= learn(advised, Exposure()).taken_within(1.0).mean
 
 
-def test_a_preemption_rate_needs_how_long_machines_run():
+def test_a_preemption_rate_needs_the_running_time_of_instances():
     short = prior_of_preemption_rate(POOLED, 0.3, 1.0, "GCP")
     long = prior_of_preemption_rate(POOLED, 0.3, 12.0, "GCP")
     assert short.curve.taken_within(1.0) == pytest.approx(0.3)
@@ -178,7 +180,7 @@ def test_a_preemption_rate_needs_how_long_machines_run():
     assert short.curve.per_hour[0] > long.curve.per_hour[0]
 
 
-def said(kind: AdviceKind, value: float, at_ms: int = 1) -> CapacityAdvice:
+def advised(kind: AdviceKind, value: float, at_ms: int = 1) -> CapacityAdvice:
     return CapacityAdvice(
         cloud="gcp",
         region="r",
@@ -193,26 +195,26 @@ def said(kind: AdviceKind, value: float, at_ms: int = 1) -> CapacityAdvice:
     )
 
 
-def test_the_newest_credible_advice_is_believed_and_an_uptime_before_a_rate():
+def test_the_newest_credible_advice_counts_and_uptime_precedes_a_rate():
     pool = Pool(cloud="gcp", region="r", zone="z", instance_type="i")
     advice = [
-        said(AdviceKind.UPTIME_HOURS, 2.0, at_ms=1),
-        said(AdviceKind.UPTIME_HOURS, 6.0, at_ms=2),
-        said(AdviceKind.UPTIME_HOURS, -1.0, at_ms=3),
-        said(AdviceKind.PREEMPTION_RATE, 0.9, at_ms=9),
-        said(AdviceKind.OBTAINABILITY, 0.8),
+        advised(AdviceKind.UPTIME_HOURS, 2.0, at_ms=1),
+        advised(AdviceKind.UPTIME_HOURS, 6.0, at_ms=2),
+        advised(AdviceKind.UPTIME_HOURS, -1.0, at_ms=3),
+        advised(AdviceKind.PREEMPTION_RATE, 0.9, at_ms=9),
+        advised(AdviceKind.OBTAINABILITY, 0.8),
     ]
     for order in (advice, advice[::-1]):
         believed = cloud_priors(order, now_ms=10)
         assert believed.priors[pool].curve.survives(6.0) == pytest.approx(0.5)
         assert believed.odds[pool].mean == pytest.approx(0.8)
-    (rate,) = cloud_priors([said(AdviceKind.PREEMPTION_RATE, 0.3)], now_ms=10, run_hours=2.0).priors.values()
+    (rate,) = cloud_priors([advised(AdviceKind.PREEMPTION_RATE, 0.3)], now_ms=10, run_hours=2.0).priors.values()
     assert rate.curve.taken_within(2.0) == pytest.approx(0.3)
     assert "assumed" in rate.source
 
 
-def test_the_lives_of_a_trace():
-    """b is still there at the end, 20 minutes after it came; c was there before the trace and is not counted."""
+def test_lifetimes_are_read_from_a_trace():
+    """b still runs at the end, 20 minutes after its start; c started before the trace and is not counted."""
     lines = ["0,add,a", "600000,add,b", "900000,remove,a", "900000,remove,c", "", "1800000,add,d"]
     assert lives_of_trace(lines) == (
         Life(ms=900_000, reclaimed=True),
@@ -221,7 +223,7 @@ def test_the_lives_of_a_trace():
     )
 
 
-def test_the_shipped_trace_may_move_the_prior_but_not_its_weight():
+def test_the_shipped_trace_moves_the_prior_but_not_its_weight():
     counts = [life.reclaimed for life in recorded_lives()]
     assert (counts.count(True), counts.count(False)) == (167, 10)
     prior = bamboo_prior()
@@ -230,7 +232,7 @@ def test_the_shipped_trace_may_move_the_prior_but_not_its_weight():
     assert moved.curve.per_hour[0] < POOLED.curve.per_hour[0]
 
 
-def test_launches_are_counted_on_top_of_what_is_believed():
+def test_launch_outcomes_are_added_to_the_prior_odds():
     assert LaunchOdds().mean == pytest.approx(0.64)
     assert LaunchOdds(successes=1).mean == pytest.approx((1.28 + 1) / 3)
     refused = LaunchOdds(failures=8).estimate()
@@ -240,28 +242,28 @@ def test_launches_are_counted_on_top_of_what_is_believed():
     assert LaunchOdds(successes=400).estimate().low > 0.98
 
 
-def test_what_a_cloud_says_of_its_capacity_is_believed_before_the_first_launch():
-    said = odds_of_obtainability(0.9, "GCP AdviceClient.capacity")
+def test_a_clouds_capacity_advice_counts_before_the_first_launch():
+    advised = odds_of_obtainability(0.9, "GCP AdviceClient.capacity")
     pool = Pool(cloud="gcp", region="r", zone="z", instance_type="i")
     history = PoolHistory(pool=pool, launches=1, stock_outs_ms=(5, 6 + BURST_MS))
-    assert said.estimate().basis is Basis.REPORTED
-    assert history.odds(said).mean == pytest.approx((1.8 + 1) / 5)
+    assert advised.estimate().basis is Basis.REPORTED
+    assert history.odds(advised).mean == pytest.approx((1.8 + 1) / 5)
 
 
-def test_a_burst_of_refusals_lowers_the_odds_as_one_refusal_does():
+def test_a_burst_of_refusals_lowers_the_odds_like_one_refusal():
     pool = Pool(cloud="aws", region="r", zone="z", instance_type="i")
     burst = PoolHistory(pool=pool, stock_outs_ms=tuple(range(0, 8000, 1000)))
     assert burst.odds().mean == PoolHistory(pool=pool, stock_outs_ms=(0,)).odds().mean
 
 
-def test_nodes_asked_for_before_the_first_answer_of_a_burst_belong_to_it():
+def test_nodes_requested_before_a_bursts_first_answer_belong_to_the_burst():
     assert bursts([]) == 0
     assert bursts([(0, 9000), (1000, 200_000), (30_000, 31_000)]) == 1
     assert bursts([(0, 9000), (9000 + BURST_MS, 80_000)]) == 2
     assert bursts([(0, 0), (20_000, 21_000), (40_000, 41_000)], within_ms=10_000) == 3
 
 
-def test_a_cold_start_is_the_mean_of_those_seen_and_two_believed():
+def test_a_cold_start_is_the_mean_of_the_observed_and_two_prior_ones():
     seen = cold_start([2 * MINUTE_MS])
     assert seen.mean == pytest.approx(6 * MINUTE_MS)
     assert (seen.events, seen.basis) == (1, Basis.MEASURED)
@@ -269,7 +271,7 @@ def test_a_cold_start_is_the_mean_of_those_seen_and_two_believed():
     assert cold_start([6 * MINUTE_MS] * 50).high - cold_start([6 * MINUTE_MS] * 50).low < 3 * MINUTE_MS
 
 
-def test_who_goes_with_whom_depends_on_where_they_are():
+def test_the_correlation_of_losses_depends_on_zone_and_region():
     def pool(region: str, zone: str, cloud: str = "aws") -> Pool:
         return Pool(cloud=cloud, region=region, zone=zone, instance_type="i")
 
@@ -292,7 +294,7 @@ def a_bought_run(session):
     return made
 
 
-def test_the_ledger_tells_lives_and_how_they_ended():
+def test_lifetimes_and_their_ends_are_read_from_the_ledger():
     with a_session() as session:
         made = a_bought_run(session)
         lost = made.node("spot-0", 1, up=0, end=20 * MINUTE_MS)
@@ -305,7 +307,7 @@ def test_the_ledger_tells_lives_and_how_they_ended():
     assert (history.launches, history.last_launch_ms) == (2, START_MS + 30 * MINUTE_MS)
 
 
-def test_a_node_that_runs_is_watched_to_the_last_fact_of_its_run():
+def test_a_running_node_counts_until_the_last_fact_of_its_run():
     with a_session() as session:
         made = a_bought_run(session)
         made.node("spot-0", up=0)
@@ -317,7 +319,7 @@ def test_a_node_that_runs_is_watched_to_the_last_fact_of_its_run():
     assert later.lives == (Life(ms=90 * MINUTE_MS, reclaimed=False),)
 
 
-def test_refused_launches_and_cold_starts_are_told_too():
+def test_refused_launches_and_cold_starts_are_read_too():
     with a_session() as session:
         made = a_bought_run(session)
         refused = made.node("spot-0", 1)
@@ -340,7 +342,7 @@ def test_on_demand_nodes_have_launches_but_no_hazard():
     assert (history.pool.zone, history.lives, history.launches) == ("", (), 1)
 
 
-def test_what_the_local_infra_takes_back_is_no_evidence():
+def test_preemptions_of_the_local_infra_are_no_evidence():
     with a_session() as session:
         made = a_run(session)  # infra local
         made.preempted(made.node("spot-0", up=0, end=MINUTE_MS), MINUTE_MS)
@@ -348,5 +350,5 @@ def test_what_the_local_infra_takes_back_is_no_evidence():
         assert pool_histories(session, START_MS + HOUR_MS) == {}
 
 
-def test_buckets_are_as_the_notes_have_them():
+def test_age_buckets_equal_those_of_the_notes():
     assert [start // MINUTE_MS for start in BUCKET_STARTS_MS] == [0, 15, 30, 60, 120, 240, 480, 960]

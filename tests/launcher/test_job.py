@@ -19,7 +19,7 @@ def write(tmp_path):
     return write
 
 
-def test_the_quickstart_is_what_the_readme_says(tmp_path):
+def test_the_quickstart_job_matches_the_readme(tmp_path):
     job = load_job(Path(str(files("sky_yamls") / "quickstart.yaml"))).job
     assert (job.name, job.infra, job.iterations, job.clock_factor) == ("quickstart", "local", 45, "auto")
     assert (job.algorithm.prompts_per_batch, job.algorithm.images_per_prompt) == (12, 4)
@@ -37,16 +37,16 @@ def test_the_quickstart_is_what_the_readme_says(tmp_path):
     assert (job.reclaims.trace, job.reclaims.notice) == ("bamboo-p3", 120_000)
 
 
-def test_the_template_is_a_job():
+def test_the_template_is_a_valid_job():
     assert load_job(Path(str(files("sky_yamls") / "template.yaml"))).job.name == "my-job"
 
 
-def test_the_engine_gets_its_half(write):
+def test_the_engine_gets_its_part_of_the_job(write):
     job = load_job(write("iterations: 7\nreward: ocr\n")).job
     assert job.engine() == EngineConfig(iterations=7)
 
 
-def test_how_pictures_are_shared_is_set_under_runtime(write):
+def test_image_sharing_is_configured_under_runtime(write):
     runtime = load_job(write("runtime: {sp_degree: auto, resume: exact}\n")).job.engine().runtime
     assert (runtime.name, runtime.sp_degree, runtime.resume) == ("local", "auto", "exact")
     on_ray = load_job(write("runtime: {sp_degree: auto}\n"), {"runtime": "ray", "runtime.sp_degree": "2"}).job.runtime
@@ -61,7 +61,7 @@ def test_a_job_survives_the_ledger(write):
     assert job.model_dump(mode="json")["budget"]["max_total"] == "$12.345678"
 
 
-def test_equal_meaning_has_an_equal_digest(write):
+def test_equal_jobs_have_equal_digests(write):
     short = load_job(write("reward: ocr\nname: a\n")).digest
     long = load_job(write("# a comment\nname: a\nreward:\n  name: ocr\n")).digest
     assert short == long != load_job(write("name: a\nseed: 1\n")).digest
@@ -178,18 +178,18 @@ def test_a_bad_job_is_refused_with_its_line_and_a_remedy(write, text, line, fiel
         "secrets: [[hunter2]]",
     ],
 )
-def test_a_secret_that_was_written_down_is_not_repeated(write, text):
+def test_a_secret_written_into_a_job_is_not_printed(write, text):
     with pytest.raises(JobError) as caught:
         load_job(write(text))
     assert "hunter" not in str(caught.value)
 
 
-def test_a_missing_job_file_says_what_to_do(tmp_path):
+def test_a_missing_job_file_error_has_a_remedy(tmp_path):
     with pytest.raises(JobError, match=r"nope.yaml: there is no such file; .*spotrl init"):
         load_job(tmp_path / "nope.yaml")
 
 
-def test_prompts_of_the_users_own_are_found_beside_the_job(write, tmp_path):
+def test_a_users_prompt_file_is_found_beside_the_job(write, tmp_path):
     (tmp_path / "mine.txt").write_text("a cat\na dog\n")
     checked = load_job(write("prompts: mine.txt"))
     assert (checked.workdir / checked.job.prompts).read_text().startswith("a cat")
@@ -198,7 +198,7 @@ def test_prompts_of_the_users_own_are_found_beside_the_job(write, tmp_path):
         load_job(write("prompts: mine.txt"))
 
 
-def test_test_prompts_are_looked_for_beside_the_job(write, tmp_path):
+def test_test_prompts_are_found_beside_the_job(write, tmp_path):
     (tmp_path / "mine.txt").write_text("a cat\na dog\n")
     with pytest.raises(JobError, match=r"line 2: test_prompts is 'test.txt', and there is no such file"):
         load_job(write("prompts: mine.txt\ntest_prompts: test.txt\n"))
@@ -238,21 +238,21 @@ def test_nested_fields_have_environment_variables(write):
         ({}, {"SPOTRL_SEED": "nan"}, "SPOTRL_SEED: seed is 'nan'"),
     ],
 )  # fmt: skip
-def test_a_fault_is_blamed_on_where_it_was_said(write, overrides, environ, words):
+def test_an_error_names_the_source_of_the_wrong_value(write, overrides, environ, words):
     with pytest.raises(JobError) as caught:
         load_job(write(""), overrides, environ=environ)
     assert words in str(caught.value)
     assert caught.value.line is None
 
 
-def test_a_higher_layer_replaces_the_kind_of_exploration_budget(write):
+def test_a_higher_config_layer_replaces_the_kind_of_exploration_budget(write):
     path = write("exploration: {budget: {candidates: 144}}")
     assert load_job(path, {"exploration.budget.seconds": "auto"}).job.exploration.budget == SecondsBudget()
     patient = load_job(path, {"exploration.budget.patience_seconds": "5"}).job.exploration.budget
     assert patient == CandidateBudget(candidates=144, patience_seconds=5)
 
 
-def test_resources_read_like_skypilots(write):
+def test_resources_accept_the_syntax_of_skypilot(write):
     rollout = load_job(
         write("resources: {rollout: {accelerators: {H100: 8}, infra: aws/us-east-2}}")
     ).job.resources.rollout
@@ -278,35 +278,35 @@ def test_no_node_of_a_cloud_computes_on_its_cpu_unless_the_job_says_so(write):
     assert {text: load_job(write(text)).job.engine().runtime.device for text in devices} == devices
 
 
-def test_whether_rollout_nodes_are_spot_is_said_twice_and_never_wins(write):
+def test_spot_never_overrides_the_use_spot_of_rollout_nodes(write):
     assert load_job(write("")).job.rolls_out_on_spot
     assert not load_job(write("spot: never")).job.rolls_out_on_spot
     assert not load_job(write("resources: {rollout: {use_spot: false}}")).job.rolls_out_on_spot
 
 
-def test_a_bucket_is_its_clouds(write):
+def test_a_bucket_belongs_to_one_cloud(write):
     assert load_job(write("infra: gcp\nstore: gs://bucket/folder/")).job.store == {"gcp": "gs://bucket/folder"}
     both = load_job(write("infra: aws,gcp\nstore: {aws: s3://one, gcp: gs://two}")).job
     assert both.store == {"aws": "s3://one", "gcp": "gs://two"}
     assert Job.model_validate(both.model_dump(mode="json")) == both
 
 
-def test_what_you_pay_survives_the_ledger(write):
+def test_own_prices_survive_the_ledger(write):
     override = "price_overrides: [{cloud: aws, instance_type: p5.48xlarge, price: $40/h}]"
     job = load_job(write(f"{override}\ndiscounts: [{{cloud: gcp, percent: 12.5}}]\n")).job
     assert job.price_overrides[0].price == 40_000_000
     assert Job.model_validate(job.model_dump(mode="json")) == job
 
 
-def test_weights_are_looked_for_here_only_if_nodes_are_here(write):
+def test_weights_are_checked_here_only_for_local_nodes(write):
     qwen = "model: {name: qwen-image, path: nowhere}\n"
     assert load_job(write(f"{qwen}infra: aws")).job.model.path == "nowhere"
     with pytest.raises(JobError, match="no such folder"):
         load_job(write(qwen))
 
 
-def test_the_reference_recipe_is_what_was_published():
-    """flow_grpo's and verl-omni's for Qwen-Image (research notes papers 4.2)."""
+def test_the_reference_recipe_has_the_published_settings():
+    """The settings are those of flow_grpo and verl-omni for Qwen-Image (research notes papers 4.2)."""
     checked = load_job(Path(str(files("sky_yamls") / "qwen_image_ocr.yaml")))
     job = checked.job
     assert (job.model.name, job.model.weights, job.model.lora_rank, job.model.lora_alpha) == (
@@ -339,13 +339,13 @@ def test_the_reference_recipe_evaluates_words_that_it_does_not_train():
     assert len(prompts.evaluated) == job.evaluation.prompts
 
 
-def test_a_late_fault_is_told_with_the_line_of_its_field(write):
+def test_a_late_error_names_the_line_of_its_field(write):
     checked = load_job(write("seed: 1\nreward: my.module:score\n"))
     error = checked.error("reward", "it raised ZeroDivisionError", "correct it")
     assert str(error).endswith("job.yaml, line 2: it raised ZeroDivisionError; correct it")
 
 
-def test_every_reward_that_the_engine_has_may_be_asked_for():
+def test_every_reward_of_the_engine_can_be_chosen():
     from engine.rewards.load import BUILT_IN
     from launcher.job.schema import METRICS, REWARDS
 

@@ -25,7 +25,7 @@ GOLDEN = ROOT / "tests/data/json"
 EXAMPLES = sorted((ROOT / "sky_yamls").glob("*.yaml"))
 
 
-def test_the_schema_files_are_those_of_the_code():
+def test_the_schema_files_match_the_code():
     made = documents()
     assert sorted(made) == NAMES
     stale = [name for name in NAMES if (FOLDER / f"{name}.schema.json").read_text("utf-8") != text(made[name])]
@@ -60,9 +60,9 @@ def test_a_golden_file_is_valid(path):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_command_prints_each_schema_and_the_page_names_it(name):
-    told = CliRunner().invoke(schema_command, [name])
-    assert told.exit_code == 0, told.output
-    assert json.loads(told.output) == schema(name)
+    result = CliRunner().invoke(schema_command, [name])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.output) == schema(name)
     assert f"`{name}`" in (ROOT / "docs/json.md").read_text("utf-8")
 
 
@@ -92,7 +92,7 @@ def test_an_example_job_is_valid(path):
     ],
     ids=str,
 )
-def test_what_people_write_is_valid(values):
+def test_usual_job_files_are_valid_for_the_schema(values):
     check("job", values)
 
 
@@ -101,7 +101,7 @@ def test_what_people_write_is_valid(values):
     [{"rewards": "ocr"}, {"iterations": 0}, {"spot": "maybe"}, {"budget": {"deadline": 3}}, {"exploration": "always"}],
     ids=str,
 )
-def test_a_mistake_is_marked(values):
+def test_the_schema_marks_a_mistake(values):
     assert list(Draft202012Validator(schema("job")).iter_errors(values))
 
 

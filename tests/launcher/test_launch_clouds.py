@@ -1,4 +1,4 @@
-"""`spotrl launch` on clouds: the plan is printed, from the tables alone, and nothing is bought."""
+"""`spotrl launch` on clouds: it prints a plan from the price tables alone and buys nothing."""
 
 import resource
 import shutil
@@ -29,7 +29,7 @@ NOW_MS = 1_795_348_800_000
 
 @pytest.fixture
 def launch(tmp_path, monkeypatch, capsys):
-    """Calls `spotrl launch` on a copy of the reference recipe, in a home of the test's."""
+    """Call `spotrl launch` on a copy of the reference recipe, in a temporary home."""
     monkeypatch.setenv("SPOTRL_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("SPOTRL_CONFIG", str(tmp_path / "config.yaml"))
     for name in (JOB, "qwen_image_ocr_prompts.txt", "qwen_image_ocr_test_prompts.txt"):
@@ -45,7 +45,7 @@ def launch(tmp_path, monkeypatch, capsys):
 
 
 def unwrapped(text: str) -> str:
-    """What was printed, as one line."""
+    """Return the output as one line."""
     return " ".join(text.split())
 
 
@@ -57,7 +57,7 @@ def test_no_line_of_a_cloud_plan_is_longer_than_80_columns(launch, more):
     assert max(map(len, text.splitlines())) <= 80
 
 
-def test_a_dry_run_shows_the_whole_plan_from_the_shipped_tables(launch):
+def test_a_dry_run_prints_the_whole_plan_from_the_shipped_tables(launch):
     code, shown, _ = launch("--dry-run")
     assert code == ExitCode.OK
     assert "trainer  on_demand  H100:1" in shown
@@ -82,7 +82,7 @@ def test_a_dry_run_shows_the_whole_plan_from_the_shipped_tables(launch):
     assert text.endswith("Dry run: nothing was started.")
 
 
-def test_a_script_gets_the_plan_and_its_sums_add_up(launch):
+def test_a_json_plan_has_sums_that_add_up(launch):
     _, text, _ = launch("--dry-run", "--json")
     answer = printed("launch", text)
     plan = answer["plan"]
@@ -95,7 +95,7 @@ def test_a_script_gets_the_plan_and_its_sums_add_up(launch):
     assert 1 <= len(rates) - 1 <= 12
 
 
-def test_every_zone_of_the_plan_is_one_that_a_cloud_knows(launch):
+def test_every_zone_of_the_plan_has_a_name_known_to_the_cloud(launch):
     _, text, _ = launch("--dry-run", "--json")
     zones = {slot["placement"]["zone"] for slot in printed("launch", text)["plan"]["slots"]}
     assert not [zone for zone in zones if "cheapest" in zone or "dearest" in zone or "-zone-" in zone]
@@ -109,7 +109,7 @@ def test_without_a_bucket_nothing_is_bought(launch):
     assert "store: {aws: s3://my-bucket/spotrl, gcp: gs://my-bucket/spotrl}" in error
 
 
-def test_nothing_is_bought_by_a_price_that_may_not_hold(launch):
+def test_nothing_is_bought_at_an_outdated_price(launch):
     (launch.folder / "digits.yaml").write_text(
         "infra: aws\nstore: s3://bucket\nbudget: {max_total: 40, max_hourly: 9}\n"
     )
@@ -126,14 +126,14 @@ def test_nothing_is_bought_by_a_price_that_may_not_hold(launch):
         (("--set", "resources.trainer.accelerators=H300:4"), ExitCode.INVALID_JOB, "offers a trainer with 1 x H300"),
     ],
 )
-def test_what_cannot_be_planned_is_refused_with_a_remedy(launch, arguments, code, words):
+def test_a_job_that_cannot_be_planned_is_refused_with_a_remedy(launch, arguments, code, words):
     found, _, error = launch("--dry-run", *arguments)
     assert found == code
     assert words in error
     assert "Traceback" not in error
 
 
-def test_a_job_whose_iterations_nobody_timed_is_planned_as_it_says_and_called_a_guess(launch, capsys):
+def test_an_untimed_job_is_planned_as_configured_and_marked_a_guess(launch, capsys):
     (launch.folder / "digits.yaml").write_text("infra: aws\n")
     assert run(["launch", str(launch.folder / "digits.yaml"), "--dry-run"]) == ExitCode.OK
     text = capsys.readouterr().out
@@ -152,7 +152,7 @@ def test_spot_never_buys_no_spot(launch):
     assert {slot["placement"]["market"] for slot in printed("launch", text)["plan"]["slots"]} == {"on_demand"}
 
 
-def test_what_you_pay_is_said_on_the_lines_that_it_changes(launch):
+def test_own_prices_are_shown_on_the_lines_that_they_change(launch):
     (launch.folder / "config.yaml").write_text("discounts: [{cloud: aws, percent: 10}, {cloud: gcp, percent: 10}]\n")
     _, text, _ = launch("--dry-run")
     lines = [line for line in text.replace("\n      ", " ").splitlines() if line.startswith("  price of ")]
@@ -172,8 +172,8 @@ def test_refreshed_prices_come_before_shipped_ones(launch):
     assert "TOO OLD" not in text
 
 
-def test_what_the_cloud_said_of_prices_is_what_the_plan_is_made_from(launch, monkeypatch):
-    """From the fake market through EC2's client and the ledger to the plan."""
+def test_the_plan_uses_the_prices_that_the_cloud_reported(launch, monkeypatch):
+    """Prices go from the fake market through EC2's client and the ledger to the plan."""
     now_ms = time.time_ns() // 1_000_000
     tick = Tick(
         at_ms=now_ms - HOUR_MS,
@@ -195,7 +195,7 @@ def test_what_the_cloud_said_of_prices_is_what_the_plan_is_made_from(launch, mon
     assert "TOO OLD" not in text
 
 
-def test_a_gpu_that_torch_cannot_use_is_refused_on_clouds_with_what_to_use_instead(launch):
+def test_a_gpu_that_torch_cannot_use_is_refused_with_an_alternative(launch):
     code, _, text = launch("--dry-run", "--infra", "aws", "--set", "resources.rollout.accelerators=V100:1")
     assert code == ExitCode.INVALID_JOB
     assert "resources.rollout.accelerators is V100:1, a GPU older than compute capability 7.5" in text
@@ -204,7 +204,7 @@ def test_a_gpu_that_torch_cannot_use_is_refused_on_clouds_with_what_to_use_inste
 
 
 def test_the_dry_run_takes_less_than_two_seconds_and_loads_no_sdk(launch):
-    """The whole command in a fresh process, in seconds of a core: a busy machine makes others wait."""
+    """The whole command in a new process, measured in CPU seconds because the computer may be busy."""
     code = (
         "import sys\nfrom launcher.cli.main import run\n"
         f"assert run(['launch', {str(launch.folder / JOB)!r}, '--infra', 'aws,gcp', '--dry-run']) == 0\n"
@@ -221,7 +221,7 @@ def test_the_dry_run_takes_less_than_two_seconds_and_loads_no_sdk(launch):
     assert min(seconds() for _ in range(3)) < 2
 
 
-# --- what clouds say of their capacity ---------------------------------------------------------------
+# --- capacity advice of the clouds -------------------------------------------------------------------
 
 
 def advice(value: float, kind: AdviceKind = AdviceKind.UPTIME_HOURS, age_ms: int = 0) -> CapacityAdvice:
@@ -242,19 +242,19 @@ def advice(value: float, kind: AdviceKind = AdviceKind.UPTIME_HOURS, age_ms: int
 POOL = Pool(cloud="gcp", region="us-east4", zone="us-east4-a", instance_type="a3-highgpu-8g")
 
 
-def test_an_estimated_uptime_is_the_median_life_that_is_believed():
-    said = cloud_priors([advice(10)], NOW_MS)
-    assert said.priors[POOL].curve.survives(10) == pytest.approx(0.5)
-    assert said.priors[POOL].source == "gcp AdviceClient"
-    assert said.odds == {}
+def test_an_estimated_uptime_sets_the_median_lifetime():
+    advised = cloud_priors([advice(10)], NOW_MS)
+    assert advised.priors[POOL].curve.survives(10) == pytest.approx(0.5)
+    assert advised.priors[POOL].source == "gcp AdviceClient"
+    assert advised.odds == {}
 
 
-def test_obtainability_is_the_odds_of_a_launch():
+def test_obtainability_sets_the_odds_of_a_launch():
     assert cloud_priors([advice(0.3, AdviceKind.OBTAINABILITY)], NOW_MS).odds[POOL].mean == pytest.approx(0.3)
 
 
 def test_the_newest_estimate_counts_and_an_old_one_does_not():
-    said = cloud_priors([advice(10, age_ms=1), advice(99, age_ms=2)], NOW_MS)
-    assert said.priors[POOL].curve.survives(10) == pytest.approx(0.5)
+    advised = cloud_priors([advice(10, age_ms=1), advice(99, age_ms=2)], NOW_MS)
+    assert advised.priors[POOL].curve.survives(10) == pytest.approx(0.5)
     assert cloud_priors([advice(10, age_ms=STALE_MS + 1)], NOW_MS).priors == {}
     assert POOLED.curve.survives(10) != pytest.approx(0.5)

@@ -9,7 +9,7 @@ from launcher.cli.layout import columns, fitted, sentence_rows, table_rows
 
 OFFERS = [("zone", "$/h", "from"), ("us-east-2a", "$10.00", "[1]"), ("any", "$1.00", "")]
 TERMINAL = {"FORCE_COLOR": "1", "TERM": "dumb", "COLUMNS": "80"}
-"""rich takes the output for a terminal of 80 columns. A dumb terminal gets no colours."""
+"""Variables that make rich assume a terminal of 80 columns. A dumb terminal gets no colours."""
 
 
 def test_a_long_sentence_is_wrapped_between_words_and_hangs():
@@ -36,13 +36,13 @@ def test_a_word_that_is_too_long_stays_whole():
     assert digest in [line.strip() for line in fitted([f"job {digest} and more"])]
 
 
-def test_columns_are_as_wide_as_their_cells_and_numbers_end_together():
+def test_columns_fit_their_cells_and_numbers_align_right():
     rows = [("nodes", "price"), ("trainer", "$10.00/h"), ("2 x spot", "$1.00/h")]
     assert list(columns(rows, words=1)) == ["  nodes        price", "  trainer   $10.00/h", "  2 x spot   $1.00/h"]
 
 
 @pytest.mark.parametrize("width", [None, 80, 24])
-def test_a_row_that_fits_is_one_line_and_ends_in_no_blanks(width):
+def test_a_row_that_fits_is_one_line_without_trailing_blanks(width):
     assert list(table_rows(OFFERS, numbers=("$/h",), width=width)) == [
         ["zone           $/h  from"],
         ["us-east-2a  $10.00  [1]"],
@@ -50,7 +50,7 @@ def test_a_row_that_fits_is_one_line_and_ends_in_no_blanks(width):
     ]
 
 
-def test_a_row_wider_than_the_terminal_goes_on_in_an_indented_line():
+def test_a_row_wider_than_the_terminal_continues_in_an_indented_line():
     assert list(table_rows(OFFERS, numbers=("$/h",), width=20)) == [
         ["zone           $/h", "    from"],
         ["us-east-2a  $10.00", "    [1]"],

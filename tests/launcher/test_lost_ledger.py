@@ -1,4 +1,4 @@
-"""A ledger that is lost, in part or whole: what runs is still found and ended, here and on the clouds."""
+"""A partly or completely lost ledger: running nodes are still found and ended, locally and on the clouds."""
 
 import shutil
 import sqlite3
@@ -23,7 +23,7 @@ NODE = "demo-spot-0-g0"
 
 @pytest.fixture
 def node(home):  # noqa: F811
-    """The folder of a node of run `demo` that runs here."""
+    """Start a local node of the run `demo`, and return its folder."""
     run, clock = runs_folder() / "demo", HandClock()
     LocalProvisioner(run, clock, None, FAKE_AGENT).request(placement(), spec(run, clock))
     folder = node_folder(run, NODE)
@@ -34,9 +34,9 @@ def node(home):  # noqa: F811
 
 @pytest.mark.parametrize("command", [reap, panic])
 @pytest.mark.parametrize("lost", ["ledger", "folder"])
-def test_a_node_here_that_no_ledger_names_is_ended(node, run_command, command, lost):  # noqa: F811
+def test_a_local_node_unknown_to_the_ledger_is_ended(node, run_command, command, lost):  # noqa: F811
     if lost == "folder":
-        shutil.rmtree(node)  # the mark of its processes is left
+        shutil.rmtree(node)  # only the mark of its processes is left
     listed = run_command(command, "--dry-run", clouds=[FakeCloud()])
     assert f"{NODE}  demo" in listed.output
     assert len(processes_of(node)) == 2
@@ -46,13 +46,13 @@ def test_a_node_here_that_no_ledger_names_is_ended(node, run_command, command, l
     assert processes_of(node) == []
 
 
-def test_a_node_here_is_ended_where_no_cloud_lets_us_in(node, run_command):  # noqa: F811
+def test_a_local_node_is_ended_even_without_cloud_credentials(node, run_command):  # noqa: F811
     assert code_of(run_command(reap, "-y", clouds=[FakeCloud(who=None)])) == ExitCode.OK
     assert processes_of(node) == []
 
 
 @pytest.mark.parametrize("command", [reap, panic])
-def test_a_node_here_of_a_live_run_is_left_alone(node, home, run_command, command):  # noqa: F811
+def test_a_local_node_of_a_live_run_is_left_alone(node, home, run_command, command):  # noqa: F811
     a_ledger(home, demo=("local", "running"))
     result = run_command(command, "-y", clouds=[FakeCloud()])
     assert code_of(result) == ExitCode.OK
@@ -60,13 +60,13 @@ def test_a_node_here_of_a_live_run_is_left_alone(node, home, run_command, comman
     assert len(processes_of(node)) == 2
 
 
-def test_named_clouds_are_not_this_machine(node, run_command):  # noqa: F811
+def test_reaping_named_clouds_leaves_local_nodes_alone(node, run_command):  # noqa: F811
     assert code_of(run_command(reap, "-y", "--cloud", "aws", clouds=[FakeCloud()])) == ExitCode.OK
     assert len(processes_of(node)) == 2
 
 
 @pytest.mark.parametrize("command", [reap, panic])
-def test_a_cloud_that_only_the_runs_folders_name_is_expected_to_answer(home, run_command, command):  # noqa: F811
+def test_a_cloud_named_only_in_run_folders_is_expected_to_answer(home, run_command, command):  # noqa: F811
     folder = runs_folder() / "digits"
     (folder / "nodes" / "digits-trainer-g0").mkdir(parents=True)
     (folder / "common.json").write_text('{"owners": {"aws": "ada"}}')
@@ -77,9 +77,9 @@ def test_a_cloud_that_only_the_runs_folders_name_is_expected_to_answer(home, run
     assert code_of(run_command(command, "-y", clouds=[FakeCloud(), away])) == ExitCode.TEARDOWN_INCOMPLETE
 
 
-def test_a_ledger_without_its_write_ahead_log_still_names_every_node(home):  # noqa: F811
+def test_a_ledger_without_its_write_ahead_log_still_lists_every_node(home):  # noqa: F811
     ledger = home / "ledger.sqlite"
-    sessions = open_ledger(ledger)  # its connection stays open: closing the last one empties the log
+    sessions = open_ledger(ledger)  # the connection stays open, because closing the last one empties the log
     with writing(sessions) as session:
         made = a_run(session, "demo", folder=str(home / "runs" / "demo"))
         made.status("running", 0)

@@ -33,12 +33,12 @@ def test_money_is_read_to_the_micro_dollar(text, micro_usd):
 @pytest.mark.parametrize(
     "text", ["", "$", "forty", "$1.2.3", "$1,25", "1e3", "nan", "inf", "$40/h", "$0.0000001", "€40", "40 USD"]
 )
-def test_what_is_not_money_is_refused_with_an_example(text):
+def test_invalid_amounts_are_refused_with_an_example(text):
     with pytest.raises(ValueError, match=r"write it like \$40|at most 6 decimals"):
         parse_money(text)
 
 
-def test_a_price_may_say_that_it_is_hourly():
+def test_a_price_may_end_in_per_hour():
     assert parse_hourly("$1.25/h") == parse_hourly("$1.25") == 1_250_000
     assert hourly(1_539_200) == "$1.54/h"
 
@@ -47,7 +47,7 @@ def test_a_price_may_say_that_it_is_hourly():
     ("micro_usd", "text"),
     [(0, "$0.00"), (1_234_567_890, "$1,234.57"), (4_200, "$0.0042"), (-5_000_000, "-$5.00"), (10_000, "$0.01")],
 )
-def test_dollars_are_short_and_a_small_price_is_not_nothing(micro_usd, text):
+def test_dollars_are_short_and_a_small_price_is_not_shown_as_0(micro_usd, text):
     assert dollars(micro_usd) == text
 
 
@@ -80,7 +80,7 @@ def test_a_duration_has_units_largest_first(text):
 @pytest.mark.parametrize(
     ("ms", "text"), [(45_000_000, "12h 30m"), (90_000, "1m 30s"), (3_600_000, "1h"), (3_605_000, "1h"), (450, "450ms")]
 )
-def test_durations_are_told_in_two_units(ms, text):
+def test_durations_are_printed_in_two_units(ms, text):
     assert duration(ms) == text
 
 

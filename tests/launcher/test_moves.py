@@ -1,4 +1,4 @@
-"""Where the next node is bought: every rule by a small case, and what must hold whatever the clouds answer."""
+"""Failover rules: where the next node is bought, by small cases, and invariants for random answers of the clouds."""
 
 import random
 from dataclasses import replace
@@ -61,8 +61,8 @@ R1, R2, AWS = site(), site(region="r2"), site("aws", "e1")
 SITES = (R1, R2, AWS)
 
 
-class Told:
-    """Attempts, told one after another; each is asked for when the one before it ended."""
+class History:
+    """A history of attempts; each is requested when the previous one ended."""
 
     def __init__(self) -> None:
         self.attempts: list[Attempt] = []
@@ -89,79 +89,81 @@ class Told:
         return self
 
 
-def with_trainer(where: Option = R1.trainer[0]) -> Told:
-    return Told().trainer(where, Outcome.LIVE, at=0, was_up=True)
+def with_trainer(where: Option = R1.trainer[0]) -> History:
+    return History().trainer(where, Outcome.LIVE, at=0, was_up=True)
 
 
-def rollout(told: Told, now_ms=NOW, preferred=R1.rollout[0], nodes=2, sites=SITES, rules=RULES):
-    return next_rollout(preferred, nodes, Tried(told.attempts), sites, rules, now_ms)
+def rollout(history: History, now_ms=NOW, preferred=R1.rollout[0], nodes=2, sites=SITES, rules=RULES):
+    return next_rollout(preferred, nodes, Tried(history.attempts), sites, rules, now_ms)
 
 
 # --- the trainer --------------------------------------------------------------------------------------
 
 
-def test_a_run_begins_where_its_plan_begins():
+def test_a_run_begins_at_the_first_site_of_its_plan():
     assert next_trainer(Tried(), SITES, RULES, NOW) == R1.trainer[0]
     assert site_of_run(Tried(), SITES) == R1
 
 
-def test_a_refused_trainer_is_asked_for_again_at_home_with_growing_gaps():
-    told = Told().trainer(R1.trainer[0], Outcome.REFUSED, at=NOW)
-    assert isinstance(next_trainer(Tried(told.attempts), SITES, RULES, NOW), Wait)
-    wait = next_trainer(Tried(told.attempts), SITES, RULES, NOW)
+def test_a_refused_trainer_is_requested_again_at_home_with_growing_gaps():
+    history = History().trainer(R1.trainer[0], Outcome.REFUSED, at=NOW)
+    assert isinstance(next_trainer(Tried(history.attempts), SITES, RULES, NOW), Wait)
+    wait = next_trainer(Tried(history.attempts), SITES, RULES, NOW)
     assert NOW + AGAIN_MS <= wait.until_ms <= NOW + AGAIN_MS * 3 // 2
-    assert next_trainer(Tried(told.attempts), SITES, RULES, wait.until_ms) == R1.trainer[0]
-    told.trainer(R1.trainer[0], Outcome.REFUSED, at=wait.until_ms)
-    again = next_trainer(Tried(told.attempts), SITES, RULES, wait.until_ms)
+    assert next_trainer(Tried(history.attempts), SITES, RULES, wait.until_ms) == R1.trainer[0]
+    history.trainer(R1.trainer[0], Outcome.REFUSED, at=wait.until_ms)
+    again = next_trainer(Tried(history.attempts), SITES, RULES, wait.until_ms)
     assert again.until_ms >= wait.until_ms + 2 * AGAIN_MS
 
 
 def test_another_type_of_the_region_is_tried_before_the_first_is_tried_again():
     two = site(trainers=("t", "u"))
-    told = Told().trainer(two.trainer[0], Outcome.REFUSED, at=NOW)
-    assert next_trainer(Tried(told.attempts), (two, R2), RULES, NOW) == two.trainer[1]
+    history = History().trainer(two.trainer[0], Outcome.REFUSED, at=NOW)
+    assert next_trainer(Tried(history.attempts), (two, R2), RULES, NOW) == two.trainer[1]
 
 
-def test_a_region_that_is_out_for_the_trainers_wait_loses_the_run_to_the_next_of_its_cloud_then_to_the_other():
-    told = Told().trainer(R1.trainer[0], Outcome.REFUSED, at=NOW)
+def test_a_region_without_trainer_capacity_fails_over_within_its_cloud_first():
+    history = History().trainer(R1.trainer[0], Outcome.REFUSED, at=NOW)
     late = NOW + RULES.trainer_wait_ms
-    assert not is_home_given_up(Tried(told.attempts), RULES, late - 1)
-    assert is_home_given_up(Tried(told.attempts), RULES, late)
-    assert next_trainer(Tried(told.attempts), SITES, RULES, late) == R2.trainer[0]
-    told.trainer(R2.trainer[0], Outcome.REFUSED, at=late)
-    assert next_trainer(Tried(told.attempts), SITES, RULES, late) == AWS.trainer[0]
-    told.trainer(AWS.trainer[0], Outcome.LIVE, at=late)
-    assert site_of_run(Tried(told.attempts), SITES) == AWS
-    assert home_of(Tried(told.attempts), SITES) == R1  # until it comes up
-    assert home_of(Tried(Told().trainer(AWS.trainer[0], Outcome.LIVE, at=late, was_up=True).attempts), SITES) == AWS
+    assert not is_home_given_up(Tried(history.attempts), RULES, late - 1)
+    assert is_home_given_up(Tried(history.attempts), RULES, late)
+    assert next_trainer(Tried(history.attempts), SITES, RULES, late) == R2.trainer[0]
+    history.trainer(R2.trainer[0], Outcome.REFUSED, at=late)
+    assert next_trainer(Tried(history.attempts), SITES, RULES, late) == AWS.trainer[0]
+    history.trainer(AWS.trainer[0], Outcome.LIVE, at=late)
+    assert site_of_run(Tried(history.attempts), SITES) == AWS
+    assert home_of(Tried(history.attempts), SITES) == R1  # until it comes up
+    assert home_of(Tried(History().trainer(AWS.trainer[0], Outcome.LIVE, at=late, was_up=True).attempts), SITES) == AWS
 
 
-def test_everywhere_out_waits_and_asks_the_least_refused_first():
-    told = Told()
+def test_without_capacity_anywhere_the_least_refused_site_is_tried_first():
+    history = History()
     for where in SITES:
-        told.trainer(where.trainer[0], Outcome.REFUSED, at=NOW)
-    told.trainer(R1.trainer[0], Outcome.REFUSED, at=NOW)
+        history.trainer(where.trainer[0], Outcome.REFUSED, at=NOW)
+    history.trainer(R1.trainer[0], Outcome.REFUSED, at=NOW)
     late = NOW + RULES.trainer_wait_ms
-    assert isinstance(next_trainer(Tried(told.attempts), SITES, RULES, late), Wait)
+    assert isinstance(next_trainer(Tried(history.attempts), SITES, RULES, late), Wait)
     later = NOW + 20 * MINUTE
-    assert next_trainer(Tried(told.attempts), SITES, RULES, later) == R2.trainer[0]
+    assert next_trainer(Tried(history.attempts), SITES, RULES, later) == R2.trainer[0]
 
 
-def test_a_quota_moves_the_run_at_once_and_the_last_one_ends_it_by_name():
-    told = Told().trainer(R1.trainer[0], Outcome.DENIED, at=NOW, evidence="quota NVIDIA_L4_GPUS is 0 in r1")
-    assert next_trainer(Tried(told.attempts), SITES, RULES, NOW) == R2.trainer[0]
-    told.trainer(R2.trainer[0], Outcome.DENIED, at=NOW, evidence="quota NVIDIA_L4_GPUS is 0 in r2")
-    told.trainer(AWS.trainer[0], Outcome.DENIED, at=NOW, evidence="quota L-DB2E81BA is 0")
-    end = next_trainer(Tried(told.attempts), SITES, RULES, NOW)
+def test_a_quota_denial_fails_over_at_once_and_the_last_one_ends_the_run():
+    history = History().trainer(R1.trainer[0], Outcome.DENIED, at=NOW, evidence="quota NVIDIA_L4_GPUS is 0 in r1")
+    assert next_trainer(Tried(history.attempts), SITES, RULES, NOW) == R2.trainer[0]
+    history.trainer(R2.trainer[0], Outcome.DENIED, at=NOW, evidence="quota NVIDIA_L4_GPUS is 0 in r2")
+    history.trainer(AWS.trainer[0], Outcome.DENIED, at=NOW, evidence="quota L-DB2E81BA is 0")
+    end = next_trainer(Tried(history.attempts), SITES, RULES, NOW)
     assert isinstance(end, NothingLeft)
     assert "NVIDIA_L4_GPUS is 0 in r1" in end.why
     assert "L-DB2E81BA" in end.why
-    assert next_trainer(Tried(told.attempts, NOW + 1), SITES, RULES, NOW) == R1.trainer[0]  # a resumed run asks again
+    assert (
+        next_trainer(Tried(history.attempts, NOW + 1), SITES, RULES, NOW) == R1.trainer[0]
+    )  # a resumed run requests again
 
 
-def test_a_trainer_that_was_lost_is_looked_for_where_it_was():
-    told = Told().trainer(R2.trainer[0], Outcome.ENDED, at=0, ended=NOW, was_up=True)
-    assert next_trainer(Tried(told.attempts), SITES, RULES, NOW) == R2.trainer[0]
+def test_a_lost_trainer_is_replaced_in_its_own_site_first():
+    history = History().trainer(R2.trainer[0], Outcome.ENDED, at=0, ended=NOW, was_up=True)
+    assert next_trainer(Tried(history.attempts), SITES, RULES, NOW) == R2.trainer[0]
 
 
 # --- rollout nodes ------------------------------------------------------------------------------------
@@ -170,79 +172,81 @@ def test_a_trainer_that_was_lost_is_looked_for_where_it_was():
 def test_rollout_nodes_are_bought_where_the_trainer_is():
     assert rollout(with_trainer()) == R1.rollout[0]
     assert rollout(with_trainer(AWS.trainer[0])) == AWS.rollout[0]
-    assert isinstance(rollout(Told()), Wait)
+    assert isinstance(rollout(History()), Wait)
 
 
-def test_no_rollout_node_is_bought_while_a_trainer_is_looked_for():
-    told = Told().trainer(R1.trainer[0], Outcome.REFUSED, at=NOW).trainer(R2.trainer[0], Outcome.LIVE, at=NOW + 1)
-    assert isinstance(rollout(told), Wait)
-    first = Told().trainer(R1.trainer[0], Outcome.LIVE, at=NOW)
+def test_no_rollout_node_is_bought_without_a_trainer():
+    history = History().trainer(R1.trainer[0], Outcome.REFUSED, at=NOW).trainer(R2.trainer[0], Outcome.LIVE, at=NOW + 1)
+    assert isinstance(rollout(history), Wait)
+    first = History().trainer(R1.trainer[0], Outcome.LIVE, at=NOW)
     assert rollout(first) == R1.rollout[0]  # both at once, at the start
 
 
-def test_a_zone_that_refused_cools_down_and_the_next_is_asked_whatever_slot_asked():
-    told = with_trainer().spot(R1.rollout[0], Outcome.REFUSED, at=NOW)
-    assert rollout(told) == R1.rollout[1]
-    assert rollout(told, now_ms=NOW + 9 * MINUTE) == R1.rollout[1]
-    assert rollout(told, now_ms=NOW + 15 * MINUTE) == R1.rollout[0]
+def test_a_zone_that_refused_cools_down_for_every_slot():
+    history = with_trainer().spot(R1.rollout[0], Outcome.REFUSED, at=NOW)
+    assert rollout(history) == R1.rollout[1]
+    assert rollout(history, now_ms=NOW + 9 * MINUTE) == R1.rollout[1]
+    assert rollout(history, now_ms=NOW + 15 * MINUTE) == R1.rollout[0]
 
 
-def test_a_burst_of_refusals_cools_a_zone_down_as_one_refusal_does():
+def test_a_burst_of_refusals_cools_a_zone_down_like_one_refusal():
     here = site(zones="a")
-    told = with_trainer(here.trainer[0])
-    for seconds in range(5):  # five nodes asked for at once, refused within a minute
-        told.spot(here.rollout[0], Outcome.REFUSED, at=NOW + seconds * 1000, ended=NOW + seconds * 12_000)
-    until = rollout(told, sites=(here,), preferred=here.rollout[0], rules=MoveRules(on_demand=False)).until_ms
+    history = with_trainer(here.trainer[0])
+    for seconds in range(5):  # five nodes requested at once, refused within a minute
+        history.spot(here.rollout[0], Outcome.REFUSED, at=NOW + seconds * 1000, ended=NOW + seconds * 12_000)
+    until = rollout(history, sites=(here,), preferred=here.rollout[0], rules=MoveRules(on_demand=False)).until_ms
     assert 10 * MINUTE <= until - (NOW + 48_000) < 15 * MINUTE
 
 
-def test_no_zone_is_left_alone_for_longer_than_half_an_hour():
+def test_no_zone_cools_down_for_longer_than_half_an_hour():
     here = site(zones="a")
-    told = with_trainer(here.trainer[0])
+    history = with_trainer(here.trainer[0])
     for hour in range(9):
-        told.spot(here.rollout[0], Outcome.REFUSED, at=NOW + hour * 60 * MINUTE)
+        history.spot(here.rollout[0], Outcome.REFUSED, at=NOW + hour * 60 * MINUTE)
     last = NOW + 8 * 60 * MINUTE
-    wait = rollout(told, now_ms=last, sites=(here,), preferred=here.rollout[0], rules=MoveRules(on_demand=False))
+    wait = rollout(history, now_ms=last, sites=(here,), preferred=here.rollout[0], rules=MoveRules(on_demand=False))
     assert wait.until_ms == last + 30 * MINUTE
 
 
-def test_a_zone_that_took_a_node_back_is_left_alone_only_if_there_is_another():
-    told = with_trainer().spot(R1.rollout[0], Outcome.RECLAIMED, at=NOW, was_up=True)
-    assert rollout(told) == R1.rollout[1]
+def test_a_zone_with_a_preemption_is_avoided_only_if_there_is_another():
+    history = with_trainer().spot(R1.rollout[0], Outcome.RECLAIMED, at=NOW, was_up=True)
+    assert rollout(history) == R1.rollout[1]
     only = site(zones="a")
-    told = with_trainer(only.trainer[0]).spot(only.rollout[0], Outcome.RECLAIMED, at=NOW, was_up=True)
-    assert rollout(told, sites=(only,), preferred=only.rollout[0]) == only.rollout[0]
+    history = with_trainer(only.trainer[0]).spot(only.rollout[0], Outcome.RECLAIMED, at=NOW, was_up=True)
+    assert rollout(history, sites=(only,), preferred=only.rollout[0]) == only.rollout[0]
 
 
 def test_at_most_half_of_the_nodes_are_in_one_zone():
-    told = with_trainer().spot(R1.rollout[0], Outcome.LIVE, at=1).spot(R1.rollout[0], Outcome.LIVE, at=2)
-    assert rollout(told, nodes=4) == R1.rollout[1]
-    assert rollout(told, nodes=5) == R1.rollout[0]
+    history = with_trainer().spot(R1.rollout[0], Outcome.LIVE, at=1).spot(R1.rollout[0], Outcome.LIVE, at=2)
+    assert rollout(history, nodes=4) == R1.rollout[1]
+    assert rollout(history, nodes=5) == R1.rollout[0]
 
 
 def test_a_dearer_type_is_not_preferred_to_a_cheaper_zone_that_was_never_tried():
     dear = option(zone="a", kind="g2-dear", price=900_000)
     here = SiteOptions(cloud="gcp", region="r1", trainer=R1.trainer, rollout=(dear, *R1.rollout))
-    told = with_trainer().spot(R1.rollout[0], Outcome.REFUSED, at=NOW)
-    assert rollout(told, sites=(here,)) == R1.rollout[1]
+    history = with_trainer().spot(R1.rollout[0], Outcome.REFUSED, at=NOW)
+    assert rollout(history, sites=(here,)) == R1.rollout[1]
 
 
-def test_no_spot_anywhere_for_long_is_bought_on_demand_if_the_job_allows_it():
-    told = with_trainer()
+def test_a_long_lack_of_spot_is_bridged_on_demand_if_the_job_allows_it():
+    history = with_trainer()
     for zone in R1.rollout[:2]:
-        told.spot(zone, Outcome.REFUSED, at=NOW)
+        history.spot(zone, Outcome.REFUSED, at=NOW)
     for zone in R1.rollout[:2]:
-        told.spot(zone, Outcome.REFUSED, at=NOW + 15 * MINUTE)
-    assert isinstance(rollout(told, now_ms=NOW + 16 * MINUTE), Wait)
-    assert rollout(told, now_ms=NOW + 30 * MINUTE) == R1.rollout[2]
+        history.spot(zone, Outcome.REFUSED, at=NOW + 15 * MINUTE)
+    assert isinstance(rollout(history, now_ms=NOW + 16 * MINUTE), Wait)
+    assert rollout(history, now_ms=NOW + 30 * MINUTE) == R1.rollout[2]
     only_spot = MoveRules(on_demand=False)
-    assert isinstance(rollout(told, now_ms=NOW + 30 * MINUTE, rules=only_spot), Wait)
+    assert isinstance(rollout(history, now_ms=NOW + 30 * MINUTE, rules=only_spot), Wait)
 
 
 def test_denied_spot_is_bought_on_demand_at_once_or_not_at_all():
-    told = with_trainer().spot(R1.rollout[0], Outcome.DENIED, at=NOW, evidence="quota PREEMPTIBLE_NVIDIA_L4_GPUS is 0")
-    assert rollout(told) == R1.rollout[2]  # the quota is the region's, so zone b is out too
-    refused = rollout(told, rules=MoveRules(on_demand=False))
+    history = with_trainer().spot(
+        R1.rollout[0], Outcome.DENIED, at=NOW, evidence="quota PREEMPTIBLE_NVIDIA_L4_GPUS is 0"
+    )
+    assert rollout(history) == R1.rollout[2]  # the quota is the region's, so zone b is out too
+    refused = rollout(history, rules=MoveRules(on_demand=False))
     assert isinstance(refused, NothingLeft)
     assert "PREEMPTIBLE_NVIDIA_L4_GPUS" in refused.why
 
@@ -250,28 +254,28 @@ def test_denied_spot_is_bought_on_demand_at_once_or_not_at_all():
 # --- stand-ins -----------------------------------------------------------------------------------------
 
 
-def back(told: Told, now_ms: int, here: SiteOptions = R1):
-    return back_to_spot(here.rollout[0], 4, Tried(told.attempts), (here, R2), RULES, now_ms)
+def back(history: History, now_ms: int, here: SiteOptions = R1):
+    return back_to_spot(here.rollout[0], 4, Tried(history.attempts), (here, R2), RULES, now_ms)
 
 
-def test_one_node_at_a_time_finds_out_whether_spot_is_back():
+def test_one_node_at_a_time_tests_whether_spot_is_back():
     here = site(zones="a")
     [spot, _] = here.rollout
-    told = with_trainer(here.trainer[0]).spot(spot, Outcome.REFUSED, at=NOW)
-    assert isinstance(back(told, NOW + 9 * MINUTE, here), Wait)
-    assert back(told, NOW + 15 * MINUTE, here) == spot
-    told.spot(spot, Outcome.LIVE, at=NOW + 15 * MINUTE)
-    assert isinstance(back(told, NOW + 16 * MINUTE, here), Wait)  # another slot asks already
-    told.attempts[-1] = replace(told.attempts[-1], up_ms=NOW + 17 * MINUTE)
-    assert isinstance(back(told, NOW + 26 * MINUTE, here), Wait)
-    assert back(told, NOW + 27 * MINUTE, here) == spot
+    history = with_trainer(here.trainer[0]).spot(spot, Outcome.REFUSED, at=NOW)
+    assert isinstance(back(history, NOW + 9 * MINUTE, here), Wait)
+    assert back(history, NOW + 15 * MINUTE, here) == spot
+    history.spot(spot, Outcome.LIVE, at=NOW + 15 * MINUTE)
+    assert isinstance(back(history, NOW + 16 * MINUTE, here), Wait)  # another slot has a pending request
+    history.attempts[-1] = replace(history.attempts[-1], up_ms=NOW + 17 * MINUTE)
+    assert isinstance(back(history, NOW + 26 * MINUTE, here), Wait)
+    assert back(history, NOW + 27 * MINUTE, here) == spot
 
 
-def test_a_node_from_before_a_refusal_says_nothing_of_capacity_now():
-    told = with_trainer().spot(R1.rollout[0], Outcome.LIVE, at=0, was_up=True)
-    assert Tried(told.attempts).has_stayed(R1.rollout[0], NOW)
-    told.spot(R1.rollout[0], Outcome.REFUSED, at=NOW)
-    assert not Tried(told.attempts).has_stayed(R1.rollout[0], NOW + 20 * MINUTE)
+def test_a_node_bought_before_a_refusal_does_not_prove_capacity():
+    history = with_trainer().spot(R1.rollout[0], Outcome.LIVE, at=0, was_up=True)
+    assert Tried(history.attempts).has_stayed(R1.rollout[0], NOW)
+    history.spot(R1.rollout[0], Outcome.REFUSED, at=NOW)
+    assert not Tried(history.attempts).has_stayed(R1.rollout[0], NOW + 20 * MINUTE)
 
 
 # --- quotas --------------------------------------------------------------------------------------------
@@ -279,71 +283,71 @@ def test_a_node_from_before_a_refusal_says_nothing_of_capacity_now():
 USED_UP = "(MaxSpotInstanceCountExceeded) Max spot instance count exceeded"
 
 
-def denied_by_quota(told: Told, where: Option, at: int) -> Told:
-    told.spot(where, Outcome.DENIED, at=at, evidence=USED_UP)
-    told.attempts[-1] = replace(told.attempts[-1], is_quota_used_up=True)
-    return told
+def denied_by_quota(history: History, where: Option, at: int) -> History:
+    history.spot(where, Outcome.DENIED, at=at, evidence=USED_UP)
+    history.attempts[-1] = replace(history.attempts[-1], is_quota_used_up=True)
+    return history
 
 
-def test_a_quota_that_the_node_before_still_uses_up_is_waited_for_and_asked_again_soon():
-    told = with_trainer().spot(R1.rollout[0], Outcome.RECLAIMED, at=0, ended=NOW - MINUTE, was_up=True)
-    wait = rollout(denied_by_quota(told, R1.rollout[1], NOW), now_ms=NOW)
+def test_a_quota_used_by_the_ending_predecessor_is_retried_soon():
+    history = with_trainer().spot(R1.rollout[0], Outcome.RECLAIMED, at=0, ended=NOW - MINUTE, was_up=True)
+    wait = rollout(denied_by_quota(history, R1.rollout[1], NOW), now_ms=NOW)
     assert isinstance(wait, Wait)
     assert AGAIN_MS <= wait.until_ms - NOW <= AGAIN_MS * 3 // 2
     assert "no spot quota in gcp r1" in wait.why
-    assert rollout(told, now_ms=wait.until_ms) == R1.rollout[1]  # zone a took the last one back
+    assert rollout(history, now_ms=wait.until_ms) == R1.rollout[1]  # zone a preempted the last one
     assert (
         wait.until_ms + 2 * AGAIN_MS
-        <= rollout(denied_by_quota(told, R1.rollout[1], wait.until_ms), wait.until_ms).until_ms
+        <= rollout(denied_by_quota(history, R1.rollout[1], wait.until_ms), wait.until_ms).until_ms
     )
 
 
-def test_a_quota_that_other_slots_use_up_is_never_a_denial():
-    told = with_trainer().spot(R1.rollout[0], Outcome.LIVE, at=0, was_up=True)
+def test_a_quota_used_up_by_other_slots_is_never_a_denial():
+    history = with_trainer().spot(R1.rollout[0], Outcome.LIVE, at=0, was_up=True)
     for minute in range(0, 300, 40):
-        denied_by_quota(told, R1.rollout[1], NOW + minute * MINUTE)
+        denied_by_quota(history, R1.rollout[1], NOW + minute * MINUTE)
     only_spot = MoveRules(on_demand=False)
-    assert isinstance(rollout(told, now_ms=NOW + 280 * MINUTE, rules=only_spot), Wait)
-    assert isinstance(rollout(told, now_ms=NOW + 310 * MINUTE, rules=only_spot), Option)
+    assert isinstance(rollout(history, now_ms=NOW + 280 * MINUTE, rules=only_spot), Wait)
+    assert isinstance(rollout(history, now_ms=NOW + 310 * MINUTE, rules=only_spot), Option)
 
 
 def test_a_quota_without_a_node_of_ours_is_a_denial():
     long_gone = with_trainer().spot(R1.rollout[0], Outcome.ENDED, at=0, ended=NOW - 10 * MINUTE, was_up=True)
-    for told in (with_trainer(), long_gone):
-        refused = rollout(denied_by_quota(told, R1.rollout[1], NOW), rules=MoveRules(on_demand=False))
+    for history in (with_trainer(), long_gone):
+        refused = rollout(denied_by_quota(history, R1.rollout[1], NOW), rules=MoveRules(on_demand=False))
         assert isinstance(refused, NothingLeft)
 
 
-def test_a_zone_without_a_subnet_closes_no_other_zone_of_its_region():
-    told = with_trainer().spot(R1.rollout[0], Outcome.DENIED, at=NOW, evidence="No usable subnets")
+def test_a_zone_without_a_subnet_does_not_exclude_other_zones():
+    history = with_trainer().spot(R1.rollout[0], Outcome.DENIED, at=NOW, evidence="No usable subnets")
     only_spot = MoveRules(on_demand=False)
-    assert isinstance(rollout(told, rules=only_spot), NothingLeft)
-    told.attempts[-1] = replace(told.attempts[-1], holds_in_its_zone_alone=True)
-    assert rollout(told, rules=only_spot).place == R1.rollout[1].place
+    assert isinstance(rollout(history, rules=only_spot), NothingLeft)
+    history.attempts[-1] = replace(history.attempts[-1], holds_in_its_zone_alone=True)
+    assert rollout(history, rules=only_spot).place == R1.rollout[1].place
 
 
-def test_a_trainer_for_which_its_predecessor_leaves_no_quota_is_asked_for_again():
-    told = Told().trainer(R1.trainer[0], Outcome.ENDED, at=0, ended=NOW - MINUTE, was_up=True)
-    told.trainer(R1.trainer[0], Outcome.DENIED, at=NOW)
-    assert isinstance(next_trainer(Tried(told.attempts), (R1,), RULES, NOW), NothingLeft)
-    told.attempts[-1] = replace(told.attempts[-1], is_quota_used_up=True)
-    assert next_trainer(Tried(told.attempts), (R1,), RULES, NOW + MINUTE) == R1.trainer[0]
+def test_a_trainer_blocked_by_its_predecessors_quota_is_requested_again():
+    history = History().trainer(R1.trainer[0], Outcome.ENDED, at=0, ended=NOW - MINUTE, was_up=True)
+    history.trainer(R1.trainer[0], Outcome.DENIED, at=NOW)
+    assert isinstance(next_trainer(Tried(history.attempts), (R1,), RULES, NOW), NothingLeft)
+    history.attempts[-1] = replace(history.attempts[-1], is_quota_used_up=True)
+    assert next_trainer(Tried(history.attempts), (R1,), RULES, NOW + MINUTE) == R1.trainer[0]
 
 
 # --- prices, gaps, rates --------------------------------------------------------------------------------
 
 
-def test_the_cheapest_zone_by_the_prices_of_now_comes_first():
+def test_the_cheapest_zone_at_current_prices_comes_first():
     newer = Price(micro_usd_per_hour=900_000, source="aws spot", observed_at="2026-02-01T00:00:00+00:00")
     now = repriced(R1, PriceNow({R1.rollout[0].place: newer}))
     assert now.rollout[0].placement.micro_usd_per_hour == 900_000
-    told = with_trainer()
-    assert rollout(told, sites=(now,), preferred=option(zone="z")).place == R1.rollout[1].place
+    history = with_trainer()
+    assert rollout(history, sites=(now,), preferred=option(zone="z")).place == R1.rollout[1].place
     old = Price(micro_usd_per_hour=1, source="", observed_at="2025-01-01")
     assert repriced(R1, PriceNow({R1.rollout[0].place: old})) == R1
 
 
-def test_gaps_double_and_never_agree_between_names():
+def test_gaps_double_and_differ_between_names():
     gaps = [gap_ms(n, 600_000, "a") for n in range(8)]
     assert gaps[0] == 0
     assert 600_000 <= gaps[1] < 900_000
@@ -352,7 +356,7 @@ def test_gaps_double_and_never_agree_between_names():
     assert gap_ms(1, 600_000, "b") != gaps[1]
 
 
-def test_ten_launches_a_minute_five_at_once():
+def test_launches_are_limited_to_ten_a_minute_and_five_at_once():
     rate = LaunchRate(per_minute=10, burst=5)
     assert rate.next_ms([]) == 0
     assert rate.next_ms([NOW] * 4) <= NOW
@@ -360,40 +364,40 @@ def test_ten_launches_a_minute_five_at_once():
     assert rate.next_ms([NOW - 60_000] * 5) <= NOW
 
 
-# --- whatever the clouds answer -------------------------------------------------------------------------
+# --- random answers of the clouds -----------------------------------------------------------------------
 
 
 class World:
-    """Clouds that answer at random, and a run that does what moves say; every second launch is asked by the trainer."""
+    """Clouds with random answers, and a run that follows the failover rules; the trainer makes every second launch."""
 
     def __init__(self, seed: int, sites=SITES, spots: int = 3) -> None:
-        self.random, self.sites, self.told, self.now_ms = random.Random(seed), sites, Told(), NOW
-        self.spots, self.asked = spots, set()
+        self.random, self.sites, self.history, self.now_ms = random.Random(seed), sites, History(), NOW
+        self.spots, self.requested = spots, set()
 
     def live(self, role: str) -> list[Attempt]:
-        return [a for a in self.told.attempts if a.role == role and a.outcome is Outcome.LIVE]
+        return [a for a in self.history.attempts if a.role == role and a.outcome is Outcome.LIVE]
 
     def step(self, kinds) -> None:
         self.now_ms += self.random.choice([1000, 30_000, 300_000, 900_000])
         self._answer(kinds)
-        move = next_trainer(Tried(self.told.attempts), self.sites, RULES, self.now_ms)
+        move = next_trainer(Tried(self.history.attempts), self.sites, RULES, self.now_ms)
         if isinstance(move, Option):
-            self._ask("trainer", move)
-        trainer = Tried(self.told.attempts).trainer
+            self._request("trainer", move)
+        trainer = Tried(self.history.attempts).trainer
         for _ in range(self.spots - len(self.live("rollout"))):
-            move = next_rollout(R1.rollout[0], self.spots, Tried(self.told.attempts), self.sites, RULES, self.now_ms)
+            move = next_rollout(R1.rollout[0], self.spots, Tried(self.history.attempts), self.sites, RULES, self.now_ms)
             if isinstance(move, Option):
                 assert trainer is not None
                 assert (move.placement.cloud, move.placement.region) == trainer.site
-                self._ask("rollout", move)
+                self._request("rollout", move)
         assert len(self.live("trainer")) <= 1
 
-    def _ask(self, role: str, where: Option) -> None:
-        self.asked.add((role, where.place))
-        (self.told.trainer if role == "trainer" else self.told.spot)(where, Outcome.LIVE, at=self.now_ms)
+    def _request(self, role: str, where: Option) -> None:
+        self.requested.add((role, where.place))
+        (self.history.trainer if role == "trainer" else self.history.spot)(where, Outcome.LIVE, at=self.now_ms)
 
     def _answer(self, kinds) -> None:
-        for number, attempt in enumerate(self.told.attempts):
+        for number, attempt in enumerate(self.history.attempts):
             if attempt.outcome is not Outcome.LIVE:
                 continue
             kind = self.random.choice(kinds)
@@ -403,7 +407,7 @@ class World:
             outcome = {"up": Outcome.LIVE}.get(kind) or Outcome(kind)
             if outcome in (Outcome.REFUSED, Outcome.DENIED) and attempt.was_up:
                 outcome = Outcome.RECLAIMED
-            self.told.attempts[number] = Attempt(
+            self.history.attempts[number] = Attempt(
                 name=attempt.name,
                 role=attempt.role,
                 option=attempt.option,
@@ -420,7 +424,7 @@ KINDS = st.lists(st.sampled_from(["late", "up", "refused", "reclaimed", "ended",
 
 @given(seed=st.integers(0, 10**6), kinds=KINDS)
 @settings(max_examples=60, deadline=None)
-def test_never_two_trainers_and_no_rollout_node_where_its_trainer_is_not(seed, kinds):
+def test_there_is_one_trainer_and_rollout_nodes_are_in_its_region(seed, kinds):
     world = World(seed)
     for _ in range(25):
         world.step(kinds)
@@ -428,11 +432,11 @@ def test_never_two_trainers_and_no_rollout_node_where_its_trainer_is_not(seed, k
 
 @given(seed=st.integers(0, 10**6), kinds=KINDS)
 @settings(max_examples=40, deadline=None)
-def test_the_order_of_what_was_tried_does_not_matter(seed, kinds):
+def test_the_order_of_recorded_attempts_does_not_matter(seed, kinds):
     world = World(seed)
     for _ in range(12):
         world.step(kinds)
-    shuffled = world.told.attempts[:]
+    shuffled = world.history.attempts[:]
     random.Random(seed).shuffle(shuffled)
     for now_ms in (world.now_ms, world.now_ms + MINUTE, world.now_ms + 40 * MINUTE):
         answers = [
@@ -440,26 +444,26 @@ def test_the_order_of_what_was_tried_does_not_matter(seed, kinds):
                 next_trainer(tried, SITES, RULES, now_ms),
                 next_rollout(R1.rollout[0], 3, tried, SITES, RULES, now_ms),
             )
-            for tried in (Tried(world.told.attempts), Tried(shuffled))
+            for tried in (Tried(world.history.attempts), Tried(shuffled))
         ]
         assert answers[0] == answers[1]
 
 
 @given(regions=st.integers(1, 6), types=st.integers(1, 3))
 @settings(max_examples=20, deadline=None)
-def test_a_trainer_that_is_refused_everywhere_is_asked_for_everywhere_in_the_end(regions, types):
+def test_a_trainer_refused_everywhere_is_requested_at_every_site(regions, types):
     sites = tuple(site(region=f"r{n}", trainers=tuple(f"t{k}" for k in range(types))) for n in range(regions))
-    told, now_ms, asked = Told(), NOW, set()
+    history, now_ms, requested = History(), NOW, set()
     for _ in range(200):
-        move = next_trainer(Tried(told.attempts), sites, RULES, now_ms)
+        move = next_trainer(Tried(history.attempts), sites, RULES, now_ms)
         assert not isinstance(move, NothingLeft)
         if isinstance(move, Wait):
             assert move.until_ms is not None
-            assert move.until_ms > now_ms  # no busy waiting, and no end of it
+            assert move.until_ms > now_ms  # the trainer neither polls without pause nor gives up
             now_ms = move.until_ms
             continue
-        asked.add(move.place)
-        told.trainer(move, Outcome.REFUSED, at=now_ms, ended=now_ms + 5000)
+        requested.add(move.place)
+        history.trainer(move, Outcome.REFUSED, at=now_ms, ended=now_ms + 5000)
         now_ms += 5000
-    assert asked == {where.place for here in sites for where in here.trainer}
+    assert requested == {where.place for here in sites for where in here.trainer}
     assert now_ms > NOW + 3_600_000  # the gaps grew

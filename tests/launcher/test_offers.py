@@ -1,4 +1,4 @@
-"""Price tables: what is read, what makes one unreadable, and how old a price may be."""
+"""Price tables: reading, invalid tables, and the age of prices."""
 
 import json
 import re
@@ -46,10 +46,10 @@ def row(zone: str = "z", gpus: str = "1", market: str = "spot", price: str = "1"
     return f"aws,r,{zone},,i,L4,{gpus},24,{market},{price},{source},,2026-01-01,ok,"
 
 
-# --- what ships --------------------------------------------------------------------------------------
+# --- shipped tables ----------------------------------------------------------------------------------
 
 
-def test_every_shipped_price_has_a_source_and_a_time_and_stands_once():
+def test_every_shipped_price_has_a_source_and_a_time_and_is_listed_once():
     offers = read_catalog()
     assert all(offer.source and offer.observed_at for offer in offers)
     assert all(offer.zone for offer in offers if offer.market is Market.SPOT)
@@ -63,7 +63,7 @@ def test_every_gpu_family_is_there():
     assert {offer.cloud for offer in read_catalog()} == {"aws", "gcp"}
 
 
-def test_shipped_tables_are_as_their_manifest_says():
+def test_shipped_tables_match_their_manifest():
     catalog = shipped_catalog()
     assert set(catalog.tables) == set(TABLES)
     assert {name: len(offers) for name, offers in catalog.offers.items()} == {
@@ -71,16 +71,16 @@ def test_shipped_tables_are_as_their_manifest_says():
     }
 
 
-def test_shipped_rows_are_instances_as_we_know_them():
+def test_shipped_rows_are_known_instance_types():
     for offer in read_catalog():
-        machine = instance_type_of(offer.cloud, offer.instance_type)
-        assert machine is not None
+        known_type = instance_type_of(offer.cloud, offer.instance_type)
+        assert known_type is not None
         assert (offer.accelerator, offer.gpus, offer.gpu_mem_gib) == (
-            machine.accelerator,
-            machine.gpus,
-            machine.gpu_mem_gib,
+            known_type.accelerator,
+            known_type.gpus,
+            known_type.gpu_mem_gib,
         )
-        assert offer.market in machine.markets, f"{offer.instance_type} is not sold {offer.market.value}"
+        assert offer.market in known_type.markets, f"{offer.instance_type} is not sold {offer.market.value}"
 
 
 def test_an_aws_zone_is_named_by_its_id():
@@ -97,7 +97,7 @@ def test_an_aws_zone_is_named_by_its_id():
     }, "catalogs/README.md names these"
 
 
-def test_shipped_verdicts_are_what_the_rules_say_and_nothing_claims_that_a_cloud_was_asked():
+def test_shipped_verdicts_follow_the_rules_and_claim_no_cloud_query():
     offers = read_catalog()
     assert judge(offers) == offers
     assert Quality.OK not in {offer.quality for offer in offers}
@@ -109,28 +109,28 @@ def test_shipped_verdicts_are_what_the_rules_say_and_nothing_claims_that_a_cloud
     }
 
 
-def test_nothing_may_be_bought_by_shipped_prices():
+def test_nothing_may_be_bought_at_shipped_prices():
     assert {age_of(o.observed_at, o.market, NOW_MS) for o in read_catalog()} <= {Age.UNKNOWN, Age.EXPIRED}
 
 
-def test_prices_are_those_of_the_table():
+def test_catalog_prices_equal_those_of_the_table():
     offer = next(o for o in read_catalog() if o.zone == "us-east-2-cheapest" and o.instance_type == "g6e.xlarge")
     assert offer.micro_usd_per_hour == Decimal("0.53") * 1_000_000
     assert offer.zone_id == "use2-az3"
 
 
-def test_the_trace_travels_with_its_licence():
+def test_the_trace_ships_with_its_licence():
     traces = files("catalogs") / "traces"
     assert (traces / "p3-trace.csv").read_text().startswith("0,add,node1\n")
     assert "Copyright (c) 2022 UCLASystem" in (traces / "LICENSE.txt").read_text()
     assert "8080929" in (traces / "README.md").read_text()
 
 
-# --- what is unreadable ------------------------------------------------------------------------------
+# --- invalid tables ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("price", ["0", "0.0", "-1", "nan", "inf", "", "abc", "0.0000001", "1e-7"])
-def test_a_price_that_misleads_a_budget_makes_the_table_unreadable(price):
+def test_a_price_that_would_mislead_a_budget_makes_the_table_invalid(price):
     with pytest.raises(CatalogError, match=r"t\.csv, line 2"):
         parse_offers(table(row(price=price)), "t.csv")
 
@@ -147,12 +147,12 @@ def test_a_price_that_misleads_a_budget_makes_the_table_unreadable(price):
         "aws,r,z",
     ],
 )
-def test_a_row_that_is_not_whole_makes_the_table_unreadable(line):
+def test_an_incomplete_row_makes_the_table_invalid(line):
     with pytest.raises(CatalogError, match="line 2"):
         parse_offers(table(line), "t.csv")
 
 
-def test_the_same_offer_twice_makes_the_table_unreadable():
+def test_a_repeated_offer_makes_the_table_invalid():
     with pytest.raises(CatalogError, match="line 3: the same offer as line 2"):
         parse_offers(table(row(price="1"), row(price="2")), "t.csv")
 
@@ -171,7 +171,7 @@ def test_a_table_with_other_columns_or_another_currency_is_refused(header, words
     assert caught.value.exit_code == 9
 
 
-def test_a_row_survives_being_written():
+def test_a_row_survives_writing_and_reading():
     offers = parse_offers(table(row(price="1.5"), row(zone="y", price="0.123456", market="on_demand")), "t.csv")
     rows = [as_row(offer) for offer in offers]
     assert [each["usd_per_hour"] for each in rows] == ["1.50", "0.123456"]
@@ -184,7 +184,7 @@ def test_a_row_survives_being_written():
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """A copy of the shipped tables that a test may spoil."""
+    """Copy the shipped tables to a folder that a test may damage."""
     with as_file(files("catalogs")) as shipped:
         shutil.copytree(shipped, tmp_path / "tables", ignore=shutil.ignore_patterns("traces", "__pycache__"))
     return tmp_path / "tables"
@@ -195,7 +195,7 @@ def manifest(folder: Path, **fields) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
-def test_a_table_that_was_changed_by_hand_is_not_read_until_somebody_seals_it(folder):
+def test_a_table_changed_by_hand_is_refused_until_its_checksum_is_updated(folder):
     path = folder / "gcp_spot.csv"
     path.write_text(path.read_text().replace("19.19", "1.919"))
     with pytest.raises(CatalogError, match=r"gcp_spot\.csv is not the table .* catalog validate .* --seal"):
@@ -215,19 +215,19 @@ def test_a_table_that_was_changed_by_hand_is_not_read_until_somebody_seals_it(fo
         ({"tables": []}, "cannot be read"),
     ],
 )
-def test_a_manifest_that_is_not_ours_is_refused(folder, fields, words):
+def test_a_foreign_manifest_is_refused(folder, fields, words):
     manifest(folder, **fields)
     with pytest.raises(CatalogError, match=words):
         read_folder(folder)
 
 
-def test_a_table_that_is_not_there_is_named(folder):
+def test_a_missing_table_is_named(folder):
     (folder / "aws_spot.csv").unlink()
     with pytest.raises(CatalogError, match=r"aws_spot\.csv cannot be read"):
         read_folder(folder)
 
 
-def test_what_was_refreshed_comes_before_what_ships(tmp_path, folder):
+def test_refreshed_tables_precede_shipped_ones(tmp_path, folder):
     raw = json.loads((folder / "manifest.json").read_text())
     manifest(folder, tables={"gcp_spot": raw["tables"]["gcp_spot"]})
     found = current_catalog(folder)
@@ -236,10 +236,10 @@ def test_what_was_refreshed_comes_before_what_ships(tmp_path, folder):
     assert current_catalog(tmp_path / "none") is shipped_catalog()
 
 
-# --- what somebody could buy -------------------------------------------------------------------------
+# --- offers that can be bought -----------------------------------------------------------------------
 
 
-def test_what_a_cloud_would_not_understand_is_not_bought():
+def test_zones_unknown_to_a_cloud_are_not_bought():
     places = {(o.region, o.zone) for o in buyable(read_catalog()) if o.cloud == "aws"}
     assert not [place for place in places if place[0] == "us" or place[1].endswith("est")]
     assert ("us-east-2", "use2-az3") in places, "shipped as us-east-2-cheapest"
@@ -283,7 +283,7 @@ def offer(market: Market, observed_at: str) -> Offer:
         (Market.ON_DEMAND, "2026-11-15T11:59:59+00:00", Age.OLD),
         (Market.ON_DEMAND, "2026-10-23T12:00:00+00:00", Age.OLD),  # 30 d
         (Market.ON_DEMAND, "2026-10-23T11:59:59+00:00", Age.EXPIRED),
-        (Market.SPOT, "2026-11-22", Age.OLD),  # a date is its first moment: 12 h
+        (Market.SPOT, "2026-11-22", Age.OLD),  # a date means its start: 12 h
         (Market.SPOT, "snapshot H2-2025..2026", Age.UNKNOWN),
         (Market.SPOT, "2026-11-22T13:00:00+00:00", Age.FRESH),  # clocks differ
         (Market.SPOT, "2026-11-22T13:00:01+00:00", Age.UNKNOWN),
@@ -301,18 +301,18 @@ def test_a_spot_price_ages_in_hours_and_an_on_demand_price_in_weeks(market, obse
         ("2027-01-01", "dated in the future"),
     ],
 )
-def test_the_age_of_a_price_is_told_to_people(observed_at, words):
+def test_the_age_of_a_price_is_printed_readably(observed_at, words):
     assert re.match(words, age_text(observed_at, NOW_MS))
 
 
-def test_a_price_that_nobody_repeats_does_not_win_over_those_that_hold():
+def test_an_outdated_price_does_not_win_over_current_ones():
     fresh, old = offer(Market.SPOT, "2026-11-22T11:00:00+00:00"), offer(Market.SPOT, "2026-11-01")
     list_price = offer(Market.ON_DEMAND, "2026-01-01")
     assert without_expired([old, fresh, list_price], NOW_MS) == (fresh, list_price)
     assert without_expired([old, list_price], NOW_MS) == (old, list_price)
 
 
-def test_nothing_is_bought_by_an_expired_price_and_the_refusal_says_what_to_do():
+def test_nothing_is_bought_at_an_expired_price_and_the_refusal_has_a_remedy():
     refuse_stale([offer(Market.SPOT, "2026-11-22T01:00:00+00:00")], NOW_MS)
     with pytest.raises(CatalogError) as caught:
         refuse_stale([offer(Market.SPOT, "2026-11-20T12:00:00+00:00")], NOW_MS)

@@ -1,4 +1,4 @@
-"""What you really pay: overrides and discounts, said where they change a price."""
+"""The user's own prices: overrides and discounts, shown where they change a price."""
 
 from dataclasses import replace
 
@@ -31,11 +31,11 @@ def override(**fields) -> PriceOverride:
     return PriceOverride(**{"cloud": "aws", "instance_type": "p5.48xlarge", "price": "$40/h"} | fields)
 
 
-def test_without_any_nothing_changes():
+def test_without_overrides_no_price_changes():
     assert as_you_pay([P5, SPOT], (), (), NOW_MS) == (P5, SPOT)
 
 
-def test_an_override_is_the_price_and_says_what_the_list_said():
+def test_an_override_is_the_price_and_shows_the_list_price():
     offer, spot, other = as_you_pay([P5, SPOT, P4], [override()], (), NOW_MS)
     assert offer.micro_usd_per_hour == 40_000_000
     assert offer.source == "price_overrides[0]; listed $55.04/h by a list"
@@ -46,11 +46,11 @@ def test_an_override_is_the_price_and_says_what_the_list_said():
 @pytest.mark.parametrize(
     ("region", "price"), [("us-east-2", 40_000_000), ("us-west-2", 55_040_000), (None, 40_000_000)]
 )
-def test_an_override_may_be_of_one_region(region, price):
+def test_an_override_may_cover_one_region(region, price):
     assert as_you_pay([P5], [override(region=region)], (), NOW_MS)[0].micro_usd_per_hour == price
 
 
-def test_a_discount_is_off_the_list_and_keeps_its_date():
+def test_a_discount_reduces_the_list_price_and_keeps_its_date():
     offer, spot, other = as_you_pay([P5, SPOT, P4], (), [Discount(cloud="aws", percent=12.5)], NOW_MS)
     assert (offer.micro_usd_per_hour, offer.observed_at) == (48_160_000, "2026-11-01")
     assert offer.source == "a list, less 12.5 % (discounts[0])"

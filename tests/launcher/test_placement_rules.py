@@ -1,4 +1,4 @@
-"""The rules that placement decides by, each with a number checked by hand, and the closed forms of papers 6.2."""
+"""The rules of placement, each with a number checked by hand, and the closed forms of papers 6.2."""
 
 from dataclasses import replace
 from math import exp, inf
@@ -56,7 +56,7 @@ QUIET = NodeTerms(
     lost_work_hours=0.0,
     first_hour_free=False,
 )
-"""$3 an hour, never taken back, half an hour until it works, wanted for two."""
+"""A node at $3 an hour without hazard, with half an hour of cold start, wanted for two hours."""
 
 HARSH = replace(QUIET, hazards=ONE_AN_HOUR)
 
@@ -64,20 +64,20 @@ HARSH = replace(QUIET, hazards=ONE_AN_HOUR)
 # --- one node -----------------------------------------------------------------------------------------
 
 
-def test_useful_hours_begin_after_the_cold_start():
+def test_useful_hours_start_after_the_cold_start():
     assert useful_hours(QUIET) == 1.5
     assert useful_hours(HARSH) == pytest.approx(exp(-0.5) - exp(-2))  # .471
     assert useful_hours(replace(QUIET, cold_start_hours=5.0)) == 0
 
 
-def test_every_hour_is_billed_but_those_of_a_life_that_aws_ends_in_its_first():
+def test_every_hour_is_billed_unless_aws_preempts_in_the_first_hour():
     assert billed_hours(HARSH) == pytest.approx(1 - exp(-2))  # .865
     free = replace(HARSH, first_hour_free=True)
     assert billed_hours(free) == pytest.approx((1 - exp(-2)) - (1 - 2 * exp(-1)))  # .865 - .264 = .600
-    assert billed_hours(replace(QUIET, first_hour_free=True)) == 2.0  # we ended it, so all of it is billed
+    assert billed_hours(replace(QUIET, first_hour_free=True)) == 2.0  # we terminated it, so all of it is billed
 
 
-def test_of_a_node_that_is_wanted_for_less_than_an_hour_only_the_full_life_is_billed():
+def test_a_node_wanted_for_less_than_an_hour_is_billed_only_if_it_survives():
     short = replace(HARSH, horizon_hours=0.5, first_hour_free=True)
     assert billed_hours(short) == pytest.approx(0.5 * exp(-0.5))
 
@@ -88,28 +88,28 @@ def test_the_first_hour_is_free_on_aws_spot_only():
     assert not is_first_hour_free("gcp", Market.SPOT)
 
 
-def test_a_useful_hour_costs_what_a_life_costs_over_what_it_gives():
+def test_a_useful_hours_cost_is_a_lifetimes_cost_over_its_useful_hours():
     assert micro_usd_per_life(QUIET) == 6 * USD
     assert micro_usd_per_useful_hour(QUIET) == pytest.approx(6 * USD / 1.5)
     assert micro_usd_per_useful_hour(replace(QUIET, cold_start_hours=2.0)) == inf
 
 
-def test_work_that_a_reclaim_loses_is_paid_for_again():
+def test_work_lost_in_a_preemption_is_paid_for_again():
     lossy = replace(HARSH, lost_work_hours=0.2)
     extra = micro_usd_per_life(lossy) - micro_usd_per_life(HARSH)
     assert extra == pytest.approx(3 * USD * 0.2 * (1 - exp(-2)))  # w P(L < H)
     assert micro_usd_per_life(replace(QUIET, lost_work_hours=0.2)) == 6 * USD
 
 
-def test_a_slot_waits_for_launches_that_fail():
-    """q = 3/4: a third of an attempt fails before each success, 12.5 minutes each."""
+def test_failed_launches_delay_a_slot():
+    """With q = 3/4, on average a third of an attempt of 12.5 minutes fails before each success."""
     assert cycle_hours(QUIET) == pytest.approx(2 + 12.5 / 60 / 3)
     assert useful_share(QUIET) == pytest.approx(1.5 / (2 + 12.5 / 180))
     assert micro_usd_per_slot_hour(QUIET) == pytest.approx(6 * USD / (2 + 12.5 / 180))
 
 
 @given(st.floats(0, 10), st.floats(0.05, 1), st.floats(0, 1), st.booleans())
-def test_a_slot_is_never_useful_for_longer_than_there_is(hazard, odds, cold, free):
+def test_a_slot_is_never_useful_for_longer_than_the_run(hazard, odds, cold, free):
     terms = replace(
         QUIET,
         hazards=HazardCurve(per_hour=(hazard,) * 8),
@@ -124,22 +124,22 @@ def test_a_slot_is_never_useful_for_longer_than_there_is(hazard, odds, cold, fre
 
 
 @given(st.floats(0.1, 5), st.floats(0.1, 5))
-def test_where_nodes_die_sooner_a_useful_hour_is_dearer(one, other):
-    """Without a free first hour: there, dying early costs time, not money."""
+def test_a_higher_hazard_makes_a_useful_hour_dearer(one, other):
+    """The first hour is billed here. With a free first hour, an early preemption costs time, not money."""
     low, high = (replace(QUIET, hazards=HazardCurve(per_hour=(each,) * 8)) for each in sorted((one, other)))
     assert micro_usd_per_useful_hour(low) <= micro_usd_per_useful_hour(high) * (1 + 1e-9)
 
 
-def test_a_useful_hour_never_gets_cheaper_as_a_zone_takes_nodes_back_sooner():
-    """100 of 100 nodes taken back within 15 minutes, on a cloud that does not bill them."""
+def test_a_useful_hour_never_gets_cheaper_with_a_higher_hazard():
+    """All of 100 nodes were preempted within 15 minutes, on a cloud that does not bill them."""
     before = replace(QUIET, hazards=learn(POOLED, Exposure()).mean, launch_odds=0.64, first_hour_free=True)
     lives = [Life(ms=899_000, reclaimed=True)] * 100
     after = replace(before, hazards=learn(POOLED, Exposure.of(lives)).mean, launch_odds=0.99)
     assert micro_usd_per_useful_hour(after) > micro_usd_per_useful_hour(before)
 
 
-def test_a_slot_is_at_work_for_the_share_of_time_that_was_measured():
-    """On recorded traces a slot reached .41 to .61 of the time where launch odds of .64 promise .91."""
+def test_a_slots_working_share_matches_the_measured_one():
+    """On recorded traces a slot worked .41 to .61 of the time, although launch odds of .64 predict .91."""
     terms = replace(QUIET, hazards=POOLED.curve, launch_odds=0.64, horizon_hours=24.0, cold_start_hours=8 / 60)
     assert useful_share(terms) == pytest.approx(0.91, abs=0.01)
     for share in (SHARE_AT_WORK.low, SHARE_AT_WORK.mean, SHARE_AT_WORK.high):
@@ -151,10 +151,10 @@ def test_a_slot_is_at_work_for_the_share_of_time_that_was_measured():
     )  # a slot that is empty costs nothing
 
 
-# --- how many -----------------------------------------------------------------------------------------
+# --- number of nodes ----------------------------------------------------------------------------------
 
 
-def test_the_square_root_rule_is_that_of_the_notes():
+def test_the_square_root_rule_equals_that_of_the_notes():
     assert square_root_rule(6.0, 1.0, 3.5 * USD, 1.0 * USD) == pytest.approx(4.58, abs=0.01)
 
 
@@ -167,8 +167,8 @@ def test_the_square_root_rule_finds_the_cheapest_iteration(a, b, trainer, node):
     assert cost(best) <= min(cost(best * 0.99), cost(best * 1.01))
 
 
-def test_in_the_reference_recipe_rolling_out_alone_pays_for_no_spot_node():
-    """GPUs as nodes: 428 GPU-seconds, 253 s of training, 4 trainer GPUs at $7, spot at 69 % off."""
+def test_in_the_reference_recipe_rollouts_alone_pay_for_no_spot_node():
+    """Each GPU is a node: 428 GPU-seconds, 253 s of training, 4 trainer GPUs at $7, spot at a discount of 69 %."""
     spot = 7 * USD * 0.31
     assert square_root_rule(428 / 3600, 253 / 3600, 28 * USD, spot, assist_nodes=4) == 0
     assert square_root_rule(428 / 3600, 25 / 3600, 28 * USD, spot, assist_nodes=4) == pytest.approx(8.3, abs=0.1)
@@ -176,7 +176,7 @@ def test_in_the_reference_recipe_rolling_out_alone_pays_for_no_spot_node():
 
 
 @given(st.floats(0.5, 50), st.floats(0.1, 5), st.floats(1, 50), st.floats(0.2, 10), st.floats(0, 8))
-def test_with_the_trainers_help_it_still_finds_the_cheapest_iteration(a, b, trainer, node, assist):
+def test_the_rule_finds_the_cheapest_iteration_with_the_trainers_help(a, b, trainer, node, assist):
     def cost(n: float) -> float:
         return (a / (n + assist) + b) * (trainer + n * node)
 
@@ -192,29 +192,29 @@ def test_a_node_pays_if_finishing_earlier_saves_more_than_it_costs(rate, pays):
     assert marginal.pays is pays
 
 
-def test_on_demand_bridges_to_the_floor_and_no_further():
+def test_on_demand_nodes_fill_up_to_the_floor_and_no_further():
     assert on_demand_fallback(ready=2, floor=4, most=5) == 2
     assert on_demand_fallback(ready=2, floor=4, most=1) == 1
     assert on_demand_fallback(ready=0, floor=0, most=5) == 0
     assert on_demand_fallback(ready=6, floor=4, most=5) == 0
 
 
-# --- where --------------------------------------------------------------------------------------------
+# --- zones --------------------------------------------------------------------------------------------
 
 
-def test_no_zone_has_more_than_half_where_there_is_a_choice():
+def test_no_zone_has_more_than_half_of_the_nodes_if_others_exist():
     assert [most_in_one_zone(nodes, 3) for nodes in (0, 1, 2, 5, 8)] == [0, 1, 1, 3, 4]
     assert most_in_one_zone(5, 1) == 5
 
 
-def test_nodes_that_go_together_make_the_number_less_certain():
+def test_correlated_preemptions_make_the_node_count_less_certain():
     assert gpu_variance([2], [0.5]) == pytest.approx(0.5 + 2 * 0.59 * 0.25)  # .795
     assert gpu_variance([1, 1], [0.5, 0.5]) == pytest.approx(0.5 + 2 * 0.42 * 0.25)  # .71
     assert gpu_variance([4], [0.0]) == 0
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=4), st.integers(0, 3))
-def test_one_more_node_never_makes_the_number_more_certain(nodes, zone):
+def test_one_more_node_never_makes_the_node_count_more_certain(nodes, zone):
     more = [count + (index == zone % len(nodes)) for index, count in enumerate(nodes)]
     spreads = [0.3] * len(nodes)
     assert gpu_variance(more, spreads) >= gpu_variance(nodes, spreads)
@@ -228,15 +228,15 @@ def test_a_zone_cools_down_longer_after_each_refusal():
     assert cools_until_ms([noon - 9, noon - 5, noon]) == noon + 10 * MINUTE_MS  # one burst
     assert cools_until_ms([noon], jitter=1.0) == noon + 15 * MINUTE_MS
     assert cools_until_ms([noon - n * HOUR_MS for n in range(9)]) == noon + COOL_MOST_MS == noon + HOUR_MS // 2
-    assert cools_until_ms([noon - 5], since_ms=noon) is None  # it had capacity since
+    assert cools_until_ms([noon - 5], since_ms=noon) is None  # the zone had capacity since then
 
 
-def test_what_copies_of_weights_cost():
+def test_weight_transfers_cost_what_their_traffic_costs():
     assert copies_micro_usd(40 * 10**9, 1, 100_000) == 4 * USD
     assert copies_micro_usd(380_000_000, 2) == pytest.approx(0.0152 * USD)
 
 
-# --- how long an iteration takes ----------------------------------------------------------------------
+# --- time of an iteration -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_what_copies_of_weights_cost():
 def test_the_closed_forms_agree_with_the_table_of_the_notes(
     spot, seconds, idle, explorable, per_prompt, at_69, at_77, on_demand_69, on_demand_77
 ):
-    """Papers 6.2; half a unit of its last printed digit, or 1 %, whichever is more."""
+    """Papers 6.2. The tolerance is half a unit of the last printed digit or 1 %, whichever is larger."""
     recipe = qwen_image_512()
     cost = recipe.cost
     found = iteration_seconds(cost, spot)
@@ -265,14 +265,14 @@ def test_the_closed_forms_agree_with_the_table_of_the_notes(
 
 
 @given(st.integers(0, 64))
-def test_with_every_spot_gpu_there_it_is_the_engines_own_formula(spot):
+def test_with_all_spot_gpus_present_the_engines_formula_applies(spot):
     recipe = qwen_image_512()
     assert iteration_seconds(recipe.cost, spot) == pytest.approx(closed_form.iteration_seconds(recipe.cost, spot))
     each = closed_form.expected_exploration(recipe.cost, spot, 0.7).candidates_per_prompt
     assert candidates_per_prompt(recipe, spot) == each
 
 
-def test_gpus_that_vanish_together_slow_an_iteration_down():
+def test_gpus_preempted_together_slow_an_iteration_down():
     cost = replace(qwen_image_512().cost, train_seconds=0.0)
     assert iteration_seconds(cost, 4) == pytest.approx(53.5)
     assert iteration_seconds(cost, 4, variance=4.0) == pytest.approx(56.8, abs=0.1)
@@ -284,29 +284,29 @@ def test_new_weights_are_waited_for_only_with_spot():
     assert iteration_seconds(cost, 4) == pytest.approx(53.5 + 253 + 5)
 
 
-def test_another_trainer_takes_its_share_of_the_training():
+def test_another_trainer_type_scales_the_training_time():
     on_all = replace(qwen_image_512(), trained_on_gpus=8)
     assert iteration_seconds(on_all.on(8).cost, 0) == pytest.approx(180)
     assert on_all.on(4) == on_all
 
 
-def test_a_trainer_counts_as_the_one_gpu_that_the_engine_trains_on():
+def test_a_trainer_counts_as_one_gpu_because_the_engine_trains_on_one():
     eight = qwen_image_512().on(8)
     assert eight == qwen_image_512().on(1)
     assert iteration_seconds(eight.cost, 0) == pytest.approx(4 * 360)
 
 
-def test_what_exploration_leaves_of_the_iterations():
-    """With 8 spot GPUs 75 candidates a prompt, of which 16 are kept: gain 1 + .49 (V - 1)."""
+def test_exploration_reduces_the_number_of_iterations():
+    """8 spot GPUs allow 75 candidates a prompt, of which 16 are kept: gain 1 + .49 (V - 1)."""
     recipe = qwen_image_512()
     gain = closed_form.variance_gain(0.7, closed_form.selection_gain(16 / 75))
     assert iterations_share(recipe, 75, 0.5) == pytest.approx(gain**-0.5)
     assert iterations_share(recipe, 75, 0.0) == 1
-    assert iterations_share(recipe, 16, 0.5) == 1  # nothing to choose
+    assert iterations_share(recipe, 16, 0.5) == 1  # no choice between candidates
     assert candidates_per_prompt(replace(recipe, explores=False), 8) == 0
 
 
-def test_the_statement_says_what_spot_must_save():
+def test_the_plan_states_what_spot_must_save():
     dear = WhenSpotPays(gpus=8, market="spot", cost_ratio=1.30, iterations_share=0.70)
     assert (dear.costs_more, dear.pays) == (True, True)
     assert dear.pays_below == pytest.approx(0.769, abs=0.001)
@@ -335,27 +335,32 @@ QWEN = {
 }
 
 
-def test_a_job_file_says_what_is_asked_of_a_cloud():
-    ask = cloud_requirements(Job(**QWEN))
-    assert (ask.trainer.gpus, ask.trainer.infra, ask.rollout.gpus, ask.max_rollout_nodes) == (1, "aws/us-east-2", 1, 12)
-    assert ask.trainer_gpus_named == 4  # the engine trains on one
-    assert (ask.max_total_micro_usd, ask.max_hourly_micro_usd) == (4_000 * USD, 150 * USD)
-    assert ask.deadline_ms == 72 * HOUR_MS
-    assert ask.clouds == ("aws", "gcp")
+def test_a_job_file_sets_the_request_to_a_cloud():
+    required = cloud_requirements(Job(**QWEN))
+    assert (required.trainer.gpus, required.trainer.infra, required.rollout.gpus, required.max_rollout_nodes) == (
+        1,
+        "aws/us-east-2",
+        1,
+        12,
+    )
+    assert required.trainer_gpus_named == 4  # the engine trains on one
+    assert (required.max_total_micro_usd, required.max_hourly_micro_usd) == (4_000 * USD, 150 * USD)
+    assert required.deadline_ms == 72 * HOUR_MS
+    assert required.clouds == ("aws", "gcp")
     assert cloud_requirements(Job(**QWEN | {"spot": "never"})).spot.value == "never"
 
 
 def test_a_recipe_is_scaled_to_the_jobs_batch():
     recipe = recipe_of(Job(**QWEN))
     assert recipe.iterations.mean == 200
-    assert recipe.cost.train_seconds == pytest.approx(253 / 4)  # 128 of 512 pictures
+    assert recipe.cost.train_seconds == pytest.approx(253 / 4)  # 128 of 512 images
     assert recipe.copy_bytes == pytest.approx(190_000_000, rel=0.001)
     assert recipe.never_run
     full = Job(**QWEN | {"model": {"name": "qwen-image", "path": "there"}})
     assert recipe_of(full).copy_bytes == QWEN_BYTES
 
 
-def test_a_job_that_nobody_timed_is_planned_as_it_says_and_called_a_guess():
+def test_an_untimed_recipe_is_planned_as_configured_and_marked_a_guess():
     job = Job(**QWEN | {"model": {"name": "digits-ocr"}})
     assert any("nobody has timed digits-ocr" in sentence for sentence in recipe_of(job).never_run)
     assert recipe_of(job).iterations.high == job.iterations
@@ -370,7 +375,7 @@ def test_a_job_may_insist_on_rollout_nodes():
     )
 
 
-def test_every_assumption_of_a_recipe_names_itself():
+def test_every_assumption_of_a_recipe_is_named():
     recipe = qwen_image_512()
     for estimate in (recipe.iterations, recipe.gain_exponent):
         assert isinstance(estimate, Estimate)

@@ -50,7 +50,7 @@ def test_a_trainer_on_demand_and_spot_nodes_in_the_two_cheapest_zones():
     assert [slot.role for slot in plan.slots] == ["trainer", "rollout", "rollout", "rollout"]
 
 
-def test_rates_and_how_long_the_money_lasts():
+def test_a_plan_has_hourly_rates_and_the_time_that_the_budget_lasts():
     plan = plan_local(job(), EAST)
     assert plan.expected_micro_usd_per_hour == 5_500_000
     assert plan.maximum_micro_usd_per_hour == 9_000_000
@@ -58,7 +58,7 @@ def test_rates_and_how_long_the_money_lasts():
     assert plan.money_basis == "assumed"
 
 
-def test_everything_is_in_the_region_where_the_whole_is_cheapest():
+def test_all_nodes_are_in_the_region_with_the_cheapest_total():
     west = [offer("", 2, region="west"), offer("w", 1.9, region="west")]
     assert plan_local(job(), EAST + west).region == "east"
     assert plan_local(job(rollout={"use_spot": True, "num_nodes": 1}), EAST + west).region == "west"
@@ -77,12 +77,12 @@ def test_spot_never_is_the_same_baseline():
     assert [slot.name for slot in plan_local(never, EAST).slots] == ["trainer", "on-demand-0"]
 
 
-def test_a_price_that_is_not_believed_is_not_chosen():
+def test_a_doubtful_price_is_not_chosen():
     tenth = replace(offer("d", 0.3), quality=Quality.TENTH_OF_ON_DEMAND)
     assert plan_local(job(), [*EAST, tenth]) == plan_local(job(), EAST)
 
 
-def test_zero_spot_is_a_plan():
+def test_a_plan_without_spot_nodes_is_valid():
     assert [slot.name for slot in plan_local(job(rollout={"num_nodes": 0}), EAST).slots] == ["trainer"]
 
 
@@ -99,7 +99,7 @@ def test_infra_narrows_the_choice():
         ({"rollout": {"infra": "gcp"}}, "no region of the catalog offers"),
     ],
 )
-def test_what_nobody_offers_is_refused_by_name(resources, words):
+def test_a_gpu_without_an_offer_is_refused_by_name(resources, words):
     with pytest.raises(PlacementError) as caught:
         plan_local(job(**resources), EAST)
     assert words in str(caught.value)
@@ -125,7 +125,7 @@ def test_the_shipped_catalog_has_a_plan_for_the_default_job():
         ("digits_ocr_shared", [("", 5.52), ("us-east5", 3.29), ("us-east5", 3.29)]),
     ],
 )
-def test_shipped_local_jobs_go_on_being_priced_as_they_were(name, expected):
+def test_prices_of_shipped_local_jobs_do_not_change(name, expected):
     shipped = load_job(Path(str(files("sky_yamls") / f"{name}.yaml"))).job
     assert [
         ("" if "any zone" in zone else zone, usd / 1_000_000)

@@ -13,7 +13,7 @@ from launcher.settings import config_path, home, ledger_path
 ANSWER = '{"field": "reward", "found": "it raised", "remedy": "mend it"}'
 
 
-def test_a_secret_that_is_not_set_here_is_missed_now(tmp_path):
+def test_a_secret_that_is_not_set_here_is_reported_before_the_launch(tmp_path):
     path = tmp_path / "job.yaml"
     path.write_text("seed: 1\nsecrets: [HF_TOKEN]\n")
     checked = load_job(path)
@@ -22,7 +22,7 @@ def test_a_secret_that_is_not_set_here_is_missed_now(tmp_path):
         check_secrets(checked, {"HF_TOKEN": ""})
 
 
-def test_a_local_run_elsewhere_than_on_linux_is_refused_in_a_sentence():
+def test_a_local_run_on_another_system_than_linux_is_refused():
     check_platform("linux")
     with pytest.raises(
         Failure, match=r"needs Linux, and this is darwin: .*memfd_create.*; use a Linux machine, or clouds"
@@ -45,7 +45,7 @@ def test_a_full_disk_is_noticed_before_the_first_checkpoint(tmp_path, monkeypatc
         ("print('no json')", "could not check the job"),
     ],
 )
-def test_whatever_the_engine_answers_is_one_clear_error(tmp_path, monkeypatch, script, words):
+def test_every_bad_answer_of_the_engine_is_one_clear_error(tmp_path, monkeypatch, script, words):
     path = tmp_path / "job.yaml"
     path.write_text("reward: my_reward:score\n")
     fake = tmp_path / "python"
@@ -57,7 +57,7 @@ def test_whatever_the_engine_answers_is_one_clear_error(tmp_path, monkeypatch, s
     assert words in str(caught.value)
 
 
-def test_a_reward_that_raises_ends_with_3_its_line_and_no_run(tmp_path, monkeypatch, capsys, forked_engine):
+def test_a_reward_that_raises_ends_with_code_3_and_names_its_line(tmp_path, monkeypatch, capsys, forked_engine):
     monkeypatch.setenv("SPOTRL_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("SPOTRL_CONFIG", str(tmp_path / "none.yaml"))
     (tmp_path / "my_reward.py").write_text("def score(pictures, prompts):\n    return [1 / 0]\n")
@@ -70,7 +70,7 @@ def test_a_reward_that_raises_ends_with_3_its_line_and_no_run(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize(("returned", "words"), [("float('nan')", "not finite"), ("exit(3)", "called sys.exit(3)")])
-def test_a_reward_that_gives_no_number_is_refused(tmp_path, monkeypatch, capsys, forked_engine, returned, words):
+def test_a_reward_that_returns_no_number_is_refused(tmp_path, monkeypatch, capsys, forked_engine, returned, words):
     monkeypatch.setenv("SPOTRL_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("SPOTRL_CONFIG", str(tmp_path / "none.yaml"))
     (tmp_path / "no_number.py").write_text(f"def score(pictures, prompts):\n    return [{returned}]\n")
@@ -79,7 +79,7 @@ def test_a_reward_that_gives_no_number_is_refused(tmp_path, monkeypatch, capsys,
     assert words in capsys.readouterr().err
 
 
-def test_spotrl_home_moves_everything(monkeypatch, tmp_path):
+def test_spotrl_home_sets_the_folder_of_all_files(monkeypatch, tmp_path):
     monkeypatch.setenv("SPOTRL_HOME", str(tmp_path / "here"))
     monkeypatch.setenv("SPOTRL_CONFIG", "relative.yaml")
     assert home() == tmp_path / "here"
@@ -87,7 +87,7 @@ def test_spotrl_home_moves_everything(monkeypatch, tmp_path):
     assert config_path() == Path.cwd() / "relative.yaml"
 
 
-def test_a_run_that_a_lost_ledger_knew_is_not_continued_by_a_new_one(tmp_path, monkeypatch, capsys):
+def test_a_run_of_a_lost_ledger_is_not_continued_by_a_new_ledger(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("SPOTRL_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("SPOTRL_CONFIG", str(tmp_path / "none.yaml"))
     (tmp_path / "job.yaml").write_text("name: mine\n")

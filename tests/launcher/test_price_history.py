@@ -1,4 +1,4 @@
-"""Prices in the ledger: kept once, read back by place and time, and quick among a million."""
+"""Prices in the ledger: stored once, read by place and time, and fast among a million."""
 
 import time
 from dataclasses import replace
@@ -63,18 +63,18 @@ def prices(points):
     return [point.micro_usd_per_hour / 1_000_000 for point in points]
 
 
-def test_the_same_price_twice_is_one_row_and_younger(sessions):
+def test_a_repeated_price_updates_the_time_of_its_row(sessions):
     assert record(sessions, point(), point(1, 15)) == 2
     assert record(sessions, point(observed_ms=NOW_MS + HOUR_MS), point(1, 15)) == 0
     with sessions() as session:
         (latest,) = latest_prices(session)
     assert (latest.micro_usd_per_hour, latest.observed_ms) == (14_250_000, NOW_MS + HOUR_MS)
-    assert record(sessions, point(observed_ms=NOW_MS - HOUR_MS)) == 0  # late news makes nothing older
+    assert record(sessions, point(observed_ms=NOW_MS - HOUR_MS)) == 0  # a late observation does not make a price older
     with sessions() as session:
         assert latest_prices(session)[0].observed_ms == NOW_MS + HOUR_MS
 
 
-def test_the_latest_price_of_each_pool_is_the_one_that_holds(sessions):
+def test_the_latest_price_of_each_pool_is_current(sessions):
     record(sessions, point(5, 20), point(2, 14.25), point(3, 9, zone="us-east-1b"), on_demand())
     with sessions() as session:
         assert sorted(prices(latest_prices(session))) == [9, 14.25, 55.04]
@@ -83,27 +83,27 @@ def test_the_latest_price_of_each_pool_is_the_one_that_holds(sessions):
         assert len(latest_prices(session, regions=["us-east-1"], instance_types=["p5.48xlarge"])) == 3
 
 
-def test_a_corrected_price_replaces_what_was_said_of_the_same_moment(sessions):
+def test_a_corrected_price_replaces_the_one_of_the_same_time(sessions):
     record(sessions, point(1, 14.25))
     record(sessions, point(1, 14.50, observed_ms=NOW_MS + 1))
     with sessions() as session:
         assert prices(latest_prices(session)) == [14.50]
 
 
-def test_two_sources_of_one_pool_are_both_told(sessions):
+def test_prices_of_two_sources_of_one_pool_are_both_listed(sessions):
     record(sessions, point(), point(dollars=14, source="another"))
     with sessions() as session:
         assert sorted(prices(latest_prices(session))) == [14, 14.25]
 
 
-def test_the_history_begins_with_the_price_that_held_then(sessions):
+def test_the_history_begins_with_the_price_current_at_its_start(sessions):
     record(sessions, point(100, 1), point(50, 2), point(10, 3), point(5, 4))
     assert prices(history(sessions, "us-east-1a")) == [2, 3, 4]
     assert prices(history(sessions, "us-east-1a", until_ms=NOW_MS - 7 * HOUR_MS)) == [2, 3]
     assert prices(history(sessions, "us-east-1a", since_ms=0)) == [1, 2, 3, 4]
 
 
-def test_a_place_is_a_zone_its_id_or_a_region_with_prices_of_its_own(sessions):
+def test_a_place_is_a_zone_a_zone_id_or_a_region_with_own_prices(sessions):
     record(sessions, point(), on_demand(), point(dollars=9, zone="us-east-1b", zone_id="use1-az2"))
     assert prices(history(sessions, "us-east-1a")) == [14.25]
     assert prices(history(sessions, "use1-az2")) == [9]
@@ -113,18 +113,18 @@ def test_a_place_is_a_zone_its_id_or_a_region_with_prices_of_its_own(sessions):
         assert places(session) == ["us-east-1", "us-east-1a", "us-east-1b"]
 
 
-def test_a_history_can_be_of_some_machines_and_one_market(sessions):
+def test_a_history_can_be_limited_to_instance_types_and_a_market(sessions):
     record(sessions, point(), point(dollars=3, instance_type="p5.4xlarge"), point(dollars=60, market=Market.ON_DEMAND))
     assert prices(history(sessions, "us-east-1a", instance_types=["p5.4xlarge"])) == [3]
     assert prices(history(sessions, "us-east-1a", market=Market.ON_DEMAND)) == [60]
 
 
-def test_a_price_of_nothing_is_refused_by_the_ledger_itself(sessions):
+def test_the_ledger_refuses_a_price_of_0(sessions):
     with pytest.raises(IntegrityError):
         record(sessions, point(dollars=0))
 
 
-def test_an_estimate_is_kept_once(sessions):
+def test_a_capacity_estimate_is_stored_once(sessions):
     rate = CapacityAdvice(
         cloud="gcp",
         region="us-central1",
@@ -149,7 +149,7 @@ def test_an_estimate_is_kept_once(sessions):
 # --- a million ---------------------------------------------------------------------------------------
 
 ZONES, TYPES, CHANGES = 100, 10, 1000
-"""A hundred zones in ten regions, ten machines in each, a thousand prices of each: six weeks, one an hour."""
+"""A hundred zones in ten regions, ten instance types in each, a thousand hourly prices of each: six weeks."""
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +168,7 @@ def million(tmp_path_factory):
         )
         for zone in range(ZONES)
         for kind in range(TYPES)
-        for change in reversed(range(CHANGES))  # in the order of the index, which is twice as quick
+        for change in reversed(range(CHANGES))  # in the order of the index, which is twice as fast
     )
     raw = sessions.kw["bind"].raw_connection()
     raw.driver_connection.execute("PRAGMA synchronous=OFF")
@@ -180,7 +180,7 @@ def million(tmp_path_factory):
 
 
 def quickest(question, times=3) -> float:
-    """Seconds of a core; the best of several, because other work on this machine only slows."""
+    """Return CPU seconds: the best of several, because other work on this computer only slows it down."""
     best = float("inf")
     for _ in range(times):
         begun = time.process_time()
@@ -189,7 +189,7 @@ def quickest(question, times=3) -> float:
     return best
 
 
-def test_among_a_million_prices_the_history_of_a_zone_takes_a_blink(million):
+def test_reading_a_zones_history_from_a_million_prices_is_fast(million):
     week = {"since_ms": NOW_MS - 168 * HOUR_MS}
     assert len(history(million, "zone-42", **week)) == TYPES * (1 + 168)
     assert quickest(lambda: history(million, "zone-42", **week)) < 0.2
@@ -197,7 +197,7 @@ def test_among_a_million_prices_the_history_of_a_zone_takes_a_blink(million):
     assert quickest(lambda: history(million, "zone-42", since_ms=0, instance_types=["type-3"])) < 0.2
 
 
-def test_among_a_million_prices_a_refresh_takes_a_blink(million):
+def test_a_refresh_among_a_million_prices_is_fast(million):
     fresh = [point(-1, 2 + kind, zone=f"zone-{zone:02}", zone_id="") for zone in range(100) for kind in range(5)]
     fresh = [replace(one, instance_type=f"fresh-{number}") for number, one in enumerate(fresh)]
     begun = time.process_time()
@@ -205,7 +205,7 @@ def test_among_a_million_prices_a_refresh_takes_a_blink(million):
     assert time.process_time() - begun < 0.5
 
 
-def test_among_a_million_prices_what_holds_now_is_found_in_a_second(million):
+def test_reading_current_prices_from_a_million_takes_under_a_second(million):
     def newest():
         with million() as session:
             return latest_prices(session, regions=["region-4"])

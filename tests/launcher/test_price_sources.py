@@ -1,4 +1,4 @@
-"""Shipped clients against the fake market: what comes in, what is refused, what is said when a cloud does not answer.
+"""Shipped price clients against the fake market: accepted rows, refused rows and clouds that do not answer.
 
 The clients are boto3's and Google's own, unmodified; the server is tests/fakes/market.py.
 """
@@ -44,7 +44,7 @@ TRACE = """t_s,cloud,region,zone,instance_type,capacity,spot_usd_per_hour
 
 
 def a3_skus(regions=("us-central1",)):
-    """An H100 machine in parts: on demand 78.3724 + 6.24 + 3.1824 + .657534 = $88.452334 an hour, spot a quarter."""
+    """Return an H100 instance in parts: on demand 78.3724 + 6.24 + 3.1824 + .657534 = $88.452334/h, spot a quarter."""
     spot = {"usage": "Preemptible"}
     return [
         sku("Nvidia H100 80GB GPU running in Americas", "9.79655", regions),
@@ -55,11 +55,11 @@ def a3_skus(regions=("us-central1",)):
         sku("Spot Preemptible A3 Instance Core running in Americas", "0.0075", regions, **spot),
         sku("Spot Preemptible A3 Instance Ram running in Americas", "0.000425", regions, unit="GiBy.h", **spot),
         sku("SSD backed Local Storage attached to Spot Preemptible VMs", "0.02", regions, unit="GiBy.mo", **spot),
-        # Rates that are not had by starting a machine.
+        # Rates that do not apply to a started instance.
         sku("DWS Calendar Mode Nvidia H100 80GB GPU running in Americas", "4.20", regions),
         sku("Nvidia H100 80GB GPU attached to DWS Defined Duration VMs running in Americas", "4.90", regions),
         sku("Commitment v1: Nvidia H100 80GB GPU running in Americas for 1 Year", "6.72", regions, usage="Commit1Yr"),
-        # Another machine's host, and a product that is none of ours.
+        # The host of another instance type, and a product that we do not use.
         sku("A3Plus Instance Core running in Americas", "0.04", regions),
         sku("Network Vpn Internet Egress from Americas to Africa", "0.12", regions, unit="GiBy"),
     ]
@@ -109,10 +109,10 @@ def dollars_of(points):
     return {(p.zone or p.region, p.instance_type, p.market.value): p.micro_usd_per_hour / 1e6 for p in points}
 
 
-# --- what comes in -----------------------------------------------------------------------------------
+# --- accepted rows -----------------------------------------------------------------------------------
 
 
-def test_prices_of_both_clouds_come_in_page_by_page(market, sessions):
+def test_prices_of_both_clouds_are_read_page_by_page(market, sessions):
     refreshed = refresh(sources(market), sessions, NOW_MS)
     assert refreshed.exit_code is ExitCode.OK
     assert market.calls["DescribeSpotPriceHistory"] > 2  # more than one page for one region
@@ -144,14 +144,14 @@ def test_prices_of_both_clouds_come_in_page_by_page(market, sessions):
     assert {p.zone_id for p in latest if p.zone == "us-east-1a"} == {"use1-aza"}
 
 
-def test_a_machine_that_is_not_sold_on_demand_has_no_on_demand_price(market, sessions):
+def test_a_type_that_is_not_sold_on_demand_has_no_on_demand_price(market, sessions):
     refresh(sources(market), sessions, NOW_MS)
     with sessions() as session:
         one = [point for point in latest_prices(session) if point.instance_type == "a3-highgpu-1g"]
     assert [(point.market, point.micro_usd_per_hour) for point in one] == [(Market.SPOT, 2_764_135)]
 
 
-def test_asking_again_adds_only_what_changed_and_says_that_the_rest_still_holds(market, sessions):
+def test_a_second_refresh_adds_changes_and_renews_the_rest(market, sessions):
     first = refresh(sources(market, ["aws"]), sessions, NOW_MS)
     assert first.new == {"aws pricing GetProducts": 3, "aws ec2 DescribeSpotPriceHistory": 5}
     market.now_ms = NOW_MS + HOUR_MS
@@ -174,11 +174,11 @@ def test_asking_again_adds_only_what_changed_and_says_that_the_rest_still_holds(
     assert dollars_of(latest)["us-east-1b", "p5.48xlarge", "spot"] == 20.0
 
 
-def test_the_advisor_tells_preemption_rates_and_chances(market, sessions):
+def test_the_advisor_returns_preemption_rates_and_launch_odds(market, sessions):
     refresh(sources(market, ["gcp"]), sessions, NOW_MS)
     with sessions() as session:
-        told = {(a.zone[-1], a.kind): a.value for a in capacity_advice(session)}
-    assert told == {
+        fetched = {(a.zone[-1], a.kind): a.value for a in capacity_advice(session)}
+    assert fetched == {
         ("a", AdviceKind.PREEMPTION_RATE): 0.25,
         ("a", AdviceKind.OBTAINABILITY): 1.0,
         ("a", AdviceKind.UPTIME_HOURS): 2.0,
@@ -187,13 +187,13 @@ def test_the_advisor_tells_preemption_rates_and_chances(market, sessions):
     }
 
 
-def test_the_advisor_is_not_asked_about_what_it_does_not_know(market):
-    told = GcpAdvice([instance_type_of("gcp", "n1-highmem-8+V100:1")], environ=market.environ).fetch(NOW_MS)
-    assert "no N1 machine with a GPU" in told.notes[0]
+def test_the_advisor_is_called_only_for_types_it_covers(market):
+    fetched = GcpAdvice([instance_type_of("gcp", "n1-highmem-8+V100:1")], environ=market.environ).fetch(NOW_MS)
+    assert "no N1 machine with a GPU" in fetched.notes[0]
     assert not market.calls
 
 
-def test_regions_that_are_named_are_the_only_ones_asked(market, sessions):
+def test_only_named_regions_are_queried(market, sessions):
     only = build_sources(
         ("aws",), since_ms=NOW_MS - HOUR_MS, environ=market.environ, regions=["us-west-2"], accelerators=["H100"]
     )
@@ -205,15 +205,15 @@ def test_regions_that_are_named_are_the_only_ones_asked(market, sessions):
 
 def test_a_zone_without_an_id_in_the_price_is_looked_up(market):
     market.with_zone_ids = False
-    told = spot(market, regions=["us-east-1"]).fetch(NOW_MS)
-    assert {(price.zone, price.zone_id) for price in told.prices} == {
+    fetched = spot(market, regions=["us-east-1"]).fetch(NOW_MS)
+    assert {(price.zone, price.zone_id) for price in fetched.prices} == {
         ("us-east-1a", "use1-aza"),
         ("us-east-1b", "use1-azb"),
     }
     assert market.calls["DescribeAvailabilityZones"] == 1
 
 
-def test_a_price_in_yuan_is_said_to_be_one(market):
+def test_a_price_in_yuan_is_refused_as_such(market):
     market.ticks = [
         Tick(at_ms=0, cloud="aws", region="cn-north-1", zone="cn-north-1a", instance_type="p5.48xlarge", usd="99")
     ]
@@ -237,7 +237,7 @@ BAD_TICKS = [
 
 
 @pytest.mark.parametrize(("changes", "reason"), BAD_TICKS, ids=str)
-def test_a_malformed_row_of_ec2_is_refused_alone(market, changes, reason):
+def test_only_the_malformed_row_of_ec2_is_refused(market, changes, reason):
     row = {"cloud": "aws", "region": "us-east-1", "zone": "us-east-1c", "instance_type": "p5.48xlarge", "usd": "14"}
     market.ticks = [*market.ticks, Tick(at_ms=NOW_MS - HOUR_MS, **(row | changes))]
     types = ["p5.48xlarge", ""]
@@ -261,7 +261,7 @@ def test_a_malformed_row_of_ec2_is_refused_alone(market, changes, reason):
     ],
     ids=str,
 )
-def test_a_malformed_row_of_the_price_list_is_refused_alone(market, product, reason):
+def test_only_the_malformed_row_of_the_price_list_is_refused(market, product, reason):
     market.products = [*PRODUCTS, product]
     prices = AwsOnDemand(["p5.4xlarge"]).fetch(NOW_MS).prices
     belief = believe(prices, source="aws", now_ms=NOW_MS)
@@ -287,7 +287,7 @@ BAD_SKUS = [
 
 
 @pytest.mark.parametrize(("skus", "reason"), BAD_SKUS, ids=str)
-def test_a_machine_whose_parts_are_not_whole_or_not_clear_is_refused_and_the_spot_price_kept(market, skus, reason):
+def test_a_type_with_incomplete_parts_is_refused_and_its_spot_price_kept(market, skus, reason):
     market.skus = skus
     (answer,) = ask([GcpCatalog([H100], environ=market.environ)], NOW_MS)
     assert dollars_of(answer.points) == {("us-central1", "a3-highgpu-8g", "spot"): 22.113084}
@@ -295,7 +295,7 @@ def test_a_machine_whose_parts_are_not_whole_or_not_clear_is_refused_and_the_spo
     assert reason in refusal.reason
 
 
-def test_rates_of_calendar_mode_and_dws_are_left_out_and_said(market):
+def test_rates_of_calendar_mode_and_dws_are_skipped_with_a_note(market):
     (answer,) = ask([GcpCatalog([H100], environ=market.environ)], NOW_MS)
     assert len(answer.points) == 2
     assert "3 SKUs were left out" in answer.notes[0]
@@ -311,8 +311,8 @@ def test_an_empty_catalog_and_an_empty_price_history_are_refused(market):
         assert "answered without a single price" in str(failure)
 
 
-def test_the_feed_of_a_simulator_is_refused(monkeypatch):
-    """moto answers every question of EC2 that we ask, and every price is $0.00001 of 2006."""
+def test_the_price_feed_of_a_simulator_is_refused(monkeypatch):
+    """moto answers every EC2 query, and every price is $0.00001 from 2006."""
     monkeypatch.delenv("AWS_PROFILE", raising=False)
     monkeypatch.delenv("AWS_ENDPOINT_URL_EC2", raising=False)
     with mock_aws():
@@ -322,7 +322,7 @@ def test_the_feed_of_a_simulator_is_refused(monkeypatch):
     assert "stands for no price at all (moto, a simulator of AWS, answers it)" in str(failure)
 
 
-# --- parts of Google's machines ----------------------------------------------------------------------
+# --- parts of Google's instance types ----------------------------------------------------------------
 
 
 def as_text(description, usage="OnDemand"):
@@ -351,7 +351,7 @@ def as_text(description, usage="OnDemand"):
         ),
         ("SSD backed Local Storage", "OnDemand", ("SSD backed Local Storage", Market.ON_DEMAND)),
         ("SSD backed Local Storage in Paris", "OnDemand", ("SSD backed Local Storage", Market.ON_DEMAND)),
-        # Filed as OnDemand in the real catalog, though it is spot.
+        # Marked OnDemand in the real catalog, although it is spot.
         (
             "Spot Preemptible A4 Nvidia B200 (1 gpu slice) running in Americas",
             "OnDemand",
@@ -367,7 +367,7 @@ def test_a_sku_names_a_part_and_a_market_or_another_product(description, usage, 
     assert market_of(as_text(description, usage)) == named
 
 
-def test_a_b200_is_sold_with_its_share_of_the_machine():
+def test_a_b200_is_priced_with_its_share_of_the_instance():
     b200 = Sku(**{**_fields(as_text("Spot Preemptible A4 Nvidia B200 (1 gpu slice) in Iowa")), "price": "4.9542"})
     (row,) = assemble([b200], [instance_type_of("gcp", "a4-highgpu-8g")]).prices
     assert (Decimal(row.price), row.market) == (Decimal("39.6336"), Market.SPOT)
@@ -386,7 +386,7 @@ def test_a_duration_of_google_is_in_seconds(text, hours):
 
 
 @pytest.mark.parametrize("fault", [Fault.THROTTLED, Fault.BROKEN])
-def test_the_clients_themselves_ask_again_after_a_fault_that_passes(market, sessions, fault):
+def test_the_cloud_clients_retry_after_a_temporary_fault(market, sessions, fault):
     for service in ("ec2", "pricing", "billing", "compute"):
         market.fail(service, fault)
     refreshed = refresh(sources(market), sessions, NOW_MS)
@@ -404,25 +404,25 @@ def test_the_clients_themselves_ask_again_after_a_fault_that_passes(market, sess
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_client_gives_up_in_the_end_and_says_what_to_do(market, source, service, action, words):
+def test_a_client_gives_up_in_the_end_with_a_remedy(market, source, service, action, words):
     market.fail(service, Fault.THROTTLED, times=1000)
     with pytest.raises(SourceFailed, match="try again in a minute") as failed:
         source(market).fetch(NOW_MS)
     assert words in str(failed.value)
-    assert 2 <= market.calls[action] <= 10  # bounded: nobody retries around a client that retries
+    assert 2 <= market.calls[action] <= 10  # bounded: no retries around a client that retries
 
 
-def test_a_region_that_fails_takes_no_other_with_it(market):
-    told = spot(market, regions=["us-east-1", "us-west-2"], patience=Patience(attempts=1)).fetch(NOW_MS)
-    assert not told.failures
+def test_a_failing_region_does_not_affect_others(market):
+    fetched = spot(market, regions=["us-east-1", "us-west-2"], patience=Patience(attempts=1)).fetch(NOW_MS)
+    assert not fetched.failures
     market.fail("ec2", Fault.BROKEN)
-    told = spot(market, regions=["us-east-1", "us-west-2"], patience=Patience(attempts=1)).fetch(NOW_MS)
-    assert len({price.region for price in told.prices}) == 1
-    (failure,) = told.failures
+    fetched = spot(market, regions=["us-east-1", "us-west-2"], patience=Patience(attempts=1)).fetch(NOW_MS)
+    assert len({price.region for price in fetched.prices}) == 1
+    (failure,) = fetched.failures
     assert "InternalError" in str(failure)
 
 
-def test_a_source_that_fails_is_said_and_the_others_are_kept(market, sessions):
+def test_a_failing_source_is_reported_and_the_others_are_kept(market, sessions):
     market.fail("billing", Fault.BROKEN, times=1000)
     refreshed = refresh(sources(market, patience=HASTY), sessions, NOW_MS)
     failed = {answer.source: answer.failures for answer in refreshed.answers if answer.failures}
@@ -433,7 +433,7 @@ def test_a_source_that_fails_is_said_and_the_others_are_kept(market, sessions):
 
 
 @pytest.mark.parametrize("service", ["ec2", "billing"])
-def test_an_answer_in_another_language_is_a_failure_and_no_price(market, sessions, service):
+def test_an_answer_in_another_format_is_a_failure_and_no_price(market, sessions, service):
     market.fail(service, Fault.GARBLED, times=1000)
     refreshed = refresh(sources(market, patience=HASTY), sessions, NOW_MS)
     assert sum(bool(answer.failures) for answer in refreshed.answers) == 1
@@ -444,7 +444,7 @@ def test_an_answer_in_another_language_is_a_failure_and_no_price(market, session
     ("service", "words"),
     [("ec2", "ec2:DescribeSpotPriceHistory"), ("pricing", "pricing:GetProducts"), ("compute", "role Compute Viewer")],
 )
-def test_who_may_not_ask_is_told_which_permission_is_needed(market, service, words):
+def test_a_refused_query_names_the_missing_permission(market, service, words):
     market.fail(service, Fault.DENIED, times=1000)
     answers = ask(sources(market, patience=HASTY), NOW_MS)
     (failure,) = {type(one) for answer in answers for one in answer.failures}
@@ -452,7 +452,7 @@ def test_who_may_not_ask_is_told_which_permission_is_needed(market, service, wor
     assert words in next(str(one) for answer in answers for one in answer.failures)
 
 
-def test_spot_is_held_against_on_demand_of_the_ledger_when_the_price_list_does_not_answer(market, sessions):
+def test_spot_is_compared_with_the_ledgers_on_demand_if_the_list_is_silent(market, sessions):
     refresh(sources(market, ["aws"]), sessions, NOW_MS)
     market.now_ms = NOW_MS + HOUR_MS
     dear = Tick(
@@ -465,7 +465,7 @@ def test_spot_is_held_against_on_demand_of_the_ledger_when_the_price_list_does_n
     assert "more than $55.04/h on demand" in refusal.reason
 
 
-def test_no_credentials_come_before_other_failures():
+def test_missing_credentials_come_before_other_failures():
     def failing(number):
         raise (MissingCredentials("who?") if number == 2 else SourceFailed("no answer"))
 
@@ -479,7 +479,7 @@ def test_no_credentials_come_before_other_failures():
 
 @pytest.fixture
 def cli(market, tmp_path, monkeypatch):
-    """`spotrl` at noon of the trace, against the fake market, with a ledger of its own."""
+    """Call `spotrl` at noon of the trace against the fake market, with a temporary ledger."""
     monkeypatch.setenv("SPOTRL_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(prices_module, "now_ms", lambda: market.now_ms)
     return lambda *words: run(["prices", *words])
@@ -499,10 +499,10 @@ def test_the_command_records_both_clouds_and_shows_source_and_age(market, cli, c
     assert "on_demand" not in shown
 
 
-def test_the_command_speaks_json(market, cli, capsys):
+def test_the_prices_command_prints_json(market, cli, capsys):
     assert cli("refresh", "--gpu", "H100", "--cloud", "aws", "--json") == ExitCode.OK
-    told = printed("prices-refresh", capsys.readouterr().out)
-    assert [(one["source"], one["prices"], one["new"]) for one in told["sources"]] == [
+    fetched = printed("prices-refresh", capsys.readouterr().out)
+    assert [(one["source"], one["prices"], one["new"]) for one in fetched["sources"]] == [
         ("aws pricing GetProducts", 3, 3),
         ("aws ec2 DescribeSpotPriceHistory", 5, 5),
     ]
@@ -514,7 +514,7 @@ def test_the_command_speaks_json(market, cli, capsys):
     assert row["effective"] == "2025-11-21T11:00:00+00:00"
 
 
-def test_refused_rows_are_told_and_counted(market, cli, capsys):
+def test_refused_rows_are_listed_and_counted(market, cli, capsys):
     for number in range(7):
         bad = Tick(at_ms=0, cloud="aws", region="us-east-1", zone=f"z{number}", instance_type="p5.48xlarge", usd="0")
         market.ticks = [*market.ticks, bad]
@@ -540,7 +540,7 @@ def test_the_history_of_a_zone_is_shown_and_drawn(market, cli, capsys, tmp_path)
     assert "<script" not in html
 
 
-def test_a_chart_that_cannot_be_written_says_so(market, cli, capsys, tmp_path):
+def test_a_chart_that_cannot_be_written_is_reported(market, cli, capsys, tmp_path):
     cli("refresh", "--gpu", "H100", "--cloud", "aws")
     assert cli("history", "us-east-1a", "--html", str(tmp_path / "none" / "chart.html")) == ExitCode.FAILURE
     assert "chart.html cannot be written (No such file or directory)" in capsys.readouterr().err
@@ -554,7 +554,7 @@ def test_a_place_without_prices_names_those_that_have_some(market, cli, capsys):
     assert "us-east-1a, us-east-1b" in capsys.readouterr().err
 
 
-def test_watching_says_what_moved(market, cli, capsys, monkeypatch):
+def test_watching_prints_changed_prices(market, cli, capsys, monkeypatch):
     naps = []
 
     def nap(seconds):
@@ -572,7 +572,7 @@ def test_watching_says_what_moved(market, cli, capsys, monkeypatch):
             ),
         ]
 
-    # Its own clock: whatever else sleeps in this process must not meet the market's.
+    # A separate clock, because other threads of this process may sleep on the market's clock.
     monkeypatch.setattr(prices_module, "time", SimpleNamespace(sleep=nap, time_ns=time.time_ns))
     assert cli("watch", "--gpu", "H100", "--cloud", "aws", "--every", "5m", "--times", "2") == ExitCode.OK
     out = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""What is believed of a feed, and what is not: one line a rule. Values in, values out."""
+"""Rules that accept or refuse the prices of a feed: values in, values out."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +31,7 @@ HOUR_MS = 3_600_000
 
 
 def raw(**changes) -> RawPrice:
-    """A spot price of $14.25 that nobody would doubt."""
+    """Return a valid spot price of $14.25."""
     row = RawPrice(
         cloud="aws",
         region="us-east-1",
@@ -84,7 +84,7 @@ ROW_REFUSALS = [
     ({"region": " "}, "its region is empty"),
     ({"price": "55.05"}, "it costs $55.05/h, more than $55.04/h on demand; one of the two is another product's price"),
 ]
-"""A row, as it differs from one that is believed, and the reason that is given."""
+"""(changes to a valid row, the reason of its refusal)"""
 
 FEED_REFUSALS = [
     ([], "answered without a single price"),
@@ -103,14 +103,14 @@ FEED_REFUSALS = [
         "3 of 4 spot prices are above the on-demand price of the same machine",
     ),
 ]
-"""Rows none of which is kept, and why."""
+"""(rows that are all refused, the reason)"""
 
 
 # --- one row -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("changes", "reason"), ROW_REFUSALS, ids=str)
-def test_a_price_that_misleads_is_refused_with_its_reason_and_alone(changes, reason):
+def test_only_the_misleading_price_is_refused_with_its_reason(changes, reason):
     belief = believed(on_demand(), raw(zone="us-east-1b"), raw(**changes))
     assert [point.zone for point in belief.points] == ["", "us-east-1b"]
     (refusal,) = belief.refused
@@ -118,7 +118,7 @@ def test_a_price_that_misleads_is_refused_with_its_reason_and_alone(changes, rea
     assert reason in refusal.reason
 
 
-def test_a_price_that_nobody_doubts_becomes_a_point_in_micro_dollars():
+def test_an_accepted_price_becomes_a_point_in_micro_dollars():
     (point,) = believed(raw()).points
     assert (point.micro_usd_per_hour, point.effective_ms) == (14_250_000, NOW_MS - HOUR_MS)
     assert (point.zone, point.zone_id, point.market) == ("us-east-1a", "use1-az1", Market.SPOT)
@@ -137,11 +137,11 @@ def test_a_price_that_nobody_doubts_becomes_a_point_in_micro_dollars():
         (" 2.5 ", 2_500_000),
     ],
 )
-def test_what_is_finer_than_a_micro_dollar_is_rounded_to_the_nearest(text, exact):
+def test_fractions_of_a_micro_dollar_are_rounded_to_the_nearest(text, exact):
     assert micro_usd(text) == exact
 
 
-def test_a_clock_that_is_minutes_ahead_is_no_reason_to_doubt():
+def test_a_time_that_is_minutes_ahead_is_accepted():
     assert believed(raw(effective="2025-11-21T12:09:59Z")).points
 
 
@@ -150,7 +150,7 @@ def test_a_time_without_an_offset_is_utc(text):
     assert time_ms(text) == NOW_MS
 
 
-def test_points_come_oldest_first_so_that_the_last_one_holds():
+def test_points_are_sorted_so_that_the_last_one_is_current():
     late, early = raw(effective="2025-11-21T11:00:00Z"), raw(effective="2025-11-21T09:00:00Z", price="15")
     assert [point.micro_usd_per_hour for point in believed(late, early).points] == [15_000_000, 14_250_000]
 
@@ -158,40 +158,40 @@ def test_points_come_oldest_first_so_that_the_last_one_holds():
 # --- rows beside one another -------------------------------------------------------------------------
 
 
-def test_a_price_said_twice_is_one_point():
+def test_a_repeated_price_is_one_point():
     assert len(believed(raw(), raw()).points) == 1
 
 
-def test_two_prices_of_one_thing_at_one_moment_are_both_refused():
+def test_two_prices_of_one_offer_at_one_time_are_both_refused():
     belief = believed(raw(), raw(price="47.21"), raw(zone="us-east-1b"))
     assert [point.zone for point in belief.points] == ["us-east-1b"]
     assert [refusal.raw.price for refusal in belief.refused] == ["14.250000", "47.21"]
     assert "says both $14.25 and $47.21" in belief.refused[0].reason
 
 
-def test_spot_is_held_against_on_demand_prices_that_were_known_before():
+def test_spot_is_compared_with_known_on_demand_prices():
     known = {("aws", "us-east-1", "p5.48xlarge"): 14_000_000}
     belief = believed(raw(), raw(zone="us-east-1b", price="13"), on_demand=known)
     assert [point.zone for point in belief.points] == ["us-east-1b"]
     assert "more than $14.00/h on demand" in belief.refused[0].reason
 
 
-def test_the_on_demand_price_of_another_region_says_nothing():
+def test_the_on_demand_price_of_another_region_does_not_count():
     assert len(believed(on_demand("10", region="us-west-2"), raw()).points) == 2
 
 
 def test_spot_at_the_on_demand_price_is_kept():
-    """It says something: there is no discount, and probably no capacity."""
+    """Such a price is information: there is no discount, and probably no capacity."""
     assert len(believed(on_demand("14.25"), raw()).points) == 2
 
 
-def test_one_price_in_many_zones_is_a_market_of_its_own():
+def test_one_price_in_many_zones_is_accepted():
     """Google has one spot price for all zones of a region."""
     assert len(believed(*(raw(zone=zone) for zone in "abcdef")).points) == 6
 
 
 @pytest.mark.parametrize(("raws", "reason"), FEED_REFUSALS, ids=lambda value: value if isinstance(value, str) else "")
-def test_a_feed_that_is_wrong_as_a_whole_is_refused_as_a_whole(raws, reason):
+def test_a_feed_that_is_wrong_as_a_whole_is_refused_completely(raws, reason):
     with pytest.raises(FeedRefused) as refused:
         believed(*raws)
     assert reason in str(refused.value)
@@ -210,14 +210,14 @@ def test_the_newest_on_demand_price_counts():
         (AdviceKind.OBTAINABILITY, 0.0, True),
         (AdviceKind.OBTAINABILITY, 1.01, False),
         (AdviceKind.PREEMPTION_RATE, 1.0, True),
-        (AdviceKind.PREEMPTION_RATE, 0.0, False),  # a day on which nothing stopped
+        (AdviceKind.PREEMPTION_RATE, 0.0, False),  # a day without a preemption
         (AdviceKind.PREEMPTION_RATE, -0.1, False),
         (AdviceKind.PREEMPTION_RATE, float("nan"), False),
         (AdviceKind.UPTIME_HOURS, 30.0, True),
         (AdviceKind.UPTIME_HOURS, 0.0, False),
     ],
 )
-def test_a_chance_is_between_0_and_1_and_an_uptime_above_0(kind, value, is_credible):
+def test_launch_odds_are_between_0_and_1_and_an_uptime_is_above_0(kind, value, is_credible):
     advice = CapacityAdvice(
         cloud="gcp",
         region="us-central1",
@@ -233,33 +233,36 @@ def test_a_chance_is_between_0_and_1_and_an_uptime_above_0(kind, value, is_credi
     assert advice.is_credible is is_credible
 
 
-# --- machines ----------------------------------------------------------------------------------------
+# --- instance types ----------------------------------------------------------------------------------
 
 
-def test_every_gpu_family_is_known_and_every_machine_once():
-    assert {machine.accelerator for machine in INSTANCE_TYPES} == {
+def test_every_gpu_family_is_known_and_every_instance_type_once():
+    assert {known_type.accelerator for known_type in INSTANCE_TYPES} == {
         *("V100", "T4", "L4", "A10G", "L40S", "A100", "A100-80GB", "H100", "H200", "B200")
     }
-    assert len({(machine.cloud, machine.instance_type) for machine in INSTANCE_TYPES}) == len(INSTANCE_TYPES)
+    assert len({(known_type.cloud, known_type.instance_type) for known_type in INSTANCE_TYPES}) == len(INSTANCE_TYPES)
 
 
-def test_a_machine_is_found_by_its_name_and_by_its_gpu():
-    machine = instance_type_of("gcp", "n1-highmem-8+V100:1")
-    assert machine is not None
-    assert (machine.machine_type, machine.gpus, machine.gpu_mem_gib) == ("n1-highmem-8", 1, 16)
+def test_an_instance_type_is_found_by_its_name_and_by_its_gpu():
+    known_type = instance_type_of("gcp", "n1-highmem-8+V100:1")
+    assert known_type is not None
+    assert (known_type.machine_type, known_type.gpus, known_type.gpu_mem_gib) == ("n1-highmem-8", 1, 16)
     assert instance_type_of("aws", "a3-highgpu-8g") is None
-    assert {machine.instance_type for machine in instance_types(("aws",), ("h100",))} == {"p5.4xlarge", "p5.48xlarge"}
+    assert {known_type.instance_type for known_type in instance_types(("aws",), ("h100",))} == {
+        "p5.4xlarge",
+        "p5.48xlarge",
+    }
 
 
 def test_a_gpu_below_the_capability_of_our_torch_is_too_old():
-    assert {machine.accelerator for machine in INSTANCE_TYPES} <= set(COMPUTE_CAPABILITY)
+    assert {known_type.accelerator for known_type in INSTANCE_TYPES} <= set(COMPUTE_CAPABILITY)
     old = {name for name in COMPUTE_CAPABILITY if is_too_old(name)}
     assert old == {"K80", "M60", "P100", "P4", "V100", "V100-32GB"}
     assert is_too_old("v100")
     assert not is_too_old("a GPU of next year")
 
 
-def test_the_least_capability_is_that_of_the_torch_that_nodes_install():
-    """Another torch has code for other GPUs: LEAST_CAPABILITY is then to be read anew from its wheel."""
+def test_the_minimum_gpu_capability_is_that_of_the_torch_on_nodes():
+    """Another torch supports other GPUs. If this test fails, read LEAST_CAPABILITY from the new wheel."""
     lock = (Path(engine.__file__).parent / "node.lock").read_text()
     assert "\ntorch==2.13.0" in lock

@@ -1,4 +1,4 @@
-"""`spotrl pull` and `spotrl report` of a run whose store is a bucket: weights, pictures and metrics come out of it."""
+"""`spotrl pull` and `spotrl report` of a run whose store is a bucket with weights, images and metrics."""
 
 import json
 from dataclasses import replace
@@ -19,7 +19,7 @@ from launcher.cli.report import report
 from launcher.report.html import PNG
 from launcher.storage.stores import StoreError
 from tests.engine.test_checkpoint import at
-from tests.engine.test_machine import spec_of
+from tests.engine.test_node_agent_on_cloud import spec_of
 from tests.launcher.cluster.test_stores import s3  # noqa: F401 (a fixture)
 from tests.launcher.made_ledger import a_run, a_session
 from tests.launcher.printed import printed
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("forked_engine")
 
 @pytest.fixture
 def engine_store(s3, monkeypatch):  # noqa: F811
-    """The bucket as nodes see it: their region is settled by the agent."""
+    """Create the bucket as nodes see it; the agent sets its region."""
     monkeypatch.setenv("AWS_REGION", "us-west-2")
     store = CheckpointStore(URL)
     monkeypatch.delenv("AWS_REGION")
@@ -41,7 +41,7 @@ def engine_store(s3, monkeypatch):  # noqa: F811
 
 @pytest.fixture
 def sessions(tmp_path):
-    """A ledger with a run on AWS that has been evaluated; nothing of it lies in its folder here."""
+    """Open a ledger with an evaluated run on AWS that has no local files."""
     with a_session(tmp_path / "ledger.sqlite") as session:
         made = a_run(session, "demo", folder=str(tmp_path / "runs" / "demo"))
         made.run.infra, made.run.job = "aws", {**made.run.job, "store": {"aws": "s3://runs/ours"}}
@@ -52,12 +52,12 @@ def sessions(tmp_path):
 
 
 def pulled_to(sessions, folder):
-    told = CliRunner(mix_stderr=False).invoke(
+    result = CliRunner(mix_stderr=False).invoke(
         pull, ["demo", "--to", str(folder), "--json"], obj=sessions, standalone_mode=False
     )
-    if told.exception is not None:
-        raise told.exception
-    return printed("pull", told.stdout)
+    if result.exception is not None:
+        raise result.exception
+    return printed("pull", result.stdout)
 
 
 def test_weights_of_a_cloud_run_are_pulled_and_load_in_the_engine(engine_store, sessions, tmp_path):
@@ -87,15 +87,15 @@ def test_metrics_of_a_cloud_run_are_pulled(engine_store, sessions, tmp_path, mon
     assert str(folder / "metrics.jsonl") in answer["metrics"]
 
 
-def test_the_report_of_a_cloud_run_has_its_pictures(engine_store, sessions, tmp_path):
+def test_the_report_of_a_cloud_run_has_its_images(engine_store, sessions, tmp_path):
     engine_store.put("evaluation/000000.png", PNG + b"digits")
     page = tmp_path / "report.html"
-    told = CliRunner().invoke(report, ["demo", "--html", str(page)], obj=sessions, standalone_mode=False)
-    assert told.exception is None
+    result = CliRunner().invoke(report, ["demo", "--html", str(page)], obj=sessions, standalone_mode=False)
+    assert result.exception is None
     assert page.read_text().count("data:image/png;base64,") == 1
 
 
-def test_the_newest_checkpoint_of_all_buckets_is_pulled(sessions, tmp_path):
+def test_the_newest_checkpoint_over_all_buckets_is_pulled(sessions, tmp_path):
     for cloud, name in (("aws", "l0001-i000012"), ("gcp", "l0002-i000003")):
         (tmp_path / cloud / "demo").mkdir(parents=True)
         CheckpointStore((tmp_path / cloud / "demo").as_uri()).save(
@@ -108,9 +108,9 @@ def test_the_newest_checkpoint_of_all_buckets_is_pulled(sessions, tmp_path):
         run.job = {**run.job, "store": {cloud: (tmp_path / cloud).as_uri() for cloud in ("aws", "gcp")}}
     for cloud in ("aws", "gcp"):
         (tmp_path / cloud / "demo").rename(tmp_path / cloud / "moved")
-    told = CliRunner().invoke(pull, ["moved", "--to", str(tmp_path / "out")], obj=sessions, standalone_mode=False)
-    assert told.exception is None
-    assert "checkpoint l0002-i000003" in told.output
+    result = CliRunner().invoke(pull, ["moved", "--to", str(tmp_path / "out")], obj=sessions, standalone_mode=False)
+    assert result.exception is None
+    assert "checkpoint l0002-i000003" in result.output
     assert (tmp_path / "out" / "weights.safetensors").read_bytes() == b"l0002-i000003"
 
 
@@ -119,7 +119,7 @@ def test_a_bucket_that_cannot_be_read_is_named(s3, sessions, tmp_path):  # noqa:
     with pytest.raises(StoreError, match="runs"):
         pulled_to(sessions, tmp_path / "out")
     page = tmp_path / "report.html"
-    told = CliRunner().invoke(report, ["demo", "--html", str(page)], obj=sessions, standalone_mode=False)
-    assert told.exception is None
-    assert "the report lacks evaluation/000000.png" in told.output
+    result = CliRunner().invoke(report, ["demo", "--html", str(page)], obj=sessions, standalone_mode=False)
+    assert result.exception is None
+    assert "the report lacks evaluation/000000.png" in result.output
     assert page.exists()

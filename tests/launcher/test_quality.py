@@ -1,4 +1,4 @@
-"""Verdicts on prices: each rule is an error that was seen in a list that people use (research notes cost 2)."""
+"""Verdicts on prices: each rule covers an error seen in a public price list (research notes cost 2)."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from launcher.market.quality import Quality, judge
 
 
 def offer(usd: float, region: str = "east", zone: str = "", gpus: int = 8, quality: Quality = Quality.OK) -> Offer:
-    """On demand, or spot if a zone is named."""
+    """Return an offer: spot if a zone is given, else on demand."""
     return Offer(
         cloud="gcp",
         region=region,
@@ -42,19 +42,19 @@ def verdicts(*offers: Offer) -> list[Quality]:
         (8.791, Quality.TENTH_OF_ON_DEMAND),  # .08 of 87.83 is within .1 %
         (8.792, Quality.OK),  # .09 is not
         (8.774, Quality.OK),
-        (0.00001, Quality.PLACEHOLDER),  # what moto answers
+        (0.00001, Quality.PLACEHOLDER),  # the price of moto
         (0.15, Quality.PLACEHOLDER),  # under 2 cents a GPU
     ],
 )
-def test_spot_is_held_against_on_demand(spot, verdict):
+def test_spot_is_compared_with_on_demand(spot, verdict):
     assert verdicts(offer(87.83), offer(spot, zone="z")) == [Quality.OK, verdict]
 
 
-def test_jakarta_p5_is_a_tenth_to_the_rounding_of_the_list():
+def test_jakarta_p5_is_a_tenth_within_the_rounding_of_the_list():
     assert verdicts(offer(75.9552), offer(7.5955, zone="apse3-az1"))[1] is Quality.TENTH_OF_ON_DEMAND
 
 
-def test_spot_of_a_region_is_not_held_against_another_region():
+def test_spot_of_a_region_is_not_compared_with_another_region():
     assert verdicts(offer(10, "east"), offer(20, "west", zone="w")) == [Quality.OK, Quality.OK]
 
 
@@ -70,7 +70,7 @@ def test_forty_percent_off_is_no_outlier_yet():
     assert verdicts(offer(100, "a"), offer(100, "b"), offer(140.01, "c"))[2] is Quality.OUTLIER
 
 
-def test_of_two_regions_nobody_can_say_which_is_wrong():
+def test_two_different_regions_alone_give_no_outlier():
     assert verdicts(offer(78.4, "a"), offer(33.6, "b")) == [Quality.OK] * 2
 
 
@@ -91,7 +91,7 @@ def test_a_placeholder_on_demand_judges_no_spot():
         (Quality.OUTLIER, Quality.UNVERIFIED),
     ],
 )
-def test_without_an_objection_a_price_is_as_good_as_its_source(before, after):
+def test_without_an_objection_a_price_has_the_quality_of_its_source(before, after):
     assert verdicts(offer(10, quality=before)) == [after]
 
 
@@ -99,7 +99,7 @@ prices = st.integers(min_value=1, max_value=10**9)
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.sampled_from(["", "z"]), prices), max_size=12))
-def test_judging_drops_nothing_changes_nothing_else_and_settles_at_once(rows):
+def test_judging_changes_only_the_verdict_and_is_idempotent(rows):
     offers = [replace(offer(1, region, zone), micro_usd_per_hour=price) for region, zone, price in rows]
     judged = judge(offers)
     assert [replace(each, quality=Quality.OK) for each in judged] == offers

@@ -18,7 +18,7 @@ VERSIONS = sorted(path.parent.name for path in RELEASED.glob("*/ledger.sql.gz"))
 
 @pytest.fixture(params=VERSIONS)
 def sessions(request, tmp_path):
-    """The released ledger, opened by the code of today."""
+    """Open the released ledger with current code."""
     path = tmp_path / "ledger.sqlite"
     with sqlite3.connect(path) as database:
         database.executescript(gzip.decompress((RELEASED / request.param / "ledger.sql.gz").read_bytes()).decode())
@@ -26,7 +26,7 @@ def sessions(request, tmp_path):
     return open_ledger(path)
 
 
-def told(sessions, command):
+def output_of(sessions, command):
     answer = CliRunner().invoke(command, ["quickstart", "--json"], obj=sessions)
     assert answer.exit_code == 0, answer.output
     return printed(command.name, answer.output)
@@ -44,7 +44,7 @@ def test_a_released_ledger_keeps_its_run_and_the_version_that_launched_the_run(s
 
 
 def test_the_report_of_a_released_ledger_adds_up_its_charges_and_preemptions(sessions):
-    found = told(sessions, report)
+    found = output_of(sessions, report)
     costs, target = found["costs"], found["target"]
     assert (costs["total"], costs["by_role"]) == (2_366_797, {"trainer": 1_491_467, "rollout": 875_330})
     assert costs["sums_equal"]
@@ -53,7 +53,7 @@ def test_the_report_of_a_released_ledger_adds_up_its_charges_and_preemptions(ses
 
 
 def test_the_status_of_a_released_ledger_shows_how_the_run_and_its_nodes_ended(sessions):
-    found = told(sessions, status)
+    found = output_of(sessions, status)
     assert (found["status"], found["reason"], found["iteration"]) == ("finished", "target", 27)
     assert found["spent_micro_usd"] == 2_366_797
     assert {node["name"]: node["status"] for node in found["nodes"]} == {

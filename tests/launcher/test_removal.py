@@ -1,4 +1,4 @@
-"""`spotrl rm`: the files of a run go, its money stays, and no run is removed that may still cost something."""
+"""`spotrl rm` deletes a run's files, keeps its costs, and refuses a run that may still cost money."""
 
 import os
 import time
@@ -24,7 +24,7 @@ RUN = "digits-ocr"
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
-    """A user's folder for spotrl with a finished run: every node was released, and its folder has a log."""
+    """Create a user's spotrl folder with a finished run: all nodes are released and its folder has a log."""
     home = tmp_path / "home"
     monkeypatch.setenv("SPOTRL_HOME", str(home))
     monkeypatch.setenv("SPOTRL_CONFIG", str(tmp_path / "none.yaml"))
@@ -46,20 +46,20 @@ def sessions(home):
 
 
 def answer(capsys, *words: str) -> dict:
-    """What a command that ends well prints as JSON."""
+    """Return the JSON of a successful command."""
     capsys.readouterr()
     assert run([*words, "--json"]) == ExitCode.OK
     return printed(words[0], capsys.readouterr().out)
 
 
 def refusal(capsys, *words: str) -> str:
-    """The one sentence of a command that refuses."""
+    """Return the one sentence of a command that refuses."""
     capsys.readouterr()
     assert run(words) == ExitCode.FAILURE
-    told = capsys.readouterr().err
-    assert told.startswith("Error: ")
-    assert len(told.strip().splitlines()) == 1
-    return told
+    printed_text = capsys.readouterr().err
+    assert printed_text.startswith("Error: ")
+    assert len(printed_text.strip().splitlines()) == 1
+    return printed_text
 
 
 def test_rm_deletes_the_folder_and_the_report_still_says_what_was_spent(home, capsys):
@@ -91,19 +91,19 @@ def test_a_removed_run_is_listed_only_with_all(home, capsys):
 
 
 @pytest.mark.parametrize("words", [("logs", RUN), ("resume", RUN), ("pull", RUN), ("ssh", RUN, "trainer")])
-def test_a_command_that_needs_the_files_of_a_removed_run_says_so(home, capsys, words):
+def test_a_command_that_needs_the_files_of_a_removed_run_explains_it(home, capsys, words):
     answer(capsys, "rm", RUN, "--yes")
     assert f"{RUN} was removed with `spotrl rm` on 2" in refusal(capsys, *words)
     assert not (home / "runs" / RUN).exists(), "no command makes the folder again"
 
 
-def test_the_report_of_a_removed_run_says_that_its_pictures_are_gone(home, capsys):
+def test_the_report_of_a_removed_run_notes_that_its_images_are_gone(home, capsys):
     answer(capsys, "rm", RUN, "--yes")
     assert run(["report", RUN]) == ExitCode.OK
     assert "images and logs are gone" in capsys.readouterr().err
 
 
-def test_the_name_of_a_removed_run_is_not_free(home, sessions, capsys):
+def test_the_name_of_a_removed_run_stays_taken(home, sessions, capsys):
     answer(capsys, "rm", RUN, "--yes")
     with pytest.raises(removal.Failure, match=f"there is a run called {RUN}"):
         made_run(sessions, name=RUN)
@@ -116,9 +116,9 @@ def test_the_name_of_a_removed_run_is_not_free(home, sessions, capsys):
 def test_a_run_that_is_not_over_is_refused(home, sessions, capsys, status):
     with writing(sessions) as session:
         append_status(session, find_run(session, RUN), status, "", START_MS)
-    told = refusal(capsys, "rm", RUN, "--yes")
-    assert f"{RUN} is {status}" in told
-    assert f"`spotrl down {RUN}`" in told
+    printed_text = refusal(capsys, "rm", RUN, "--yes")
+    assert f"{RUN} is {status}" in printed_text
+    assert f"`spotrl down {RUN}`" in printed_text
     assert (home / "runs" / RUN / "controller.log").exists()
 
 
@@ -127,14 +127,14 @@ def test_a_run_with_a_node_that_has_no_end_on_record_is_refused(home, sessions, 
         trainer = nodes_of(session, find_run(session, RUN))[0]
         [end] = session.scalars(select(NodeEvent).where(NodeEvent.node_id == trainer.id, NodeEvent.kind == "released"))
         session.delete(end)
-    told = refusal(capsys, "rm", RUN, "--yes")
-    assert "may still cost money: digits-ocr-trainer-g1" in told
-    assert f"`spotrl down {RUN}`" in told
-    assert "`spotrl reap`" in told
+    printed_text = refusal(capsys, "rm", RUN, "--yes")
+    assert "may still cost money: digits-ocr-trainer-g1" in printed_text
+    assert f"`spotrl down {RUN}`" in printed_text
+    assert "`spotrl reap`" in printed_text
     assert (home / "runs" / RUN / "controller.log").exists()
 
 
-def test_a_run_on_clouds_is_refused_until_its_controller_has_tidied(home, sessions, capsys):
+def test_a_cloud_run_is_not_removed_until_its_controller_has_cleaned_up(home, sessions, capsys):
     with writing(sessions) as session:
         found = find_run(session, RUN)
         found.infra = "aws"
@@ -152,7 +152,7 @@ def test_a_run_whose_controller_still_writes_is_refused(home, sessions, capsys):
     assert f"its controller (process {os.getpid()}) still writes" in refusal(capsys, "rm", RUN, "--yes")
 
 
-def test_rm_asks_first_and_deletes_nothing_where_nobody_answers_or_the_answer_is_no(home, capsys, monkeypatch):
+def test_rm_asks_first_and_deletes_nothing_without_a_yes(home, capsys, monkeypatch):
     monkeypatch.setattr(rm_module, "is_a_person", lambda: False)
     assert run(["rm", RUN]) == ExitCode.USAGE
     assert "add --yes" in capsys.readouterr().err
@@ -163,10 +163,10 @@ def test_rm_asks_first_and_deletes_nothing_where_nobody_answers_or_the_answer_is
     assert [one["name"] for one in answer(capsys, "ls")] == [RUN]
 
 
-# --- cut short, and buckets ---------------------------------------------------------------------------
+# --- interrupted removals and buckets -----------------------------------------------------------------
 
 
-def test_a_removal_that_was_cut_short_is_finished_by_another(home, capsys, monkeypatch):
+def test_an_interrupted_removal_is_finished_by_the_next(home, capsys, monkeypatch):
     folder = home / "runs" / RUN
 
     def is_killed(path: str) -> None:
@@ -184,7 +184,7 @@ def test_a_removal_that_was_cut_short_is_finished_by_another(home, capsys, monke
     assert f"{RUN} was removed before; none of its files are here." in capsys.readouterr().out
 
 
-def test_files_in_a_bucket_stay_are_named_and_can_still_be_pulled(home, sessions, tmp_path, monkeypatch, capsys):
+def test_files_in_a_bucket_are_kept_named_and_can_still_be_pulled(home, sessions, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("launcher.cli.pull.write_for_diffusers", lambda weights, job: None)
     bucket = tmp_path / "bucket"
     a_checkpoint(bucket / RUN, "l0000-i000001", 1)
@@ -192,9 +192,9 @@ def test_files_in_a_bucket_stay_are_named_and_can_still_be_pulled(home, sessions
         found: Run = find_run(session, RUN)
         found.infra, found.job = "aws", {**found.job, "store": {"aws": bucket.as_uri(), "gcp": "gs://not-ours"}}
     assert run(["rm", RUN, "--yes"]) == ExitCode.OK
-    told = capsys.readouterr().out
-    assert f"Still in its bucket, and paid for: {bucket.as_uri()}/{RUN}" in told
-    assert "not-ours" not in told, "the run was never on that cloud"
+    printed_text = capsys.readouterr().out
+    assert f"Still in its bucket, and paid for: {bucket.as_uri()}/{RUN}" in printed_text
+    assert "not-ours" not in printed_text, "the run was never on that cloud"
     assert run(["pull", RUN, "--to", str(tmp_path / "weights")]) == ExitCode.OK
     assert (tmp_path / "weights" / "weights.safetensors").exists()
 
@@ -207,7 +207,7 @@ def test_files_in_a_bucket_stay_are_named_and_can_still_be_pulled(home, sessions
     ],
 )
 def test_the_deletion_of_a_bucket_ends_in_a_slash(url, command):
-    """Without it `demo-2` would go too."""
+    """Without the slash, `demo-2` would be deleted too."""
     assert rm_module.deletion(url) == command
 
 

@@ -1,4 +1,4 @@
-"""The report tells what a run reached, what it cost and what reclaims cost, with numbers checked by hand."""
+"""The report: result, cost and preemption cost of a run, with numbers checked by hand."""
 
 import io
 import json
@@ -43,7 +43,7 @@ def test_dollars_and_hours_run_to_the_evaluation_that_confirmed_the_target(sessi
     assert target.factors.micro_usd_per_hour == 1_000_000
 
 
-def test_a_target_that_was_not_reached_is_said_plainly_with_the_best_so_far(session):
+def test_a_missed_target_is_stated_with_the_best_score(session):
     made = a_run(session)
     made.node("trainer", rate=1_000_000, up=0)
     a_climb(made, [0.3, 0.6, 0.6, 0.6, 0.5])
@@ -72,19 +72,19 @@ def test_the_target_is_reached_only_in_evaluations_in_which_the_guard_holds(sess
     )
 
 
-def test_a_guard_that_does_not_hold_is_said_and_the_target_is_not_reached(session):
+def test_a_violated_guard_is_reported_and_the_target_is_not_reached(session):
     report = a_guarded_run(session, [0.0, 0.06, 0.07, 0.08])
     assert not report.target.reached
     assert drift_words(report).endswith("Guard drift at most 0.05 does not hold.")
 
 
-def test_without_drift_in_the_ledger_nothing_is_said_of_it(session):
+def test_without_drift_in_the_ledger_the_report_omits_it(session):
     made = a_run(session)
     made.evaluated(0, 0.9, 0)
     assert drift_words(build_report(session, made.run, START_MS + HOUR_MS)) == ""
 
 
-def test_a_run_that_evaluated_nothing_yet_has_a_report(session):
+def test_a_run_without_evaluations_has_a_report(session):
     report = build_report(session, a_run(session).run, START_MS)
     assert headline(report) == "exact_match 0.8: not reached; nothing has been evaluated yet."
     assert report.costs.total == 0
@@ -96,7 +96,7 @@ def test_rewards_count_once_and_dollars_always_when_a_step_is_redone(session):
     made.node("trainer", rate=1_000_000, up=0, end=4 * HOUR_MS)
     made.started(0, iteration=0, lineage=1)
     made.evaluated(0, 0.1, HOUR_MS, lineage=1)
-    made.evaluated(3, 0.9, 2 * HOUR_MS, lineage=1)  # its checkpoint was lost with the machine
+    made.evaluated(3, 0.9, 2 * HOUR_MS, lineage=1)  # its checkpoint was lost with the node
     made.started(3 * HOUR_MS, iteration=2, lineage=2)
     made.evaluated(3, 0.2, 4 * HOUR_MS, lineage=2)
     report = build_report(session, made.run, START_MS + 4 * HOUR_MS)
@@ -111,7 +111,7 @@ def test_rewards_count_once_and_dollars_always_when_a_step_is_redone(session):
 # --- preemptions --------------------------------------------------------------------------------------
 
 
-def test_a_reclaim_costs_its_successors_cold_start_and_the_steps_that_were_lost(session):
+def test_a_preemption_costs_the_successors_cold_start_and_the_lost_steps(session):
     made = a_run(session)
     taken = made.node("spot-0", rate=3_600_000, up=0, end=HOUR_MS, seen=0)
     made.node("spot-0", 2, rate=7_200_000, up=HOUR_MS + 5 * MINUTE_MS, seen=HOUR_MS + 15 * MINUTE_MS)
@@ -127,7 +127,7 @@ def test_a_reclaim_costs_its_successors_cold_start_and_the_steps_that_were_lost(
     assert (line.notice, line.signal, line.lost_steps) == (False, "SIGSTOP", 30)
 
 
-def test_a_reclaim_that_nothing_replaced_says_so(session):
+def test_a_preemption_without_a_successor_is_marked(session):
     made = a_run(session)
     taken = made.node("spot-0", up=0, end=HOUR_MS, seen=0)
     made.preempted(taken, HOUR_MS, noticed=HOUR_MS - 2 * MINUTE_MS)
@@ -136,11 +136,11 @@ def test_a_reclaim_that_nothing_replaced_says_so(session):
     assert (line.replaced_by, line.replaced_after_s, line.micro_usd) == (None, None, 0)
 
 
-def test_a_successor_taken_while_it_starts_is_paid_by_one_reclaim_and_its_own_successor_by_the_other(session):
+def test_each_preemption_pays_the_cold_start_of_its_own_successor(session):
     made = a_run(session)
     first = made.node("spot-0", 1, rate=3_600_000, up=0, end=HOUR_MS, seen=0)
     second = made.node("spot-0", 2, rate=3_600_000, up=HOUR_MS, end=HOUR_MS + 10 * MINUTE_MS)
-    made.node("spot-0", 3)  # no capacity: never up
+    made.node("spot-0", 3)  # no capacity, so the node was never up
     made.node("spot-0", 4, rate=3_600_000, up=2 * HOUR_MS, seen=2 * HOUR_MS + 20 * MINUTE_MS)
     made.preempted(first, HOUR_MS)
     made.preempted(second, HOUR_MS + 10 * MINUTE_MS)
@@ -159,7 +159,7 @@ def test_lost_work_is_never_dearer_than_the_node(session):
     assert build_report(session, made.run, START_MS + HOUR_MS).preemptions[0].lost_work_micro_usd == 60_000
 
 
-# --- saved against what -------------------------------------------------------------------------------
+# --- savings ------------------------------------------------------------------------------------------
 
 
 def test_the_price_effect_is_the_same_node_time_on_demand(session):
@@ -170,7 +170,7 @@ def test_the_price_effect_is_the_same_node_time_on_demand(session):
     assert effect.difference_micro_usd == 12_000_000
 
 
-def test_the_counterfactual_is_labelled_and_spares_only_cold_starts_that_reclaims_caused(session):
+def test_the_counterfactual_is_labelled_and_omits_preemption_cold_starts(session):
     made = a_run(session)
     taken = made.node("spot-0", rate=3_000_000, on_demand=6_000_000, up=0, end=HOUR_MS, seen=30 * MINUTE_MS)
     made.node(
@@ -184,7 +184,7 @@ def test_the_counterfactual_is_labelled_and_spares_only_cold_starts_that_reclaim
     assert saving.saved_micro_usd == 11_000_000 - 6_000_000
 
 
-def test_saved_against_a_run_compares_the_way_to_the_same_target_in_both(session):
+def test_savings_against_a_run_compare_the_cost_to_the_same_target(session):
     ours, theirs = a_run(session, "ours"), a_run(session, "theirs", target=0.99)
     ours.node("trainer", rate=1_000_000, up=0)
     theirs.node("trainer", rate=3_000_000, up=0)
@@ -197,7 +197,7 @@ def test_saved_against_a_run_compares_the_way_to_the_same_target_in_both(session
     assert (saving.ours.iterations, saving.theirs.iterations) == (2, 5)
 
 
-def test_nothing_is_saved_against_a_run_that_did_not_get_there(session):
+def test_a_run_that_missed_the_target_gives_no_savings(session):
     ours, theirs = a_run(session, "ours"), a_run(session, "theirs")
     a_climb(ours, [0.8, 0.8, 0.8])
     saving = build_report(session, ours.run, START_MS + HOUR_MS, against=theirs.run).saved[0]
@@ -205,7 +205,7 @@ def test_nothing_is_saved_against_a_run_that_did_not_get_there(session):
     assert saving.why == "exact_match 0.8 was not reached by theirs"
 
 
-# --- where the numbers come from ----------------------------------------------------------------------
+# --- sources of the numbers ---------------------------------------------------------------------------
 
 
 def test_prices_have_a_source_and_the_age_they_had_when_they_were_used(session):
@@ -220,7 +220,7 @@ def test_prices_have_a_source_and_the_age_they_had_when_they_were_used(session):
     ]
 
 
-def test_the_report_says_which_run_this_is_and_what_its_money_is_worth(session):
+def test_the_report_names_the_run_and_whether_its_money_is_real(session):
     report = build_report(session, a_long_run(session), START_MS + 9 * HOUR_MS)
     assert report.run.seeds == (7,)
     assert (report.run.hours, report.run.wall_seconds, report.run.clock_factor) == (4.0, 240.0, 60.0)
@@ -242,7 +242,7 @@ def test_the_json_has_a_schema_version_and_only_plain_values(session):
     assert "secret-token" not in json.dumps(read)
 
 
-def test_a_run_on_clouds_says_what_else_is_on_the_bill_and_what_has_no_price(session):
+def test_the_report_of_a_cloud_run_lists_side_costs_and_unpriced_items(session):
     made = a_run(session)
     made.run.infra = "aws,gcp"
     made.node("trainer", up=0, end=HOUR_MS, seen=MINUTE_MS, market="on_demand", rate=9_000_000)
@@ -266,7 +266,7 @@ def test_a_run_on_clouds_says_what_else_is_on_the_bill_and_what_has_no_price(ses
     assert "list price of 2025" in printed
 
 
-def test_the_hold_is_the_jobs(session):
+def test_the_number_of_confirming_evaluations_comes_from_the_job(session):
     made = a_run(session, job={**JOB, "target": {"metric": "exact_match", "value": 0.8, "evaluations": 1}})
     a_climb(made, [0.1, 0.8, 0.8, 0.8])
     assert build_report(session, made.run, START_MS + HOUR_MS).target.confirmed.iteration == 3
@@ -289,8 +289,10 @@ def test_the_result_of_a_finished_run(session):
     }
     assert result["exact_match"] == {"before": 0.47, "after": 0.833, "prompts_before": 96, "prompts_after": 96}
     assert [line["signal"] for line in result["preemptions"]] == ["SIGKILL", "SIGSTOP", "SIGKILL"]
-    money = result["micro_usd"]
-    assert {sum(money[name].values()) for name in ("by_phase", "by_node", "by_market", "by_role")} == {money["total"]}
+    amounts = result["micro_usd"]
+    assert {sum(amounts[name].values()) for name in ("by_phase", "by_node", "by_market", "by_role")} == {
+        amounts["total"]
+    }
     assert result["sums_equal"] is True
     assert result["money_basis"] == "assumed"
     assert result["leftovers"] == {"processes": []}
@@ -298,7 +300,7 @@ def test_the_result_of_a_finished_run(session):
     printed("result", json.dumps(result, allow_nan=False))
 
 
-def test_a_node_that_is_still_paid_for_is_in_the_result(session):
+def test_a_node_that_is_still_billed_is_in_the_result(session):
     made = a_run(session)
     node = made.node("spot-0", up=0)
     session.add(NodeEvent(node_id=node.id, at_ms=START_MS + HOUR_MS, kind="gone"))
@@ -308,7 +310,7 @@ def test_a_node_that_is_still_paid_for_is_in_the_result(session):
     assert set(result["exact_match"].values()) == {None}
 
 
-def test_the_report_says_what_exploration_found_and_what_it_cost(session):
+def test_the_report_shows_the_gain_and_cost_of_exploration(session):
     made = a_run(session)
     node = made.node("spot-0", rate=1_000_000, up=0, end=HOUR_MS, seen=0)
     made.used(node, 0, HOUR_MS, exploration=HOUR_MS // 2, rollout=HOUR_MS // 2)
@@ -326,7 +328,7 @@ def test_the_report_says_what_exploration_found_and_what_it_cost(session):
     )
 
 
-def test_exploration_that_switched_itself_off_or_never_was_is_said(session):
+def test_the_report_shows_exploration_that_was_off_or_never_on(session):
     made = a_run(session)
     assert exploration_words(build_report(session, made.run, START_MS).exploration).startswith("Exploration: none")
     made.trained(0, MINUTE_MS, explored=144)
@@ -337,7 +339,7 @@ def test_exploration_that_switched_itself_off_or_never_was_is_said(session):
     assert words.endswith("It was not worth it, and was switched off.")
 
 
-def test_the_report_counts_regroups_and_says_nothing_of_a_run_that_never_shared(session):
+def test_the_report_counts_regroups_only_of_a_run_that_shared(session):
     made = a_run(session)
     assert sharing_words(build_report(session, made.run, START_MS).sharing) == ""
     first, second = made.node("spot-0"), made.node("spot-1")

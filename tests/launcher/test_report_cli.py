@@ -1,4 +1,4 @@
-"""`spotrl report` and `spotrl pull`, called as a person does."""
+"""`spotrl report` and `spotrl pull`, called like a user does."""
 
 import hashlib
 import json
@@ -26,14 +26,14 @@ def sessions(tmp_path):
         return sessionmaker(session.get_bind())
 
 
-def test_the_terminal_report_answers_first_and_is_plain_when_piped(sessions):
-    told = CliRunner().invoke(report, ["digits-ocr"], obj=sessions)
-    assert told.exit_code == 0, told.output
-    assert told.output.splitlines()[1] == "exact_match 0.8 was reached at iteration 42 for $5.18 in 3.83 h."
-    assert "First reached by a single evaluation at iteration 30" in told.output
-    assert "3 preemptions cost $0.13" in told.output
-    assert "nothing was bought" in told.output
-    assert "\x1b[" not in told.output
+def test_the_terminal_report_starts_with_the_result_and_is_plain_when_piped(sessions):
+    result = CliRunner().invoke(report, ["digits-ocr"], obj=sessions)
+    assert result.exit_code == 0, result.output
+    assert result.output.splitlines()[1] == "exact_match 0.8 was reached at iteration 42 for $5.18 in 3.83 h."
+    assert "First reached by a single evaluation at iteration 30" in result.output
+    assert "3 preemptions cost $0.13" in result.output
+    assert "nothing was bought" in result.output
+    assert "\x1b[" not in result.output
 
 
 def test_no_line_of_a_piped_report_is_longer_than_80_columns(sessions):
@@ -45,39 +45,39 @@ def test_no_line_of_a_piped_report_is_longer_than_80_columns(sessions):
     assert ["spot-1-g1", "412", "29m", "(29s", "wall)", "$0.02", "$0.03"] in lost
 
 
-def test_a_run_that_shared_pictures_says_so_in_the_terminal_and_on_the_page(tmp_path):
+def test_image_sharing_is_shown_in_the_terminal_and_on_the_page(tmp_path):
     page = tmp_path / "report.html"
     with a_session(tmp_path / "ledger.sqlite") as session:
         made = a_run(session)
         made.status("running", 0)
         made.regrouped(made.node("spot-0"), (0, 1), at=0)
         session.commit()
-        told = CliRunner().invoke(report, ["demo", "--html", str(page)], obj=sessionmaker(session.get_bind()))
-    assert "Shared images: 1 regroup on 1 node; degrees 2." in told.output
+        result = CliRunner().invoke(report, ["demo", "--html", str(page)], obj=sessionmaker(session.get_bind()))
+    assert "Shared images: 1 regroup on 1 node; degrees 2." in result.output
     assert "Shared images: 1 regroup on 1 node; degrees 2." in page.read_text()
 
 
 def test_the_json_is_one_object_and_the_page_is_written_beside_it(sessions, tmp_path):
     page = tmp_path / "report.html"
-    told = CliRunner().invoke(
+    result = CliRunner().invoke(
         report, ["digits-ocr", "--target-reward", "0.7", "--json", "--html", str(page)], obj=sessions
     )
-    assert told.exit_code == 0, told.output
-    assert printed("report", told.output[told.output.index("{") :])["target"]["value"] == 0.7
+    assert result.exit_code == 0, result.output
+    assert printed("report", result.output[result.output.index("{") :])["target"]["value"] == 0.7
     assert page.read_text().startswith("<!doctype html>")
     assert list(tmp_path.glob("*.part")) == []
 
 
-def test_a_target_out_of_reach_is_said_plainly(sessions):
-    told = CliRunner().invoke(report, ["digits-ocr", "--target-reward", "0.95"], obj=sessions)
-    assert told.exit_code == 0
-    assert "exact_match 0.95: not reached. Best so far 0.833 at iteration 42" in told.output
+def test_a_target_out_of_reach_is_stated(sessions):
+    result = CliRunner().invoke(report, ["digits-ocr", "--target-reward", "0.95"], obj=sessions)
+    assert result.exit_code == 0
+    assert "exact_match 0.95: not reached. Best so far 0.833 at iteration 42" in result.output
 
 
-def test_a_run_that_does_not_exist_is_a_lookup_error_with_its_neighbours(sessions):
-    told = CliRunner().invoke(report, ["digits"], obj=sessions)
-    assert isinstance(told.exception, LookupError)
-    assert "digits-ocr" in str(told.exception)
+def test_an_unknown_run_is_a_lookup_error_with_similar_names(sessions):
+    result = CliRunner().invoke(report, ["digits"], obj=sessions)
+    assert isinstance(result.exception, LookupError)
+    assert "digits-ocr" in str(result.exception)
 
 
 @pytest.mark.parametrize("command", [report, pull])
@@ -106,15 +106,15 @@ def not_for_diffusers(weights, job):
 def test_pull_copies_the_newest_complete_checkpoint(sessions, tmp_path, monkeypatch):
     monkeypatch.setattr("launcher.cli.pull.write_for_diffusers", not_for_diffusers)
     store = tmp_path / "store"
-    a_checkpoint(store, "l0001-i000012", 12)  # a trainer that was given up wrote on
+    a_checkpoint(store, "l0001-i000012", 12)  # a trainer given up as lost continued to write
     a_checkpoint(store, "l0002-i000009", 9)
     a_checkpoint(store, "l0002-i000010", 10, complete=False)
-    told = CliRunner(mix_stderr=False).invoke(
+    result = CliRunner(mix_stderr=False).invoke(
         pull, ["digits-ocr", "--to", str(tmp_path / "out"), "--json"], obj=sessions
     )
-    assert told.exit_code == 0, told.stderr
-    assert told.stderr == "The weights are there, but not for diffusers: ema.safetensors is not a model\n"
-    answer = printed("pull", told.stdout)
+    assert result.exit_code == 0, result.stderr
+    assert result.stderr == "The weights are there, but not for diffusers: ema.safetensors is not a model\n"
+    answer = printed("pull", result.stdout)
     assert answer["diffusers"] is None
     assert (answer["checkpoint"], answer["iteration"]) == ("l0002-i000009", 9)
     assert (tmp_path / "out" / "ema.safetensors").read_bytes() == b"ema l0002-i000009"
@@ -124,12 +124,12 @@ def test_pull_copies_the_newest_complete_checkpoint(sessions, tmp_path, monkeypa
     assert answer["card"] == str(tmp_path / "out" / "README.md")
 
 
-def test_the_model_card_says_what_the_weights_are_and_what_they_cost(sessions, tmp_path, monkeypatch):
+def test_the_model_card_describes_the_weights_and_their_cost(sessions, tmp_path, monkeypatch):
     folder = tmp_path / "out"
     monkeypatch.setattr("launcher.cli.pull.write_for_diffusers", lambda weights, model: weights.parent / "transformer")
     a_checkpoint(tmp_path / "store", "l0001-i000042", 42)
-    told = CliRunner().invoke(pull, ["digits-ocr", "--to", str(folder)], obj=sessions)
-    assert told.exit_code == 0, told.output
+    result = CliRunner().invoke(pull, ["digits-ocr", "--to", str(folder)], obj=sessions)
+    assert result.exit_code == 0, result.output
     card = (folder / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: diffusers\n")
     assert "All weights of the transformer of digits-ocr" in card
@@ -156,7 +156,7 @@ def test_a_model_card_without_evaluations_has_no_curve(tmp_path):
     assert "curve.svg" not in card
 
 
-def test_pull_refuses_weights_that_are_not_the_ones_their_manifest_names(tmp_path):
+def test_pull_refuses_weights_that_differ_from_their_manifest(tmp_path):
     a_checkpoint(tmp_path, "l0001-i000001", 1)
     (tmp_path / "checkpoints/l0001-i000001/weights.safetensors").write_bytes(b"torn")
     with pytest.raises(Failure, match="damaged"):
@@ -164,6 +164,6 @@ def test_pull_refuses_weights_that_are_not_the_ones_their_manifest_names(tmp_pat
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_pull_says_when_there_is_no_checkpoint_yet(tmp_path):
+def test_pull_reports_a_missing_checkpoint(tmp_path):
     with pytest.raises(Failure, match="no complete checkpoint yet"):
         pull_weights("demo", [open_store(tmp_path.as_uri())], tmp_path / "out")

@@ -1,4 +1,4 @@
-"""The page is one file: nothing is loaded from elsewhere, and nothing that a run says becomes markup."""
+"""The report page is one file: it loads nothing from elsewhere, and no text of a run becomes markup."""
 
 import re
 from functools import partial
@@ -15,7 +15,7 @@ HOSTILE = '<script>alert("x")</script><img src=https://evil.test/a.png>{{ 7 * 7 
 
 
 class Page(HTMLParser):
-    """Tags, and every attribute that could load something."""
+    """Collects tags, and every attribute that could load something."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -53,24 +53,24 @@ def test_the_page_works_offline(session, tmp_path):
     assert page.tags.count("figure") == 5
 
 
-def test_every_id_on_the_page_is_there_once_and_every_reference_has_one(session, tmp_path):
+def test_ids_on_the_page_are_unique_and_references_resolve(session, tmp_path):
     text = a_page(session, a_long_run(session), tmp_path)
     ids = re.findall(r'\bid="([^"]+)"', text)
     assert len(ids) == len(set(ids))
     assert set(re.findall(r"url\(#([^)]+)\)", text)) <= set(ids)
 
 
-def test_a_hostile_name_stays_text(session, tmp_path):
+def test_a_hostile_run_name_stays_text(session, tmp_path):
     run = a_long_run(session, name=HOSTILE)
     text = a_page(session, run, tmp_path)
     page = Page(text)
     assert "script" not in page.tags
     assert "img" not in page.tags
-    assert "alert(" in text  # it is shown, as text
+    assert "alert(" in text  # the name is shown as text
     assert "{{ 7 * 7 }}" in text
 
 
-def test_a_hostile_slot_and_zone_stay_text_in_the_drawings_and_their_keys(session, tmp_path):
+def test_a_hostile_slot_and_zone_stay_text_in_charts_and_legends(session, tmp_path):
     made = a_run(session)
     node = made.node(HOSTILE, up=0, end=HOUR_MS, zone=HOSTILE, price_source=HOSTILE)
     made.preempted(node, HOUR_MS, signal=HOSTILE)
@@ -78,7 +78,7 @@ def test_a_hostile_slot_and_zone_stay_text_in_the_drawings_and_their_keys(sessio
     assert not {"script", "img"} & set(page.tags)
 
 
-def test_pictures_come_from_inside_the_store_only(session, tmp_path):
+def test_images_come_only_from_inside_the_store(session, tmp_path):
     store = tmp_path / "store"
     store.mkdir()
     (tmp_path / "secret.png").write_bytes(PNG)
@@ -89,19 +89,19 @@ def test_pictures_come_from_inside_the_store_only(session, tmp_path):
     assert "<img" not in a_page(session, made.run, store)
 
 
-def test_a_run_without_any_fact_has_a_page(session, tmp_path):
+def test_a_run_without_any_event_has_a_page(session, tmp_path):
     text = a_page(session, a_run(session).run, tmp_path)
     assert "Nothing has been evaluated yet" in text
     assert "No node was preempted" in text
 
 
-def test_one_evaluation_that_cost_nothing_can_be_drawn(session, tmp_path):
+def test_one_evaluation_at_no_cost_can_be_drawn(session, tmp_path):
     made = a_run(session)
     made.evaluated(0, 0.5, 0)
     assert "<svg" in a_page(session, made.run, tmp_path)
 
 
-def test_the_page_says_what_the_money_is_worth_and_what_a_saving_is_against(session, tmp_path):
+def test_the_page_shows_if_money_is_real_and_what_savings_compare_to(session, tmp_path):
     text = a_page(session, a_long_run(session), tmp_path)
     assert "nothing was bought" in text
     assert "a counterfactual: all nodes on demand, no preemption cold starts" in " ".join(text.split())

@@ -1,4 +1,4 @@
-"""`spotrl reap`, `panic`, `ssh` and `check` as people and scripts use them; the clouds are made up."""
+"""`spotrl reap`, `panic`, `ssh` and `check` as users and scripts call them, on made-up clouds."""
 
 import json
 import os
@@ -29,7 +29,7 @@ Run = Callable[..., Result]
 
 
 class MadeSky:
-    """SkyPilot, with a launch under way. `trouble`: what it raises."""
+    """SkyPilot with a pending launch. `trouble`: the exception that it raises."""
 
     cancelled: ClassVar[list[str]] = []
     trouble: Exception | None = None
@@ -52,7 +52,7 @@ def home(tmp_path, monkeypatch) -> Path:
 
 
 def a_ledger(home: Path, **runs: tuple[str, str]) -> Path:
-    """Runs by name: infra and status. Each has had two trainers and a spot node."""
+    """Create a ledger with these runs: name -> (infra, status). Each had two trainers and a spot node."""
     path = home / "ledger.sqlite"
     with writing(open_ledger(path)) as session:
         for name, (infra, status) in runs.items():
@@ -66,7 +66,7 @@ def a_ledger(home: Path, **runs: tuple[str, str]) -> Path:
 
 @pytest.fixture
 def run_command(home, monkeypatch) -> Run:
-    """Runs a command on these clouds. Sees it as a script does: standard input is no terminal."""
+    """Run a command on these clouds like a script: standard input is no terminal."""
 
     def invoke(command: click.Command, *arguments: str, clouds: Iterable[FakeCloud], **more: Any) -> Result:
         there = {cloud.cloud: cloud for cloud in clouds}
@@ -90,7 +90,7 @@ def code_of(result: Result) -> int:
 # --- reap --------------------------------------------------------------------------------------------
 
 
-def test_reap_ends_what_no_live_run_wants_and_leaves_the_rest_alone(home, run_command):
+def test_reap_deletes_only_resources_without_a_live_run(home, run_command):
     a_ledger(home, digits=("aws", "running"), old=("aws", "finished"))
     cloud = FakeCloud().add(
         instance("i-1"), resource("group", "sg-1"), instance("i-2", run="old"), instance("i-3", run="unheard-of")
@@ -103,7 +103,7 @@ def test_reap_ends_what_no_live_run_wants_and_leaves_the_rest_alone(home, run_co
     assert "Nothing of it is left." in result.output
 
 
-def test_reap_lists_before_it_asks_and_nobody_can_be_asked_in_a_script(home, run_command):
+def test_reap_lists_resources_first_and_a_script_needs_yes(home, run_command):
     a_ledger(home)
     cloud = FakeCloud().add(instance("i-1", launched_ms=1))
     with pytest.raises(click.UsageError, match="--dry-run, then add -y"):
@@ -111,7 +111,7 @@ def test_reap_lists_before_it_asks_and_nobody_can_be_asked_in_a_script(home, run
     assert cloud.alive == ["i-1"]
 
 
-def test_reap_asks_a_person_and_no_is_the_answer_by_default(home, run_command, monkeypatch):
+def test_reap_asks_at_a_terminal_and_the_default_is_no(home, run_command, monkeypatch):
     a_ledger(home)
     monkeypatch.setattr("launcher.cli.leftovers.is_a_person", lambda: True)
     cloud = FakeCloud().add(instance("i-1"))
@@ -121,7 +121,7 @@ def test_reap_asks_a_person_and_no_is_the_answer_by_default(home, run_command, m
     assert cloud.alive == []
 
 
-def test_a_dry_run_ends_nothing(home, run_command):
+def test_a_dry_run_deletes_nothing(home, run_command):
     a_ledger(home)
     cloud = FakeCloud().add(instance("i-1"), resource())
     result = run_command(reap, "--dry-run", clouds=[cloud])
@@ -131,7 +131,7 @@ def test_a_dry_run_ends_nothing(home, run_command):
     assert "not priced" not in result.output  # g6.xlarge is in the catalog
 
 
-def test_what_is_left_is_named_and_makes_the_exit_code(home, run_command):
+def test_resources_that_are_left_are_named_and_set_the_exit_code(home, run_command):
     a_ledger(home)
     cloud = FakeCloud(immortal={"i-1"}).add(instance("i-1"))
     result = run_command(reap, "-y", "--timeout", "0.05", clouds=[cloud])
@@ -140,14 +140,14 @@ def test_what_is_left_is_named_and_makes_the_exit_code(home, run_command):
     assert "i-1 is protected against termination" in result.output
 
 
-def test_a_region_that_cannot_be_asked_makes_the_exit_code_even_when_nothing_was_found(home, run_command):
+def test_an_unreachable_region_sets_the_exit_code_even_without_findings(home, run_command):
     a_ledger(home)
     result = run_command(reap, "--dry-run", clouds=[FakeCloud(silent={"us-west-2"})])
     assert code_of(result) == ExitCode.TEARDOWN_INCOMPLETE
     assert "Not known: aws/us-west-2." in result.output
 
 
-def test_a_cloud_without_credentials_counts_only_where_something_is_expected(home, run_command):
+def test_missing_credentials_count_only_for_clouds_with_expected_resources(home, run_command):
     a_ledger(home, old=("aws", "finished"))
     clouds = [FakeCloud(), FakeCloud(cloud="gcp", its_regions=(), who=None)]
     result = run_command(reap, "--dry-run", clouds=clouds)
@@ -158,7 +158,7 @@ def test_a_cloud_without_credentials_counts_only_where_something_is_expected(hom
     assert code_of(run_command(reap, "--dry-run", clouds=clouds)) == ExitCode.TEARDOWN_INCOMPLETE
 
 
-def test_nobody_known_anywhere_is_about_credentials_and_silence_is_not(home, run_command):
+def test_the_exit_code_separates_missing_credentials_from_silent_clouds(home, run_command):
     a_ledger(home)
     result = run_command(reap, "--dry-run", clouds=[FakeCloud(who=None)])
     assert isinstance(result.exception, CredentialsRefused)
@@ -168,7 +168,7 @@ def test_nobody_known_anywhere_is_about_credentials_and_silence_is_not(home, run
     assert result.exception.exit_code is ExitCode.TEARDOWN_INCOMPLETE
 
 
-def test_everybodys_things_are_ended_only_with_the_accounts_id(home, run_command):
+def test_resources_of_all_owners_are_deleted_only_with_the_account_id(home, run_command):
     a_ledger(home)
     cloud = FakeCloud().add(instance("i-1", owner="bob"))
     result = run_command(reap, "-y", clouds=[cloud])
@@ -184,7 +184,7 @@ def test_everybodys_things_are_ended_only_with_the_accounts_id(home, run_command
     assert cloud.alive == []
 
 
-def test_a_person_may_type_the_accounts_id(home, run_command, monkeypatch):
+def test_the_account_id_may_be_typed_at_the_prompt(home, run_command, monkeypatch):
     a_ledger(home)
     monkeypatch.setattr("launcher.cli.leftovers.is_a_person", lambda: True)
     cloud = FakeCloud().add(instance("i-1", owner="bob"))
@@ -195,34 +195,34 @@ def test_a_person_may_type_the_accounts_id(home, run_command, monkeypatch):
 
 
 def test_reap_ends_only_what_it_listed(home, run_command):
-    """A run that starts on another machine, with another ledger, while this one works."""
+    """Another computer with another ledger starts a run during this cleanup."""
     a_ledger(home)
     cloud = FakeCloud(late={"i-9": (2, instance("i-9", run="another"))}).add(instance("i-1"))
     assert code_of(run_command(reap, "-y", clouds=[cloud])) == ExitCode.OK
     assert cloud.alive == ["i-9"]
 
 
-def test_json_is_one_object_with_everything(home, run_command):
+def test_reap_json_is_one_object_with_all_results(home, run_command):
     a_ledger(home, digits=("aws", "running"))
     cloud = FakeCloud(silent={"us-west-2"}).add(instance("i-1"), instance("i-2", run="old"), resource(run="old"))
     result = run_command(reap, "-y", "--json", "--timeout", "3", clouds=[cloud])
     assert code_of(result) == ExitCode.TEARDOWN_INCOMPLETE
-    said = printed("cleanup", result.output.splitlines()[-1])
-    assert [one["id"] for one in said["found"]] == ["i-2", "vol-1"]
-    assert [one["id"] for one in said["kept"]] == ["i-1"]
-    assert said["ended"] == ["machine i-2 (aws/us-east-1)", "disk vol-1 (aws/us-east-1)"]
-    assert (said["left"], [one["region"] for one in said["unasked"]]) == ([], ["us-west-2"])
-    assert said["exit_code"] == 10
+    printed_output = printed("cleanup", result.output.splitlines()[-1])
+    assert [one["id"] for one in printed_output["found"]] == ["i-2", "vol-1"]
+    assert [one["id"] for one in printed_output["kept"]] == ["i-1"]
+    assert printed_output["ended"] == ["machine i-2 (aws/us-east-1)", "disk vol-1 (aws/us-east-1)"]
+    assert (printed_output["left"], [one["region"] for one in printed_output["unasked"]]) == ([], ["us-west-2"])
+    assert printed_output["exit_code"] == 10
 
 
 # --- panic -------------------------------------------------------------------------------------------
 
 
-def test_panic_stops_every_run_on_a_cloud_and_ends_its_machines(home, run_command):
+def test_panic_stops_every_cloud_run_and_terminates_its_instances(home, run_command):
     path = a_ledger(home, digits=("aws", "running"), here=("local", "running"))
     cloud = FakeCloud().add(instance("i-1"), resource("group", "sg-1"), instance("i-2", "theirs", owner="bob"))
     result = run_command(panic, "-y", clouds=[cloud])
-    assert code_of(result) == ExitCode.TEARDOWN_INCOMPLETE, "bob's machine goes on"
+    assert code_of(result) == ExitCode.TEARDOWN_INCOMPLETE, "bob's instance keeps running"
     assert "These runs are stopped: digits." in result.output
     assert cloud.alive == ["i-2"]
     assert cloud.other == {}
@@ -231,7 +231,7 @@ def test_panic_stops_every_run_on_a_cloud_and_ends_its_machines(home, run_comman
     assert {name: row.status for name, row in status.items() if row} == {"digits": "stopping", "here": "running"}
 
 
-def test_panic_ends_what_a_launch_under_way_still_makes(home, run_command):
+def test_panic_terminates_instances_of_a_pending_launch(home, run_command):
     a_ledger(home, digits=("aws", "running"))
     cloud = FakeCloud(late={"i-9": (3, instance("i-9"))})
     assert code_of(run_command(panic, "-y", clouds=[cloud])) == ExitCode.OK
@@ -239,7 +239,7 @@ def test_panic_ends_what_a_launch_under_way_still_makes(home, run_command):
     assert cloud.orders
 
 
-def test_panic_has_skypilot_stop_the_launches_of_live_runs_and_goes_on_without_it(home, run_command, monkeypatch):
+def test_panic_cancels_launches_in_skypilot_and_works_without_it(home, run_command, monkeypatch):
     a_ledger(home, digits=("aws", "running"), old=("gcp", "finished"), here=("local", "running"))
     monkeypatch.setattr(MadeSky, "cancelled", [])
     assert code_of(run_command(panic, "--dry-run", clouds=[FakeCloud()])) == ExitCode.OK
@@ -263,7 +263,7 @@ def test_panic_needs_no_ledger(home, run_command, dry):
     assert not (home / "ledger.sqlite").exists()
 
 
-def test_panic_goes_on_with_the_clouds_when_the_ledger_is_broken_and_says_what_that_means(home, run_command):
+def test_panic_cleans_up_clouds_with_a_broken_ledger_and_warns(home, run_command):
     (home / "ledger.sqlite").write_bytes(b"this was a database once" * 100)
     cloud = FakeCloud().add(instance("i-1"))
     result = run_command(panic, "-y", clouds=[cloud])
@@ -272,7 +272,7 @@ def test_panic_goes_on_with_the_clouds_when_the_ledger_is_broken_and_says_what_t
     assert "controllers were not told to stop and may buy again" in result.output
 
 
-def test_panic_tells_a_locked_ledger_again_when_the_clouds_are_empty(home, run_command, monkeypatch):
+def test_panic_retries_a_locked_ledger_after_the_cloud_cleanup(home, run_command, monkeypatch):
     monkeypatch.setattr("launcher.ledger.store.BUSY_MS", 50)
     path = a_ledger(home, digits=("aws", "running"))
     holder = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
@@ -294,7 +294,7 @@ def test_panic_tells_a_locked_ledger_again_when_the_clouds_are_empty(home, run_c
     assert status.status == "stopping"
 
 
-def test_panic_expects_something_where_a_run_was(home, run_command):
+def test_panic_expects_resources_on_the_clouds_of_runs(home, run_command):
     a_ledger(home, old=("aws", "finished"))
     clouds = [FakeCloud(), FakeCloud(cloud="gcp", its_regions=(), who=None)]
     assert code_of(run_command(panic, "-y", clouds=clouds)) == ExitCode.OK
@@ -302,7 +302,7 @@ def test_panic_expects_something_where_a_run_was(home, run_command):
     assert code_of(run_command(panic, "-y", clouds=clouds)) == ExitCode.TEARDOWN_INCOMPLETE
 
 
-def test_panic_stops_the_runs_even_when_no_cloud_lets_us_in(home, run_command):
+def test_panic_stops_the_runs_even_without_cloud_credentials(home, run_command):
     path = a_ledger(home, digits=("aws", "running"))
     result = run_command(panic, "-y", clouds=[FakeCloud(who=None)])
     assert isinstance(result.exception, CredentialsRefused)
@@ -319,7 +319,7 @@ def nodes(*named: tuple[str, int]) -> list[Node]:
     return [Node(name=f"digits-{slot}-g{generation}", slot=slot, generation=generation) for slot, generation in named]
 
 
-def test_a_slot_means_its_newest_node():
+def test_a_slot_name_means_its_newest_node():
     had = nodes(("trainer", 1), ("spot-0", 1), ("trainer", 2))
     assert newest("digits", had, "trainer").name == "digits-trainer-g2"
     assert newest("digits", had, "digits-trainer-g1").name == "digits-trainer-g1"
@@ -327,7 +327,7 @@ def test_a_slot_means_its_newest_node():
         newest("digits", had, "spot-7")
 
 
-def test_how_to_get_in_is_what_the_provisioner_wrote_down(tmp_path):
+def test_ssh_uses_the_login_that_the_provisioner_recorded(tmp_path):
     for text in ("", "{", "{}", '{"login": null}', '{"login": {"host": "", "user": "u", "key": "k"}}'):
         if text:
             (tmp_path / "machine.json").write_text(text)
@@ -354,13 +354,13 @@ def test_ssh_uses_the_nodes_own_key_and_host_key():
     assert "ProxyCommand=ssh -W %h:%p bastion" in through
 
 
-def test_a_node_of_this_machine_is_a_folder(home):
+def test_ssh_to_a_local_node_prints_its_folder(home):
     sessions = open_ledger(a_ledger(home, here=("local", "running")))
     result = CliRunner().invoke(ssh, ["here", "trainer"], obj=sessions)
     assert f"its disk is the folder {home}/runs/here/nodes/here-trainer-g2" in result.output
 
 
-def test_a_node_of_this_machine_is_a_folder_in_json_and_runs_no_command(home, capsys):
+def test_ssh_json_for_a_local_node_has_its_folder_and_runs_no_command(home, capsys):
     a_ledger(home, here=("local", "running"))
     assert run(["ssh", "here", "trainer", "--json"]) == ExitCode.OK
     folder = f"{home}/runs/here/nodes/here-trainer-g2"
@@ -371,7 +371,7 @@ def test_a_node_of_this_machine_is_a_folder_in_json_and_runs_no_command(home, ca
 
 @pytest.fixture
 def call_ssh(home):
-    """Calls `spotrl ssh digits trainer` from outside, with an `ssh` that says what it was called with and fails."""
+    """Call `spotrl ssh digits trainer` in a new process, with a fake `ssh` that prints its arguments and fails."""
     a_ledger(home, digits=("aws", "running"))
     folder = home / "runs" / "digits" / "nodes" / "digits-trainer-g2"
     folder.mkdir(parents=True)
@@ -394,13 +394,13 @@ def call_ssh(home):
     return call
 
 
-def test_ssh_is_run_in_place_of_the_command_and_its_exit_code_is_ours(call_ssh):
+def test_ssh_replaces_the_command_and_passes_on_its_exit_code(call_ssh):
     done = call_ssh("--", "ls", "-la")
     assert done.returncode == 7
     assert done.stdout.splitlines()[-4:] == ["ubuntu@192.0.2.1", "--", "ls", "-la"]
 
 
-def test_ssh_with_json_says_how_the_command_ended(call_ssh):
+def test_ssh_with_json_reports_how_the_command_ended(call_ssh):
     done = call_ssh("--json", "--", "ls", "--json")
     answer = printed("ssh", done.stdout)
     assert (done.returncode, answer["exit_code"], answer["stderr"]) == (7, 7, "trouble\n")
@@ -408,7 +408,7 @@ def test_ssh_with_json_says_how_the_command_ended(call_ssh):
     assert (answer["node"], answer["command"]) == ("digits-trainer-g2", ["ls", "--json"])
 
 
-def test_ssh_with_json_and_no_command_says_how_to_log_in(call_ssh):
+def test_ssh_with_json_and_no_command_prints_the_login(call_ssh):
     done = call_ssh("--json")
     answer = printed("ssh", done.stdout)
     assert done.returncode == 0
@@ -425,10 +425,10 @@ def check(*arguments: str) -> Result:
 
 def test_a_policy_is_printed_alone(home, capsys):
     assert run(["check", "--print-policy", "aws"]) == 0
-    said = capsys.readouterr()
-    assert json.loads(said.out)["Version"] == "2012-10-17"
-    assert "s3:PutObject" in said.out
-    assert "Nodes get a role of their own" in said.err
+    printed_output = capsys.readouterr()
+    assert json.loads(printed_output.out)["Version"] == "2012-10-17"
+    assert "s3:PutObject" in printed_output.out
+    assert "Nodes get a role of their own" in printed_output.err
     assert run(["check", "--print-policy", "gcp"]) == 0
     assert "includedPermissions:" in capsys.readouterr().out
 
@@ -438,36 +438,36 @@ def test_a_policy_names_the_buckets_of_a_job(home):
     assert "arn:aws:s3:::mine/runs/*" in check(str(home / "job.yaml"), "--print-policy", "aws").output
 
 
-def test_a_policy_leaves_out_what_the_job_names_and_says_what_its_identity_needs(home, capsys):
+def test_a_policy_omits_named_resources_and_lists_the_identitys_needs(home, capsys):
     (home / "job.yaml").write_text("infra: aws\nidentity: {aws: node-profile}\nstore: {aws: s3://mine/runs}\n")
     assert run(["check", str(home / "job.yaml"), "--print-policy", "aws"]) == 0
-    said = capsys.readouterr()
-    assert "iam:CreateRole" not in said.out
-    assert "role/node-profile" in said.out
-    needs = json.loads(said.err[said.err.index("{\n") :])
+    printed_output = capsys.readouterr()
+    assert "iam:CreateRole" not in printed_output.out
+    assert "role/node-profile" in printed_output.out
+    needs = json.loads(printed_output.err[printed_output.err.index("{\n") :])
     assert {"Null": {"ec2:ResourceTag/spotrl-run": "false"}} in [one.get("Condition") for one in needs["Statement"]]
     (home / "job.yaml").write_text("infra: gcp\nnetwork: {gcp: {network: nodes}}\n")
     assert run(["check", str(home / "job.yaml"), "--print-policy", "gcp"]) == 0
     assert "compute.networks.create" not in capsys.readouterr().out
 
 
-def test_a_job_for_this_machine_needs_no_cloud(home):
+def test_a_local_job_needs_no_cloud_check(home):
     (home / "job.yaml").write_text("name: here\n")
     result = check(str(home / "job.yaml"))
     assert result.return_value == ExitCode.OK
     assert "needs no cloud" in result.output
 
 
-def test_a_bad_job_is_a_line_and_an_exit_code(home):
+def test_check_reports_a_bad_job_in_a_line_and_an_exit_code(home):
     (home / "job.yaml").write_text("infra: azure\n")
     result = check(str(home / "job.yaml"), "--json")
     assert result.return_value == ExitCode.INVALID_JOB
-    said = printed("check", result.output.splitlines()[-1])
-    assert said["exit_code"] == 3
-    assert [one["verdict"] for one in said["checks"] if one["what"] == "job"] == ["FAIL"]
+    printed_output = printed("check", result.output.splitlines()[-1])
+    assert printed_output["exit_code"] == 3
+    assert [one["verdict"] for one in printed_output["checks"] if one["what"] == "job"] == ["FAIL"]
 
 
-def test_without_a_job_clouds_are_asked_who_we_are(home, monkeypatch):
+def test_check_without_a_job_tests_the_cloud_credentials(home, monkeypatch):
     monkeypatch.setattr("launcher.provision.provide.cloud_apis", lambda names: {"aws": FakeCloud(who=None)})
     result = check("--infra", "aws")
     assert result.return_value == ExitCode.CREDENTIALS

@@ -1,4 +1,4 @@
-"""`spotrl sample`, called as a person does."""
+"""`spotrl sample`, called like a user does."""
 
 import hashlib
 import json
@@ -36,38 +36,38 @@ def a_checkpoint(store, weights):
 
 
 def sampled(sessions, *words):
-    told = CliRunner(mix_stderr=False).invoke(sample, ["demo", *words], obj=sessions, standalone_mode=False)
-    if told.exception is not None:
-        raise told.exception
-    return told.stdout
+    result = CliRunner(mix_stderr=False).invoke(sample, ["demo", *words], obj=sessions, standalone_mode=False)
+    if result.exception is not None:
+        raise result.exception
+    return result.stdout
 
 
 def stands_in(monkeypatch, program):
     monkeypatch.setattr("launcher.cli.sample.engine_command", lambda module: [sys.executable, "-c", program])
 
 
-def test_pictures_of_the_newest_checkpoint_are_written(sessions, tmp_path):
+def test_images_of_the_newest_checkpoint_are_written(sessions, tmp_path):
     adapter = load_digits()
     with torch.no_grad():
         adapter.transformer.proj_out.bias -= 9.0
     a_checkpoint(tmp_path / "store", get_weights(dict(adapter.transformer.named_parameters())))
     out = tmp_path / "out"
-    told = printed("sample", sampled(sessions, "12", "34", "--count", "2", "--seed", "5", "--to", str(out), "--json"))
-    assert (told["checkpoint"], told["iteration"], told["steps"]) == ("l0001-i000012", 12, 8)
-    assert [(one["prompt"], one["seed"]) for one in told["pictures"]] == [("12", 5), ("12", 6), ("34", 5), ("34", 6)]
+    result = printed("sample", sampled(sessions, "12", "34", "--count", "2", "--seed", "5", "--to", str(out), "--json"))
+    assert (result["checkpoint"], result["iteration"], result["steps"]) == ("l0001-i000012", 12, 8)
+    assert [(one["prompt"], one["seed"]) for one in result["pictures"]] == [("12", 5), ("12", 6), ("34", 5), ("34", 6)]
     names = ["001-seed5.png", "001-seed6.png", "002-seed5.png", "002-seed6.png"]
     assert sorted(path.name for path in out.iterdir()) == names
-    # So large a bias makes every picture white: these are the trained weights, not the base.
-    assert all(Image.open(one["file"]).getextrema() == ((255, 255),) * 3 for one in told["pictures"])
+    # The large bias makes every image white, which shows that the trained weights are used.
+    assert all(Image.open(one["file"]).getextrema() == ((255, 255),) * 3 for one in result["pictures"])
 
 
-def test_the_base_needs_no_checkpoint_and_has_names_of_its_own(sessions, tmp_path, monkeypatch):
+def test_base_samples_need_no_checkpoint_and_have_their_own_file_names(sessions, tmp_path, monkeypatch):
     stands_in(monkeypatch, "import json, sys; [print(p['file']) for p in json.load(sys.stdin)['images']]")
-    told = sampled(sessions, "12", "--base", "--to", str(tmp_path / "out"))
-    assert told == f"{tmp_path / 'out' / '001-seed0-base.png'}  12\n"
+    result = sampled(sessions, "12", "--base", "--to", str(tmp_path / "out"))
+    assert result == f"{tmp_path / 'out' / '001-seed0-base.png'}  12\n"
 
 
-def test_the_base_of_a_started_run_is_its_start_weights(sessions, tmp_path, monkeypatch):
+def test_base_samples_of_a_run_with_start_weights_use_those_weights(sessions, tmp_path, monkeypatch):
     (tmp_path / "store" / "start").mkdir(parents=True)
     (tmp_path / "store" / "start" / "weights.safetensors").write_bytes(b"start")
     with sessions() as session, session.begin():
@@ -78,19 +78,19 @@ def test_the_base_of_a_started_run_is_its_start_weights(sessions, tmp_path, monk
         sampled(sessions, "12", "--base", "--to", str(tmp_path / "out"))
 
 
-def test_the_engine_is_told_where_the_base_model_lies_here(sessions, tmp_path, monkeypatch):
+def test_the_engine_gets_the_local_path_of_the_base_model(sessions, tmp_path, monkeypatch):
     stands_in(monkeypatch, "import json, sys; sys.exit(json.load(sys.stdin)['model']['path'])")
     with pytest.raises(Failure, match=f"^{tmp_path}$"):
         sampled(sessions, "12", "--base", "--to", str(tmp_path / "out"), "--model", str(tmp_path))
 
 
-def test_an_error_of_the_engine_is_told_in_its_words(sessions, tmp_path, monkeypatch):
+def test_an_error_of_the_engine_is_shown_unchanged(sessions, tmp_path, monkeypatch):
     stands_in(monkeypatch, "raise ValueError('prompt has 9 bytes')")
     with pytest.raises(Failure, match=r"^prompt has 9 bytes$"):
         sampled(sessions, "123456789", "--base", "--to", str(tmp_path / "out"))
 
 
-def test_without_a_checkpoint_it_says_so_and_leaves_nothing(sessions, tmp_path):
+def test_sample_without_a_checkpoint_is_refused_and_leaves_nothing(sessions, tmp_path):
     with pytest.raises(Failure, match="no complete checkpoint yet"):
         sampled(sessions, "12", "--to", str(tmp_path / "out"))
     assert list((tmp_path / "out").iterdir()) == []

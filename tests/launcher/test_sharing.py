@@ -1,4 +1,4 @@
-"""A degree that cannot be had is refused before anything is bought, with those that can."""
+"""An impossible sequence-parallel degree is refused before anything is bought, with the possible ones."""
 
 import pytest
 
@@ -38,7 +38,7 @@ def test_degrees_divide_the_heads_and_fit_into_a_node(checked, accelerators, deg
         ("8", "L4:8", "does not divide the 4 attention heads of digits-ocr; use 1, 2, 4 or auto"),
     ],
 )  # fmt: skip
-def test_another_degree_is_refused_with_its_line_and_those_that_go(checked, degree, accelerators, words):
+def test_an_impossible_degree_is_refused_with_its_line_and_the_possible_ones(checked, degree, accelerators, words):
     with pytest.raises(JobError) as caught:
         check_sp_degree(checked(degree, accelerators))
     assert words in str(caught.value)

@@ -1,4 +1,4 @@
-"""`spotrl status` and `spotrl events` of a run whose workers share pictures."""
+"""`spotrl status` and `spotrl events` of a run whose workers share images."""
 
 import pytest
 from click.testing import CliRunner
@@ -13,7 +13,7 @@ from tests.launcher.printed import printed
 
 @pytest.fixture
 def made(tmp_path):
-    """A trainer and a spot node, up."""
+    """Create a run with a trainer and a spot node that are up."""
     run = a_run(a_session(tmp_path / "ledger.sqlite"), job={**JOB, "iterations": 10})
     run.status("running", 0)
     run.node("trainer", market="on_demand", up=0)
@@ -23,9 +23,9 @@ def made(tmp_path):
 
 def show(made, command, *arguments):
     made.session.commit()
-    told = CliRunner().invoke(command, ["demo", *arguments], obj=sessionmaker(made.session.get_bind()))
-    assert told.exit_code == 0, told.output
-    return told.output
+    result = CliRunner().invoke(command, ["demo", *arguments], obj=sessionmaker(made.session.get_bind()))
+    assert result.exit_code == 0, result.output
+    return result.output
 
 
 def groups_of(made):
@@ -41,7 +41,7 @@ def test_a_node_shows_its_newest_groups(made):
     assert groups_of(made) == {"demo-trainer-g1": [], "demo-spot-0-g1": named}
 
 
-def test_the_status_fits_80_columns_and_names_a_node_once(made):
+def test_the_status_fits_80_columns_and_lists_a_node_once(made):
     made.status("running", MINUTE_MS, reason="the trainer's zone had no capacity, so the run went on in another region")
     shown = show(made, status)
     assert max(map(len, (line.rstrip() for line in shown.splitlines()))) <= 80
@@ -50,7 +50,7 @@ def test_the_status_fits_80_columns_and_names_a_node_once(made):
     assert "\ndemo has no controller; start one: spotrl resume demo\n" in shown
 
 
-def test_a_newer_lineage_counts_though_its_numbers_begin_anew(made):
+def test_groups_of_a_newer_lineage_count_although_its_numbers_restart(made):
     spot = made.nodes["demo-spot-0-g1"]
     made.seq = 10
     made.regrouped(spot, (0, 1), at=MINUTE_MS)
@@ -59,12 +59,12 @@ def test_a_newer_lineage_counts_though_its_numbers_begin_anew(made):
     assert groups_of(made)["demo-spot-0-g1"] == [["demo-spot-0-g1/0"], ["demo-spot-0-g1/1"]]
 
 
-def test_a_run_that_never_shared_shows_no_groups(made):
+def test_a_run_without_image_sharing_shows_no_groups(made):
     assert "groups" not in show(made, status)
     assert set(map(len, groups_of(made).values())) == {0}
 
 
-def test_a_node_that_is_gone_has_no_groups_and_its_successor_has_its_own(made):
+def test_an_ended_node_has_no_groups_and_its_successor_has_its_own(made):
     lost = made.nodes["demo-spot-0-g1"]
     made.regrouped(lost, (0, 1), at=MINUTE_MS)
     made.session.add(NodeEvent(node_id=lost.id, at_ms=START_MS + 2 * MINUTE_MS, kind="gone", evidence="SIGKILL"))
@@ -74,7 +74,7 @@ def test_a_node_that_is_gone_has_no_groups_and_its_successor_has_its_own(made):
     assert groups_of(made)["demo-spot-0-g2"] == [["demo-spot-0-g2/0"], ["demo-spot-0-g2/1"]]
 
 
-def test_regroups_are_events_in_words_and_do_not_crowd_out_others_in_the_status(made):
+def test_regroups_are_listed_as_events_without_hiding_others(made):
     for minute in range(20):
         made.regrouped(made.nodes["demo-spot-0-g1"], (0, 1), (2,), at=minute * MINUTE_MS, reason="a worker came")
     assert "regrouped demo-spot-0-g1: groups 0+1 2 (a worker came)" in show(made, events)

@@ -1,4 +1,4 @@
-"""When a curve counts as having reached a score, and what each bit of the climb cost; curves made by hand."""
+"""When a curve has reached its target, and the cost of each gain; curves made by hand."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ from launcher.report.target import Evaluation, best, crossing, dollars_per_gain,
 
 
 def a_curve(*scores: float) -> list[Evaluation]:
-    """One evaluation a dollar and an iteration."""
+    """Return a curve with one evaluation per dollar and iteration."""
     return [
         Evaluation(iteration=number, at_ms=number, score=score, micro_usd=number * 1_000_000)
         for number, score in enumerate(scores)
@@ -32,23 +32,23 @@ def test_one_lucky_evaluation_touches_the_target_but_does_not_reach_it():
     assert found.confirmed is None
 
 
-def test_a_dip_starts_the_count_again():
+def test_a_dip_restarts_the_count():
     curve = a_curve(0.9, 0.9, 0.1, 0.9, 0.9, 0.9, 0.9, 0.9)  # smoothed at .9 for two, then low until iteration 5
     assert crossing(curve, 0.9).confirmed.iteration == 7
 
 
-def test_a_score_exactly_at_the_target_counts_though_its_sum_is_not_exact():
-    assert sum([0.7] * 3) / 3 < 0.7  # what a plain mean would compare
+def test_a_score_equal_to_the_target_counts_despite_rounding():
+    assert sum([0.7] * 3) / 3 < 0.7  # the plain mean
     assert crossing(a_curve(0.7, 0.7, 0.7), 0.7).confirmed.iteration == 2
 
 
-def test_a_run_may_hold_for_less_or_more():
+def test_the_number_of_confirming_evaluations_can_be_set():
     curve = a_curve(0.9, 0.9, 0.9, 0.9)
     assert [crossing(curve, 0.9, hold=hold).confirmed.iteration for hold in (1, 2, 4)] == [0, 1, 3]
     assert crossing(curve, 0.9, hold=5).confirmed is None
 
 
-def test_nothing_evaluated_is_nothing_reached():
+def test_without_evaluations_no_target_is_reached():
     assert crossing([], 0.1).first is None
     assert best([]) is None
     assert dollars_per_gain([]) == ()
@@ -58,13 +58,13 @@ def test_the_best_is_the_earliest_of_the_highest_smoothed_scores():
     assert best(a_curve(0.2, 0.5, 0.5, 0.5, 0.5)).iteration == 3
 
 
-def test_a_gain_pays_for_the_time_in_which_the_score_went_sideways():
+def test_a_gains_cost_includes_the_flat_time_before_it():
     gains = dollars_per_gain(a_curve(0.0, 0.0, 0.0, 0.3))  # smoothed: 0 0 0 .1
     assert [(gain.from_iteration, gain.to_iteration, gain.micro_usd) for gain in gains] == [(0, 3, 3_000_000)]
     assert gains[0].micro_usd_per_hundredth == 300_000
 
 
-def test_gains_tell_all_that_was_spent_from_the_first_evaluation_to_the_best():
+def test_gains_add_up_to_the_spend_from_first_to_best_evaluation():
     curve = a_curve(0.1, 0.2, 0.3, 0.25, 0.4, 0.405, 0.41, 0.2)
     for step in (0.001, 0.01, 0.1, 0.9):
         gains = dollars_per_gain(curve, step)
@@ -76,7 +76,7 @@ def test_a_curve_that_only_falls_has_no_gain():
     assert dollars_per_gain(a_curve(0.5, 0.4, 0.3)) == ()
 
 
-def test_the_engine_stops_where_the_report_says_the_target_was_confirmed():
+def test_engine_and_report_confirm_the_target_at_the_same_evaluation():
     from engine.config import TargetConfig
 
     held = pytest.importorskip("engine.trainer.evaluation").held
@@ -89,7 +89,7 @@ def test_the_engine_stops_where_the_report_says_the_target_was_confirmed():
         assert stopped == (confirmed.iteration if confirmed else None)
 
 
-def test_an_evaluation_in_which_a_guard_does_not_hold_starts_the_count_again():
+def test_an_evaluation_with_a_violated_guard_restarts_the_count():
     good = a_curve(*[0.9] * 6)
     curve = [replace(one, guards_hold=one.iteration != 2) for one in good]
     assert crossing(good, 0.8).confirmed.iteration == 2
@@ -101,7 +101,7 @@ def test_an_evaluation_in_which_a_guard_does_not_hold_starts_the_count_again():
     ("drifts", "stopped"),
     [([0.01, 0.02, 0.03, 0.01], 2), ([0.01, 0.06, 0.01, 0.01, 0.01], 4), ([0.06] * 6, None), ([None] * 6, None)],
 )
-def test_a_guard_decides_where_the_engine_stops_and_where_the_report_confirms(drifts, stopped):
+def test_engine_and_report_apply_a_guard_at_the_same_evaluation(drifts, stopped):
     from engine.config import GuardConfig, TargetConfig
 
     evaluation = pytest.importorskip("engine.trainer.evaluation")

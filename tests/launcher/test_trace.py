@@ -1,4 +1,4 @@
-"""The trace shows who did what when, in real time, and survives what the ledger may hold."""
+"""The trace shows phases of workers and nodes in real time, for every valid ledger."""
 
 import json
 
@@ -15,7 +15,7 @@ from tests.launcher.printed import printed
 
 @pytest.fixture
 def made():
-    """Trainer and one spot node that is reclaimed; the clock runs 60 times faster."""
+    """Create a run with a trainer and one preempted spot node; its clock runs 60 times faster."""
     run = a_run(a_session())
     trainer = run.node("trainer", market="on_demand", up=0)
     spot = run.node("spot-0", up=MINUTE_MS)
@@ -45,13 +45,13 @@ def test_phases_are_complete_events_in_real_microseconds(made):
     assert exploring["pid"] != training["pid"]
 
 
-def test_exploration_can_be_seen_beside_training(made):
+def test_exploration_is_shown_beside_training(made):
     (training,), (exploring,) = events(made, name="training"), events(made, name="exploration")
     assert training["ts"] <= exploring["ts"]
     assert exploring["ts"] + exploring["dur"] <= training["ts"] + training["dur"]
 
 
-def test_every_thread_that_is_used_has_a_name(made):
+def test_every_used_thread_has_a_name(made):
     names = {(event["pid"], event["tid"]) for event in events(made, ph="M", name="thread_name")}
     assert {(event["pid"], event["tid"]) for event in events(made, ph="X")} <= names
     assert [event["args"]["name"] for event in events(made, ph="M", name="process_name")] == [
@@ -60,7 +60,7 @@ def test_every_thread_that_is_used_has_a_name(made):
     ]
 
 
-def test_a_node_lives_until_the_cloud_took_it_and_the_others_until_the_last_news(made):
+def test_a_node_ends_at_its_preemption_and_others_at_the_last_event(made):
     lives = {(event["pid"], event["name"]): event for event in events(made, ph="X", tid=0)}
     assert lives[2, "up"]["ts"] + lives[2, "up"]["dur"] == 5e6
     assert lives[1, "up"]["ts"] + lives[1, "up"]["dur"] == 5e6
@@ -82,7 +82,7 @@ def test_regroups_are_marked_on_their_node_with_the_reason(made):
     }
 
 
-def test_iterations_end_when_they_were_told(made):
+def test_iterations_end_at_the_time_of_their_event(made):
     (iteration,) = events(made, name="iteration 0")
     assert (iteration["ts"], iteration["dur"]) == (3e6, 1e6)
     assert iteration["args"] == {"reward": 0.5, "explored": 0}
@@ -95,14 +95,14 @@ def test_a_run_that_never_had_a_node_has_an_empty_trace():
     assert trace["otherData"]["clock_factor"] == 60.0
 
 
-def test_the_command_writes_a_file_that_is_whole(tmp_path, monkeypatch):
+def test_the_trace_command_writes_a_complete_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     session = a_session(tmp_path / "ledger.sqlite")
     a_run(session)
     session.commit()
     sessions = sessionmaker(session.get_bind())
-    told = CliRunner().invoke(trace, ["demo"], obj=sessions, catch_exceptions=False)
-    assert "perfetto" in told.output
+    result = CliRunner().invoke(trace, ["demo"], obj=sessions, catch_exceptions=False)
+    assert "perfetto" in result.output
     assert json.loads((tmp_path / "demo.trace.json").read_text())["otherData"]["run"] == "demo"
     assert list(tmp_path.glob("*.part")) == []
     assert printed("trace", CliRunner().invoke(trace, ["demo", "--json"], obj=sessions).output)["traceEvents"] == []

@@ -1,4 +1,4 @@
-"""The line and the exit code that `make quickstart` ends with."""
+"""The last line and the exit code of `make quickstart`."""
 
 import json
 

@@ -50,7 +50,7 @@ BOMB = "a: &a [x, x]\nb: &b [*a, *a]\nc: &c [*b, *b]\nd: [*c, *c]\n"
         ("a: \x00", None, "not YAML"),
     ],
 )
-def test_what_a_person_may_not_have_meant_is_refused_with_its_line(text, line, words):
+def test_ambiguous_yaml_is_refused_with_its_line(text, line, words):
     with pytest.raises(YamlFileError, match=words) as caught:
         parse_yaml(text)
     assert caught.value.line == line
@@ -62,7 +62,7 @@ def test_an_empty_file_is_an_empty_section(text):
     assert parse_yaml(text).values == {}
 
 
-def test_files_that_cannot_be_read_say_why(tmp_path):
+def test_a_file_that_cannot_be_read_is_refused_with_the_reason(tmp_path):
     too_large = tmp_path / "large.yaml"
     too_large.write_text("a: 1\n" * MAX_BYTES)
     latin = tmp_path / "latin.yaml"
@@ -86,5 +86,5 @@ def test_the_largest_file_is_read_in_a_few_seconds():
 @pytest.mark.parametrize(
     ("text", "value"), [("40", 40), ("$40", "$40"), ("[A, B]", ["A", "B"]), ("a: b", "a: b"), ("", None), ("0.5", 0.5)]
 )
-def test_a_flags_text_means_what_it_would_in_a_file(text, value):
+def test_a_flags_value_is_parsed_like_a_file(text, value):
     assert parse_value(text) == value

@@ -1,7 +1,7 @@
-"""Bugs that could be in the queue or the coordinator, planted one at a time.
+"""Possible bugs of the queue and the coordinator, planted one at a time.
 
-Each is a few lines over the real classes and a sentence of what it forgets. The simulator must find every one of them;
-one that survives says that the simulator is too kind.
+Each changes a few lines of the real classes and has a sentence on the missing behaviour. The simulator must find every
+one of them. If one survives, the simulator is not hostile enough.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,7 +32,7 @@ MUTANTS: dict[str, PlantedBug] = {}
 
 
 def mutant(where: Any, name: str, forgets: str) -> Callable[[Any], Any]:
-    """The function below stands in the place of `where.name`; its own name is the mutant's."""
+    """Register a function that replaces `where.name`; the planted bug has the name of the function."""
 
     def plant(instead: Any) -> Any:
         title = instead.__name__.strip("_")
@@ -43,7 +43,7 @@ def mutant(where: Any, name: str, forgets: str) -> Callable[[Any], Any]:
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """In the place of a method: it does nothing."""
+    """Replace a method and do nothing."""
 
 
 def forgotten(title: str, where: Any, name: str, forgets: str, instead: Any = _nothing) -> None:
@@ -144,22 +144,22 @@ def lease_number_reused(self: Queue, first: int) -> None:
 
 
 @mutant(Queue, "pull", "what it answered when its answer is asked for again")
-def pull_replay_forgotten(self: Queue, worker: str, node: str, *, real: Any = Queue.pull, **asked: Any) -> Reply:
+def pull_replay_forgotten(self: Queue, worker: str, node: str, *, real: Any = Queue.pull, **arguments: Any) -> Reply:
     known = self.state.members.workers.get(worker)
-    if known is not None and known.boot == asked["boot"] and known.seq == asked["seq"]:
+    if known is not None and known.boot == arguments["boot"] and known.seq == arguments["seq"]:
         known.seq -= 1
         known.work = None
         for number in known.leases:
             self.state.leases.open[number].seq = -1
-    return real(self, worker, node, **asked)  # type: ignore[no-any-return]
+    return real(self, worker, node, **arguments)  # type: ignore[no-any-return]
 
 
 @mutant(Queue, "pull", "that a pull which comes late is answered already")
-def late_pull_gets_work(self: Queue, worker: str, node: str, *, real: Any = Queue.pull, **asked: Any) -> Reply:
+def late_pull_gets_work(self: Queue, worker: str, node: str, *, real: Any = Queue.pull, **arguments: Any) -> Reply:
     known = self.state.members.workers.get(worker)
-    if known is not None and known.boot == asked["boot"] and asked["seq"] < known.seq:
-        asked["seq"] = known.seq + 1
-    return real(self, worker, node, **asked)  # type: ignore[no-any-return]
+    if known is not None and known.boot == arguments["boot"] and arguments["seq"] < known.seq:
+        arguments["seq"] = known.seq + 1
+    return real(self, worker, node, **arguments)  # type: ignore[no-any-return]
 
 
 # --- durable
@@ -227,7 +227,7 @@ def _leases_come_last(journal: Journal, *more: Any, real: Any = coordinator_modu
 MUTANTS["version_ignored_in_a_restored_lease"] = PlantedBug(
     name="version_ignored_in_a_restored_lease",
     forgets="with which weights a lease was given, and its place in the journal, when it starts again",
-    # Each part alone breaks nothing: the order of the journal and the check of the weights guard the same promise.
+    # Each part alone breaks nothing: the order of the journal and the check of the weights guard the same invariant.
     patches=((Queue, "restore_lease", _weights_are_ignored), (coordinator_module, "recover", _leases_come_last)),
 )
 
@@ -249,7 +249,7 @@ def steps_mixed_in_a_lease(self: Backlog, item: Any) -> Any:
     return (item.of.number, 0, None)
 
 
-# --- nodes that go
+# --- nodes that drain or are lost
 
 
 forgotten("notice_forgotten", Queue, "notice", "what the node's agent said")
@@ -294,7 +294,7 @@ def room_ignored(
     return real(self, member, now_ms, holds, kinds, None)  # type: ignore[no-any-return]
 
 
-# --- what cannot be made
+# --- poisoned requests
 
 
 forgotten("poison_never_reported", suspects, "CRASHES_TO_POISON", "that some requests can never be made", 10**9)
@@ -317,12 +317,12 @@ def suspects_never_parted(self: Backlog, item: Any) -> Any:
     "slowest_requests",
     "that a suspect made twice at once brings down two workers at a time, and is never alone",
 )
-def suspects_are_copied(leases: Any, *asked: Any, real: Any = slowest_requests) -> Any:
+def suspects_are_copied(leases: Any, *arguments: Any, real: Any = slowest_requests) -> Any:
     leases = list(leases)
     spared = [(item, item.crashes) for lease in leases for item in lease.requests.values() if item.crashes]
     for item, _ in spared:
         item.crashes = 0
-    found = real(leases, *asked)
+    found = real(leases, *arguments)
     for item, crashes in spared:
         item.crashes = crashes
     return found

@@ -1,4 +1,4 @@
-"""Bugs in files, progress, leases, checkpoints and bills: what a run knows of itself, and must not lose or make up."""
+"""Planted bugs in files, progress, leases, checkpoints and bills: data that a run must not lose or invent."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ CLUSTER = "tests/launcher/cluster"
 
 
 def write_without_sync(path: Path, data: bytes) -> None:
-    """As before: a rename alone."""
+    """Write by a rename without fsync, like an old version."""
     part = path.with_name(f".{path.name}.part")
     part.write_bytes(data)
     part.chmod(0o600)
@@ -52,14 +52,13 @@ FAULTS: dict[str, Fault] = {
             forgets="that a power cut leaves files empty under their names",
             patches=((node_files.NodeFiles, "has", node_files.NodeFiles.is_begun),),
             found_by=f"{CLUSTER}/test_damaged_files.py::"
-            "test_a_node_with_an_empty_file_is_carried_on_with_or_ended[cleared-ended]",
+            "test_a_node_with_an_empty_file_continues_or_ends[cleared-ended]",
         ),
         Fault(
             name="a-node-without-its-spec-is-left",
             forgets="to end a node of which nobody can say any more how its agent is started",
             patches=((cloud_node.CloudNode, "is_damaged", property(lambda self: False)),),
-            found_by=f"{CLUSTER}/test_damaged_files.py::"
-            "test_a_node_with_an_empty_file_is_carried_on_with_or_ended[up-spec]",
+            found_by=f"{CLUSTER}/test_damaged_files.py::test_a_node_with_an_empty_file_continues_or_ends[up-spec]",
         ),
         Fault(
             name="a-node-without-a-place-is-not-looked-for",
@@ -68,8 +67,7 @@ FAULTS: dict[str, Fault] = {
                 (inventory.CloudInventory, "search", lambda self, node: node.region),
                 (inventory.CloudInventory, "find_instance", lambda self, node: None),
             ),
-            found_by=f"{CLUSTER}/test_damaged_files.py::"
-            "test_a_machine_of_which_no_file_says_where_it_is_is_found_by_its_label",
+            found_by=f"{CLUSTER}/test_damaged_files.py::test_an_instance_without_a_known_place_is_found_by_its_label",
         ),
         Fault(
             name="a-local-node-without-its-request-is-not-seen",
@@ -82,7 +80,7 @@ FAULTS: dict[str, Fault] = {
                 ),
             ),
             found_by=f"{CLUSTER}/test_damaged_files.py::"
-            "test_a_local_node_with_an_empty_file_is_accounted_for[up-request]",
+            "test_a_local_node_with_an_empty_file_is_still_accounted_for[up-request]",
         ),
         Fault(
             name="a-file-is-renamed-without-sync",
@@ -102,20 +100,20 @@ FAULTS: dict[str, Fault] = {
             name="a-damaged-journal-is-cut",
             forgets="that whole records behind a damaged one were acknowledged",
             patches=((journal, "_next_record", lambda data, start: None),),
-            found_by="tests/engine/test_journal.py::test_damage_in_the_middle_keeps_the_whole_file_and_stops",
+            found_by="tests/engine/test_journal.py::test_damage_in_the_middle_is_an_error_and_keeps_the_file",
         ),
         Fault(
             name="the-write-ahead-log-is-kept-long",
             forgets="that a ledger may lose its -wal file",
             patches=((store, "CHECKPOINT_PAGES", 1000),),
             found_by="tests/launcher/test_lost_ledger.py::"
-            "test_a_ledger_without_its_write_ahead_log_still_names_every_node",
+            "test_a_ledger_without_its_write_ahead_log_still_lists_every_node",
         ),
         Fault(
             name="reap-forgets-this-machine",
             forgets="nodes of the local infra that no ledger names",
             patches=((local_nodes.LocalNodes, "instances", lambda self, region, **more: []),),
-            found_by="tests/launcher/test_lost_ledger.py::test_a_node_here_that_no_ledger_names_is_ended",
+            found_by="tests/launcher/test_lost_ledger.py::test_a_local_node_unknown_to_the_ledger_is_ended",
         ),
         Fault(
             name="a-controller-gives-up",
@@ -131,7 +129,7 @@ FAULTS: dict[str, Fault] = {
                     ),
                 ),
             ),
-            found_by=f"{CLUSTER}/test_no_controller.py::test_a_controller_tries_for_ever_with_a_growing_pause",
+            found_by=f"{CLUSTER}/test_no_controller.py::test_a_controller_retries_without_limit_with_growing_pauses",
         ),
         Fault(
             name="pruning-deletes-the-manifest-last",
@@ -143,8 +141,7 @@ FAULTS: dict[str, Fault] = {
                     changed(CheckpointStore.save, 'not path.endswith(".json")', 'path.endswith(".json")'),
                 ),
             ),
-            found_by="tests/engine/test_checkpoint.py::"
-            "test_a_drop_that_was_interrupted_leaves_only_checkpoints_that_can_be_loaded",
+            found_by="tests/engine/test_checkpoint.py::test_an_interrupted_drop_leaves_only_loadable_checkpoints",
         ),
         Fault(
             name="a-lease-without-its-epoch",
@@ -166,8 +163,7 @@ FAULTS: dict[str, Fault] = {
             name="a-redone-iteration-stays",
             forgets="that the first iteration after a checkpoint is done again",
             patches=((store, "_voids", changed(store._voids, "reported >= first", "reported > first")),),
-            found_by="tests/launcher/ledger/test_store.py::"
-            "test_the_iteration_that_a_run_goes_back_to_is_void_until_it_is_done_again",
+            found_by="tests/launcher/ledger/test_store.py::test_a_lost_iteration_does_not_count_until_it_is_repeated",
         ),
         Fault(
             name="progress-of-another-run-counts",
@@ -179,7 +175,7 @@ FAULTS: dict[str, Fault] = {
                     changed(recorder.Recorder.write_progress, " if line.run == self._run.name", ""),
                 ),
             ),
-            found_by=f"{CLUSTER}/test_kept_facts.py::test_progress_of_another_run_is_not_taken_for_ours",
+            found_by=f"{CLUSTER}/test_kept_facts.py::test_progress_of_another_run_is_ignored",
         ),
         Fault(
             name="unwritten-progress-is-forgotten",
@@ -202,13 +198,13 @@ FAULTS: dict[str, Fault] = {
                     changed(node_history.write_note, ' and "releasing" not in seen', ""),
                 ),
             ),
-            found_by=f"{CLUSTER}/test_kept_facts.py::test_the_first_hour_is_not_free_where_we_ended_the_node_ourselves",
+            found_by=f"{CLUSTER}/test_kept_facts.py::test_the_first_hour_is_billed_if_we_terminated_the_node",
         ),
         Fault(
             name="the-owner-is-a-session",
             forgets="that an assumed role has another session each time",
             patches=((aws, "owner_of", lambda arn: arn.rpartition("/")[2]),),
-            found_by=f"{CLUSTER}/test_cloud_apis.py::test_an_owner_is_the_same_in_every_session",
+            found_by=f"{CLUSTER}/test_cloud_apis.py::test_the_owner_label_is_the_same_in_every_session",
         ),
         Fault(
             name="a-look-that-fails-ends-the-price-watch",
@@ -219,7 +215,7 @@ FAULTS: dict[str, Fault] = {
                     changed(price_watch.watch_prices, "except Exception as error", "except StopIteration as error"),
                 ),
             ),
-            found_by=f"{CLUSTER}/test_watched_prices.py::test_a_look_that_fails_does_not_end_the_watch",
+            found_by=f"{CLUSTER}/test_watched_prices.py::test_a_failed_refresh_does_not_end_the_price_watch",
         ),
     )
 }

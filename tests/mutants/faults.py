@@ -1,12 +1,12 @@
-"""Bugs that could be in the launcher or on a node, planted one at a time, each with the test that finds it.
+"""Possible bugs of the launcher and of a node, planted one at a time, each with the test that finds it.
 
-The catalogue of the queue (catalogue.py) is hunted by the simulator. These are found by tests of the usual kind:
+The simulator finds the bugs of the queue (catalogue.py). Usual tests find these:
 
     python -m tests.mutants.faults             plant each of them in turn and run its test
     python -m tests.mutants.faults NAME ...    only these
 
-The test runs in a forked process, so that a bug is planted in nothing else. This program starts no thread: pytest's
-own process has threads of many libraries, and must not be forked. A bug that no test finds is an error.
+The test runs in a forked process, so that the bug is planted only there. This program starts no thread, while pytest's
+own process has threads of many libraries and must not be forked. A bug that no test finds is an error.
 """
 
 import contextlib
@@ -58,7 +58,7 @@ class Fault(PlantedBug):
 
 
 def forget_tests() -> None:
-    """Have the tests' own modules imported again: one that was read before keeps what the bug takes the place of."""
+    """Drop the tests' own modules, so that they are imported again and see the planted bug."""
     for name in [name for name in sys.modules if name.startswith("tests.") and not name.startswith("tests.mutants")]:
         del sys.modules[name]
 
@@ -77,7 +77,9 @@ def main(names: list[str]) -> int:
     faults = all_faults()
     chosen = names or list(faults)
     for file in {faults[name].found_by.partition("::")[0] for name in chosen}:
-        importlib.import_module(file.removesuffix(".py").replace("/", "."))  # what tests import, once for all of them
+        importlib.import_module(
+            file.removesuffix(".py").replace("/", ".")
+        )  # modules that tests import, loaded once for all of them
     missed = 0
     for name in chosen:
         is_found = faults[name].is_found()

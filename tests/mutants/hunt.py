@@ -1,4 +1,4 @@
-"""Look for a mutant: how many schedules until the simulator finds it."""
+"""Count the schedules until the simulator finds a planted bug."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ SCHEDULES = 2000
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """`after`: schedules played until it broke something; None when it never did."""
+    """`after`: schedules played until an invariant broke, or None."""
 
     mutant: str
     after: int | None
@@ -19,7 +19,7 @@ class Found:
 
 
 def hunt(name: str) -> Found:
-    """Play schedules with this mutant until one breaks."""
+    """Play schedules with this planted bug until one breaks."""
     with MUTANTS[name].planted():
         for seed in range(SCHEDULES):
             text, _ = broken_by(seed)

@@ -1,4 +1,4 @@
-"""Bugs that could be on a node: in its agent, its guard, its coordinator and the way to its bucket."""
+"""Planted bugs of a node: in its agent, its guard, its coordinator and its access to the bucket."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,7 +29,7 @@ def _fault(name: str, forgets: str, found_by: str, *patches: tuple[Any, str, Any
     FAULTS[name] = Fault(name=name, forgets=forgets, patches=patches, found_by=found_by)
 
 
-# --- money of a node that is left alone
+# --- spend of a node without a controller
 
 
 def _never(self: Alone) -> bool:
@@ -39,7 +39,7 @@ def _never(self: Alone) -> bool:
 _fault(
     "node_left_alone_waits_for_its_spend_deadline",
     "that a node without work and without a controller is still paid for",
-    "tests/engine/test_money.py::test_a_finished_node_without_a_controller_copies_its_logs_and_ends_after_ten_minutes",
+    "tests/engine/test_spend_deadline.py::test_a_finished_node_without_a_controller_copies_its_logs_and_ends_after_ten_minutes",
     (Alone, "has_ended", _never),
 )
 
@@ -51,18 +51,18 @@ def _whoever_works(self: Alone) -> bool:
 _fault(
     "working_node_is_ended_without_a_controller",
     "that an agent which works needs no controller",
-    "tests/engine/test_money.py::test_a_node_whose_agent_works_stays_without_a_controller",
+    "tests/engine/test_spend_deadline.py::test_a_node_stays_without_a_controller_while_its_agent_works",
     (Alone, "_agent_runs", _whoever_works),
 )
 
 _fault(
     "guard_asks_once",
     "that a machine may still be there after it was ended",
-    "tests/engine/test_money.py::test_a_machine_that_is_still_there_is_ended_again_and_again",
+    "tests/engine/test_spend_deadline.py::test_the_guard_repeats_the_termination_while_the_instance_exists",
     (spend_guard, "AGAIN_SECONDS", 1e9),
 )
 
-# --- what dies again and again
+# --- processes that die repeatedly
 
 
 def _forgive_all(self: Deaths, how: str) -> None:
@@ -72,7 +72,7 @@ def _forgive_all(self: Deaths, how: str) -> None:
 _fault(
     "late_death_is_forgiven",
     "the deaths of a process that lived for a while each time",
-    "tests/engine/test_agent.py::test_the_same_exit_three_times_without_progress_ends_the_node_however_late[25]",
+    "tests/engine/test_agent.py::test_three_equal_exits_without_progress_end_the_node_at_any_interval[25]",
     (Deaths, "add", _forgive_all),
 )
 
@@ -84,7 +84,7 @@ def _never_forgive(self: Deaths, how: str) -> None:
 _fault(
     "progress_forgives_nothing",
     "that a node which makes progress is worth another start",
-    "tests/engine/test_agent.py::test_a_process_whose_node_makes_progress_is_started_for_ever",
+    "tests/engine/test_agent.py::test_a_process_is_restarted_without_limit_while_its_node_makes_progress",
     (Deaths, "add", _never_forgive),
 )
 
@@ -96,8 +96,7 @@ def _always_worth_another(facts: Facts, slot: Any) -> None:
 _fault(
     "slot_is_filled_for_ever",
     "how the last nodes of a slot ended",
-    "tests/launcher/cluster/test_reconcile.py::"
-    "test_a_slot_whose_nodes_end_in_the_same_way_three_times_is_left_empty_and_says_so",
+    "tests/launcher/cluster/test_reconcile.py::test_a_slot_with_three_equal_failures_stays_empty_and_gives_the_reason",
     everywhere(stopping.is_given_up, _always_worth_another),
 )
 
@@ -109,14 +108,14 @@ def _no_limit(facts: Facts, wanted: Wanted) -> None:
 _fault(
     "standstill_is_paid_for",
     "how long an iteration was predicted to take",
-    "tests/launcher/cluster/test_moving.py::test_a_run_whose_trainer_answers_and_gets_nowhere_ends",
+    "tests/launcher/cluster/test_moving.py::test_a_run_whose_trainer_answers_without_progress_ends",
     (stopping, "_standstill", _no_limit),
 )
 
-# --- the way to the bucket, and who may say what
+# --- access to the bucket, and rights of roles
 
 
-def _nobody_asks(name: str) -> None:
+def _checks_no_region(name: str) -> None:
     return None
 
 
@@ -124,7 +123,7 @@ _fault(
     "bucket_is_in_the_default_region",
     "that a bucket may be outside us-east-1",
     "tests/engine/test_store.py::test_logs_of_both_roles_are_signed_for_the_region_of_the_bucket",
-    (bucket, "region_of", _nobody_asks),
+    (bucket, "region_of", _checks_no_region),
 )
 
 
@@ -182,11 +181,11 @@ _capacity = Queue.capacity
 _fault(
     "drain_that_was_called_off_stays",
     "that a cloud may call off what it announced",
-    "tests/engine/test_queue.py::test_a_drain_that_is_called_off_ends",
+    "tests/engine/test_queue.py::test_a_cancelled_drain_ends",
     (Queue, "capacity", _drains_for_good),
 )
 
-# --- what a power cut leaves
+# --- data after a power cut
 
 
 def _write_without_fsync(self: WeightBook, weights: Any, data: bytes) -> None:
@@ -196,7 +195,7 @@ def _write_without_fsync(self: WeightBook, weights: Any, data: bytes) -> None:
 _fault(
     "published_bytes_are_not_durable",
     "that the record of a publish must not outlive its bytes",
-    "tests/engine/test_coordinator.py::test_weights_that_were_published_survive_a_power_cut",
+    "tests/engine/test_coordinator.py::test_published_weights_survive_a_power_cut",
     (WeightBook, "write", _write_without_fsync),
 )
 
@@ -214,8 +213,7 @@ _recover = coordinators.recover
 _fault(
     "start_record_is_not_durable",
     "that the next coordinator must know which lease numbers this one gave",
-    "tests/engine/test_coordinator.py::"
-    "test_no_lease_number_is_given_twice_even_if_the_power_goes_right_after_the_start",
+    "tests/engine/test_coordinator.py::test_no_lease_number_is_issued_twice_after_a_power_cut_at_start",
     (coordinators, "recover", _recover_without_sync),
 )
 
@@ -227,7 +225,7 @@ def _sync_nothing(self: Journal) -> None:
 _fault(
     "journal_is_not_synced",
     "that written is not yet durable",
-    "tests/engine/test_journal.py::test_what_was_synced_survives_a_power_cut",
+    "tests/engine/test_journal.py::test_synced_records_survive_a_power_cut",
     (Journal, "sync", _sync_nothing),
 )
 
@@ -248,7 +246,7 @@ def _rewrite_without_fsync(self: Journal, records: Sequence[tuple[dict[str, Any]
 _fault(
     "journal_is_rewritten_without_fsync",
     "that a new journal must be durable before it takes the old one's name",
-    "tests/engine/test_journal.py::test_a_rewrite_and_what_follows_it_survive_a_power_cut",
+    "tests/engine/test_journal.py::test_a_rewrite_and_later_records_survive_a_power_cut",
     (Journal, "rewrite", _rewrite_without_fsync),
 )
 
@@ -260,6 +258,6 @@ def _no_folder_sync(folder: Any) -> None:
 _fault(
     "journals_new_name_is_not_durable",
     "that a rename is durable only with its folder",
-    "tests/engine/test_journal.py::test_a_rewrite_and_what_follows_it_survive_a_power_cut",
+    "tests/engine/test_journal.py::test_a_rewrite_and_later_records_survive_a_power_cut",
     (journals, "sync_folder", _no_folder_sync),
 )

@@ -1,4 +1,4 @@
-"""Bugs of what is bought, where, and within which limits; and of who is blamed when a node is preempted."""
+"""Planted bugs of purchases, zones and limits, and of the blame for a preempted node."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -73,7 +73,7 @@ FAULTS = {
             name="slot-goes-back-and-forth",
             forgets="that a slot gives a stand-in back once in half an hour at most",
             patches=((replacing, "GIVE_BACK_GAP_MS", 0),),
-            found_by=f"{DECISIONS}::test_a_slot_that_gave_a_stand_in_back_keeps_the_next_for_half_an_hour",
+            found_by=f"{DECISIONS}::test_after_a_give_back_the_next_stand_in_is_kept_for_half_an_hour",
         ),
         Fault(
             name="spot-node-goes-before-the-stand-in",
@@ -89,31 +89,31 @@ FAULTS = {
                     ),
                 ),
             ),
-            found_by=f"{DECISIONS}::test_past_the_hourly_limit_the_stand_in_goes_before_a_spot_node",
+            found_by=f"{DECISIONS}::test_over_the_hourly_limit_a_stand_in_is_released_before_a_spot_node",
         ),
         Fault(
             name="zone-is-closed-for-two-hours",
             forgets="that capacity is back within minutes most times",
             patches=(everywhere(launch_history.cooled_until_ms, two_hours_at_most),),
-            found_by=f"{PLACES}::test_no_zone_is_left_alone_for_longer_than_half_an_hour",
+            found_by=f"{PLACES}::test_no_zone_cools_down_for_longer_than_half_an_hour",
         ),
         Fault(
             name="odds-count-each-refusal",
             forgets="that refusals of one moment say one thing about the odds",
             patches=((hazard, "bursts", every_refusal),),
-            found_by="tests/launcher/test_hazard.py::test_a_burst_of_refusals_lowers_the_odds_as_one_refusal_does",
+            found_by="tests/launcher/test_hazard.py::test_a_burst_of_refusals_lowers_the_odds_like_one_refusal",
         ),
         Fault(
             name="burst-counts-each-refusal",
             forgets="that refusals of one moment say one thing",
             patches=((launch_history, "bursts", every_refusal),),
-            found_by=f"{PLACES}::test_a_burst_of_refusals_cools_a_zone_down_as_one_refusal_does",
+            found_by=f"{PLACES}::test_a_burst_of_refusals_cools_a_zone_down_like_one_refusal",
         ),
         Fault(
             name="full-quota-is-a-denial",
             forgets="that nodes of ours use up the quota and will end",
             patches=((launch_history, "_is_full", never_full),),
-            found_by=f"{DECISIONS}::test_a_spot_node_taken_back_at_a_tight_quota_is_asked_for_again",
+            found_by=f"{DECISIONS}::test_a_spot_node_preempted_at_a_tight_quota_is_requested_again",
         ),
         Fault(
             name="second-trainer-while-the-first-leaves",
@@ -122,7 +122,7 @@ FAULTS = {
                 everywhere(replacing.needs_successor, whatever_trainer_leaves),
                 everywhere(failover.next_trainer, trainer_forgotten),
             ),
-            found_by=f"{DECISIONS}::test_a_trainer_on_a_cloud_is_not_bought_while_the_one_before_is_still_leaving",
+            found_by=f"{DECISIONS}::test_a_trainer_is_not_bought_while_its_predecessor_is_still_ending",
         ),
         Fault(
             name="each-purchase-sees-the-whole-hourly-limit",
@@ -134,7 +134,7 @@ FAULTS = {
             name="guard-without-pending-launches",
             forgets="what launches under way may bill",
             patches=((budget_guard, "reserved", without_pending),),
-            found_by=f"{DECISIONS}::test_a_launch_under_way_holds_its_reserve_until_it_is_billed",
+            found_by=f"{DECISIONS}::test_a_pending_launch_keeps_its_reserve_until_it_is_billed",
         ),
         Fault(
             name="guard-without-disks-and-addresses",

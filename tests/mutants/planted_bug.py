@@ -1,4 +1,4 @@
-"""A bug that tests plant: its name, what it forgets, and the code that puts it in place and takes it out again."""
+"""A planted bug: its name, the missing behaviour, and the code that plants and removes it."""
 
 import inspect
 import sys
@@ -15,7 +15,7 @@ EVERYWHERE = ""
 
 @dataclass(frozen=True, kw_only=True)
 class PlantedBug:
-    """`patches`: (where, name, what stands there instead)."""
+    """`patches`: (where, name, replacement)."""
 
     name: str
     forgets: str
@@ -35,7 +35,7 @@ class PlantedBug:
 
 
 def changed(function: Callable[..., Any], old: str, new: str) -> Callable[..., Any]:
-    """Return a copy of the function in whose source `old`, which is there once, is `new`."""
+    """Return a copy of the function with `old`, which its source contains once, replaced by `new`."""
     source = textwrap.dedent(inspect.getsource(function))
     assert source.count(old) == 1, f"{function.__qualname__} has {source.count(old)} times: {old}"
     made: dict[str, Any] = {}

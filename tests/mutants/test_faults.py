@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def lines(request: pytest.FixtureRequest) -> Iterator[IO[str]]:
-    """What `python -m tests.mutants.faults` prints of the bugs whose tests are run, as it prints it."""
+    """Yield the lines that `python -m tests.mutants.faults` prints for the selected bugs, as it prints them."""
     names = [item.callspec.params["name"] for item in request.session.items if item.path == request.path]
     command = [sys.executable, "-m", "tests.mutants.faults", *names]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
@@ -25,7 +25,7 @@ def lines(request: pytest.FixtureRequest) -> Iterator[IO[str]]:
 
 @pytest.mark.parametrize("name", all_faults())
 def test_the_named_test_finds_the_planted_bug(name: str, lines: IO[str]):
-    """The program plants them in the order of these tests. It may print warnings between."""
+    """The program plants the bugs in the order of these tests. It may print warnings in between."""
     printed = [""]
     for line in lines:
         printed.append(line)

@@ -12,10 +12,10 @@ def found():
     return {one.mutant: one for one in in_processes(hunt, list(MUTANTS))}
 
 
-def test_there_are_enough_of_them():
+def test_the_catalogue_has_enough_planted_bugs():
     assert len(MUTANTS) >= 16
 
 
 @pytest.mark.parametrize("name", list(MUTANTS))
-def test_the_simulator_finds(name, found):
+def test_the_simulator_finds_the_planted_bug(name, found):
     assert found[name].after is not None, f"nothing broke although the queue forgets {MUTANTS[name].forgets}"

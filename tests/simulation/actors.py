@@ -21,7 +21,7 @@ PRIORITY = ["train", "evaluate", "explore"]
 
 
 class Worker:
-    """Pulls, loads weights, makes steps, looks up between them, commits beside them, finishes."""
+    """A worker: it pulls, loads weights, makes steps, polls between them, commits in parallel and finishes."""
 
     def __init__(self, world: "World", process: "Process", *, kinds: list[str] = PRIORITY, may_load: bool = True):
         self.world, self.process = world, process
@@ -32,9 +32,9 @@ class Worker:
         self.holds: list[Any] | None = None
         self.weights = 0
         self.pending: list[tuple[Head, list[Trail], int]] = []
-        """Leases that are made and still have to be scored: (work, pictures, when the score is there)."""
+        """Sampled leases that wait for their score: (work, images, time of the score)."""
         self.commit_lane: Any = None
-        self.commit_said: Head | None = None
+        self.commit_answer: Head | None = None
         self.step_ms = 40 + int(160 * world.random())
         self.room = None if world.random() < 0.2 else 1 if may_load and world.random() < 0.1 else 2
         self.called_ms = 0
@@ -55,8 +55,8 @@ class Worker:
             self.idle = False
             yield from self._settle(block=False)
             self.seq += 1
-            ask = {"call": "pull", "holds": self.holds, "kinds": self.kinds, "seq": self.seq, "room": self.room}
-            answer = yield from self._call(ask)
+            call = {"call": "pull", "holds": self.holds, "kinds": self.kinds, "seq": self.seq, "room": self.room}
+            answer = yield from self._call(call)
             do = answer["do"]
             if do == "work":
                 yield from self._make(answer)
@@ -92,12 +92,12 @@ class Worker:
         trails: list[Trail] = [()] * len(keys)
         if first:
             answer, states = yield {"call": "states", "names": [a[3] for a in attempts]}, {}
-            if answer["do"] == "refused":  # withdrawn meanwhile
+            if answer["do"] == "refused":  # withdrawn in the meantime
                 return
             trails = [states[a[3]] for a in attempts]
             if any(trail != whole(self.weights, first) for trail in trails):
-                # Not an error yet: the lease may be over. What it makes of this must never be accepted.
-                self.world.tell(f"{self.process.name}: goes on from {trails} with weights {self.weights}")
+                # Not an error yet: the lease may be over. Results made from this state must never be accepted.
+                self.world.note(f"{self.process.name}: goes on from {trails} with weights {self.weights}")
         committed = first
         for step in range(first, self.world.oracle.steps):
             yield self.step_ms + self.world.hang_ms(keys, step)
@@ -119,17 +119,17 @@ class Worker:
         self.pending.append((work, trails, self.world.now_ms + int(120 * self.world.random())))
 
     def _go_on(self, work: Head, trails: list[Trail]) -> Body:
-        """Whether to take the next step."""
+        """Return whether to take the next step."""
         yield from self._settle(block=False)
         node = self.process.node
-        drain = node.heard and node.deadline_ms is not None
-        said, self.commit_said = self.commit_said, None
-        if said is not None:
-            if said["do"] in ("fenced", "exit"):
+        drain = node.is_reported and node.deadline_ms is not None
+        commit_result, self.commit_answer = self.commit_answer, None
+        if commit_result is not None:
+            if commit_result["do"] in ("fenced", "exit"):
                 return False
-            drain = drain or said["do"] == "drain"
+            drain = drain or commit_result["do"] == "drain"
         if not drain and self.world.now_ms - self.called_ms >= HEARTBEAT_MS:
-            leases = {str(made["lease"]): len(pictures[0]) for made, pictures, _ in self.pending}
+            leases = {str(made["lease"]): len(images[0]) for made, images, _ in self.pending}
             leases[str(work["lease"])] = len(trails[0])
             answer = yield from self._call({"call": "heartbeat", "leases": leases})
             if answer["do"] == "fenced":
@@ -159,13 +159,13 @@ class Worker:
 
     def _commit_beside(self, work: Head, trails: list[Trail]) -> None:
         def body() -> Body:
-            self.commit_said = yield from self._call(*self._state(work, trails))
+            self.commit_answer = yield from self._call(*self._state(work, trails))
             self.commit_lane = None
 
         self.commit_lane = self.world.thread(self.process, body())
 
     def _settle(self, *, block: bool) -> Body:
-        """Send what is scored."""
+        """Send the scored results."""
         while self.pending:
             work, trails, ready_ms = self.pending[0]
             if ready_ms > self.world.now_ms:
@@ -189,17 +189,17 @@ class Worker:
 
 
 class Trainer:
-    """Batch after batch: submit, collect exactly the manifest, checkpoint, publish, withdraw."""
+    """The trainer: for each batch it submits, collects exactly the manifest, checkpoints, publishes and withdraws."""
 
     def __init__(self, world: "World", process: "Process"):
         self.world, self.process = world, process
         self.worker = Worker(world, process, kinds=["train"], may_load=False)
         self.hurry = False
-        """The open batch is asked for again at the next version."""
+        """Whether to submit the open batch again at the next version."""
         self.lineage = 0
         self.orders = 0
 
-    def _say(self, head: Head, blobs: Mapping[str, Any] | None = None) -> Body:
+    def _call(self, head: Head, blobs: Mapping[str, Any] | None = None) -> Body:
         self.orders += 1
         return (yield {**head, "boot": self.process.boot, "seq": self.orders}, blobs or {})
 
@@ -218,35 +218,35 @@ class Trainer:
             yield from self._publish(batch + 1, average=False)
             yield from self._withdraw_trained(batch + 1)
         if self.world.random() < 0.3:
-            yield from self._say({"call": "stop", "reason": "iterations"})
+            yield from self._call({"call": "stop", "reason": "iterations"})
         self.world.done = True
 
     def _settle_lineage(self, store: dict[str, int]) -> Body:
-        known, _ = yield from self._say({"call": "peek"})
+        known, _ = yield from self._call({"call": "peek"})
         same = known["lineage"] > 0 and store["lineage"] in (0, known["lineage"])
         if same and (known["version"] is None or known["version"] <= store["iteration"]):
             self.lineage = known["lineage"]
             return
         store["claimed"] += 1
         self.lineage = store["claimed"]
-        yield from self._say({"call": "hello", "lineage": self.lineage})
+        yield from self._call({"call": "hello", "lineage": self.lineage})
 
     def _publish(self, version: int, *, average: bool) -> Body:
         yield from self._rest()
         made = made_with(self.lineage, version, average)
-        answer, _ = yield from self._say(
+        answer, _ = yield from self._call(
             {"call": "publish", "weights": [version, average]}, {"weights": str(made).encode()}
         )
         self.worker.holds, self.worker.weights = [version, average, answer["digest"]], made
 
     def _rest(self) -> Body:
-        """The trainer's model is its own again."""
+        """Wait until the trainer's model is free for training."""
         self.worker.paused = True
         while not self.worker.idle:
             yield 20
 
     def _withdraw_trained(self, iteration: int) -> Body:
-        yield from self._say({"call": "withdraw", "batches": [["train", iteration - 1], ["explore", iteration]]})
+        yield from self._call({"call": "withdraw", "batches": [["train", iteration - 1], ["explore", iteration]]})
 
     def _iterate(self, batch: int) -> Body:
         version = batch
@@ -258,8 +258,8 @@ class Trainer:
             yield from self._submit(explored, version, "explore")
         yield from self._collect(wanted, batch, "train", version)
         if explored:
-            ask = {"call": "collect", "kind": "explore", "batch": batch + 1, "have": 0, "poisoned": 0}
-            yield from self._say(ask)
+            call = {"call": "collect", "kind": "explore", "batch": batch + 1, "have": 0, "poisoned": 0}
+            yield from self._call(call)
 
     def _evaluate(self, batch: int) -> Body:
         wanted = self._requests(batch, "evaluate", 2)
@@ -270,10 +270,10 @@ class Trainer:
         yield from self._collect(wanted, batch, "evaluate", batch)
         yield from self._rest()
         self.worker.holds, self.worker.weights = live
-        yield from self._say({"call": "withdraw", "batches": [["evaluate", batch]]})
+        yield from self._call({"call": "withdraw", "batches": [["evaluate", batch]]})
 
     def _collect(self, wanted: list[Any], batch: int, kind: str, version: int) -> Body:
-        """Until everything is finished or reported. What comes must be the manifest, each request once."""
+        """Collect until every request is finished or poisoned. Results must be the manifest, each request once."""
         manifest = {key_of(raw) for raw in wanted}
         got: set[Key] = set()
         poisoned = 0
@@ -281,13 +281,13 @@ class Trainer:
             self.worker.paused = False
             if self.hurry and kind == "train":
                 self.hurry = False
-                version, poisoned = batch + 1, 0  # a new attempt: what was reported is tried again
+                version, poisoned = batch + 1, 0  # a new attempt: reported requests are tried again
                 yield from self._publish(version, average=False)
                 yield from self._submit(wanted[1::2], version, kind)
                 yield int(400 * self.world.random())
                 yield from self._submit(wanted, version, kind)
-            ask = {"call": "collect", "kind": kind, "batch": batch, "have": len(got), "poisoned": poisoned}
-            answer, blobs = yield from self._say(ask)
+            call = {"call": "collect", "kind": kind, "batch": batch, "have": len(got), "poisoned": poisoned}
+            answer, blobs = yield from self._call(call)
             for result in answer["results"]:
                 key = key_of(result["request"])
                 if key not in manifest or key in got:
@@ -315,7 +315,7 @@ class Trainer:
         wanted = [["run", self.lineage, batch, "1234", first + number, kind] for number in range(count)]
         for raw in wanted:
             if kind != "evaluate":
-                self.world.wish(key_of(raw))
+                self.world.requested(key_of(raw))
         return wanted
 
     def _submit(self, requests: list[Any], version: int, kind: str, *, average: bool = False) -> Body:
@@ -328,9 +328,9 @@ class Trainer:
             "dtype": "float32",
             "pictures": 0,
         }
-        yield from self._say({"call": "submit", "task": task})
+        yield from self._call({"call": "submit", "task": task})
 
 
 def blob_name(raw: list[Any], step: int) -> str:
-    """Named by request and step, as engine/worker/worker.py does."""
+    """Return the blob name of a request and step, as in engine/worker/worker.py."""
     return f"{raw[1]}-{raw[4]}-{step}"

@@ -1,8 +1,8 @@
-"""The on-demand node's disk, in memory: the journal and the weight book as the coordinator knows them.
+"""The on-demand node's disk, in memory: the journal and the weight book of the coordinator.
 
-It keeps the one promise of the real ones (engine/coordinator/journal.py): what was synced survives, and of what was
-appended later a crash leaves a beginning. `watch` hears of every record, as somebody who reads the file would;
-`watch_rewrite` of all of them when the file is written anew.
+It keeps the promise of the real ones (engine/coordinator/journal.py): synced data survives a crash, and of later data a
+prefix survives. `watch` is called with every record as a reader of the file would see it; `watch_rewrite` with all
+records of a rewritten file.
 """
 
 import errno
@@ -16,13 +16,13 @@ Record = dict[str, Any]
 
 
 def as_json(record: Record) -> Record:
-    """The record as somebody who reads the file finds it."""
+    """Return the record as a reader of the file finds it."""
     read: Record = json.loads(json.dumps(record))
     return read
 
 
 class Disk:
-    """What outlives a process. `full`: nothing more can be written."""
+    """Data that outlives a process. `full`: no more data can be written."""
 
     def __init__(
         self, watch: Callable[[Record, Mapping[str, Any]], None], watch_rewrite: Callable[[list[Any]], None]
@@ -34,12 +34,12 @@ class Disk:
         self.full = False
         self.watch, self.watch_rewrite = watch, watch_rewrite
 
-    def need_room(self) -> None:
+    def require_space(self) -> None:
         if self.full:
             raise OSError(errno.ENOSPC, "no space left on device")
 
     def crash(self, share: float) -> None:
-        """Of what was not synced, this share survives (0..1)."""
+        """Lose data that was not synced, except this share (0..1)."""
         del self.records[self.synced + int(share * (len(self.records) - self.synced + 1)) :]
         self.synced = len(self.records)
 
@@ -58,7 +58,7 @@ class MemoryJournal:
         return iter([record for record, _ in self._disk.records])
 
     def append(self, record: Record, blobs: Mapping[str, Any] | None = None, *, durable: bool = True) -> None:
-        self._disk.need_room()
+        self._disk.require_space()
         kept, record = dict(blobs) if blobs else {}, as_json(record)
         self._disk.watch(record, kept)
         self._disk.records.append((record, kept))
@@ -76,7 +76,7 @@ class MemoryJournal:
         return self._blobs[name]
 
     def rewrite(self, records: list[tuple[Record, dict[str, Any]]]) -> None:
-        self._disk.need_room()
+        self._disk.require_space()
         records = [(as_json(record), blobs) for record, blobs in records]
         self._disk.watch_rewrite(records)
         self._disk.records = list(records)
@@ -94,7 +94,7 @@ class MemoryBook:
         self._disk = disk
 
     def write(self, weights: WeightsKey, data: bytes) -> None:
-        self._disk.need_room()
+        self._disk.require_space()
         self._disk.weights[weights] = data
 
     def read(self, weights: WeightsKey) -> bytes:

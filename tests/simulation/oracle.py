@@ -1,11 +1,11 @@
-"""The judge: what a coordinator may say, worked out from what was said and written alone.
+"""The oracle: it decides from calls, answers and journal records alone which answers of a coordinator are right.
 
-It sees every call with its answer, and every record that reaches the journal; it never looks into the queue. From
-the records (which are the durable format) it works out who holds what, as a stranger who reads the file would.
-Broken promises raise `Broken`.
+It sees every call with its answer, and every record that reaches the journal; it never reads the queue. From the
+records (the durable format) it computes the leases like an independent reader of the file. A broken invariant raises
+`Broken`.
 
-A picture in the simulator is the list of its steps: `trail[i]` = weights that made step i, times STEPS_MAX, plus i.
-So a state that was resumed at the wrong version, or with a step missing or made twice, shows.
+An image in the simulator is the list of its steps: `trail[i]` = weights that made step i, times STEPS_MAX, plus i.
+So a state resumed at the wrong version, or with a missing or repeated step, is detected.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ Trail = tuple[int, ...]
 
 
 class Broken(AssertionError):
-    """A promise was broken."""
+    """An invariant was broken."""
 
 
 def key_of(raw: list[Any]) -> Key:
@@ -30,7 +30,7 @@ def key_of(raw: list[Any]) -> Key:
 
 
 def made_with(lineage: int, version: int, average: bool) -> int:
-    """A number for the exact bytes of a set of weights: version 3 of lineage 1 differs from version 3 of lineage 2."""
+    """Return a number for the bytes of a set of weights: version 3 differs between lineages."""
     return lineage * 10_000 + 2 * version + average
 
 
@@ -44,7 +44,7 @@ def whole(weights: int, steps: int) -> Trail:
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """One lease that was given out, as the world saw it."""
+    """One issued lease, as seen from outside."""
 
     number: int
     worker: str
@@ -53,18 +53,18 @@ class Lease:
     weights: int
     given: tuple[Key, ...]
     holds: set[Key]
-    heard_ms: int
+    last_heartbeat_ms: int
     seq: int
     life: int
-    """In which life of the coordinator it was given, and as the answer to which pull."""
+    """The life of the coordinator that issued it, and the pull that it answered."""
     over: bool = False
-    """It must be fenced from now on."""
+    """Whether it must be fenced from now on."""
     excused: bool = False
-    """It may be fenced: something happened to it that the coordinator may have heard of in another way."""
+    """Whether it may be fenced: the coordinator may know of an event that ended it."""
 
 
 class Oracle:
-    """See the module's story. `leases`: by number, for ever: no number is given twice."""
+    """See the module docstring. `leases`: all leases by number; no number may be issued twice."""
 
     def __init__(self, lease_ms: int, steps: int) -> None:
         self.lease_ms, self.steps = lease_ms, steps
@@ -73,43 +73,43 @@ class Oracle:
         self.leases: dict[int, Lease] = {}
         self.holders: dict[Key, list[Lease]] = {}
         self.wanted: dict[Key, int] = {}
-        """Weights of the attempt, of every request that was submitted and not withdrawn."""
+        """Weights of the attempt, by request that was submitted and not withdrawn."""
         self.kind: dict[Key, tuple[str, int]] = {}
         self.finished: dict[Key, int] = {}
         self.states: dict[Key, dict[int, tuple[int, str]]] = {}
-        """Of the attempt: committed steps that were written, with the weights and the blob's name."""
-        self.told_finished: set[Key] = set()
-        self.told_step: dict[Key, tuple[int, int]] = {}
+        """Committed steps of the attempt in the journal, with the weights and the blob's name."""
+        self.acknowledged_finished: set[Key] = set()
+        self.acknowledged_step: dict[Key, tuple[int, int]] = {}
         self.dead: set[tuple[str, int]] = set()
         self.faults: dict[Key, list[bool]] = {}
         self.poisonous: set[Key] = set()
         self.reported: set[Key] = set()
         self.lineage = 0
         self.born: dict[str, int] = {}
-        """The newest process of each worker, whether it called in or not."""
+        """The newest process of each worker, even if it has not called yet."""
         self._noted: dict[int, bool] = {}
-        """Leases whose record was written, and whether it says that the lease is a copy."""
+        """Leases with a record, and whether the record marks a speculative copy."""
         self._kept: set[int] | None = None
         self._written: dict[str, list[tuple[Key, int, int]]] = {"finish": [], "commit": []}
         self.life = 0
         self._forget_life()
 
     def _forget_life(self) -> None:
-        """What a coordinator knows only as long as it lives."""
+        """Forget the knowledge that a coordinator loses in a restart."""
         self.life += 1
         self.generation = -1
-        self.told: dict[str, str] = {}
+        self.snapshot_state: dict[str, str] = {}
         self.noticed: set[str] = set()
         self.boots: dict[str, int] = {}
         self.seqs: dict[tuple[str, int], int] = {}
         self.pulls: dict[tuple[str, int, int], Lease] = {}
-        """Which lease a pull was answered with; a coordinator that starts anew gives a new one."""
+        """The lease that answered a pull; a restarted coordinator issues a new one."""
         self.stopped = False
 
-    # --- what reaches the journal ---------------------------------------------------------------------
+    # --- journal records ------------------------------------------------------------------------------
 
     def wrote(self, record: Mapping[str, Any], blobs: Mapping[str, Any]) -> None:
-        """A record was appended, on behalf of the call that is being answered."""
+        """Note a record appended for the call that is being answered."""
         op = record["op"]
         if op == "commit":
             for raw, step, name in record["states"]:
@@ -121,7 +121,7 @@ class Oracle:
             self._noted[record["number"]] = record["copy"]
 
     def wrote_anew(self, records: list[tuple[Mapping[str, Any], Any]]) -> None:
-        """The journal was replaced by these records; judged when the call that did it is over."""
+        """Note a rewrite of the journal; it is checked when its call is over."""
         self._kept = {record["number"] for record, _ in records if record["op"] == "lease"}
 
     def _judge_what_was_kept(self) -> None:
@@ -151,7 +151,7 @@ class Oracle:
             lease.holds.discard(key)
 
     def _speaks_for(self, key: Key, what: str) -> int:
-        """The weights of this request's attempt, if the caller may speak for it."""
+        """Return the weights of this request's attempt if the caller's lease on it is valid, else None."""
         number = self.head["lease"]
         lease = self.leases.get(number)
         if lease is None or lease.worker != self.head["worker"]:
@@ -166,18 +166,18 @@ class Oracle:
             raise Broken(f"{what} of {key} accepted from lease {number}, which no longer holds it")
         return self.wanted[key]
 
-    # --- what is answered -----------------------------------------------------------------------------
+    # --- answers --------------------------------------------------------------------------------------
 
-    def hear(self, head: Mapping[str, Any]) -> None:
-        """A call is about to be made."""
+    def before_call(self, head: Mapping[str, Any]) -> None:
+        """Note a call before it is made."""
         self.head = head
         self._written["finish"].clear()
         self._written["commit"].clear()
 
-    def said(self, head: Mapping[str, Any], answer: Mapping[str, Any]) -> list[tuple[Key, int, int]]:
-        """A call was answered; returns what the caller may rely on as soon as the answer leaves."""
+    def after_answer(self, head: Mapping[str, Any], answer: Mapping[str, Any]) -> list[tuple[Key, int, int]]:
+        """Check an answer. Return the facts that the caller may rely on once the answer is sent."""
         call = head["call"]
-        judge = getattr(self, "_said_" + call, None)
+        judge = getattr(self, "_answered_" + call, None)
         if answer["do"] == "late":
             return []
         if judge is not None:
@@ -187,22 +187,22 @@ class Oracle:
         return list(self._written[call]) if call in self._written else []
 
     def refused(self, head: Mapping[str, Any]) -> None:
-        """There was no room on the disk: it may be done or not, until it is asked again."""
+        """Note a call refused by a full disk: its effect is unknown until it is repeated."""
         lease = self.leases.get(head.get("lease", 0))
         if lease is not None:
             lease.excused = True
 
     def left(self, head: Mapping[str, Any], promised: list[tuple[Key, int, int]]) -> None:
-        """The answer leaves: from here on it must hold, whatever crashes."""
+        """Note that the answer is sent: from now on it must survive every crash."""
         for key, weights, step in promised:
             if self.wanted.get(key) != weights:
                 continue
             if head["call"] == "finish":
-                self.told_finished.add(key)
-            elif self.told_step.get(key, (0, 0))[1] < step:
-                self.told_step[key] = (weights, step)
+                self.acknowledged_finished.add(key)
+            elif self.acknowledged_step.get(key, (0, 0))[1] < step:
+                self.acknowledged_step[key] = (weights, step)
 
-    def _said_pull(self, head: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
+    def _answered_pull(self, head: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
         worker, node, boot, do = head["worker"], head["node"], head["boot"], answer["do"]
         newest = self.boots.get(worker, 0)
         if boot < newest:
@@ -222,10 +222,15 @@ class Oracle:
         self.seqs[worker, boot] = seq
         for lease in self.leases.values():
             if lease.life < self.life and lease.worker == worker and lease.boot == boot and lease.seq >= seq:
-                lease.excused = True  # the answer that named it may have died with an earlier coordinator
+                lease.excused = True  # the answer that named it may be lost with an earlier coordinator
         if self.stopped and do != "exit" and not (do == "work" and answer["lease"] in self.leases):
             raise Broken(f"told to stop, and {worker} got {do}")
-        if do == "exit" and not self.stopped and self.told.get(node) != "lost" and self.born.get(worker) == boot:
+        if (
+            do == "exit"
+            and not self.stopped
+            and self.snapshot_state.get(node) != "lost"
+            and self.born.get(worker) == boot
+        ):
             raise Broken(f"{worker} was sent home: {answer['reason']}")
         again = self.pulls.get((worker, boot, seq))
         if do == "work":
@@ -235,15 +240,15 @@ class Oracle:
                 return
             if again is not None and self._must_live(again):
                 raise Broken(f"pull {seq} of {worker} got {again.number}, and {answer['lease']} the second time")
-            if self.told.get(node) in ("lost", "draining") or node in self.noticed:
-                raise Broken(f"{worker} got work while {node} is {self.told.get(node, 'noticed')}")
+            if self.snapshot_state.get(node) in ("lost", "draining") or node in self.noticed:
+                raise Broken(f"{worker} got work while {node} is {self.snapshot_state.get(node, 'noticed')}")
             self._given(head, answer)
         else:
             if again is not None and self._must_live(again):
                 raise Broken(f"pull {seq} of {worker} got lease {again.number}, and {do} the second time")
-            if self.told.get(node) == "lost" and do != "exit":
+            if self.snapshot_state.get(node) == "lost" and do != "exit":
                 raise Broken(f"{node} is lost and {worker} got {do}")
-            if do in ("wait", "load_weights") and (node in self.noticed or self.told.get(node) == "draining"):
+            if do in ("wait", "load_weights") and (node in self.noticed or self.snapshot_state.get(node) == "draining"):
                 raise Broken(f"{node} drains and {worker} got {do}")
 
     def _given(self, head: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
@@ -271,11 +276,11 @@ class Oracle:
                 raise Broken(f"{head['worker']} does not do {raw[5]}")
             if step and self.states.get(key, {}).get(step) != (weights, state):
                 raise Broken(f"{key} goes on at step {step} from {state}, which was never written")
-            if step < self.told_step.get(key, (0, 0))[1]:
-                raise Broken(f"{key} goes on at step {step}, and {self.told_step[key][1]} was acknowledged")
+            if step < self.acknowledged_step.get(key, (0, 0))[1]:
+                raise Broken(f"{key} goes on at step {step}, and {self.acknowledged_step[key][1]} was acknowledged")
             others = self.holders.setdefault(key, [])
             is_copy = self._noted.get(number)
-            if is_copy is None:  # the disk was full: it may be one
+            if is_copy is None:  # the disk was full, so it may be a copy
                 for other in others:
                     other.excused = True
             elif not is_copy:
@@ -288,24 +293,27 @@ class Oracle:
         self.leases[number] = self.pulls[head["worker"], head["boot"], head["seq"]] = lease
 
     def _must_live(self, lease: Lease) -> bool:
-        """Whether nothing happened for which this lease may have ended."""
+        """Return whether no event can have ended this lease."""
         return bool(
-            lease.holds and not lease.over and not lease.excused and self.now_ms - lease.heard_ms < self.lease_ms
+            lease.holds
+            and not lease.over
+            and not lease.excused
+            and self.now_ms - lease.last_heartbeat_ms < self.lease_ms
         )
 
-    def _said_heartbeat(self, head: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
+    def _answered_heartbeat(self, head: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
         if answer["do"] == "fenced":
             return self._fenced(answer["lease"])
         for number in head["leases"]:
             self._accepted(int(number), head, answer)
         return None
 
-    def _said_commit(self, head: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
+    def _answered_commit(self, head: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
         if answer["do"] == "fenced":
             return self._fenced(answer["lease"])
         return self._accepted(head["lease"], head, answer, renewed=bool(self._written["commit"]))
 
-    def _said_finish(self, head: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
+    def _answered_finish(self, head: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
         if answer["do"] == "fenced":
             return self._fenced(answer["lease"])
         self._accepted(head["lease"], head, None)
@@ -315,30 +323,30 @@ class Oracle:
             raise Broken(f"lease {head['lease']} was told that it is finished, and {left} was not taken")
         return None
 
-    def _said_give_back(self, head: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
+    def _answered_give_back(self, head: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
         if answer["do"] == "fenced":
             return self._fenced(answer["lease"])
         self._accepted(head["lease"], head, None)
         self.leases[head["lease"]].over = True
         return None
 
-    _said_fault = _said_give_back
+    _answered_fault = _answered_give_back
 
     def _accepted(
         self, number: int, head: Mapping[str, Any], answer: Mapping[str, Any] | None, *, renewed: bool = True
     ) -> None:
-        """The lease is alive, says the coordinator. `answer`: where a pending order would stand."""
+        """Note that the coordinator treats the lease as valid. `answer`: it may carry a pending order."""
         lease = self.leases.get(number)
         if lease is None or lease.worker != head["worker"]:
             raise Broken(f"{head['worker']} speaks for lease {number}, which it never had")
         if lease.over:
             raise Broken(f"{head['call']} of lease {number} accepted, which is over")
         if renewed:
-            lease.heard_ms = self.now_ms
+            lease.last_heartbeat_ms = self.now_ms
         if answer is None:
             return
         node, do = head["node"], answer["do"]
-        if do == "wait" and (node in self.noticed or self.told.get(node) == "draining"):
+        if do == "wait" and (node in self.noticed or self.snapshot_state.get(node) == "draining"):
             raise Broken(f"{node} drains, and {head['worker']} was not told")
         if do == "exit" and not self.stopped:
             raise Broken(f"{head['worker']} was sent home in the middle of its work")
@@ -351,19 +359,19 @@ class Oracle:
             raise Broken(f"lease {number} was fenced, and its worker calls in and nobody took it away")
         lease.over = True
 
-    # --- what is known of workers and nodes -------------------------------------------------------------
+    # --- workers and nodes ------------------------------------------------------------------------------
 
-    def _said_died(self, head: Mapping[str, Any], _answer: Mapping[str, Any]) -> None:
+    def _answered_died(self, head: Mapping[str, Any], _answer: Mapping[str, Any]) -> None:
         for lease in self.leases.values():
             if lease.worker == head["worker"] and lease.boot == head["boot"]:
                 lease.excused = True
-                # Of a newer boot, or of one that was never heard of, the coordinator may know nothing.
+                # The coordinator may not know a newer boot, or one that never called.
                 lease.over = lease.over or self.boots.get(lease.worker) == lease.boot
 
-    def _said_node_lost(self, head: Mapping[str, Any], _answer: Mapping[str, Any]) -> None:
+    def _answered_node_lost(self, head: Mapping[str, Any], _answer: Mapping[str, Any]) -> None:
         self._gone(head["node"])
 
-    def _said_notice(self, head: Mapping[str, Any], _answer: Mapping[str, Any]) -> None:
+    def _answered_notice(self, head: Mapping[str, Any], _answer: Mapping[str, Any]) -> None:
         self.noticed.add(head["node"])
 
     def _gone(self, node: str) -> None:
@@ -371,24 +379,24 @@ class Oracle:
             if lease.node == node:
                 lease.over = True
 
-    def heard_capacity(self, generation: int, nodes: Mapping[str, str]) -> None:
-        """A snapshot reached the coordinator: node -> ready, draining, lost."""
+    def capacity_received(self, generation: int, nodes: Mapping[str, str]) -> None:
+        """Note a snapshot that reached the coordinator: node -> ready, draining, lost."""
         if generation < self.generation:
             return
         self.generation = generation
         for node, state in nodes.items():
-            if state == "lost" and self.told.get(node) != "lost":
+            if state == "lost" and self.snapshot_state.get(node) != "lost":
                 self._gone(node)
-            self.told[node] = state
+            self.snapshot_state[node] = state
 
     def slept(self, gap_ms: int) -> None:
-        """The coordinator stood still for so long: a lease is given the gap if it is a long one."""
+        """Note a freeze of the coordinator: a long freeze extends the leases."""
         if gap_ms > self.lease_ms // 2:
             for lease in self.leases.values():
-                lease.heard_ms += gap_ms
+                lease.last_heartbeat_ms += gap_ms
 
     def process_died(self, worker: str, boot: int) -> None:
-        """It died, or was taken for dead and replaced: whatever the cause was, that counts against all it was given."""
+        """Note that a process died or was replaced as dead: that counts against all requests of its leases."""
         self.dead.add((worker, boot))
 
     def faulted(self, keys: list[Key]) -> None:
@@ -397,7 +405,7 @@ class Oracle:
             self.faults.setdefault(key, []).append(guilty)
 
     def _came_down_with(self, key: Key) -> int:
-        """Workers that came down with this. Beside the guilty it counts twice at most: then each is made alone."""
+        """Return the workers that this request crashed. An innocent one counts twice at most, then it runs alone."""
         held = [x for x in self.leases.values() if key in x.given and (x.worker, x.boot) in self.dead]
         alone = {(x.worker, x.boot) for x in held if not self.poisonous & set(x.given)}
         beside = {(x.worker, x.boot) for x in held} - alone
@@ -405,7 +413,7 @@ class Oracle:
         return len(alone) + faults.count(False) + min(2, len(beside) + faults.count(True))
 
     def poisoned(self, keys: set[Key]) -> None:
-        """The coordinator reports these now."""
+        """Check the requests that the coordinator reports as poisoned."""
         for key in keys - self.reported:
             if key not in self.poisonous and self._came_down_with(key) < 3:
                 raise Broken(f"{key} is reported, and only {self._came_down_with(key)} workers came down with it")
@@ -417,7 +425,7 @@ class Oracle:
 
     # --- the trainer ------------------------------------------------------------------------------------
 
-    def _said_submit(self, head: Mapping[str, Any], _answer: Mapping[str, Any]) -> None:
+    def _answered_submit(self, head: Mapping[str, Any], _answer: Mapping[str, Any]) -> None:
         task = head["task"]
         for raw in task["requests"]:
             self._submitted(raw, task["weights"])
@@ -430,17 +438,17 @@ class Oracle:
         self.wanted[key] = weights
         self.kind[key] = (raw[5], raw[2])
 
-    def _said_withdraw(self, head: Mapping[str, Any], _answer: Mapping[str, Any]) -> None:
+    def _answered_withdraw(self, head: Mapping[str, Any], _answer: Mapping[str, Any]) -> None:
         for key in [key for key, (kind, batch) in self.kind.items() if [kind, batch] in head["batches"]]:
             self._forget(key)
 
-    def _said_hello(self, head: Mapping[str, Any], _answer: Mapping[str, Any]) -> None:
+    def _answered_hello(self, head: Mapping[str, Any], _answer: Mapping[str, Any]) -> None:
         if head["lineage"] != self.lineage:
             self.lineage = head["lineage"]
             for key in list(self.wanted):
                 self._forget(key)
 
-    def _said_stop(self, _head: Mapping[str, Any], _answer: Mapping[str, Any]) -> None:
+    def _answered_stop(self, _head: Mapping[str, Any], _answer: Mapping[str, Any]) -> None:
         self.stopped = True
 
     def _forget(self, key: Key) -> None:
@@ -448,8 +456,8 @@ class Oracle:
         self.kind.pop(key, None)
         self.finished.pop(key, None)
         self.states.pop(key, None)
-        self.told_step.pop(key, None)
-        self.told_finished.discard(key)
+        self.acknowledged_step.pop(key, None)
+        self.acknowledged_finished.discard(key)
         self.reported.discard(key)
         for lease in self.holders.pop(key, ()):
             lease.holds.discard(key)
@@ -457,17 +465,17 @@ class Oracle:
     # --- crashes ------------------------------------------------------------------------------------------
 
     def wiped(self) -> None:
-        """The coordinator's machine is gone with its disk: nothing that was promised binds the next one."""
+        """Note that the coordinator's node is lost with its disk: earlier answers do not bind the next one."""
         for key in list(self.wanted):
             self._forget(key)
         self.lineage = 0
 
     def crashed(self, records: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
-        """What is left is in these records; what was acknowledged must be among it."""
-        told, steps = self.told_finished, self.told_step
+        """Check after a crash that the surviving records contain everything acknowledged."""
+        acknowledged, steps = self.acknowledged_finished, self.acknowledged_step
         clear = {n: x for n, x in self.leases.items() if not x.over and not x.excused}
         self.wanted, self.kind, self.finished, self.states, self.reported = {}, {}, {}, {}, set()
-        self.told_finished, self.told_step, self.holders, self.lineage = set(), {}, {}, 0
+        self.acknowledged_finished, self.acknowledged_step, self.holders, self.lineage = set(), {}, {}, 0
         self._forget_life()
         left: dict[int, Lease] = {}
         for record, _ in records:
@@ -486,9 +494,9 @@ class Oracle:
                     if key in self.wanted and key not in self.finished:
                         self.states.setdefault(key, {})[step] = (self.wanted[key], name)
             elif op == "hello":
-                self._said_hello(record, {})
+                self._answered_hello(record, {})
             elif op == "withdraw":
-                self._said_withdraw(record, {})
+                self._answered_withdraw(record, {})
             elif op == "poison":
                 self.reported.add(key_of(record["request"]))
             elif op == "lease" and record["number"] in self.leases:
@@ -498,7 +506,7 @@ class Oracle:
                     if not record["copy"]:
                         others.clear()
                     others.append(lease)
-        for key in told:
+        for key in acknowledged:
             if key in self.wanted and key not in self.finished:
                 raise Broken(f"{key} was acknowledged as finished, and the crash lost it")
         for key, (weights, step) in steps.items():
@@ -506,16 +514,18 @@ class Oracle:
                 continue
             if step > max(self.states.get(key, {0: None})):
                 raise Broken(f"step {step} of {key} was acknowledged, and the crash lost it")
-        self.told_finished = told & self.finished.keys()
-        self.told_step = {k: s for k, s in steps.items() if self.wanted.get(k) == s[0] and k not in self.finished}
+        self.acknowledged_finished = acknowledged & self.finished.keys()
+        self.acknowledged_step = {
+            k: s for k, s in steps.items() if self.wanted.get(k) == s[0] and k not in self.finished
+        }
         self._settle_leases(left, clear)
 
     def _settle_leases(self, left: Mapping[int, Lease], clear: Mapping[int, Lease]) -> None:
-        """Leases whose record survived live on; the others are fenced, which costs steps and nothing else."""
+        """Keep the leases whose record survived; the others are fenced, which costs only steps."""
         for lease in left.values():
             self.boots[lease.worker] = max(self.boots.get(lease.worker, 0), lease.boot)
-            asked = lease.worker, lease.boot
-            self.seqs[asked] = max(self.seqs.get(asked, 0), lease.seq)
+            process = lease.worker, lease.boot
+            self.seqs[process] = max(self.seqs.get(process, 0), lease.seq)
         for lease in self.leases.values():
             lease.over = lease.number not in left
             lease.holds = set()
@@ -529,6 +539,6 @@ class Oracle:
         for number, lease in left.items():
             alone = all(len(self.holders.get(key, ())) < 2 for key in lease.given)
             lease.excused = number not in clear or not alone
-            lease.heard_ms = self.now_ms
+            lease.last_heartbeat_ms = self.now_ms
             if not lease.holds:
                 lease.over = True

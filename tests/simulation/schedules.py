@@ -1,4 +1,4 @@
-"""Many schedules over two processes; what is found is named by its seed."""
+"""Play many schedules over two processes; a finding is identified by its seed."""
 
 import multiprocessing
 import re
@@ -18,7 +18,7 @@ Got = TypeVar("Got")
 
 @dataclass(frozen=True, kw_only=True)
 class Played:
-    """What came of some schedules. `fewest`: events of the shortest. `broken`: (seed, what broke)."""
+    """The result of some schedules. `fewest`: events of the shortest. `broken`: (seed, what broke)."""
 
     schedules: int
     events: int
@@ -27,17 +27,17 @@ class Played:
 
 
 def broken_by(seed: int, *, quota: int = 200) -> tuple[str | None, int]:
-    """What one schedule breaks, if anything, and its number of events. Any exception is a finding."""
+    """Play one schedule. Return the broken invariant or None, and its number of events. Any exception is a finding."""
     world = World(seed, quota=quota)
     try:
         world.run()
-    except Exception as error:  # whatever the engine raises, it must not
+    except Exception as error:  # the engine must not raise any exception
         return f"{type(error).__name__}: {error}"[:300], world.events
     return None, world.events
 
 
 def play(seeds: range) -> Played:
-    """These schedules, one after another."""
+    """Play these schedules one after another."""
     found = [(seed, *broken_by(seed)) for seed in seeds]
     return Played(
         schedules=len(found),
@@ -48,7 +48,7 @@ def play(seeds: range) -> Played:
 
 
 def play_all(count: int) -> Played:
-    """Seeds 0 to `count`, over two processes."""
+    """Play seeds 0 to `count` over two processes."""
     chunks = [range(first, min(first + CHUNK, count)) for first in range(0, count, CHUNK)]
     parts = list(in_processes(play, chunks))
     return Played(
@@ -60,13 +60,13 @@ def play_all(count: int) -> Played:
 
 
 def in_processes(work: Callable[[Given], Got], given: Iterable[Given]) -> Iterator[Got]:
-    """`work` on each, in processes that inherit nothing: no threads, no random state, no patched class."""
+    """Run `work` on each in new processes, which inherit no threads, random state or patched class."""
     with ProcessPoolExecutor(PROCESSES, mp_context=multiprocessing.get_context("spawn")) as pool:
         yield from pool.map(work, given)
 
 
 def kinds_of(broken: Iterable[tuple[int, str]]) -> dict[str, list[int]]:
-    """Findings that differ in numbers only are one: text -> seeds."""
+    """Group findings that differ only in numbers: text -> seeds."""
     kinds: dict[str, list[int]] = {}
     for seed, text in broken:
         kinds.setdefault(re.sub(r"\d+", "#", text), []).append(seed)

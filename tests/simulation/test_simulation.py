@@ -1,4 +1,4 @@
-"""Thousands of hostile schedules, and hypothesis with its own hands on the same world."""
+"""Thousands of hostile schedules, and hypothesis as another driver of the same world."""
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -14,7 +14,7 @@ SCHEDULES = (3_000, pytest.param(20_000, marks=pytest.mark.slow))
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("schedules", SCHEDULES)
-def test_no_schedule_breaks_a_promise(schedules):
+def test_no_schedule_breaks_an_invariant(schedules):
     played = play_all(schedules)
     report = "\n".join(
         f"{len(seeds)} x {text}\n    python -m tests.simulation --seed {seeds[0]} --verbose"
@@ -25,23 +25,23 @@ def test_no_schedule_breaks_a_promise(schedules):
     assert played.fewest >= 200
 
 
-def test_a_schedule_is_a_function_of_its_seed():
-    def told(seed):
+def test_a_schedule_depends_only_on_its_seed():
+    def lines_of(seed):
         lines = []
         World(seed, log=lines.append).run()
         return lines
 
-    assert told(11) == told(11)
-    assert told(11) != told(12)
+    assert lines_of(11) == lines_of(11)
+    assert lines_of(11) != lines_of(12)
     assert broken_by(11) == broken_by(11)
 
 
-def test_the_worlds_are_as_hostile_as_they_say():
-    """Every fault of the catalogue really befalls somebody, and work is resumed from commits."""
+def test_the_schedules_contain_every_fault():
+    """Every fault occurs in some schedule, and work is resumed from commits."""
     lines = []
     for seed in range(60):
         World(seed, log=lines.append).run()
-    told = "\n".join(lines)
+    text = "\n".join(lines)
     for sign in (
         ": dies, boot",
         ": stands still",
@@ -62,11 +62,11 @@ def test_the_worlds_are_as_hostile_as_they_say():
         "'poisoned': ('",
         " commit ",
     ):
-        assert sign in told, sign
+        assert sign in text, sign
 
 
 class Fates(RuleBasedStateMachine):
-    """The same world and judge; what befalls it is chosen by hypothesis, which shrinks what it finds."""
+    """The same world and oracle; hypothesis chooses the faults and shrinks its findings."""
 
     @initialize(seed=st.integers(0, 50))
     def begin(self, seed):
@@ -90,10 +90,10 @@ class Fates(RuleBasedStateMachine):
     def a_node_is_bought(self):
         self.world.buy()
 
-    @rule(data=st.data(), told=st.booleans())
-    def a_process_dies(self, data, told):
+    @rule(data=st.data(), is_reported=st.booleans())
+    def a_process_dies(self, data, is_reported):
         if found := self.world.workers():
-            self.world.kill(data.draw(st.sampled_from(found)), told=float(told))
+            self.world.kill(data.draw(st.sampled_from(found)), report_odds=float(is_reported))
 
     @rule(data=st.data(), duration_ms=st.sampled_from([300, 1500, 4000]))
     def a_process_stands_still(self, data, duration_ms):
@@ -108,7 +108,7 @@ class Fates(RuleBasedStateMachine):
     @rule(data=st.data())
     def a_node_is_taken(self, data):
         if found := self.world.spot():
-            self.world.take(data.draw(st.sampled_from(found)))
+            self.world.preempt(data.draw(st.sampled_from(found)))
 
     @rule()
     def the_launcher_speaks(self):

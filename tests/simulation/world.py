@@ -1,10 +1,10 @@
-"""A hostile world around one real coordinator: what happens, when, and to whom, follows from one integer.
+"""A hostile world around one real coordinator: all events follow from one integer seed.
 
     coordinator   the real `Coordinator` with the real `Queue`, on a disk in memory, behind a front that lets answers
                   leave only when they are durable; it crashes, freezes, and its disk fills up
-    network       delays, repeats, reorders and cuts calls and answers; who hears nothing asks again
-    nodes         spot nodes with a few workers each; noticed, taken, lost from view, flapping, coming back
-    processes     workers and the trainer (actors.py), killed, frozen, thawed; rumours of their death, true and false
+    network       delays, repeats, reorders and cuts calls and answers; a caller without an answer calls again
+    nodes         spot nodes with a few workers each; under notice, preempted, unseen, flapping, coming back
+    processes     workers and the trainer (actors.py), killed, frozen, thawed; true and false reports of their death
     launcher      capacity snapshots, in order and out of order
 
 After `quota` events the world calms down, and everything must come to its end within `PATIENCE` more.
@@ -30,7 +30,7 @@ FIRST_LEASE_MS = 2000
 TICK_MS = 130
 STEPS = 6
 PATIENCE = 2500
-"""Events in which a calm world comes to its end, whatever it went through."""
+"""Events within which a calm world must finish, whatever happened before."""
 
 Head = dict[str, Any]
 Body = Generator[Any, Any, None]
@@ -39,19 +39,19 @@ TRAINER_NODE = "t"
 
 @dataclass(slots=True, eq=False)
 class Lane:
-    """One thread of a process: it yields a call to make, or milliseconds to wait."""
+    """One thread of a process. It yields a call to make, or milliseconds to wait."""
 
     process: "Process"
     body: Body | None
     turn: int = 0
-    """Grows with every answer: what belongs to an earlier question is ignored."""
+    """Grows with every answer; answers to earlier calls are ignored."""
     head: Head = field(default_factory=dict)
     blobs: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
 class Process:
-    """One process of a node. `boot` tells it from earlier ones of the same name."""
+    """One process of a node. `boot` distinguishes it from earlier ones of the same name."""
 
     name: str
     node: "Node"
@@ -69,16 +69,16 @@ class Node:
     workers: int
     alive: bool = True
     deadline_ms: int | None = None
-    heard: bool = False
-    """The node's own agent knows of the notice."""
+    is_reported: bool = False
+    """Whether the node's own agent knows of the notice."""
     seen_lost: bool = False
-    """What the launcher believes."""
+    """The state that the launcher believes."""
     processes: dict[str, Process] = field(default_factory=dict)
     zombies: list[Process] = field(default_factory=list)
 
 
 class Clock:
-    """The world's time, as the coordinator asks for it."""
+    """The world's time as the coordinator's clock."""
 
     def __init__(self, world: "World") -> None:
         self._world = world
@@ -91,7 +91,7 @@ class Clock:
 
 
 class World:
-    """One schedule. `run()` plays it; Broken says what the coordinator did wrong."""
+    """One schedule. `run()` plays it; `Broken` names the coordinator's mistake."""
 
     def __init__(self, seed: int, *, quota: int = 200, chaos: bool = True, log: Any = None) -> None:
         self.random = random.Random(seed).random
@@ -107,9 +107,9 @@ class World:
         self.oracle = Oracle(LEASE_MS, STEPS)
         self.disk = Disk(self.oracle.wrote, self.oracle.wrote_anew)
         self.stored = {"iteration": 0, "lineage": 0, "claimed": 0}
-        """The checkpoint store, which no machine takes with it."""
+        """The checkpoint store, which survives the loss of every node."""
         self.poison: dict[Key, tuple[int, bool]] = {}
-        """Request -> (step at which whoever makes it comes down, by a fault or by death)."""
+        """Request -> (step at which it crashes its worker, by a fault or by death)."""
         self.deaths_of_poison: dict[Key, int] = {}
         self.coordinator: Coordinator | None = None
         self.epoch = 0
@@ -123,7 +123,7 @@ class World:
         self.nodes: dict[str, Node] = {}
         self.trainer: Process | None = None
         self._calls = 0
-        # Every world has its own temper.
+        # Every world has its own fault rates.
         self.loss = 0.06 * self.random() ** 2
         self.repeat = 0.10 * self.random() ** 2
         self.slow = 0.10 * self.random() ** 2
@@ -153,7 +153,7 @@ class World:
         heapq.heappush(self.later, (self.now_ms + int(delay_ms), self._tie, what, arguments))
 
     def happen(self) -> None:
-        """The next event."""
+        """Run the next event."""
         self.now_ms, _, what, arguments = heapq.heappop(self.later)
         self.oracle.now_ms = self.now_ms
         what(*arguments)
@@ -168,7 +168,7 @@ class World:
         if self.coordinator is not None:
             self.coordinator.queue.check()
 
-    def tell(self, text: str) -> None:
+    def note(self, text: str) -> None:
         if self.log is not None:
             self.log(f"{self.now_ms:7d} {text}")
 
@@ -186,10 +186,10 @@ class World:
             self.at(200, self._start_coordinator)
             return
         self.durable = self.coordinator.journal.position()
-        self.tell(f"coordinator: starts, {len(self.disk.records)} records")
+        self.note(f"coordinator: starts, {len(self.disk.records)} records")
 
     def crash_coordinator(self, *, wiped: bool = False) -> None:
-        """It dies, and starts again a little later, with what its disk kept."""
+        """Kill the coordinator, and restart it a little later with the data that its disk kept."""
         if self.coordinator is None:
             return
         self.epoch += 1
@@ -207,13 +207,13 @@ class World:
             self.disk.weights.clear()
             self.oracle.wiped()
         self.disk.crash(self.random())
-        self.tell(f"coordinator: dies, {len(self.disk.records)} records left{' (its disk is gone)' if wiped else ''}")
+        self.note(f"coordinator: dies, {len(self.disk.records)} records left{' (its disk is gone)' if wiped else ''}")
         self.oracle.crashed(self.disk.records)
         self.at(30 + 500 * self.random() ** 2, self._start_coordinator)
 
     def freeze_coordinator(self, duration_ms: float) -> None:
         if self.coordinator is not None and self.asleep_from is None:
-            self.tell(f"coordinator: stands still for {duration_ms:.0f} ms")
+            self.note(f"coordinator: stands still for {duration_ms:.0f} ms")
             self.asleep_from = self.now_ms
             self.at(duration_ms, self._wake_coordinator, self.epoch)
 
@@ -240,7 +240,7 @@ class World:
             self.coordinator.tick()
 
     def _deliver(self, lane: Lane | None, turn: int, head: Head, blobs: Mapping[str, Any]) -> None:
-        """A call reaches the coordinator, or the place where it was."""
+        """Deliver a call to the coordinator, or drop it if the coordinator is down."""
         self.events += 1
         coordinator = self.coordinator
         if coordinator is None:
@@ -250,21 +250,21 @@ class World:
             if self.random() < 0.3:
                 self._again(lane, turn, 600)
             return None
-        self.oracle.hear(head)
+        self.oracle.before_call(head)
         try:
             given, answer_blobs = coordinator.handle(decode_call(head), blobs)
             answer = encode(given)
         except OSError:
             self.oracle.refused(head)
-            self.tell(f"{head['call']} of {head.get('worker', 'trainer')}: no room on the disk")
+            self.note(f"{head['call']} of {head.get('worker', 'trainer')}: no room on the disk")
             return self._again(lane, turn, 150)
         except (KeyError, ValueError) as error:
             if head["call"] not in ("states", "weights"):
                 raise Broken(f"{head} was refused: {error!r}") from error
             answer, answer_blobs = {"do": "refused"}, {}
         if self.log is not None:
-            self.tell(f"{head.get('worker', '-')} {_short(head)} -> {_short(answer)}")
-        promised = self.oracle.said(head, answer)
+            self.note(f"{head.get('worker', '-')} {_short(head)} -> {_short(answer)}")
+        promised = self.oracle.after_answer(head, answer)
         self._calls += 1
         queue = coordinator.queue
         if queue.poisoned or self.oracle.reported:
@@ -309,7 +309,7 @@ class World:
     def _leave(
         self, lane: Lane | None, turn: int, head: Head, promised: Any, answer: Head, blobs: Mapping[str, Any]
     ) -> None:
-        """A durable answer goes on its way."""
+        """Send a durable answer."""
         self.oracle.left(head, promised)
         if lane is None:
             return
@@ -340,16 +340,16 @@ class World:
         return delay_ms
 
     def _again(self, lane: Lane | None, turn: int, delay_ms: float = 250) -> None:
-        """Who hears nothing asks again."""
+        """Repeat the call if no answer has come."""
         if lane is not None:
-            self.at(delay_ms, self._ask_again, lane, turn)
+            self.at(delay_ms, self._call_again, lane, turn)
 
-    def _ask_again(self, lane: Lane, turn: int) -> None:
+    def _call_again(self, lane: Lane, turn: int) -> None:
         process = lane.process
         if not process.alive or lane.turn != turn:
             return
         if process.frozen:
-            process.stalled.append((self._ask_again, lane, turn))
+            process.stalled.append((self._call_again, lane, turn))
         else:
             self.send(lane, turn, lane.head, lane.blobs)
 
@@ -386,7 +386,7 @@ class World:
         self.oracle.born[name] = self._boot
         process.actor = Worker(self, process)
         self.thread(process, process.actor.serve())
-        self.tell(f"{name}: starts, boot {process.boot}")
+        self.note(f"{name}: starts, boot {process.boot}")
         return process
 
     def start_trainer(self) -> None:
@@ -397,16 +397,16 @@ class World:
         self.trainer.actor = Trainer(self, self.trainer)
         self.thread(self.trainer, self.trainer.actor.run())
         self.thread(self.trainer, self.trainer.actor.worker.serve())
-        self.tell(f"trainer: starts, boot {self.trainer.boot}")
+        self.note(f"trainer: starts, boot {self.trainer.boot}")
 
-    def kill(self, process: Process, *, told: float = 0.6, back: bool = True) -> None:
-        """This process dies; somebody may see it, and its node's agent starts it again."""
+    def kill(self, process: Process, *, report_odds: float = 0.6, back: bool = True) -> None:
+        """Kill this process; its death may be reported, and its node's agent restarts it."""
         if not process.alive:
             return
-        self.tell(f"{process.name}: dies, boot {process.boot}")
+        self.note(f"{process.name}: dies, boot {process.boot}")
         process.alive = False
         self.oracle.process_died(process.name, process.boot)
-        if self.random() < told:
+        if self.random() < report_odds:
             self.rumour(process)
         if back and process.node.alive:
             self.at(100 + 500 * self.random(), self._start_again, process)
@@ -420,13 +420,13 @@ class World:
             self.start_worker(process.node, process.name)
 
     def rumour(self, process: Process) -> None:
-        """Somebody says that this process died; it may be wrong, and it may be late."""
+        """Report the death of this process; the report may be wrong or late."""
         head = {"call": "died", "worker": process.name, "node": process.node.name, "boot": process.boot}
         self.send(None, 0, head | {"reason": "its connection was closed"}, {})
 
     def freeze(self, process: Process, duration_ms: float) -> None:
         if process.alive and not process.frozen:
-            self.tell(f"{process.name}: stands still for {duration_ms:.0f} ms")
+            self.note(f"{process.name}: stands still for {duration_ms:.0f} ms")
             process.frozen = True
             self.at(duration_ms, self.thaw, process)
 
@@ -438,17 +438,17 @@ class World:
                 self.at(3 * self.random(), what, *arguments)
 
     def hang_ms(self, keys: list[Key], step: int) -> int:
-        """What brings a worker down makes it stand still first, mostly for less than a lease."""
+        """Return how long a crashing request first freezes its worker, mostly less than a lease."""
         found = (self.poison.get(key) for key in keys)
         return int(1.2 * LEASE_MS * self.random()) if any(one is not None and one[0] == step for one in found) else 0
 
     def comes_down(self, process: Process, keys: list[Key], step: int) -> bool | None:
-        """Whether one of these is more than its maker can bear at this step: True for death, False for a fault."""
+        """Return how one of these requests crashes its worker at this step: True for death, False for a fault."""
         for key in keys:
             found = self.poison.get(key)
             if found is not None and found[0] == step:
                 self.deaths_of_poison[key] = self.deaths_of_poison.get(key, 0) + self.calm
-                # A death is blamed when its worker is back; until then every other worker may come down with it too.
+                # A death counts once its worker is back; until then the request may crash every other worker too.
                 if self.deaths_of_poison[key] > MOST_DEATHS_OF_POISON:
                     text = f"brought down {MOST_DEATHS_OF_POISON} workers of a calm world and is not reported"
                     raise Broken(f"{key} {text}")
@@ -459,8 +459,8 @@ class World:
                 return found[1]
         return None
 
-    def wish(self, key: Key) -> None:
-        """The trainer asks for this for the first time: it may be more than a worker can bear."""
+    def requested(self, key: Key) -> None:
+        """Decide at the first submit of this request whether it crashes workers."""
         if key not in self.poison and self.random() < self.poison_share * 0.4:
             self.poison[key] = (int(self.random() * 4), self.random() < 0.5)
             self.oracle.poisonous.add(key)
@@ -481,26 +481,26 @@ class World:
         if node.deadline_ms is not None:
             return
         node.deadline_ms = self.now_ms + int(left_ms)
-        self.tell(f"{node.name}: gone in {left_ms:.0f} ms, says the cloud")
-        self.at(left_ms, self.take, node)
+        self.note(f"{node.name}: gone in {left_ms:.0f} ms, says the cloud")
+        self.at(left_ms, self.preempt, node)
         if self.random() < 0.7:
-            node.heard = True
+            node.is_reported = True
             call = {"call": "notice", "node": node.name, "deadline_ms": node.deadline_ms}
             self.send(None, 0, call, {})
 
-    def take(self, node: Node) -> None:
-        """The cloud takes a node back: nobody on it can say a word, or perhaps a connection is seen to close."""
+    def preempt(self, node: Node) -> None:
+        """Preempt a node: its processes send nothing more; perhaps a closed connection is noticed."""
         if not node.alive or node.market is not Market.SPOT:
             return
-        self.tell(f"{node.name}: taken")
+        self.note(f"{node.name}: taken")
         node.alive = False
         for process in [*node.processes.values(), *node.zombies]:
-            self.kill(process, told=0.3, back=False)
+            self.kill(process, report_odds=0.3, back=False)
         if self.random() < 0.3:
             self.send(None, 0, {"call": "node_lost", "node": node.name, "reason": "no answer"}, {})
 
     def snapshot(self, *, right: bool = False) -> None:
-        """The launcher tells what it knows: everything (`right`), or with its usual delay and errors."""
+        """Send a snapshot of the launcher: complete (`right`), or with its usual delay and errors."""
         self.generation += 1
         facts = {}
         for node in self.nodes.values():
@@ -518,7 +518,7 @@ class World:
     def _capacity(self, generation: int, facts: dict[str, str]) -> None:
         self.events += 1
         if self.coordinator is None or self.asleep_from is not None:
-            if self.calm:  # it is sent again until it arrives
+            if self.calm:  # the snapshot is repeated until it arrives
                 self.at(200, self._capacity, generation, facts)
             return
         nodes = tuple(
@@ -531,9 +531,9 @@ class World:
             )
             for name, state in facts.items()
         )
-        self.tell(f"capacity {generation}: {facts}")
+        self.note(f"capacity {generation}: {facts}")
         self.coordinator.set_capacity(Capacity(generation=generation, nodes=nodes))
-        self.oracle.heard_capacity(generation, facts)
+        self.oracle.capacity_received(generation, facts)
 
     # --- fate -------------------------------------------------------------------------------------------------
 
@@ -567,7 +567,7 @@ class World:
             self.freeze(process, 200 + 5000 * self.random() ** 2)
 
     def fate_zombie(self) -> None:
-        """A frozen process is given up for dead and started anew, and then the old one wakes."""
+        """Replace a frozen process as dead, and then wake the old one."""
         process = self._any([p for p in self.workers() if p.name != "t/trainer"])
         if process is None:
             return
@@ -578,7 +578,7 @@ class World:
 
     def fate_rumour(self) -> None:
         if process := self._any([p for p in self.workers() if p.node.market is Market.SPOT]):
-            self.tell(f"{process.name}: is said to have died")
+            self.note(f"{process.name}: is said to have died")
             self.rumour(process)
 
     def fate_notice(self) -> None:
@@ -587,12 +587,12 @@ class World:
 
     def fate_take(self) -> None:
         if node := self._any(self.spot()):
-            self.take(node)
+            self.preempt(node)
 
     def fate_take_all(self) -> None:
         if self.random() < 0.3:
             for node in self.spot():
-                self.take(node)
+                self.preempt(node)
 
     def fate_buy(self) -> None:
         self.buy()
@@ -601,7 +601,7 @@ class World:
 
     def fate_snapshot(self) -> None:
         if self.random() < 0.15 and (node := self._any(self.spot())):
-            node.seen_lost = True  # a flapping node: it lives and is said to be lost
+            node.seen_lost = True  # a flapping node: it lives and is reported lost
         self.snapshot()
 
     def fate_old_snapshot(self) -> None:
@@ -620,19 +620,19 @@ class World:
 
     def fate_disk_full(self) -> None:
         if not self.disk.full:
-            self.tell("the disk is full")
+            self.note("the disk is full")
             self.disk.full = True
-            self.at(200 + 1500 * self.random(), self._disk_has_room)
+            self.at(200 + 1500 * self.random(), self._free_disk)
 
-    def _disk_has_room(self) -> None:
+    def _free_disk(self) -> None:
         self.disk.full = False
 
     def fate_trainer_dies(self) -> None:
         if self.trainer is not None:
             self.kill(self.trainer)
 
-    def fate_machine_lost(self) -> None:
-        """The on-demand node is gone with its disk; another one takes its place."""
+    def fate_trainer_node_lost(self) -> None:
+        """Lose the on-demand node with its disk; another one replaces it."""
         if self.random() < 0.2 and self.trainer is not None:
             self.crash_coordinator(wiped=True)
             self.kill(self.trainer)
@@ -642,13 +642,13 @@ class World:
             self.trainer.actor.hurry = True
 
     def calm_down(self) -> None:
-        """Nothing bad happens from here on; somebody lives."""
-        self.tell("--- the world calms down")
+        """Stop all faults, and make sure that a worker lives."""
+        self.note("--- the world calms down")
         self.calm, self.calm_at = True, self.events
         self.disk.full = False
         if self.zero_spot_at_the_end:
             for node in self.spot():
-                self.take(node)
+                self.preempt(node)
         for node in self.nodes.values():
             for process in [*node.processes.values(), *node.zombies]:
                 self.thaw(process)
@@ -660,17 +660,17 @@ FATES = [getattr(World, name) for name in vars(World) if name.startswith("fate_"
 
 
 def _short(head: Mapping[str, Any]) -> str:
-    """A call or an answer in a few words."""
+    """Return a short text for a call or an answer."""
     skip = ("call", "do", "worker", "node", "of", "usage", "sampler", "scorer", "dtype", "pictures", "kinds")
-    said = {name: value for name, value in head.items() if name not in skip}
+    after_answer = {name: value for name, value in head.items() if name not in skip}
     for name in ("states", "attempts", "results"):
-        if name in said:
-            said[name] = [
+        if name in after_answer:
+            after_answer[name] = [
                 (key_of(x["request"]), x["reward"]) if isinstance(x, dict) else (key_of(x[0]), *x[1:])
-                for x in said[name]
+                for x in after_answer[name]
                 if not isinstance(x, str)
             ]
-    if "task" in said:
-        task = said["task"]
-        said["task"] = [key_of(raw) for raw in task["requests"]], task["weights"]
-    return f"{head.get('call') or head.get('do')} {said}"
+    if "task" in after_answer:
+        task = after_answer["task"]
+        after_answer["task"] = [key_of(raw) for raw in task["requests"]], task["weights"]
+    return f"{head.get('call') or head.get('do')} {after_answer}"

@@ -1,7 +1,7 @@
-"""A wall clock that somebody sets: with this folder in PYTHONPATH, a process sees the time of day `CLOCK_JUMP` off.
+"""A wall clock that jumps: with this folder in PYTHONPATH, a process sees a time of day that is off by `CLOCK_JUMP`.
 
-`CLOCK_JUMP` names a file that holds seconds. What counts since the machine's start (monotonic, boot time) goes on as
-it does on a real machine whose clock is set.
+`CLOCK_JUMP` names a file that holds seconds. The monotonic and boot clocks continue unchanged, as on a real computer
+whose clock is set.
 """
 
 import os

@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> int:
             more = {key: _value(value) for key, value in named.items()}
             print(json.dumps(World.at(Path(folder).absolute()).ask(order, *args, **more)))
         case ["--bury", folder, *remove]:
-            sys.stdin.read()  # until the owner of the world ends, however it ends
+            sys.stdin.read()  # until the owner of the world ends for any reason
             World.at(Path(folder)).down(keep=not remove)
         case ["--down", folder]:
             World.at(Path(folder).absolute()).down(keep=True)

@@ -1,8 +1,8 @@
-"""Which addresses the fake internet has. All of them are ranges that the real one does not route.
+"""The addresses of the fake internet, from ranges that the real one does not route.
 
-The client (where controllers run) and the clouds' APIs have addresses of their own; a host has a private address, known
-in its own network alone, and a public one that is translated to it. No address is given out twice within a world, so
-that news of a machine that is gone can never be taken for its successor's.
+The client (where controllers run) and the clouds' APIs have fixed addresses; a host has a private address, valid in its
+own network, and a public one that is translated to it. No address is used twice within a world, so a late message
+about a deleted instance is never taken for one about its successor.
 """
 
 import itertools
@@ -38,7 +38,7 @@ GOOGLE_NAMES = tuple(
     )
 )
 CHECK_IP = "checkip.amazonaws.com"
-"""Says at which address the world sees whoever asks."""
+"""Service that returns the public address of its caller."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +47,7 @@ class Region:
     name: str
     zones: tuple[str, ...]
     private: IPv4Network
-    """The default network's range here."""
+    """Range of the default network."""
     public: IPv4Network
 
 
@@ -77,14 +77,14 @@ def regions_of(cloud: str) -> tuple[Region, ...]:
 
 @dataclass
 class Pool:
-    """Gives out addresses of ranges, each once; when a range is used up, the one that was given longest ago."""
+    """Allocates addresses of ranges, each once; when a range is used up, the one allocated longest ago."""
 
     given: dict[str, int] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def take(self, network: IPv4Network) -> str:
         with self.lock:
-            # The first of a range are the cloud's own.
+            # The first addresses of a range belong to the cloud.
             hosts = [str(host) for host in itertools.islice(network.hosts(), 3, 1000)]
             address = min(hosts, key=lambda host: self.given.get(host, 0))
             self.given[address] = max(self.given.values(), default=0) + 1

@@ -1,12 +1,12 @@
-"""AWS: moto's server, with what EC2 has and moto lacks, and our faults before it.
+"""AWS: moto's server with the parts of EC2 that moto lacks, behind a server for faults.
 
-moto keeps the state and speaks the protocol; nothing of it is edited. `Aws` puts methods of our own in the place of a
-few of its backends' (once, in the world's own process): spot instances say that they are spot and why they ended, a
-client token asks for one instance, addresses come from the world's ranges, capacity can be out. A small WSGI
-application stands before moto's and answers prices, quotas, and every fault that is asked for.
+moto keeps the state and speaks the protocol; its code is unchanged. `Aws` replaces a few methods of its backends (once,
+in the world's own process): spot instances report their market and the reason of their end, a client token creates one
+instance, addresses come from the world's ranges, capacity can be unavailable. A small WSGI application before moto's
+answers prices, quotas and every requested fault.
 
-Signatures are not checked: any key is let in, an instance profile's too. The region that a request to S3 is signed
-for is checked: S3 refuses another one than the bucket's.
+Signatures are not checked: any key is accepted, also that of an instance profile. Only the region of S3 requests is
+checked: S3 refuses a region other than the bucket's.
 """
 
 import io
@@ -37,7 +37,7 @@ from tests.fakes.clouds.prices import INSTANCE_TYPES
 
 AMI = "ami-0fakeclouds000001"
 STALL_S = 0.2
-"""Between two looks whether a call that is stalled may go on."""
+"""Seconds between two checks whether a stalled call may continue."""
 RECLAIMED = "Server.SpotInstanceTermination"
 REFUSALS = {
     "InsufficientInstanceCapacity": "We currently do not have sufficient {type} capacity in the Availability Zone you "
@@ -60,13 +60,13 @@ QUOTAS = {
     "L-C4BD4855": ("All P5 Spot Instance Requests", 384.0),
 }
 
-VCPUS = {machine.instance_type: machine.vcpus for machine in INSTANCE_TYPES}
+VCPUS = {kind.instance_type: kind.vcpus for kind in INSTANCE_TYPES}
 
 Wsgi = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
 def settings(folder: Path) -> None:
-    """What moto reads from the environment when it is imported."""
+    """Return the environment variables that moto reads at its import."""
     image = {
         "ami_id": AMI,
         "name": "fake-clouds",
@@ -88,7 +88,7 @@ def settings(folder: Path) -> None:
     amis.write_text(json.dumps([image]))
     os.environ |= {
         "MOTO_AMIS_PATH": str(amis),
-        # SkyPilot attaches managed policies to the role that it makes.
+        # SkyPilot attaches managed policies to the role that it creates.
         "MOTO_IAM_LOAD_MANAGED_POLICIES": "true",
         "AWS_ACCESS_KEY_ID": "fake",
         "AWS_SECRET_ACCESS_KEY": "fake",
@@ -103,13 +103,13 @@ class Aws:
     def __init__(self, faults: Faults, pool: addresses.Pool, market_url: str, say: Callable[[str], None]) -> None:
         self.faults, self.pool, self.market_url, self.say = faults, pool, market_url, say
         self.notices: dict[str, tuple[datetime, datetime]] = {}
-        """By instance: when the notice came, and the moment that it names."""
+        """(time of the notice, announced time) by instance."""
         self.recommended: dict[str, datetime] = {}
         self.tokens: dict[tuple[str, str], Any] = {}
         self.booting: dict[str, bool] = {}
         self.quota_lag_s = 0.0
         self.ran_at: dict[str, float] = {}
-        """By instance: when it was last seen running (monotonic seconds)."""
+        """Monotonic seconds at which an instance was last seen running."""
         self.calls: dict[str, int] = {}
         self.quotas = {code: value for code, (_, value) in QUOTAS.items()}
         self.lock = threading.RLock()
@@ -131,7 +131,7 @@ class Aws:
         threading.Thread(target=server.serve_forever, daemon=True).start()
 
     def furnish(self, buckets: Iterable[str], far: Mapping[str, str]) -> None:
-        """What an account has from its first day: routes to the internet; and the buckets of the tests.
+        """Create the default resources of an account (routes to the internet), and the buckets of the tests.
 
         `far`: buckets outside us-east-1, and the region of each.
         """
@@ -194,7 +194,7 @@ class Aws:
         return application
 
     def _market(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
-        """Prices are the fake market's."""
+        """Answer price queries from the fake market."""
         body = environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
         kept = {"HTTP_AUTHORIZATION": "Authorization", "HTTP_X_AMZ_TARGET": "X-Amz-Target"}
         headers = {name: environ[key] for key, name in kept.items() if key in environ}
@@ -204,7 +204,7 @@ class Aws:
             return [data]
 
     def _simulated(self, form: Mapping[str, str], start: Callable[..., Any]) -> Iterable[bytes]:
-        """Everything is allowed that no fault denies."""
+        """Allow every simulated permission unless a fault denies it."""
         actions = [value for key, value in form.items() if key.startswith("ActionNames.")]
         resource = next((value for key, value in form.items() if key.startswith("ResourceArns.")), "*")
         members = ""
@@ -220,15 +220,15 @@ class Aws:
         )
 
     def _spot_requests(self, region: str, start: Callable[..., Any]) -> Iterable[bytes]:
-        """One request for each spot instance, filters unheeded; what became of it is in the status code."""
+        """Return one spot request per spot instance without filters; its status code shows the outcome."""
         items = ""
         for _, instance in _instances():
             if instance.region_name == region and instance.lifecycle == "spot":
-                reclaimed = instance.state_reason.code == RECLAIMED
+                preempted = instance.state_reason.code == RECLAIMED
                 running = instance.state == "running"
                 state = "active" if running else "closed"
                 code = "fulfilled" if running else "instance-terminated-by-user"
-                if reclaimed:
+                if preempted:
                     code = "instance-terminated-no-capacity"
                 elif running and instance.id in self.notices:
                     code = "marked-for-termination"
@@ -245,9 +245,9 @@ class Aws:
         )
 
     def _quota(self, environ: dict[str, Any], start: Callable[..., Any], action: str) -> Iterable[bytes]:
-        asked = json.loads(environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0)) or b"{}")
+        query = json.loads(environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0)) or b"{}")
 
-        def told(code: str) -> dict[str, Any]:
+        def quota(code: str) -> dict[str, Any]:
             return {
                 "ServiceCode": "ec2",
                 "QuotaCode": code,
@@ -258,15 +258,15 @@ class Aws:
                 "GlobalQuota": False,
             }
 
-        code = asked.get("QuotaCode", "")
+        code = query.get("QuotaCode", "")
         if action in ("GetServiceQuota", "GetAWSDefaultServiceQuota") and code in QUOTAS:
-            return _json(start, "200 OK", {"Quota": told(code)})
+            return _json(start, "200 OK", {"Quota": quota(code)})
         if action in ("ListServiceQuotas", "ListAWSDefaultServiceQuotas"):
-            return _json(start, "200 OK", {"Quotas": [told(code) for code in QUOTAS]})
+            return _json(start, "200 OK", {"Quotas": [quota(code) for code in QUOTAS]})
         return _json(start, "400 Bad Request", {"__type": "NoSuchResourceException", "Message": f"no quota {code}"})
 
     def over_quota(self, region: str, wanted: str, market: str, count: int) -> bool:
-        """Whether so many more would be more vCPUs of the family than the quota allows."""
+        """Return whether this many more instances would exceed the vCPU quota of the family."""
         code = _quota_code(wanted, market)
         since = time.monotonic() - self.quota_lag_s
         used = sum(
@@ -279,64 +279,64 @@ class Aws:
         return used + count * VCPUS.get(wanted, 2) > self.quotas[code]
 
     def refusal(self, code: str, wanted: str, market: str, zone: str) -> str:
-        """Return EC2's words, with the quota as it is now."""
+        """Return EC2's error message with the current quota."""
         limit = round(self.quotas[_quota_code(wanted, market)])
         return REFUSALS.get(code, code).format(type=wanted, zone=zone, limit=limit)
 
-    # --- what runs
+    # --- instances
 
     def machines(self) -> dict[str, HostSpec]:
-        """Those that have a host: by instance id."""
+        """Return the instances with a host, by instance id."""
         with self.lock:
             running = [(backend, one) for backend, one in _instances() if one.state == "running"]
             self.ran_at |= {one.id: time.monotonic() for _, one in running}
             return {one.id: _spec(backend, one) for backend, one in running if self._boots(one)}
 
     def _boots(self, instance: Any) -> bool:
-        """Decided once per instance, when it is first seen."""
+        """Return whether an instance boots; decided once, when it is first seen."""
         if instance.id not in self.booting:
             zone = instance.placement.zone
             fault = self.faults.met(Kind.NO_BOOT, f"aws/{instance.region_name}/{zone}")
             self.booting[instance.id] = fault is None
         return self.booting[instance.id]
 
-    def reclaim(self, machine: str, seconds: float, notice: bool) -> None:
-        """EC2 takes a spot instance back: the notice, and after so many seconds the end."""
+    def reclaim(self, instance_id: str, seconds: float, notice: bool) -> None:
+        """Preempt a spot instance: with notice now, and the end after this many seconds."""
         if notice:
             now = datetime.now(UTC)
-            self.notices[machine] = (now, now + timedelta(seconds=seconds))
-        later(seconds, lambda: self._reclaimed(machine))
+            self.notices[instance_id] = (now, now + timedelta(seconds=seconds))
+        later(seconds, lambda: self._preempted(instance_id))
 
-    def rebalance(self, machine: str) -> None:
-        """A recommendation, which promises nothing."""
-        self.recommended[machine] = datetime.now(UTC)
+    def rebalance(self, instance_id: str) -> None:
+        """Send a rebalance recommendation."""
+        self.recommended[instance_id] = datetime.now(UTC)
 
-    def _reclaimed(self, machine: str) -> None:
+    def _preempted(self, instance_id: str) -> None:
         with self.lock:
             for backend, instance in _instances():
-                if instance.id == machine and instance.state not in ("terminated", "shutting-down"):
-                    backend.terminate_instances([machine])
+                if instance.id == instance_id and instance.state not in ("terminated", "shutting-down"):
+                    backend.terminate_instances([instance_id])
                     instance._reason = RECLAIMED
                     instance.state_reason.code = RECLAIMED
                     instance.state_reason.message = f"{RECLAIMED}: Spot instance termination"
-        self.notices.pop(machine, None)
+        self.notices.pop(instance_id, None)
 
-    def powered_off(self, machine: str) -> None:
-        """The guest shut itself down."""
+    def powered_off(self, instance_id: str) -> None:
+        """Handle a guest that shut itself down."""
         with self.lock:
             for backend, instance in _instances():
-                if instance.id == machine and instance.state == "running":
+                if instance.id == instance_id and instance.state == "running":
                     if instance.instance_initiated_shutdown_behavior == "terminate":
-                        backend.terminate_instances([machine])
+                        backend.terminate_instances([instance_id])
                     else:
-                        backend.stop_instances([machine])
+                        backend.stop_instances([instance_id])
                     instance.state_reason.code = "Client.InstanceInitiatedShutdown"
                     instance.state_reason.message = "Client.InstanceInitiatedShutdown: Instance initiated shutdown"
 
-    # --- what it is told
+    # --- metadata
 
-    def paths(self, machine: str) -> Mapping[str, str]:
-        found = next(((b, i) for b, i in _instances() if i.id == machine), None)
+    def paths(self, instance_id: str) -> Mapping[str, str]:
+        found = next(((b, i) for b, i in _instances() if i.id == instance_id), None)
         if found is None:
             return {}
         backend, instance = found
@@ -353,7 +353,7 @@ class Aws:
             "region": instance.region_name,
             "version": "2017-09-30",
         }
-        said = {
+        values = {
             "meta-data/ami-id": instance.image_id,
             "meta-data/hostname": instance.private_dns_name,
             "meta-data/instance-id": instance.id,
@@ -369,17 +369,17 @@ class Aws:
         profile = _profile(backend, instance)
         if profile is not None:
             arn = {"Code": "Success", "InstanceProfileArn": profile.arn, "InstanceProfileId": profile.id}
-            said["meta-data/iam/info"] = json.dumps(arn)
+            values["meta-data/iam/info"] = json.dumps(arn)
             for role in profile.roles:
-                said[f"meta-data/iam/security-credentials/{role.name}"] = role_credentials(role.name)
-        if notice := self.notices.get(machine):
-            said["meta-data/spot/instance-action"] = json.dumps({"action": "terminate", "time": ec2_time(notice[1])})
-            said["meta-data/spot/termination-time"] = ec2_time(notice[1])
-        if recommended := self.recommended.get(machine) or (notice and notice[0]):
-            said["meta-data/events/recommendations/rebalance"] = json.dumps({"noticeTime": ec2_time(recommended)})
-        return said
+                values[f"meta-data/iam/security-credentials/{role.name}"] = role_credentials(role.name)
+        if notice := self.notices.get(instance_id):
+            values["meta-data/spot/instance-action"] = json.dumps({"action": "terminate", "time": ec2_time(notice[1])})
+            values["meta-data/spot/termination-time"] = ec2_time(notice[1])
+        if recommended := self.recommended.get(instance_id) or (notice and notice[0]):
+            values["meta-data/events/recommendations/rebalance"] = json.dumps({"noticeTime": ec2_time(recommended)})
+        return values
 
-    # --- what there is
+    # --- inventory
 
     def inventory(self) -> list[dict[str, Any]]:
         from moto.iam.models import iam_backends
@@ -414,12 +414,12 @@ class Aws:
                         add("", "policy", policy.name)
         return things
 
-    def names(self, machine: str) -> list[str]:
-        """What a test may call it."""
-        return next(([i.id, *_tags(i).values()] for _, i in _instances() if i.id == machine), [])
+    def names(self, instance_id: str) -> list[str]:
+        """Return the names by which a test can refer to an instance."""
+        return next(([i.id, *_tags(i).values()] for _, i in _instances() if i.id == instance_id), [])
 
-    def told(self) -> list[dict[str, Any]]:
-        """Every instance that there ever was."""
+    def quota(self) -> list[dict[str, Any]]:
+        """Return all instances since the start."""
         return [
             {
                 "cloud": "aws",
@@ -439,7 +439,7 @@ class Aws:
 
 
 def _adapt(aws: Aws) -> None:
-    """Puts our methods in the place of moto's; see the module's story."""
+    """Replace moto's methods with ours; see the module docstring."""
     from moto.ec2.exceptions import EC2ClientError
     from moto.ec2.models import EC2Backend
     from moto.ec2.models.availability_zones_and_regions import RegionsAndZonesBackend
@@ -447,7 +447,7 @@ def _adapt(aws: Aws) -> None:
     from moto.ec2.models.subnets import Subnet
     from moto.iam import policy_validation
 
-    # Other regions than ours would be asked one by one for what is forgotten there.
+    # moto would search other regions than ours one by one for terminated instances.
     known = {region.name: region for region in addresses.regions_of("aws")}
     RegionsAndZonesBackend.regions = [r for r in RegionsAndZonesBackend.regions if r.name in known]
     RegionsAndZonesBackend.zones = {
@@ -455,7 +455,7 @@ def _adapt(aws: Aws) -> None:
         for name, region in known.items()
     }
 
-    # SkyPilot's own inline policy has no Version; IAM takes that, moto does not.
+    # SkyPilot's own inline policy has no Version; IAM accepts that, moto does not.
     for validator in ("BaseIAMPolicyValidator", "IAMPolicyDocumentValidator"):
         getattr(policy_validation, validator).validate = lambda _: None
 
@@ -508,12 +508,14 @@ def _adapt(aws: Aws) -> None:
                 else:
                     kwargs["subnet_id"] = subnet.id
             for mapping in kwargs.get("block_device_mappings") or []:
-                if mapping["DeviceName"] == "/dev/sda1":  # the image says so of its root, moto does not look there
+                if (
+                    mapping["DeviceName"] == "/dev/sda1"
+                ):  # the image defines this for its root volume, but moto does not read it
                     mapping["Ebs"]["DeleteOnTermination"] = True
             reservation = run_first(self, image_id, count, *args, **kwargs)
             for instance in reservation.instances:
                 if market == "spot":
-                    # moto's answers are made of whatever attributes an instance has.
+                    # moto's answers contain every attribute of an instance.
                     vars(instance)["instance_lifecycle"] = "spot"
                     vars(instance)["spot_instance_request_id"] = f"sir-{secrets.token_hex(4)}"
             if token and token != "ABCDE":
@@ -524,7 +526,7 @@ def _adapt(aws: Aws) -> None:
 
 
 def _quota_code(instance_type: str, market: str) -> str:
-    """The quota that a type counts against."""
+    """Return the quota that an instance type counts against."""
     codes = {"g": ("L-DB2E81BA", "L-3819A6DF"), "p": ("L-417A185B", "L-7212CCBC")}
     codes["p5"] = ("L-417A185B", "L-C4BD4855")
     family = instance_type.partition(".")[0]
@@ -593,7 +595,7 @@ def _keypair(backend: Any, name: str | None) -> list[str]:
 
 
 def _login(user_data: Any) -> tuple[str, list[str]]:
-    """Who may log in, as cloud-init would read it."""
+    """Return the login user and key, as cloud-init would read them."""
     text = user_data.decode() if isinstance(user_data, bytes) else str(user_data or "")
     for _ in range(2):
         if text and "ssh" not in text:
@@ -630,15 +632,15 @@ def _members(backend: Any, source: Mapping[str, str]) -> list[str]:
 
 
 def _scope(authorization: str) -> tuple[str, str]:
-    """Region and service, from `Credential=KEY/20251121/us-east-1/ec2/aws4_request`."""
+    """Return region and service from `Credential=KEY/20251121/us-east-1/ec2/aws4_request`."""
     found = re.search(r"Credential=[^/]+/\d+/([^/]*)/([^/]+)/", authorization)
     return (found[1], found[2]) if found else ("", "s3")
 
 
 def _home_of_other_bucket(environ: Mapping[str, Any], signed_for: str) -> str | None:
-    """The region of the bucket that a request is about, if it is signed for another one.
+    """Return the region of a request's bucket if the request is signed for another region.
 
-    In which region a bucket is may be asked in any region's name, or in nobody's.
+    A request for a bucket's region may be signed for any region, or not at all.
     """
     from moto.s3.models import s3_backends
 
@@ -650,7 +652,7 @@ def _home_of_other_bucket(environ: Mapping[str, Any], signed_for: str) -> str | 
 
 
 def _wrong_region(environ: Mapping[str, Any], start: Callable[..., Any], signed_for: str, home: str) -> Iterable[bytes]:
-    """S3's answer to a request that is signed for another region than the bucket's."""
+    """Return S3's answer to a request signed for a region other than the bucket's."""
     words = f"The authorization header is malformed; the region '{signed_for}' is wrong; expecting '{home}'"
     error = f"<Code>AuthorizationHeaderMalformed</Code><Message>{words}</Message><Region>{home}</Region>"
     data = f"<?xml version='1.0'?><Error>{error}</Error>".encode()
@@ -694,7 +696,7 @@ def _json(start: Callable[..., Any], status: str, value: object) -> Iterable[byt
 
 
 def zone_ids() -> dict[str, str]:
-    """The id of each zone, as DescribeAvailabilityZones says it."""
+    """Return the id of each zone as in DescribeAvailabilityZones."""
     from moto.ec2.models.availability_zones_and_regions import RegionsAndZonesBackend
 
     return {zone.name: zone.zone_id for zones in RegionsAndZonesBackend.zones.values() for zone in zones}

@@ -1,7 +1,7 @@
-"""What goes wrong, where, for how long. Asked for beforehand by a test; looked up by the fakes at each call.
+"""Faults by place and duration. A test adds them beforehand, and the fakes look them up at each call.
 
-`where` is a path: "" is everywhere, then "aws", "aws/us-east-1", "aws/us-east-1/us-east-1a". A fault holds for what
-lies under its path, until `until` (monotonic seconds), or for so many `times`, or until it is cleared.
+`where` is a path: "" is everywhere, then "aws", "aws/us-east-1", "aws/us-east-1/us-east-1a". A fault applies below its
+path, until `until` (monotonic seconds), for this many `times`, or until it is cleared.
 """
 
 import threading
@@ -14,22 +14,22 @@ from typing import Any
 
 class Kind(StrEnum):
     CAPACITY = "capacity"
-    """No machine to be had. `code` says another refusal: quota, price too low, too many spot instances."""
+    """No capacity. `code` names another refusal: quota, price too low, too many spot instances."""
     DOWN = "down"
     """The cloud's API (not its storage) answers 503."""
     UNREACHABLE = "unreachable"
     """The cloud's API closes the connection without an answer."""
     THROTTLED = "throttled"
     LOST_REPLY = "lost_reply"
-    """A machine is created, and the connection closed instead of an answer."""
+    """An instance is created, and the connection is closed without an answer."""
     STALLED = "stalled"
-    """AWS begins with the creation of a machine only when this is over."""
+    """AWS begins to create an instance only when this fault is over."""
     STORE_DOWN = "store_down"
     """The object store answers 503."""
     DENIED = "denied"
-    """A permission that is missing: `code` names it, `ec2:RunInstances` or `compute.instances.create`."""
+    """A missing permission, named by `code`: `ec2:RunInstances` or `compute.instances.create`."""
     NO_BOOT = "no_boot"
-    """The machine is created and never comes up."""
+    """The instance is created and never comes up."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -42,7 +42,7 @@ class Fault:
     until: float | None = None
     times: int | None = None
     met: int = 0
-    """How often it was met."""
+    """Number of calls that met this fault."""
 
 
 @dataclass
@@ -67,12 +67,12 @@ class Faults:
             )
 
     def clear(self, kind: str = "", where: str = "") -> None:
-        """Those of a kind that lie under `where`; all of them without arguments."""
+        """Clear the faults of a kind under `where`; all faults without arguments."""
         with self.lock:
             self.faults = [f for f in self.faults if not (kind in ("", f.kind) and _under(f.where, where.strip("/")))]
 
     def met(self, kind: Kind, where: str, market: str = "", code: str | None = None) -> Fault | None:
-        """The fault that a call at `where` runs into, counted as met. `code`: only one that names it, or names none."""
+        """Return the fault that a call at `where` meets, and count it. `code`: only faults with this or no code."""
         now = time.monotonic()
         with self.lock:
             self.faults = [f for f in self.faults if f.until is None or f.until > now]
@@ -96,7 +96,7 @@ class Faults:
 
 
 def later(seconds: float, act: Callable[[], None]) -> None:
-    """Now, or after so many seconds in a thread of its own."""
+    """Call now, or after this many seconds in a thread."""
     if seconds <= 0:
         act()
     else:

@@ -1,11 +1,10 @@
-"""Google Cloud: our own slice of Compute Engine, IAM, Resource Manager and the token endpoint.
+"""Google Cloud: our own partial Compute Engine, IAM, Resource Manager and token endpoint.
 
-Only what SkyPilot's provisioner and google-cloud-compute ask for; anything else is answered 404 and said in the world's
-log. Resources are kept as the JSON that the API speaks. A call that changes something returns an operation that is
-still running; whoever asks for it finds it done, with the error if there was one: a machine that cannot be had is told
-there, as by the real API.
+It answers only the calls of SkyPilot's provisioner and google-cloud-compute; any other is answered 404 and logged.
+Resources are stored as the JSON of the API. A changing call returns a running operation; the next query finds it done,
+with its error if any. A lack of capacity is reported there, like by the real API.
 
-Tokens are not checked: any is let in.
+Tokens are not checked: any is accepted.
 """
 
 import json
@@ -51,7 +50,7 @@ QUOTAS = {
     "NVIDIA_H100_GPUS": 16.0,
     "PREEMPTIBLE_NVIDIA_H100_GPUS": 16.0,
 }
-KNOWN = {machine.instance_type: machine for machine in INSTANCE_TYPES if machine.cloud == "gcp"}
+KNOWN = {kind.instance_type: kind for kind in INSTANCE_TYPES if kind.cloud == "gcp"}
 ACCELERATORS = {"nvidia-l4": 8, "nvidia-tesla-t4": 4, "nvidia-h100-80gb": 8}
 
 
@@ -64,7 +63,7 @@ class Refused(Exception):
 
 
 class LostReply(Exception):
-    """It was done, and nobody is told."""
+    """The call was carried out, and the reply is lost."""
 
 
 @dataclass
@@ -74,19 +73,19 @@ class Gce:
     market: Callable[[str, str, bytes], bytes]
     say: Callable[[str], None]
     resources: dict[tuple[str, str, str], Json] = field(default_factory=dict)
-    """By scope (`global`, `regions/R`, `zones/Z`), collection and name."""
+    """Resources by scope (`global`, `regions/R`, `zones/Z`), collection and name."""
     accounts: dict[str, Json] = field(default_factory=dict)
     roles: dict[str, Json] = field(default_factory=dict)
     policy: Json = field(default_factory=lambda: {"version": 1, "etag": "BwA", "bindings": []})
     account_policies: dict[str, Json] = field(default_factory=dict)
     quotas: dict[str, dict[str, float]] = field(default_factory=dict)
     preempted: dict[str, str] = field(default_factory=dict)
-    """Instances under notice, by id: when it ends."""
+    """Time of the end of each instance under notice, by id."""
     ended: list[Json] = field(default_factory=list)
     ended_at: dict[str, float] = field(default_factory=dict)
-    """By id: when an instance was deleted (monotonic seconds)."""
+    """Monotonic seconds at which an instance was deleted, by id."""
     quota_lag_s: float = 0.0
-    """For so long after its end an instance still counts against quotas."""
+    """Seconds for which an ended instance still counts against quotas."""
     booting: dict[str, bool] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=dict)
     counter: int = 1_000_000_000_000_000_000
@@ -113,7 +112,7 @@ class Gce:
     # --- calls
 
     def answer(self, host: str, method: str, path: str, query: Mapping[str, str], raw: bytes) -> Json | bytes:
-        """One call. Raises Refused; LostReply after it is done."""
+        """Answer one call. Raises Refused, or LostReply after carrying it out."""
         service = host.partition(".")[0]
         if service == "www":
             service = "compute" if path.startswith("/compute/") else "oauth2"
@@ -136,7 +135,7 @@ class Gce:
                 case "iam":
                     return self._iam(method, path, body)
                 case "iamcredentials" if path.endswith("/allowedLocations"):
-                    return {"locations": [], "encodedLocations": "0x0"}  # an account that may be used anywhere
+                    return {"locations": [], "encodedLocations": "0x0"}  # an account that can be used anywhere
                 case "serviceusage":
                     return {"services": []}
                 case "oauth2":
@@ -232,7 +231,7 @@ class Gce:
         raise _missing(f"{kind}/{name}")
 
     def _used(self, region: str, metric: str) -> float:
-        # One that is preempted counts until it has stopped, and for a while longer where a test says so.
+        # A preempted instance counts until it has stopped, and longer if a test sets a quota lag.
         since = time.monotonic() - self.quota_lag_s
         counted = [i for i in self._instances() if i["status"] in ("RUNNING", "STOPPING")]
         counted += [i for i in self.ended if self.ended_at[i["id"]] > since]
@@ -353,11 +352,11 @@ class Gce:
             raise LostReply
 
     def _interface(self, region: str, body: Json) -> Json:
-        asked = (body.get("networkInterfaces") or [{}])[0]
-        if asked.get("subnetwork"):
-            subnetwork = self._get(f"regions/{region}", "subnetworks", _last(asked["subnetwork"]))
+        requested = (body.get("networkInterfaces") or [{}])[0]
+        if requested.get("subnetwork"):
+            subnetwork = self._get(f"regions/{region}", "subnetworks", _last(requested["subnetwork"]))
         else:
-            wanted = _last(asked.get("network", "default"))
+            wanted = _last(requested.get("network", "default"))
             within = [one for one in self._all(f"regions/{region}", "subnetworks") if _last(one["network"]) == wanted]
             if not within:
                 raise _missing(f"regions/{region}/subnetworks of network {wanted}")
@@ -368,7 +367,7 @@ class Gce:
             "subnetwork": subnetwork["selfLink"],
             "networkIP": self.pool.take(IPv4Network(subnetwork["ipCidrRange"])),
         }
-        if asked.get("accessConfigs"):
+        if requested.get("accessConfigs"):
             nat = self.pool.take(addresses.region("gcp", region).public)
             interface["accessConfigs"] = [{"name": "External NAT", "type": "ONE_TO_ONE_NAT", "natIP": nat}]
         return interface
@@ -376,21 +375,21 @@ class Gce:
     def _disks(self, zone: str, body: Json) -> list[Json]:
         attached = []
         for number, disk in enumerate(body.get("disks") or [{"boot": True, "autoDelete": True}]):
-            asked = disk.get("initializeParams") or {}
-            name = asked.get("diskName") or (body["name"] if number == 0 else f"{body['name']}-{number}")
+            requested = disk.get("initializeParams") or {}
+            name = requested.get("diskName") or (body["name"] if number == 0 else f"{body['name']}-{number}")
             source = disk.get("source")
             if not source:
                 made = {
                     "name": name,
-                    "sizeGb": str(asked.get("diskSizeGb") or 10),
-                    "type": f"{ROOT}/zones/{zone}/diskTypes/{_last(asked.get('diskType') or 'pd-balanced')}",
-                    "labels": asked.get("labels") or {},
+                    "sizeGb": str(requested.get("diskSizeGb") or 10),
+                    "type": f"{ROOT}/zones/{zone}/diskTypes/{_last(requested.get('diskType') or 'pd-balanced')}",
+                    "labels": requested.get("labels") or {},
                     "users": [f"{ROOT}/zones/{zone}/instances/{body['name']}"],
                     "zone": f"{ROOT}/zones/{zone}",
                     "status": "READY",
                 }
                 source = self._put(f"zones/{zone}", "disks", made)["selfLink"]
-            size = str(asked.get("diskSizeGb") or 10)
+            size = str(requested.get("diskSizeGb") or 10)
             flags = {"boot": number == 0, "autoDelete": bool(disk.get("autoDelete")), "mode": "READ_WRITE"}
             attached.append({"source": source, "deviceName": name, "index": number, "diskSizeGb": size, **flags})
         return attached
@@ -530,8 +529,8 @@ class Gce:
         project = {"projectId": PROJECT, "projectNumber": "1", "name": PROJECT, "lifecycleState": "ACTIVE"}
         match found[2]:
             case "testIamPermissions":
-                asked = body.get("permissions", [])
-                return {"permissions": [one for one in asked if not self.faults.met(Kind.DENIED, "gcp", code=one)]}
+                requested = body.get("permissions", [])
+                return {"permissions": [one for one in requested if not self.faults.met(Kind.DENIED, "gcp", code=one)]}
             case "getIamPolicy":
                 return self.policy
             case "setIamPolicy":
@@ -579,18 +578,18 @@ class Gce:
             if name not in self.roles:
                 raise _missing(f"roles/{name}")
             if method == "DELETE" or found[2] == "undelete":
-                self.roles[name]["deleted"] = method == "DELETE"  # its name stays taken, and it can be had back
+                self.roles[name]["deleted"] = method == "DELETE"  # its name stays taken, and it can be restored
             if method == "PATCH":
                 self.roles[name] |= body
             return self.roles[name]
         raise _unknown(method, path)
 
-    def _add_account(self, account: str, told: Json) -> Json:
+    def _add_account(self, account: str, account_fields: Json) -> Json:
         email = f"{account}@{PROJECT}.iam.gserviceaccount.com"
         if email in self.accounts:
             raise Refused(409, "alreadyExists", f"Service account {account} already exists.")
         self.accounts[email] = {
-            **told,
+            **account_fields,
             "name": f"projects/{PROJECT}/serviceAccounts/{email}",
             "projectId": PROJECT,
             "email": email,
@@ -598,10 +597,10 @@ class Gce:
         }
         return self.accounts[email]
 
-    # --- what runs
+    # --- instances
 
     def machines(self) -> dict[str, HostSpec]:
-        """Those that have a host: running, or under notice."""
+        """Return the instances with a host: running or under notice."""
         with self.lock:
             return {
                 i["id"]: self._spec(i)
@@ -615,45 +614,45 @@ class Gce:
             self.booting[instance["id"]] = self.faults.met(Kind.NO_BOOT, place) is None
         return self.booting[instance["id"]]
 
-    def reclaim(self, machine: str, seconds: float, notice: bool) -> None:
-        """Compute Engine preempts: STOPPING and the notice at once, and after so many seconds the end."""
+    def reclaim(self, instance_id: str, seconds: float, notice: bool) -> None:
+        """Preempt an instance: STOPPING and the notice now, and the end after this many seconds."""
 
         if notice:
-            self._preempt(machine)
-        later(seconds, lambda: self._take(machine))
+            self._preempt(instance_id)
+        later(seconds, lambda: self._take(instance_id))
 
-    def _take(self, machine: str) -> None:
+    def _take(self, instance_id: str) -> None:
         with self.lock:
-            self._preempt(machine)
-            self._preempted(machine)
+            self._preempt(instance_id)
+            self._preempted(instance_id)
 
-    def _preempt(self, machine: str) -> None:
+    def _preempt(self, instance_id: str) -> None:
         with self.lock:
             for instance in self._instances():
-                if instance["id"] == machine and instance["status"] == "RUNNING":
+                if instance["id"] == instance_id and instance["status"] == "RUNNING":
                     instance["status"] = "STOPPING"
-                    self.preempted[machine] = _now()
+                    self.preempted[instance_id] = _now()
                     scope = f"zones/{_last(instance['zone'])}"
                     self._operation(scope, PREEMPTED, instance, user="system")
                     done = next(reversed(self._all(scope, "operations")))
                     done["statusMessage"] = "Instance was preempted."
 
-    def _preempted(self, machine: str) -> None:
+    def _preempted(self, instance_id: str) -> None:
         for instance in self._instances():
-            if instance["id"] == machine and machine in self.preempted:
+            if instance["id"] == instance_id and instance_id in self.preempted:
                 if instance["scheduling"].get("instanceTerminationAction") == "DELETE":
                     self._remove(instance)
                 else:
-                    del self.preempted[machine]
+                    del self.preempted[instance_id]
                     self._stop(instance)
 
     def _stop(self, instance: Json) -> None:
         instance["status"], instance["lastStopTimestamp"] = "TERMINATED", _now()
 
-    def powered_off(self, machine: str) -> None:
+    def powered_off(self, instance_id: str) -> None:
         with self.lock:
             for instance in self._instances():
-                if instance["id"] == machine and instance["status"] == "RUNNING":
+                if instance["id"] == instance_id and instance["status"] == "RUNNING":
                     self._stop(instance)
                     scope = f"zones/{_last(instance['zone'])}"
                     self._operation(scope, "compute.instances.guestTerminate", instance, user="system")
@@ -701,16 +700,16 @@ class Gce:
                         protocol = entry["IPProtocol"]
                         yield Allow(protocol=protocol, ports=span, ranges=ranges, members=members, deny=deny)
 
-    # --- what it is told
+    # --- metadata
 
-    def paths(self, machine: str) -> Mapping[str, str]:
+    def paths(self, instance_id: str) -> Mapping[str, str]:
         with self.lock:
-            instance = next((i for i in self._instances() if i["id"] == machine), None)
+            instance = next((i for i in self._instances() if i["id"] == instance_id), None)
             if instance is None:
                 return {}
             interface = instance["networkInterfaces"][0]
             items = {one["key"]: one["value"] for one in instance["metadata"].get("items") or []}
-            said = {
+            values = {
                 "project/project-id": PROJECT,
                 "project/numeric-project-id": "1",
                 "universe/universe-domain": "googleapis.com",
@@ -719,13 +718,15 @@ class Gce:
                 "instance/hostname": f"{instance['name']}.c.{PROJECT}.internal",
                 "instance/zone": f"projects/1/zones/{_last(instance['zone'])}",
                 "instance/machine-type": f"projects/1/machineTypes/{_last(instance['machineType'])}",
-                "instance/preempted": "TRUE" if machine in self.preempted else "FALSE",
-                "instance/maintenance-event": "TERMINATE_ON_HOST_MAINTENANCE" if machine in self.preempted else "NONE",
+                "instance/preempted": "TRUE" if instance_id in self.preempted else "FALSE",
+                "instance/maintenance-event": "TERMINATE_ON_HOST_MAINTENANCE"
+                if instance_id in self.preempted
+                else "NONE",
                 "instance/scheduling/preemptible": str(instance["scheduling"]["provisioningModel"] == "SPOT").upper(),
                 "instance/network-interfaces/0/ip": interface["networkIP"],
                 "instance/tags": json.dumps(instance["tags"].get("items") or []),
             }
-            said |= {f"instance/attributes/{key}": value for key, value in items.items()}
+            values |= {f"instance/attributes/{key}": value for key, value in items.items()}
             for account in instance.get("serviceAccounts") or []:
                 scopes = "\n".join(account.get("scopes") or [])
                 token = {
@@ -735,11 +736,15 @@ class Gce:
                 }
                 for name in ("default", account["email"]):
                     base = f"instance/service-accounts/{name}"
-                    said |= {f"{base}/email": account["email"], f"{base}/scopes": scopes, f"{base}/aliases": "default"}
-                    said[f"{base}/token"] = json.dumps(token)
-            return said
+                    values |= {
+                        f"{base}/email": account["email"],
+                        f"{base}/scopes": scopes,
+                        f"{base}/aliases": "default",
+                    }
+                    values[f"{base}/token"] = json.dumps(token)
+            return values
 
-    # --- what there is
+    # --- inventory
 
     def inventory(self) -> list[Json]:
         kinds = {
@@ -770,7 +775,7 @@ class Gce:
             ]
             return things
 
-    def told(self) -> list[Json]:
+    def account_fields(self) -> list[Json]:
         with self.lock:
             return [
                 {
@@ -828,7 +833,7 @@ def _public(thing: Json) -> Json:
 
 
 def _metric(machine_type: str, accelerators: Sequence[Json] | None, market: str) -> tuple[str, int]:
-    """The quota that a machine counts against, and how much of it it takes: GPUs, or else cores."""
+    """Return the quota that an instance counts against, and its amount: GPUs, or else cores."""
     name = _last(machine_type)
     kinds = {_last(one["acceleratorType"]): int(one["acceleratorCount"]) for one in accelerators or []}
     known = KNOWN.get(name)
@@ -864,7 +869,7 @@ def _filtered(things: Iterable[Json], query: Mapping[str, str]) -> list[Json]:
 
 
 class _Filter:
-    """`(labels.a = b) AND (status = X OR name:y*)`: what clients write, not all of the language."""
+    """A filter like `(labels.a = b) AND (status = X OR name:y*)`: only the syntax that clients use."""
 
     TOKEN = re.compile(r"""\s*(\(|\)|!=|>=|<=|[=:<>]|"[^"]*"|'[^']*'|[^\s()=:!<>"']+)""")
 

@@ -1,7 +1,7 @@
 """Cloud Storage over one dictionary: the JSON API that google-cloud-storage speaks, the XML API that obstore speaks.
 
 Objects live in the world's memory. Generations are counted, so that `if-generation-match: 0` (create, do not replace)
-holds. Whoever asks is let in.
+works. Every caller is accepted.
 """
 
 import base64
@@ -64,7 +64,7 @@ class Gcs:
     def _store(
         self, bucket: str, name: str, data: bytes, generation_match: str | None, kind: str = ""
     ) -> Object | None:
-        """None where another generation is there than was asked for."""
+        """Store an object. Return None if its generation is not the requested one."""
         objects = self.buckets[bucket]
         there = objects[name].generation if name in objects else 0
         if generation_match is not None and int(generation_match) != there:
@@ -137,8 +137,8 @@ class Gcs:
         )
         rows += "".join(f"<CommonPrefixes><Prefix>{escape(name)}</Prefix></CommonPrefixes>" for name in folders)
         token = f"<NextContinuationToken>{escape(page[-1])}</NextContinuationToken>" if more else ""
-        said = f"<Name>{bucket}</Name><Prefix>{escape(prefix)}</Prefix><KeyCount>{len(page)}</KeyCount>"
-        return _xml("ListBucketResult", f"{said}<IsTruncated>{str(more).lower()}</IsTruncated>{token}{rows}")
+        head = f"<Name>{bucket}</Name><Prefix>{escape(prefix)}</Prefix><KeyCount>{len(page)}</KeyCount>"
+        return _xml("ListBucketResult", f"{head}<IsTruncated>{str(more).lower()}</IsTruncated>{token}{rows}")
 
     def _names(self, bucket: str, prefix: str, delimiter: str) -> tuple[list[str], list[str]]:
         names, folders = [], set()
@@ -174,7 +174,7 @@ class Gcs:
             return _json(_bucket(bucket))
         if not name:
             names, folders = self._names(bucket, query.get("prefix", ""), query.get("delimiter", ""))
-            items = [_told(bucket, one, objects[one]) for one in names]
+            items = [_object_json(bucket, one, objects[one]) for one in names]
             return _json({"kind": "storage#objects", "items": items, "prefixes": folders})
         if name not in objects:
             return _error(404, "notFound", f"No such object: {bucket}/{name}")
@@ -183,7 +183,7 @@ class Gcs:
             return Answer(status=204)
         if whole or query.get("alt") == "media":
             return _part(objects[name], {})
-        return _json(_told(bucket, name, objects[name]))
+        return _json(_object_json(bucket, name, objects[name]))
 
     def _json_upload(
         self, method: str, bucket: str, query: Mapping[str, str], headers: Mapping[str, str], raw: bytes
@@ -215,7 +215,7 @@ class Gcs:
         made = self._store(bucket, name, data, match)
         if made is None:
             return _error(412, "conditionNotMet", "At least one precondition did not hold.")
-        return _json(_told(bucket, name, made))
+        return _json(_object_json(bucket, name, made))
 
 
 def _part(one: Object, headers: Mapping[str, str]) -> Answer:
@@ -231,8 +231,8 @@ def _part(one: Object, headers: Mapping[str, str]) -> Answer:
     last = min(int(span[2]), size - 1) if span[1] and span[2] else size - 1
     if first >= size:
         return _error(416, "InvalidRange", "The requested range cannot be satisfied.")
-    told = {"Content-Range": f"bytes {first}-{last}/{size}"}
-    return Answer(status=206, data=one.data[first : last + 1], headers=_object_headers(one) | told)
+    range_headers = {"Content-Range": f"bytes {first}-{last}/{size}"}
+    return Answer(status=206, data=one.data[first : last + 1], headers=_object_headers(one) | range_headers)
 
 
 def _object_headers(one: Object) -> dict[str, str]:
@@ -257,7 +257,7 @@ def _bucket(name: str) -> dict[str, str]:
     return {"kind": "storage#bucket", "id": name, "name": name, "location": "US", "storageClass": "STANDARD"}
 
 
-def _told(bucket: str, name: str, one: Object) -> dict[str, str]:
+def _object_json(bucket: str, name: str, one: Object) -> dict[str, str]:
     return {
         "kind": "storage#object",
         "bucket": bucket,

@@ -1,7 +1,7 @@
-"""Names on the internet: one TLS server behind compute, storage, iam, ... of googleapis.com, and its certificate.
+"""Google's host names: one TLS server behind compute, storage, iam, ... of googleapis.com, and its certificate.
 
-The names lead here by /etc/hosts of whoever is in the world; the certificate authority is the world's own, and clients
-learn of it from the environment variables that they read anyway. So Google's clients run without any setting of ours.
+/etc/hosts of every process in the world maps the names to this server. The certificate authority is the world's own,
+and clients find it by their usual environment variables, so Google's clients need no special setting.
 """
 
 import json
@@ -24,7 +24,7 @@ STATUS = {**KNOWN, 400: "INVALID_ARGUMENT", 429: "RESOURCE_EXHAUSTED", 503: "UNA
 
 
 def serve(gce: Gce, gcs: Gcs, folder: Path, say: Callable[[str], None], public_of: Callable[[str], str]) -> None:
-    """`public_of`: the public address of a host's private one; the client's for any other."""
+    """Start the server. `public_of`: returns the public address of a host's private one, else the client's."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -46,8 +46,8 @@ def serve(gce: Gce, gcs: Gcs, folder: Path, say: Callable[[str], None], public_o
             try:
                 if is_store:
                     headers = {name.lower(): value for name, value in self.headers.items()}
-                    told = gcs.answer(self.command, url.path, query, headers, raw)
-                    return self._send(told.status, told.data, dict(told.headers))
+                    answer = gcs.answer(self.command, url.path, query, headers, raw)
+                    return self._send(answer.status, answer.data, dict(answer.headers))
                 answer = gce.answer(host, self.command, url.path, query, raw)
             except Refused as error:
                 if "does not know" in str(error):
@@ -95,7 +95,7 @@ def serve(gce: Gce, gcs: Gcs, folder: Path, say: Callable[[str], None], public_o
         request_queue_size = 64
 
         def finish_request(self, request: object, client_address: object) -> None:
-            # The handshake happens in the connection's own thread: one that hangs holds up nobody.
+            # The handshake runs in the connection's own thread, so a hanging one does not block others.
             request = context.wrap_socket(request, server_side=True)  # type: ignore[arg-type]
             super().finish_request(request, client_address)
 
@@ -110,7 +110,7 @@ def serve(gce: Gce, gcs: Gcs, folder: Path, say: Callable[[str], None], public_o
 
 
 def write_certificates(folder: Path) -> None:
-    """`ca.pem`, and `google.pem` with `google.key` for Google's names."""
+    """Write `ca.pem`, and `google.pem` with `google.key` for Google's names."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -145,12 +145,12 @@ def write_certificates(folder: Path) -> None:
 
 
 def write_service_account(path: Path) -> None:
-    """A service account's file with a key that nothing else has."""
+    """Write a service account file with a unique key."""
     from cryptography.hazmat.primitives.asymmetric import rsa
     from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
     key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
-    told = {
+    account = {
         "type": "service_account",
         "project_id": addresses.PROJECT,
         "private_key_id": "fake",
@@ -159,5 +159,5 @@ def write_service_account(path: Path) -> None:
         "client_id": "1",
         "token_uri": "https://oauth2.googleapis.com/token",
     }
-    path.write_text(json.dumps(told))
+    path.write_text(json.dumps(account))
     path.chmod(0o600)

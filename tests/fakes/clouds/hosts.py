@@ -1,8 +1,7 @@
-"""Hosts: one per running machine of either cloud, each a set of namespaces on the router.
+"""Hosts: one per running instance of either cloud, each a set of namespaces on the router.
 
-A host's first process is its sshd, in a process namespace of its own: when that process is killed, everything on the
-host is dead at once. Before that its link goes down, so that nobody hears a socket close: a machine that is taken back
-just stops.
+A host's first process is its sshd, in its own process namespace: killing that process kills everything on the host at
+once. Before that its link goes down, so that no peer sees a closed socket, as when a real instance is preempted.
 """
 
 import contextlib
@@ -28,13 +27,13 @@ ENVIRONMENT = {
     "aws": {"AWS_ENDPOINT_URL": addresses.AWS_URL, "AWS_ALLOW_HTTP": "true"},
     "gcp": {},
 }
-"""What a host is told of its cloud beyond what the real one tells it. Google's names need nothing but a certificate."""
+"""Settings of a host that a real instance does not have. Google's names need only a certificate."""
 TRUST = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "AWS_CA_BUNDLE", "HTTPLIB2_CA_CERTS")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostSpec:
-    """A machine as its cloud describes it."""
+    """An instance as its cloud describes it."""
 
     id: str
     cloud: str
@@ -59,7 +58,7 @@ class Host:
     folder: Path
     process: subprocess.Popen[bytes]
     first: int
-    """The host's own first process, as seen from the world."""
+    """Pid of the host's first process, as seen from the world."""
     stop_metadata: Callable[[], None]
     frozen: bool = False
 
@@ -120,7 +119,7 @@ class Hosts:
         self.say(f"host {host_id} {host.spec.zone} is dead")
 
     def freeze(self, host_id: str) -> None:
-        """SIGSTOP to everything on the host, until nothing runs that could start something new."""
+        """Send SIGSTOP to all processes of the host, until none runs that could start a new one."""
         host = self.hosts[host_id]
         host.frozen = True
         stopped: set[int] = set()
@@ -142,7 +141,7 @@ class Hosts:
 
 
 def processes_of(first: int) -> list[int]:
-    """Every process in the process namespace of `first`."""
+    """Return every process in the process namespace of `first`."""
     space = _namespace(first)
     return [int(entry) for entry in os.listdir("/proc") if entry.isdigit() and _namespace(int(entry)) == space]
 
@@ -159,7 +158,7 @@ def _port(link: str, spec: HostSpec) -> Port:
 
 
 def _child(process: subprocess.Popen[bytes]) -> int:
-    """The process that `unshare` forked into the new namespaces."""
+    """Return the process that `unshare` forked into the new namespaces."""
     for _ in range(2000):
         try:
             children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
@@ -181,7 +180,7 @@ def _hosts_file(cloud: str, name: str, private: str) -> str:
     lines = ["127.0.0.1 localhost", f"{private} {name}"]
     if cloud == "gcp":
         lines += [f"{addresses.METADATA} metadata.google.internal metadata"]
-    # Nodes of either cloud may be given the other's credentials, so both clouds' names are known on both.
+    # Nodes of either cloud may get the other's credentials, so the names of both clouds resolve on both.
     return "\n".join([*lines, known_names()]) + "\n"
 
 

@@ -1,11 +1,11 @@
-"""The hosts' image and their wheels: baked once, kept in a cache folder, found again by a digest of what went in.
+"""The hosts' image and their wheels: built once, kept in a cache folder, and found by a digest of the inputs.
 
 wheels-<digest>/  every package of engine/node.lock, as pip would fetch it for a node; mounted read-only on hosts
 image-<digest>/   an overlay layer: login users, sshd's settings, SkyPilot's own runtime, the wheels as uv unpacks them,
                   pip and uv that use them
 
-The promise: whatever stands under one of these names is complete. Each is made beside its place and renamed, under a
-lock, so a bake that is killed leaves nothing that a later one would believe.
+The promise: every folder with such a name is complete. Each is built beside its place and renamed, under a lock, so a
+killed build leaves nothing that a later one would use.
 """
 
 import fcntl
@@ -26,15 +26,15 @@ from pathlib import Path
 CHECKOUT = Path(__file__).resolve().parents[3]
 HOST = Path(__file__).resolve().parent / "host"
 SYSTEM_PYTHON = Path("/usr/bin/python3")
-"""What hosts run; their login user cannot read an interpreter that lives in somebody's home."""
+"""The interpreter of hosts. Their login user cannot read an interpreter in a user's home folder."""
 
 EXTRA_WHEELS = ("uv", "pip", "setuptools", "wheel")
-"""What a set-up may need beside the lock: uv is put into the image from here, the others are for `venv --seed`."""
+"""Packages that a setup may need beside the lock: uv goes into the image, the others are for `venv --seed`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Image:
-    """Where the two halves lie."""
+    """The folders of the image and its wheels."""
 
     layer: Path
     wheels: Path
@@ -44,30 +44,30 @@ def cache_folder() -> Path:
     return Path(os.environ.get("FAKE_CLOUDS_CACHE") or Path.home() / ".cache" / "spotrl-fake-clouds")
 
 
-def baked(cache: Path, say: Callable[[str], None] = lambda _: None) -> Image:
-    """The image, made if it is not there yet (minutes, and it needs a package index)."""
+def baked(cache: Path, log: Callable[[str], None] = lambda _: None) -> Image:
+    """Return the image, built if missing (this takes minutes and a package index)."""
     cache.mkdir(parents=True, exist_ok=True)
     with _alone(cache / "lock"):
         _sweep(cache)
-        wheels = _made(cache, "wheels", _wheels_key(), lambda to: _make_wheels(to, say))
-        layer = _made(cache, "image", _image_key(), lambda to: _make_layer(to, wheels, cache, say))
+        wheels = _made(cache, "wheels", _wheels_key(), lambda to: _make_wheels(to, log))
+        layer = _made(cache, "image", _image_key(), lambda to: _make_layer(to, wheels, cache, log))
     return Image(layer=layer, wheels=wheels)
 
 
 def node_requirements() -> list[str]:
-    """What the extra `node` asks for, with what the package itself needs."""
+    """Return the requirements of the extra `node`, with those of the package itself."""
     project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
 
-    def asked(extra: str) -> Iterator[str]:
+    def requirements(extra: str) -> Iterator[str]:
         for requirement in extras[extra]:
             if requirement.startswith("spotrl["):
                 for inner in requirement[len("spotrl[") : -1].split(","):
-                    yield from asked(inner)
+                    yield from requirements(inner)
             else:
                 yield requirement
 
-    return sorted({*project["dependencies"], *asked("node")})
+    return sorted({*project["dependencies"], *requirements("node")})
 
 
 def _wheels_key() -> str:
@@ -98,7 +98,7 @@ def _made(cache: Path, kind: str, key: str, make: Callable[[Path], None]) -> Pat
 
 
 def _sweep(cache: Path) -> None:
-    """What a killed bake left. Nobody else is at it: the lock is held."""
+    """Delete the remains of a killed build. The lock is held, so no other build is running."""
     for part in cache.glob("*.part"):
         shutil.rmtree(part)
 
@@ -110,18 +110,21 @@ def _alone(lock: Path) -> Iterator[None]:
         yield
 
 
-def _make_wheels(to: Path, say: Callable[[str], None]) -> None:
-    say("fetching the wheels of a node")
+def _make_wheels(to: Path, log: Callable[[str], None]) -> None:
+    log("fetching the wheels of a node")
     with tempfile.TemporaryDirectory() as work:
-        asked = Path(work, "requirements.txt")
-        asked.write_text("\n".join([*node_requirements(), *EXTRA_WHEELS]))
+        requirements = Path(work, "requirements.txt")
+        requirements.write_text("\n".join([*node_requirements(), *EXTRA_WHEELS]))
         lock = CHECKOUT / "engine" / "node.lock"
-        # `wheel`, not `download`: a node has no compiler, so whatever is only a source archive becomes a wheel here.
-        _run([sys.executable, "-m", "pip", "wheel", "--quiet", "--wheel-dir", to, "-c", lock, "-r", asked], cwd=work)
+        # `wheel`, not `download`: a node has no compiler, so source archives become wheels here.
+        _run(
+            [sys.executable, "-m", "pip", "wheel", "--quiet", "--wheel-dir", to, "-c", lock, "-r", requirements],
+            cwd=work,
+        )
 
 
-def _make_layer(to: Path, wheels: Path, cache: Path, say: Callable[[str], None]) -> None:
-    say("baking the hosts' image")
+def _make_layer(to: Path, wheels: Path, cache: Path, log: Callable[[str], None]) -> None:
+    log("baking the hosts' image")
     with tempfile.TemporaryDirectory(dir=cache) as work:
         home = Path(work, "home")
         home.mkdir()

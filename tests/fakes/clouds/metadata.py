@@ -1,8 +1,8 @@
-"""The metadata faces: what a machine is told of itself at 169.254.169.254.
+"""The metadata services of instances at 169.254.169.254.
 
 EC2's (IMDSv2 only: a token is required) and Google's (`Metadata-Flavor: Google` is required, `wait_for_change` waits).
-Each host has a server of its own, whose socket is made inside the host's network namespace; nothing of it runs there.
-What it says is asked of the cloud at each request: `Face` is the part that a cloud fills in.
+Each host has its own server, whose socket is created inside the host's network namespace while the server runs outside.
+Each answer is read from the cloud at the request: a cloud implements `Face`.
 """
 
 import ctypes
@@ -25,16 +25,16 @@ LONGEST_WAIT_S = 3600
 
 
 class Face(Protocol):
-    """What one machine is told."""
+    """The metadata of one instance."""
 
     cloud: str
 
     def paths(self) -> Mapping[str, str]:
-        """Every path that has an answer now, without its root (`latest/`, `computeMetadata/v1/`)."""
+        """Return every path that has an answer now, without its root (`latest/`, `computeMetadata/v1/`)."""
 
 
 def serve(pid: int, face: Face) -> Callable[[], None]:
-    """Answers inside the network namespace of `pid` until the returned function is called."""
+    """Serve inside the network namespace of `pid` until the returned function is called."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -66,7 +66,7 @@ def serve(pid: int, face: Face) -> Callable[[], None]:
 def _listen() -> socket.socket:
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    # The host's own address may come a moment later than this: bind to what is not there yet.
+    # The host's own address may be added a moment later, so bind to a missing address.
     listener.setsockopt(socket.IPPROTO_IP, 15, 1)  # IP_FREEBIND
     listener.bind((addresses.METADATA, 80))
     listener.listen(64)
@@ -74,7 +74,7 @@ def _listen() -> socket.socket:
 
 
 def _inside(pid: int, make: Callable[[], socket.socket]) -> socket.socket:
-    """A socket made in another network namespace. Only the calling thread visits it."""
+    """Return a socket created in another network namespace. Only the calling thread enters it."""
     libc = ctypes.CDLL(None, use_errno=True)
     here, there = (os.open(f"/proc/{who}/ns/net", os.O_RDONLY) for who in ("thread-self", pid))
     try:
@@ -100,7 +100,7 @@ def _answer(http: BaseHTTPRequestHandler, status: int, text: str, headers: Mappi
 
 
 def _listing(paths: Mapping[str, str], path: str) -> str | None:
-    """What a folder holds: one name a line, folders with a slash; None where nothing is."""
+    """Return the content of a folder: one name a line, folders with a slash; None if there is none."""
     folder = path.rstrip("/") + "/" if path.strip("/") else ""
     names = {name[len(folder) :].partition("/") for name in paths if name.startswith(folder)}
     return "\n".join(sorted(first + slash for first, slash, _ in names)) or None
@@ -133,7 +133,7 @@ def ec2_time(at: datetime) -> str:
 
 
 def role_credentials(role: str) -> str:
-    """Of the instance profile. They are accepted, because signatures are not checked."""
+    """Return credentials of the instance profile. They are accepted, because signatures are not checked."""
     return json.dumps(
         {
             "Code": "Success",
@@ -151,33 +151,33 @@ def role_credentials(role: str) -> str:
 
 
 def _google(http: BaseHTTPRequestHandler, face: Face, _: ThreadingHTTPServer) -> None:
-    said = {"Metadata-Flavor": "Google", "Server": "Metadata Server for VM"}
+    headers = {"Metadata-Flavor": "Google", "Server": "Metadata Server for VM"}
     if http.headers.get("Metadata-Flavor") != "Google":
-        return _answer(http, 403, "Missing Metadata-Flavor:Google header.", said)
+        return _answer(http, 403, "Missing Metadata-Flavor:Google header.", headers)
     url = urlsplit(http.path)
     query = {key: values[0] for key, values in parse_qs(url.query, keep_blank_values=True).items()}
     path = url.path.removeprefix("/computeMetadata/v1").strip("/")
     if url.path == "/":
-        return _answer(http, 200, "computeMetadata/\n", said)
-    before = _google_said(face.paths(), path, query)
+        return _answer(http, 200, "computeMetadata/\n", headers)
+    before = _google_answer(face.paths(), path, query)
     if query.get("wait_for_change", "").lower() == "true":
         patience = min(float(query.get("timeout_sec", LONGEST_WAIT_S)), LONGEST_WAIT_S)
         until = time.monotonic() + patience
         if query.get("last_etag", "") in ("", _etag(before)):
-            while _google_said(face.paths(), path, query) == before and time.monotonic() < until:
+            while _google_answer(face.paths(), path, query) == before and time.monotonic() < until:
                 time.sleep(0.1)
-            before = _google_said(face.paths(), path, query)
+            before = _google_answer(face.paths(), path, query)
     if before is None:
-        return _answer(http, 404, "Not Found", said)
+        return _answer(http, 404, "Not Found", headers)
     kind = "application/json" if before.startswith(("{", "[")) else "application/text"
-    return _answer(http, 200, before, said | {"ETag": _etag(before), "Content-Type": kind})
+    return _answer(http, 200, before, headers | {"ETag": _etag(before), "Content-Type": kind})
 
 
 def _etag(text: str | None) -> str:
     return f"{hash(text) & 0xFFFFFFFFFFFFFFFF:016x}"
 
 
-def _google_said(paths: Mapping[str, str], path: str, query: Mapping[str, str]) -> str | None:
+def _google_answer(paths: Mapping[str, str], path: str, query: Mapping[str, str]) -> str | None:
     if path in paths:
         return paths[path]
     if query.get("recursive", "").lower() == "true":

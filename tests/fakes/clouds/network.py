@@ -1,9 +1,9 @@
 """The fake internet: one router, which is the world's own network namespace.
 
-Each host hangs on a link of its own, so everything that it sends or hears passes the router and its rules: default deny
-in, what the security groups and firewalls say, no way from one private network to another, public addresses translated.
-The whole rule set is written anew at each change and loaded at one stroke, so a rule that is removed is gone at once.
-(What is already connected stays, as on real clouds.)
+Each host has its own link, so all its traffic passes the router and its rules: deny incoming by default, allow by
+security groups and firewalls, no route between private networks, translate public addresses. The whole rule set is
+written again at each change and loaded atomically, so a removed rule is gone at once. (Existing connections stay, as on
+real clouds.)
 """
 
 import subprocess
@@ -20,15 +20,15 @@ ALL_PUBLIC = ", ".join(str(one) for one in addresses.PUBLIC)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Allow:
-    """One rule of what may come in."""
+    """One rule for incoming traffic."""
 
     protocol: str
     """tcp, udp, icmp or all."""
     ports: tuple[int, int] | None
-    """None is all of them."""
+    """Ports; None means all."""
     ranges: tuple[str, ...] = ()
     members: tuple[str, ...] = ()
-    """Private addresses of the machines that a group or tag named: they come in by their private addresses alone."""
+    """Private addresses of the instances of a group or tag, which are allowed only by their private addresses."""
     deny: bool = False
 
     def text(self, sources: Iterable[str]) -> str:
@@ -47,11 +47,11 @@ class Allow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Port:
-    """Where a host hangs on the network."""
+    """The connection of a host to the network."""
 
     link: str
     network: str
-    """Hosts of one network reach one another by their private addresses."""
+    """Hosts of one network reach each other by their private addresses."""
     private: str
     public: str
     rules: tuple[Allow, ...] = ()
@@ -80,7 +80,7 @@ class Router:
         self.apply({})
 
     def plug(self, port: Port, pid: int) -> None:
-        """Links a host, whose network namespace is that of `pid`, to the router."""
+        """Link a host, whose network namespace is that of `pid`, to the router."""
         command(
             f"""
             ip link add {port.link} type veth peer name eth0 netns {pid}
@@ -96,7 +96,7 @@ class Router:
         )
 
     def cut(self, link: str) -> None:
-        """Not a packet more from this host: a machine that the cloud takes back says goodbye to nobody."""
+        """Stop every packet of this host: a preempted instance does not close its connections."""
         subprocess.run(["ip", "link", "set", link, "down"], check=False, capture_output=True)
 
     def unplug(self, link: str) -> None:
@@ -112,10 +112,10 @@ class Router:
 
 
 def rules(ports: Mapping[str, Port]) -> str:
-    """The whole rule set, as text.
+    """Return the whole rule set as text.
 
-    Each host has two doors: one for its own network, where private addresses are seen, and one for what comes to its
-    public address, where every sender is seen by its public one (translated only after these rules, hence by name).
+    Each host has two chains: one for its own network with private source addresses, and one for its public address with
+    public source addresses (which are translated after these rules).
     """
     hosts = sorted(ports.values(), key=lambda port: port.private)
     networks: defaultdict[str, list[str]] = defaultdict(list)
@@ -151,7 +151,7 @@ table ip world {{
   map public_doors {{ type ipv4_addr : verdict; {public_doors} }}
 {NEWLINE.join(chains)}
   set known {{ type ipv4_addr; {_elements([host.public for host in hosts if host.public])} }}
-  # What goes to an address that nobody has is not remembered: its next try may find somebody.
+  # Packets to an unused address are not tracked, because a later try may reach a new host.
   chain raw {{
     type filter hook prerouting priority raw;
     ip daddr {{ {ALL_PUBLIC} }} ip daddr != @known notrack

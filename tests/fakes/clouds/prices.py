@@ -1,8 +1,7 @@
-"""What machines there are and what they cost: one table behind SkyPilot's catalog files and the fake market's answers.
+"""Instance types and their prices: one table for SkyPilot's catalog files and the fake market's answers.
 
-The types that the launcher knows, with the prices of the shipped catalogs/ where they stand there, and a few without a
-GPU. Google's are put together from parts, as its billing catalog sells them. Prices of our own are assumed, near what
-was asked in 2025.
+The types that the launcher knows, with the prices of the shipped catalogs/ if listed there, and a few without a GPU.
+Google's prices are sums of parts, as in its billing catalog. Other prices are assumed, close to those of 2025.
 """
 
 import csv
@@ -44,9 +43,9 @@ INSTANCE_TYPES = (*PLAIN, *SOLD)
 
 AWS_USD = {"": 0.048, "V100": 3.06, "T4": 0.526, "L4": 0.8048, "A10G": 1.006, "L40S": 1.861}
 AWS_USD |= {"A100": 2.74, "A100-80GB": 3.42, "H100": 6.88, "H200": 7.91, "B200": 14.24}
-"""Dollars an hour of a GPU with its share of the machine, on demand; of a vCPU where there is no GPU."""
+"""On-demand dollars an hour of a GPU with its share of the instance, or of a vCPU if there is no GPU."""
 AWS_SPOT = Decimal("0.4")
-"""Of the price on demand."""
+"""Spot price relative to the on-demand price."""
 
 PARTS = {
     "N2 Instance Core": ("0.031611", "0.00765"),
@@ -71,14 +70,14 @@ PARTS = {
     "A4 Nvidia B200 (1 gpu slice)": ("14.5", "5.8"),
     "SSD backed Local Storage": ("0.08", "0.02"),
 }
-"""Google's: dollars on demand and spot, of an hour or of a GiB in an hour or a month."""
+"""Google's prices in dollars, on demand and spot, an hour or a GiB-hour or a GiB-month."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """A machine in a zone."""
+    """An instance type in a zone."""
 
-    machine: InstanceType
+    kind: InstanceType
     region: str
     zone: str
     on_demand: str
@@ -88,18 +87,18 @@ class Row:
 def rows() -> list[Row]:
     shipped = _shipped()
     found = []
-    for machine in INSTANCE_TYPES:
-        assumed = _aws_usd(machine) if machine.cloud == "aws" else tuple(_sum(machine, market) for market in (0, 1))
-        for region in addresses.regions_of(machine.cloud):
+    for kind in INSTANCE_TYPES:
+        assumed = _aws_usd(kind) if kind.cloud == "aws" else tuple(_sum(kind, market) for market in (0, 1))
+        for region in addresses.regions_of(kind.cloud):
             for number, zone in enumerate(region.zones):
-                name = machine.instance_type
-                on_demand = shipped.get((region.name, "", name, "on_demand")) if machine.cloud == "aws" else None
-                # A little dearer from zone to zone, so that there is a cheapest one.
+                name = kind.instance_type
+                on_demand = shipped.get((region.name, "", name, "on_demand")) if kind.cloud == "aws" else None
+                # Prices rise a little from zone to zone, so that one is the cheapest.
                 own = f"{assumed[1] * (100 + 5 * number) / 100:.4f}"
-                spot = shipped.get((region.name, zone, name, "spot"), own) if machine.cloud == "aws" else own
+                spot = shipped.get((region.name, zone, name, "spot"), own) if kind.cloud == "aws" else own
                 found.append(
                     Row(
-                        machine=machine,
+                        kind=kind,
                         region=region.name,
                         zone=zone,
                         on_demand=on_demand or f"{assumed[0]:.4f}",
@@ -109,29 +108,29 @@ def rows() -> list[Row]:
     return found
 
 
-def _aws_usd(machine: InstanceType) -> tuple[Decimal, Decimal]:
-    usd = Decimal(str(AWS_USD[machine.accelerator])) * (machine.gpus or machine.vcpus)
+def _aws_usd(kind: InstanceType) -> tuple[Decimal, Decimal]:
+    usd = Decimal(str(AWS_USD[kind.accelerator])) * (kind.gpus or kind.vcpus)
     return usd, usd * AWS_SPOT
 
 
-def _parts(machine: InstanceType) -> tuple[Part, ...]:
-    if machine.gpus:
-        return parts_of(machine)
+def _parts(kind: InstanceType) -> tuple[Part, ...]:
+    if kind.gpus:
+        return parts_of(kind)
     return (
-        Part(name="N2 Instance Core", unit="h", count=Decimal(machine.vcpus)),
-        Part(name="N2 Instance Ram", unit="GiBy.h", count=Decimal(machine.mem_gib)),
+        Part(name="N2 Instance Core", unit="h", count=Decimal(kind.vcpus)),
+        Part(name="N2 Instance Ram", unit="GiBy.h", count=Decimal(kind.mem_gib)),
     )
 
 
-def _sum(machine: InstanceType, market: int, gpu: bool | None = None) -> Decimal:
-    """What the parts cost together; only the GPUs, or only the others, if so asked."""
-    parts = [part for part in _parts(machine) if gpu is None or gpu == ("Nvidia" in part.name or "GPU" in part.name)]
+def _sum(kind: InstanceType, market: int, gpu: bool | None = None) -> Decimal:
+    """Return the sum of the parts; optionally only the GPUs, or only the other parts."""
+    parts = [part for part in _parts(kind) if gpu is None or gpu == ("Nvidia" in part.name or "GPU" in part.name)]
     return sum((part.count * Decimal(PARTS[part.name][market]) for part in parts), Decimal(0))
 
 
 def _skus() -> Iterator[Mapping[str, Any]]:
     regions = [region.name for region in addresses.regions_of("gcp")]
-    units = {part.name: part.unit for machine in INSTANCE_TYPES if machine.cloud == "gcp" for part in _parts(machine)}
+    units = {part.name: part.unit for kind in INSTANCE_TYPES if kind.cloud == "gcp" for part in _parts(kind)}
     for name, unit in units.items():
         on_demand, spot = PARTS[name]
         is_host = name.endswith(("Core", "Ram"))
@@ -151,50 +150,48 @@ def _shipped() -> dict[tuple[str, str, str, str], str]:
 
 
 def open_market() -> FakeMarket:
-    """The prices, from an hour ago on."""
+    """Start a market with these prices, from an hour ago on."""
     now_ms = int(time.time() * 1000)
     ticks = [
         Tick(
             at_ms=now_ms - 3_600_000,
-            cloud=row.machine.cloud,
+            cloud=row.kind.cloud,
             region=row.region,
             zone=row.zone,
-            instance_type=row.machine.instance_type,
+            instance_type=row.kind.instance_type,
             usd=row.spot,
         )
         for row in rows()
     ]
     products = {
-        (row.region, row.machine.instance_type): Product(
-            region=row.region, instance_type=row.machine.instance_type, usd=row.on_demand
+        (row.region, row.kind.instance_type): Product(
+            region=row.region, instance_type=row.kind.instance_type, usd=row.on_demand
         )
         for row in rows()
-        if row.machine.cloud == "aws"
+        if row.kind.cloud == "aws"
     }
-    # Zone ids are told by DescribeAvailabilityZones alone: moto's and the market's would not be the same.
+    # Only DescribeAvailabilityZones returns zone ids, because those of moto and of the market differ.
     return FakeMarket(
         ticks=ticks, products=list(products.values()), skus=list(_skus()), now_ms=now_ms, with_zone_ids=False
     )
 
 
 def change(market: FakeMarket, where: str, factor: float) -> int:
-    """Spot prices under `where` (cloud/region/zone) are `factor` times their first from now on. How many changed."""
+    """Set spot prices under `where` (cloud/region/zone) to `factor` times their first value. Return the count."""
     now_ms = int(time.time() * 1000)
     cloud, region, zone = (*where.split("/"), "", "", "")[:3]
     fitting = [
-        row
-        for row in rows()
-        if cloud in ("", row.machine.cloud) and region in ("", row.region) and zone in ("", row.zone)
+        row for row in rows() if cloud in ("", row.kind.cloud) and region in ("", row.region) and zone in ("", row.zone)
     ]
     market.ticks = [
         *market.ticks,
         *(
             Tick(
                 at_ms=now_ms,
-                cloud=row.machine.cloud,
+                cloud=row.kind.cloud,
                 region=row.region,
                 zone=row.zone,
-                instance_type=row.machine.instance_type,
+                instance_type=row.kind.instance_type,
                 usd=f"{Decimal(row.spot) * Decimal(str(factor)):.4f}",
             )
             for row in fitting
@@ -211,12 +208,12 @@ IMAGES = ["Tag", "Region", "OS", "OSVersion", "ImageId", "CreationDate", "BaseIm
 
 
 def write_catalog(home: Path, ami: str, zone_ids: Mapping[str, str]) -> None:
-    """Into SkyPilot's folder. Without a checksum beside them the files are the user's own, and never fetched."""
+    """Write catalog files to SkyPilot's folder. SkyPilot never downloads files without a checksum beside them."""
     folder = home / ".sky" / "catalogs" / "v8"
     table = rows()
     aws = []
     for row in table:
-        if (m := row.machine).cloud == "aws":
+        if (m := row.kind).cloud == "aws":
             size = [m.instance_type, m.accelerator, m.gpus or "", m.vcpus, m.mem_gib, _gpu_info(m)]
             aws.append([*size, row.on_demand, row.spot, row.region, zone_ids[row.zone], "x86_64"])
     _write(folder / "aws" / "vms.csv", VMS, aws)
@@ -231,7 +228,7 @@ def write_catalog(home: Path, ami: str, zone_ids: Mapping[str, str]) -> None:
     # On Google Cloud a host and its GPUs have rows of their own, and their prices are added.
     gcp: dict[tuple[str, str, int, str], Sequence[object]] = {}
     for row in table:
-        if (m := row.machine).cloud == "gcp":
+        if (m := row.kind).cloud == "gcp":
             dearer = Decimal(row.spot) / max(_sum(m, 1), Decimal("0.0001"))
             host = [f"{_sum(m, 0, gpu=False):.5f}", f"{_sum(m, 1, gpu=False) * dearer:.5f}"]
             place = [row.region, row.zone, ""]
@@ -248,21 +245,21 @@ def write_catalog(home: Path, ami: str, zone_ids: Mapping[str, str]) -> None:
     _write(folder / "gcp" / "accelerator_quota_mapping.csv", ["Accelerator", *quotas], [])
 
     clouds: dict[str, set[str]] = {}
-    for machine in SOLD:
-        clouds.setdefault(machine.accelerator, set()).add(machine.cloud.upper())
+    for kind in SOLD:
+        clouds.setdefault(kind.accelerator, set()).add(kind.cloud.upper())
     named = [[gpu, sorted(where)] for gpu, where in clouds.items()]
     _write(folder / "common" / "accelerators.csv", ["AcceleratorName", "Clouds"], named)
     memory = {m.accelerator: [m.accelerator, m.gpu_mem_gib, "NVIDIA"] for m in SOLD}
     _write(folder / "common" / "metadata.csv", ["GPU", "MemoryGB", "Manufacturer"], list(memory.values()))
 
 
-def _gpu_info(machine: InstanceType) -> str:
-    if not machine.gpus:
+def _gpu_info(kind: InstanceType) -> str:
+    if not kind.gpus:
         return ""
-    mib = machine.gpu_mem_gib * 1024
-    gpu = {"Name": machine.accelerator, "Manufacturer": "NVIDIA", "Count": float(machine.gpus)}
+    mib = kind.gpu_mem_gib * 1024
+    gpu = {"Name": kind.accelerator, "Manufacturer": "NVIDIA", "Count": float(kind.gpus)}
     gpu |= {"MemoryInfo": {"SizeInMiB": mib}}
-    return repr({"Gpus": [gpu], "TotalGpuMemoryInMiB": mib * machine.gpus})
+    return repr({"Gpus": [gpu], "TotalGpuMemoryInMiB": mib * kind.gpus})
 
 
 def _write(path: Path, header: Sequence[str], table: Sequence[Sequence[object]]) -> None:

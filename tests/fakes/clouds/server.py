@@ -1,7 +1,7 @@
-"""The world's own process: both clouds, their hosts and the router, and a socket where tests ask and order.
+"""The world's own process: both clouds, their hosts and the router, and a socket for queries and orders of tests.
 
-It is the first process of a process namespace: when it ends, however it ends, the kernel ends every host with it.
-One loop keeps hosts and rules as the clouds say: start what runs and has no host, end what has a host and does not run.
+It is the first process of a process namespace: when it ends for any reason, the kernel ends every host.
+One loop keeps hosts and rules in line with the clouds: it starts hosts of running instances and ends the others.
 
 python -m tests.fakes.clouds.server FOLDER IMAGE WHEELS [attached]
 """
@@ -29,14 +29,14 @@ from tests.fakes.clouds.network import Router
 PACE_S = 0.1
 BUCKETS = ("spotrl-runs",)
 FAR_BUCKETS = {"spotrl-far": "eu-central-1"}
-"""S3 buckets outside us-east-1, in a region without machines."""
+"""S3 buckets outside us-east-1, in a region without instances."""
 
 
 class Face:
-    """The metadata of one machine, asked of its cloud."""
+    """The metadata of one instance, read from its cloud."""
 
-    def __init__(self, cloud: aws.Aws | Gce, machine: str) -> None:
-        self.cloud, self._of, self._machine = cloud.cloud, cloud, machine
+    def __init__(self, cloud: aws.Aws | Gce, instance_id: str) -> None:
+        self.cloud, self._of, self._machine = cloud.cloud, cloud, instance_id
 
     def paths(self) -> Any:
         return self._of.paths(self._machine)
@@ -62,7 +62,7 @@ class Server:
             folder=folder / "hosts",
             image=image,
             router=self.router,
-            face=lambda machine: Face(self.gce if machine.isdigit() else self.aws, machine),
+            face=lambda instance_id: Face(self.gce if instance_id.isdigit() else self.aws, instance_id),
             certificate=folder / "ca.pem",
             say=self.say,
         )
@@ -78,12 +78,12 @@ class Server:
 
     def _prices(self, path: str, query: str, body: bytes) -> bytes:
         self.market.now_ms = int(time.time() * 1000)
-        asked = Request(f"{self.market.url}{path}?{query}", data=body or None, method="POST" if body else "GET")
-        with urlopen(asked, timeout=30) as answer:
+        message = Request(f"{self.market.url}{path}?{query}", data=body or None, method="POST" if body else "GET")
+        with urlopen(message, timeout=30) as answer:
             return bytes(answer.read())
 
     def keep(self) -> None:
-        """The loop; never returns."""
+        """Run the loop; it never returns."""
         while True:
             try:
                 self.market.now_ms = int(time.time() * 1000)
@@ -109,7 +109,7 @@ class Server:
         self.router.apply(self.hosts.ports())
 
     def _remember(self, host_id: str) -> None:
-        """Write down a host's process namespace: whoever is found in it later has survived the host.
+        """Record a host's process namespace: a process found in it later has survived the host.
 
         The namespace is held open, so that the kernel does not give its number to another one.
         """
@@ -118,10 +118,10 @@ class Server:
         with (self.folder / "namespaces").open("a") as file:
             file.write(json.dumps({"host": host_id, "pid": os.readlink(path)}) + "\n")
 
-    # --- what may be asked
+    # --- queries and orders of tests
 
     def find(self, node: str) -> str:
-        """The machine that a test means: an id, a name, or what a label says."""
+        """Return the instance that a test refers to by id, name or label."""
         live = {**self.aws.machines(), **self.gce.machines()}
         for fits in (lambda text: text == node, lambda text: text.startswith(f"{node}-")):
             for host_id, spec in live.items():
@@ -130,31 +130,31 @@ class Server:
         raise LookupError(f"no machine is called {node}; there are {sorted(spec.name for spec in live.values())}")
 
     def reclaim(self, node: str, seconds: float = 0, notice: bool = False) -> str:
-        machine = self.find(node)
-        self.say(f"reclaim {machine} in {seconds} s, {'with' if notice else 'without'} notice")
-        (self.gce if machine.isdigit() else self.aws).reclaim(machine, seconds, notice)
-        return machine
+        instance_id = self.find(node)
+        self.say(f"reclaim {instance_id} in {seconds} s, {'with' if notice else 'without'} notice")
+        (self.gce if instance_id.isdigit() else self.aws).reclaim(instance_id, seconds, notice)
+        return instance_id
 
     def rebalance(self, node: str) -> str:
-        machine = self.find(node)
-        self.aws.rebalance(machine)
-        return machine
+        instance_id = self.find(node)
+        self.aws.rebalance(instance_id)
+        return instance_id
 
     def freeze(self, node: str) -> str:
-        machine = self.find(node)
-        self.hosts.freeze(machine)
-        return machine
+        instance_id = self.find(node)
+        self.hosts.freeze(instance_id)
+        return instance_id
 
     def thaw(self, node: str) -> str:
-        machine = self.find(node)
-        self.hosts.thaw(machine)
-        return machine
+        instance_id = self.find(node)
+        self.hosts.thaw(instance_id)
+        return instance_id
 
     def unplug(self, node: str) -> str:
-        """The host runs on, and nobody hears of it."""
-        machine = self.find(node)
-        self.router.cut(self.hosts.hosts[machine].link)
-        return machine
+        """Unplug the host: it keeps running without a network."""
+        instance_id = self.find(node)
+        self.router.cut(self.hosts.hosts[instance_id].link)
+        return instance_id
 
     def fault(self, kind: str, where: str = "", **more: Any) -> None:
         self.say(f"fault {kind} {where} {more}")
@@ -180,11 +180,11 @@ class Server:
                     quotas[name] = value
 
     def quota_lag(self, seconds: float) -> None:
-        """Let a machine count against quotas for so long after its end."""
+        """Count an instance against quotas for this long after its end."""
         self.aws.quota_lag_s = self.gce.quota_lag_s = seconds
 
     def machines(self) -> list[dict[str, Any]]:
-        """Every machine that there ever was, as the clouds remember it."""
+        """Return every instance since the start, as the clouds remember it."""
         return [*self.aws.told(), *self.gce.told()]
 
     def all_hosts(self) -> dict[str, dict[str, Any]]:
@@ -209,7 +209,7 @@ class Server:
         }
 
     def inventory(self) -> list[dict[str, Any]]:
-        """What was made since the start and is still there."""
+        """Return the resources created since the start that still exist."""
         return [thing for thing in self._things() if _key(thing) not in self.furnished]
 
     def _things(self) -> list[dict[str, Any]]:
@@ -229,12 +229,12 @@ class Server:
 
         class Handler(socketserver.StreamRequestHandler):
             def handle(self) -> None:
-                asked = json.loads(self.rfile.readline())
+                message = json.loads(self.rfile.readline())
                 try:
-                    if asked["order"] not in (known := server.ORDERS + server.QUESTIONS):
-                        raise LookupError(f"{asked['order']} is none of {', '.join(known)}")
-                    act: Callable[..., Any] = getattr(server, asked["order"])
-                    answer = {"answer": act(*asked.get("args", ()), **asked.get("more", {}))}
+                    if message["order"] not in (known := server.ORDERS + server.QUESTIONS):
+                        raise LookupError(f"{message['order']} is none of {', '.join(known)}")
+                    act: Callable[..., Any] = getattr(server, message["order"])
+                    answer = {"answer": act(*message.get("args", ()), **message.get("more", {}))}
                 except Exception as error:
                     answer = {"error": f"{type(error).__name__}: {error}"}
                 self.wfile.write(json.dumps(answer).encode() + b"\n")
@@ -251,7 +251,7 @@ def _key(thing: dict[str, Any]) -> tuple[str, str, str, str]:
 
 
 def _follow_owner() -> None:
-    """Ends with whoever holds the other end of standard input."""
+    """End this process when the other end of standard input is closed."""
     sys.stdin.buffer.read()
     os._exit(0)
 

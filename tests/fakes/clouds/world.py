@@ -4,10 +4,10 @@
         world.run(["spotrl", "launch", ...])
         world.reclaim("run-spot0-g1", seconds=30, notice=True)
 
-Everything is inside one network namespace; whoever is started by `run` is in it too, with the addresses, credentials
-and certificates of a client of both clouds in its environment and a HOME of its own. The promise: when the world is
-down, nothing of it is left, not even after a crash: hosts hang on the world's process, and whatever was started by
-`run` is found by its namespace and killed.
+Everything is inside one network namespace; processes started by `run` are in it too, with the addresses, credentials
+and certificates of a client of both clouds in their environment and a separate HOME. The promise: when the world is
+down, nothing of it is left, not even after a crash: hosts end with the world's process, and processes started by `run`
+are found by their namespace and killed.
 """
 
 import contextlib
@@ -59,7 +59,7 @@ esac
 
 
 def why_not() -> str | None:
-    """Why no world can be had on this machine; None where one can."""
+    """Return the reason why no world can run on this computer, or None."""
     if sys.platform != "linux":
         return "network namespaces are Linux's"
     if os.geteuid() != 0:
@@ -99,7 +99,7 @@ SERVER = "tests.fakes.clouds.server"
 
 
 class World:
-    """One world. `folder` is kept when it is given, for its logs; otherwise it is a temporary one."""
+    """One world. A given `folder` is kept for its logs; otherwise the folder is temporary."""
 
     def __init__(self, folder: Path | None = None, cache: Path | None = None) -> None:
         self._own = folder is None
@@ -112,7 +112,7 @@ class World:
     # --- life
 
     def up(self, attached: bool = True) -> "World":
-        """Starts it. `attached`: it ends with this process, whatever happens to this process."""
+        """Start the world. `attached`: it ends with this process, however this process ends."""
         if (reason := why_not()) is not None:
             raise RuntimeError(reason)
         image = baked(self.cache, lambda text: print(f"fake clouds: {text}", file=sys.stderr))
@@ -147,7 +147,7 @@ class World:
         (self.folder / "world.json").write_text(json.dumps(facts))
         self._known = facts
         if attached:
-            # Hosts end with the world's process, but not what `run` left behind: somebody else must see to it.
+            # Hosts end with the world's process, but processes started by `run` need another process to end them.
             self._undertaker = subprocess.Popen(
                 [sys.executable, "-m", "tests.fakes.clouds", "--bury", str(self.folder)] + ["remove"] * self._own,
                 cwd=CHECKOUT,
@@ -160,7 +160,7 @@ class World:
 
     @classmethod
     def at(cls, folder: Path) -> "World":
-        """One that is up already, or was."""
+        """Return a world that is or was up at this folder."""
         if not (folder / "world.json").exists():
             raise FileNotFoundError(f"there is no world at {folder}; `--up {folder}` makes one")
         return cls(folder)
@@ -172,7 +172,7 @@ class World:
         self.down()
 
     def down(self, keep: bool | None = None) -> None:
-        """Ends and removes everything. May be called again, and from another process than `up`."""
+        """End and remove everything. May be called again, and from another process than `up`."""
         with contextlib.suppress(FileNotFoundError):
             facts = self._facts()
             for pid in (facts["server"], facts["process"]):
@@ -206,13 +206,13 @@ class World:
             (self.folder / name).unlink(missing_ok=True)
         (self.folder / "wheels").unlink(missing_ok=True)
         (self.folder / "wheels").symlink_to(image.wheels)
-        # SkyPilot takes the wheel that it sends to hosts from here, and the hosts have it already.
+        # SkyPilot reads the wheel that it sends to hosts from here, and the hosts already have it.
         shutil.copytree(image.layer / "home/ubuntu/.sky/wheels", home / ".sky" / "wheels", dirs_exist_ok=True)
-        # Names its SSH control sockets, which lie in /tmp: two worlds must not meet there.
+        # SkyPilot's SSH control sockets are in /tmp, so their names must differ between worlds.
         (home / ".sky" / "user_hash").write_text(secrets.token_hex(4))
         google.write_certificates(self.folder)
         google.write_service_account(home / "gcp-key.json")
-        # A client in this world trusts the real authorities too: it may still read what lies on this machine.
+        # A client in this world trusts the real authorities too, for files on this computer.
         system = Path("/etc/ssl/certs/ca-certificates.crt")
         bundle = (system.read_bytes() if system.exists() else b"") + (self.folder / "ca.pem").read_bytes()
         (self.folder / "bundle.pem").write_bytes(bundle)
@@ -232,10 +232,10 @@ class World:
             self._known = json.loads((self.folder / "world.json").read_text())
         return self._known
 
-    # --- being inside
+    # --- processes inside
 
     def environment(self) -> dict[str, str]:
-        """Of a client: nothing of the caller's environment but its language."""
+        """Return a client's environment: only the language comes from the caller's environment."""
         home, bundle = self.folder / "home", str(self.folder / "bundle.pem")
         path = [str(self.folder / "bin"), str(Path(sys.executable).parent)]
         path += ["/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin"]
@@ -251,19 +251,19 @@ class World:
             "GOOGLE_APPLICATION_CREDENTIALS": str(home / "gcp-key.json"),
             "GOOGLE_CLOUD_PROJECT": addresses.PROJECT,
             "NO_GCE_CHECK": "true",
-            # What is built here is built from the wheels that hosts have: there is no index to ask.
+            # Builds here use the wheels of the hosts, because there is no package index.
             "PIP_NO_INDEX": "1",
             "PIP_FIND_LINKS": str(self.folder / "wheels"),
             "UV_NO_INDEX": "1",
             "UV_FIND_LINKS": str(self.folder / "wheels"),
             "SKYPILOT_DISABLE_USAGE_COLLECTION": "1",
-            # Whatever believes that it is a node here must not turn this machine off.
+            # A process here that acts as a node must not turn off this computer.
             "SPOTRL_SHUTDOWN": "true",
             **dict.fromkeys(trusted, bundle),
         }
 
     def entering(self, command: Sequence[str | Path]) -> list[str]:
-        """The command line that runs a command inside."""
+        """Return the command line that runs a command inside."""
         net = f"/proc/{self._facts()['server']}/ns/net"
         inside = ["nsenter", f"--net={net}", "unshare", "--mount", "sh", "-ec", ENTER, "world", str(self.folder)]
         return [*inside, *(str(part) for part in command)]
@@ -271,7 +271,7 @@ class World:
     def run(
         self, command: Sequence[str | Path], *, env: Mapping[str, str] | None = None, check: bool = True, **more: Any
     ) -> subprocess.CompletedProcess[str]:
-        """Runs a command inside, as a client; its output is in the result."""
+        """Run a command inside as a client; its output is in the result."""
         done = subprocess.run(
             self.entering(command),
             env=self.environment() | dict(env or {}),
@@ -284,13 +284,13 @@ class World:
     def start(
         self, command: Sequence[str | Path], *, env: Mapping[str, str] | None = None, **more: Any
     ) -> subprocess.Popen[str]:
-        """The same without waiting."""
+        """Start a command inside as a client, without waiting."""
         return subprocess.Popen(
             self.entering(command), env=self.environment() | dict(env or {}), **{"text": True} | more
         )
 
     def call(self, function: Callable[[], Told]) -> Told:
-        """Runs a function inside, in a child of this process, and returns what it returned (or raises its error)."""
+        """Run a function inside, in a child of this process, and return its result (or raise its error)."""
         forks = multiprocessing.get_context("fork")
         mine, its = forks.Pipe(duplex=False)
 
@@ -307,16 +307,16 @@ class World:
         process.start()
         its.close()
         try:
-            told, error = mine.recv()
+            result, error = mine.recv()
         except EOFError:
             error = "the child ended without an answer"
         process.join()
         if error is not None:
             raise RuntimeError(error)
-        return told
+        return result
 
     def _enter(self) -> None:
-        """This process moves into the world, for good: what ENTER does, without a program."""
+        """Move this process into the world for good, like ENTER without a program."""
         libc = ctypes.CDLL(None, use_errno=True)
 
         def done(result: int) -> None:
@@ -331,7 +331,7 @@ class World:
             done(libc.mount(str(self.folder / own).encode(), place, None, MS_BIND, None))
 
     def on(self, node: str, command: Sequence[str], *, root: bool = False, check: bool = True) -> str:
-        """Runs a command on a host, as its login user would; what it says."""
+        """Run a command on a host as its login user, and return its output."""
         first = self._outside(self.ask("first", node))
         inside = ["nsenter", f"--target={first}", "--net", "--mount", "--pid", "--uts", "--ipc", "--root", "--wd"]
         who = [] if root else ["setpriv", "--reuid=1000", "--regid=1000", "--init-groups"]
@@ -346,7 +346,7 @@ class World:
         return done.stdout + done.stderr
 
     def _outside(self, pid: int) -> int:
-        """A process of the world by its number out here."""
+        """Return a process of the world by its pid outside."""
         space = self._facts()["namespaces"]["pid"]
         for entry in os.listdir("/proc"):
             with contextlib.suppress(OSError):
@@ -355,13 +355,13 @@ class World:
                 for line in Path(f"/proc/{entry}/status").read_text().splitlines():
                     if line.startswith("NSpid:"):
                         numbers = [int(number) for number in line.split()[1:]]
-                        # Ours, then the world's, then (for what is on a host) the host's.
+                        # Our pid, then the world's, then (for a process on a host) the host's.
                         if len(numbers) == 3 and numbers[1] == pid and numbers[2] == 1 and self._is_ours(numbers[0]):
                             return numbers[0]
         raise LookupError(f"no process {pid} in {space}")
 
     def _is_ours(self, pid: int) -> bool:
-        """Whether a process hangs on this world's server."""
+        """Return whether a process is a descendant of this world's server."""
         server = self._facts()["server"]
         while pid > 1:
             if pid == server:
@@ -369,74 +369,74 @@ class World:
             pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         return False
 
-    # --- asking and ordering; what each does is said in server.py
+    # --- queries and orders; server.py describes each
 
     def ask(self, order: str, *args: Any, **more: Any) -> Any:
         with socket.socket(socket.AF_UNIX) as line:
             line.settimeout(60)
-            # A path may be longer than a socket's address: go there by the folder's descriptor.
+            # A path may be longer than a socket address allows, so use the folder's descriptor.
             folder = os.open(self.folder, os.O_RDONLY)
             try:
                 line.connect(f"/proc/self/fd/{folder}/control")
             finally:
                 os.close(folder)
             line.sendall(json.dumps({"order": order, "args": args, "more": more}).encode() + b"\n")
-            with line.makefile("rb") as said:
-                answer = json.loads(said.readline())
+            with line.makefile("rb") as reply:
+                answer = json.loads(reply.readline())
         if "error" in answer:
             raise LookupError(answer["error"])
         return answer["answer"]
 
     def hosts(self) -> dict[str, dict[str, Any]]:
-        """What runs, by the cloud's id of it."""
+        """Return the running hosts, by the cloud's instance id."""
         return dict(self.ask("all_hosts"))
 
     def machines(self) -> list[dict[str, Any]]:
-        """Every machine that there ever was, with its state and reason."""
+        """Return every instance since the start, with its state and reason."""
         return list(self.ask("machines"))
 
     def inventory(self) -> list[dict[str, Any]]:
-        """What was made since the start and still is: instances, disks, groups, keys, roles, ..."""
+        """Return the resources created since the start that still exist: instances, disks, groups, keys, roles, ..."""
         return list(self.ask("inventory"))
 
     def reclaim(self, node: str, seconds: float = 0, notice: bool = False) -> str:
-        """The cloud takes a machine back, after so many seconds. `node`: its id, its name, or what a label says."""
+        """Preempt an instance after this many seconds. `node`: its id, name or label."""
         return str(self.ask("reclaim", node, seconds=seconds, notice=notice))
 
     def freeze(self, node: str) -> str:
-        """SIGSTOP to everything on a host."""
+        """Send SIGSTOP to all processes of a host."""
         return str(self.ask("freeze", node))
 
     def thaw(self, node: str) -> str:
         return str(self.ask("thaw", node))
 
     def fault(self, kind: str, where: str = "", **more: Any) -> None:
-        """See faults.py: `fault("capacity", "gcp/us-central1", market="spot", seconds=60)`."""
+        """Add a fault (see faults.py): `fault("capacity", "gcp/us-central1", market="spot", seconds=60)`."""
         self.ask("fault", kind, where, **more)
 
     def clear(self, kind: str = "", where: str = "") -> None:
-        """Ends faults: of a kind, under a path, or all."""
+        """Clear faults: of a kind, under a path, or all."""
         self.ask("clear", kind, where)
 
     def price(self, where: str, factor: float) -> int:
-        """Spot prices under a path are so many times what they were at first, from now on."""
+        """Set spot prices under a path to this multiple of their first value."""
         return int(self.ask("price", where, factor))
 
     def quota(self, where: str, name: str, value: float) -> None:
-        """What the quota calls tell: `quota("aws", "L-3819A6DF", 0)`, `quota("gcp/us-east4", "NVIDIA_L4_GPUS", 0)`."""
+        """Set a quota: `quota("aws", "L-3819A6DF", 0)`, `quota("gcp/us-east4", "NVIDIA_L4_GPUS", 0)`."""
         self.ask("quota", where, name, value)
 
     def quota_lag(self, seconds: float) -> None:
-        """Let a machine count against quotas for so long after its end; at first it does not at all."""
+        """Count an instance against quotas for this long after its end; the default is 0."""
         self.ask("quota_lag", seconds)
 
-    # --- what is left
+    # --- remains
 
     def leftovers(self) -> dict[str, int]:
-        """Of all hosts that there ever were: processes, process namespaces and mounts that are still there.
+        """Return the processes, process namespaces and mounts of all hosts that still exist.
 
-        Network and mount namespaces are not looked at: the kernel gives their numbers out again at once, and a client
-        of any world may get one. A process namespace's number is kept from that as long as the world is up.
+        Network and mount namespaces are not checked: the kernel reuses their numbers at once, perhaps for a client of
+        another world. The number of a process namespace is reserved as long as the world is up.
         """
         spaces = set()
         with contextlib.suppress(FileNotFoundError):
@@ -450,7 +450,7 @@ class World:
         return {"processes": len(found), "namespaces": len(set(found)), "mounts": mounts}
 
     def _is_of_another_world(self, pid: int) -> bool:
-        """Return whether another world's server started the process: once this world is down, numbers are free."""
+        """Return whether another world's server started the process: this world's numbers are free once it is down."""
         while pid > 1:
             try:
                 command = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
@@ -462,9 +462,9 @@ class World:
         return False
 
     def _inhabitants(self) -> list[int]:
-        """Every process in the world's network namespace: clients. Hosts die with the world's process namespace.
+        """Return the clients in the world's network namespace. Hosts die with the world's process namespace.
 
-        Not looked for by the namespaces of hosts that ended: their numbers are given out again, to other worlds too.
+        The namespaces of ended hosts are not searched: their numbers are reused, also by other worlds.
         """
         try:
             space = self._facts()["namespaces"]["net"]
@@ -474,7 +474,7 @@ class World:
 
 
 def _ssh_sockets(user_hash: str) -> Path:
-    """Where SkyPilot keeps them."""
+    """Return the folder of SkyPilot's SSH sockets."""
     return Path("/tmp", f"sky_ssh_{user_hash}")
 
 
@@ -498,7 +498,7 @@ def _parent(pid: int) -> int:
 
 
 def _born(pid: int) -> str:
-    """When a process began, so that its number's next owner is not taken for it."""
+    """Return the start time of a process, so that a later process with its pid is not taken for it."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:

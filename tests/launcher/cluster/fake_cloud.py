@@ -1,4 +1,4 @@
-"""A cloud that keeps its inventory in this process, as slow to believe as a real one: what was told to end lingers."""
+"""A cloud with its inventory in this process; like a real one it lists terminated instances for a while."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -36,7 +36,7 @@ def resource(kind: str = "disk", id: str = "vol-1", run: str = "digits", **more:
 
 @dataclass
 class FakeCloud:
-    """`lingers`: how many looks a machine stays in its region's list after it was told to end."""
+    """`lingers`: how many listings still show an instance after its termination was requested."""
 
     cloud: str = "aws"
     home: str = "us-east-1"
@@ -45,15 +45,15 @@ class FakeCloud:
     has: dict[str, Instance] = field(default_factory=dict)
     other: dict[str, Resource] = field(default_factory=dict)
     silent: set[str] = field(default_factory=set)
-    """Regions that do not answer; `caller` for who asks."""
+    """Regions that do not answer; `caller` stands for the identity call."""
     immortal: set[str] = field(default_factory=set)
     late: dict[str, tuple[int, Instance]] = field(default_factory=dict)
-    """Machines that are listed only after so many looks at their region."""
+    """Instances that appear only after this many listings of their region."""
     orders: list[str] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
-    """Of things that a job names."""
+    """Findings on resources that a job names."""
     looked: list[tuple[str, str]] = field(default_factory=list)
-    """Regions whose named networks were looked at, and where SSH was to come from."""
+    """Regions whose named networks were checked, and the address that SSH comes from."""
     who: CallerIdentity | None = ADA
     _dying: dict[str, int] = field(default_factory=dict)
 

@@ -1,7 +1,7 @@
-"""A fake `systemctl --user`: keeps one unit's command alive as `Restart=on-failure` says.
+"""A fake `systemctl --user` that restarts one unit's command like `Restart=on-failure`.
 
-A test copies it to FOLDER/bin/systemctl and puts that on PATH. What it was asked for is appended to FOLDER/calls; the
-pid that it supervises with is in FOLDER/pid. With FOLDER/broken it answers as where a user has no session.
+A test copies it to FOLDER/bin/systemctl and puts that on PATH. Each call is appended to FOLDER/calls; the pid of the
+supervisor is in FOLDER/pid. If FOLDER/broken exists, it answers as if the user had no session.
 """
 
 import os
@@ -16,7 +16,7 @@ units = Path(os.environ["XDG_CONFIG_HOME"]) / "systemd" / "user"
 
 
 def supervise(unit: str) -> None:
-    """Run the unit's command until it ends with exit code 0; a systemd does not pass on the caller's environment."""
+    """Run the unit's command until it ends with exit code 0. Like systemd, do not pass on the caller's environment."""
     lines = [line.partition("=") for line in (units / unit).read_text().splitlines()]
     words = {name: [value for key, _, value in lines if key == name] for name, _, _ in lines}
     environ = dict(shlex.split(value)[0].replace("%%", "%").split("=", 1) for value in words["Environment"])

@@ -1,4 +1,4 @@
-"""A real sshd on loopback for one test: throw-away keys, the current user, no configuration of this machine's."""
+"""A real sshd on loopback for one test, with temporary keys, the current user and no system configuration."""
 
 import contextlib
 import os
@@ -34,7 +34,7 @@ SetEnv {environment}
 
 
 def why_no_sshd() -> str | None:
-    """Why none can be started here; None: it can."""
+    """Return the reason why sshd cannot be started here, or None."""
     missing = [program for program in ("ssh", "ssh-keygen") if shutil.which(program) is None]
     if _sshd() is None:
         missing.append("sshd")
@@ -46,7 +46,7 @@ def _sshd() -> str | None:
 
 
 class Sshd:
-    """Listens on one loopback address. `environment`: what its sessions find set, as from /etc/environment."""
+    """An sshd on one loopback address. `environment`: variables of its sessions, as from /etc/environment."""
 
     def __init__(
         self, folder: Path, *, address: str = "127.0.0.1", environment: Mapping[str, str] | None = None
@@ -55,7 +55,7 @@ class Sshd:
         for name in ("host_key", "user_key"):
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True)
         self.login = Login(host=address, user=getuser(), key=folder / "user_key", port=free_port())
-        # The machine has SPOTRL_SHUTDOWN from here, so that no node can end it.
+        # SPOTRL_SHUTDOWN is set here, so that no node can shut down this computer.
         variables = {"SPOTRL_SHUTDOWN": "true", **(environment or {})}
         text = CONFIG.format(
             port=self.login.port,
@@ -69,9 +69,9 @@ class Sshd:
         self.start()
 
     def start(self) -> None:
-        """Listen, again perhaps."""
+        """Start or restart the server."""
         if os.getuid() == 0:
-            Path("/run/sshd").mkdir(exist_ok=True)  # where sshd, started by root, wants to have nothing
+            Path("/run/sshd").mkdir(exist_ok=True)  # sshd started by root needs this folder to be empty
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         until = time.monotonic() + 10
@@ -85,21 +85,21 @@ class Sshd:
                 time.sleep(0.02)
 
     def sessions(self) -> list[psutil.Process]:
-        """The processes of sshd that serve a connection, and what they started; not what left their session tree."""
+        """Return the sshd processes that serve connections, with their children but without detached processes."""
         return [child for child in psutil.Process(self._process.pid).children(recursive=True) if child.is_running()]
 
     def windows(self) -> list[psutil.Process]:
         return [process for process in self.sessions() if "engine.node.remote_console" in _words_of(process)]
 
     def cut(self, number: signal.Signals = signal.SIGKILL) -> None:
-        """Kill (or stop) the processes that carry connections; what they started stays."""
+        """Kill or stop the processes that carry connections; their children stay."""
         for process in self.sessions():
             with contextlib.suppress(psutil.NoSuchProcess):
                 if process.name().startswith("sshd"):
                     process.send_signal(number)
 
     def stop(self) -> None:
-        """Nobody listens any more; connections end too."""
+        """Stop the server and end its connections."""
         if self._process.poll() is None:
             self.cut()
             self._process.kill()
@@ -107,7 +107,7 @@ class Sshd:
 
 
 def _words_of(process: psutil.Process) -> list[str]:
-    """Return the command line of a process, or nothing if it has ended since it was found."""
+    """Return the command line of a process, or an empty list if the process has ended."""
     try:
         return process.cmdline()
     except psutil.NoSuchProcess:  # a zombie too
@@ -129,7 +129,7 @@ while True:
 
 
 def through_proxy(login: Login, folder: Path) -> tuple[Login, Path]:
-    """A login to a host that no name server knows, through a proxy that leads to `login`; and the proxy's log."""
+    """Return a login to an unknown host name through a proxy to `login`, and the path of the proxy's log."""
     (folder / "proxy.py").write_text(PROXY)
     log = folder / "proxy.log"
     proxy = f"{sys.executable} {folder / 'proxy.py'} {log} {login.port} %h %p"

@@ -1,4 +1,4 @@
-"""Runs for tests: a job, a plan, a ledger in a folder of the test's, and nodes that are fake agents."""
+"""Runs for tests: a job, a plan, a ledger in a temporary folder, and nodes that are fake agents."""
 
 import os
 import time
@@ -35,7 +35,7 @@ SPOT_RATE, TRAINER_RATE = 300_000, 1_000_000
 
 
 class HandClock:
-    """Moved by hand, or let run: `factor` milliseconds of the run in a millisecond of the wall."""
+    """A clock that the test moves. With `factor` it also runs that many times faster than the wall clock."""
 
     def __init__(self, factor: float = 60.0) -> None:
         self.at_ms, self.factor = 1_000_000_000, factor
@@ -79,17 +79,17 @@ def slots(spot: int) -> tuple[Slot, ...]:
     return (trainer, *rollout)
 
 
-class PaperCloud:
-    """Clouds on paper, behind `Provisioner`: they answer what a test says, as late as it says, on a clock of its own.
+class SimulatedCloud:
+    """Simulated clouds behind `Provisioner`: the test sets their answers and delays, and moves their clock.
 
-    `answers`: by `cloud/region/zone` or any beginning of it, "refuse", "deny" or "late"; the longest one counts. A
-    node comes up `boot_ms` after it was asked for, and its workers call in as late again.
+    `answers`: "refuse", "deny" or "late", by `cloud/region/zone` or a prefix of it; the longest prefix counts. A node
+    comes up `boot_ms` after its request, and its workers call in after another `boot_ms`.
     """
 
     def __init__(self, clock: HandClock, boot_ms: int = 60_000) -> None:
         self.clock, self.boot_ms = clock, boot_ms
         self.answers: dict[str, str] = {}
-        self.asked: dict[str, tuple[Placement, NodeSpec, int]] = {}
+        self.requested: dict[str, tuple[Placement, NodeSpec, int]] = {}
         self.ended: dict[str, NodeFact] = {}
         self.released: list[str] = []
         self.notices: dict[str, int] = {}
@@ -99,12 +99,12 @@ class PaperCloud:
 
     def request(self, want: Placement, spec: NodeSpec) -> None:
         if spec.node not in self.ended:
-            self.asked.setdefault(spec.node, (want, spec, self.clock.now_ms()))
+            self.requested.setdefault(spec.node, (want, spec, self.clock.now_ms()))
 
     def observe(self) -> list[NodeFact]:
         if self.is_down:
-            return [NodeFact(name=name, status=NodeStatus.UNKNOWN) for name in self.asked]
-        return [self._fact(name) for name in self.asked]
+            return [NodeFact(name=name, status=NodeStatus.UNKNOWN) for name in self.requested]
+        return [self._fact(name) for name in self.requested]
 
     def release(self, names: Sequence[str]) -> None:
         for name in names:
@@ -124,7 +124,7 @@ class PaperCloud:
     def close(self) -> None:
         pass
 
-    def reclaim(self, name: str, evidence: str = "Server.SpotInstanceTermination: taken back") -> None:
+    def preempt(self, name: str, evidence: str = "Server.SpotInstanceTermination: taken back") -> None:
         self.end(name, evidence, reclaimed=True)
 
     def end(self, name: str, evidence: str, *, reclaimed: bool = False) -> None:
@@ -137,22 +137,22 @@ class PaperCloud:
                 started_ms=self._up_ms(name),
                 ended_ms=self.clock.now_ms(),
             )
-            self.asked.setdefault(name, (placement(), None, self.clock.now_ms()))  # type: ignore[arg-type]
+            self.requested.setdefault(name, (placement(), None, self.clock.now_ms()))  # type: ignore[arg-type]
 
     def live(self) -> list[str]:
-        """What is billed, or will be."""
-        return [name for name in self.asked if self._fact(name).status in (NodeStatus.UP, NodeStatus.PENDING)]
+        """Return the nodes that are billed or pending."""
+        return [name for name in self.requested if self._fact(name).status in (NodeStatus.UP, NodeStatus.PENDING)]
 
     def _up_ms(self, name: str) -> int | None:
-        if name not in self.asked:
+        if name not in self.requested:
             return None
-        at_ms = self.asked[name][2] + self.boot_ms
+        at_ms = self.requested[name][2] + self.boot_ms
         if name not in self.up and self.clock.now_ms() >= at_ms and self._answer(name) in ("", "late"):
             self.up[name] = at_ms
         return self.up.get(name)
 
     def _answer(self, name: str) -> str:
-        want = self.asked[name][0]
+        want = self.requested[name][0]
         place = f"{want.cloud}/{want.region}/{want.zone_name}"
         fitting = [prefix for prefix in self.answers if place.startswith(prefix)]
         return self.answers[max(fitting, key=len)] if fitting else ""
@@ -160,7 +160,7 @@ class PaperCloud:
     def _fact(self, name: str) -> NodeFact:
         if name in self.ended:
             return self.ended[name]
-        want, up_ms, answer = self.asked[name][0], self._up_ms(name), self._answer(name)
+        want, up_ms, answer = self.requested[name][0], self._up_ms(name), self._answer(name)
         if up_ms is None and answer in ("refuse", "deny"):
             status = NodeStatus.NO_CAPACITY if answer == "refuse" else NodeStatus.DENIED
             words = "there is no capacity" if answer == "refuse" else f"quota GPUS is 0 in {want.cloud} {want.region}"
@@ -201,7 +201,7 @@ CLOUD_SITES = (cloud_site("gcp", "g1"), cloud_site("gcp", "g2"), cloud_site("aws
 
 
 def cloud_slots(spot: int, sites: Sequence[SiteOptions] = CLOUD_SITES) -> tuple[Slot, ...]:
-    """Planned in the first site, its zones in turn."""
+    """Return slots planned in the first site, over its zones in turn."""
     home = sites[0]
     rollout = [option for option in home.rollout if option.placement.market is Market.SPOT]
     options = [home.trainer[0], *(rollout[n % len(rollout)] for n in range(spot))]
@@ -226,7 +226,7 @@ def cloud_run(
     max_hourly: int | None = 5_000_000,
     **job_fields: Any,
 ) -> Run:
-    """A run that may be anywhere in `sites`, on the clock of its controller."""
+    """Create a run that may use all `sites`, on the clock of its controller."""
     store = {"aws": "s3://bucket/spotrl", "gcp": "gs://bucket/spotrl"}
     job = Job(name=name, iterations=1000, infra="gcp,aws", store=store, clock_factor=1.0, **job_fields)
     checked = CheckedJob(
@@ -280,13 +280,13 @@ def spec(run_folder: Path, clock: HandClock, name: str = "demo-spot-0-g0", role:
         store=(run_folder / "store").as_uri(),
         coordinator_port=1,
         token="t",
-        clock=ClockConfig(origin_ms=clock.at_ms, factor=1e-15),  # the fake agent's clock stands still, like ours
+        clock=ClockConfig(origin_ms=clock.at_ms, factor=1e-15),  # the fake agent's clock is frozen like ours
         engine=EngineConfig(),
     )
 
 
 def rule(*lifetimes_ms: int, notice_ms: int = 120_000, first: int = 0) -> PreemptionSchedule:
-    """A rule whose first node ends in the manner number `first`."""
+    """Return a preemption schedule that begins with the manner number `first`."""
 
     class Shifted(PreemptionSchedule):
         def preemption(self, ordinal: int) -> ScheduledPreemption:
@@ -302,7 +302,7 @@ def fact_of(provisioner: LocalProvisioner, name: str) -> NodeFact | None:
 
 
 def wait_until(true: Callable[[], object], seconds: float = 15.0) -> None:
-    """Real processes take real time; how much does not matter to what is tested."""
+    """Poll until the condition holds, because real processes take real time."""
     until = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < until, "it did not happen in time"
@@ -310,7 +310,7 @@ def wait_until(true: Callable[[], object], seconds: float = 15.0) -> None:
 
 
 def dead_pid() -> int:
-    """A pid that no process has."""
+    """Return a pid that no process has."""
     pid = os.fork()
     if pid == 0:
         os._exit(0)
@@ -319,7 +319,7 @@ def dead_pid() -> int:
 
 
 def assert_consistent(sessions: sessionmaker[Session], run: Run) -> None:
-    """What must hold of a ledger whose run is over, whatever happened on the way."""
+    """Assert the invariants of the ledger of a finished run."""
     assert running_processes(run) == []
     with sessions() as session:
         nodes = nodes_of(session, run)

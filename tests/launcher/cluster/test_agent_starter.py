@@ -1,4 +1,4 @@
-"""The process that starts agents on this machine: it dies, stands still or comes too late, and no node is forgotten."""
+"""The process that starts local agents: no node is lost if it dies, freezes or is late."""
 
 import json
 import os
@@ -26,7 +26,7 @@ time.sleep(300)
 
 @pytest.fixture
 def agent(tmp_path) -> str:
-    """The file of an agent that says who it is and stays."""
+    """Write the program of an agent that records its pid and keeps running."""
     file = tmp_path / "agent.py"
     file.write_text(AGENT)
     return str(file)
@@ -42,7 +42,7 @@ def starter(tmp_path, agent):
 
 
 def node_of(tmp_path: Path, name: str = "a node") -> Path:
-    """A node's folder, with a space in its name."""
+    """Create a node's folder with a space in its name."""
     folder = tmp_path / "nodes" / name
     (folder / "logs").mkdir(parents=True)
     (folder / "node.json").write_text("{}")
@@ -50,7 +50,7 @@ def node_of(tmp_path: Path, name: str = "a node") -> Path:
 
 
 def pids_of(folder: Path) -> list[int]:
-    """The agents that began in the folder."""
+    """Return the pids of the agents that started in the folder."""
     try:
         return [json.loads(line)["pid"] for line in (folder / "began").read_text().splitlines()]
     except FileNotFoundError:
@@ -91,7 +91,7 @@ def test_an_agent_whose_title_cannot_be_set_carries_the_mark_in_its_environment(
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, 3])
-def test_how_an_agent_ended_is_written_down(tmp_path, starter, agent, end):
+def test_the_exit_of_an_agent_is_recorded(tmp_path, starter, agent, end):
     folder = node_of(tmp_path)
     if end == 3:
         Path(agent).write_text(AGENT.replace("time.sleep(300)", "sys.exit(3)"))
@@ -105,7 +105,7 @@ def test_how_an_agent_ended_is_written_down(tmp_path, starter, agent, end):
     assert not psutil.pid_exists(pid)
 
 
-def test_what_an_agent_fails_by_is_in_its_log(tmp_path, starter, agent):
+def test_the_error_of_a_failing_agent_is_in_its_log(tmp_path, starter, agent):
     folder = node_of(tmp_path)
     Path(agent).write_text("raise RuntimeError('no such model')")
     starter.start(folder / "node.json")
@@ -113,7 +113,7 @@ def test_what_an_agent_fails_by_is_in_its_log(tmp_path, starter, agent):
     assert "no such model" in (folder / "logs" / "agent.log").read_text()
 
 
-def test_a_node_that_was_given_up_is_not_started(tmp_path, starter):
+def test_a_released_node_is_not_started(tmp_path, starter):
     given_up, wanted = node_of(tmp_path, "x"), node_of(tmp_path, "y")
     (given_up / ENDING).touch()
     starter.start(given_up / "node.json")
@@ -122,7 +122,7 @@ def test_a_node_that_was_given_up_is_not_started(tmp_path, starter):
     assert pids_of(given_up) == []
 
 
-def test_agents_outlive_the_starter_and_another_one_is_begun(tmp_path, starter):
+def test_agents_outlive_the_starter_and_a_new_starter_begins(tmp_path, starter):
     folder, other = node_of(tmp_path, "x"), node_of(tmp_path, "y")
     first = starter.start(folder / "node.json")
     wait_until(lambda: pids_of(folder))
@@ -134,13 +134,13 @@ def test_agents_outlive_the_starter_and_another_one_is_begun(tmp_path, starter):
     assert is_alive(pids_of(folder)[0], None)
 
 
-def test_without_a_controller_nothing_is_started_any_more(tmp_path, starter):
-    """The order came, but who could end the node is gone before it was carried out."""
+def test_without_a_controller_no_agent_is_started(tmp_path, starter):
+    """The order arrived, but the controller that could end the node died before the start."""
     running, late = node_of(tmp_path, "x"), node_of(tmp_path, "y")
     begun = starter.start(running / "node.json")
     wait_until(lambda: pids_of(running))
     os.kill(begun["pid"], signal.SIGSTOP)
-    wait_until(lambda: is_stopped(begun["pid"]))  # it may be busy when it is told
+    wait_until(lambda: is_stopped(begun["pid"]))  # the starter may be busy when the order comes
     starter._process.stdin.write(os.fsencode(late / "node.json") + b"\n")
     starter._process.stdin.close()
     os.kill(begun["pid"], signal.SIGCONT)
@@ -150,7 +150,7 @@ def test_without_a_controller_nothing_is_started_any_more(tmp_path, starter):
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["running", "SIGSTOP"])
-def test_its_end_leaves_the_agents(tmp_path, starter, frozen):
+def test_agents_keep_running_when_the_starter_ends(tmp_path, starter, frozen):
     folder = node_of(tmp_path)
     begun = starter.start(folder / "node.json")
     wait_until(lambda: pids_of(folder))
@@ -161,7 +161,7 @@ def test_its_end_leaves_the_agents(tmp_path, starter, frozen):
     assert is_alive(pids_of(folder)[0], None)
 
 
-def test_one_that_stands_still_is_replaced(tmp_path, starter):
+def test_a_frozen_starter_is_replaced(tmp_path, starter):
     folder, other = node_of(tmp_path, "x"), node_of(tmp_path, "y")
     first = starter.start(folder / "node.json")
     wait_until(lambda: pids_of(folder))
@@ -173,8 +173,8 @@ def test_one_that_stands_still_is_replaced(tmp_path, starter):
     assert is_alive(pids_of(folder)[0], None)
 
 
-def test_a_process_that_cannot_become_an_agent_starts_nothing_in_its_place(tmp_path, starter):
-    """Its log cannot be opened, as on a full disk."""
+def test_a_process_that_cannot_become_an_agent_starts_nothing_else(tmp_path, starter):
+    """The agent's log cannot be opened, as on a full disk."""
     folder, other = node_of(tmp_path, "x"), node_of(tmp_path, "y")
     (folder / "logs").rmdir()
     starter.start(folder / "node.json")

@@ -1,4 +1,4 @@
-"""Money never runs away (invariant 8): whatever is bought, lost and delayed, in whatever order."""
+"""The budget guard: spend stays within its limits whatever is bought, lost and delayed (invariant 8)."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,20 +30,20 @@ def test_a_node_within_both_limits_is_bought():
     assert buy(metered=8 * DOLLAR, reserved=DOLLAR) is None
 
 
-def test_a_micro_dollar_too_much_is_refused_with_the_numbers():
+def test_a_micro_dollar_over_the_limit_is_refused_with_the_numbers():
     refusal = buy(metered=8 * DOLLAR + 1, reserved=DOLLAR)
     assert refusal is not None
     assert "max_total $10.00" in refusal.text
-    assert not refusal.for_good  # what is held for others may come back
+    assert not refusal.for_good  # reserves of other nodes may be released
 
 
-def test_what_is_spent_stays_spent():
+def test_a_refusal_by_spent_money_is_final():
     refusal = buy(metered=9 * DOLLAR + 1)
     assert refusal is not None
     assert refusal.for_good
 
 
-def test_the_hourly_limit_counts_what_runs():
+def test_the_hourly_limit_counts_running_nodes():
     refusal = buy(hourly_now=2 * DOLLAR + 1)
     assert refusal is not None
     assert "max_hourly $3.00/h" in refusal.text
@@ -56,17 +56,17 @@ def test_no_limit_refuses_nothing():
     assert money_deadline_ms(now_ms=5, metered=0, max_total=None, planned_hourly=1) is None
 
 
-def test_worst_case_rounds_against_us():
+def test_the_worst_case_cost_is_rounded_up():
     assert worst_case(1, 1) == 1
     assert worst_case(DOLLAR, HOUR_MS) == DOLLAR
 
 
-def test_pending_launches_are_held():
+def test_pending_launches_are_reserved():
     assert reserved(3_600_000, 1000, [5, 7]) == 1000 + 12
 
 
 @given(rate=st.integers(0, 40 * DOLLAR), spent=st.integers(0, 20 * DOLLAR), now_ms=st.integers(0, 10**12))
-def test_a_node_that_ends_itself_at_the_deadline_stays_within_the_money(rate, spent, now_ms):
+def test_a_node_that_ends_itself_at_its_spend_deadline_stays_in_budget(rate, spent, now_ms):
     deadline = money_deadline_ms(now_ms=now_ms, metered=spent, max_total=20 * DOLLAR, planned_hourly=rate)
     if deadline is not None:
         assert spent + interval_micro_usd(now_ms, deadline, rate) <= 20 * DOLLAR + 1
@@ -78,18 +78,18 @@ def test_a_node_that_ends_itself_at_the_deadline_stays_within_the_money(rate, sp
     allowance_ms=st.integers(10_000, 600_000),
     history=st.lists(
         st.tuples(
-            st.sampled_from([0.0, 0.3, 1.0]),  # how late the next pass is, in allowances
-            st.lists(st.integers(DOLLAR, 40 * DOLLAR), max_size=3),  # rates of what somebody wants to buy
-            st.integers(0, 2),  # how many nodes the cloud takes back meanwhile
+            st.sampled_from([0.0, 0.3, 1.0]),  # delay of the next pass, in allowances
+            st.lists(st.integers(DOLLAR, 40 * DOLLAR), max_size=3),  # rates of nodes to buy
+            st.integers(0, 2),  # number of nodes preempted before the next pass
         ),
         min_size=1,
         max_size=60,
     ),
 )
-def test_spend_stays_within_the_limit_whatever_the_history(max_total, max_hourly, allowance_ms, history):
-    """Each pass buys what the brakes allow, and may come late; the stop at the end takes its whole allowance."""
+def test_spend_stays_within_the_limit_for_every_history(max_total, max_hourly, allowance_ms, history):
+    """Each pass buys what the budget guard allows and may be late; the final stop takes its whole allowance."""
     now_ms, spent = 0, 0
-    nodes: list[tuple[int, int]] = []  # since when, at what rate
+    nodes: list[tuple[int, int]] = []  # (start, rate) of each node
 
     def metered(at_ms):
         return spent + sum(interval_micro_usd(start, at_ms, rate) for start, rate in nodes)

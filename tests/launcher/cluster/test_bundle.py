@@ -1,4 +1,4 @@
-"""What nodes are sent and what they make of it: the bundle here, its set-up in a home folder made for the test."""
+"""The bundle that is sent to nodes, and its setup in a temporary home folder."""
 
 import hashlib
 import os
@@ -29,8 +29,8 @@ exit 9
 """
 
 
-class Machine:
-    """A home folder, and a wheel or two that stand for what node.lock names: no network, no torch."""
+class Instance:
+    """An instance: a home folder, and small wheels in place of those in node.lock. No network, no torch."""
 
     def __init__(self, folder: Path) -> None:
         self.home = folder / "home"
@@ -52,14 +52,14 @@ class Machine:
             wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
             wheel.writestr(f"{info}/RECORD", "")
 
-    def has_python(self) -> "Machine":
+    def has_python(self) -> "Instance":
         # A script, because a link to an environment's interpreter is not that environment.
         python = self.bin / "python3.11"
         python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
         python.chmod(0o755)
         return self
 
-    def has_uv(self) -> "Machine":
+    def has_uv(self) -> "Instance":
         uv = self.home / ".local/bin/uv"
         uv.parent.mkdir(parents=True)
         uv.write_text(UV)
@@ -103,8 +103,8 @@ class Machine:
 
 
 @pytest.fixture
-def machine(tmp_path: Path) -> Machine:
-    return Machine(tmp_path)
+def instance(tmp_path: Path) -> Instance:
+    return Instance(tmp_path)
 
 
 @pytest.fixture
@@ -138,7 +138,7 @@ def test_node_lock_is_what_the_tests_run_with():
 def test_node_lock_is_a_part_of_versions_lock():
     everything = set((ROOT / "engine/versions.lock").read_text().splitlines())
     pins = {line for line in node_lock().splitlines() if not line.startswith("#")}
-    left = {pin for pin in pins - everything if not pin.startswith("setuptools==")}  # which pip does not list
+    left = {pin for pin in pins - everything if not pin.startswith("setuptools==")}  # pip does not list this package
     assert not left
     assert {"torch==2.13.0", "ray==2.60.0"} <= pins
 
@@ -151,7 +151,7 @@ def test_a_node_gets_neither_a_cloud_sdk_nor_skypilot():
 # --- the bundle -----------------------------------------------------------------------------------
 
 
-def test_a_model_beside_the_job_is_left_to_the_bucket(tmp_path, workdir):
+def test_a_model_beside_the_job_is_not_bundled(tmp_path, workdir):
     before = bundle_of(tmp_path, workdir)
     (workdir / "models" / "large").mkdir(parents=True)
     (workdir / "models" / "large" / "model.safetensors").write_bytes(b"x")
@@ -160,7 +160,7 @@ def test_a_model_beside_the_job_is_left_to_the_bucket(tmp_path, workdir):
     assert sent(with_model) == sent(before) | {"models/notes.txt"}
 
 
-def test_equal_inputs_are_one_bundle(tmp_path, workdir):
+def test_equal_inputs_give_the_same_bundle(tmp_path, workdir):
     one = bundle_of(tmp_path, workdir)
     os.utime(workdir / "prompts.txt", (0, 0))
     assert bundle_of(tmp_path, workdir) == one
@@ -169,7 +169,7 @@ def test_equal_inputs_are_one_bundle(tmp_path, workdir):
 
 
 @pytest.mark.parametrize("change", ["content", "name", "folder", "mode", "lock"])
-def test_any_change_is_another_bundle(tmp_path, workdir, change):
+def test_any_change_gives_another_bundle(tmp_path, workdir, change):
     one, lock = bundle_of(tmp_path, workdir), "pinned==1.0\n"
     match change:
         case "content":
@@ -185,7 +185,7 @@ def test_any_change_is_another_bundle(tmp_path, workdir, change):
     assert bundle_of(tmp_path, workdir, lock).digest != one.digest
 
 
-def test_our_wheel_is_a_wheel(tmp_path):
+def test_our_wheel_is_intact_and_holds_the_needed_files(tmp_path):
     (wheel,) = bundle_of(tmp_path, None).folder.glob("spotrl-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
@@ -203,7 +203,7 @@ def test_our_wheel_has_all_our_packages():
     assert sorted(bundles.PACKAGES) == sorted(pattern.rstrip("*") for pattern in patterns)
 
 
-def test_what_begins_with_a_dot_stays_at_home(tmp_path, workdir):
+def test_dotfiles_are_not_bundled(tmp_path, workdir):
     for name in (".env", ".aws/credentials", ".git/config", ".venv/x.py", "mine/__pycache__/reward.pyc"):
         (workdir / name).parent.mkdir(exist_ok=True)
         (workdir / name).write_text("secret")
@@ -213,13 +213,13 @@ def test_what_begins_with_a_dot_stays_at_home(tmp_path, workdir):
     assert sent(bundle_of(tmp_path, workdir)) == {"job.yaml", "prompts.txt", "mine/reward.py"}
 
 
-def test_the_bundle_is_for_its_owner_alone(tmp_path, workdir):
+def test_only_its_owner_can_read_the_bundle(tmp_path, workdir):
     bundle = bundle_of(tmp_path, workdir)
     assert (tmp_path / "bundles").stat().st_mode & 0o077 == 0
     assert (bundle.folder / "work/prompts.txt").stat().st_mode & 0o077 == 0
 
 
-def test_a_link_to_a_file_is_sent_as_the_file(tmp_path, workdir):
+def test_a_link_to_a_file_is_bundled_as_the_file(tmp_path, workdir):
     (tmp_path / "far.txt").write_text("far")
     (workdir / "near.txt").symlink_to(tmp_path / "far.txt")
     copied = bundle_of(tmp_path, workdir).folder / "work/near.txt"
@@ -246,15 +246,15 @@ def test_a_home_folder_is_refused(tmp_path, workdir, monkeypatch):
         bundle_of(tmp_path, workdir)
 
 
-def test_a_large_folder_is_refused_and_named(tmp_path, workdir):
+def test_a_large_folder_is_refused_by_name(tmp_path, workdir):
     (workdir / "pictures").mkdir()
     with (workdir / "pictures/all.bin").open("wb") as file:
-        file.truncate(bundles.MOST_BYTES + 1)  # a hole: it takes no room
+        file.truncate(bundles.MOST_BYTES + 1)  # a sparse file takes no disk space
     with pytest.raises(WorkdirRefused, match=r"most of it in pictures \(200 MB\).*at most 200 MB"):
         bundle_of(tmp_path, workdir)
 
 
-def test_an_installed_wheel_makes_the_bundle_that_it_came_with(tmp_path):
+def test_an_installed_wheel_and_its_checkout_make_the_same_bundle(tmp_path):
     """A user without a checkout launches the same code."""
     bundle = bundle_of(tmp_path, None)
     (wheel,) = bundle.folder.glob("spotrl-*.whl")
@@ -272,74 +272,74 @@ print(launcher.__file__, make_bundle(Path({str(tmp_path / "theirs")!r}), None, l
     assert out.split() == [str(tmp_path / "site/launcher/__init__.py"), bundle.digest]
 
 
-# --- the set-up -----------------------------------------------------------------------------------
+# --- the setup ------------------------------------------------------------------------------------
 
 
-def test_a_machine_becomes_a_node_and_the_second_run_has_nothing_to_do(tmp_path, machine, workdir):
+def test_the_setup_makes_a_node_and_its_second_run_does_nothing(tmp_path, instance, workdir):
     bundle = bundle_of(tmp_path, workdir)
-    machine.has_python().set_up(bundle)
-    assert (machine.env / ".digest").read_text() == bundle.digest
-    assert machine.python("import pinned, engine.clock; print(pinned.version)") == "1.0"
-    assert (machine.home / "spotrl/work/mine/reward.py").exists()
+    instance.has_python().set_up(bundle)
+    assert (instance.env / ".digest").read_text() == bundle.digest
+    assert instance.python("import pinned, engine.clock; print(pinned.version)") == "1.0"
+    assert (instance.home / "spotrl/work/mine/reward.py").exists()
     began = time.monotonic()
-    assert "there already" in machine.set_up(bundle)
+    assert "there already" in instance.set_up(bundle)
     assert time.monotonic() - began < 2
 
 
-def test_another_prompt_file_installs_nothing_anew(tmp_path, machine, workdir):
-    machine.has_uv().set_up(bundle_of(tmp_path, workdir))
-    (machine.env / "witness").touch()
+def test_another_prompt_file_causes_no_new_installation(tmp_path, instance, workdir):
+    instance.has_uv().set_up(bundle_of(tmp_path, workdir))
+    (instance.env / "witness").touch()
     (workdir / "prompts.txt").write_text("9876\n")
     bundle = bundle_of(tmp_path, workdir)
-    assert "the environment is there already" in machine.set_up(bundle)
-    assert (machine.env / "witness").exists()
-    assert (machine.home / "spotrl/work/prompts.txt").read_text() == "9876\n"
-    assert (machine.env / ".digest").read_text() == bundle.digest
+    assert "the environment is there already" in instance.set_up(bundle)
+    assert (instance.env / "witness").exists()
+    assert (instance.home / "spotrl/work/prompts.txt").read_text() == "9876\n"
+    assert (instance.env / ".digest").read_text() == bundle.digest
 
 
-def test_uv_is_used_where_it_is_and_another_lock_is_a_new_environment(tmp_path, machine):
-    machine.has_uv().set_up(bundle_of(tmp_path, None))
-    assert machine.python("import pinned; print(pinned.version)") == "1.0"
-    machine.write_wheel("pinned", "2.0")
-    (machine.env / "witness").touch()
-    machine.set_up(bundle_of(tmp_path, None, "pinned==2.0\n"))
-    assert machine.python("import pinned; print(pinned.version)") == "2.0"
-    assert not (machine.env / "witness").exists()
+def test_an_existing_uv_is_used_and_another_lock_makes_a_new_environment(tmp_path, instance):
+    instance.has_uv().set_up(bundle_of(tmp_path, None))
+    assert instance.python("import pinned; print(pinned.version)") == "1.0"
+    instance.write_wheel("pinned", "2.0")
+    (instance.env / "witness").touch()
+    instance.set_up(bundle_of(tmp_path, None, "pinned==2.0\n"))
+    assert instance.python("import pinned; print(pinned.version)") == "2.0"
+    assert not (instance.env / "witness").exists()
 
 
-def test_a_run_that_was_killed_is_done_again_and_two_at_once_are_one(tmp_path, machine):
+def test_a_killed_setup_is_repeated_and_two_at_once_install_once(tmp_path, instance):
     bundle = bundle_of(tmp_path, None)
-    machine.has_python().send(bundle)
-    first = machine.start(bundle)
+    instance.has_python().send(bundle)
+    first = instance.start(bundle)
     until = time.monotonic() + 20
-    while not (machine.env / "bin").exists():
+    while not (instance.env / "bin").exists():
         assert time.monotonic() < until
         time.sleep(0.01)
     os.killpg(first.pid, 9)
     first.communicate()
-    assert not (machine.env / ".digest").exists()
-    two = [machine.start(bundle), machine.start(bundle)]
-    said = sorted(process.communicate(timeout=60)[0].splitlines()[-1] for process in two)
-    assert [process.returncode for process in two] == [0, 0], said
-    assert "done" in said[0] + said[1]
-    assert sum("there already" in line for line in said) == 1
-    assert machine.python("import pinned; print(pinned.version)") == "1.0"
+    assert not (instance.env / ".digest").exists()
+    two = [instance.start(bundle), instance.start(bundle)]
+    last_lines = sorted(process.communicate(timeout=60)[0].splitlines()[-1] for process in two)
+    assert [process.returncode for process in two] == [0, 0], last_lines
+    assert "done" in last_lines[0] + last_lines[1]
+    assert sum("there already" in line for line in last_lines) == 1
+    assert instance.python("import pinned; print(pinned.version)") == "1.0"
 
 
-def test_a_lock_that_cannot_be_installed_fails_with_words_and_leaves_no_digest(tmp_path, machine):
-    out = machine.has_uv().set_up(bundle_of(tmp_path, None, "pinned==7.7\n"), exit_code=1)
+def test_a_lock_that_cannot_be_installed_fails_clearly_and_leaves_no_digest(tmp_path, instance):
+    out = instance.has_uv().set_up(bundle_of(tmp_path, None, "pinned==7.7\n"), exit_code=1)
     assert "No matching distribution found for pinned==7.7" in out
     assert "while what node.lock names was installed" in out.splitlines()[-1]
-    assert not (machine.env / ".digest").exists()
+    assert not (instance.env / ".digest").exists()
 
 
-def test_an_image_without_python_is_told_what_it_lacks(tmp_path, machine):
-    out = machine.set_up(bundle_of(tmp_path, None), exit_code=1)
+def test_an_image_without_python_is_refused_with_what_is_missing(tmp_path, instance):
+    out = instance.set_up(bundle_of(tmp_path, None), exit_code=1)
     assert "neither uv nor Python 3.11" in out.splitlines()[-1]
 
 
 def test_the_digest_of_a_bundle_does_not_depend_on_its_zip(tmp_path):
-    """The wheel is made of stored files dated at the epoch, so its bytes are those of the code."""
+    """The wheel stores its files uncompressed with a fixed date, so its bytes depend only on the code."""
     (one,) = bundle_of(tmp_path / "a", None).folder.glob("*.whl")
     (two,) = bundle_of(tmp_path / "b", None).folder.glob("*.whl")
     assert hashlib.sha256(one.read_bytes()).digest() == hashlib.sha256(two.read_bytes()).digest()

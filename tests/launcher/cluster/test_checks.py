@@ -1,4 +1,4 @@
-"""What `spotrl check` finds, and how it is told: one line a check, in words, and an exit code for scripts."""
+"""`spotrl check`: one line for each check, and an exit code for scripts."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -77,11 +77,11 @@ def plan(*sites: SiteOptions, spot_nodes: int = 2) -> Plan:
 
 @dataclass
 class FakeLimits:
-    """Says what it was told to say. A quota that is no key of `has` is not told."""
+    """Cloud limits set by the test. A quota that is no key of `has` is unknown."""
 
     cloud: str = "aws"
     off_ms: int = 0
-    said: Permissions = field(default_factory=Permissions)
+    permissions_answer: Permissions = field(default_factory=Permissions)
     has: dict[str, dict[str, Quota]] = field(default_factory=dict)
     silent: set[str] = field(default_factory=set)
     where: str = "us-east-2"
@@ -90,7 +90,7 @@ class FakeLimits:
         return NOW_MS + self.off_ms
 
     def permissions(self, named: Named = NOTHING_NAMED) -> Permissions:
-        return self.said
+        return self.permissions_answer
 
     def draws_on(self, want: Placement) -> Mapping[str, int]:
         return {} if want.instance_type == "odd" else {f"vcpus-{want.market.value}": 4}
@@ -120,7 +120,7 @@ def verdicts(checks: Sequence[Check]) -> list[str]:
 # --- lines -------------------------------------------------------------------------------------------
 
 
-def test_every_check_is_made_and_one_that_cannot_be_hides_no_other():
+def test_every_check_runs_and_a_failing_one_hides_no_other():
     def breaks() -> list[Check]:
         raise Failure("the bucket is not there; make it")
 
@@ -130,7 +130,7 @@ def test_every_check_is_made_and_one_that_cannot_be_hides_no_other():
     assert checks[1] == good
 
 
-def test_a_check_that_breaks_says_so_and_hides_no_other():
+def test_a_check_that_raises_is_reported_and_hides_no_other():
     def breaks() -> list[Check]:
         raise KeyError("quota")
 
@@ -139,7 +139,7 @@ def test_a_check_that_breaks_says_so_and_hides_no_other():
     assert checks[1].what == "programs"
 
 
-def test_a_silent_cloud_is_not_said_to_be_asked_again():
+def test_a_silent_cloud_is_reported_without_a_promise_to_retry():
     line = failed("aws clock", CloudUnreachable("aws did not answer; it is asked again"))
     assert (line.found, line.remedy) == ("aws did not answer", "see that it can be reached from here, then check again")
 
@@ -158,14 +158,14 @@ def fail(code: ExitCode, verdict: Verdict = Verdict.FAIL) -> Check:
         ([], ExitCode.OK),
     ],
 )
-def test_the_exit_code_is_that_of_the_worst_fault(checks, code):
+def test_the_exit_code_is_that_of_the_most_severe_fault(checks, code):
     assert ending(checks) is code
 
 
-# --- this machine ------------------------------------------------------------------------------------
+# --- this computer -----------------------------------------------------------------------------------
 
 
-def test_ssh_and_rsync_are_looked_for(monkeypatch, tmp_path):
+def test_check_looks_for_ssh_and_rsync(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert programs()[0].found == "no ssh and no rsync here"
     for name in ("ssh", "rsync"):
@@ -173,7 +173,7 @@ def test_ssh_and_rsync_are_looked_for(monkeypatch, tmp_path):
     assert verdicts(programs()) == ["OK"]
 
 
-def test_another_skypilot_than_the_tested_one_is_a_warning_and_none_a_fault():
+def test_an_untested_skypilot_is_a_warning_and_a_missing_one_a_fault():
     def none(name: str) -> str:
         raise PackageNotFoundError(name)
 
@@ -182,7 +182,7 @@ def test_another_skypilot_than_the_tested_one_is_a_warning_and_none_a_fault():
     assert verdicts(skypilot(none)) == ["FAIL"]
 
 
-def test_a_users_skypilot_configuration_that_gets_in_the_way_is_shown(tmp_path):
+def test_a_conflicting_skypilot_configuration_of_the_user_is_a_warning(tmp_path):
     (tmp_path / ".sky").mkdir()
     (tmp_path / ".sky" / "config.yaml").write_text("aws:\n  vpc_name: ours\n  remote_identity: LOCAL_CREDENTIALS\n")
     (tmp_path / ".sky.yaml").write_text("admin_policy: our.policy\n")
@@ -194,13 +194,13 @@ def test_a_users_skypilot_configuration_that_gets_in_the_way_is_shown(tmp_path):
         "admin_policy is 'our.policy'",
     ]
     assert checks[0].remedy.startswith("take it out of")
-    assert checks[1].remedy == ""  # ours wins, so there is nothing to do
+    assert checks[1].remedy == ""  # our setting overrides it, so there is nothing to do
 
 
 @pytest.mark.parametrize(
     ("text", "verdict"), [("", "OK"), ("kubernetes: {ports: ingress}\n", "OK"), ("a: [\n", "WARN")]
 )
-def test_other_configuration_is_left_alone(tmp_path, text, verdict):
+def test_other_skypilot_configuration_gives_no_warning(tmp_path, text, verdict):
     (tmp_path / "other.yaml").write_text(text)
     environ = {"HOME": str(tmp_path), "SKYPILOT_GLOBAL_CONFIG": str(tmp_path / "other.yaml")}
     assert verdicts(skypilot_config(environ, tmp_path)) == [verdict]
@@ -209,19 +209,19 @@ def test_other_configuration_is_left_alone(tmp_path, text, verdict):
 # --- a cloud -----------------------------------------------------------------------------------------
 
 
-def test_a_cloud_that_knows_us_is_asked_everything():
+def test_a_cloud_that_accepts_our_credentials_gets_every_check():
     lines = cloud_lines(FakeCloud(), FakeLimits(), lambda: NOW_MS)
     assert [line.what for line in lines] == ["aws credentials", "aws clock", "aws permissions"]
     assert verdicts(lines) == ["OK"] * 3
     assert "user/ada in 123456789012" in lines[0].found
 
 
-def test_without_credentials_the_rest_is_not_asked_and_the_code_is_that_of_credentials():
+def test_missing_credentials_skip_other_checks_and_set_the_exit_code():
     (line,) = cloud_lines(FakeCloud(who=None), FakeLimits(), lambda: NOW_MS)
     assert (line.verdict, line.code) == (Verdict.FAIL, ExitCode.CREDENTIALS)
 
 
-def test_a_clock_that_is_why_signatures_are_refused_is_said():
+def test_a_clock_skew_that_breaks_signatures_is_reported():
     lines = cloud_lines(FakeCloud(who=None), FakeLimits(off_ms=-6 * MINUTE_MS), lambda: NOW_MS)
     assert [line.what for line in lines] == ["aws credentials", "aws clock"]
     assert lines[1].found == "6m away from ours"
@@ -234,21 +234,23 @@ def test_a_clock_more_than_five_minutes_off_is_a_fault(off_ms, verdict):
     assert clock(FakeLimits(off_ms=off_ms), lambda: NOW_MS).verdict.value == verdict
 
 
-def test_missing_permissions_are_named_as_far_as_a_line_goes():
+def test_missing_permissions_are_listed_up_to_one_line():
     many = Permissions(missing=tuple(f"ec2:Do{number}" for number in range(8)))
-    line = permissions(FakeLimits(said=many))
+    line = permissions(FakeLimits(permissions_answer=many))
     assert line.code is ExitCode.CREDENTIALS
     assert line.found == "not allowed: ec2:Do0, ec2:Do1, ec2:Do2, ec2:Do3, ec2:Do4, ec2:Do5 and 2 more"
     assert "--print-policy aws" in line.remedy
 
 
-def test_permissions_that_nobody_can_say_are_a_warning():
-    line = permissions(FakeLimits(said=Permissions(unchecked=("iam:PassRole",), why="you may not simulate")))
+def test_unknown_permissions_are_a_warning():
+    line = permissions(
+        FakeLimits(permissions_answer=Permissions(unchecked=("iam:PassRole",), why="you may not simulate"))
+    )
     assert line.verdict is Verdict.WARN
     assert "1 could not be asked about (you may not simulate)" in line.found
 
 
-def test_a_cloud_that_nobody_named_may_be_unknown_where_another_knows_us():
+def test_an_unnamed_cloud_may_lack_credentials_if_another_has_them():
     lines = [
         *cloud_lines(FakeCloud(), FakeLimits(), lambda: NOW_MS),
         *cloud_lines(FakeCloud(cloud="gcp", who=None), FakeLimits(cloud="gcp"), lambda: NOW_MS),
@@ -261,12 +263,12 @@ def test_a_cloud_that_nobody_named_may_be_unknown_where_another_knows_us():
 # --- quotas ------------------------------------------------------------------------------------------
 
 
-def test_a_cluster_needs_the_sum_of_its_machines():
+def test_a_run_needs_the_quota_of_all_its_nodes():
     need = need_of(site(), 3, FakeLimits().draws_on)
     assert (need.trainer, need.whole) == ({"vcpus-on_demand": 4}, {"vcpus-on_demand": 4, "vcpus-spot": 12})
 
 
-def test_enough_quota_reads_as_needed_of_free():
+def test_enough_quota_is_shown_as_needed_of_free():
     (line,) = quotas(plan(), {"aws": FakeLimits(has={"us-east-2": enough(spot=16, used=4)})})
     assert line.verdict is Verdict.OK
     assert line.found == "Running G: 4 of 4, Spot G: 8 of 12"
@@ -279,7 +281,7 @@ def test_too_little_spot_quota_leaves_a_run_without_its_spot_nodes():
     assert line.remedy.endswith("quotas?region=us-east-2")
 
 
-def test_a_trainer_that_fits_elsewhere_is_a_warning_and_nowhere_a_fault():
+def test_a_trainer_without_quota_is_a_warning_if_it_fits_elsewhere():
     sites = [site(), site(region="us-west-2")]
     none, some = {"us-east-2": enough(on_demand=0)}, {"us-west-2": enough()}
     here = quotas(plan(*sites), {"aws": FakeLimits(has={**none, **some})})
@@ -289,7 +291,7 @@ def test_a_trainer_that_fits_elsewhere_is_a_warning_and_nowhere_a_fault():
     assert nowhere[-1].found == "the trainer fits into no quota of 2 regions"
 
 
-def test_quotas_that_are_not_told_are_not_taken_for_none():
+def test_unknown_quotas_do_not_count_as_zero():
     odd = plan(site(instance_type="odd"), site(region="us-west-2"), site(region="eu-west-1"))
     lines = quotas(odd, {"aws": FakeLimits(silent={"us-west-2"})})
     assert verdicts(lines) == ["WARN"] * 3
@@ -298,13 +300,13 @@ def test_quotas_that_are_not_told_are_not_taken_for_none():
     assert lines[2].found == "not told for vcpus-on_demand, vcpus-spot"
 
 
-def test_only_clouds_that_may_be_bought_from_are_asked():
+def test_quotas_are_checked_only_on_clouds_of_the_plan():
     assert quotas(plan(site("gcp", "us-central1")), {"aws": FakeLimits()}) == []
 
 
 @pytest.mark.parametrize("instance", [m for m in INSTANCE_TYPES if m.cloud == "aws"], ids=lambda m: m.instance_type)
 @pytest.mark.parametrize("market", Market)
-def test_every_aws_machine_that_we_know_has_a_quota_of_its_family(instance, market):
+def test_every_known_aws_instance_type_has_a_quota_of_its_family(instance, market):
     spot = market is Market.SPOT
     by_family = {
         "g": "L-3819A6DF" if spot else "L-DB2E81BA",
@@ -314,7 +316,7 @@ def test_every_aws_machine_that_we_know_has_a_quota_of_its_family(instance, mark
     if spot and instance.instance_type.startswith("p5"):
         expected = "L-C4BD4855"
     if spot and instance.instance_type.startswith("p6"):
-        expected = None  # not told by the lists that there are, so not guessed
+        expected = None  # the cloud's lists do not contain this quota, so it stays unknown
     assert quota_code(instance.instance_type, market) == expected
 
 
@@ -397,13 +399,13 @@ def a_job(folder: Path, text: str = JOB):
     return load_job(folder / "job.yaml")
 
 
-def test_a_job_that_lacks_nothing_is_one_line(tmp_path):
+def test_a_complete_job_is_one_line(tmp_path):
     (line,) = job_lines(a_job(tmp_path), plan(), {"HF_TOKEN": "x"}, tmp_path)
     assert line.verdict is Verdict.OK
     assert "secrets HF_TOKEN set" in line.found
 
 
-def test_everything_that_a_job_lacks_is_said_at_once(tmp_path):
+def test_all_missing_parts_of_a_job_are_listed_at_once(tmp_path):
     job = a_job(tmp_path, JOB.replace("budget: {max_total: $100, max_hourly: $10}", "budget: {max_total: $100}"))
     lines = job_lines(job, plan(), {}, tmp_path)
     assert verdicts(lines) == ["FAIL", "FAIL"]
@@ -413,7 +415,7 @@ def test_everything_that_a_job_lacks_is_said_at_once(tmp_path):
 
 
 def test_a_job_is_checked_from_end_to_end(tmp_path):
-    asks = of_job(
+    named_checks = of_job(
         a_job(tmp_path),
         plan(),
         {"aws": FakeLimits(has={"us-east-2": enough()})},
@@ -424,12 +426,12 @@ def test_a_job_is_checked_from_end_to_end(tmp_path):
         environ={"HF_TOKEN": "x"},
         try_bucket=lambda url: None,
     )
-    checks = run_checks(asks)
+    checks = run_checks(named_checks)
     assert [check.what for check in checks] == ["job", "prices", "ssh from", "aws bucket", "quota aws/us-east-2"]
     assert ending(checks) is ExitCode.OK
 
 
-# --- what the job names ------------------------------------------------------------------------------
+# --- named resources ---------------------------------------------------------------------------------
 
 NAMED = Job(
     infra="aws",
@@ -452,15 +454,15 @@ def test_a_named_identity_and_network_are_a_line_each():
     assert sorted(cloud.looked) == [("us-east-2", "203.0.113.7/32"), ("us-west-1", "203.0.113.7/32")]
 
 
-def test_without_named_things_there_is_no_line_and_nobody_is_asked_for_an_address():
-    def nobody() -> str:
+def test_without_named_resources_there_is_no_line_and_no_address_lookup():
+    def not_called() -> str:
         raise AssertionError
 
     assert identity(FakeCloud(), Job().named_on("aws")) == []
-    assert networks(Job(infra="aws"), plan(), {"aws": FakeCloud()}, nobody) == []
+    assert networks(Job(infra="aws"), plan(), {"aws": FakeCloud()}, not_called) == []
 
 
-def test_a_network_that_will_not_do_is_a_fault_only_if_no_other_will():
+def test_an_unusable_network_is_a_fault_only_if_no_other_is_usable():
     (line,) = networks(NAMED, plan(), {"aws": FakeCloud(findings=[GONE])}, str)
     assert (line.verdict, line.remedy) == (Verdict.FAIL, "correct network.aws.us-east-2.vpc")
 
@@ -476,13 +478,13 @@ def test_a_network_that_will_not_do_is_a_fault_only_if_no_other_will():
         check_named(NAMED, {"aws": OneGone()}, places[:1], str)
 
 
-def test_permissions_to_make_what_the_job_names_are_not_asked_for():
+def test_no_permission_is_required_to_create_named_resources():
     limits, client = aws()
     limits.permissions(NAMED.named_on("aws"))
-    asked = {action for one in client.asked for action in one.get("ActionNames", ())}
-    assert "ec2:RunInstances" in asked
-    assert not asked & {"iam:CreateRole", "ec2:CreateSecurityGroup"}
-    (passing,) = [one for one in client.asked if "iam:PassRole" in one.get("ActionNames", ())]
+    requests = {action for one in client.requests for action in one.get("ActionNames", ())}
+    assert "ec2:RunInstances" in requests
+    assert not requests & {"iam:CreateRole", "ec2:CreateSecurityGroup"}
+    (passing,) = [one for one in client.requests if "iam:PassRole" in one.get("ActionNames", ())]
     assert passing["ResourceArns"] == ["arn:aws:iam::123456789012:role/x/node-role"]
 
 
@@ -496,7 +498,7 @@ def refused(code: str, operation: str = "Any") -> ClientError:
 
 @dataclass
 class FakeAws:
-    """As much of a client as is asked: what it allows, its quotas, its instances."""
+    """The parts of a boto3 client that the checks use: permissions, quotas, instances."""
 
     denied: set[str] = field(default_factory=set)
     may_simulate: bool = True
@@ -504,7 +506,7 @@ class FakeAws:
     limits: dict[str, int] = field(default_factory=dict)
     defaults: dict[str, int] = field(default_factory=dict)
     instances: list[dict[str, Any]] = field(default_factory=list)
-    asked: list[dict[str, Any]] = field(default_factory=list)
+    requests: list[dict[str, Any]] = field(default_factory=list)
     arn: str = "arn:aws:sts::123456789012:assumed-role/launcher/session"
 
     def get_caller_identity(self) -> dict[str, Any]:
@@ -516,15 +518,15 @@ class FakeAws:
     def get_paginator(self, name: str) -> "FakeAws":
         return self
 
-    def paginate(self, **asked: Any) -> list[dict[str, Any]]:
-        self.asked.append(asked)
-        if "ActionNames" not in asked:
+    def paginate(self, **requests: Any) -> list[dict[str, Any]]:
+        self.requests.append(requests)
+        if "ActionNames" not in requests:
             return [{"Reservations": [{"Instances": self.instances}]}]
         if not self.may_simulate:
             raise refused("AccessDenied")
         results = [
             {"EvalActionName": name, "EvalDecision": "implicitDeny" if name in self.denied else "allowed"}
-            for name in asked["ActionNames"]
+            for name in requests["ActionNames"]
         ]
         return [{"EvaluationResults": results}]
 
@@ -566,20 +568,20 @@ def aws(**more: Any) -> tuple[AwsLimits, FakeAws]:
     return AwsLimits(lambda service, region: client), client
 
 
-def test_iam_is_asked_of_the_role_on_the_resources_of_the_policy():
+def test_iam_simulates_the_role_on_the_resources_of_the_policy():
     limits, client = aws(denied={"iam:PassRole"})
     assert limits.permissions() == Permissions(missing=("iam:PassRole",))
-    assert {asked["PolicySourceArn"] for asked in client.asked} == {"arn:aws:iam::123456789012:role/launcher"}
-    (passing,) = [asked for asked in client.asked if "iam:PassRole" in asked["ActionNames"]]
+    assert {requests["PolicySourceArn"] for requests in client.requests} == {"arn:aws:iam::123456789012:role/launcher"}
+    (passing,) = [requests for requests in client.requests if "iam:PassRole" in requests["ActionNames"]]
     assert passing["ResourceArns"] == ["arn:aws:iam::123456789012:role/spotrl/*"]
 
 
-def test_what_iam_does_not_say_is_tried_without_doing_it():
+def test_permissions_that_iam_does_not_simulate_get_a_dry_run():
     limits, _ = aws(may_simulate=False, denied={"ec2:RunInstances"})
-    said = limits.permissions()
-    assert said.missing == ("ec2:RunInstances",)
-    assert "iam:PassRole" in said.unchecked
-    assert "SimulatePrincipalPolicy" in said.why
+    permissions_answer = limits.permissions()
+    assert permissions_answer.missing == ("ec2:RunInstances",)
+    assert "iam:PassRole" in permissions_answer.unchecked
+    assert "SimulatePrincipalPolicy" in permissions_answer.why
 
 
 def test_the_clock_is_read_even_from_a_refusal():
@@ -593,7 +595,7 @@ def instance(type_: str, vcpus: int, **more: Any) -> dict[str, Any]:
     return {"InstanceType": type_, "CpuOptions": {"CoreCount": vcpus // 2, "ThreadsPerCore": 2}, **more}
 
 
-def test_vcpus_of_what_runs_are_taken_from_the_quota_of_its_family_and_market():
+def test_running_vcpus_reduce_the_quota_of_their_family_and_market():
     limits, _ = aws(
         limits={"L-DB2E81BA": 16},
         defaults={"L-3819A6DF": 0},
@@ -616,13 +618,13 @@ def test_vcpus_of_what_runs_are_taken_from_the_quota_of_its_family_and_market():
 
 @pytest.fixture
 def google():
-    """A project over HTTP: its quotas, and every permission but one."""
+    """Serve a project over HTTP, with its quotas and every permission except one."""
 
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, *_: object) -> None:
             pass
 
-        def _say(self, answer: Mapping[str, Any]) -> None:
+        def _send(self, answer: Mapping[str, Any]) -> None:
             self.send_response(200)
             self.end_headers()
             self.wfile.write(json.dumps(answer).encode())
@@ -634,11 +636,11 @@ def google():
         def do_GET(self) -> None:
             metrics = {"NVIDIA_L4_GPUS": (1.0, 1.0)} if "/regions/" in self.path else {"GPUS_ALL_REGIONS": (4.0, 1.0)}
             rows = [{"metric": name, "limit": limit, "usage": used} for name, (limit, used) in metrics.items()]
-            self._say({"quotas": rows})
+            self._send({"quotas": rows})
 
         def do_POST(self) -> None:
-            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["permissions"]
-            self._say({"permissions": [name for name in asked if name != "compute.instances.create"]})
+            requests = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["permissions"]
+            self._send({"permissions": [name for name in requests if name != "compute.instances.create"]})
 
     server = HTTPServer(("127.0.0.1", 0), Handler)
     thread = Thread(target=server.serve_forever, daemon=True)
@@ -656,11 +658,11 @@ def google():
     thread.join()
 
 
-def test_google_says_what_is_missing(google):
+def test_google_reports_missing_permissions(google):
     assert google.permissions() == Permissions(missing=("compute.instances.create",))
 
 
-def test_google_tells_quotas_of_the_region_and_of_all(google):
+def test_google_quotas_are_read_for_the_region_and_all_regions(google):
     found = google.quotas("us-central1", ["NVIDIA_L4_GPUS", "GPUS_ALL_REGIONS"])
     assert {name: (quota.limit, quota.free) for name, quota in found.items()} == {
         "NVIDIA_L4_GPUS": (1, 0),
@@ -668,5 +670,5 @@ def test_google_tells_quotas_of_the_region_and_of_all(google):
     }
 
 
-def test_google_says_what_time_it_is(google):
+def test_the_clock_of_google_is_read(google):
     assert abs(google.clock_ms() - datetime.now(UTC).timestamp() * 1000) < 5_000

@@ -1,6 +1,6 @@
-"""The clouds' own APIs: what is found by label, why it ended, what is made for a run and that all of it goes again.
+"""The cloud APIs: find by label, read why an instance ended, create a run's resources and delete all of them.
 
-AWS is moto in this process; Google Cloud is our own slice of it (tests/fakes/clouds), over HTTP on loopback.
+AWS is moto in this process; Google Cloud is our own fake (tests/fakes/clouds), over HTTP on loopback.
 """
 
 import json
@@ -38,7 +38,7 @@ FROM = "203.0.113.7/32"
 # --- names ----------------------------------------------------------------------------------------------
 
 
-def test_names_fit_every_cloud():
+def test_resource_names_fit_every_cloud():
     assert slug("Alice.Smith@Example.com") == "alice-smith-example-com"
     assert run_name("ocr-1") == "spotrl-ocr-1"
     long = [run_name(f"a-run-with-quite-a-long-name-{n}", limit=30) for n in range(3)]
@@ -71,13 +71,13 @@ def aws(monkeypatch):
 
 
 def buy(node="run-rollout-0-g0", run="run", owner="me", region=REGION):
-    """As SkyPilot does: tags on the instance and on its volume."""
+    """Launch an instance like SkyPilot, with tags on the instance and on its volume."""
     tags = [
         {"Key": f"spotrl-{key}", "Value": value} for key, value in {"run": run, "node": node, "owner": owner}.items()
     ]
     ec2 = boto3.client("ec2", region_name=region)
     made = ec2.run_instances(
-        ImageId="ami-12c6146b",  # one of those that moto has; a list of all takes a second
+        ImageId="ami-12c6146b",  # a fixed image of moto, because listing all takes a second
         InstanceType="m6i.large",
         MinCount=1,
         MaxCount=1,
@@ -86,7 +86,7 @@ def buy(node="run-rollout-0-g0", run="run", owner="me", region=REGION):
     return made["Instances"][0]["InstanceId"]
 
 
-def test_aws_machines_are_found_by_label_in_their_region(aws):
+def test_aws_instances_are_found_by_label_in_their_region(aws):
     ours, _, _ = buy(), buy(run="other"), buy(region="us-west-2")
     (instance,) = aws.instances(REGION, run="run")
     assert (instance.id, instance.name, instance.run, instance.owner) == (ours, "run-rollout-0-g0", "run", "me")
@@ -97,21 +97,21 @@ def test_aws_machines_are_found_by_label_in_their_region(aws):
     assert aws.instances(REGION, owner="somebody-else") == []
 
 
-def test_aws_ends_machines_and_says_why_they_ended(aws):
+def test_aws_terminates_instances_and_reports_why_they_ended(aws):
     buy()
     aws.end(aws.instances(REGION, run="run"))
     (instance,) = aws.instances(REGION, run="run")
     assert instance.state in (InstanceState.STOPPING, InstanceState.GONE)
     assert "User initiated" in instance.reason
     assert not instance.reclaimed
-    aws.end([instance])  # once more is no error
+    aws.end([instance])  # a second call is no error
     assert aws.end_of(instance).reason
 
 
-def test_aws_says_that_it_took_a_spot_machine_back(aws, monkeypatch):
+def test_aws_reports_the_preemption_of_a_spot_instance(aws, monkeypatch):
     buy()
-    told = boto3.client("ec2", region_name=REGION).describe_instances()
-    told["Reservations"][0]["Instances"][0] |= {
+    described = boto3.client("ec2", region_name=REGION).describe_instances()
+    described["Reservations"][0]["Instances"][0] |= {
         "State": {"Code": 48, "Name": "terminated"},
         "InstanceLifecycle": "spot",
         "StateReason": {"Code": "Server.SpotInstanceTermination", "Message": "Spot instance termination"},
@@ -120,7 +120,7 @@ def test_aws_says_that_it_took_a_spot_machine_back(aws, monkeypatch):
 
     class Client:
         def describe_instances(self, InstanceIds):
-            return told
+            return described
 
     (instance,) = aws.instances(REGION, run="run")
     end = AwsApi(client=lambda service, region: Client()).end_of(instance)
@@ -129,7 +129,7 @@ def test_aws_says_that_it_took_a_spot_machine_back(aws, monkeypatch):
     assert end.ended_ms == 1772600767000
 
 
-def test_aws_makes_one_group_and_one_role_for_a_run_and_takes_them_away(aws):
+def test_aws_creates_one_group_and_one_role_for_a_run_and_deletes_them(aws):
     place = aws.prepare(REGION, run="run", owner="me", ssh_from=FROM, buckets=["s3://bucket/runs/run"])
     again = aws.prepare(REGION, run="run", owner="me", ssh_from=FROM, buckets=["s3://bucket/runs/run"])
     assert place == again
@@ -145,7 +145,7 @@ def test_aws_makes_one_group_and_one_role_for_a_run_and_takes_them_away(aws):
     assert aws.resources(REGION, run="run", owner="me") == []
 
 
-def test_aws_leaves_what_is_of_anothers_run_of_the_same_name_as_it_is(aws):
+def test_aws_does_not_touch_another_owners_run_of_the_same_name(aws):
     aws.prepare(REGION, run="run", owner="you", ssh_from=FROM, buckets=["s3://yours/run"])
     before = boto3.client("iam").get_role_policy(RoleName="spotrl-run", PolicyName="node")["PolicyDocument"]
     with pytest.raises(CloudRefused, match="role spotrl-run is there already and belongs to you"):
@@ -159,7 +159,7 @@ def test_aws_leaves_what_is_of_anothers_run_of_the_same_name_as_it_is(aws):
     assert "198.51.100.1" not in str(group)
 
 
-def test_aws_ssh_comes_from_where_the_controller_is_now(aws):
+def test_aws_allows_ssh_from_the_controllers_current_address(aws):
     aws.prepare(REGION, run="run", owner="me", ssh_from="198.51.100.1/32", buckets=[])
     place = aws.prepare(REGION, run="run", owner="me", ssh_from=FROM, buckets=[])
     (group,) = boto3.client("ec2").describe_security_groups(GroupNames=["spotrl-run"])["SecurityGroups"]
@@ -168,7 +168,7 @@ def test_aws_ssh_comes_from_where_the_controller_is_now(aws):
     assert aws.open_rules(place) == []
 
 
-def test_aws_names_the_rule_that_is_missing(aws):
+def test_aws_names_the_missing_firewall_rule(aws):
     place = aws.prepare(REGION, run="run", owner="me", ssh_from=FROM, buckets=[])
     ec2 = boto3.client("ec2")
     (group,) = ec2.describe_security_groups(GroupNames=["spotrl-run"])["SecurityGroups"]
@@ -179,11 +179,11 @@ def test_aws_names_the_rule_that_is_missing(aws):
     assert "is not there" in aws.open_rules(place)[0]
 
 
-def test_aws_disks_are_found_by_label_and_go(aws):
+def test_aws_disks_are_found_by_label_and_deleted(aws):
     buy()
     (disk,) = [one for one in aws.resources(REGION, run="run") if one.kind == "disk"]
     assert (disk.node, disk.size_gib) == ("run-rollout-0-g0", 8)
-    assert aws.remove([disk]) == [disk]  # its machine still has it
+    assert aws.remove([disk]) == [disk]  # its instance still uses it
     aws.end(aws.instances(REGION, run="run"))
     assert aws.remove([disk]) == []
 
@@ -202,7 +202,7 @@ def test_aws_caller_fits_in_a_label(aws):
         ("AuthFailure", 401, CloudRefused),
     ],
 )
-def test_aws_that_cannot_answer_is_not_aws_that_says_no(code, status, kind):
+def test_an_unreachable_aws_is_not_a_refusal(code, status, kind):
     from botocore.exceptions import ClientError
 
     class Client:
@@ -215,13 +215,13 @@ def test_aws_that_cannot_answer_is_not_aws_that_says_no(code, status, kind):
         AwsApi(client=lambda service, region: Client()).regions()
 
 
-def test_an_aws_node_reaches_its_own_prefix_alone():
+def test_an_aws_node_can_access_only_its_own_prefix():
     policy = node_policy("run", ["s3://bucket/runs/run", "gs://elsewhere/x"])
     resources = [one["Resource"] for one in policy["Statement"] if one["Sid"].startswith(("Keep", "List"))]
     assert resources == ["arn:aws:s3:::bucket/runs/run/*", "arn:aws:s3:::bucket"]
 
 
-def test_a_node_may_read_its_model_and_not_change_it():
+def test_a_node_may_read_its_model_but_not_change_it():
     models = ["s3://bucket/runs/weights/w1", "gs://bucket/runs/weights/w1"]
     aws_may = [one for one in node_policy("run", [], models)["Statement"] if "weights" in str(one["Resource"])]
     assert [(one["Action"], one["Resource"]) for one in aws_may] == [
@@ -233,11 +233,11 @@ def test_a_node_may_read_its_model_and_not_change_it():
     )
 
 
-# --- AWS things that a job names ------------------------------------------------------------------------
+# --- AWS resources that a job names ---------------------------------------------------------------------
 
 
 class Company:
-    """An account whose administrator made a VPC, two public subnets and a private one, a group and a profile."""
+    """An account with a VPC, two public subnets, a private one, a group and a profile made by its administrator."""
 
     def __init__(self):
         self.ec2, self.iam = boto3.client("ec2", region_name=REGION), boto3.client("iam")
@@ -291,7 +291,7 @@ def prepare_in(aws, named, ssh_from=FROM):
     return aws.prepare(REGION, run="run", owner="me", ssh_from=ssh_from, buckets=["s3://b/run"], named=named)
 
 
-def test_what_an_aws_job_names_is_used_and_nothing_is_made_or_taken_away(aws, company):
+def test_resources_that_an_aws_job_names_are_used_and_not_deleted(aws, company):
     before = company.everything()
     place = prepare_in(aws, company.named())
     assert (place.identity, place.group, place.network, place.subnets) == (
@@ -303,12 +303,12 @@ def test_what_an_aws_job_names_is_used_and_nothing_is_made_or_taken_away(aws, co
     assert company.everything() == before
 
 
-def test_ids_and_names_of_aws_things_mean_the_same(aws, company):
+def test_aws_resources_can_be_named_by_id_or_name(aws, company):
     by_name = company.named(network="company-vpc", group=company.group, subnets=("company-subnet-0",))
     assert replace(prepare_in(aws, by_name), named=company.named()) == prepare_in(aws, company.named())
 
 
-def test_an_identity_may_be_named_alone_and_a_network_alone(aws, company):
+def test_a_job_may_name_only_an_identity_or_only_a_network(aws, company):
     place = prepare_in(aws, Named(identity="node-profile"))
     assert (place.group, place.identity) == ("spotrl-run", "node-profile")
     assert [one.kind for one in aws.resources(REGION, run="run")] == ["group"]
@@ -351,7 +351,7 @@ def test_an_identity_may_be_named_alone_and_a_network_alone(aws, company):
         ),
     ],
 )
-def test_what_will_not_do_on_aws_is_refused_before_anything_is_made(aws, company, change, named, words):
+def test_unusable_aws_resources_are_refused_before_anything_is_created(aws, company, change, named, words):
     match change:
         case "no role":
             company.iam.remove_role_from_instance_profile(InstanceProfileName="node-profile", RoleName="node-role")
@@ -380,7 +380,7 @@ def test_what_will_not_do_on_aws_is_refused_before_anything_is_made(aws, company
     assert company.everything() == before
 
 
-def test_a_network_that_will_not_do_leaves_no_role_behind(aws, company):
+def test_an_unusable_network_leaves_no_role_behind(aws, company):
     before = company.everything()
     with pytest.raises(CloudRefused, match="no VPC vpc-9"):
         prepare_in(aws, company.named(identity="", network="vpc-9"))
@@ -396,12 +396,12 @@ def test_ssh_through_a_proxy_may_come_from_any_address(aws, company):
     assert prepare_in(aws, company.named(ssh_proxy="ssh -W %h:%p bastion")).ssh_from == ""
     place = prepare_in(aws, company.named(public_addresses=False, subnets=("company-private",)))
     company.ec2.revoke_security_group_ingress(GroupId=company.group, IpPermissions=[from_bastion])
-    assert aws.open_rules(place) == []  # a bastion may be in the group, whose members reach one another
+    assert aws.open_rules(place) == []  # a bastion may be in the group, whose members can reach each other
     company.ec2.revoke_security_group_ingress(GroupId=company.group, IpPermissions=[company.inside])
     assert "tcp 22 (SSH) from where ssh_proxy, or this machine, connects" in aws.open_rules(place)[1]
 
 
-def test_a_profile_that_may_not_be_seen_is_said_and_stops_nothing(aws, company):
+def test_a_profile_that_may_not_be_read_is_reported_as_unsure(aws, company):
     from botocore.exceptions import ClientError
 
     class Iam:
@@ -418,7 +418,7 @@ ZONE = "us-central1-a"
 
 
 class GoogleServer:
-    """Our slice of Google Cloud behind one port; which service is meant is seen by the path."""
+    """Our fake Google Cloud behind one port; the path selects the service."""
 
     def __init__(self):
         self.gce = Gce(Faults(), Pool(), lambda *_: b"{}", lambda text: None)
@@ -438,17 +438,17 @@ class GoogleServer:
                 else:
                     host = "cloudresourcemanager.googleapis.com"
                 try:
-                    status, said = (
+                    status, content = (
                         200,
                         server.gce.answer(host, self.command, url.path, dict(parse_qsl(url.query)), body),
                     )
                 except Refused as refused:
                     reasons = [{"reason": refused.reason}]
-                    status, said = refused.status, {"error": {"message": str(refused), "errors": reasons}}
+                    status, content = refused.status, {"error": {"message": str(refused), "errors": reasons}}
                 except LostReply:
                     self.connection.close()
                     return
-                data = json.dumps(said).encode()
+                data = json.dumps(content).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(data)))
                 self.end_headers()
@@ -493,7 +493,7 @@ def insert(gcp, node="run-rollout-0-g0", run="run", zone=ZONE, spot=True, owner=
     gcp.calls.finish(gcp.calls.ask("POST", COMPUTE, f"/zones/{zone}/instances", body))
 
 
-def test_gcp_machines_are_found_by_label_in_their_region(gcp):
+def test_gcp_instances_are_found_by_label_in_their_region(gcp):
     insert(gcp)
     insert(gcp, node="other-rollout-0-g0", run="other", spot=False)
     insert(gcp, node="run-rollout-1-g0", zone="us-east4-b")
@@ -512,7 +512,7 @@ def test_gcp_machines_are_found_by_label_in_their_region(gcp):
     assert gcp.instances("us-central1", run="run", owner="you") == []
 
 
-def test_gcp_operations_tell_a_preemption_from_a_deletion(gcp, google):
+def test_gcp_operations_distinguish_a_preemption_from_a_deletion(gcp, google):
     insert(gcp)
     insert(gcp, node="run-rollout-1-g0")
     first, second = gcp.instances("us-central1", run="run")
@@ -531,7 +531,7 @@ def test_gcp_operations_tell_a_preemption_from_a_deletion(gcp, google):
     assert taken.ended_ms is not None
 
 
-def test_gcp_makes_a_network_and_an_identity_for_a_run_and_takes_them_away(gcp, google):
+def test_gcp_creates_a_network_and_an_identity_for_a_run_and_deletes_them(gcp, google):
     place = gcp.prepare("us-central1", run="run", owner="me", ssh_from=FROM, buckets=["gs://bucket/runs/run"])
     gcp.prepare("us-east4", run="run", owner="me", ssh_from=FROM, buckets=["gs://bucket/runs/run"])
     assert gcp.prepare("us-central1", run="run", owner="me", ssh_from=FROM, buckets=["gs://bucket/runs/run"]) == place
@@ -550,7 +550,7 @@ def test_gcp_makes_a_network_and_an_identity_for_a_run_and_takes_them_away(gcp, 
     assert not any(member in one["members"] for one in google.gce.policy["bindings"])
 
 
-def test_gcp_leaves_what_is_of_anothers_run_of_the_same_name_as_it_is(gcp, google):
+def test_gcp_does_not_touch_another_owners_run_of_the_same_name(gcp, google):
     gcp.prepare("us-central1", run="run", owner="you", ssh_from=FROM, buckets=["gs://yours/run"])
     rule, policy = google.gce.resources["global", "firewalls", "spotrl-run-ssh"], google.gce.policy["bindings"]
     before = json.dumps([rule, policy])
@@ -568,14 +568,14 @@ def test_gcp_keeps_the_bindings_of_others(gcp, google):
     assert google.gce.policy["bindings"] == [theirs]
 
 
-def test_gcp_names_the_rule_that_is_missing(gcp, google):
+def test_gcp_names_the_missing_firewall_rule(gcp, google):
     place = gcp.prepare("us-central1", run="run", owner="me", ssh_from=FROM, buckets=[])
     google.gce.resources.pop(("global", "firewalls", "spotrl-run-ssh"))
     missing = "network spotrl-run lacks the firewall rule spotrl-run-ssh: tcp 22 (SSH) from 203.0.113.7/32"
     assert gcp.open_rules(place) == [missing]
 
 
-def test_gcp_ssh_comes_from_where_the_controller_is_now(gcp, google):
+def test_gcp_allows_ssh_from_the_controllers_current_address(gcp, google):
     gcp.prepare("us-central1", run="run", owner="me", ssh_from="198.51.100.1/32", buckets=[])
     place = gcp.prepare("us-central1", run="run", owner="me", ssh_from=FROM, buckets=[])
     assert gcp.open_rules(place) == []
@@ -588,23 +588,23 @@ def test_gcp_disks_are_found_by_label_and_a_network_in_use_stays(gcp):
     assert (disk.node, disk.size_gib) == ("run-rollout-0-g0", 100)
     gcp.prepare("us-central1", run="run", owner="me", ssh_from=FROM, buckets=[])
     networks = [one for one in gcp.resources("us-central1", run="run") if one.kind == "network"]
-    assert gcp.remove(networks) == networks  # its subnet is there still
+    assert gcp.remove(networks) == networks  # its subnet still exists
 
 
 @pytest.mark.parametrize(("kind", "error"), [("down", CloudUnreachable), ("throttled", CloudUnreachable)])
-def test_gcp_that_cannot_answer_is_not_gcp_that_says_no(gcp, google, kind, error):
+def test_an_unreachable_gcp_is_not_a_refusal(gcp, google, kind, error):
     google.gce.faults.add(kind)
     with pytest.raises(error):
         gcp.instances("us-central1", run="run")
 
 
-def test_a_refused_list_of_service_accounts_is_a_refusal_and_no_raw_answer(gcp, monkeypatch):
-    ask = gcp.calls.ask
+def test_a_refused_list_of_service_accounts_is_shown_as_a_refusal(gcp, monkeypatch):
+    call = gcp.calls.ask
 
     def refuse(method, service, path, body=None, query=None):
         if path == "/serviceAccounts":
             raise Answer(403, "forbidden", "iam.serviceAccounts.list denied")
-        return ask(method, service, path, body, query)
+        return call(method, service, path, body, query)
 
     monkeypatch.setattr(gcp.calls, "ask", refuse)
     with pytest.raises(CloudRefused, match=r"serviceAccounts.list: Google Cloud refused .*check --print-policy gcp"):
@@ -620,11 +620,11 @@ def test_gcp_lists_its_regions(gcp):
     assert gcp.regions() == ["us-central1", "us-east4"]
 
 
-# --- Google's things that a job names -------------------------------------------------------------------
+# --- Google resources that a job names ------------------------------------------------------------------
 
 
 class GoogleCompany:
-    """A project whose administrator made a network, a subnet, firewall rules and a service account for nodes."""
+    """A project with a network, a subnet, firewall rules and a service account made by its administrator."""
 
     ACCOUNT = f"node@{PROJECT}.iam.gserviceaccount.com"
 
@@ -655,7 +655,7 @@ def prepare_on_google(gcp, named, region="us-central1"):
     return gcp.prepare(region, run="run", owner="me", ssh_from=FROM, buckets=["gs://b/run"], named=named)
 
 
-def test_what_a_google_job_names_is_used_and_nothing_is_made_or_taken_away(gcp, google_company):
+def test_resources_that_a_google_job_names_are_used_and_not_deleted(gcp, google_company):
     before = google_company.everything()
     place = prepare_on_google(gcp, google_company.named())
     assert (place.identity, place.network, place.subnets) == (GoogleCompany.ACCOUNT, "company", ("company-central",))
@@ -664,7 +664,7 @@ def test_what_a_google_job_names_is_used_and_nothing_is_made_or_taken_away(gcp, 
     assert google_company.everything() == before
 
 
-def test_a_google_identity_may_be_named_alone_and_a_network_alone(gcp, google_company):
+def test_a_google_job_may_name_only_an_identity_or_only_a_network(gcp, google_company):
     place = prepare_on_google(gcp, Named(identity=GoogleCompany.ACCOUNT))
     assert (place.network, place.identity) == ("spotrl-run", GoogleCompany.ACCOUNT)
     assert "identity" not in {one.kind for one in gcp.resources("us-central1", run="run")}
@@ -687,7 +687,7 @@ def test_a_google_identity_may_be_named_alone_and_a_network_alone(gcp, google_co
         ("inside of one port", {}, r"lacks an ingress rule: all TCP ports from 10.9.0.0/20"),
     ],
 )
-def test_what_will_not_do_on_google_is_refused_before_anything_is_made(gcp, google_company, change, named, words):
+def test_unusable_google_resources_are_refused_before_anything_is_created(gcp, google_company, change, named, words):
     rules = {name: google_company.gce.resources["global", "firewalls", name] for name in ("ssh", "inside")}
     match change:
         case "account disabled":
@@ -706,7 +706,7 @@ def test_what_will_not_do_on_google_is_refused_before_anything_is_made(gcp, goog
     assert google_company.everything() == before
 
 
-def test_an_account_that_will_not_do_leaves_no_network_behind(gcp, google_company):
+def test_an_unusable_service_account_leaves_no_network_behind(gcp, google_company):
     before = google_company.everything()
     with pytest.raises(CloudRefused, match="no service account"):
         prepare_on_google(gcp, Named(identity=f"x@{PROJECT}.iam.gserviceaccount.com"))
@@ -720,21 +720,21 @@ def test_rules_by_service_account_count_for_nodes_that_run_as_it(gcp, google_com
     assert gcp.open_rules(prepare_on_google(gcp, google_company.named())) == []
 
 
-def test_google_things_that_may_not_be_seen_are_said_and_stop_nothing(gcp, google_company, monkeypatch):
-    asked = []
+def test_google_resources_that_may_not_be_read_are_reported_as_unsure(gcp, google_company, monkeypatch):
+    called = []
 
-    def ask(method, where, path, body=None, query=None):
-        asked.append(where[2] + path)
+    def call(method, where, path, body=None, query=None):
+        called.append(where[2] + path)
         raise Answer(403, "forbidden", "you may not look")
 
-    names = GoogleNames(ask)
+    names = GoogleNames(call)
     (finding,) = names.look_at_network("us-central1", google_company.named(network="host/company"), FROM)
     assert (finding.look, "you may not look" in finding.text) == (Look.UNSURE, True)
-    assert asked == ["/compute/v1/projects/host/global/networks/company"]
+    assert called == ["/compute/v1/projects/host/global/networks/company"]
     assert names.look_at_account(GoogleCompany.ACCOUNT).look is Look.UNSURE
 
 
-def test_a_private_google_subnet_without_a_way_to_google_is_told(gcp, google_company):
+def test_a_private_google_subnet_without_google_access_is_reported(gcp, google_company):
     private = google_company.named(public_addresses=False)
     (finding,) = gcp.check_network("us-central1", private, FROM)
     assert (finding.look, "no Private Google Access" in finding.text) == (Look.UNSURE, True)
@@ -744,7 +744,7 @@ def test_a_private_google_subnet_without_a_way_to_google_is_told(gcp, google_com
 
 
 def may_end(condition, instance):
-    """Evaluate the condition of a role for an instance. `extract` gives what stands in the place of the braces."""
+    """Evaluate the condition of a role for an instance. `extract` returns the value of the braces."""
     terms = condition.removeprefix('resource.type != "compute.googleapis.com/Instance" || ').split(" || ")
     for term in terms:
         before, after, wanted = re.fullmatch(r'resource.name.extract\("(.*)\{run\}(.*)"\) == "(.*)"', term).groups()
@@ -754,8 +754,8 @@ def may_end(condition, instance):
     return False
 
 
-def test_nodes_of_a_run_may_not_end_those_of_a_run_whose_name_begins_alike():
-    """Nodes of `exp` were allowed to delete instances of `exp-2`."""
+def test_nodes_may_not_end_those_of_a_run_with_the_same_name_prefix():
+    """A bug allowed nodes of `exp` to delete instances of `exp-2`."""
     nodes = ("trainer-g0-1a2b-head", "spot-0-g3-1a2b-head", "spot-11-g0-1a2b-head")
     for run in ("exp", "exp-2", "exp-2-b", "e"):
         condition = node_conditions(run, "projects/p/roles/spotrlNode", [])["end-our-own"][1]
@@ -765,13 +765,13 @@ def test_nodes_of_a_run_may_not_end_those_of_a_run_whose_name_begins_alike():
 
 
 @pytest.mark.parametrize("name", ["exp-spot-lr", "exp-spot", "exp-trainer-g1"])
-def test_a_run_may_not_be_called_like_a_node(name):
+def test_a_run_name_may_not_look_like_a_node_name(name):
     with pytest.raises(ValueError, match="nodes could be taken for this run's"):
         Job(name=name)
 
 
 def test_the_role_of_nodes_is_made_once_and_never_changed(gcp, google):
-    """Who may change it could give its permissions to a node, and take them."""
+    """A principal that may change the role could give a node any permission, or take permissions away."""
     roles = google.gce.roles
     NodeIdentity(gcp.calls).prepare_role()
     made = dict(roles["spotrlNode"])
@@ -785,7 +785,7 @@ def test_the_role_of_nodes_is_made_once_and_never_changed(gcp, google):
         NodeIdentity(gcp.calls).prepare_role()
 
 
-def test_a_role_that_may_not_be_made_here_is_an_administrators_to_make(gcp, monkeypatch):
+def test_a_role_that_may_not_be_created_is_left_to_an_administrator(gcp, monkeypatch):
     def refuse(method, api, path, body=None, query=None):
         raise Answer(404 if method == "GET" else 403, "x", "no")
 
@@ -794,8 +794,8 @@ def test_a_role_that_may_not_be_made_here_is_an_administrators_to_make(gcp, monk
         NodeIdentity(gcp.calls).prepare_role()
 
 
-def test_a_service_account_that_google_does_not_know_yet_is_bound_later(gcp, monkeypatch):
-    """Right after it was made, setIamPolicy answers 400."""
+def test_binding_a_new_service_account_is_retried_until_google_knows_it(gcp, monkeypatch):
+    """Right after the account was created, setIamPolicy answers 400."""
     now = [1000.0]
     monkeypatch.setattr("launcher.clouds.gce_identity.time.monotonic", lambda: now[0])
 
@@ -816,7 +816,7 @@ def test_a_service_account_that_google_does_not_know_yet_is_bound_later(gcp, mon
         identity.bind("new@p.iam.gserviceaccount.com", wanted)
 
 
-def test_a_gcp_node_reaches_its_own_instances_and_prefix_alone():
+def test_a_gcp_node_can_access_only_its_own_instances_and_prefix():
     grants = node_conditions("run", "projects/p/roles/spotrlNode", ["gs://bucket/runs/run", "s3://x/y"])
     assert may_end(grants["end-our-own"][1], "run-trainer-g0-1a2b-head")
     assert grants["keep-0"] == (
@@ -838,6 +838,6 @@ def test_a_gcp_node_reaches_its_own_instances_and_prefix_alone():
         ("arn:aws:sts::123456789012:federated-user/ann", "ann"),
     ],
 )
-def test_an_owner_is_the_same_in_every_session(arn, owner):
-    """With each session of an assumed role, `reap` took its own machines for somebody else's."""
+def test_the_owner_label_is_the_same_in_every_session(arn, owner):
+    """A bug changed the owner with each session of an assumed role, so `reap` ignored its own instances."""
     assert owner_of(arn) == owner

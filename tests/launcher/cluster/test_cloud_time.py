@@ -1,4 +1,4 @@
-"""A controller's time: the clouds' where it is known, never before the newest time in the ledger."""
+"""A controller's time: the clouds' clock if known, and never before the newest time in the ledger."""
 
 import time
 
@@ -20,7 +20,7 @@ HOUR = 60 * MINUTE
 
 
 class Cloud:
-    """Says what time it is, or nothing."""
+    """A cloud that returns its time, or None."""
 
     def __init__(self, at_ms):
         self.at_ms = at_ms
@@ -36,78 +36,78 @@ def sessions(home):
     return ledger(home)
 
 
-def test_clocks_that_agree_are_in_no_doubt():
-    asked = CloudTime({"aws": Cloud(1_000_000), "gcp": Cloud(None)}, wall_ms=lambda: 1_060_000)
-    asked.ask()
-    assert (asked.doubt, asked.now_ms()) == (None, 1_060_000)
+def test_agreeing_clocks_raise_no_doubt():
+    cloud_time = CloudTime({"aws": Cloud(1_000_000), "gcp": Cloud(None)}, wall_ms=lambda: 1_060_000)
+    cloud_time.ask()
+    assert (cloud_time.doubt, cloud_time.now_ms()) == (None, 1_060_000)
 
 
 @pytest.mark.parametrize(("off_ms", "side"), [(5 * HOUR, "behind"), (-5 * HOUR, "ahead of")])
-def test_a_clock_that_differs_from_a_clouds_is_said_and_the_clouds_time_counts(off_ms, side):
+def test_a_clock_unlike_the_clouds_is_reported_and_the_clouds_time_counts(off_ms, side):
     now_ms = 10 * HOUR
-    asked = CloudTime({"gcp": Cloud(now_ms + off_ms)}, wall_ms=lambda: now_ms)
-    asked.ask()
-    assert f"this machine's clock is 5h {side} the clock of gcp" in asked.doubt.text
-    assert "timedatectl set-ntp true" in asked.doubt.text
-    assert asked.now_ms() == now_ms + off_ms
+    cloud_time = CloudTime({"gcp": Cloud(now_ms + off_ms)}, wall_ms=lambda: now_ms)
+    cloud_time.ask()
+    assert f"this machine's clock is 5h {side} the clock of gcp" in cloud_time.doubt.text
+    assert "timedatectl set-ntp true" in cloud_time.doubt.text
+    assert cloud_time.now_ms() == now_ms + off_ms
 
 
-def test_a_clock_that_was_set_right_is_in_no_doubt_any_more():
+def test_a_corrected_clock_ends_the_doubt():
     wall = HandClock()
     cloud = Cloud(wall.now_ms())
-    asked = CloudTime({"gcp": cloud}, wall_ms=wall.now_ms)
+    cloud_time = CloudTime({"gcp": cloud}, wall_ms=wall.now_ms)
     wall.pass_ms(2 * MINUTE)
-    asked.ask()
-    assert asked.doubt is not None
+    cloud_time.ask()
+    assert cloud_time.doubt is not None
     cloud.at_ms = wall.now_ms()
-    asked.ask()
-    assert asked.doubt is None
+    cloud_time.ask()
+    assert cloud_time.doubt is None
 
 
-def test_times_in_the_ledger_that_are_ahead_of_the_clouds_are_in_doubt_too():
+def test_ledger_times_ahead_of_the_clouds_raise_doubt():
     run_clock = HandClock()
     run_clock.at_ms = 100 * HOUR
-    asked = CloudTime({"aws": Cloud(95 * HOUR)}, wall_ms=lambda: 95 * HOUR)
-    asked.ask(run_clock)
-    assert asked.doubt.is_ahead
-    assert "the newest times in the ledger are 5h ahead of the clock of aws" in asked.doubt.text
+    cloud_time = CloudTime({"aws": Cloud(95 * HOUR)}, wall_ms=lambda: 95 * HOUR)
+    cloud_time.ask(run_clock)
+    assert cloud_time.doubt.is_ahead
+    assert "the newest times in the ledger are 5h ahead of the clock of aws" in cloud_time.doubt.text
 
 
-def test_a_controller_whose_clock_is_behind_goes_on_from_the_newest_time_in_the_ledger(sessions):
-    """With the clock 5 h back, $8.13 of $10 became $3.04."""
+def test_a_controller_with_a_late_clock_continues_from_the_ledgers_newest_time(sessions):
+    """A bug computed $3.04 instead of $8.13 of spend when the clock was 5 h back."""
     run = cloud_run(sessions)
     wall_ms = time.time_ns() // 1_000_000
     with writing(sessions) as session:
         session.add(RunStatus(run_id=run.id, at_ms=wall_ms + 5 * HOUR, status="running", reason=""))
     clock = _clock_of(sessions, run, CloudTime({"aws": Cloud(None)}))
     assert 0 <= clock.now_ms() - (wall_ms + 5 * HOUR) < MINUTE
-    # The cloud knows better than this machine.
+    # The cloud's clock counts, not the clock of this computer.
     clock = _clock_of(sessions, run, CloudTime({"aws": Cloud(wall_ms + 6 * HOUR)}))
     assert 0 <= clock.now_ms() - (wall_ms + 6 * HOUR) < MINUTE
     assert abs(clock.began_ms + boot_ms() - clock.now_ms()) < MINUTE
 
 
-def test_nothing_is_bought_while_the_time_is_in_doubt_and_the_reason_says_why(sessions):
+def test_no_node_is_bought_while_the_time_is_in_doubt_and_the_reason_is_given(sessions):
     stage = Stage(sessions)
     stage.passes(3)
-    asked = CloudTime({"gcp": Cloud(stage.clock.now_ms() + 5 * HOUR)}, wall_ms=stage.clock.now_ms)
-    stage.controller._cloud_time = asked
-    asked.ask(stage.clock)
-    stage.cloud.reclaim("demo-spot-0-g0")
+    cloud_time = CloudTime({"gcp": Cloud(stage.clock.now_ms() + 5 * HOUR)}, wall_ms=stage.clock.now_ms)
+    stage.controller._cloud_time = cloud_time
+    cloud_time.ask(stage.clock)
+    stage.cloud.preempt("demo-spot-0-g0")
     before = set(stage.records())
     stage.passes(30)
     assert set(stage.records()) == before
     assert stage.reason()[0] == "running"
     assert "5h behind the clock of gcp: nothing is bought" in stage.reason()[1]
     with sessions() as session:
-        assert len(session.scalars(select(RunStatus)).all()) < 6, "said once, not in every pass"
-    asked.doubt = None
+        assert len(session.scalars(select(RunStatus)).all()) < 6, "recorded once, not in every pass"
+    cloud_time.doubt = None
     stage.passes(3)
     assert len(stage.live()) == 3
     assert stage.reason() == ("running", "")
 
 
-def test_time_that_seems_to_have_passed_ends_no_run_while_the_clock_is_ahead(sessions):
+def test_a_clock_that_is_ahead_ends_no_run(sessions):
     stage = Stage(sessions, max_total=10_000_000)
     stage.passes(3)
     stage.clock.pass_ms(100 * HOUR)
@@ -120,8 +120,8 @@ def test_time_that_seems_to_have_passed_ends_no_run_while_the_clock_is_ahead(ses
     assert stage.reason()[0] == "draining"
 
 
-def test_a_fact_from_the_far_future_or_the_far_past_ends_no_run(sessions):
-    """What a cloud or a node says of a time is kept between the node's request and now."""
+def test_a_fact_with_a_far_wrong_time_ends_no_run(sessions):
+    """Times reported by a cloud or a node are clamped between the node's request and now."""
     stage = Stage(sessions, max_total=10_000_000)
     plain = stage.cloud._up_ms
 
@@ -140,25 +140,27 @@ def test_a_fact_from_the_far_future_or_the_far_past_ends_no_run(sessions):
 
 
 def test_progress_of_a_node_whose_clock_is_ahead_is_dated_now(sessions, monkeypatch):
-    """Else no later loss of a trainer would count as one after the newest iteration."""
+    """Otherwise no later loss of a trainer would come after the newest iteration."""
     stage = Stage(sessions)
     stage.passes(3)
     event = Warned(text="this node's clock is ahead")
     line = Progress(
         run=stage.run.name, source="trainer", lineage=0, seq=0, at_ms=stage.clock.now_ms() + 900 * HOUR, event=event
     )
-    told = [[line], []]
-    monkeypatch.setattr(stage.controller.recorder.progress_files, "read", lambda folder: told.pop(0) if told else [])
+    batches = [[line], []]
+    monkeypatch.setattr(
+        stage.controller.recorder.progress_files, "read", lambda folder: batches.pop(0) if batches else []
+    )
     stage.passes(0.3)
     with sessions() as session:
         assert session.scalars(select(ProgressRow)).one().at_ms <= stage.clock.now_ms()
 
 
-def test_no_order_lets_a_node_live_longer_than_the_runs_money_lasts_for_it_alone(sessions):
+def test_no_order_lets_a_node_live_beyond_the_runs_whole_budget(sessions):
     stage = Stage(sessions, max_total=10_000_000)
     stage.passes(3)
-    hours = {name: asked[1].money_longest_ms / HOUR for name, asked in stage.cloud.asked.items()}
-    assert hours["demo-trainer-g0"] == pytest.approx(10, abs=0.5)  # $10 at $1 an hour, its disk beside it
+    hours = {name: request[1].money_longest_ms / HOUR for name, request in stage.cloud.requested.items()}
+    assert hours["demo-trainer-g0"] == pytest.approx(10, abs=0.5)  # $10 at $1 an hour plus the disk
     assert 25 < hours["demo-spot-0-g0"] < 34  # at $0.30
 
 

@@ -1,4 +1,4 @@
-"""The controller over real processes: what the ledger says after nodes, controllers and money came to an end."""
+"""The controller over real processes: the ledger after nodes, controllers and the budget ended."""
 
 import json
 import os
@@ -33,19 +33,19 @@ def sessions(home):
     return ledger(home)
 
 
-def provisioner_of(run: Run, reclaims=None) -> LocalProvisioner:
-    return LocalProvisioner(Path(run.folder), run_clock(run), reclaims, FAKE_AGENT)
+def provisioner_of(run: Run, schedule=None) -> LocalProvisioner:
+    return LocalProvisioner(Path(run.folder), run_clock(run), schedule, FAKE_AGENT)
 
 
 def controller_of(sessions, run: Run, provisioner=None) -> Controller:
-    """A controller that can be left for dead: its holder's process does not exist."""
+    """Return a controller that counts as dead later, because its holder's process does not exist."""
     return Controller(
         sessions, run, provisioner or provisioner_of(run), run_clock(run), f"test-{time.monotonic_ns()}", dead_pid()
     )
 
 
 def passes(controller: Controller, until, seconds: float = 20.0) -> None:
-    """Passes until something is true, or the run is over."""
+    """Run passes until the condition holds or the run is over."""
     ends = time.monotonic() + seconds
     while not until():
         assert time.monotonic() < ends, "it did not happen in time"
@@ -82,7 +82,7 @@ def run_until_over(sessions, run: Run, controller: Controller) -> None:
 # --- a whole run --------------------------------------------------------------------------------------
 
 
-def test_a_run_buys_its_nodes_trains_and_ends_with_nothing_left(sessions):
+def test_a_run_buys_nodes_trains_and_releases_everything(sessions):
     run = made_run(sessions, spot=2, iterations=5)
     run_until_over(sessions, run, controller_of(sessions, run))
     assert status_of(sessions, run) == ("finished", "iterations")
@@ -95,14 +95,14 @@ def test_a_run_buys_its_nodes_trains_and_ends_with_nothing_left(sessions):
     assert {node.status for node in view.nodes} <= {"gone", "released"}
 
 
-def test_the_engine_is_told_what_there_is(sessions, monkeypatch):
+def test_the_engine_gets_capacity_snapshots(sessions, monkeypatch):
     monkeypatch.setenv("FAKE_SECONDS", "0.2")
     run = made_run(sessions, spot=1, iterations=1000)
     controller = controller_of(sessions, run)
-    told = node_folder(Path(run.folder), "demo-trainer-g0") / "told.jsonl"
+    received = node_folder(Path(run.folder), "demo-trainer-g0") / "calls.jsonl"
 
     def snapshots() -> list[Capacity]:
-        lines = [json.loads(line) for line in told.read_text().splitlines()] if told.exists() else []
+        lines = [json.loads(line) for line in received.read_text().splitlines()] if received.exists() else []
         assert all(line["allowed"] for line in lines)
         return [Capacity.from_json(json.dumps(line["body"])) for line in lines if line["path"] == "/capacity"]
 
@@ -114,21 +114,21 @@ def test_the_engine_is_told_what_there_is(sessions, monkeypatch):
     before = len(snapshots())
     for _ in range(5):
         controller.one_pass()
-    assert len(snapshots()) == before  # nothing changed, nothing said
+    assert len(snapshots()) == before  # without a change there is no new snapshot
     provisioner_of(run).release(["demo-spot-0-g0"])
     passes(controller, lambda: any(node.state is NodeState.LOST for node in snapshots()[-1].nodes))
     generations = [snapshot.generation for snapshot in snapshots()]
     assert generations == sorted(set(generations))
 
 
-def test_only_the_trainers_node_is_told_the_token_of_the_run(sessions):
+def test_only_the_trainers_node_gets_the_runs_token(sessions):
     run = made_run(sessions, spot=1, iterations=1000)
     passes(controller_of(sessions, run), lambda: len(names_ready(sessions, run)) == 2)
-    told = {
+    received = {
         name: json.loads((node_folder(Path(run.folder), f"demo-{name}-g0") / "node.json").read_text())["token"]
         for name in ("trainer", "spot-0")
     }
-    assert told == {"trainer": run.token, "spot-0": role_token(run.token, "rollout")}
+    assert received == {"trainer": run.token, "spot-0": role_token(run.token, "rollout")}
 
 
 # --- nodes are lost -----------------------------------------------------------------------------------
@@ -152,8 +152,8 @@ def test_a_node_that_is_killed_or_frozen_is_replaced(sessions, monkeypatch, slot
 
 
 @pytest.mark.parametrize("manner", range(4))
-def test_a_reclaimed_node_is_a_preemption_and_has_a_successor(sessions, monkeypatch, manner):
-    """Notice + SIGKILL, silent SIGSTOP, silent SIGKILL, notice + SIGSTOP. 30 s of the run's clock are half a second."""
+def test_a_preempted_node_is_recorded_and_gets_a_successor(sessions, monkeypatch, manner):
+    """Manners: notice + SIGKILL, SIGSTOP, SIGKILL, notice + SIGSTOP. 30 s of the run's clock are half a second."""
     monkeypatch.setenv("FAKE_SECONDS", "0.1")
     monkeypatch.setattr("launcher.decide.facts.YOUNG_MS", 0)
     run = made_run(sessions, spot=1, iterations=1000)
@@ -172,7 +172,9 @@ def test_a_reclaimed_node_is_a_preemption_and_has_a_successor(sessions, monkeypa
         assert (node.name, preemption.signal) == ("demo-spot-0-g0", fate.signal)
         assert (preemption.noticed_ms is not None) == fate.with_notice
         successor = session.scalars(select(Node).where(Node.name == "demo-spot-0-g1")).one()
-        assert (successor.requested_ms < preemption.at_ms) == fate.with_notice  # asked for at the notice already
+        assert (
+            successor.requested_ms < preemption.at_ms
+        ) == fate.with_notice  # the successor was requested at the notice
 
 
 def test_a_trainer_that_cannot_start_fails_the_run_with_its_log(sessions, monkeypatch):
@@ -186,23 +188,23 @@ def test_a_trainer_that_cannot_start_fails_the_run_with_its_log(sessions, monkey
     assert_consistent(sessions, run)
 
 
-# --- money --------------------------------------------------------------------------------------------
+# --- budget -------------------------------------------------------------------------------------------
 
 
 def test_the_budget_stops_a_run_within_its_limit(sessions, monkeypatch):
     monkeypatch.setenv("FAKE_SECONDS", "0.1")
-    # 360 s of the run's clock to stop in cost $0.13; $0.15 leave about 55 s, a second of the wall.
+    # Stopping takes 360 s of the run's clock and costs $0.13. $0.15 leave about 55 s, a second of wall time.
     run = made_run(sessions, spot=1, iterations=1000, max_total=150_000)
     run_until_over(sessions, run, controller_of(sessions, run))
     assert status_of(sessions, run) == ("stopped", "budget")
     assert_consistent(sessions, run)
     view = run_view(sessions, run.name)
     assert 0 < view.spent_micro_usd <= 150_000
-    told = (node_folder(Path(run.folder), "demo-trainer-g0") / "told.jsonl").read_text()
-    assert '{"reason": "budget"}' in told
+    received = (node_folder(Path(run.folder), "demo-trainer-g0") / "calls.jsonl").read_text()
+    assert '{"reason": "budget"}' in received
 
 
-def test_nodes_are_told_when_their_money_ends_and_that_it_lasts_longer_when_less_runs(sessions, monkeypatch):
+def test_nodes_get_a_spend_deadline_that_moves_with_the_running_cost(sessions, monkeypatch):
     monkeypatch.setenv("FAKE_SECONDS", "0.1")
     run = made_run(sessions, spot=1, iterations=1000, max_total=13_000_000)
     controller = controller_of(sessions, run)
@@ -215,7 +217,7 @@ def test_nodes_are_told_when_their_money_ends_and_that_it_lasts_longer_when_less
     assert json.loads((folder / "money.json").read_text())["deadline_ms"] >= deadline_ms - 60_000
 
 
-def test_a_run_that_may_not_buy_its_trainer_stops_without_spending(sessions):
+def test_a_run_without_budget_for_its_trainer_stops_without_spending(sessions):
     run = made_run(sessions, spot=1, max_total=10)
     run_until_over(sessions, run, controller_of(sessions, run))
     assert status_of(sessions, run) == ("stopped", "budget")
@@ -234,11 +236,11 @@ def test_a_second_controller_is_refused_until_the_first_is_dead_or_silent(sessio
         take_lease(sessions, run, "other", os.getpid(), now_ms + LEASE_MS - 1)
     second = take_lease(sessions, run, "other", dead_pid(), now_ms + LEASE_MS)
     assert second.epoch == first.epoch + 1
-    third = take_lease(sessions, run, "third", os.getpid(), now_ms + LEASE_MS + 1)  # its holder is dead
+    third = take_lease(sessions, run, "third", os.getpid(), now_ms + LEASE_MS + 1)  # the lease holder is dead
     assert third.epoch == second.epoch + 1
 
 
-def test_a_controller_that_lost_its_lease_does_nothing_more(sessions):
+def test_a_controller_without_its_lease_stops_acting(sessions):
     run = made_run(sessions)
     frozen = controller_of(sessions, run)
     controller_of(sessions, run)
@@ -248,11 +250,11 @@ def test_a_controller_that_lost_its_lease_does_nothing_more(sessions):
 
 
 class Killed(BaseException):
-    """As kill -9: no handler of ours runs after it."""
+    """Like kill -9: no handler of ours catches this exception."""
 
 
 class Deadly(LocalProvisioner):
-    """Kills its caller at the n-th call of a method, before or after the call is carried out."""
+    """A provisioner that kills its caller at the n-th call of a method, before or after the call."""
 
     def __init__(self, run: Run, method: str, before: bool) -> None:
         super().__init__(Path(run.folder), run_clock(run), None, FAKE_AGENT)
@@ -267,11 +269,13 @@ class Deadly(LocalProvisioner):
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
-def test_a_controller_killed_around_a_request_leaves_no_double_and_no_forgotten_node(sessions, before):
-    run = made_run(sessions, spot=1, iterations=1000)  # it lasts until its spot node is bought, however slow we are
+def test_a_controller_killed_around_a_request_leaves_exactly_one_node(sessions, before):
+    run = made_run(
+        sessions, spot=1, iterations=1000
+    )  # the run lasts until its spot node is bought, however slow the test is
     with pytest.raises(Killed):
         controller_of(sessions, run, Deadly(run, "request", before)).one_pass()
-    assert node_names(sessions, run) == ["demo-trainer-g0"]  # the intent came first
+    assert node_names(sessions, run) == ["demo-trainer-g0"]  # the intent was recorded first
     successor = controller_of(sessions, run)
     passes(successor, lambda: len(names_ready(sessions, run)) == 2)
     request_stop(sessions, run.name)
@@ -281,7 +285,7 @@ def test_a_controller_killed_around_a_request_leaves_no_double_and_no_forgotten_
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
-def test_a_controller_killed_around_a_release_leaves_nothing_running(sessions, before):
+def test_a_controller_killed_around_a_release_leaves_no_node_running(sessions, before):
     run = made_run(sessions, spot=1, iterations=3)
     with pytest.raises(Killed):
         run_until_over(sessions, run, controller_of(sessions, run, Deadly(run, "release", before)))
@@ -290,7 +294,7 @@ def test_a_controller_killed_around_a_release_leaves_nothing_running(sessions, b
     assert_consistent(sessions, run)
 
 
-def test_a_stop_before_the_request_was_made_never_starts_the_node(sessions):
+def test_a_stop_between_intent_and_request_never_starts_the_node(sessions):
     run = made_run(sessions, spot=0)
     with pytest.raises(Killed):
         controller_of(sessions, run, Deadly(run, "request", True)).one_pass()
@@ -300,7 +304,7 @@ def test_a_stop_before_the_request_was_made_never_starts_the_node(sessions):
     assert run_view(sessions, run.name).spent_micro_usd == 0
 
 
-def test_a_node_that_nobody_asked_for_is_released(sessions):
+def test_a_node_without_a_record_is_released(sessions):
     run = made_run(sessions, spot=0, iterations=1000)
     controller = controller_of(sessions, run)
     controller.one_pass()
@@ -309,14 +313,14 @@ def test_a_node_that_nobody_asked_for_is_released(sessions):
         spec = node_spec(
             run, Job.model_validate(run.job), trainer, is_cloud=False, money_deadline_ms=None, money_longest_ms=None
         )
-        stranger = spec.model_copy(
+        unknown = spec.model_copy(
             update={
                 "node": "demo-spot-7-g0",
                 "role": "rollout",
                 "folder": str(node_folder(Path(run.folder), "demo-spot-7-g0")),
             }
         )
-    provisioner_of(run).request(controller.wanted.slots[0].placement, stranger)
+    provisioner_of(run).request(controller.wanted.slots[0].placement, unknown)
     passes(controller, lambda: (node_folder(Path(run.folder), "demo-spot-7-g0") / "ended.json").exists())
     assert processes_of(node_folder(Path(run.folder), "demo-spot-7-g0")) == []
 
@@ -324,7 +328,7 @@ def test_a_node_that_nobody_asked_for_is_released(sessions):
 # --- progress -----------------------------------------------------------------------------------------
 
 
-def test_half_written_and_broken_lines_are_no_trouble(sessions, monkeypatch):
+def test_partial_and_invalid_progress_lines_are_tolerated(sessions, monkeypatch):
     monkeypatch.setenv("FAKE_TROUBLE", "deaf")
     run = made_run(sessions, spot=0)
     controller = controller_of(sessions, run)
@@ -352,13 +356,13 @@ def test_half_written_and_broken_lines_are_no_trouble(sessions, monkeypatch):
     assert kept() == 3
 
 
-def test_a_stop_that_a_person_asked_for_is_not_written_over(sessions, monkeypatch):
+def test_a_users_stop_request_is_not_overwritten(sessions, monkeypatch):
     run = made_run(sessions, spot=0, iterations=1000)
     controller = controller_of(sessions, run)
 
     def decide_late(facts, wanted):
         actions = decide(facts, wanted)
-        request_stop(sessions, run.name)  # between the controller's look and its act
+        request_stop(sessions, run.name)  # between the controller's observation and its action
         return actions
 
     decide = controller_module.decide
@@ -368,7 +372,7 @@ def test_a_stop_that_a_person_asked_for_is_not_written_over(sessions, monkeypatc
         assert [row.status for row in session.scalars(select(RunStatus))] == ["planned", "stopping"]
 
 
-def test_a_clock_of_the_runs_rules_bills_and_views(sessions):
+def test_bills_and_views_follow_the_runs_own_clock(sessions):
     run = made_run(sessions, factor=600.0)
     clock = run_clock(run)
     assert isinstance(clock, ScaledClock)

@@ -1,6 +1,6 @@
-"""A power cut of the launcher's machine leaves files of a node empty: no run may stop or pay for ever because of that.
+"""A power cut of the launcher's computer can empty a node's files. No run may stall or pay forever because of it.
 
-Every file that a node has at a stage of its life is emptied, and a new process goes on with what is left.
+Each file that a node has at a stage of its life is emptied, and a new process continues with the rest.
 """
 
 import json
@@ -31,18 +31,18 @@ STAGES = {
     "ended": (*UP, "release", "ending", "ended"),
     "cleared": (*UP, "release", "ending", "ended", "cleared"),
 }
-"""By stage: the JSON files that a node on a cloud has then."""
+"""The JSON files of a cloud node, by stage."""
 
 LIVES_ON = {("launching", "launch"), *(("up", name) for name in ("want", "launch", "machine", "login", "agent"))}
-"""What the clouds, SkyPilot or the node say again: the node need not be given up."""
+"""Files whose content can be read again from the cloud, SkyPilot or the node, so the node is kept."""
 
 
 def bring_to(stage: Stage, which: str) -> None:
     """Drive a node to a stage of its life."""
     if which == "asked":
-        stage.ask(TRAINER)
+        stage.request(TRAINER)
     elif which == "launching":
-        stage.ask(TRAINER)
+        stage.request(TRAINER)
         stage.passes(2)
     else:
         stage.bring_up(TRAINER)
@@ -68,7 +68,7 @@ def files_of(stage: Stage) -> set[str]:
 
 
 def end_of_run(stage: Stage) -> NodeStatus | None:
-    """Release the node as a controller does at the end of a run, and look until it has had time to end."""
+    """Release the node like a controller at the end of a run, and poll until it had time to end."""
     stage.provisioner.release([TRAINER])
     facts = stage.passes(60)
     assert stage.provisioner.tidy()
@@ -76,14 +76,14 @@ def end_of_run(stage: Stage) -> NodeStatus | None:
 
 
 @pytest.mark.parametrize("which", STAGES)
-def test_the_stages_name_every_file_of_a_node(tmp_path, which):
+def test_the_stages_list_every_file_of_a_node(tmp_path, which):
     stage = Stage(tmp_path)
     bring_to(stage, which)
     assert files_of(stage) == set(STAGES[which])
 
 
 @pytest.mark.parametrize(("which", "file"), [(which, file) for which, files in STAGES.items() for file in files])
-def test_a_node_with_an_empty_file_is_carried_on_with_or_ended(tmp_path, which, file):
+def test_a_node_with_an_empty_file_continues_or_ends(tmp_path, which, file):
     stage = Stage(tmp_path)
     bring_to(stage, which)
     (tmp_path / "nodes" / TRAINER / f"{file}.json").write_text("\0" * 64 if file == "launch" else "")
@@ -94,11 +94,11 @@ def test_a_node_with_an_empty_file_is_carried_on_with_or_ended(tmp_path, which, 
     stage.passes(5)
     if (
         link := stage.links.get(TRAINER)
-    ) is not None and not link.closed:  # a new line shows the node's own files again
+    ) is not None and not link.closed:  # a new connection mirrors the node's own files again
         link.shows("agent", pid=5)
         link.shows("ready", at_ms=stage.time.ms, pid=5)
     fact = stage.passes(5).get(TRAINER)
-    assert fact is not None, "nobody would know of its machine"
+    assert fact is not None, "its instance would be lost"
     if file == "spec":
         assert fact.status in ENDS
     if (which, file) in LIVES_ON:
@@ -110,7 +110,7 @@ def test_a_node_with_an_empty_file_is_carried_on_with_or_ended(tmp_path, which, 
 
 
 @pytest.mark.parametrize("lost", [("want", "machine"), ("want", "machine", "login", "launch", "spec")])
-def test_a_machine_of_which_no_file_says_where_it_is_is_found_by_its_label(tmp_path, lost):
+def test_an_instance_without_a_known_place_is_found_by_its_label(tmp_path, lost):
     stage = Stage(tmp_path)
     stage.bring_up(TRAINER)
     for file in lost:
@@ -122,7 +122,7 @@ def test_a_machine_of_which_no_file_says_where_it_is_is_found_by_its_label(tmp_p
     assert {one.state for one in stage.cloud.there} == {InstanceState.GONE}
 
 
-def test_a_login_that_was_lost_after_an_hour_is_asked_for_again(tmp_path):
+def test_a_lost_login_is_fetched_again(tmp_path):
     stage = Stage(tmp_path)
     stage.bring_up(TRAINER)
     stage.time.ms += 3_600_000
@@ -135,7 +135,7 @@ def test_a_login_that_was_lost_after_an_hour_is_asked_for_again(tmp_path):
     assert (stage.cloud.ended, len(stage.sky.launches)) == ([], 1)
 
 
-def test_a_launch_whose_record_is_lost_is_still_cancelled_and_forgotten_by_skypilot(tmp_path):
+def test_a_launch_with_a_lost_record_is_still_cancelled_in_skypilot(tmp_path):
     stage = Stage(tmp_path)
     bring_to(stage, "launching")
     (tmp_path / "nodes" / TRAINER / "launch.json").write_text("")
@@ -145,7 +145,7 @@ def test_a_launch_whose_record_is_lost_is_still_cancelled_and_forgotten_by_skypi
     assert stage.sky.downs == [TRAINER]
 
 
-def test_what_all_nodes_have_in_common_is_made_again_when_its_file_is_empty(tmp_path, monkeypatch):
+def test_an_empty_file_shared_by_all_nodes_is_written_again(tmp_path, monkeypatch):
     bundle = Bundle(folder=tmp_path / "bundle", digest="d1", setup="")
     monkeypatch.setattr("launcher.provision.provide.make_bundle", lambda *_, **__: bundle)
     job = Job(name="demo", iterations=1, infra="aws", store={"aws": "s3://bucket/runs"}, ssh_from="203.0.113.7/32")
@@ -169,7 +169,7 @@ LOCAL = "demo-spot-0-g0"
 
 
 @pytest.mark.parametrize(("which", "file"), [(which, file) for which, files in LOCAL_STAGES.items() for file in files])
-def test_a_local_node_with_an_empty_file_is_accounted_for(tmp_path, which, file):
+def test_a_local_node_with_an_empty_file_is_still_accounted_for(tmp_path, which, file):
     clock = HandClock()
     provisioner, folder = LocalProvisioner(tmp_path, clock, None, FAKE_AGENT), node_folder(tmp_path, LOCAL)
     provisioner.request(placement(), spec(tmp_path, clock))
@@ -184,7 +184,7 @@ def test_a_local_node_with_an_empty_file_is_accounted_for(tmp_path, which, file)
     (folder / f"{file}.json").write_text("")
     again = LocalProvisioner(tmp_path, clock, None, FAKE_AGENT)
     again.observe()
-    clock.pass_ms(3_600_000 * 12)  # 12 minutes of wall time: nothing is waited for any longer
+    clock.pass_ms(3_600_000 * 12)  # 12 minutes of wall time: every timeout is over
     again.observe()
     fact = fact_of(again, LOCAL)
     assert fact is not None

@@ -1,4 +1,4 @@
-"""The login that SkyPilot needs on Google Cloud, beside the credentials that we use ourselves."""
+"""The gcloud login that SkyPilot needs on Google Cloud, in addition to our own credentials."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,12 +13,12 @@ from launcher.exit_codes import ExitCode
 
 KEY_ACCOUNT = "launcher@mine.iam.gserviceaccount.com"
 
-Machine = Callable[..., dict[str, str]]
+Computer = Callable[..., dict[str, str]]
 
 
 @pytest.fixture
-def machine(tmp_path: Path) -> Machine:
-    """Make the environment of a machine: with a gcloud program or without, and the files of its logins."""
+def computer(tmp_path: Path) -> Computer:
+    """Create the environment of a computer with or without gcloud, and its login files."""
 
     def make(account: str | None = None, files: tuple[str, ...] = (), exit_code: int = 0) -> dict[str, str]:
         folder = tmp_path / ".config" / "gcloud"
@@ -38,38 +38,38 @@ def machine(tmp_path: Path) -> Machine:
     return make
 
 
-def test_without_the_program_the_place_to_get_it_and_the_login_are_named(machine: Machine, tmp_path: Path) -> None:
+def test_without_gcloud_its_download_and_the_login_are_named(computer: Computer, tmp_path: Path) -> None:
     with pytest.raises(GcloudMissing, match=r"gcloud program is not here.*; install it .*`gcloud auth login`"):
-        check_gcloud(machine(), tmp_path)
+        check_gcloud(computer(), tmp_path)
 
 
-def test_a_program_without_an_active_account_asks_for_a_login(machine: Machine, tmp_path: Path) -> None:
+def test_gcloud_without_an_active_account_needs_a_login(computer: Computer, tmp_path: Path) -> None:
     with pytest.raises(GcloudMissing, match=r"no active account.*; `gcloud auth login`.*activate-service-account"):
-        check_gcloud(machine(""), tmp_path)
+        check_gcloud(computer(""), tmp_path)
 
 
-def test_a_program_that_fails_is_told_in_its_own_words(machine: Machine, tmp_path: Path) -> None:
+def test_the_error_of_a_failing_gcloud_is_shown(computer: Computer, tmp_path: Path) -> None:
     with pytest.raises(GcloudMissing, match=r"`gcloud auth list` fails here \(broken\)"):
-        check_gcloud(machine(KEY_ACCOUNT, exit_code=1), tmp_path)
+        check_gcloud(computer(KEY_ACCOUNT, exit_code=1), tmp_path)
 
 
-def test_a_service_account_needs_no_files_of_a_login(machine: Machine, tmp_path: Path) -> None:
-    assert check_gcloud(machine(KEY_ACCOUNT), tmp_path) == KEY_ACCOUNT
+def test_a_service_account_needs_no_login_files(computer: Computer, tmp_path: Path) -> None:
+    assert check_gcloud(computer(KEY_ACCOUNT), tmp_path) == KEY_ACCOUNT
 
 
-def test_a_persons_login_needs_its_two_files_and_application_credentials(machine: Machine, tmp_path: Path) -> None:
+def test_a_users_login_needs_two_files_and_application_credentials(computer: Computer, tmp_path: Path) -> None:
     with pytest.raises(GcloudMissing, match=r"lacks credentials.db and access_tokens.db"):
-        check_gcloud(machine("ada@example.com"), tmp_path)
+        check_gcloud(computer("ada@example.com"), tmp_path)
     both = ("credentials.db", "access_tokens.db")
     with pytest.raises(GcloudMissing, match=r"`gcloud auth application-default login`"):
-        check_gcloud(machine("ada@example.com", both), tmp_path)
-    environ = machine("ada@example.com", (*both, "application_default_credentials.json"))
+        check_gcloud(computer("ada@example.com", both), tmp_path)
+    environ = computer("ada@example.com", (*both, "application_default_credentials.json"))
     assert check_gcloud(environ, tmp_path) == "ada@example.com"
 
 
 @pytest.mark.parametrize("where", ["environment", "file"])
-def test_an_api_server_elsewhere_has_a_login_of_its_own(machine: Machine, tmp_path: Path, where: str) -> None:
-    environ = machine()
+def test_a_remote_api_server_has_its_own_login(computer: Computer, tmp_path: Path, where: str) -> None:
+    environ = computer()
     if where == "environment":
         environ["SKYPILOT_API_SERVER_ENDPOINT"] = "https://sky.example.com"
     else:
@@ -80,13 +80,13 @@ def test_an_api_server_elsewhere_has_a_login_of_its_own(machine: Machine, tmp_pa
         check_gcloud(environ, tmp_path)
 
 
-def test_check_has_a_line_for_gcloud_on_google_cloud_alone(machine: Machine, tmp_path: Path) -> None:
-    asks = dict(of_clouds({"aws": None, "gcp": None}, {"aws": None, "gcp": None}, int, machine()))  # type: ignore[dict-item]
-    (line,) = run_checks([("gcp gcloud", asks["gcp gcloud"])])
+def test_check_has_a_gcloud_line_only_for_google_cloud(computer: Computer, tmp_path: Path) -> None:
+    checks = dict(of_clouds({"aws": None, "gcp": None}, {"aws": None, "gcp": None}, int, computer()))  # type: ignore[dict-item]
+    (line,) = run_checks([("gcp gcloud", checks["gcp gcloud"])])
     assert (line.what, line.verdict, line.code) == ("gcp gcloud", Verdict.FAIL, ExitCode.CREDENTIALS)
     assert "gcloud auth login" in line.remedy
-    assert [name for name in asks if name.endswith("gcloud")] == ["gcp gcloud"]
-    assert gcloud(machine(KEY_ACCOUNT), tmp_path) == [Check(what="gcp gcloud", verdict=Verdict.OK, found=KEY_ACCOUNT)]
+    assert [name for name in checks if name.endswith("gcloud")] == ["gcp gcloud"]
+    assert gcloud(computer(KEY_ACCOUNT), tmp_path) == [Check(what="gcp gcloud", verdict=Verdict.OK, found=KEY_ACCOUNT)]
 
 
 def test_a_missing_gcloud_is_a_warning_if_no_cloud_was_named_and_another_is_logged_in() -> None:

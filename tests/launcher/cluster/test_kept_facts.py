@@ -1,4 +1,4 @@
-"""What a controller may write down, and what it must read again: leases, progress, and a free first hour."""
+"""Facts that a controller may record or must read again: leases, progress and the free first hour."""
 
 import json
 from pathlib import Path
@@ -39,7 +39,7 @@ def test_an_older_epoch_of_the_same_holder_has_lost_its_lease(sessions):
 
 
 def a_controller(sessions, monkeypatch) -> tuple[Controller, Run, Path]:
-    """A controller whose trainer says nothing, and the file that it would say it in."""
+    """Return a controller with a silent trainer, and the trainer's progress file."""
     monkeypatch.setenv("FAKE_TROUBLE", "deaf")
     run = made_run(sessions, spot=0)
     provisioner = LocalProvisioner(Path(run.folder), run_clock(run), None, FAKE_AGENT)
@@ -50,7 +50,7 @@ def a_controller(sessions, monkeypatch) -> tuple[Controller, Run, Path]:
     return controller, run, file
 
 
-def said(seq: int, run: str = "demo") -> str:
+def progress_line(seq: int, run: str = "demo") -> str:
     head = {"run": run, "source": "trainer", "lineage": 0, "at_ms": 1, "kind": "warned", "seq": seq}
     return json.dumps(head | {"event": {"text": run}}) + "\n"
 
@@ -60,16 +60,16 @@ def texts(sessions) -> list[str]:
         return [row.event["text"] for row in session.scalars(select(ProgressRow))]
 
 
-def test_progress_of_another_run_is_not_taken_for_ours(sessions, monkeypatch):
+def test_progress_of_another_run_is_ignored(sessions, monkeypatch):
     controller, _, file = a_controller(sessions, monkeypatch)
-    file.write_text(said(0, run="other") + said(1))
+    file.write_text(progress_line(0, run="other") + progress_line(1))
     controller.one_pass()
     assert texts(sessions) == ["demo"]
 
 
 def test_progress_that_could_not_be_written_is_read_again(sessions, monkeypatch):
     controller, _, file = a_controller(sessions, monkeypatch)
-    file.write_text(said(0))
+    file.write_text(progress_line(0))
     keep = recorder.append_progress
 
     def refuse(*_):
@@ -86,8 +86,8 @@ def test_progress_that_could_not_be_written_is_read_again(sessions, monkeypatch)
 # --- the free first hour --------------------------------------------------------------------------------
 
 
-def test_the_first_hour_is_not_free_where_we_ended_the_node_ourselves(sessions):
-    """EC2 may say that it interrupted a spot instance that we had told it to terminate: then it bills it."""
+def test_the_first_hour_is_billed_if_we_terminated_the_node(sessions):
+    """EC2 may report an interruption of a spot instance that we terminated. It bills such an instance."""
     stage = Stage(sessions, spot=1, sites=(CLOUD_SITES[2],))
     stage.passes(30, step_ms=60_000)
     words = "Server.SpotInstanceTermination: Spot instance termination"

@@ -1,4 +1,4 @@
-"""The local cloud: real processes, a clock moved by hand."""
+"""The local provisioner: real processes, and a clock that the test moves."""
 
 import contextlib
 import errno
@@ -26,13 +26,13 @@ NODE = "demo-spot-0-g0"
 HOUR_MS = 3_600_000
 
 
-def provisioner_of(tmp_path: Path, clock: HandClock, reclaims: PreemptionSchedule | None = None) -> LocalProvisioner:
-    return LocalProvisioner(tmp_path, clock, reclaims, FAKE_AGENT)
+def provisioner_of(tmp_path: Path, clock: HandClock, schedule: PreemptionSchedule | None = None) -> LocalProvisioner:
+    return LocalProvisioner(tmp_path, clock, schedule, FAKE_AGENT)
 
 
-def started(tmp_path: Path, clock: HandClock, reclaims: PreemptionSchedule | None = None) -> LocalProvisioner:
-    """A provisioner with one node that is up, agent and child."""
-    provisioner = provisioner_of(tmp_path, clock, reclaims)
+def started(tmp_path: Path, clock: HandClock, schedule: PreemptionSchedule | None = None) -> LocalProvisioner:
+    """Return a provisioner with one node that is up: an agent and its child."""
+    provisioner = provisioner_of(tmp_path, clock, schedule)
     provisioner.request(placement(), spec(tmp_path, clock))
     wait_until(lambda: status_of(provisioner) is NodeStatus.UP)
     wait_until(lambda: len(processes_of(node_folder(tmp_path, NODE))) == 2)
@@ -48,7 +48,7 @@ def agent_pid(tmp_path: Path) -> int:
     return int(json.loads((node_folder(tmp_path, NODE) / "agent.json").read_text())["pid"])
 
 
-def test_a_node_is_a_session_of_its_own_and_is_paid_for_from_its_request(tmp_path):
+def test_a_local_node_is_a_session_and_is_billed_from_its_request(tmp_path):
     clock = HandClock()
     provisioner = started(tmp_path, clock)
     assert os.getsid(agent_pid(tmp_path)) == agent_pid(tmp_path)
@@ -57,7 +57,7 @@ def test_a_node_is_a_session_of_its_own_and_is_paid_for_from_its_request(tmp_pat
     assert (fact.started_ms, fact.ended_ms) == (clock.at_ms, None)
 
 
-def test_the_same_name_twice_is_one_node(tmp_path):
+def test_requesting_the_same_name_twice_gives_one_node(tmp_path):
     clock = HandClock()
     provisioner = started(tmp_path, clock)
     before = processes_of(node_folder(tmp_path, NODE))
@@ -66,17 +66,17 @@ def test_the_same_name_twice_is_one_node(tmp_path):
     assert processes_of(node_folder(tmp_path, NODE)) == before
 
 
-def test_a_second_agent_finds_the_lock_taken_and_leaves(tmp_path):
+def test_a_second_agent_finds_the_lock_held_and_exits(tmp_path):
     clock = HandClock()
     provisioner = started(tmp_path, clock)
     pid = agent_pid(tmp_path)
-    provisioner._spawn(NodeRecords(node_folder(tmp_path, NODE), clock))  # as after a crash between spawn and record
+    provisioner._spawn(NodeRecords(node_folder(tmp_path, NODE), clock))  # like a crash between the start and its record
     wait_until(lambda: list(read_exits(node_folder(tmp_path, NODE)).values()) == [0])
     assert status_of(provisioner) is NodeStatus.UP
     assert agent_pid(tmp_path) == pid
 
 
-def test_a_request_cut_short_is_completed_by_asking_again(tmp_path):
+def test_an_interrupted_request_is_completed_by_repeating_it(tmp_path):
     clock = HandClock()
     folder = node_folder(tmp_path, NODE)
     folder.mkdir(parents=True)
@@ -87,7 +87,7 @@ def test_a_request_cut_short_is_completed_by_asking_again(tmp_path):
     wait_until(lambda: status_of(provisioner) is NodeStatus.UP)
 
 
-def test_files_with_the_token_are_for_the_owner_only(tmp_path):
+def test_files_with_the_token_are_readable_only_by_the_owner(tmp_path):
     started(tmp_path, HandClock())
     assert (node_folder(tmp_path, NODE) / "node.json").stat().st_mode & 0o077 == 0
 
@@ -109,7 +109,7 @@ def test_release_ends_every_process_and_may_be_repeated(tmp_path, frozen):
     assert (fact.status, fact.evidence, fact.ended_ms) == (NodeStatus.GONE, "released", clock.at_ms)
 
 
-def test_a_full_disk_keeps_no_node_alive(tmp_path, monkeypatch):
+def test_a_full_disk_does_not_prevent_a_release(tmp_path, monkeypatch):
     provisioner = started(tmp_path, HandClock())
 
     def full(*_, **__):
@@ -118,7 +118,7 @@ def test_a_full_disk_keeps_no_node_alive(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "touch", full)
     monkeypatch.setattr("launcher.provision.local.node_records.write_durably", full)
     with pytest.raises(OSError, match="No space left"):
-        provisioner.release([NODE])  # the controller tries again
+        provisioner.release([NODE])  # the controller repeats the request
     assert processes_of(node_folder(tmp_path, NODE)) == []
 
 
@@ -158,7 +158,7 @@ def test_an_agent_killed_alone_takes_its_children_with_it(tmp_path):
     assert processes_of(node_folder(tmp_path, NODE)) == []
 
 
-def test_a_node_frozen_by_somebody_else_is_lost_after_a_while(tmp_path):
+def test_a_frozen_node_is_lost_after_a_while(tmp_path):
     clock = HandClock(factor=1.0)
     provisioner = started(tmp_path, clock)
     for pid in processes_of(node_folder(tmp_path, NODE)):
@@ -172,7 +172,7 @@ def test_a_node_frozen_by_somebody_else_is_lost_after_a_while(tmp_path):
     assert processes_of(node_folder(tmp_path, NODE)) == []
 
 
-def test_an_agent_that_never_appears_is_evidence(tmp_path, monkeypatch):
+def test_an_agent_that_fails_at_its_start_gives_evidence(tmp_path, monkeypatch):
     monkeypatch.setenv("FAKE_TROUBLE", "crash")
     clock = HandClock()
     provisioner = provisioner_of(tmp_path, clock)
@@ -185,13 +185,13 @@ def test_an_agent_that_never_appears_is_evidence(tmp_path, monkeypatch):
     assert "no such model" in (node_folder(tmp_path, NODE) / "logs" / "agent.log").read_text()
 
 
-def test_an_agent_that_dies_while_it_is_looked_at_still_has_its_exit_signal(tmp_path, monkeypatch):
+def test_an_agent_that_dies_during_a_poll_still_has_its_exit_signal(tmp_path, monkeypatch):
     clock = HandClock()
     provisioner = started(tmp_path, clock)
     look = processes.is_recorded_alive
 
     def die_then_look(record):
-        """The worst moment for the agent to die: just before the provisioner looks for its process."""
+        """Let the agent die at the worst moment: just before the provisioner looks for its process."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(record["pid"], signal.SIGKILL)
         wait_until(lambda: not look(record))
@@ -203,7 +203,7 @@ def test_an_agent_that_dies_while_it_is_looked_at_still_has_its_exit_signal(tmp_
     assert (fact.status, fact.evidence) == (NodeStatus.GONE, "its agent was killed by SIGKILL")
 
 
-def test_the_exit_code_of_a_second_agent_is_not_taken_for_that_of_the_first(tmp_path):
+def test_the_exit_code_of_a_second_agent_is_not_taken_for_the_firsts(tmp_path):
     clock = HandClock()
     provisioner = started(tmp_path, clock)
     provisioner._spawn(NodeRecords(node_folder(tmp_path, NODE), clock))
@@ -215,7 +215,7 @@ def test_the_exit_code_of_a_second_agent_is_not_taken_for_that_of_the_first(tmp_
     assert fact.evidence == "its agent was killed by SIGKILL"
 
 
-def test_workers_that_never_call_in_are_not_waited_for_forever(tmp_path, monkeypatch):
+def test_a_node_whose_workers_never_call_is_lost_after_a_limit(tmp_path, monkeypatch):
     monkeypatch.setenv("FAKE_TROUBLE", "deaf")
     clock = HandClock(factor=1.0)
     provisioner = provisioner_of(tmp_path, clock)
@@ -228,8 +228,8 @@ def test_workers_that_never_call_in_are_not_waited_for_forever(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("manner", range(4))
-def test_the_cloud_takes_a_node_back_as_the_rule_says(tmp_path, manner):
-    """Notice + SIGKILL, silent SIGSTOP, silent SIGKILL, notice + SIGSTOP; each by a provisioner that knows nothing."""
+def test_the_local_cloud_preempts_a_node_as_scheduled(tmp_path, manner):
+    """Manners: notice + SIGKILL, SIGSTOP, SIGKILL, notice + SIGSTOP; each by a new provisioner."""
     clock = HandClock()
     rules = rule(1_800_000, first=manner)
     fate = rules.preemption(0).manner
@@ -249,7 +249,7 @@ def test_the_cloud_takes_a_node_back_as_the_rule_says(tmp_path, manner):
     fact = fact_of(fresh(), NODE)
     assert fact is not None
     if fate.signal == "SIGSTOP":
-        assert fact.status is NodeStatus.UP  # the cloud has not said so yet
+        assert fact.status is NodeStatus.UP  # the cloud has not reported it yet
         wait_until(lambda: all(is_stopped(pid) for pid in processes_of(node_folder(tmp_path, NODE))))
         clock.pass_ms(SILENCE_MS)
         fact = fact_of(fresh(), NODE)
@@ -260,7 +260,7 @@ def test_the_cloud_takes_a_node_back_as_the_rule_says(tmp_path, manner):
     assert processes_of(node_folder(tmp_path, NODE)) == []
 
 
-def test_a_cloud_that_slept_still_gives_the_whole_notice(tmp_path):
+def test_a_delayed_preemption_still_gives_the_whole_notice(tmp_path):
     clock = HandClock()
     rules = rule(1_800_000, first=0)
     provisioner = started(tmp_path, clock, rules)
@@ -270,21 +270,21 @@ def test_a_cloud_that_slept_still_gives_the_whole_notice(tmp_path):
     assert (fact.status, fact.notice_deadline_ms) == (NodeStatus.UP, clock.at_ms + 120_000)
 
 
-def test_a_reclaim_cut_short_is_completed(tmp_path):
+def test_an_interrupted_preemption_is_completed(tmp_path):
     clock = HandClock()
     rules = rule(1_800_000, first=2)
     started(tmp_path, clock, rules)
     born = clock.at_ms
     clock.pass_ms(1_800_000)
     folder = node_folder(tmp_path, NODE)
-    (folder / "reclaim.json").write_text(f'{{"at_ms": {clock.at_ms}}}')  # as after a crash before the kill
+    (folder / "reclaim.json").write_text(f'{{"at_ms": {clock.at_ms}}}')  # like a crash before the kill
     clock.pass_ms(1000)
     fact = fact_of(provisioner_of(tmp_path, clock, rules), NODE)
     assert fact is not None
     assert (fact.status, fact.reclaimed, fact.ended_ms) == (NodeStatus.GONE, True, born + 1_800_000)
 
 
-def test_only_spot_nodes_are_taken_back_and_each_has_its_own_turn(tmp_path):
+def test_only_spot_nodes_are_preempted_each_at_its_own_time(tmp_path):
     clock = HandClock()
     provisioner = provisioner_of(tmp_path, clock, rule(1000, 2000))
     ordinals = []
@@ -295,7 +295,7 @@ def test_only_spot_nodes_are_taken_back_and_each_has_its_own_turn(tmp_path):
     assert ordinals == [1, 1, 2]
 
 
-def test_an_agent_found_dead_is_not_paid_for_past_its_money_deadline(tmp_path):
+def test_an_agent_found_dead_is_not_billed_past_its_spend_deadline(tmp_path):
     clock = HandClock()
     provisioner = started(tmp_path, clock)
     provisioner.rearm(NODE, clock.at_ms + 5000)

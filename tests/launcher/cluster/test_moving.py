@@ -1,6 +1,6 @@
-"""A run on clouds that refuse, deny, reclaim, answer late and change their prices: where it goes, and what it pays.
+"""Failover and billing of a run on clouds that refuse, deny, preempt, answer late and change their prices.
 
-The controller, its ledger and every decision are real; the clouds are on paper, and so is the clock.
+The controller, its ledger and every decision are real; the clouds and the clock are simulated.
 """
 
 import threading
@@ -27,7 +27,7 @@ from tests.launcher.cluster.stage import (
     SPOT_RATE,
     TRAINER_RATE,
     HandClock,
-    PaperCloud,
+    SimulatedCloud,
     cloud_run,
     dead_pid,
     ledger,
@@ -37,14 +37,14 @@ MINUTE = 60_000
 
 
 class Stage:
-    """A run with its controller on paper clouds."""
+    """A run with its controller on simulated clouds."""
 
     def __init__(self, sessions, **run_fields) -> None:
         self.sessions = sessions
         self.run: Run = cloud_run(sessions, **run_fields)
         self.clock = HandClock(factor=1.0)
         self.clock.at_ms = self.run.created_ms
-        self.cloud = PaperCloud(self.clock)
+        self.cloud = SimulatedCloud(self.clock)
         self.carried: list[tuple[str, str]] = []
         self.controller = self.another()
 
@@ -67,7 +67,7 @@ class Stage:
             return {record.name: record for record in node_records(session, self.run)}
 
     def live(self) -> dict[str, tuple[str, str]]:
-        """Live nodes, and where they are."""
+        """Return the (cloud, region) of each live node."""
         places = {name: record.wanted.placement for name, record in self.records().items() if record.is_live}
         return {name: (place.cloud, place.region) for name, place in places.items()}
 
@@ -90,7 +90,7 @@ def sessions(home):
     return ledger(home)
 
 
-def test_a_run_buys_its_plan_at_home_and_stays_there(sessions):
+def test_a_run_buys_its_plan_in_the_home_region_and_stays_there(sessions):
     stage = Stage(sessions)
     stage.passes(5)
     assert stage.live() == {
@@ -98,22 +98,22 @@ def test_a_run_buys_its_plan_at_home_and_stays_there(sessions):
         "demo-spot-0-g0": ("gcp", "g1"),
         "demo-spot-1-g0": ("gcp", "g1"),
     }
-    spec = stage.cloud.asked["demo-trainer-g0"][1]
+    spec = stage.cloud.requested["demo-trainer-g0"][1]
     assert (spec.cloud, spec.store, spec.clock.factor) == ("gcp", "gs://bucket/spotrl/demo", 1.0)
 
 
-def test_a_zone_without_capacity_is_left_for_the_next(sessions):
+def test_a_zone_without_capacity_fails_over_to_the_next_zone(sessions):
     stage = Stage(sessions)
     stage.cloud.answers["gcp/g1/g1-a"] = "refuse"
     stage.passes(3)
-    zones = {name: stage.cloud.asked[name][0].zone for name in stage.live() if "spot" in name}
+    zones = {name: stage.cloud.requested[name][0].zone for name in stage.live() if "spot" in name}
     assert set(zones.values()) == {"g1-b"}
     with sessions() as session:
         [event] = session.scalars(select(NodeEvent).where(NodeEvent.kind == "no_capacity"))
         assert event.evidence == "there is no capacity; tried gcp/g1/g1-a"
 
 
-def test_a_region_without_a_trainer_loses_the_run_and_its_spot_nodes_to_the_next(sessions):
+def test_a_region_without_a_trainer_fails_over_with_all_nodes(sessions):
     stage = Stage(sessions)
     stage.passes(5)
     stage.cloud.end("demo-trainer-g0", "the machine is gone")
@@ -126,7 +126,7 @@ def test_a_region_without_a_trainer_loses_the_run_and_its_spot_nodes_to_the_next
     assert {"demo-spot-0-g0", "demo-spot-1-g0"} <= set(stage.cloud.released)
 
 
-def test_a_cloud_without_a_trainer_loses_the_run_and_its_checkpoint_is_carried_over_first(sessions):
+def test_a_cloud_without_a_trainer_fails_over_after_copying_the_checkpoint(sessions):
     stage = Stage(sessions)
     stage.passes(5)
     gate = threading.Event()
@@ -141,7 +141,7 @@ def test_a_cloud_without_a_trainer_loses_the_run_and_its_checkpoint_is_carried_o
     stage.passes(12)
     [intent] = [record for record in stage.records().values() if record.role == "trainer" and record.is_live]
     assert intent.wanted.placement.cloud == "aws"
-    assert "requested" not in intent.happened  # nothing is bought before its checkpoint is there
+    assert "requested" not in intent.happened  # no node is bought before the checkpoint has been copied
     gate.set()
     for _ in range(100):
         stage.passes(0.2)
@@ -150,10 +150,10 @@ def test_a_cloud_without_a_trainer_loses_the_run_and_its_checkpoint_is_carried_o
         time.sleep(0.01)
     assert set(stage.live().values()) == {("aws", "e1")}
     assert stage.carried == [("gs://bucket/spotrl/demo", "s3://bucket/spotrl/demo")]
-    assert stage.cloud.asked[intent.name][1].store == "s3://bucket/spotrl/demo"
+    assert stage.cloud.requested[intent.name][1].store == "s3://bucket/spotrl/demo"
 
 
-def test_a_checkpoint_that_cannot_be_carried_now_is_carried_later(sessions, monkeypatch):
+def test_a_checkpoint_copy_that_fails_is_retried_later(sessions, monkeypatch):
     monkeypatch.setattr("launcher.controller.checkpoint_transfer.CARRY_SECONDS", 0.0)
     stage, tries = Stage(sessions, spot=0, sites=(CLOUD_SITES[0], CLOUD_SITES[2])), []
 
@@ -175,17 +175,17 @@ def test_a_checkpoint_that_cannot_be_carried_now_is_carried_later(sessions, monk
     pytest.fail(f"the run did not move: {stage.live()}, {len(tries)} tries")
 
 
-def test_capacity_gone_everywhere_is_waited_for_with_nothing_paid_and_comes_back(sessions):
+def test_a_run_without_capacity_anywhere_waits_at_no_cost_and_resumes(sessions):
     stage = Stage(sessions)
     stage.passes(5)
     stage.cloud.end("demo-trainer-g0", "the machine is gone")
     stage.cloud.answers |= {"gcp/": "refuse", "aws/": "refuse"}
     stage.passes(20, step_ms=30_000)
     assert stage.live() == {}
-    spent, launches = stage.spent(), len(stage.cloud.asked)
+    spent, launches = stage.spent(), len(stage.cloud.requested)
     stage.passes(120, step_ms=180_000)
     assert stage.spent() == spent
-    assert len(stage.cloud.asked) - launches < 30
+    assert len(stage.cloud.requested) - launches < 30
     assert stage.reason()[0] == "running"
     with sessions() as session:
         reasons = session.scalars(select(RunStatus.reason)).all()
@@ -196,7 +196,7 @@ def test_capacity_gone_everywhere_is_waited_for_with_nothing_paid_and_comes_back
     assert len(set(stage.live().values())) == 1
 
 
-def test_quota_0_everywhere_ends_the_run_and_names_them(sessions):
+def test_quota_0_everywhere_ends_the_run_and_names_the_regions(sessions):
     stage = Stage(sessions)
     stage.cloud.answers |= {"gcp/": "deny", "aws/": "deny"}
     stage.passes(15)
@@ -207,26 +207,26 @@ def test_quota_0_everywhere_ends_the_run_and_names_them(sessions):
     assert stage.live() == {}
 
 
-def test_quota_0_in_one_region_moves_the_run(sessions):
+def test_quota_0_in_one_region_fails_over_to_another(sessions):
     stage = Stage(sessions)
     stage.cloud.answers["gcp/g1/"] = "deny"
     stage.passes(5)
     assert set(stage.live().values()) == {("gcp", "g2")}
 
 
-def test_the_successor_is_bought_at_the_notice_in_another_zone(sessions):
+def test_a_successor_is_bought_at_the_notice_in_another_zone(sessions):
     stage = Stage(sessions, spot=1)
     stage.passes(5)
     stage.cloud.notices["demo-spot-0-g0"] = stage.clock.now_ms() + 2 * MINUTE
     stage.passes(0.2)
     assert set(stage.live()) == {"demo-trainer-g0", "demo-spot-0-g0", "demo-spot-0-g1"}
-    assert stage.cloud.asked["demo-spot-0-g1"][0].zone == "g1-b"
-    stage.cloud.reclaim("demo-spot-0-g0")
+    assert stage.cloud.requested["demo-spot-0-g1"][0].zone == "g1-b"
+    stage.cloud.preempt("demo-spot-0-g0")
     stage.passes(0.2)
     assert set(stage.live()) == {"demo-trainer-g0", "demo-spot-0-g1"}
 
 
-def test_an_api_that_does_not_answer_changes_nothing(sessions):
+def test_an_unreachable_cloud_api_changes_nothing(sessions):
     stage = Stage(sessions)
     stage.passes(5)
     before = stage.live()
@@ -236,16 +236,16 @@ def test_an_api_that_does_not_answer_changes_nothing(sessions):
     assert stage.cloud.released == []
 
 
-def test_a_controller_that_was_silent_for_longer_than_its_lease_catches_up(sessions):
+def test_a_controller_silent_for_longer_than_its_lease_catches_up(sessions):
     stage = Stage(sessions)
     stage.passes(5)
-    stage.cloud.reclaim("demo-spot-0-g0")
+    stage.cloud.preempt("demo-spot-0-g0")
     stage.clock.pass_ms(10 * MINUTE)  # SIGSTOP, SIGCONT
     stage.controller.one_pass()
     assert "demo-spot-0-g1" in stage.live()
 
 
-def test_another_controller_carries_on_from_the_ledger_alone(sessions):
+def test_another_controller_continues_from_the_ledger_alone(sessions):
     stage = Stage(sessions)
     stage.cloud.answers["gcp/g1/"] = "refuse"
     for _ in range(30):
@@ -255,13 +255,13 @@ def test_another_controller_carries_on_from_the_ledger_alone(sessions):
     assert len(stage.live()) == 3
 
 
-# --- money --------------------------------------------------------------------------------------------
+# --- billing and limits -------------------------------------------------------------------------------
 
 
-def test_what_came_up_for_a_moment_is_billed_a_minute(sessions):
+def test_a_node_that_was_up_for_a_moment_is_billed_a_minute(sessions):
     stage = Stage(sessions, spot=1)
     stage.passes(1.2)
-    stage.cloud.reclaim("demo-spot-0-g0", "compute.instances.preempted")
+    stage.cloud.preempt("demo-spot-0-g0", "compute.instances.preempted")
     stage.controller.one_pass()
     with sessions() as session:
         [interval] = session.scalars(select(BillingInterval))
@@ -278,10 +278,10 @@ def test_what_came_up_for_a_moment_is_billed_a_minute(sessions):
         (CLOUD_SITES[0], "Server.SpotInstanceTermination", False),
     ],
 )
-def test_aws_does_not_bill_the_first_hour_if_it_says_itself_that_it_took_the_node(sessions, site, evidence, is_free):
+def test_aws_bills_no_first_hour_if_it_reports_the_preemption_itself(sessions, site, evidence, is_free):
     stage = Stage(sessions, spot=1, sites=(site,))
     stage.passes(30, step_ms=60_000)
-    stage.cloud.reclaim("demo-spot-0-g0", evidence)
+    stage.cloud.preempt("demo-spot-0-g0", evidence)
     stage.passes(0.2)
     with sessions() as session:
         [interval] = session.scalars(select(BillingInterval))
@@ -290,10 +290,10 @@ def test_aws_does_not_bill_the_first_hour_if_it_says_itself_that_it_took_the_nod
     assert evidence in interval.basis or not is_free
 
 
-def test_after_an_hour_aws_bills_what_it_took(sessions):
+def test_aws_bills_a_node_preempted_after_its_first_hour(sessions):
     stage = Stage(sessions, spot=1, sites=(CLOUD_SITES[2],))
     stage.passes(62, step_ms=30_000)
-    stage.cloud.reclaim("demo-spot-0-g0")
+    stage.cloud.preempt("demo-spot-0-g0")
     stage.passes(0.2)
     with sessions() as session:
         [interval] = session.scalars(select(BillingInterval))
@@ -301,7 +301,7 @@ def test_after_an_hour_aws_bills_what_it_took(sessions):
 
 
 def price(stage: Stage, site, zone: str, micro_usd: int, instance_type: str = "g6.xlarge") -> None:
-    """The cloud says a new price."""
+    """Record a new price of the cloud."""
     now_ms = stage.clock.now_ms()
     row = PriceRow(
         cloud=site.cloud,
@@ -328,7 +328,7 @@ def prices_at_once(monkeypatch):
 
 
 @pytest.mark.usefixtures("prices_at_once")
-def test_a_price_that_doubles_is_paid_from_then_on(sessions):
+def test_a_doubled_price_is_billed_from_then_on(sessions):
     stage = Stage(sessions, spot=1, sites=(CLOUD_SITES[2],))
     stage.passes(11, step_ms=30_000)  # up at 1 minute
     price(stage, CLOUD_SITES[2], "e1-a", 2 * SPOT_RATE)
@@ -349,7 +349,7 @@ def test_a_price_that_doubles_is_paid_from_then_on(sessions):
 
 
 @pytest.mark.usefixtures("prices_at_once")
-def test_a_price_beyond_the_hourly_limit_sheds_the_dearest_spot_node_never_the_trainer(sessions):
+def test_a_price_over_the_hourly_limit_releases_the_dearest_spot_node(sessions):
     beside = sum(side_micro_usd_per_hour("aws", market) for market in (Market.ON_DEMAND, Market.SPOT, Market.SPOT))
     limit = TRAINER_RATE + 3 * SPOT_RATE + beside
     stage = Stage(sessions, spot=2, sites=(CLOUD_SITES[2],), max_hourly=limit)
@@ -359,16 +359,16 @@ def test_a_price_beyond_the_hourly_limit_sheds_the_dearest_spot_node_never_the_t
     assert stage.cloud.released == ["demo-spot-1-g0"]
     stage.passes(1)
     assert "demo-trainer-g0" in stage.live()
-    assert stage.cloud.asked["demo-spot-1-g1"][0].zone == "e1-a"  # the cheaper zone, within the limit
+    assert stage.cloud.requested["demo-spot-1-g1"][0].zone == "e1-a"  # the cheaper zone, within the limit
 
 
-def test_what_was_bought_is_what_is_paid_for(sessions):
+def test_the_bill_follows_the_instance_that_was_really_bought(sessions):
     stage = Stage(sessions, spot=1, sites=(CLOUD_SITES[0],))
     stage.cloud.really["demo-spot-0-g0"] = ("g1-c", "g6.2xlarge")
     stage.passes(5)
     record = stage.records()["demo-spot-0-g0"]
     assert (record.zone, record.instance_type) == ("g1-c", "g6.2xlarge")
-    assert record.micro_usd_per_hour == TRAINER_RATE  # nobody knows its price, so it counts as on demand
+    assert record.micro_usd_per_hour == TRAINER_RATE  # its price is unknown, so the on-demand price counts
     with sessions() as session:
         row = session.scalars(select(NodePrice).where(NodePrice.instance_type == "g6.2xlarge")).one()
     assert "counted as on demand" in row.price_source
@@ -390,7 +390,7 @@ def test_disks_and_addresses_are_counted_and_traffic_is_not_priced(sessions):
     assert total == sum(row.micro_usd or 0 for row in rows)
 
 
-def test_the_budget_ends_a_run_while_it_launches(sessions):
+def test_the_budget_ends_a_run_during_its_launch(sessions):
     stage = Stage(sessions, spot=2, max_total=150_000)
     stage.passes(30, step_ms=30_000)
     assert stage.reason() == ("stopped", "budget")
@@ -403,39 +403,39 @@ def deadline_ms(stage) -> int:
     return controller.deadlines.deadline_ms(controller.facts(), controller.wanted, stage.clock.now_ms())
 
 
-def test_limits_of_all_runs_bind_their_sum_even_when_two_decide_at_the_same_moment(sessions):
+def test_limits_of_all_runs_hold_even_if_two_decide_at_the_same_moment(sessions):
     limit = "$1.5/h"  # one trainer, not two
     first = Stage(sessions, name="one", spot=0, all_runs={"max_hourly": limit})
     second = Stage(sessions, name="two", spot=0, all_runs={"max_hourly": limit})
     second.clock.at_ms = first.clock.at_ms
-    decided = second.controller.facts  # what the second sees, before the first has bought
+    decided = second.controller.facts  # the view of the second run before the first has bought
     seen = decided()
     first.passes(0.2)
     second.controller.facts = lambda: seen
     second.controller.one_pass()
-    assert second.cloud.asked == {}
+    assert second.cloud.requested == {}
     second.controller.facts = decided
     second.passes(0.2)
     assert "all_runs.max_hourly" in second.reason()[1]
     request_stop(sessions, "one")
     first.passes(3)
     second.passes(1)
-    assert list(second.cloud.asked) == ["two-trainer-g0"]
+    assert list(second.cloud.requested) == ["two-trainer-g0"]
 
 
-def test_launches_are_spaced(sessions):
+def test_launches_are_rate_limited(sessions):
     stage = Stage(sessions, spot=9, recovery={"launches_per_minute": 10})
     stage.clock.pass_ms(1000)
     stage.controller.one_pass()
-    assert len(stage.cloud.asked) == 5
+    assert len(stage.cloud.requested) == 5
     stage.passes(0.5, step_ms=3000)
-    assert len(stage.cloud.asked) == 10
+    assert len(stage.cloud.requested) == 10
 
 
 # --- the end ------------------------------------------------------------------------------------------
 
 
-def test_a_run_is_over_when_nothing_of_it_is_left(sessions):
+def test_a_controller_is_finished_when_no_resource_of_its_run_is_left(sessions):
     stage = Stage(sessions, spot=1)
     stage.passes(5)
     stage.cloud.stays_untidy = True
@@ -447,8 +447,8 @@ def test_a_run_is_over_when_nothing_of_it_is_left(sessions):
     assert stage.controller.one_pass()
 
 
-def test_nodes_that_nobody_looks_after_end_before_all_runs_together_spend_more_than_their_limit(sessions):
-    """$2 over all runs: a node that was left alone would have run for $100."""
+def test_nodes_without_a_controller_end_within_the_limit_of_all_runs(sessions):
+    """The limit of all runs is $2. A node without a controller would have run for $100."""
     all_runs = {"max_total": "$2"}
     first = Stage(sessions, name="one", spot=0, max_total=100_000_000, all_runs=all_runs)
     second = Stage(sessions, name="two", spot=0, max_total=100_000_000, all_runs=all_runs)
@@ -457,7 +457,7 @@ def test_nodes_that_nobody_looks_after_end_before_all_runs_together_spend_more_t
     second.passes(3)
     rates, ends_ms = 0, []
     for stage in (first, second):
-        [spec] = [asked[1] for asked in stage.cloud.asked.values()]
+        [spec] = [request[1] for request in stage.cloud.requested.values()]
         [record] = stage.records().values()
         rates += record.micro_usd_per_hour + record.beside_micro_usd_per_hour
         ends_ms.append(deadline_ms(stage))
@@ -467,28 +467,28 @@ def test_nodes_that_nobody_looks_after_end_before_all_runs_together_spend_more_t
         assert (end_ms - first.clock.now_ms()) / 3_600_000 * rates <= left * 1.05
 
 
-def test_what_other_runs_hold_in_reserve_counts_against_the_limit_of_all(sessions):
-    """Nothing is spent yet, but ending the first run's trainer may take 5 minutes, which cost 8 cents."""
+def test_reserves_of_other_runs_count_against_the_limit_of_all_runs(sessions):
+    """No money is spent yet, but ending the first run's trainer may take 5 minutes, which cost 8 cents."""
     limit = {"max_total": "$0.15"}  # one trainer's reserve, not two
     first = Stage(sessions, name="one", spot=0, all_runs=limit)
     second = Stage(sessions, name="two", spot=0, all_runs=limit)
     second.clock.at_ms = first.clock.at_ms
     first.passes(0.2)
-    assert list(first.cloud.asked) == ["one-trainer-g0"]
+    assert list(first.cloud.requested) == ["one-trainer-g0"]
     second.passes(0.2)
     assert second.controller.facts().others.metered == 0
-    assert second.cloud.asked == {}
+    assert second.cloud.requested == {}
 
 
-def test_a_deadline_is_brought_forward_when_a_node_costs_more_than_planned(sessions):
-    """Its price is three times the plan's: the money lasts for a third of the time."""
+def test_a_spend_deadline_comes_earlier_if_a_node_costs_more_than_planned(sessions):
+    """The price is three times the planned one, so the budget lasts for a third of the time."""
     stage = Stage(sessions, spot=2, max_total=20_000_000, max_hourly=50_000_000)
     stage.passes(3)
-    told = {}
-    stage.cloud.rearm = told.__setitem__
+    deadlines = {}
+    stage.cloud.rearm = deadlines.__setitem__
     stage.controller.deadlines._armed.clear()
     stage.passes(1)
-    before = dict(told)
+    before = dict(deadlines)
     with writing(sessions) as session:
         for node in session.scalars(select(Node).where(Node.role == "trainer")):
             session.add(
@@ -503,15 +503,15 @@ def test_a_deadline_is_brought_forward_when_a_node_costs_more_than_planned(sessi
                 )
             )
     stage.passes(1)
-    assert set(told) == set(stage.live())
-    hours = {name: (told[name] - stage.clock.now_ms()) / 3_600_000 for name in told}
-    assert all(told[name] < before[name] - 60 * MINUTE for name in told), (before, told)
+    assert set(deadlines) == set(stage.live())
+    hours = {name: (deadlines[name] - stage.clock.now_ms()) / 3_600_000 for name in deadlines}
+    assert all(deadlines[name] < before[name] - 60 * MINUTE for name in deadlines), (before, deadlines)
     rates = sum(record.micro_usd_per_hour + record.beside_micro_usd_per_hour for record in stage.records().values())
     left = 20_000_000 - stage.spent()
     assert all(one * rates <= left * 1.01 for one in hours.values())
 
 
-def test_limits_of_all_runs_are_those_of_todays_configuration(sessions, home, monkeypatch):
+def test_limits_of_all_runs_come_from_the_current_configuration(sessions, home, monkeypatch):
     config = home / "config.yaml"
     monkeypatch.setenv("SPOTRL_CONFIG", str(config))
     stage = Stage(sessions, spot=0, all_runs={"max_total": "$50"})
@@ -529,8 +529,8 @@ def test_limits_of_all_runs_are_those_of_todays_configuration(sessions, home, mo
     assert stage.reason()[0] in ("draining", "stopped")
 
 
-def test_a_controller_whose_lease_went_to_another_machine_neither_buys_nor_ends(sessions):
-    """It went on for 150 passes and bought a node."""
+def test_a_controller_whose_lease_another_computer_holds_does_nothing(sessions):
+    """A bug let such a controller continue for 150 passes and buy a node."""
     bucket, wall = MemoryStore(), HandClock()
     ours, theirs = (StoreLease(lambda: bucket, "demo", who, wall.now_ms) for who in ("ours", "theirs"))
     stage = Stage(sessions)
@@ -540,7 +540,7 @@ def test_a_controller_whose_lease_went_to_another_machine_neither_buys_nor_ends(
     wall.pass_ms(round(LEASE_SECONDS * 1000) + 1)
     theirs.take()
     ours.renew()
-    stage.cloud.reclaim("demo-spot-0-g0")
+    stage.cloud.preempt("demo-spot-0-g0")
     before, released = set(stage.records()), list(stage.cloud.released)
     for _ in range(150):
         with pytest.raises(LeaseLost):
@@ -548,7 +548,7 @@ def test_a_controller_whose_lease_went_to_another_machine_neither_buys_nor_ends(
     assert (set(stage.records()), stage.cloud.released) == (before, released)
 
 
-def test_a_lease_that_is_lost_in_the_midst_of_a_pass_stops_the_purchase(sessions):
+def test_a_lease_lost_in_the_middle_of_a_pass_stops_the_purchase(sessions):
     bucket, wall = MemoryStore(), HandClock()
     ours, theirs = (StoreLease(lambda: bucket, "demo", who, wall.now_ms) for who in ("ours", "theirs"))
     stage = Stage(sessions)
@@ -563,11 +563,11 @@ def test_a_lease_that_is_lost_in_the_midst_of_a_pass_stops_the_purchase(sessions
     stage.controller.recorder.write_prices = loses_it
     with pytest.raises(LeaseLost):
         stage.passes(0.2)
-    assert stage.cloud.asked == {}
+    assert stage.cloud.requested == {}
     assert stage.records() == {}
 
 
-def test_what_cannot_be_taken_away_is_said_and_not_tried_for_ever(sessions):
+def test_resources_that_cannot_be_deleted_are_reported_and_given_up(sessions):
     stage = Stage(sessions, spot=1)
     stage.passes(5)
     stage.cloud.stays_untidy = True
@@ -577,20 +577,22 @@ def test_what_cannot_be_taken_away_is_said_and_not_tried_for_ever(sessions):
     assert "`spotrl reap` lists them" in stage.reason()[1]
 
 
-def test_a_node_ends_itself_soon_after_the_runs_deadline_when_nobody_looks_after_it(sessions):
+def test_a_node_without_a_controller_ends_itself_after_the_runs_deadline(sessions):
     stage = Stage(sessions, spot=1, budget={"deadline": "30m"})
     stage.passes(1)
-    told = {name: spec.money_deadline_ms - stage.run.created_ms for name, (_, spec, _) in stage.cloud.asked.items()}
-    assert set(told.values()) == {35 * MINUTE}  # its money would last for days
+    deadlines = {
+        name: spec.money_deadline_ms - stage.run.created_ms for name, (_, spec, _) in stage.cloud.requested.items()
+    }
+    assert set(deadlines.values()) == {35 * MINUTE}  # its budget would last for days
     stage.passes(31)
     assert stage.reason()[1] == "deadline"
 
 
-# --- a run that stands still ------------------------------------------------------------------------------
+# --- a stalled run ----------------------------------------------------------------------------------------
 
 
 def expecting(sessions, iteration_minutes):
-    """A run whose iterations are predicted to take so long with the trainer alone."""
+    """Start a run with this predicted time of an iteration of the trainer alone."""
     stage = Stage(sessions, max_total=1_000_000_000)
     predicted = replace(stage.controller.wanted, iteration_ms=iteration_minutes * MINUTE)
     stage.controller.wanted = predicted
@@ -614,7 +616,7 @@ def iteration_done(stage, iteration, at_ms):
         append_progress(session, stage.run, [line])
 
 
-def test_a_run_whose_trainer_answers_and_gets_nowhere_ends(sessions):
+def test_a_run_whose_trainer_answers_without_progress_ends(sessions):
     stage = expecting(sessions, 15)
     stage.passes(145, step_ms=50_000)
     assert stage.reason()[0] == "running"
@@ -625,7 +627,7 @@ def test_a_run_whose_trainer_answers_and_gets_nowhere_ends(sessions):
     assert stage.live() == {}
 
 
-def test_iterations_keep_a_run_alive_even_if_the_trainers_clock_is_days_behind(sessions):
+def test_iterations_keep_a_run_alive_even_if_the_trainers_clock_is_wrong(sessions):
     stage = expecting(sessions, 15)
     for iteration in range(2):
         stage.passes(140, step_ms=50_000)
@@ -633,7 +635,7 @@ def test_iterations_keep_a_run_alive_even_if_the_trainers_clock_is_days_behind(s
     assert stage.reason()[0] == "running"
 
 
-def test_a_controller_that_slept_does_not_take_the_runs_silence_for_a_standstill(sessions):
+def test_a_suspended_controller_does_not_take_its_gap_for_a_stall(sessions):
     stage = expecting(sessions, 15)
     stage.passes(10)
     stage.clock.pass_ms(5 * 60 * MINUTE)
@@ -641,7 +643,7 @@ def test_a_controller_that_slept_does_not_take_the_runs_silence_for_a_standstill
     assert stage.reason()[0] == "running"
 
 
-def test_a_run_that_waits_for_a_person_does_not_stand_still(sessions):
+def test_a_run_that_waits_for_its_user_does_not_count_as_stalled(sessions):
     stage = expecting(sessions, 15)
     stage.passes(10)
     stage.controller.engine.trouble = "the coordinator's disk is full"

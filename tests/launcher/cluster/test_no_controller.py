@@ -1,4 +1,4 @@
-"""A run that is not over keeps a controller: through a full disk, a locked ledger, and after its controller died."""
+"""An unfinished run keeps a controller despite a full disk, a locked ledger and a killed controller."""
 
 import contextlib
 import errno
@@ -48,7 +48,7 @@ def sessions(home, monkeypatch):
 
 @pytest.fixture
 def systemctl(home, monkeypatch):
-    """A fake systemctl on PATH; the folder where it writes down what it was asked."""
+    """Put a fake systemctl on PATH, and return the folder where it records its calls."""
     (home / "bin").mkdir()
     script = home / "bin" / "systemctl"
     script.write_text(f"#!{sys.executable}\n{FAKE_SYSTEMCTL.read_text()}")
@@ -75,7 +75,7 @@ def controller_pid(sessions, run) -> int:
         return 0 if lease is None else lease.pid
 
 
-# --- trouble that lasts ---------------------------------------------------------------------------------
+# --- lasting errors -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def controller_pid(sessions, run) -> int:
     ],
     ids=["full disk", "locked ledger", "bucket away"],
 )
-def test_a_controller_tries_for_ever_with_a_growing_pause(sessions, trouble):
+def test_a_controller_retries_without_limit_with_growing_pauses(sessions, trouble):
     run = made_run(sessions, spot=0, iterations=1000)
     pauses: list[float] = []
 
@@ -106,7 +106,7 @@ def test_a_controller_tries_for_ever_with_a_growing_pause(sessions, trouble):
     assert LONGEST_PAUSE_SECONDS - 1 < min(growing[10:]) <= max(growing) <= LONGEST_PAUSE_SECONDS
 
 
-def test_ls_and_status_say_that_a_run_has_no_controller_and_how_to_start_one(sessions):
+def test_ls_and_status_show_a_missing_controller_and_how_to_start_one(sessions):
     run = made_run(sessions, spot=0, iterations=1000)
     for command, arguments in ((ls, []), (status, [run.name])):
         shown = CliRunner().invoke(command, arguments, obj=sessions, standalone_mode=False).output
@@ -134,7 +134,7 @@ def test_a_service_restarts_a_controller_that_was_killed(sessions, systemctl):
 
 def test_the_controller_of_a_run_that_is_over_removes_its_service(sessions, systemctl, monkeypatch):
     monkeypatch.setattr(runs, "CONTROLLER", (sys.executable, "-m", "launcher.cli.main", "controller"))
-    run = made_run(sessions, max_total=10)  # its trainer cannot be paid for
+    run = made_run(sessions, max_total=10)  # its trainer exceeds the budget
     file = service_file(run.name)
     start_service(sessions, run.name)
     wait_until(lambda: not file.exists(), 30)
@@ -142,7 +142,7 @@ def test_the_controller_of_a_run_that_is_over_removes_its_service(sessions, syst
     assert calls(systemctl)[-1] == "--user disable spotrl-demo.service"
 
 
-def test_a_unit_holds_places_and_no_secrets(sessions, systemctl, monkeypatch):
+def test_a_service_unit_holds_settings_and_no_secrets(sessions, systemctl, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("AWS_PROFILE", 'team "100%"')
     run = made_run(sessions, spot=0, iterations=1000)
@@ -151,13 +151,13 @@ def test_a_unit_holds_places_and_no_secrets(sessions, systemctl, monkeypatch):
     assert r'Environment="AWS_PROFILE=team \"100%%\""' in unit
     assert f'Environment="SPOTRL_HOME={systemctl}"' in unit
     assert "Restart=on-failure" in unit
-    assert "KillMode=process" in unit  # its nodes here go on without it
+    assert "KillMode=process" in unit  # the local nodes keep running without the service
     assert bring_down(sessions, run.name, 20) == []
     remove_service(run.name)
     assert not service_file(run.name).exists()
 
 
-def test_secrets_that_a_service_would_not_have_are_named_before_anything_is_bought(systemctl, monkeypatch):
+def test_secrets_missing_in_a_service_are_named_before_anything_is_bought(systemctl, monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
     job = Job(name="demo", iterations=1, secrets=("HF_TOKEN",))
     with pytest.raises(NoService, match=r"HF_TOKEN, AWS_SECRET_ACCESS_KEY.*service\.env"):
@@ -167,9 +167,7 @@ def test_secrets_that_a_service_would_not_have_are_named_before_anything_is_boug
 
 
 @pytest.mark.parametrize(("found", "words"), [("none", "systemctl was not found"), ("broken", "connect to bus")])
-def test_a_launch_without_systemd_says_what_was_found_and_starts_nothing(
-    sessions, systemctl, tmp_path, monkeypatch, found, words
-):
+def test_a_launch_without_systemd_explains_and_starts_nothing(sessions, systemctl, tmp_path, monkeypatch, found, words):
     (systemctl / "broken").touch()
     if found == "none":
         monkeypatch.setenv("PATH", str(tmp_path / "empty"))
@@ -182,12 +180,12 @@ def test_a_launch_without_systemd_says_what_was_found_and_starts_nothing(
     assert printed("ls", CliRunner().invoke(ls, ["--json"], obj=sessions, standalone_mode=False).output) == []
 
 
-def test_a_service_is_for_detached_runs(sessions, tmp_path):
+def test_a_service_needs_a_detached_launch(sessions, tmp_path):
     result = CliRunner().invoke(launch, [str(tmp_path / "job.yaml"), "--service"], obj=sessions)
     assert "add --detach" in result.output
 
 
-def test_launchd_restarts_it_too_and_stops_when_the_run_is_over(systemctl):
+def test_launchd_restarts_the_controller_and_stops_when_the_run_is_over(systemctl):
     agent = plistlib.loads(launchd_agent("demo", ["python", "controller", "demo"], {"PATH": "/bin"}, Path("c.log")))
     assert agent["ProgramArguments"][-3:] == ["python", "controller", "demo"]
     assert (agent["KeepAlive"], agent["RunAtLoad"]) == ({"SuccessfulExit": False}, True)

@@ -1,4 +1,4 @@
-"""The JSON files of a cloud node keep their names and their form: an upgrade goes on with nodes that are running.
+"""The JSON files of a cloud node keep their names and format, so that an upgrade continues with running nodes.
 
 `tests/data/released/0.1.0/node_files.json` holds every file of a node at many stages of its life, as released code
 wrote them. `python -m tests.launcher.cluster.test_node_files` prints what the code writes now.
@@ -21,10 +21,10 @@ from tests.launcher.cluster.test_sky_provisioner import TRAINER, Killed, Stage, 
 GOLDEN = Path(__file__).parents[2] / "data/released/0.1.0/node_files.json"
 
 NODES_OWN = ("spec", "agent", "ready", "notice", "exit")
-"""Not of this test: the start instructions follow the engine's settings, the rest is the agent's."""
+"""Files outside this test: the start instructions follow the engine's settings, the agent writes the others."""
 
 
-def reclaimed(stage: Stage) -> None:
+def preempted(stage: Stage) -> None:
     stage.bring_up(TRAINER)
     stage.cloud.change(TRAINER, state=InstanceState.STOPPING, reason="STOPPING")
     stage.passes(3)
@@ -33,14 +33,14 @@ def reclaimed(stage: Stage) -> None:
 
 
 def without_capacity(stage: Stage) -> None:
-    stage.ask(TRAINER)
+    stage.request(TRAINER)
     stage.passes(1)
     stage.sky.finish(TRAINER, Outcome(failed=Failed.NO_CAPACITY, text="InsufficientInstanceCapacity"))
     stage.passes(5)
 
 
 def adopted(stage: Stage) -> None:
-    stage.ask(TRAINER)
+    stage.request(TRAINER)
     stage.sky.reply_lost = True
     with pytest.raises(Killed):
         stage.passes(1)
@@ -50,7 +50,7 @@ def adopted(stage: Stage) -> None:
 
 
 def tried_again(stage: Stage) -> None:
-    stage.ask(TRAINER)
+    stage.request(TRAINER)
     stage.passes(1)
     stage.sky.finish(TRAINER, Outcome(failed=Failed.UNKNOWN, text="server restarted"))
     stage.passes(20)
@@ -59,7 +59,7 @@ def tried_again(stage: Stage) -> None:
 def behind_a_removed_rule(stage: Stage) -> None:
     stage.digest = None
     stage.cloud.missing_rules = ("tcp 22 (SSH) is missing",)
-    stage.ask(TRAINER)
+    stage.request(TRAINER)
     stage.passes(1)
     stage.sky.finish(TRAINER)
     stage.cloud.ends_slowly = True
@@ -76,7 +76,7 @@ def found_by_its_label(stage: Stage) -> None:
 
 STORIES: dict[str, Callable[[Stage], None]] = {
     **{name: partial(bring_to, which=name) for name in STAGES},
-    "reclaimed": reclaimed,
+    "reclaimed": preempted,
     "without capacity": without_capacity,
     "adopted": adopted,
     "tried again": tried_again,
@@ -86,7 +86,7 @@ STORIES: dict[str, Callable[[Stage], None]] = {
 
 
 def files_after(story: str, folder: Path) -> dict[str, dict]:
-    """The content of each file of the node, by its name. The folder's own path is left out."""
+    """Return the content of each file of the node by its name, with the folder's path removed."""
     stage = Stage(folder)
     STORIES[story](stage)
     return {
@@ -97,13 +97,13 @@ def files_after(story: str, folder: Path) -> dict[str, dict]:
 
 
 @pytest.mark.parametrize("story", STORIES)
-def test_the_files_of_a_node_are_as_released_code_wrote_them(tmp_path, story):
+def test_node_files_equal_those_of_released_code(tmp_path, story):
     assert files_after(story, tmp_path) == json.loads(GOLDEN.read_text())[story]
 
 
 @pytest.mark.parametrize("story", STORIES)
-def test_a_node_is_released_from_the_files_of_released_code(tmp_path, story):
-    """The agent's part comes from the code of today; the launcher's files are laid over it."""
+def test_a_node_with_files_of_released_code_can_be_released(tmp_path, story):
+    """The agent's files come from current code; the launcher's released files replace the current ones."""
     stage = Stage(tmp_path)
     STORIES[story](stage)
     for name, content in json.loads(GOLDEN.read_text())[story].items():

@@ -1,4 +1,4 @@
-"""The line to a node's machine, through a real sshd on loopback and a real window; the agent is a stand-in."""
+"""The connection to a node's instance, with a real sshd on loopback, a real remote console and a fake agent."""
 
 import contextlib
 import json
@@ -37,7 +37,7 @@ def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sshd]:
 
 
 class Node:
-    """A folder on the "machine", its mirror here, and the lines between them."""
+    """A node: its folder on the "instance", its mirror here, and the connections between them."""
 
     def __init__(self, tmp_path: Path, sshd: Sshd) -> None:
         self.folder, self.mirror, self.sshd = tmp_path / "remote" / "node", tmp_path / "mirror", sshd
@@ -81,7 +81,7 @@ class Node:
         return json.loads(path.read_text()) if path.exists() else None
 
     def agent(self) -> int | None:
-        """Pid of the agent that is there now."""
+        """Return the pid of the current agent."""
         record = self.there("agent.json")
         return int(record["pid"]) if record is not None and psutil.pid_exists(record["pid"]) else None
 
@@ -117,13 +117,13 @@ def equal(one: Path, other: Path) -> Callable[[], bool]:
 
 
 def ssh_of(node: Node) -> int:
-    """Pid of the ssh process of this node's line, as soon as there is one."""
+    """Return the pid of the ssh process of this node's connection once it exists."""
 
     found: list[int] = []
 
     def appears() -> bool:
         for child in psutil.Process().children():
-            with contextlib.suppress(psutil.Error):  # the one before may be a zombie
+            with contextlib.suppress(psutil.Error):  # the previous process may be a zombie
                 if child.name() == "ssh" and str(node.folder) in " ".join(child.cmdline()):
                     found.append(child.pid)
         return bool(found)
@@ -135,7 +135,7 @@ def ssh_of(node: Node) -> int:
 # --- starting -------------------------------------------------------------------------------------
 
 
-def test_the_agent_starts_and_its_files_come_here(node):
+def test_the_agent_starts_and_its_files_are_mirrored(node):
     link = node.link()
     assert link.seconds_since_message is None
     link.run(node.spec())
@@ -149,7 +149,7 @@ def test_the_agent_starts_and_its_files_come_here(node):
     assert link.trouble == ""
 
 
-def test_a_line_through_a_proxy_carries_the_agents_files(node, tmp_path):
+def test_a_link_through_a_proxy_mirrors_the_agents_files(node, tmp_path):
     login, log = through_proxy(node.sshd.login, tmp_path)
     link = node.link(login)
     link.run(node.spec())
@@ -157,15 +157,15 @@ def test_a_line_through_a_proxy_carries_the_agents_files(node, tmp_path):
     assert log.read_text().startswith("node.invalid 22\n")
 
 
-def test_what_the_node_and_the_mirror_hold_is_for_their_owner_alone(node):
+def test_files_on_node_and_mirror_are_readable_only_by_the_owner(node):
     node.link().run(node.spec())
     wait_until(lambda: (node.mirror / "progress/trainer.jsonl").exists() and node.here("ready.json"))
     for path in (node.folder / "node.json", node.folder, node.mirror, *node.mirror.rglob("*")):
         assert path.stat().st_mode & 0o077 == 0, path
-    assert not (node.mirror / "node.json").exists()  # it has the token
+    assert not (node.mirror / "node.json").exists()  # the file holds the token
 
 
-def test_the_agent_has_the_sessions_environment_and_the_secrets_which_no_file_has(node):
+def test_the_agent_gets_the_secrets_by_environment_and_never_by_file(node):
     node.link(HF_TOKEN="hf_planted").run(node.spec(role="rollout"))
     wait_until(lambda: node.here("ready.json"))
     found = psutil.Process(node.agent()).environ()
@@ -175,19 +175,19 @@ def test_the_agent_has_the_sessions_environment_and_the_secrets_which_no_file_ha
     assert not [path for path in files if b"hf_planted" in path.read_bytes()]
 
 
-def test_the_same_order_again_is_one_agent_from_any_process(node):
+def test_a_repeated_order_from_any_process_keeps_one_agent(node):
     node.link().run(node.spec())
     wait_until(lambda: node.here("ready.json"))
     agent = node.agent()
     other = node.link()
-    other.run(node.spec(money_left_ms=5))  # money is no reason to start anew
+    other.run(node.spec(money_left_ms=5))  # a changed spend deadline does not restart the agent
     wait_until(lambda: other.seconds_since_message is not None)
     time.sleep(0.5)
     assert node.agent() == agent
     assert node.there("started.json")["pid"] == agent
 
 
-def test_another_coordinator_is_another_agent_and_nothing_of_the_old_one_stays(node):
+def test_an_order_with_another_coordinator_replaces_the_agent(node):
     link = node.link()
     link.run(node.spec(role="rollout"))
     wait_until(lambda: node.here("ready.json"))
@@ -200,7 +200,7 @@ def test_another_coordinator_is_another_agent_and_nothing_of_the_old_one_stays(n
     assert node.here("exit.json") is None
 
 
-def test_a_stopped_agent_is_replaced_too(node):
+def test_a_frozen_agent_is_replaced_too(node):
     link = node.link()
     link.run(node.spec(role="rollout"))
     wait_until(lambda: node.here("ready.json"))
@@ -212,7 +212,7 @@ def test_a_stopped_agent_is_replaced_too(node):
     assert not psutil.pid_exists(old)
 
 
-def test_an_agent_that_ended_stays_ended_and_its_last_words_come_here(node):
+def test_an_ended_agent_stays_ended_and_its_exit_report_is_mirrored(node):
     link = node.link(FAKE_TROUBLE="crash")
     link.run(node.spec())
     wait_until(lambda: node.here("exit.json"))
@@ -225,7 +225,7 @@ def test_an_agent_that_ended_stays_ended_and_its_last_words_come_here(node):
     assert node.agent() is None
 
 
-def test_an_agent_that_was_killed_is_said_to_be_gone(node):
+def test_a_killed_agent_is_reported_gone(node):
     node.link().run(node.spec(role="rollout"))
     wait_until(lambda: node.here("ready.json"))
     os.kill(node.agent(), signal.SIGKILL)
@@ -233,10 +233,10 @@ def test_an_agent_that_was_killed_is_said_to_be_gone(node):
     assert node.here("exit.json")["code"] == -signal.SIGKILL
 
 
-# --- money and notices ----------------------------------------------------------------------------
+# --- spend deadlines and notices ------------------------------------------------------------------
 
 
-def test_money_is_told_and_told_again_it_is_less(node):
+def test_the_spend_deadline_is_sent_and_can_be_shortened(node):
     link = node.link()
     link.run(node.spec(role="rollout"))
     link.rearm(60_000)
@@ -264,11 +264,11 @@ def test_a_notice_reaches_the_node_and_the_earliest_one_counts(node):
     assert node.there("notice.json")["deadline_ms"] == 1_000
 
 
-# --- broken lines ---------------------------------------------------------------------------------
+# --- broken connections ---------------------------------------------------------------------------
 
 
 class Writer:
-    """Appends numbered lines to a log of the node until it is told to stop."""
+    """Appends numbered lines to a log of the node until `close`."""
 
     def __init__(self, node: Node) -> None:
         self.path = node.folder / "logs/busy.log"
@@ -290,7 +290,7 @@ class Writer:
 
 
 @pytest.mark.parametrize("who", ["ssh", "window", "sshd"])
-def test_no_byte_is_lost_or_doubled_whoever_is_killed(node, sshd, who):
+def test_no_log_byte_is_lost_or_doubled_by_any_kill(node, sshd, who):
     link = node.link()
     link.run(node.spec())
     progress = "progress/trainer.jsonl"
@@ -315,11 +315,11 @@ def test_no_byte_is_lost_or_doubled_whoever_is_killed(node, sshd, who):
     assert (node.folder / progress).read_bytes().startswith((node.mirror / progress).read_bytes())
     agent = node.agent()
     assert agent is not None
-    assert node.there("started.json")["pid"] == agent  # it never noticed
+    assert node.there("started.json")["pid"] == agent  # the agent did not notice
 
 
 @pytest.mark.parametrize("who", ["window", "sshd", "ssh"])
-def test_a_line_that_stands_still_is_made_anew(node, sshd, who):
+def test_a_stalled_connection_is_replaced(node, sshd, who):
     link = node.link()
     link.run(node.spec(role="rollout"))
     wait_until(lambda: node.here("ready.json"))
@@ -339,10 +339,10 @@ def test_a_line_that_stands_still_is_made_anew(node, sshd, who):
     for process in {*windows, *sshd.sessions()}:
         if process.is_running():
             process.resume()
-    wait_until(lambda: not [window for window in windows if window.is_running()])  # nobody hears them any more
+    wait_until(lambda: not [window for window in windows if window.is_running()])  # no launcher reads them any more
 
 
-def test_a_machine_that_is_away_is_waited_for_and_the_trouble_has_words(node, tmp_path, sshd):
+def test_an_unreachable_instance_is_retried_and_the_trouble_is_named(node, tmp_path, sshd):
     other = Sshd(tmp_path / "other")
     other.stop()
     link = node.link(other.login)
@@ -360,7 +360,7 @@ def test_a_machine_that_is_away_is_waited_for_and_the_trouble_has_words(node, tm
         other.stop()
 
 
-def test_a_machine_with_another_key_is_not_entered(node, tmp_path, sshd):
+def test_an_instance_with_another_host_key_is_refused(node, tmp_path, sshd):
     link = node.link()
     wait_until(lambda: link.seconds_since_message is not None)
     link.close()
@@ -374,13 +374,13 @@ def test_a_machine_with_another_key_is_not_entered(node, tmp_path, sshd):
         impostor.stop()
 
 
-def test_a_node_without_an_environment_says_so(node):
+def test_a_node_without_an_environment_is_reported(node):
     link = NodeLink(node.sshd.login, node.mirror, str(node.folder), "spotrl/no/such/python")
     node.links.append(link)
     wait_until(lambda: "spotrl/no/such/python" in link.trouble)
 
 
-def test_no_call_waits_for_a_machine_that_does_not_answer(node, tmp_path):
+def test_no_call_blocks_on_an_instance_that_does_not_answer(node, tmp_path):
     with socket.socket() as deaf:
         deaf.bind(("127.0.0.1", 0))
         deaf.listen()
@@ -394,10 +394,10 @@ def test_no_call_waits_for_a_machine_that_does_not_answer(node, tmp_path):
         assert time.monotonic() - began < 0.5
 
 
-# --- files that begin anew ------------------------------------------------------------------------
+# --- replaced files -------------------------------------------------------------------------------
 
 
-def test_a_file_that_was_replaced_begins_anew_even_if_it_is_longer(node):
+def test_a_replaced_file_is_mirrored_from_the_start_even_if_longer(node):
     log = node.folder / "logs/x.log"
     log.parent.mkdir(parents=True)
     copy = node.mirror / "logs/x.log"
@@ -414,7 +414,7 @@ def test_a_file_that_was_replaced_begins_anew_even_if_it_is_longer(node):
     wait_until(equal(copy, log))
 
 
-def test_names_that_a_node_must_not_write_are_not_written(tmp_path):
+def test_a_mirror_refuses_forbidden_file_names(tmp_path):
     mirror = NodeMirror(tmp_path / "mirror")
     mirror.have()
     (mirror.folder / "ended.json").write_text("{}")
@@ -427,16 +427,16 @@ def test_names_that_a_node_must_not_write_are_not_written(tmp_path):
     assert not (tmp_path / "x").exists()
 
 
-# --- the door -------------------------------------------------------------------------------------
+# --- the tunnel -----------------------------------------------------------------------------------
 
 
-def ask(tunnel: tuple[str, int], path: str) -> int:
+def get(tunnel: tuple[str, int], path: str) -> int:
     with socket.create_connection(tunnel, timeout=5) as connection:
         connection.sendall(f"GET {path} HTTP/1.0\r\n\r\n".encode())
         return int(connection.recv(64).split()[1])
 
 
-def test_the_door_leads_to_the_coordinator_once_it_answers(node):
+def test_the_tunnel_leads_to_the_coordinator_once_it_answers(node):
     class Coordinator(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(204)
@@ -450,33 +450,33 @@ def test_the_door_leads_to_the_coordinator_once_it_answers(node):
     link.run(spec)
     wait_until(lambda: node.here("agent.json"))
     time.sleep(1.0)
-    assert link.tunnel(spec.coordinator_port) is None  # ssh takes connections, and nobody is behind it
+    assert link.tunnel(spec.coordinator_port) is None  # ssh accepts connections, but no coordinator listens behind it
     server = HTTPServer(("127.0.0.9", spec.coordinator_port), Coordinator)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         wait_until(lambda: link.tunnel(spec.coordinator_port))
-        assert ask(link.tunnel(spec.coordinator_port), "/") == 204
+        assert get(link.tunnel(spec.coordinator_port), "/") == 204
         assert link.tunnel(spec.coordinator_port + 1) is None
         first = link.tunnel(spec.coordinator_port)
         os.kill(ssh_of(node), signal.SIGKILL)
         wait_until(lambda: link.tunnel(spec.coordinator_port) not in (first, None))
-        assert ask(link.tunnel(spec.coordinator_port), "/") == 204
+        assert get(link.tunnel(spec.coordinator_port), "/") == 204
     finally:
         server.shutdown()
         server.server_close()
 
 
-def test_a_spot_node_has_no_door(node):
+def test_a_spot_node_has_no_tunnel(node):
     link = node.link()
     link.run(node.spec(role="rollout"))
     wait_until(lambda: node.here("ready.json"))
     assert link.tunnel(node.port) is None
 
 
-# --- the other end --------------------------------------------------------------------------------
+# --- the launcher's end ---------------------------------------------------------------------------
 
 
-def test_what_a_login_shell_says_of_its_own_accord_is_no_trouble(node, tmp_path):
+def test_a_greeting_of_the_login_shell_is_no_trouble(node, tmp_path):
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\necho "Welcome to your instance"\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
@@ -506,7 +506,7 @@ while True:
 
 
 def launcher_of(node: Node) -> "subprocess.Popen[str]":
-    """A launcher of its own, that says how long its node has been silent after each time that it stood still."""
+    """Start a launcher process that prints the silence of its node after each suspension."""
     login = node.sshd.login
     code = LAUNCHER.format(
         host=login.host,
@@ -521,7 +521,7 @@ def launcher_of(node: Node) -> "subprocess.Popen[str]":
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
 
 
-def test_a_launcher_that_stood_still_finds_no_node_silent(node, sshd):
+def test_a_suspended_launcher_does_not_count_its_gap_as_node_silence(node, sshd):
     launcher = launcher_of(node)
     try:
         wait_until(lambda: node.here("ready.json"), seconds=20)
@@ -538,7 +538,7 @@ def test_a_launcher_that_stood_still_finds_no_node_silent(node, sshd):
         launcher.wait()
 
 
-def test_a_launcher_that_is_killed_leaves_no_window_and_the_agent_goes_on(node, sshd):
+def test_a_killed_launcher_leaves_no_console_and_a_running_agent(node, sshd):
     launcher = launcher_of(node)
     wait_until(lambda: node.here("ready.json"), seconds=20)
     assert sshd.windows()

@@ -1,7 +1,7 @@
-"""Outages of spot capacity on paper: the shipped `decide()` at passes of 10 s, over hours of the run's clock.
+"""Simulated outages of spot capacity: the shipped `decide()` in passes of 10 s, over hours of the run's clock.
 
 A launch is answered after one to two minutes, a node works eight minutes after it came up, a release takes 30 s. On
-demand is always to be had. The promise: an hour after spot came back, every spot slot runs on spot, and nothing else.
+demand is always available. The promise: an hour after spot returned, every spot slot runs on spot and on nothing else.
 """
 
 from collections.abc import Callable
@@ -32,23 +32,23 @@ COST = {
 SPOT_COST, STEADY_COST = COST[Market.SPOT], COST[Market.ON_DEMAND]
 
 IsOut = Callable[[str, int, int], bool]
-"""(zone, now, nodes that run there): there is no spot capacity for one more. With 0 nodes: all are taken back."""
+"""(zone, now, running nodes there): True if there is no spot capacity for one more. With 0 nodes: all are preempted."""
 
 
 @dataclass
-class Machine:
+class Instance:
     record: NodeRecord
     answered_ms: int
     releasing_ms: int | None = None
     end: tuple[str, int] | None = None
     is_up: bool = False
     is_final: bool = False
-    """Nothing that happened to it is missing in `record`."""
+    """Whether `record` is complete."""
 
 
 @dataclass
 class World:
-    """Clouds on paper, and the run that is decided about."""
+    """Simulated clouds, and the run whose controller decides."""
 
     wanted: Wanted
     sites: tuple[SiteOptions, ...]
@@ -56,50 +56,50 @@ class World:
     now_ms: int = 0
     stage: Stage = Stage.PLANNED
     reason: str = ""
-    machines: dict[str, Machine] = field(default_factory=dict)
+    instances: dict[str, Instance] = field(default_factory=dict)
     most_hourly: int = 0
     given_back: dict[str, list[int]] = field(default_factory=dict)
-    """By slot: when a stand-in was released."""
+    """Times at which a stand-in was released, by slot."""
 
     def run_until(self, until_ms: int) -> "World":
         while self.now_ms < until_ms:
             self.now_ms += PASS_MS
-            for machine in self.machines.values():
-                self._live(machine)
+            for instance in self.instances.values():
+                self._live(instance)
             self._one_pass()
         return self
 
-    def _live(self, machine: Machine) -> None:
-        if machine.end is not None:
+    def _live(self, instance: Instance) -> None:
+        if instance.end is not None:
             return
-        is_spot, zone = machine.record.market is Market.SPOT, machine.record.zone
-        if machine.releasing_ms is not None and self.now_ms >= machine.releasing_ms + RELEASE_MS:
-            machine.end = ("released", self.now_ms)
-        elif machine.is_up and is_spot and self.is_out(zone, self.now_ms, 0):
-            machine.end = ("gone", self.now_ms)
-        elif not machine.is_up and self.now_ms >= machine.answered_ms:
-            there = sum(m.is_up and m.end is None and m.record.zone == zone for m in self.machines.values())
-            machine.is_up = not (is_spot and self.is_out(zone, self.now_ms, there))
-            machine.end = None if machine.is_up else ("no_capacity", self.now_ms)
+        is_spot, zone = instance.record.market is Market.SPOT, instance.record.zone
+        if instance.releasing_ms is not None and self.now_ms >= instance.releasing_ms + RELEASE_MS:
+            instance.end = ("released", self.now_ms)
+        elif instance.is_up and is_spot and self.is_out(zone, self.now_ms, 0):
+            instance.end = ("gone", self.now_ms)
+        elif not instance.is_up and self.now_ms >= instance.answered_ms:
+            there = sum(m.is_up and m.end is None and m.record.zone == zone for m in self.instances.values())
+            instance.is_up = not (is_spot and self.is_out(zone, self.now_ms, there))
+            instance.end = None if instance.is_up else ("no_capacity", self.now_ms)
 
-    def _known(self, machine: Machine) -> NodeRecord:
-        happened = {"requested": machine.record.requested_ms}
-        if machine.is_up:
-            happened["up"] = machine.answered_ms
-            if self.now_ms >= machine.answered_ms + COLD_START_MS:
-                happened["ready"] = machine.answered_ms + COLD_START_MS
-        if machine.releasing_ms is not None:
-            happened["releasing"] = machine.releasing_ms
-        if machine.end is not None:
-            happened[machine.end[0]] = machine.end[1]
-        return replace(machine.record, happened=happened, reclaimed="gone" in happened)
+    def _known(self, instance: Instance) -> NodeRecord:
+        happened = {"requested": instance.record.requested_ms}
+        if instance.is_up:
+            happened["up"] = instance.answered_ms
+            if self.now_ms >= instance.answered_ms + COLD_START_MS:
+                happened["ready"] = instance.answered_ms + COLD_START_MS
+        if instance.releasing_ms is not None:
+            happened["releasing"] = instance.releasing_ms
+        if instance.end is not None:
+            happened[instance.end[0]] = instance.end[1]
+        return replace(instance.record, happened=happened, reclaimed="gone" in happened)
 
     def records(self) -> list[NodeRecord]:
-        """As the ledger has them."""
-        for machine in self.machines.values():
-            if not machine.is_final:
-                machine.record, machine.is_final = self._known(machine), machine.end is not None
-        return [machine.record for machine in self.machines.values()]
+        """Return the node records as in the ledger."""
+        for instance in self.instances.values():
+            if not instance.is_final:
+                instance.record, instance.is_final = self._known(instance), instance.end is not None
+        return [instance.record for instance in self.instances.values()]
 
     def _one_pass(self) -> None:
         facts = Facts(
@@ -120,7 +120,7 @@ class World:
                     self._buy(action)
                 case Release():
                     self._release(action.nodes)
-        there = [machine.record for machine in self.machines.values() if machine.end is None]
+        there = [instance.record for instance in self.instances.values() if instance.end is None]
         self.most_hourly = max(self.most_hourly, sum(COST[record.market] for record in there))
         assert [record.role for record in there].count("trainer") == 1, "nothing of this touches the trainer"
 
@@ -140,20 +140,20 @@ class World:
             zone=placement.zone,
             instance_type=placement.instance_type,
         )
-        assert action.name not in self.machines
+        assert action.name not in self.instances
         answered_ms = self.now_ms + MINUTE + round(jitter(action.name) * MINUTE)
-        self.machines[action.name] = Machine(record=record, answered_ms=answered_ms)
+        self.instances[action.name] = Instance(record=record, answered_ms=answered_ms)
 
     def _release(self, names: tuple[str, ...]) -> None:
         for name in names:
-            machine = self.machines[name]
-            if machine.releasing_ms is None:
-                machine.releasing_ms = self.now_ms
-                if machine.record.role == "rollout" and machine.record.market is Market.ON_DEMAND:
-                    self.given_back.setdefault(machine.record.slot, []).append(self.now_ms)
+            instance = self.instances[name]
+            if instance.releasing_ms is None:
+                instance.releasing_ms = self.now_ms
+                if instance.record.role == "rollout" and instance.record.market is Market.ON_DEMAND:
+                    self.given_back.setdefault(instance.record.slot, []).append(self.now_ms)
 
     def works(self) -> dict[str, list[Market]]:
-        """By spot slot: as what its nodes that work were bought."""
+        """Return the capacity types of the working nodes, by spot slot."""
         slots: dict[str, list[Market]] = {slot.name: [] for slot in self.wanted.slots if slot.role == "rollout"}
         for record in self.records():
             if record.slot in slots and record.is_live and "ready" in record.happened:
@@ -164,7 +164,7 @@ class World:
         return sum(markets.count(market) for markets in self.works().values())
 
     def bought(self, market: Market) -> int:
-        return sum(machine.record.market is market for machine in self.machines.values())
+        return sum(instance.record.market is market for instance in self.instances.values())
 
 
 def a_world(slots: int, zones: str, is_out: IsOut, max_hourly: int | None = None) -> World:
@@ -182,10 +182,10 @@ def a_world(slots: int, zones: str, is_out: IsOut, max_hourly: int | None = None
 
 
 OUTAGE_MINUTES, ZONES, SLOTS = (2, 5, 20, 30, 45), ("a", "ab", "abc"), (2, 4, 8)
-"""What the promise is tried with: lengths of the outage, zones of the region, spot slots of the run."""
+"""Cases: lengths of the outage, zones of the region, spot slots of the run."""
 
 START_MS = 12 * MINUTE
-"""When outages begin: by then every node works."""
+"""Start of the outages; every node works by then."""
 
 
 def out_for(minutes: int) -> IsOut:
@@ -193,7 +193,7 @@ def out_for(minutes: int) -> IsOut:
 
 
 def spot_again_ms(slots: int, zones: str, minutes: int) -> int | None:
-    """How long after an outage all slots were on spot, and on nothing else; None: not within the hour."""
+    """Return the time from the end of an outage until all slots are on spot only, or None if over an hour."""
     world = a_world(slots, zones, out_for(minutes)).run_until(START_MS - PASS_MS)
     assert world.count(Market.SPOT) == slots
     end_ms = START_MS + minutes * MINUTE
@@ -212,7 +212,7 @@ def test_all_slots_are_on_spot_again_an_hour_after_an_outage_of_all_zones(slots,
     assert spot_again_ms(slots, zones, minutes) is not None
 
 
-def test_through_a_long_outage_stand_ins_work_and_each_zone_is_asked_by_one_node_in_half_an_hour():
+def test_a_long_outage_is_bridged_by_stand_ins_with_rare_spot_requests():
     world = a_world(4, "ab", out_for(240)).run_until(START_MS + 60 * MINUTE)
     assert all(markets == [Market.ON_DEMAND] for markets in world.works().values())
     before = world.bought(Market.SPOT)
@@ -221,14 +221,14 @@ def test_through_a_long_outage_stand_ins_work_and_each_zone_is_asked_by_one_node
     assert 6 <= world.bought(Market.SPOT) - before <= 10
 
 
-def test_a_slot_does_not_go_back_and_forth_when_spot_comes_and_goes():
+def test_a_slot_does_not_flap_when_spot_capacity_comes_and_goes():
     world = a_world(4, "a", lambda zone, now_ms, there: now_ms >= START_MS and now_ms % (50 * MINUTE) < 30 * MINUTE)
     world.run_until(10 * 60 * MINUTE)
     for at_ms in world.given_back.values():
         assert all(later - earlier >= GIVE_BACK_GAP_MS for earlier, later in pairwise(at_ms))
 
 
-def test_a_stand_in_stays_where_spot_has_room_for_one_node_only():
+def test_a_stand_in_stays_if_spot_has_capacity_for_only_one_node():
     outage = out_for(40)
     world = a_world(
         3, "a", lambda zone, now_ms, there: outage(zone, now_ms, there) or (now_ms >= START_MS and there >= 1)
@@ -237,7 +237,7 @@ def test_a_stand_in_stays_where_spot_has_room_for_one_node_only():
     assert (world.count(Market.SPOT), world.count(Market.ON_DEMAND)) == (1, 2)
 
 
-def test_with_room_for_one_more_spot_node_all_slots_come_back_one_after_another_within_the_limit():
+def test_with_budget_for_one_more_node_slots_return_to_spot_one_by_one():
     limit = STEADY_COST + 4 * STEADY_COST + SPOT_COST
     world = a_world(4, "ab", out_for(45), max_hourly=limit).run_until(START_MS + 45 * MINUTE)
     assert world.count(Market.ON_DEMAND) == 4
@@ -246,10 +246,10 @@ def test_with_room_for_one_more_spot_node_all_slots_come_back_one_after_another_
     assert world.most_hourly <= limit
 
 
-def test_with_no_room_for_two_nodes_the_stand_in_goes_first_and_comes_back_if_spot_does_not():
+def test_with_budget_for_one_node_the_stand_in_is_released_before_spot_is_tried():
     limit = STEADY_COST + STEADY_COST + SPOT_COST // 2
     world = a_world(1, "a", out_for(80), max_hourly=limit).run_until(START_MS + 80 * MINUTE)
-    assert world.bought(Market.ON_DEMAND) >= 3  # the trainer, a stand-in, and another after spot was asked in vain
+    assert world.bought(Market.ON_DEMAND) >= 3  # the trainer, a stand-in, and another one after a failed spot request
     world.run_until(START_MS + 140 * MINUTE)
     assert world.works() == {"spot-0": [Market.SPOT]}
     assert world.most_hourly <= limit

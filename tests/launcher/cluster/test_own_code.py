@@ -1,4 +1,4 @@
-"""A controller runs from a copy of the code, so that an upgrade changes nothing under it."""
+"""A controller runs from a copy of the code, so that an upgrade does not change it."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ from launcher.runs.own_code import environment_for, keep_code
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
-    """An installed spotrl that a test may upgrade: two small packages instead of ours."""
+    """Create an installed spotrl that a test may upgrade: two small packages in place of ours."""
     root = tmp_path / "installed"
     for package in ("engine", "launcher"):
         (root / package).mkdir(parents=True)
@@ -25,18 +25,18 @@ def installed(tmp_path, monkeypatch):
     return root
 
 
-def test_what_is_imported_after_an_upgrade_is_still_of_the_version_before(installed, tmp_path):
+def test_imports_after_an_upgrade_still_use_the_old_version(installed, tmp_path):
     environ = environment_for(keep_code(tmp_path / "home"), {**os.environ, "PYTHONPATH": str(installed)})
-    for package in ("engine", "launcher"):  # as an upgrade does: one file less, the others changed
+    for package in ("engine", "launcher"):  # like an upgrade: one file is removed, the others change
         (installed / package / "version.py").unlink()
         (installed / package / "__init__.py").write_text("NEW = True")
     seen = "import launcher.version, engine.version, engine; print(launcher.version.NAME, hasattr(engine, 'NEW'))"
-    # As the controller and each agent are started.
+    # The controller and each agent are started like this.
     done = subprocess.run([sys.executable, "-S", "-P", "-c", seen], env=environ, capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("old False\n", "")
 
 
-def test_one_version_is_copied_once_and_the_next_beside_it(installed, tmp_path):
+def test_each_version_is_copied_once_beside_the_others(installed, tmp_path):
     first = keep_code(tmp_path / "home")
     assert keep_code(tmp_path / "home") == first
     (installed / "launcher" / "version.py").write_text("NAME = 'new'")
@@ -48,14 +48,14 @@ def test_one_version_is_copied_once_and_the_next_beside_it(installed, tmp_path):
     ]
 
 
-def test_a_compiled_file_makes_no_other_version(installed, tmp_path):
+def test_a_compiled_file_does_not_change_the_version(installed, tmp_path):
     first = keep_code(tmp_path / "home")
     (installed / "launcher" / "__pycache__").mkdir()
     (installed / "launcher" / "__pycache__" / "version.cpython-311.pyc").write_bytes(b"compiled")
     assert keep_code(tmp_path / "home") == first
 
 
-def test_a_copy_that_was_cut_short_is_none(installed, tmp_path, monkeypatch):
+def test_an_interrupted_copy_does_not_count(installed, tmp_path, monkeypatch):
     def cut_short(source, target):
         target.mkdir()
         raise OSError(28, "No space left on device")
@@ -68,7 +68,7 @@ def test_a_copy_that_was_cut_short_is_none(installed, tmp_path, monkeypatch):
     assert (keep_code(tmp_path / "home") / "engine" / "version.py").exists()
 
 
-def test_the_copy_comes_before_the_users_own_path():
+def test_the_copied_code_precedes_the_users_own_path():
     code = Path("/state/code/1")
     assert environment_for(code, {"PYTHONPATH": "/mine:/state/code/1"}) == {"PYTHONPATH": "/state/code/1:/mine"}
     assert environment_for(code, {}) == {"PYTHONPATH": "/state/code/1"}

@@ -1,4 +1,4 @@
-"""The phase of a cloud node follows from its files alone."""
+"""The phase of a cloud node is computed from its files alone."""
 
 import json
 

@@ -1,6 +1,6 @@
-"""The printed policies allow what the code calls: ours, read from its source or recorded, and SkyPilot's, from its own.
+"""The printed policies allow every cloud call of our code (from its source or recorded) and of SkyPilot's source.
 
-A permission that is missing shows on a real account only, on somebody's first launch.
+A missing permission would show only on a real account, on a user's first launch.
 """
 
 import ast
@@ -32,7 +32,7 @@ from launcher.market.sources.aws import PERMISSIONS
 
 ROOT = Path(__file__).parents[3]
 SERVICES = {"ec2": "ec2", "iam": "iam", "sts": "sts", "service-quotas": "servicequotas", "pricing": "pricing"}
-"""By client's name: the prefix of its actions."""
+"""The prefix of a client's actions, by its name."""
 
 OURS = [
     "launcher/clouds/aws.py",
@@ -45,7 +45,7 @@ OURS = [
 
 
 def skypilot_folder() -> Path:
-    """Where its source is, without importing it."""
+    """Return the folder of SkyPilot's source without importing it."""
     spec = find_spec("sky")
     assert spec is not None
     assert spec.origin is not None
@@ -66,7 +66,7 @@ def allowed(named: Named = NOTHING_NAMED) -> set[str]:
 
 @cache
 def actions_by_method() -> dict[str, set[str]]:
-    """Every call of the services' clients, and the action that it needs."""
+    """Return the action that each client method needs."""
     session, found = botocore.session.get_session(), {}
     for service, prefix in SERVICES.items():
         for operation in session.get_service_model(service).operation_names:
@@ -75,7 +75,7 @@ def actions_by_method() -> dict[str, set[str]]:
 
 
 def calls_in(path: Path) -> Iterator[str]:
-    """Names of methods that a file calls or hands on, and the names of paginators, resources and waiters."""
+    """Return the names of methods that a file calls or passes on, and of paginators, resources and waiters."""
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.Attribute):
             yield node.attr
@@ -89,7 +89,7 @@ def needed_by(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("file", OURS)
-def test_what_we_call_on_aws_is_allowed(file):
+def test_the_aws_policy_allows_our_own_calls(file):
     needed = needed_by(ROOT / file)
     assert needed
     assert needed <= allowed() | allowed(IDENTITY)
@@ -116,13 +116,13 @@ OF_GROUPS = {
 }
 
 
-def test_what_is_named_on_aws_needs_no_permission_to_make_it():
+def test_the_aws_policy_omits_creating_named_resources():
     assert allowed() - allowed(IDENTITY) == OF_ROLES
     assert allowed(IDENTITY) - allowed() == {"iam:GetInstanceProfile"}
     assert allowed() - allowed(NETWORK) == OF_GROUPS
     assert allowed(NETWORK) <= allowed()
     text = json.dumps(aws_policy(named=replace(NETWORK, identity="node-profile")))
-    assert "security-group" in text, "machines are started in the group"
+    assert "security-group" in text, "instances are started in the group"
     assert "CreateSecurityGroup" not in text
 
 
@@ -130,14 +130,14 @@ def test_what_is_named_on_aws_needs_no_permission_to_make_it():
     ("role", "passed"),
     [("", "arn:aws:iam::1:role/node-profile"), ("arn:aws:iam::1:role/x/r", "arn:aws:iam::1:role/x/r")],
 )
-def test_only_the_role_of_a_named_profile_is_given_to_nodes(role, passed):
+def test_the_aws_policy_passes_only_the_role_of_a_named_profile(role, passed):
     policy = aws_policy("1", named=IDENTITY, role=role)
     (passing,) = [one for one in policy["Statement"] if "iam:PassRole" in one["Action"]]
     assert passing["Resource"] == [passed]
     assert passing["Condition"] == {"StringEquals": {"iam:PassedToService": "ec2.amazonaws.com"}}
 
 
-def test_what_prices_need_on_aws_is_allowed():
+def test_the_aws_policy_allows_price_queries():
     assert set(PERMISSIONS) <= allowed()
 
 
@@ -148,11 +148,11 @@ SKYPILOT_NEVER = {
     "ec2:CreatePlacementGroup",
     "ec2:DeletePlacementGroup",
     "ec2:ModifyInstanceAttribute",
-    # Only without an identity of ours (`_configure_iam_role`), whose calls are the rest of this list.
+    # Only without our identity (`_configure_iam_role`), whose calls are the rest of this list.
     "iam:AttachRolePolicy",
-    # Only with reservations, which are configured by a user: sky/clouds/utils/aws_utils.py.
+    # Only with reservations, which a user configures: sky/clouds/utils/aws_utils.py.
     "ec2:DescribeCapacityReservations",
-    # Words that are no calls of a client in those files.
+    # Names in those files that are not calls of a client.
     "ec2:StartInstances",
     "ec2:StopInstances",
     "ec2:DescribeInstanceTypeOfferings",
@@ -162,14 +162,14 @@ SKYPILOT_FILES = ["provision/aws/config.py", "provision/aws/instance.py", "cloud
 
 @pytest.mark.skipif(find_spec("sky") is None, reason="SkyPilot is not installed here")
 @pytest.mark.parametrize("file", SKYPILOT_FILES)
-def test_what_skypilot_calls_by_name_on_aws_is_allowed(file):
+def test_the_aws_policy_allows_skypilots_named_calls(file):
     needed = needed_by(skypilot_folder() / file)
     makes_roles = {action for action in needed if action.startswith("iam:")}
     assert needed - SKYPILOT_NEVER - makes_roles <= allowed()
 
 
-def test_skypilots_resources_need_these_on_aws():
-    """What SkyPilot does through boto3's resources, which name no call: `ec2.instances.filter`, `create_instances`."""
+def test_the_aws_policy_allows_skypilots_resource_calls():
+    """SkyPilot's calls through boto3 resources do not name the action: `ec2.instances.filter`, `create_instances`."""
     assert {
         "ec2:RunInstances",
         "ec2:TerminateInstances",
@@ -184,7 +184,7 @@ def test_skypilots_resources_need_these_on_aws():
     } <= allowed()
 
 
-def test_what_ends_or_changes_a_machine_is_tied_to_our_label():
+def test_terminating_or_changing_an_instance_requires_our_label():
     for statement in statements():
         ending = {"ec2:TerminateInstances", "ec2:DeleteVolume", "ec2:DeleteSecurityGroup"} & set(statement["Action"])
         if ending:
@@ -192,13 +192,13 @@ def test_what_ends_or_changes_a_machine_is_tied_to_our_label():
             assert statement["Resource"] != "*"
 
 
-def test_a_machine_may_be_started_only_with_our_label():
+def test_an_instance_may_be_started_only_with_our_label():
     starts = [one for one in statements() if "ec2:RunInstances" in one["Action"]]
-    of_machines = [one for one in starts if any(fnmatchcase(arn, "*:instance/*") for arn in one["Resource"])]
-    assert [one["Condition"] for one in of_machines] == [{"Null": {"aws:RequestTag/spotrl-run": "false"}}]
+    of_instances = [one for one in starts if any(fnmatchcase(arn, "*:instance/*") for arn in one["Resource"])]
+    assert [one["Condition"] for one in of_instances] == [{"Null": {"aws:RequestTag/spotrl-run": "false"}}]
 
 
-def test_only_our_roles_may_be_made_and_given_away():
+def test_only_our_roles_may_be_created_and_passed():
     for statement in statements():
         if any(action.startswith("iam:") and action != "iam:ListRoles" for action in statement["Action"]):
             resources = statement["Resource"]
@@ -208,14 +208,14 @@ def test_only_our_roles_may_be_made_and_given_away():
     assert passing["Condition"] == {"StringEquals": {"iam:PassedToService": "ec2.amazonaws.com"}}
 
 
-def test_buckets_are_named_one_by_one():
+def test_a_policy_names_each_bucket():
     resources = [arn for one in statements() for arn in one["Resource"] if arn.startswith("arn:aws:s3")]
     assert resources == ["arn:aws:s3:::bucket", "arn:aws:s3:::bucket/folder/*"]
     assert not [one for one in aws_policy()["Statement"] if "s3:GetObject" in one["Action"]]
 
 
-def test_a_policy_fits_into_what_iam_takes():
-    """6,144 characters without white space, for a managed policy."""
+def test_a_policy_fits_into_the_size_limit_of_iam():
+    """The limit of a managed policy is 6,144 characters without white space."""
     assert len(re.sub(r"\s", "", json.dumps(aws_policy("123456789012", ["s3://bucket/folder"])))) < 6144
 
 
@@ -249,7 +249,7 @@ NEEDS = {
     ("POST", r":setIamPolicy"): "resourcemanager.projects.setIamPolicy",
     ("POST", r":testIamPermissions"): None,
 }
-"""A call's path behind the project, and the permission that Google's reference names for it."""
+"""The path of a call after the project, and its permission in Google's reference."""
 
 ENVIRON = {
     "SPOTRL_GCP_COMPUTE_ENDPOINT": "http://compute",
@@ -260,7 +260,7 @@ ENVIRON = {
 
 
 class RecordedCalls(GoogleCalls):
-    """Every call, answered as a project would that has nothing but what was just made."""
+    """Records every call, and answers like a project with only the resources just created."""
 
     def __init__(self) -> None:
         super().__init__(ENVIRON)
@@ -291,10 +291,10 @@ def permission_of(method: str, path: str) -> str | None:
         found = re.fullmatch(pattern, path)
         if method == of_method and found:
             return permission and permission.format(*found.groups())
-    raise AssertionError(f"nobody knows which permission {method} {path} needs; add it to NEEDS, and to the policy")
+    raise AssertionError(f"it is unknown which permission {method} {path} needs; add it to NEEDS, and to the policy")
 
 
-def test_every_call_to_google_is_allowed(monkeypatch):
+def test_the_google_role_allows_every_call(monkeypatch):
     monkeypatch.setattr("launcher.clouds.gce_calls.time.sleep", lambda seconds: None)
     calls = RecordedCalls()
     cloud = GceLimits(calls=calls)
@@ -319,7 +319,7 @@ def test_every_call_to_google_is_allowed(monkeypatch):
         )
     ]
     assert cloud.remove(resources) == []
-    for _ in range(2):  # the second time it finds what is there, with another address
+    for _ in range(2):  # the second call finds existing resources, with another address
         place = cloud.prepare("us-central1", run="digits", owner="ada", ssh_from="203.0.113.7/32", buckets=["gs://b/f"])
     cloud.open_rules(place)
     cloud.permissions()
@@ -330,7 +330,7 @@ def test_every_call_to_google_is_allowed(monkeypatch):
     assert isinstance(cloud, GceApi)
 
 
-def test_what_is_named_on_google_needs_no_permission_to_make_it():
+def test_the_google_role_omits_creating_named_resources():
     account = "node@mine.iam.gserviceaccount.com"
     identity = set(gcp_permissions()) - set(gcp_permissions(Named(identity=account)))
     assert identity == {
@@ -346,7 +346,7 @@ def test_what_is_named_on_google_needs_no_permission_to_make_it():
     assert account in gcp_role(Named(identity=account))
 
 
-def test_every_call_about_named_things_to_google_is_allowed():
+def test_the_google_role_allows_every_call_about_named_resources():
     calls = RecordedCalls()
     cloud = GceLimits(calls=calls)
     named = Named(identity="node@mine.iam.gserviceaccount.com", network="nodes")
@@ -359,20 +359,20 @@ def test_every_call_about_named_things_to_google_is_allowed():
 
 
 @pytest.mark.skipif(find_spec("sky") is None, reason="SkyPilot is not installed here")
-def test_what_skypilot_tests_for_on_google_is_allowed():
+def test_the_google_role_allows_the_permissions_that_skypilot_tests():
     tree = ast.parse((skypilot_folder() / "provision/gcp/constants.py").read_text("utf-8"))
     lists = {"VM_MINIMAL_PERMISSIONS", "GCP_MINIMAL_PERMISSIONS", "FIREWALL_PERMISSIONS"}
-    asked = [
+    required = [
         name
         for node in tree.body
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id in lists
         for name in ast.literal_eval(node.value)
     ]
-    assert len(asked) > 20
-    assert set(asked) <= set(gcp_permissions())
+    assert len(required) > 20
+    assert set(required) <= set(gcp_permissions())
 
 
-def test_the_role_can_be_read_by_whoever_makes_it():
+def test_the_printed_google_role_is_valid_yaml():
     role = YAML(typ="safe").load(gcp_role())
     assert role["includedPermissions"] == gcp_permissions()
     assert role["stage"] == "GA"

@@ -1,4 +1,4 @@
-"""What a launch on real clouds looks at before it buys anything."""
+"""Checks of a launch on real clouds before it buys anything."""
 
 import json
 import time
@@ -65,7 +65,7 @@ def job(tmp_path):
 
 
 class Api:
-    """A cloud that knows who asks, or refuses to say."""
+    """A cloud that returns the caller's identity, or refuses."""
 
     def __init__(self, cloud, refusal=None):
         self.cloud, self._refusal = cloud, refusal
@@ -76,7 +76,7 @@ class Api:
         return CallerIdentity(account="1234", identity="someone", owner="someone")
 
 
-def test_a_job_with_limits_and_buckets_may_go_on(job):
+def test_a_job_with_limits_and_buckets_may_launch(job):
     check_job(job(), SLOTS)
 
 
@@ -87,7 +87,7 @@ def test_a_job_with_limits_and_buckets_may_go_on(job):
         ("store: {aws: s3://runs/ours, gcp: gs://runs}", "store", "no bucket on aws and gcp"),
     ],
 )
-def test_what_a_real_cloud_needs_is_asked_for(job, line, field, words):
+def test_a_launch_on_a_real_cloud_requires_limits_and_buckets(job, line, field, words):
     with pytest.raises(JobError, match=words) as caught:
         check_job(job(JOB.replace(line, "seed: 0")), SLOTS)
     assert caught.value.field == field
@@ -99,13 +99,13 @@ def test_a_cloud_without_a_bucket_is_named_alone(job):
         check_job(job(JOB.replace(", gcp: gs://runs", "")), SLOTS)
 
 
-def test_a_name_that_would_grow_too_long_is_refused_with_the_length_that_fits(job):
+def test_a_run_name_that_is_too_long_is_refused_with_the_length_that_fits(job):
     with pytest.raises(JobError, match="up to 23 characters"):
         check_job(job(name="digits-for-the-whole-team-today"), SLOTS)
     check_job(job(name="a" * 23), SLOTS)
 
 
-def test_weights_that_are_not_here_cannot_be_sent(job, tmp_path):
+def test_missing_local_weights_are_refused(job, tmp_path):
     checked = job(JOB + "model: {name: qwen-image, path: there}\n")
     with pytest.raises(JobError, match=r"no such folder here.*hf download OWNER/MODEL --local-dir there"):
         check_job(checked, SLOTS)
@@ -120,13 +120,13 @@ def test_weights_that_are_not_here_cannot_be_sent(job, tmp_path):
         check_job(checked, SLOTS)
 
 
-def test_old_prices_are_not_bought_by():
+def test_nothing_is_bought_at_old_prices():
     check_prices([slot("spot-0", age_ms=HOUR_MS)], NOW_MS)
     with pytest.raises(CatalogError, match=r"g6.xlarge in us-east-1a .*--allow-old-prices"):
         check_prices([slot("spot-0", age_ms=30 * HOUR_MS)], NOW_MS)
 
 
-def test_programs_and_secrets_are_looked_for_here(job, monkeypatch):
+def test_missing_programs_and_secrets_are_named_before_the_launch(job, monkeypatch):
     checked = job(JOB.replace("aws,gcp", "aws").replace(", gcp: gs://runs", "") + "secrets: [HF_TOKEN]\n")
     with pytest.raises(JobError, match="HF_TOKEN"):
         check_here(checked, {})
@@ -142,16 +142,16 @@ def test_a_launch_on_google_cloud_without_gcloud_is_refused_and_named_as_the_onl
     assert caught.value.exit_code is ExitCode.CREDENTIALS
 
 
-def test_every_clouds_credentials_and_bucket_are_tried(job):
-    tried, asked = [], []
+def test_the_credentials_and_bucket_of_every_cloud_are_tried(job):
+    tried, checked = [], []
 
     def unused(url, run):
-        asked.append((url, run))
+        checked.append((url, run))
 
     callers = check_clouds(job(), {"aws": Api("aws"), "gcp": Api("gcp")}, [], tried.append, unused)
     assert {cloud: caller.identity for cloud, caller in callers.items()} == {"aws": "someone", "gcp": "someone"}
     assert sorted(tried) == ["gs://runs/digits", "s3://runs/ours/digits"]
-    assert sorted(asked) == [("gs://runs/digits", "digits"), ("s3://runs/ours/digits", "digits")]
+    assert sorted(checked) == [("gs://runs/digits", "digits"), ("s3://runs/ours/digits", "digits")]
     with pytest.raises(CloudRefused, match="no credentials"):
         check_clouds(job(), {"aws": Api("aws", "no credentials")}, [], tried.append)
 
@@ -164,8 +164,8 @@ def test_a_bucket_that_cannot_be_used_stops_the_launch(job):
         check_clouds(job(), {"aws": Api("aws")}, [], refuse)
 
 
-def test_a_name_that_machines_have_already_is_refused_wherever_the_run_may_be(job):
-    """Of another ledger, or of one that was lost: this run would take them for its own."""
+def test_a_run_name_that_instances_already_have_is_refused(job):
+    """Instances of another or a lost ledger with this name would look like instances of this run."""
     looked = []
     cloud, places = FakeCloud(), [("aws", "us-east-1"), ("aws", "us-west-2")]
     cloud.add(instance(state=InstanceState.GONE), instance("i-2", region="us-west-2", owner="grace"))
@@ -176,7 +176,7 @@ def test_a_name_that_machines_have_already_is_refused_wherever_the_run_may_be(jo
     assert looked == [("s3://runs/ours/digits", "digits")]
 
 
-def test_a_run_of_this_name_that_another_machine_controls_is_named_before_its_checkpoints(job, tmp_path, monkeypatch):
+def test_a_run_name_controlled_by_another_computer_is_refused_first(job, tmp_path, monkeypatch):
     monkeypatch.setattr(ready, "run_store", lambda stores, cloud, run: (tmp_path / "runs" / run).as_uri())
     store = tmp_path / "runs" / "digits"
     obstore.put(LocalStore(store, mkdir=True), "checkpoints/l0001-i000003/manifest.json", b'{"name": "l0001-i000003"}')
@@ -192,8 +192,8 @@ def test_a_run_of_this_name_that_another_machine_controls_is_named_before_its_ch
     assert sorted(path.name for path in store.iterdir() if path.is_file()) == []
 
 
-def test_a_slot_is_judged_by_its_own_markets_age():
-    """On-demand prices rarely move, and hold for a month."""
+def test_a_price_may_age_as_long_as_its_capacity_type_allows():
+    """On-demand prices rarely change, so they are valid for a month."""
     old = slot("trainer", market=Market.ON_DEMAND, age_ms=48 * HOUR_MS)
     check_prices([old], NOW_MS)
     with pytest.raises(CatalogError):

@@ -1,4 +1,4 @@
-"""The rule by which the local cloud takes nodes back."""
+"""The schedule by which the local cloud preempts nodes."""
 
 from itertools import pairwise
 
@@ -17,7 +17,7 @@ def test_a_node_that_was_there_before_the_trace_has_no_lifetime():
     assert lifetimes(["7000,remove,node9", ""]) == ()
 
 
-def test_like_lifetimes_go_behind_the_others_and_none_is_lost():
+def test_distinct_lifetimes_come_first_and_none_is_lost():
     minutes = [33, 34, 51, 8, 48]
     assert distinct_first(m * MINUTE_MS for m in minutes) == tuple(m * MINUTE_MS for m in [33, 51, 8, 34, 48])
 
@@ -29,7 +29,7 @@ def test_the_bundled_trace_starts_with_these_lifetimes():
     assert all(abs(a - b) >= APART_MS for a, b in pairwise(rule.lifetimes_ms[:6]))
 
 
-def test_the_manners_take_turns_and_the_lifetimes_begin_again():
+def test_the_preemption_manners_rotate_and_the_lifetimes_repeat():
     rule = preemption_schedule(PreemptionConfig())
     assert rule is not None
     assert [rule.preemption(n).manner for n in range(8)] == [*MANNERS, *MANNERS]
@@ -37,12 +37,12 @@ def test_the_manners_take_turns_and_the_lifetimes_begin_again():
     assert rule.preemption(length).lifetime_ms == rule.preemption(0).lifetime_ms
 
 
-def test_the_printed_rule_names_the_trace_and_the_first_lifetimes():
+def test_the_printed_schedule_names_the_trace_and_the_first_lifetimes():
     rule = preemption_schedule(PreemptionConfig())
     assert rule is not None
     assert "bamboo-p3" in rule.describe()
     assert "33m, 51m, 8m, 40m, 27m, 59m" in rule.describe()
 
 
-def test_no_trace_is_no_rule():
+def test_without_a_trace_there_is_no_preemption_schedule():
     assert preemption_schedule(PreemptionConfig(trace="none")) is None

@@ -1,4 +1,4 @@
-"""What the controller decides, from values alone."""
+"""The controller's decisions: a pure function of facts."""
 
 from dataclasses import replace
 
@@ -61,15 +61,15 @@ def test_an_empty_run_buys_its_plan_and_runs():
     assert actions[-1] == Enter(stage=Stage.RUNNING)
 
 
-def test_nothing_is_missing_nothing_is_done():
+def test_a_complete_run_needs_no_action():
     assert decide(facts(up("trainer"), up("spot-0")), wanted()) == []
 
 
-def test_an_intent_without_a_request_is_asked_for_again():
+def test_an_intent_without_a_request_is_requested_again():
     assert decide(facts(up("trainer"), node("spot-0")), wanted()) == [RepeatRequest(node="demo-spot-0-g0")]
 
 
-def test_a_notice_brings_the_successor_at_once():
+def test_a_notice_buys_the_successor_at_once():
     noticed = up("spot-0", notice=NOW - 10)
     assert bought(decide(facts(up("trainer"), noticed), wanted())) == ["demo-spot-0-g1"]
     assert decide(facts(up("trainer"), noticed, up("spot-0", 1)), wanted()) == []
@@ -82,24 +82,24 @@ def test_a_lost_node_is_replaced_by_the_next_generation():
     assert bought(decide(facts(lost, up("spot-0")), wanted())) == ["demo-trainer-g1"]
 
 
-def test_nodes_that_die_young_make_the_slot_wait_longer_and_longer():
+def test_a_slot_waits_longer_after_each_node_that_died_young():
     young = [node("spot-0", n, requested=0, gone=100) for n in range(10)]
     waits = [wait_ms(young[:n], planned_ms=0) for n in (0, 1, 2, 3, 10)]
     assert waits == [0, 10_000, 20_000, 40_000, 600_000]
     assert wait_ms([*young, up("spot-0", 10, gone=NOW)], planned_ms=0) == 0
 
 
-def test_a_node_that_worked_and_was_taken_back_is_replaced_at_once_however_young():
+def test_a_preempted_node_that_worked_is_replaced_at_once_even_if_young():
     at = NOW - 9000
-    taken = replace(node("spot-0", requested=at, up=at, ready=at + 5000, gone=NOW - 1), reclaimed=True)
-    assert bought(decide(facts(up("trainer"), taken), wanted())) == ["demo-spot-0-g1"]
-    assert decide(facts(up("trainer"), replace(taken, reclaimed=False)), wanted()) == []
+    preempted = replace(node("spot-0", requested=at, up=at, ready=at + 5000, gone=NOW - 1), reclaimed=True)
+    assert bought(decide(facts(up("trainer"), preempted), wanted())) == ["demo-spot-0-g1"]
+    assert decide(facts(up("trainer"), replace(preempted, reclaimed=False)), wanted()) == []
     never_ready = replace(node("spot-0", requested=at, up=at, gone=NOW - 1), reclaimed=True)
     assert decide(facts(up("trainer"), never_ready), wanted()) == []
 
 
 def ended(slot, generation, evidence, *, ready=None, gone=None, **more) -> NodeRecord:
-    """A node that ended at `gone`, after it was ready at `ready` if it ever was."""
+    """Return a node that ended at `gone`, and was ready at `ready` if given."""
     at = 1_000_000 * generation
     happened = {"requested": at, "up": at} | ({} if ready is None else {"ready": at + ready})
     record = node(slot, generation, **happened, gone=at + (100 if gone is None else gone))
@@ -107,7 +107,7 @@ def ended(slot, generation, evidence, *, ready=None, gone=None, **more) -> NodeR
 
 
 def test_a_node_that_took_long_to_boot_and_died_at_once_died_young():
-    """It was ready 8 minutes after its request and lived 25 s: not a node that worked for 8 minutes."""
+    """The node was ready 8 minutes after its request and lived 25 s, so it did not work for 8 minutes."""
     assert ended("spot-0", 0, "x", ready=480_000, gone=505_000).died_young
     assert not ended("spot-0", 0, "x", ready=480_000, gone=1_080_000).died_young
 
@@ -117,15 +117,15 @@ BROKEN = (
 )
 
 
-def test_a_slot_whose_nodes_end_in_the_same_way_three_times_is_left_empty_and_says_so():
+def test_a_slot_with_three_equal_failures_stays_empty_and_gives_the_reason():
     bad = [ended("spot-0", n, BROKEN.format(n)) for n in range(3)]
     actions = decide(facts(up("trainer"), *bad, up("spot-1")), wanted(spot=2))
     assert bought(actions) == []
-    [said] = actions
-    assert isinstance(said, Enter)
-    assert said.reason == f"spot-0 is left empty, its last 3 nodes ended in the same way: {BROKEN.format(2)}"
-    again = facts(up("trainer"), *bad, up("spot-1"), reason=said.reason)
-    assert decide(again, wanted(spot=2)) == []  # said once
+    [action] = actions
+    assert isinstance(action, Enter)
+    assert action.reason == f"spot-0 is left empty, its last 3 nodes ended in the same way: {BROKEN.format(2)}"
+    again = facts(up("trainer"), *bad, up("spot-1"), reason=action.reason)
+    assert decide(again, wanted(spot=2)) == []  # recorded once
 
 
 @pytest.mark.parametrize(
@@ -138,12 +138,12 @@ def test_a_slot_whose_nodes_end_in_the_same_way_three_times_is_left_empty_and_sa
     ],
     ids=["two", "another way", "preempted", "they worked"],
 )
-def test_a_slot_whose_nodes_may_work_is_filled_again(nodes):
+def test_a_slot_whose_nodes_may_still_work_is_filled_again(nodes):
     actions = decide(facts(up("trainer"), *nodes, up("spot-1")), wanted(spot=2))
     assert bought(actions) == [f"demo-spot-0-g{len(nodes)}"]
 
 
-def test_a_run_none_of_whose_rollout_nodes_works_ends_with_the_evidence():
+def test_a_run_without_any_working_rollout_node_ends_with_the_evidence():
     bad = [ended(slot, n, BROKEN.format(n)) for slot in ("spot-0", "spot-1") for n in range(3)]
     [enter] = decide(facts(up("trainer"), *bad), wanted(spot=2))
     assert isinstance(enter, Enter)
@@ -154,7 +154,7 @@ def test_a_run_none_of_whose_rollout_nodes_works_ends_with_the_evidence():
     assert len(bought(decide(resumed, wanted(spot=2)))) == 2
 
 
-def test_a_trainer_that_ends_in_the_same_way_three_times_ends_the_run():
+def test_three_equal_failures_of_the_trainer_end_the_run():
     why = "its agent exited with code 1: trainer ended with exit code 1 3 times without progress; its log ends: {}"
     bad = [ended("trainer", n, why.format(f"pid {n}")) for n in range(3)]
     [enter] = decide(facts(*bad, up("spot-0")), wanted())
@@ -170,23 +170,23 @@ ITERATION_MS = 20 * 60_000
 
 
 @pytest.mark.parametrize(("iteration_ms", "hours"), [(ITERATION_MS, 200 / 60), (60_000, 2.0)])
-def test_a_run_that_reaches_no_iteration_for_ten_times_as_long_as_predicted_ends(iteration_ms, hours):
+def test_a_run_without_an_iteration_in_ten_times_the_predicted_time_ends(iteration_ms, hours):
     job = wanted(iteration_ms=iteration_ms)
     still = facts(up("trainer"), up("spot-0"), still_since_ms=NOW - round(hours * 3_600_000))
     [enter] = decide(still, job)
     assert isinstance(enter, Enter)
     assert (enter.stage, enter.reason.startswith(f"{FAILING}no new iteration for ")) == (Stage.DRAINING, True)
     assert decide(replace(still, now_ms=NOW - 1), job) == []
-    assert decide(still, wanted()) == []  # nobody predicted anything
+    assert decide(still, wanted()) == []  # there is no prediction
 
 
-def test_a_slot_that_waits_buys_nothing():
+def test_a_waiting_slot_buys_nothing():
     young = node("spot-0", requested=NOW - 5000, up=NOW - 5000, gone=NOW - 5000)
     assert decide(facts(up("trainer"), young), wanted()) == []
     assert bought(decide(facts(up("trainer"), young, now_ms=NOW + 5000), wanted())) == ["demo-spot-0-g1"]
 
 
-def test_a_denied_spot_slot_stays_empty_for_this_run():
+def test_a_denied_spot_slot_stays_empty_for_the_run():
     assert decide(facts(up("trainer"), node("spot-0", requested=0, denied=NOW)), wanted()) == []
 
 
@@ -196,24 +196,24 @@ def test_a_denied_trainer_ends_the_run():
     assert (enter.stage, enter.reason.startswith(FAILING)) == (Stage.DRAINING, True)
 
 
-def test_the_hourly_limit_keeps_a_successor_waiting_until_its_predecessor_is_gone():
+def test_the_hourly_limit_delays_a_successor_until_its_predecessor_is_gone():
     limit = wanted(max_hourly=TRAINER_RATE + SPOT_RATE)
     [enter] = decide(facts(up("trainer"), up("spot-0", notice=NOW)), limit)
     assert isinstance(enter, Enter)
     assert "spot-0 is not bought" in enter.reason
     again = facts(up("trainer"), up("spot-0", notice=NOW), reason=enter.reason)
-    assert decide(again, limit) == []  # said once
+    assert decide(again, limit) == []  # recorded once
     gone = facts(up("trainer"), up("spot-0", notice=NOW, gone=NOW), reason=enter.reason)
     assert bought(decide(gone, limit)) == ["demo-spot-0-g1"]
 
 
-def test_zero_spot_is_a_normal_state():
+def test_a_run_without_spot_nodes_goes_on():
     actions = decide(facts(up("trainer")), wanted(max_hourly=TRAINER_RATE))
     assert bought(actions) == []
     assert actions[0].stage is Stage.RUNNING
 
 
-def test_the_budget_drains_at_the_last_moment_that_keeps_it():
+def test_the_budget_stops_a_run_at_the_last_moment_that_stays_in_it():
     held = (TRAINER_RATE + SPOT_RATE) * 60_000 // 3_600_000 + 1
     limit = wanted(max_total=1_000_000)
     running = facts(up("trainer"), up("spot-0"))
@@ -221,8 +221,8 @@ def test_the_budget_drains_at_the_last_moment_that_keeps_it():
     assert decide(replace(running, metered=1_000_000 - held), limit) == [Enter(stage=Stage.DRAINING, reason="budget")]
 
 
-def test_the_time_since_a_request_is_held_before_the_agent_appears():
-    """A local node is paid for from its request on: $4 let $5.14 be spent while an agent was slow to start."""
+def test_the_time_since_a_request_is_reserved_before_the_agent_appears():
+    """A local node is billed from its request on. A bug spent $5.14 of $4 while an agent was slow to start."""
     pending = facts(node("trainer", requested=0))
     held = worst_case(TRAINER_RATE, NOW) + worst_case(TRAINER_RATE, 60_000)
     limit = wanted(spot=0, max_total=held + 1000)
@@ -230,7 +230,7 @@ def test_the_time_since_a_request_is_held_before_the_agent_appears():
     assert decide(replace(pending, metered=1000), limit) == [Enter(stage=Stage.DRAINING, reason="budget")]
 
 
-def test_a_trainer_that_cannot_be_paid_for_ends_the_run():
+def test_a_trainer_that_exceeds_the_budget_ends_the_run():
     assert decide(facts(stage=Stage.PLANNED), wanted(max_total=100)) == [Enter(stage=Stage.DRAINING, reason="budget")]
 
 
@@ -241,7 +241,7 @@ def test_the_deadline_ends_the_run():
 
 
 @pytest.mark.parametrize("stage", [Stage.STOPPING, Stage.DRAINING])
-def test_a_stop_is_told_then_carried_out_then_final(stage):
+def test_a_stop_is_sent_then_carried_out_then_final(stage):
     stopping = facts(up("trainer"), up("spot-0"), stage=stage, reason="budget")
     assert decide(stopping, wanted()) == [StopEngine(reason="budget")]
     assert decide(replace(stopping, now_ms=NOW + 4000), wanted()) == [
@@ -251,12 +251,12 @@ def test_a_stop_is_told_then_carried_out_then_final(stage):
     assert decide(ended, wanted()) == [Enter(stage=Stage.STOPPED, reason="budget")]
 
 
-def test_nothing_is_bought_while_stopping():
+def test_no_node_is_bought_while_stopping():
     stopping = facts(up("trainer", gone=NOW), up("spot-0", notice=NOW), stage=Stage.STOPPING)
     assert decide(stopping, wanted()) == [Release(nodes=("demo-spot-0-g0",))]
 
 
-def test_a_finished_engine_releases_the_rest_and_lets_the_trainer_exit():
+def test_a_finished_engine_releases_spot_nodes_and_lets_the_trainer_exit():
     finished = EngineFinished(reason="target", iteration=3)
     running = facts(up("trainer"), up("spot-0"), finished=finished, finished_ms=NOW)
     assert decide(running, wanted()) == [Release(nodes=("demo-spot-0-g0",))]
@@ -268,12 +268,12 @@ def test_a_finished_engine_releases_the_rest_and_lets_the_trainer_exit():
     assert decide(ended, wanted()) == [Enter(stage=Stage.FINISHED, reason="target")]
 
 
-def test_an_unhealthy_engine_is_a_failure():
+def test_an_unhealthy_engine_fails_the_run():
     ended = facts(finished=EngineFinished(reason="unhealthy", iteration=3, text="NaN"), finished_ms=NOW)
     assert decide(ended, wanted()) == [Enter(stage=Stage.FAILED, reason="unhealthy: NaN")]
 
 
-def test_a_trainer_lost_again_and_again_without_progress_fails_the_run():
+def test_a_trainer_lost_repeatedly_without_progress_fails_the_run():
     lost = [up("trainer", n, gone=1000 + n) for n in range(TRAINER_TRIES)]
     [enter] = decide(facts(*lost, up("spot-0")), wanted())
     assert isinstance(enter, Enter)
@@ -289,7 +289,7 @@ def test_a_run_that_is_over_leaves_nothing_running():
     assert decide(facts(up("spot-0", gone=1), stage=Stage.FAILED), wanted()) == []
 
 
-# --- news ---------------------------------------------------------------------------------------------
+# --- new facts ----------------------------------------------------------------------------------------
 
 
 def fact(status=NodeStatus.UP, **more) -> NodeFact:
@@ -301,32 +301,32 @@ def kinds(record, seen, now_ms=NOW) -> list[tuple[str, int]]:
     return [(note.kind, note.at_ms) for note in news([record], cloud, now_ms)]
 
 
-def test_a_node_that_lived_between_two_passes_is_told_whole():
+def test_a_node_that_lived_between_two_passes_gets_all_its_events():
     seen = fact(NodeStatus.GONE, started_ms=10, ready_ms=20, ended_ms=50)
     assert kinds(node(requested=5), seen) == [("up", 10), ("ready", 20), ("gone", 50)]
 
 
-def test_what_is_known_is_not_told_again():
+def test_known_facts_are_not_recorded_again():
     assert kinds(up("spot-0"), fact(started_ms=0, ready_ms=0)) == []
     assert kinds(up("spot-0", gone=5), fact(NodeStatus.GONE, ended_ms=5)) == []
 
 
-def test_an_end_we_asked_for_is_a_release_and_one_we_did_not_is_not():
+def test_only_an_end_that_we_requested_is_a_release():
     assert kinds(up("spot-0", releasing=5), fact(NodeStatus.GONE, ended_ms=7)) == [("released", 7)]
     assert kinds(up("spot-0", releasing=5), fact(NodeStatus.GONE, ended_ms=7, reclaimed=True)) == [("gone", 7)]
 
 
-def test_unknown_is_never_gone():
+def test_an_unknown_status_does_not_count_as_gone():
     assert kinds(up("spot-0"), fact(NodeStatus.UNKNOWN)) == []
 
 
-def test_a_node_that_the_provisioner_does_not_know_is_given_up_late():
+def test_a_node_unknown_to_the_provisioner_is_given_up_after_a_while():
     assert kinds(node(requested=0), None, now_ms=UNKNOWN_MS) == []
     assert kinds(node(requested=0), None, now_ms=UNKNOWN_MS + 1) == [("gone", UNKNOWN_MS + 1)]
-    assert kinds(node(), None) == []  # not asked for yet: asking comes first
+    assert kinds(node(), None) == []  # the node is not requested yet
 
 
-def test_an_engine_that_waits_for_a_person_says_so_once_and_says_when_it_goes_on():
+def test_an_engine_waiting_for_its_user_is_recorded_once_and_when_it_resumes():
     nodes = [up("trainer"), up("spot-0")]
     full = facts(*nodes, trouble="the coordinator's disk: No space left on device")
     (entered,) = decide(full, wanted())
@@ -335,7 +335,7 @@ def test_an_engine_that_waits_for_a_person_says_so_once_and_says_when_it_goes_on
     assert decide(facts(*nodes, reason=entered.reason), wanted()) == [Enter(stage=Stage.RUNNING, reason="")]
 
 
-# --- what it really costs -----------------------------------------------------------------------------
+# --- actual prices ------------------------------------------------------------------------------------
 
 
 def spot_in(zone: str, rate: int, **more) -> NodeRecord:
@@ -344,7 +344,9 @@ def spot_in(zone: str, rate: int, **more) -> NodeRecord:
     return replace(plain, **more)
 
 
-def said(rate: int, zone: str = "e1-a", at: str = "2026-02-02T00:00:00+00:00", kind: str = "g6.xlarge") -> PriceNow:
+def price_now(
+    rate: int, zone: str = "e1-a", at: str = "2026-02-02T00:00:00+00:00", kind: str = "g6.xlarge"
+) -> PriceNow:
     price = Price(micro_usd_per_hour=rate, source="aws spot", observed_at=at)
     return PriceNow({("aws", "e1", zone, kind, Market.SPOT): price})
 
@@ -354,23 +356,23 @@ def rates(record: NodeRecord, prices: PriceNow, **seen) -> list[tuple[str, int]]
     return [(note.zone, note.price.micro_usd_per_hour) for note in notes]
 
 
-def test_a_price_that_moves_is_written_down_once():
-    assert rates(spot_in("e1-a", SPOT_RATE), said(2 * SPOT_RATE)) == [("e1-a", 2 * SPOT_RATE)]
-    assert rates(spot_in("e1-a", 2 * SPOT_RATE), said(2 * SPOT_RATE)) == []
-    assert rates(spot_in("e1-a", SPOT_RATE), said(SPOT_RATE + 1)) == []  # below 1 %
+def test_a_changed_price_is_recorded_once():
+    assert rates(spot_in("e1-a", SPOT_RATE), price_now(2 * SPOT_RATE)) == [("e1-a", 2 * SPOT_RATE)]
+    assert rates(spot_in("e1-a", 2 * SPOT_RATE), price_now(2 * SPOT_RATE)) == []
+    assert rates(spot_in("e1-a", SPOT_RATE), price_now(SPOT_RATE + 1)) == []  # below 1 %
 
 
-def test_a_price_goes_on_while_nobody_says_a_newer_one():
+def test_a_price_holds_until_a_newer_one_is_observed():
     assert rates(spot_in("e1-a", 2 * SPOT_RATE), PriceNow()) == []
-    assert rates(spot_in("e1-a", SPOT_RATE), said(2 * SPOT_RATE, at="2025-01-01")) == []
+    assert rates(spot_in("e1-a", SPOT_RATE), price_now(2 * SPOT_RATE, at="2025-01-01")) == []
 
 
-def test_another_zone_or_type_than_was_asked_for_costs_what_is_said_of_it_or_as_much_as_on_demand():
-    asked = spot_in("e1-a", SPOT_RATE)
-    assert rates(asked, said(400_000, "e1-b"), zone="e1-b") == [("e1-b", 400_000)]
-    assert rates(asked, PriceNow(), zone="e1-b") == [("e1-b", TRAINER_RATE)]
-    assert rates(asked, PriceNow(), instance_type="g6.2xlarge") == [("e1-a", TRAINER_RATE)]
-    assert rates(asked, PriceNow()) == []
+def test_another_zone_or_type_costs_its_own_price_or_the_on_demand_price():
+    requested = spot_in("e1-a", SPOT_RATE)
+    assert rates(requested, price_now(400_000, "e1-b"), zone="e1-b") == [("e1-b", 400_000)]
+    assert rates(requested, PriceNow(), zone="e1-b") == [("e1-b", TRAINER_RATE)]
+    assert rates(requested, PriceNow(), instance_type="g6.2xlarge") == [("e1-a", TRAINER_RATE)]
+    assert rates(requested, PriceNow()) == []
 
 
 # --- stand-ins and limits on clouds ---------------------------------------------------------------------
@@ -405,8 +407,8 @@ def cloud_wanted(spot=1, **more) -> Wanted:
 
 
 @pytest.mark.parametrize("starts", [False, True], ids=["all work", "a spot node starts"])
-def test_past_the_hourly_limit_the_stand_in_goes_before_a_spot_node(starts):
-    """While a spot node starts, no stand-in is given back to make room: the limit alone decides."""
+def test_over_the_hourly_limit_a_stand_in_is_released_before_a_spot_node(starts):
+    """While a spot node starts, a stand-in is released only because of the hourly limit."""
     last = on_cloud("spot-2", SPOT_OPTION, requested=0, up=0) if starts else on_cloud_up("spot-2", SPOT_OPTION)
     running = (
         on_cloud_up("trainer", STEADY_OPTION),
@@ -432,7 +434,7 @@ def test_a_stand_in_works_until_its_spot_node_has_settled():
     assert release == Release(nodes=("demo-spot-0-g0",))
 
 
-def test_a_slot_that_gave_a_stand_in_back_keeps_the_next_for_half_an_hour():
+def test_after_a_give_back_the_next_stand_in_is_kept_for_half_an_hour():
     trainer = on_cloud_up("trainer", STEADY_OPTION)
     given_back = on_cloud_up("spot-0", STEADY_OPTION, releasing=2 * HOUR - 20 * 60_000, released=2 * HOUR - 19 * 60_000)
     again = on_cloud_up("spot-0", STEADY_OPTION, 1)
@@ -441,7 +443,7 @@ def test_a_slot_that_gave_a_stand_in_back_keeps_the_next_for_half_an_hour():
     assert bought(decide(later, cloud_wanted())) == ["demo-spot-0-g2"]
 
 
-def test_a_successor_of_a_stand_in_that_was_refused_does_not_bring_a_second_stand_in():
+def test_a_refused_successor_of_a_stand_in_buys_no_second_stand_in():
     trainer, stand_in = on_cloud_up("trainer", STEADY_OPTION), on_cloud_up("spot-0", STEADY_OPTION)
     refused = [
         on_cloud("spot-0", option, 1 + n, requested=HOUR, no_capacity=HOUR + 60_000)
@@ -452,7 +454,7 @@ def test_a_successor_of_a_stand_in_that_was_refused_does_not_bring_a_second_stan
         assert all(action.option.placement.market is Market.SPOT for action in actions if isinstance(action, Buy))
 
 
-def test_a_trainer_on_a_cloud_is_not_bought_while_the_one_before_is_still_leaving():
+def test_a_trainer_is_not_bought_while_its_predecessor_is_still_ending():
     leaving = on_cloud_up("trainer", STEADY_OPTION, releasing=HOUR)
     assert bought(decide(cloud_facts(leaving), cloud_wanted(0))) == []
     gone = on_cloud_up("trainer", STEADY_OPTION, releasing=HOUR, released=HOUR + 60_000)
@@ -472,7 +474,7 @@ def test_disks_and_addresses_count_against_the_hourly_limit():
     assert bought(decide(cloud_facts(running), cloud_wanted(1, max_hourly=limit - 1))) == []
 
 
-def test_a_launch_under_way_holds_its_reserve_until_it_is_billed():
+def test_a_pending_launch_keeps_its_reserve_until_it_is_billed():
     running = on_cloud_up("trainer", STEADY_OPTION)
     pending = replace(on_cloud("spot-0", SPOT_OPTION, requested=2 * HOUR), reserved_micro_usd=400_000)
     held = (TRAINER_RATE + SIDE[Market.ON_DEMAND] + SPOT_RATE + SIDE[Market.SPOT]) * 60_000 / HOUR
@@ -484,15 +486,15 @@ def test_a_launch_under_way_holds_its_reserve_until_it_is_billed():
     ]
 
 
-def test_a_spot_node_taken_back_at_a_tight_quota_is_asked_for_again():
+def test_a_spot_node_preempted_at_a_tight_quota_is_requested_again():
     trainer = on_cloud_up("trainer", STEADY_OPTION)
     end = 2 * HOUR - 120_000
-    taken = replace(on_cloud_up("spot-0", SPOT_OPTION, notice=end, gone=end), reclaimed=True)
+    preempted = replace(on_cloud_up("spot-0", SPOT_OPTION, notice=end, gone=end), reclaimed=True)
     words = "(MaxSpotInstanceCountExceeded): Max spot instance count exceeded"
     refused = replace(on_cloud("spot-0", SITE.rollout[1], 1, requested=end, denied=end + 30_000), evidence=words)
-    [buy, *_] = decide(cloud_facts(trainer, taken, refused), cloud_wanted())
+    [buy, *_] = decide(cloud_facts(trainer, preempted, refused), cloud_wanted())
     assert isinstance(buy, Buy)
     assert buy.option.placement.market is Market.SPOT
     none = replace(refused, evidence="QUOTA_EXCEEDED: Quota 'PREEMPTIBLE_NVIDIA_L4_GPUS' exceeded.  Limit: 0.0")
-    [buy, *_] = decide(cloud_facts(trainer, taken, none), cloud_wanted())
+    [buy, *_] = decide(cloud_facts(trainer, preempted, none), cloud_wanted())
     assert buy.option.placement.market is Market.ON_DEMAND  # there is no quota at all

@@ -1,4 +1,4 @@
-"""Runs as commands see them: controllers are processes of their own, killed and started again."""
+"""Runs and their commands, with controllers as separate processes that are killed and restarted."""
 
 import contextlib
 import os
@@ -73,8 +73,8 @@ def iterations(sessions, run: Run) -> int:
     return run_view(sessions, run.name).iteration
 
 
-def test_kill_9_of_anything_at_any_moment_and_the_run_still_ends_well(sessions):
-    """Controllers, agents and workers die at moments that nobody chose; each time `resume` goes on."""
+def test_a_run_survives_kill_9_of_any_process_at_any_moment(sessions):
+    """Controllers, agents and workers are killed at random times; `resume` continues each time."""
     chance = random.Random(7)
     run = made_run(sessions, spot=1, iterations=20, factor=3000.0)
     pid = start_controller(sessions, run.name)
@@ -89,7 +89,7 @@ def test_kill_9_of_anything_at_any_moment_and_the_run_still_ends_well(sessions):
         assert not is_controlled(sessions, run.name)
         try:
             pid = resume_run(sessions, run.name)
-        except NothingToResume:  # on a busy machine it may be over before the last death
+        except NothingToResume:  # on a busy computer the run may be over before the last kill
             break
     wait_until(lambda: run_view(sessions, run.name).status in ("finished", "failed"), 30)
     assert run_view(sessions, run.name).status == "finished"
@@ -111,7 +111,7 @@ def test_a_run_goes_on_without_its_controller(sessions):
     assert "no controller" in invoke(status, sessions, run.name).output
     resume_run(sessions, run.name)
     wait_until(lambda: iterations(sessions, run) > reached + 1)
-    assert running_processes(run) == before  # the same node, not another one
+    assert running_processes(run) == before  # still the same node
     assert bring_down(sessions, run.name, 20) == []
 
 
@@ -136,13 +136,13 @@ def test_a_stopped_run_resumes_from_its_checkpoint(sessions):
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["dead", "frozen"])
-def test_down_needs_no_living_controller(sessions, frozen):
+def test_down_needs_no_running_controller(sessions, frozen):
     run = made_run(sessions, spot=1, iterations=1000)
     pid = start_controller(sessions, run.name)
     wait_until(lambda: iterations(sessions, run) > 0)
     if frozen:
         with writing(sessions) as session:
-            os.kill(pid, signal.SIGSTOP)  # the controller cannot hold the lock meanwhile
+            os.kill(pid, signal.SIGSTOP)  # the controller cannot hold the lock while it is frozen
             lease = session.get(ControllerLease, run.id)  # its lease runs out
             assert lease is not None
             lease.expires_wall_ms = 0
@@ -152,7 +152,7 @@ def test_down_needs_no_living_controller(sessions, frozen):
     assert_consistent(sessions, run)
     if frozen:
         os.kill(pid, signal.SIGCONT)
-        psutil.Process(pid).wait(10)  # it finds its lease gone, and leaves
+        psutil.Process(pid).wait(10)  # it notices that its lease is lost, and exits
         assert_consistent(sessions, run)
 
 
@@ -170,7 +170,7 @@ def test_a_second_controller_is_refused_and_down_names_what_it_could_not_end(ses
     assert wait_released(sessions, run.name, 20)
 
 
-def test_the_real_controller_process_stops_a_run_that_cannot_be_paid_for(sessions, monkeypatch):
+def test_the_real_controller_process_stops_a_run_beyond_its_budget(sessions, monkeypatch):
     monkeypatch.setattr(runs, "CONTROLLER", (sys.executable, "-m", "launcher.cli.main", "controller"))
     run = made_run(sessions, max_total=10)
     start_controller(sessions, run.name)
@@ -179,7 +179,7 @@ def test_the_real_controller_process_stops_a_run_that_cannot_be_paid_for(session
     assert "at most $" in (Path(run.folder) / "controller.log").read_text()
 
 
-def test_a_controller_that_does_not_start_says_why(sessions, monkeypatch):
+def test_a_controller_that_does_not_start_reports_the_reason(sessions, monkeypatch):
     monkeypatch.setattr(runs, "CONTROLLER", (sys.executable, "-c", "raise SystemExit('no such library')"))
     run = made_run(sessions)
     with pytest.raises(ControllerFailed, match="no such library"):
@@ -216,9 +216,9 @@ def test_commands_show_a_run_and_its_lost_nodes(sessions):
     assert printed("status", invoke(status, sessions, run.name, "--json").output)["micro_usd_per_hour"] > 0
     assert bring_down(sessions, run.name, 20) == []
     shown = invoke(events, sessions, run.name, "--json", "--follow").output
-    told = [printed("events", line) for line in shown.splitlines()]
-    assert ("demo-spot-0-g0", "gone") in [(line["source"], line["kind"]) for line in told]
-    assert (told[0]["source"], told[0]["kind"]) == ("run", "planned")
+    listed = [printed("events", line) for line in shown.splitlines()]
+    assert ("demo-spot-0-g0", "gone") in [(line["source"], line["kind"]) for line in listed]
+    assert (listed[0]["source"], listed[0]["kind"]) == ("run", "planned")
     (node_folder(Path(run.folder), "demo-spot-0-g0") / "logs" / "worker.log").write_text("last words\n")
     text = invoke(logs, sessions, run.name, "--node", "spot-0", "--follow").output
     assert "==> demo-spot-0-g0/worker.log <==\nlast words" in text
@@ -229,14 +229,14 @@ def test_commands_show_a_run_and_its_lost_nodes(sessions):
         node_logs(sessions, run.name, "spot-9")
 
 
-def test_every_command_has_an_example_and_a_run_it_does_not_know_is_named(sessions):
+def test_every_command_has_an_example_and_names_an_unknown_run(sessions):
     for command in (ls, status, events, logs, down, resume):
         assert "Example:" in invoke(command, sessions, "--help").output
     result = invoke(status, sessions, "nobody")
     assert isinstance(result.exception, LookupError)
 
 
-def test_an_intent_is_shown_before_the_cloud_was_asked(sessions):
+def test_an_intent_is_shown_before_the_cloud_is_called(sessions):
     run = made_run(sessions, spot=0)
     plain = {"slot": "trainer", "role": "trainer", "market": "on_demand", "cloud": "aws", "region": "r", "zone": "z"}
     more = {"instance_type": "i", "accelerator": "L4", "price_source": "s", "price_observed_at": "d"}
@@ -247,7 +247,7 @@ def test_an_intent_is_shown_before_the_cloud_was_asked(sessions):
     assert (node.status, run_view(sessions, run.name).micro_usd_per_hour) == ("asked", 5)
 
 
-def test_a_run_on_clouds_is_not_down_before_its_controller_has_tidied(sessions):
+def test_a_cloud_run_is_not_down_before_its_controller_has_cleaned_up(sessions):
     run = cloud_run(sessions)
     other = psutil.Popen(["sleep", "60"])
     holder = f"{other.pid}@{other.create_time()}"

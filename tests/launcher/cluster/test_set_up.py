@@ -1,4 +1,4 @@
-"""The short look at a machine, through a real sshd on loopback."""
+"""Reading the setup of an instance through a real sshd on loopback."""
 
 import os
 import pwd
@@ -24,7 +24,7 @@ def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sshd]:
 
 @pytest.fixture(scope="module")
 def set_up_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Sshd, Path]]:
-    """A machine whose home has an environment in it."""
+    """Start an instance with an environment in its home folder."""
     home = tmp_path_factory.mktemp("home")
     (home / "spotrl" / "env").mkdir(parents=True)
     (home / "spotrl" / "env" / ".digest").write_text("0123abcd\n")
@@ -33,31 +33,31 @@ def set_up_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Sshd
     server.stop()
 
 
-def test_a_machine_that_is_not_set_up_tells_its_home_alone(sshd):
+def test_an_instance_without_a_setup_reports_only_its_home_folder(sshd):
     found = ask_set_up(sshd.login)
     assert found.home == pwd.getpwuid(os.getuid()).pw_dir
     assert found.digest == ""
 
 
-def test_a_machine_tells_what_it_was_set_up_from(set_up_home):
+def test_an_instance_reports_the_digest_of_its_setup(set_up_home):
     server, home = set_up_home
     found = ask_set_up(server.login)
     assert (found.home, found.digest) == (str(home), "0123abcd")
 
 
-def test_a_machine_behind_a_proxy_is_asked_through_it(set_up_home, tmp_path):
+def test_an_instance_behind_a_proxy_is_read_through_the_proxy(set_up_home, tmp_path):
     server, _ = set_up_home
     login, log = through_proxy(server.login, tmp_path)
     assert ask_set_up(login).digest == "0123abcd"
     assert log.read_text() == "node.invalid 22\n"
 
 
-def test_a_machine_that_does_not_answer_is_said_in_sshs_words(sshd):
+def test_an_unreachable_instance_is_reported_with_the_error_of_ssh(sshd):
     with pytest.raises(InstanceUnreachable, match="refused"):
         ask_set_up(replace(sshd.login, port=free_port()))
 
 
-def test_another_key_than_the_machines_is_not_let_in(sshd, set_up_home):
-    stranger = replace(sshd.login, key=set_up_home[0].login.key)
+def test_a_wrong_key_is_refused(sshd, set_up_home):
+    wrong_login = replace(sshd.login, key=set_up_home[0].login.key)
     with pytest.raises(InstanceUnreachable, match="Permission denied"):
-        ask_set_up(stranger)
+        ask_set_up(wrong_login)

@@ -1,4 +1,4 @@
-"""What SkyPilot is asked for, and what its answers mean. Nothing here imports it: that takes seconds."""
+"""Requests to SkyPilot and the meaning of its answers. No test imports SkyPilot, because that takes seconds."""
 
 import os
 import re
@@ -45,7 +45,7 @@ def launch(cloud="aws", zone="us-east-1a", gpus=1, market=Market.SPOT, image=Non
     )
 
 
-def test_one_resource_and_no_choice():
+def test_a_task_names_exactly_one_resource():
     task = task_of(launch())
     assert task["resources"]["infra"] == "aws/us-east-1/us-east-1a"
     assert task["resources"]["use_spot"] is True
@@ -53,7 +53,7 @@ def test_one_resource_and_no_choice():
     assert "ports" not in task["resources"]
 
 
-def test_an_image_is_named_and_without_one_skypilot_chooses():
+def test_a_machine_image_is_passed_on_and_optional():
     assert task_of(launch(image="ami-1"))["resources"]["image_id"] == "ami-1"
     assert "image_id" not in task_of(launch())["resources"]
 
@@ -62,25 +62,25 @@ def test_an_image_is_named_and_without_one_skypilot_chooses():
     ("cluster", "ours"),
     [("run-spot-0-g1", True), ("run-trainer-g12", True), ("run-eval", False), ("run-g1", False), ("rerun-a-g1", False)],
 )
-def test_a_users_other_clusters_are_no_nodes_of_a_run(cluster, ours):
+def test_a_users_other_clusters_are_not_nodes_of_a_run(cluster, ours):
     assert is_node_of(cluster, "run") is ours
 
 
-def test_any_zone_of_a_region_is_asked_for_without_one():
+def test_without_a_zone_any_zone_of_the_region_is_requested():
     assert task_of(launch(zone="us-east-1, any zone"))["resources"]["infra"] == "aws/us-east-1"
 
 
-def test_a_machine_ends_itself_whatever_runs_on_it():
+def test_an_instance_terminates_itself_whatever_runs_on_it():
     assert task_of(launch())["resources"]["autostop"] == {"idle_minutes": 90, "down": True, "wait_for": "none"}
 
 
-def test_google_is_told_the_gpu_and_whom_the_machine_runs_as():
+def test_a_google_task_names_the_gpu_and_the_service_account():
     task = task_of(launch(cloud="gcp", zone="us-central1-a"))
     assert task["resources"]["accelerators"] == {"L4": 1}
     assert task["resources"]["labels"]["spotrl-identity"] == "spotrl-run"
     assert email_of(task["resources"]["labels"], "mine") == "spotrl-run@p.iam.gserviceaccount.com"
     assert email_of({"spotrl-identity": "a"}, "mine") == "a@mine.iam.gserviceaccount.com"
-    assert "accelerators" not in task_of(launch())["resources"]  # its type says it
+    assert "accelerators" not in task_of(launch())["resources"]  # the instance type implies the GPU
 
 
 PRIVATE = Named(network="vpc-1", group="nodes", public_addresses=False, ssh_proxy="ssh -W %h:%p bastion")
@@ -91,7 +91,7 @@ def named_place(cloud, named, **more):
     return RegionSetup(cloud=cloud, **{**known, **more})
 
 
-def test_skypilot_is_told_every_key_of_a_network_that_the_job_names():
+def test_skypilot_gets_every_key_of_a_named_network():
     assert network_config(named_place("aws", PRIVATE, subnets=("a", "b"))) == {
         "vpc_name": "company",
         "vpc_names": None,
@@ -126,12 +126,12 @@ for cloud in ("aws", "gcp"):
 
 
 @pytest.mark.skipif(find_spec("sky") is None, reason="SkyPilot is not installed here")
-def test_what_skypilot_is_told_of_a_named_network_fits_its_schema(tmp_path):
+def test_the_settings_of_a_named_network_fit_skypilots_schema(tmp_path):
     environment = {**os.environ, "HOME": str(tmp_path)}
     subprocess.run([sys.executable, "-W", "ignore", "-c", SCHEMA], env=environment, check=True)
 
 
-def test_credentials_that_skypilot_may_have_left_are_removed_before_anything_else():
+def test_credentials_uploaded_by_skypilot_are_removed_first():
     first, second = task_of(launch())["setup"].splitlines()
     assert first.startswith("rm -rf ~/.aws/credentials")
     assert "huggingface/token" in first
@@ -139,7 +139,7 @@ def test_credentials_that_skypilot_may_have_left_are_removed_before_anything_els
 
 
 @pytest.mark.parametrize(
-    ("said", "failed"),
+    ("message", "failed"),
     [
         ("An error occurred (InsufficientInstanceCapacity) when calling RunInstances", Failed.NO_CAPACITY),
         ("code: ZONE_RESOURCE_POOL_EXHAUSTED_WITH_DETAILS", Failed.NO_CAPACITY),
@@ -154,12 +154,12 @@ def test_credentials_that_skypilot_may_have_left_are_removed_before_anything_els
         ("something else", Failed.UNKNOWN),
     ],
 )
-def test_the_clouds_own_codes_decide(said, failed):
-    assert outcome_of(f"ResourcesUnavailableError\n{said}", "").failed is failed
-    assert outcome_of("ResourcesUnavailableError", f"a log\n{said}\nmore").failed is failed
+def test_error_codes_of_the_cloud_decide_the_outcome(message, failed):
+    assert outcome_of(f"ResourcesUnavailableError\n{message}", "").failed is failed
+    assert outcome_of("ResourcesUnavailableError", f"a log\n{message}\nmore").failed is failed
 
 
-def test_one_zone_without_machines_outweighs_another_that_refuses():
+def test_a_zone_without_capacity_outweighs_a_zone_that_refuses():
     log = "(VcpuLimitExceeded) in us-east-1a\n(InsufficientInstanceCapacity) in us-east-1b"
     assert outcome_of("ResourcesUnavailableError", log).failed is Failed.NO_CAPACITY
 
@@ -176,13 +176,13 @@ def test_one_zone_without_machines_outweighs_another_that_refuses():
         ("(UnauthorizedOperation)", False),
     ],
 )
-def test_a_quota_that_is_used_up_is_told_from_one_that_is_zero(words, is_used_up):
+def test_a_used_up_quota_differs_from_a_quota_of_zero(words, is_used_up):
     outcome = outcome_of("ResourcesUnavailableError", words)
     assert outcome.failed is Failed.DENIED
     assert is_quota_used_up(outcome.text) is is_used_up
 
 
-def test_a_denial_says_where_to_ask():
+def test_a_denial_names_where_to_request_quota():
     outcome = outcome_of("ResourcesUnavailableError", "x\n(VcpuLimitExceeded) You have requested more\ny")
     assert outcome.text.startswith("(VcpuLimitExceeded)")
     assert "Service Quotas" in outcome.text
@@ -195,7 +195,7 @@ VIOLATED = (
 
 
 @pytest.mark.parametrize(
-    ("said", "advice"),
+    ("message", "advice"),
     [
         (
             VIOLATED.replace("{name}", "compute.vmExternalIpAccess"),
@@ -216,20 +216,20 @@ VIOLATED = (
         ("Task requires GCP which is not enabled. To enable access, run: sky check gcp", r"`gcloud auth login`"),
     ],
 )
-def test_what_only_a_person_can_change_is_a_denial_that_says_what_to_do(said, advice):
-    outcome = outcome_of(f"ResourcesUnavailableError\n{said}", "a log")
+def test_an_error_that_only_the_user_can_fix_is_a_denial_with_a_remedy(message, advice):
+    outcome = outcome_of(f"ResourcesUnavailableError\n{message}", "a log")
     assert outcome.failed is Failed.DENIED
-    assert outcome.text.startswith(said)
+    assert outcome.text.startswith(message)
     assert re.search(advice, outcome.text.splitlines()[-1])
 
 
-def test_evidence_is_the_clouds_sentence_and_not_who_logged_it():
+def test_evidence_is_the_clouds_message_without_log_prefixes():
     log = "W 11-22 14:20:48.164 PID=8078 instance.py:415] create_instances: (InsufficientInstanceCapacity) no m6i.large"
     text = outcome_of("ResourcesUnavailableError", log).text
     assert text == "create_instances: (InsufficientInstanceCapacity) no m6i.large"
 
 
-def test_a_command_that_failed_is_the_set_up_and_its_log_is_kept():
+def test_a_failed_command_is_a_setup_failure_with_its_log():
     outcome = outcome_of("CommandError\nexit 127", "spotrl set-up, 3 s: failed with 1 while installing")
     assert outcome.failed is Failed.SETUP
     assert "while installing" in outcome.text

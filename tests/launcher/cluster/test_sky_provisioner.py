@@ -1,6 +1,6 @@
-"""SkyProvisioner against a SkyPilot, a cloud and a line that we own: every rule, and a crash at every step.
+"""SkyProvisioner with a fake SkyPilot, cloud and node link: every rule, and a crash at every step.
 
-A crash is a new SkyProvisioner over the same folder. Time is moved by hand; the pool does at once what it is given.
+A crash is a new SkyProvisioner over the same folder. The test moves the clock; the pool runs each task at once.
 """
 
 import json
@@ -38,7 +38,7 @@ REGION = "us-east-1"
 
 @dataclass
 class Time:
-    """A clock whose hands are ours."""
+    """A clock that the test moves."""
 
     ms: int = START_MS
 
@@ -53,7 +53,7 @@ class Time:
 
 
 class AtOnce(Executor):
-    """Does what it is given before it returns; or never, when the process is to die with it half done."""
+    """An executor that runs each task before `submit` returns, or never if the process is to die in between."""
 
     def submit(self, fn, /, *args, **kwargs):
         fn(*args, **kwargs)
@@ -61,12 +61,12 @@ class AtOnce(Executor):
 
 
 class Killed(BaseException):
-    """The process ends here."""
+    """The simulated death of the process."""
 
 
 @dataclass
 class FakeSky:
-    """A SkyPilot that launches when told to, on a cloud of ours."""
+    """A SkyPilot whose launches finish when the test calls `finish`, on a fake cloud."""
 
     cloud: "FakeCloud"
     requests: dict[str, Outcome | None] = field(default_factory=dict)
@@ -96,7 +96,7 @@ class FakeSky:
         return request
 
     def finish(self, name, outcome=None):
-        """The launch is through: a machine, unless something failed."""
+        """Finish the launch: with an instance, unless it failed."""
         outcome = outcome or Outcome()
         self.requests[self.names[name]] = outcome
         if outcome.failed is None:
@@ -143,7 +143,7 @@ class FakeSky:
 
 @dataclass
 class FakeCloud:
-    """A cloud with one inventory, whose machines end when we say so."""
+    """A cloud with one inventory; the test decides when its instances end."""
 
     time: Time
     cloud: str = "aws"
@@ -186,7 +186,7 @@ class FakeCloud:
         self.there = [replace(one, **how) if one.name == name else one for one in self.there]
 
     def vanish(self, name, **words):
-        """As Google Cloud does: not listed any more; operations know."""
+        """Remove an instance from the list like Google Cloud; only operations show the reason."""
         for instance in [one for one in self.there if one.name == name]:
             self.there.remove(instance)
             self.end_words[instance.id] = words
@@ -253,18 +253,18 @@ class FakeCloud:
 
 
 class FakeLink:
-    """A line whose other end we are."""
+    """A node link whose other end is the test."""
 
     def __init__(self, login, mirror):
         self.login, self.mirror = login, mirror
         self.seconds_since_message, self.trouble = 0.0, ""
-        self.specs, self.money, self.notices, self.closed = [], [], [], False
+        self.specs, self.rearmed_ms, self.notices, self.closed = [], [], [], False
 
     def run(self, spec):
         self.specs.append(spec)
 
     def rearm(self, left_ms):
-        self.money.append(left_ms)
+        self.rearmed_ms.append(left_ms)
 
     def notice(self, deadline_ms):
         self.notices.append(deadline_ms)
@@ -280,7 +280,7 @@ class FakeLink:
 
 
 class Stage:
-    """A run of one region, with everything around it ours."""
+    """A run in one region with fakes around it."""
 
     def __init__(self, folder: Path):
         self.folder, self.time = folder, Time()
@@ -294,7 +294,7 @@ class Stage:
         self.provisioner = self.process()
 
     def process(self) -> SkyProvisioner:
-        """Another process over the same folder."""
+        """Start another process over the same folder."""
 
         def link(login, mirror):
             self.links[mirror.name] = FakeLink(login, mirror)
@@ -330,12 +330,12 @@ class Stage:
             raise LeaseLost("another controller has the lease")
 
     def ask_set_up(self, login):
-        """What stands on the machine; nothing while nobody can get in."""
+        """Return the setup found on the instance; raise while the instance is unreachable."""
         if self.digest is None:
             raise InstanceUnreachable("ssh: timed out")
         return SetUp(home="/home/ubuntu", digest=self.digest)
 
-    def ask(self, name="run-rollout-0-g0", zone="us-east-1a", money_deadline_ms=START_MS + 3_600_000):
+    def request(self, name="run-rollout-0-g0", zone="us-east-1a", money_deadline_ms=START_MS + 3_600_000):
         spec = NodeSpec(
             run="run",
             node=name,
@@ -353,7 +353,7 @@ class Stage:
         return name
 
     def passes(self, seconds=3.0, step=0.5):
-        """The controller looks, again and again. What it saw last, by name."""
+        """Run this many observations of the controller, and return the last facts by name."""
         facts = ()
         for _ in range(max(1, round(seconds / step))):
             self.time.ms += round(step * 1000)
@@ -361,8 +361,8 @@ class Stage:
         return {fact.name: fact for fact in facts}
 
     def bring_up(self, name):
-        """Asked for, launched, set up, heard and ready."""
-        self.ask(name)
+        """Bring a node up: request, launch, setup, first contact and ready."""
+        self.request(name)
         self.passes(1)
         self.sky.finish(name)
         self.passes(5)
@@ -401,18 +401,18 @@ TRAINER = "run-trainer-g0"
 # --- starting -------------------------------------------------------------------------------------------
 
 
-def test_a_node_is_launched_once_with_labels_our_group_and_a_timer(stage):
-    stage.ask()
-    stage.ask()
+def test_a_node_is_launched_once_with_labels_a_group_and_a_timer(stage):
+    stage.request()
+    stage.request()
     stage.passes(5)
     (launch,) = stage.sky.launches
     assert launch.labels == {"spotrl-run": "run", "spotrl-node": NODE, "spotrl-owner": "me"}
     assert (launch.region_setup.group, launch.want.zone_name) == ("spotrl-run", "us-east-1a")
-    assert launch.autostop_minutes == 60 + 30  # the money lasts an hour
+    assert launch.autostop_minutes == 60 + 30  # the budget lasts an hour
     assert stage.file(NODE, "launch")["request_id"] == "request-0"
 
 
-def test_a_node_of_a_named_network_is_entered_through_the_jobs_proxy(stage):
+def test_a_node_of_a_named_network_is_reached_through_the_jobs_proxy(stage):
     stage.named = Named(identity="node", network="vpc-1", public_addresses=False, ssh_proxy="ssh -W %h:%p bastion")
     stage.bring_up(TRAINER)
     assert stage.cloud.named == stage.named
@@ -434,7 +434,7 @@ def test_a_node_of_a_named_network_is_entered_through_the_jobs_proxy(stage):
 def test_a_node_starts_from_the_image_of_its_region_where_there_is_one(stage, images, image):
     stage.images = images
     stage.process()
-    stage.ask()
+    stage.request()
     stage.passes(1)
     assert stage.sky.launches[0].image == image
 
@@ -448,7 +448,7 @@ def test_a_node_is_up_when_its_workers_called_in(stage):
     assert fact.ready_ms is not None
 
 
-def test_files_that_hold_secrets_are_for_their_owner(stage):
+def test_files_with_secrets_are_readable_only_by_the_owner(stage):
     stage.bring_up(TRAINER)
     folder = stage.folder / "nodes" / TRAINER
     assert oct((folder / "ssh.key").stat().st_mode & 0o777) == "0o600"
@@ -456,19 +456,19 @@ def test_files_that_hold_secrets_are_for_their_owner(stage):
     assert oct(folder.stat().st_mode & 0o777) == "0o700"
 
 
-def test_an_agent_is_told_where_the_newest_trainer_is(stage):
-    stage.ask(NODE)
+def test_an_agent_gets_the_address_of_the_newest_trainer(stage):
+    stage.request(NODE)
     stage.passes(1)
     stage.sky.finish(NODE)
     stage.passes(4)
-    assert stage.links[NODE].specs == []  # nobody to work for yet
+    assert stage.links[NODE].specs == []  # no trainer exists yet
     stage.bring_up(TRAINER)
-    (told,) = stage.links[NODE].specs
-    assert (told.coordinator_host, told.cloud, told.digest) == ("10.0.0.2", "aws", "d1")
-    assert told.folder == "/home/ubuntu/spotrl/node"
-    assert told.weights == "s3://bucket/runs/weights/w1"
-    assert (told.money_deadline_ms, told.money_left_ms) == (None, told.money_left_ms)
-    assert 3_500_000 < told.money_left_ms < 3_600_000
+    (sent_spec,) = stage.links[NODE].specs
+    assert (sent_spec.coordinator_host, sent_spec.cloud, sent_spec.digest) == ("10.0.0.2", "aws", "d1")
+    assert sent_spec.folder == "/home/ubuntu/spotrl/node"
+    assert sent_spec.weights == "s3://bucket/runs/weights/w1"
+    assert (sent_spec.money_deadline_ms, sent_spec.money_left_ms) == (None, sent_spec.money_left_ms)
+    assert 3_500_000 < sent_spec.money_left_ms < 3_600_000
     stage.provisioner.release([TRAINER])
     stage.passes(5)
     stage.bring_up("run-trainer-g1")
@@ -485,8 +485,8 @@ def test_the_trainer_listens_on_its_own_private_address(stage):
 # --- refusals -------------------------------------------------------------------------------------------
 
 
-def test_no_capacity_names_the_zone_that_was_tried(stage):
-    stage.ask()
+def test_a_lack_of_capacity_names_the_zone_that_was_tried(stage):
+    stage.request()
     stage.passes(1)
     stage.sky.finish(NODE, Outcome(failed=Failed.NO_CAPACITY, text="InsufficientInstanceCapacity"))
     fact = stage.passes(5)[NODE]
@@ -495,25 +495,25 @@ def test_no_capacity_names_the_zone_that_was_tried(stage):
     assert stage.sky.downs == [NODE]
 
 
-def test_a_quota_is_a_denial_with_the_clouds_words(stage):
-    stage.ask()
+def test_a_quota_error_is_a_denial_with_the_clouds_message(stage):
+    stage.request()
     stage.passes(1)
     stage.sky.finish(NODE, Outcome(failed=Failed.DENIED, text="VcpuLimitExceeded: ask for more"))
     fact = stage.passes(5)[NODE]
     assert (fact.status, fact.evidence) == (NodeStatus.DENIED, "VcpuLimitExceeded: ask for more")
 
 
-def test_a_permission_that_is_missing_beforehand_is_a_denial_too(stage):
+def test_a_permission_missing_before_the_launch_is_a_denial_too(stage):
     stage.cloud.refuses = "iam:CreateRole is not allowed"
-    stage.ask()
+    stage.request()
     fact = stage.passes(5)[NODE]
     assert (fact.status, fact.evidence) == (NodeStatus.DENIED, "iam:CreateRole is not allowed")
     assert stage.sky.launches == []
 
 
-def test_a_machine_that_runs_as_somebody_else_is_refused(stage):
-    """SkyPilot's own identity may do everything; with a server that is not ours, a machine may come with it."""
-    stage.ask()
+def test_an_instance_with_another_identity_is_refused(stage):
+    """SkyPilot's own identity has all permissions. A foreign API server may give it to an instance."""
+    stage.request()
     stage.passes(1)
     stage.cloud.start(NODE, placement())
     stage.cloud.change(NODE, identity="skypilot-v1")
@@ -523,8 +523,8 @@ def test_a_machine_that_runs_as_somebody_else_is_refused(stage):
     assert stage.cloud.ended == ["i-1"]
 
 
-def test_a_failed_set_up_is_a_node_that_ended_and_its_machine_goes(stage):
-    stage.ask()
+def test_a_failed_setup_ends_the_node_and_its_instance(stage):
+    stage.request()
     stage.passes(1)
     stage.cloud.start(NODE, placement())
     stage.sky.finish(NODE, Outcome(failed=Failed.SETUP, text="exit 127: No such file"))
@@ -532,13 +532,13 @@ def test_a_failed_set_up_is_a_node_that_ended_and_its_machine_goes(stage):
     assert fact.status is NodeStatus.GONE
     assert "No such file" in fact.evidence
     assert stage.cloud.ended == ["i-1"]
-    assert fact.started_ms is not None  # it was paid for
+    assert fact.started_ms is not None  # the instance was billed
 
 
-def test_an_agent_is_started_when_the_set_up_is_through_and_not_before(stage):
-    """SkyPilot calls a launch done when it has handed the set-up over."""
+def test_an_agent_is_started_only_after_the_setup_has_finished(stage):
+    """SkyPilot reports a launch as done when it has submitted the setup."""
     stage.digest = ""
-    stage.ask(TRAINER)
+    stage.request(TRAINER)
     stage.passes(1)
     stage.sky.finish(TRAINER)
     stage.passes(30)
@@ -548,9 +548,9 @@ def test_an_agent_is_started_when_the_set_up_is_through_and_not_before(stage):
     assert len(stage.links[TRAINER].specs) == 1
 
 
-def test_a_set_up_that_fails_behind_our_back_is_found_out(stage):
+def test_a_setup_that_fails_after_the_launch_is_detected(stage):
     stage.digest = ""
-    stage.ask(TRAINER)
+    stage.request(TRAINER)
     stage.passes(1)
     stage.sky.finish(TRAINER)
     stage.sky.set_ups[TRAINER] = Outcome(failed=Failed.SETUP, text="FAILED_SETUP: /tmp/sky_setup_x: No such file")
@@ -560,12 +560,14 @@ def test_a_set_up_that_fails_behind_our_back_is_found_out(stage):
     assert stage.cloud.ended == ["i-1"]
 
 
-def test_a_node_that_was_set_up_from_something_else_is_refused(stage):
+def test_a_node_with_the_setup_of_another_bundle_is_refused(stage):
     stage.digest = "of yesterday"
-    stage.ask(TRAINER)
+    stage.request(TRAINER)
     stage.passes(1)
     stage.sky.finish(TRAINER)
-    assert stage.passes(20)[TRAINER].status is NodeStatus.PENDING  # an image may bring one; the set-up replaces it
+    assert (
+        stage.passes(20)[TRAINER].status is NodeStatus.PENDING
+    )  # a machine image may contain an old digest; the setup replaces it
     stage.sky.set_ups[TRAINER] = Outcome()
     fact = stage.passes(20)[TRAINER]
     assert (fact.status, stage.links) == (NodeStatus.GONE, {})
@@ -573,10 +575,10 @@ def test_a_node_that_was_set_up_from_something_else_is_refused(stage):
     assert "d1" in fact.evidence
 
 
-def test_a_machine_that_nobody_gets_into_is_given_up_and_the_missing_rule_named(stage):
+def test_an_unreachable_instance_is_given_up_and_the_missing_rule_named(stage):
     stage.digest = None
     stage.cloud.missing_rules = ("tcp 22 (SSH) is missing",)
-    stage.ask(TRAINER)
+    stage.request(TRAINER)
     stage.passes(1)
     stage.sky.finish(TRAINER)
     stage.passes(30)
@@ -584,8 +586,8 @@ def test_a_machine_that_nobody_gets_into_is_given_up_and_the_missing_rule_named(
     assert "tcp 22 (SSH) is missing" in stage.passes(10)[TRAINER].evidence
 
 
-def test_a_launch_that_failed_for_no_reason_is_tried_again_and_not_for_ever(stage):
-    stage.ask()
+def test_a_launch_that_failed_without_a_reason_is_retried_a_few_times(stage):
+    stage.request()
     for _ in range(5):
         stage.passes(1)
         stage.sky.finish(NODE, Outcome(failed=Failed.UNKNOWN, text="server restarted"))
@@ -595,8 +597,8 @@ def test_a_launch_that_failed_for_no_reason_is_tried_again_and_not_for_ever(stag
     assert "server restarted" in fact.evidence
 
 
-def test_a_machine_that_stops_during_its_launch_is_not_waited_for_as_long_as_skypilot_does(stage):
-    stage.ask()
+def test_an_instance_that_stops_during_its_launch_is_noticed_early(stage):
+    stage.request()
     stage.passes(1)
     stage.cloud.start(NODE, placement())
     stage.passes(4)
@@ -609,8 +611,8 @@ def test_a_machine_that_stops_during_its_launch_is_not_waited_for_as_long_as_sky
     assert stage.cloud.ended == ["i-1"]
 
 
-def test_a_launch_whose_machine_skypilot_ended_says_why_itself(stage):
-    stage.ask()
+def test_a_launch_ended_by_skypilot_gives_its_own_reason(stage):
+    stage.request()
     stage.passes(1)
     stage.cloud.start(NODE, placement())
     stage.passes(4)
@@ -620,9 +622,9 @@ def test_a_launch_whose_machine_skypilot_ended_says_why_itself(stage):
     assert stage.passes(6)[NODE].status is NodeStatus.NO_CAPACITY
 
 
-def test_a_machine_whose_making_was_not_confirmed_is_made_again(stage):
-    """The reply to its creation was lost; SkyPilot ended it, and gives no reason that is the cloud's."""
-    stage.ask()
+def test_an_instance_without_a_confirmed_creation_is_launched_again(stage):
+    """The reply to its creation was lost. SkyPilot terminated it and gives no reason of the cloud."""
+    stage.request()
     stage.passes(1)
     stage.cloud.start(NODE, placement())
     stage.passes(4)
@@ -637,7 +639,7 @@ def test_a_machine_whose_making_was_not_confirmed_is_made_again(stage):
 
 
 def test_a_node_that_never_comes_up_is_given_up(stage):
-    stage.ask()
+    stage.request()
     assert stage.passes(60, step=1)[NODE].status is NodeStatus.PENDING
     stage.time.ms += 1_800_000
     fact = stage.passes(5)[NODE]
@@ -649,15 +651,15 @@ def test_a_node_that_never_comes_up_is_given_up(stage):
 # --- crashes --------------------------------------------------------------------------------------------
 
 
-def test_a_crash_before_the_launch_loses_nothing(stage):
-    stage.ask()
+def test_a_crash_before_the_launch_loses_no_request(stage):
+    stage.request()
     stage.process()
     stage.passes(2)
     assert len(stage.sky.launches) == 1
 
 
 def test_a_request_whose_reply_was_lost_is_adopted(stage):
-    stage.ask()
+    stage.request()
     stage.sky.reply_lost = True
     with pytest.raises(Killed):
         stage.passes(1)
@@ -667,8 +669,8 @@ def test_a_request_whose_reply_was_lost_is_adopted(stage):
     assert stage.file(NODE, "launch")["request_id"] == "request-0"
 
 
-def test_a_cluster_that_came_up_meanwhile_is_adopted(stage):
-    stage.ask()
+def test_a_cluster_that_came_up_during_a_crash_is_adopted(stage):
+    stage.request()
     stage.sky.reply_lost = True
     with pytest.raises(Killed):
         stage.passes(1)
@@ -679,8 +681,8 @@ def test_a_cluster_that_came_up_meanwhile_is_adopted(stage):
     assert stage.file(NODE, "login")["host"] == "198.51.100.1"
 
 
-def test_a_machine_that_skypilot_forgot_is_completed_and_an_extra_one_ended(stage):
-    stage.ask()
+def test_an_instance_unknown_to_skypilot_is_adopted_and_an_extra_one_ended(stage):
+    stage.request()
     stage.sky.reply_lost = True
     with pytest.raises(Killed):
         stage.passes(1)
@@ -698,8 +700,8 @@ def test_a_machine_that_skypilot_forgot_is_completed_and_an_extra_one_ended(stag
     assert len(alive) == 1
 
 
-def test_a_controller_without_its_lease_ends_no_extra_machine(stage):
-    """Another controller took over: it alone knows which of two instances of a name is in use."""
+def test_a_controller_without_its_lease_ends_no_extra_instance(stage):
+    """Another controller took over, and only that one knows which of two instances of a name is in use."""
     stage.bring_up(NODE)
     stage.taken_over = True
     stage.cloud.there.insert(0, replace(stage.cloud.there[0], id="i-9", public_address="198.51.100.9"))
@@ -714,8 +716,8 @@ def test_a_controller_without_its_lease_ends_no_extra_machine(stage):
 
 
 @pytest.mark.parametrize("seconds", [0.5, 1.0, 2.0, 4.0, 8.0])
-def test_a_process_that_dies_at_any_time_is_carried_on_with(stage, seconds):
-    stage.ask(TRAINER)
+def test_a_launch_survives_a_crash_at_any_time(stage, seconds):
+    stage.request(TRAINER)
     stage.passes(seconds)
     stage.process()
     if stage.sky.launches:
@@ -742,7 +744,7 @@ def test_a_release_survives_a_crash(stage):
 # --- ends -----------------------------------------------------------------------------------------------
 
 
-def test_a_reclaim_is_the_clouds_word(stage):
+def test_a_preemption_counts_only_if_the_cloud_reports_it(stage):
     stage.bring_up(NODE)
     stage.time.ms += 60_000
     stage.cloud.take_back(NODE)
@@ -754,20 +756,20 @@ def test_a_reclaim_is_the_clouds_word(stage):
     assert stage.sky.downs == [NODE]
 
 
-def test_a_reclaim_is_known_within_a_few_seconds(stage):
+def test_a_preemption_is_known_within_a_few_seconds(stage):
     stage.bring_up(NODE)
     stage.cloud.take_back(NODE)
     assert stage.passes(4, step=0.25)[NODE].status is NodeStatus.GONE
 
 
-def test_a_machine_that_is_not_listed_twice_is_gone_for_the_reason_that_its_operations_tell(stage):
+def test_an_instance_missing_from_two_lists_is_gone_for_its_operations_reason(stage):
     stage.bring_up(NODE)
     stage.cloud.vanish(NODE, reclaimed=True, reason="compute.instances.preempted", ended_ms=START_MS + 9000)
     fact = stage.passes(6)[NODE]
     assert (fact.status, fact.reclaimed, fact.ended_ms) == (NodeStatus.GONE, True, START_MS + 9000)
 
 
-def test_one_empty_list_is_not_the_end(stage):
+def test_one_empty_list_does_not_end_a_node(stage):
     stage.bring_up(NODE)
     (instance,), stage.cloud.there = stage.cloud.there, []
     stage.passes(2, step=1)
@@ -775,8 +777,8 @@ def test_one_empty_list_is_not_the_end(stage):
     assert stage.passes(6)[NODE].status is NodeStatus.UP
 
 
-def test_a_notice_leaves_the_machine_to_the_cloud_even_when_its_agent_has_drained(stage):
-    """AWS bills a spot instance of less than an hour only if we end it."""
+def test_an_instance_under_notice_is_left_to_the_cloud_after_its_drain(stage):
+    """AWS bills a spot instance of less than an hour only if we terminate it."""
     stage.bring_up(NODE)
     stage.links[NODE].shows("notice", deadline_ms=stage.time.ms + 120_000, source="imds")
     stage.links[NODE].shows("exit", code=0, at_ms=stage.time.ms)
@@ -789,7 +791,7 @@ def test_a_notice_leaves_the_machine_to_the_cloud_even_when_its_agent_has_draine
     assert stage.cloud.ended == []
 
 
-def test_a_cloud_that_does_not_keep_its_notice_is_not_waited_for_for_ever(stage):
+def test_a_notice_that_the_cloud_does_not_carry_out_expires(stage):
     stage.bring_up(NODE)
     stage.links[NODE].shows("notice", deadline_ms=stage.time.ms + 120_000, source="imds")
     stage.links[NODE].shows("exit", code=0, at_ms=stage.time.ms)
@@ -799,7 +801,7 @@ def test_a_cloud_that_does_not_keep_its_notice_is_not_waited_for_for_ever(stage)
     assert stage.cloud.ended == ["i-1"]
 
 
-def test_a_machine_that_is_stopping_is_a_notice(stage):
+def test_a_stopping_instance_counts_as_a_notice(stage):
     stage.bring_up(NODE)
     stage.cloud.change(NODE, state=InstanceState.STOPPING, reason="STOPPING")
     fact = stage.passes(4)[NODE]
@@ -820,13 +822,13 @@ def test_an_agent_that_exits_ends_its_node(stage):
 
 def test_a_released_name_is_never_launched(stage):
     stage.provisioner.release([NODE])
-    stage.ask()
+    stage.request()
     fact = stage.passes(5)[NODE]
     assert (fact.status, fact.evidence) == (NodeStatus.GONE, "released before it was started")
     assert stage.sky.launches == []
 
 
-def test_a_release_ends_the_machine_itself_and_waits_for_the_clouds_word(stage):
+def test_a_release_terminates_the_instance_and_waits_for_confirmation(stage):
     stage.bring_up(NODE)
     stage.cloud.ends_slowly = True
     stage.provisioner.release([NODE])
@@ -836,11 +838,11 @@ def test_a_release_ends_the_machine_itself_and_waits_for_the_clouds_word(stage):
     stage.cloud.change(NODE, state=InstanceState.GONE)
     fact = stage.passes(90, step=1)[NODE]
     assert fact.status is NodeStatus.GONE
-    assert stage.cloud.disks == []  # found by its label, and removed
+    assert stage.cloud.disks == []  # found by its label and deleted
 
 
 def test_a_release_during_the_launch_cancels_it(stage):
-    stage.ask()
+    stage.request()
     stage.passes(1)
     stage.provisioner.release([NODE])
     fact = stage.passes(4)[NODE]
@@ -848,9 +850,9 @@ def test_a_release_during_the_launch_cancels_it(stage):
     assert stage.sky.cancelled == ["request-0"]
 
 
-def test_what_comes_up_after_its_end_is_ended_again(stage):
-    """A cancelled launch may have been in the middle of a purchase."""
-    stage.ask()
+def test_an_instance_that_comes_up_after_its_release_is_terminated(stage):
+    """A launch may be cancelled in the middle of a purchase."""
+    stage.request()
     stage.passes(1)
     stage.provisioner.release([NODE])
     stage.passes(4)
@@ -859,7 +861,7 @@ def test_what_comes_up_after_its_end_is_ended_again(stage):
     assert stage.cloud.ended == ["i-1"]
 
 
-def test_a_stranger_with_our_label_is_reported_and_can_be_released(stage):
+def test_an_unknown_instance_with_our_label_is_reported_and_can_be_released(stage):
     stage.cloud.start("run-rollout-7-g3", placement())
     assert stage.passes(2)["run-rollout-7-g3"].status is NodeStatus.PENDING
     stage.provisioner.release(["run-rollout-7-g3"])
@@ -867,7 +869,7 @@ def test_a_stranger_with_our_label_is_reported_and_can_be_released(stage):
     assert stage.cloud.ended == ["i-1"]
 
 
-def test_anothers_run_of_the_same_name_is_neither_seen_nor_touched(stage):
+def test_another_owners_run_of_the_same_name_is_ignored(stage):
     stage.bring_up(NODE)
     for name in (NODE, "run-rollout-7-g3"):
         stage.cloud.start(name, placement())
@@ -881,13 +883,13 @@ def test_anothers_run_of_the_same_name_is_neither_seen_nor_touched(stage):
     assert [one.owner for one in stage.cloud.disks] == ["you", "you"]
 
 
-# --- doubt ----------------------------------------------------------------------------------------------
+# --- silence --------------------------------------------------------------------------------------------
 
 
-def test_an_api_that_does_not_answer_proves_nothing(stage):
+def test_an_unreachable_cloud_api_ends_no_node(stage):
     stage.bring_up(NODE)
     stage.cloud.unreachable = stage.sky.down_for_good = True
-    assert stage.passes(300, step=1)[NODE].status is NodeStatus.UP  # its line is good
+    assert stage.passes(300, step=1)[NODE].status is NodeStatus.UP  # its connection works
     stage.links[NODE].seconds_since_message = 400.0
     fact = stage.passes(900, step=1)[NODE]
     assert (fact.status, fact.evidence) == (NodeStatus.UNKNOWN, "aws does not answer")
@@ -895,7 +897,7 @@ def test_an_api_that_does_not_answer_proves_nothing(stage):
     assert stage.passes(10)[NODE].status is NodeStatus.UP
 
 
-def test_a_silent_node_that_the_cloud_calls_running_is_ended_after_a_while(stage):
+def test_a_silent_node_that_the_cloud_reports_running_is_ended_after_a_while(stage):
     stage.bring_up(TRAINER)
     stage.bring_up(NODE)
     stage.links[NODE].seconds_since_message, stage.links[NODE].trouble = 30.0, "ssh: timed out"
@@ -914,23 +916,23 @@ def test_a_firewall_rule_that_was_removed_is_named(stage):
     assert "tcp 22 (SSH) from 203.0.113.7/32" in stage.passes(120)[NODE].evidence
 
 
-def test_an_agent_that_cannot_reach_its_trainer_says_which_rule_is_missing(stage):
+def test_an_agent_that_cannot_reach_its_trainer_names_the_missing_rule(stage):
     stage.bring_up(TRAINER)
-    stage.ask(NODE)
+    stage.request(NODE)
     stage.passes(1)
     stage.sky.finish(NODE)
     stage.cloud.missing_rules = ("security group spotrl-run lacks the rule: all traffic from itself",)
     assert "all traffic from itself" in stage.passes(80)[NODE].evidence
 
 
-def test_when_nobody_is_heard_it_may_be_us(stage):
+def test_silence_of_all_nodes_is_tolerated_longer(stage):
     stage.bring_up(TRAINER)
     stage.links[TRAINER].seconds_since_message = 30.0
     assert stage.passes(200)[TRAINER].status is NodeStatus.UP
     assert stage.passes(250)[TRAINER].status is NodeStatus.GONE
 
 
-def test_time_that_we_slept_through_is_not_silence(stage):
+def test_time_in_which_the_controller_was_suspended_is_not_silence(stage):
     stage.bring_up(TRAINER)
     stage.bring_up(NODE)
     stage.links[NODE].seconds_since_message = 30.0
@@ -938,15 +940,15 @@ def test_time_that_we_slept_through_is_not_silence(stage):
     assert stage.passes(30)[NODE].status is NodeStatus.UP
 
 
-# --- money ----------------------------------------------------------------------------------------------
+# --- spend deadlines ------------------------------------------------------------------------------------
 
 
-def test_money_that_lasts_longer_is_told_to_the_node_and_to_skypilots_timer(stage):
+def test_a_later_spend_deadline_reaches_the_node_and_skypilots_timer(stage):
     stage.bring_up(NODE)
     stage.bring_up(TRAINER)
     stage.provisioner.rearm(NODE, stage.time.ms + 7_200_000)
     stage.passes(1)
-    assert stage.links[NODE].money == [7_200_000]
+    assert stage.links[NODE].rearmed_ms == [7_200_000]
     assert stage.sky.rearmed == [(NODE, 120 + 30)]
     stage.passes(600, step=2)
     assert len(stage.sky.rearmed) in (2, 3)
@@ -955,7 +957,7 @@ def test_money_that_lasts_longer_is_told_to_the_node_and_to_skypilots_timer(stag
 # --- the rest -------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_left_when_the_run_is_over(stage):
+def test_no_resource_is_left_when_the_run_is_over(stage):
     stage.bring_up(TRAINER)
     assert not stage.provisioner.tidy()
     stage.provisioner.release([TRAINER])
@@ -966,13 +968,13 @@ def test_nothing_is_left_when_the_run_is_over(stage):
     assert stage.sky.known == {}
 
 
-def test_skypilot_that_does_not_answer_does_not_keep_a_machine_alive(stage):
+def test_a_silent_skypilot_does_not_keep_an_instance_alive(stage):
     stage.bring_up(TRAINER)
     stage.sky.down_for_good = True
     stage.provisioner.release([TRAINER])
     assert stage.passes(5)[TRAINER].status is NodeStatus.GONE
     assert stage.cloud.ended == ["i-1"]
-    assert not stage.provisioner.tidy()  # SkyPilot still has it on record
+    assert not stage.provisioner.tidy()  # SkyPilot still lists it
     stage.sky.down_for_good = False
     stage.passes(90)
     assert stage.provisioner.tidy() or stage.provisioner.tidy()

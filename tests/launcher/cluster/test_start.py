@@ -29,7 +29,7 @@ WEIGHTS = len(TINY).to_bytes(8, "little") + TINY + b"\0\0\x80\x3f"
 
 @pytest.fixture
 def sessions(tmp_path):
-    """A ledger with the run `first`, whose newest checkpoint holds WEIGHTS."""
+    """Open a ledger with the run `first`, whose newest checkpoint holds WEIGHTS."""
     with a_session(tmp_path / "ledger.sqlite") as session:
         run = a_run(session, "first", folder=str(tmp_path / "first")).run
         run.job = {**run.job, "model": LORA}
@@ -58,8 +58,8 @@ def found(sessions, tmp_path, job):
 
 def pulled(sessions, tmp_path):
     folder = tmp_path / "weights"
-    told = CliRunner().invoke(pull, ["first", "--to", str(folder)], obj=sessions, standalone_mode=False)
-    assert told.exception is None
+    result = CliRunner().invoke(pull, ["first", "--to", str(folder)], obj=sessions, standalone_mode=False)
+    assert result.exception is None
     return folder
 
 
@@ -107,7 +107,7 @@ def test_weights_of_another_model_are_refused_by_name(sessions, tmp_path, model,
     assert refused.value.exit_code is ExitCode.INVALID_JOB
 
 
-def test_a_run_that_is_not_there_is_refused_with_the_names_near(sessions, tmp_path):
+def test_an_unknown_run_is_refused_with_similar_names(sessions, tmp_path):
     with pytest.raises(JobError, match="no run is called frist; did you mean first"):
         found(sessions, tmp_path, a_job(tmp_path, "frist"))
 
@@ -118,7 +118,7 @@ def test_a_run_without_a_checkpoint_is_refused(sessions, tmp_path):
         found(sessions, tmp_path, a_job(tmp_path))
 
 
-def test_weights_that_are_no_safetensors_file_are_refused(sessions, tmp_path):
+def test_weights_that_are_not_a_safetensors_file_are_refused(sessions, tmp_path):
     save(tmp_path, WEIGHTS[:-1])
     with pytest.raises(JobError, match="no safetensors file"):
         found(sessions, tmp_path, a_job(tmp_path))
@@ -159,7 +159,7 @@ def test_a_pulled_folder_that_is_damaged_is_refused(sessions, tmp_path, damage, 
 
 
 @pytest.mark.parametrize("damage", ["missing", "other bytes"])
-def test_a_trainer_without_its_start_weights_does_not_train_the_base(sessions, tmp_path, damage):
+def test_a_trainer_without_its_start_weights_refuses_to_train(sessions, tmp_path, damage):
     job = a_job(tmp_path)
     send_start(found(sessions, tmp_path, job), job.job, tmp_path / "second")
     weights = tmp_path / "second" / "store" / "start" / "weights.safetensors"

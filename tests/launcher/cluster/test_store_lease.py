@@ -1,4 +1,4 @@
-"""One controller per run over machines: the lease in the bucket."""
+"""The controller lease in the bucket: one controller per run over all computers."""
 
 import time
 
@@ -32,7 +32,7 @@ def store(request):
 
 
 class Clock:
-    """Wall time that a test moves."""
+    """Wall time that the test moves."""
 
     def __init__(self):
         self.ms = 1_000_000
@@ -41,14 +41,14 @@ class Clock:
         return self.ms
 
 
-def test_the_second_machine_refuses_and_names_the_first(store):
+def test_a_second_computer_is_refused_with_the_name_of_the_first(store):
     clock = Clock()
     StoreLease(lambda: store, "digits", "ours", clock).take()
     with pytest.raises(LeaseHeld, match="digits is controlled from another machine"):
         StoreLease(lambda: store, "digits", "theirs", clock).take()
 
 
-def test_a_look_at_the_lease_takes_nothing(store):
+def test_reading_the_lease_does_not_take_it(store):
     clock = Clock()
     ours = StoreLease(lambda: store, "digits", "ours", clock)
     ours.check_free()
@@ -59,7 +59,7 @@ def test_a_look_at_the_lease_takes_nothing(store):
     theirs.check_free()
 
 
-def test_a_look_at_a_bucket_that_does_not_answer_is_an_error():
+def test_reading_the_lease_of_an_unreachable_bucket_is_an_error():
     def unreachable():
         raise OSError("no route to host")
 
@@ -67,7 +67,7 @@ def test_a_look_at_a_bucket_that_does_not_answer_is_an_error():
         StoreLease(unreachable, "digits", "ours").check_free()
 
 
-def test_a_holder_that_fell_silent_is_replaced_and_finds_out(store):
+def test_a_silent_holder_is_replaced_and_notices_it(store):
     clock = Clock()
     first, second = (
         StoreLease(lambda: store, "digits", "ours", clock),
@@ -82,13 +82,13 @@ def test_a_holder_that_fell_silent_is_replaced_and_finds_out(store):
     assert second.lost is None
 
 
-def test_the_successor_of_a_controller_that_died_goes_on_at_once(store):
+def test_the_successor_of_a_dead_controller_takes_over_at_once(store):
     clock = Clock()
     StoreLease(lambda: store, "digits", "ours", clock).take()
     StoreLease(lambda: store, "digits", "ours", clock).take()
 
 
-def test_a_lease_of_a_clock_that_was_hours_ahead_does_not_last_for_hours(store):
+def test_a_lease_written_by_a_fast_clock_does_not_last_for_hours(store):
     now, ahead = Clock(), Clock()
     now.ms = time.time_ns() // 1_000_000
     ahead.ms = now.ms + 15 * 3_600_000
@@ -99,7 +99,7 @@ def test_a_lease_of_a_clock_that_was_hours_ahead_does_not_last_for_hours(store):
     StoreLease(lambda: store, "digits", "theirs", now).take()
 
 
-def test_renewing_keeps_it(store):
+def test_renewing_keeps_the_lease(store):
     clock = Clock()
     first = StoreLease(lambda: store, "digits", "ours", clock)
     first.take()
@@ -110,7 +110,7 @@ def test_renewing_keeps_it(store):
             StoreLease(lambda: store, "digits", "theirs", clock).take()
 
 
-def test_of_two_that_take_an_old_lease_at_once_one_wins(store):
+def test_one_of_two_simultaneous_takers_of_an_old_lease_wins(store):
     clock = Clock()
     StoreLease(lambda: store, "digits", "ours", clock).take()
     clock.ms += round(LEASE_SECONDS * 1000) + 1
@@ -124,7 +124,7 @@ def test_of_two_that_take_an_old_lease_at_once_one_wins(store):
         other._write(seen)
 
 
-def test_a_run_that_is_over_frees_its_lease_at_once(store):
+def test_a_finished_run_frees_its_lease_at_once(store):
     clock = Clock()
     first = StoreLease(lambda: store, "digits", "ours", clock)
     first.take()
@@ -134,7 +134,7 @@ def test_a_run_that_is_over_frees_its_lease_at_once(store):
     assert obstore.head(store, LEASE_OBJECT), "what belongs to another is left alone"
 
 
-def test_a_bucket_that_does_not_answer_takes_nobodys_lease_away(tmp_path):
+def test_an_unreachable_bucket_does_not_end_a_lease(tmp_path):
     nowhere = S3Store(
         "runs",
         endpoint="http://127.0.0.1:9",
@@ -151,7 +151,7 @@ def test_a_bucket_that_does_not_answer_takes_nobodys_lease_away(tmp_path):
     lease.give_up()
 
 
-def test_a_lease_that_went_to_another_machine_says_so_at_every_check(store):
+def test_every_check_of_a_lease_lost_to_another_computer_fails(store):
     clock = Clock()
     first, second = (StoreLease(lambda: store, "digits", name, clock, Clock()) for name in ("ours", "theirs"))
     first.take()
@@ -165,8 +165,8 @@ def test_a_lease_that_went_to_another_machine_says_so_at_every_check(store):
     second.check()
 
 
-def test_a_holder_that_was_frozen_asks_the_bucket_before_it_acts(store):
-    """Its renewing thread has not run yet when its next pass begins."""
+def test_a_holder_that_was_frozen_reads_the_bucket_before_it_acts(store):
+    """Its renewal thread has not run yet when its next pass begins."""
     wall, boot = Clock(), Clock()
     first, second = (StoreLease(lambda: store, "digits", name, wall, boot) for name in ("ours", "theirs"))
     first.take()
@@ -178,7 +178,7 @@ def test_a_holder_that_was_frozen_asks_the_bucket_before_it_acts(store):
         first.check()
 
 
-def test_a_bucket_that_does_not_answer_takes_no_lease_away():
+def test_a_check_against_an_unreachable_bucket_keeps_the_lease():
     boot = Clock()
 
     def away():
@@ -190,7 +190,7 @@ def test_a_bucket_that_does_not_answer_takes_no_lease_away():
     lease.check()
 
 
-def test_a_lease_object_that_cannot_be_read_is_written_anew(store):
+def test_an_unreadable_lease_object_is_written_again(store):
     lease = StoreLease(lambda: store, "digits", "ours", Clock(), Clock())
     lease.take()
     obstore.put(store, LEASE_OBJECT, b"")

@@ -1,4 +1,4 @@
-"""Buckets: whether they can be used, and a checkpoint's way from one cloud's to another's."""
+"""Buckets: checking that they are usable, and copying a checkpoint between clouds."""
 
 import json
 import socket
@@ -26,7 +26,7 @@ from launcher.storage.stores import (
 
 @pytest.fixture
 def s3(monkeypatch):
-    """A fake S3 (moto) over HTTP, found by the environment alone, as a real one would be."""
+    """Serve a fake S3 (moto) over HTTP, configured only by environment variables like a real one."""
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
@@ -39,7 +39,7 @@ def s3(monkeypatch):
     client = boto3.client("s3", region_name="us-west-2")
     client.create_bucket(Bucket="runs", CreateBucketConfiguration={"LocationConstraint": "us-west-2"})
     yield client
-    httpx.post(f"http://{host}:{port}/moto-api/reset")  # its buckets outlive the server
+    httpx.post(f"http://{host}:{port}/moto-api/reset")  # moto's buckets outlive the server
     server.stop()
 
 
@@ -60,7 +60,7 @@ def test_a_run_has_a_folder_of_its_own_in_each_clouds_bucket():
     assert run_store(store, "gcp", "digits") == "gs://elsewhere/digits"
 
 
-def test_a_bucket_that_can_be_used_is_left_as_it_was(s3):
+def test_checking_a_usable_bucket_leaves_it_unchanged(s3):
     check_writable("s3://runs/ours/digits")
     assert s3.list_objects_v2(Bucket="runs").get("KeyCount") == 0
     assert bucket_region("s3://runs/ours") == "us-west-2"
@@ -71,7 +71,7 @@ def test_a_bucket_that_does_not_exist_is_named(s3):
         check_writable("s3://no-such-runs/ours")
 
 
-def test_without_credentials_it_is_said_what_to_do(s3, monkeypatch, tmp_path):
+def test_a_bucket_without_credentials_gives_a_remedy(s3, monkeypatch, tmp_path):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -82,10 +82,10 @@ def test_without_credentials_it_is_said_what_to_do(s3, monkeypatch, tmp_path):
     assert caught.value.exit_code is ExitCode.CREDENTIALS
 
 
-def test_a_bucket_that_does_not_answer_is_said_so_in_time(monkeypatch):
-    with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))
-        port = nobody.getsockname()[1]
+def test_an_unreachable_bucket_is_reported_in_time(monkeypatch):
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIDEXAMPLE")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "example")
@@ -94,7 +94,7 @@ def test_a_bucket_that_does_not_answer_is_said_so_in_time(monkeypatch):
         check_writable("s3://runs/ours")
 
 
-def test_the_newest_whole_checkpoint_is_carried_over_with_its_lineages():
+def test_the_newest_complete_checkpoint_is_copied_with_its_lineages():
     here, there = MemoryStore(), MemoryStore()
     obstore.put(here, "lineages/0001", b"claimed")
     obstore.put(here, "lineages/0002", b"claimed")
@@ -110,7 +110,7 @@ def test_the_newest_whole_checkpoint_is_carried_over_with_its_lineages():
     assert bytes(obstore.get(there, "checkpoints/l0002-i000006/ema.safetensors").bytes()) == b"ema of l0002-i000006"
 
 
-def test_a_copy_that_was_cut_short_does_not_count_and_is_done_again():
+def test_an_interrupted_copy_of_a_checkpoint_is_repeated():
     here, there = MemoryStore(), MemoryStore()
     with_checkpoint(here, "l0001-i000012")
     with_checkpoint(there, "l0001-i000012", whole=False)
@@ -121,7 +121,7 @@ def test_a_copy_that_was_cut_short_does_not_count_and_is_done_again():
     assert bytes(obstore.get(there, "checkpoints/l0001-i000012/ema.safetensors").bytes()) == b"ema of l0001-i000012"
 
 
-def test_a_manifest_that_was_cut_short_does_not_count_either():
+def test_a_truncated_manifest_is_not_copied():
     here, there = MemoryStore(), MemoryStore()
     with_checkpoint(here, "l0001-i000012")
     with_checkpoint(here, "l0001-i000015")
@@ -132,21 +132,21 @@ def test_a_manifest_that_was_cut_short_does_not_count_either():
     assert carry_over(here, there) == "l0001-i000012" == newest_checkpoint(there)
 
 
-def test_a_run_without_a_checkpoint_has_only_its_lineages_to_carry():
+def test_a_run_without_a_checkpoint_copies_only_its_lineages():
     here, there = MemoryStore(), MemoryStore()
     obstore.put(here, "lineages/0001", b"claimed")
     assert carry_over(here, there) is None
     assert paths(there) == {"lineages/0001"}
 
 
-def test_a_checkpoint_goes_into_a_real_bucket_protocol(s3):
+def test_a_checkpoint_is_copied_over_the_s3_protocol(s3):
     here, there = MemoryStore(), open_store("s3://runs/ours/digits")
     with_checkpoint(here, "l0001-i000003")
     assert carry_over(here, there) == carry_over(here, there) == "l0001-i000003"
     assert newest_checkpoint(there) == "l0001-i000003"
 
 
-def test_a_store_with_a_checkpoint_of_an_earlier_run_is_refused_to_a_new_one(tmp_path):
+def test_a_store_with_a_checkpoint_of_an_earlier_run_is_refused(tmp_path):
     url = tmp_path.as_uri()
     with_checkpoint(open_store(url), "l0001-i000004", whole=False)
     check_no_checkpoint(url)

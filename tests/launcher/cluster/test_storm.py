@@ -1,7 +1,7 @@
-"""A thousand preemptions a minute: whatever the clouds take back and however late they say so, the plan's bound holds.
+"""A thousand preemptions a minute, some reported late: spend stays within the bound of the plan.
 
-The decisions and brakes are the controller's own; cloud, ledger and clock are simulated here. Every launch is billed a
-minute at least, from the moment that the cloud took the order, and half of what the cloud says arrives late.
+Decisions and budget guard are the controller's own; cloud, ledger and clock are simulated. Every launch is billed from
+the time of its order for at least a minute, and half of the cloud's reports arrive late.
 """
 
 import random
@@ -25,29 +25,29 @@ from tests.launcher.cluster.stage import cloud_site, cloud_slots
 
 DOLLAR = 1_000_000
 MINUTE = 60_000
-TAKEN_A_MINUTE = 2000
-"""What the storm would take of a fleet that is always there; of one that must come back first it takes half of that."""
+PREEMPTIONS_A_MINUTE = 2000
+"""Preemptions a minute of a fleet that is always complete; a fleet that must be replaced first has half as many."""
 ALLOWANCE_MS = 300_000
 LATE_MS = 2_000
 VERY_LATE_MS = 120_000
-"""How late the late half of the cloud's words is, at most."""
+"""Maximum delay of the late half of the cloud's reports."""
 
 
 LATEST_PASS_MS = 5000
 
 
 @dataclass
-class Machine:
-    """What really is: billed from the order on, until its end, a minute at least."""
+class Instance:
+    """An instance as it really is: billed from its order to its end, for at least a minute."""
 
     record: NodeRecord
     rate: int
     since_ms: int
-    heard_up_ms: int
+    reported_up_ms: int
     ended_ms: int | None = None
-    heard_end_ms: int | None = None
+    reported_end_ms: int | None = None
     known_end: NodeRecord | None = None
-    """As the ledger has it once its end was heard of: it changes no more, and there are thousands."""
+    """The final record once the end is known. It is cached, because there are thousands."""
 
     def cost(self, now_ms: int) -> int:
         end_ms = now_ms if self.ended_ms is None else min(now_ms, self.ended_ms)
@@ -56,14 +56,14 @@ class Machine:
 
 @dataclass
 class Storm:
-    """A cloud that takes back a random spot node all the time, and the run that it happens to."""
+    """A cloud that keeps preempting random spot nodes, and a run on it."""
 
     wanted: Wanted
     seed: int
     late_ms: int
     sites: tuple
     now_ms: int = 0
-    machines: list[Machine] = field(default_factory=list)
+    instances: list[Instance] = field(default_factory=list)
     stage: Stage = Stage.PLANNED
     reason: str = ""
     stage_ms: int = 0
@@ -75,48 +75,48 @@ class Storm:
         self.random = random.Random(self.seed)
 
     def late(self) -> int:
-        """When what happens now is heard of."""
+        """Return the time at which an event of now is reported."""
         return self.now_ms + (self.random.randint(0, self.late_ms) if self.random.random() < 0.5 else 0)
 
-    def reclaim(self, elapsed_ms: int) -> None:
-        spot = [m for m in self.machines if m.ended_ms is None and m.record.market is Market.SPOT]
+    def preempt(self, elapsed_ms: int) -> None:
+        spot = [m for m in self.instances if m.ended_ms is None and m.record.market is Market.SPOT]
         self.random.shuffle(spot)
-        for machine in spot[: round(TAKEN_A_MINUTE * elapsed_ms / MINUTE)]:
-            self.end(machine)
+        for instance in spot[: round(PREEMPTIONS_A_MINUTE * elapsed_ms / MINUTE)]:
+            self.end(instance)
             self.preemptions.append(self.now_ms)
 
-    def end(self, machine: Machine) -> None:
-        machine.ended_ms, machine.heard_end_ms = self.now_ms, max(self.late(), machine.heard_up_ms)
+    def end(self, instance: Instance) -> None:
+        instance.ended_ms, instance.reported_end_ms = self.now_ms, max(self.late(), instance.reported_up_ms)
 
-    def known(self, machine: Machine) -> NodeRecord:
-        """As the ledger has it."""
-        if machine.known_end is not None:
-            return machine.known_end
-        happened = {"requested": machine.since_ms}
-        if machine.heard_up_ms <= self.now_ms:
-            happened |= {"up": machine.since_ms, "ready": machine.since_ms}
-        ended = machine.heard_end_ms is not None and machine.heard_end_ms <= self.now_ms
+    def known(self, instance: Instance) -> NodeRecord:
+        """Return the nodes as recorded in the ledger."""
+        if instance.known_end is not None:
+            return instance.known_end
+        happened = {"requested": instance.since_ms}
+        if instance.reported_up_ms <= self.now_ms:
+            happened |= {"up": instance.since_ms, "ready": instance.since_ms}
+        ended = instance.reported_end_ms is not None and instance.reported_end_ms <= self.now_ms
         if ended:
-            happened["gone"] = machine.ended_ms
-        known = replace(machine.record, happened=happened, reclaimed=ended)
-        machine.known_end = known if ended else None
+            happened["gone"] = instance.ended_ms
+        known = replace(instance.record, happened=happened, reclaimed=ended)
+        instance.known_end = known if ended else None
         return known
 
     def metered(self) -> int:
-        """What the ledger would say by now: what is not known to have ended goes on."""
+        """Return the spend as in the ledger: nodes without a known end are still billed."""
         total = 0
-        for machine in self.machines:
-            if machine.heard_up_ms > self.now_ms:
+        for instance in self.instances:
+            if instance.reported_up_ms > self.now_ms:
                 continue
-            heard = machine.heard_end_ms is not None and machine.heard_end_ms <= self.now_ms
-            end_ms = machine.ended_ms if heard else self.now_ms
+            is_reported = instance.reported_end_ms is not None and instance.reported_end_ms <= self.now_ms
+            end_ms = instance.ended_ms if is_reported else self.now_ms
             total += interval_micro_usd(
-                machine.since_ms, max(end_ms, machine.since_ms + MINIMUM_BILLED_MS), machine.rate
+                instance.since_ms, max(end_ms, instance.since_ms + MINIMUM_BILLED_MS), instance.rate
             )
         return total
 
     def spent(self) -> int:
-        return sum(machine.cost(self.now_ms) for machine in self.machines)
+        return sum(instance.cost(self.now_ms) for instance in self.instances)
 
     def one_pass(self) -> None:
         facts = Facts(
@@ -125,7 +125,7 @@ class Storm:
             reason=self.reason,
             stage_ms=self.stage_ms,
             planned_ms=0,
-            nodes=[self.known(machine) for machine in self.machines],
+            nodes=[self.known(instance) for instance in self.instances],
             metered=self.metered(),
             sites=self.sites,
         )
@@ -138,10 +138,10 @@ class Storm:
                 case Buy():
                     self.buy(action)
                 case Release():
-                    if self.now_ms >= self.stage_ms + ALLOWANCE_MS - LATEST_PASS_MS:  # the last moment there is
-                        for machine in self.machines:
-                            if machine.record.name in action.nodes and machine.ended_ms is None:
-                                self.end(machine)
+                    if self.now_ms >= self.stage_ms + ALLOWANCE_MS - LATEST_PASS_MS:  # the last moment of the run
+                        for instance in self.instances:
+                            if instance.record.name in action.nodes and instance.ended_ms is None:
+                                self.end(instance)
 
     def buy(self, action: Buy) -> None:
         placement = action.option.placement
@@ -160,7 +160,7 @@ class Storm:
             instance_type=placement.instance_type,
         )
         rate = placement.micro_usd_per_hour + side_micro_usd_per_hour(placement.cloud, placement.market)
-        self.machines.append(Machine(record=record, rate=rate, since_ms=self.now_ms, heard_up_ms=self.late()))
+        self.instances.append(Instance(record=record, rate=rate, since_ms=self.now_ms, reported_up_ms=self.late()))
         self.launches += 1
         self.last_launch_ms = self.now_ms
 
@@ -180,15 +180,15 @@ def a_storm(seed: int, limiter: LaunchRate | None, late_ms: int, spot: int, max_
 
 
 def carried_out(storm: Storm) -> Storm:
-    limits = storm.wanted.limits  # prices stand still here
+    limits = storm.wanted.limits  # prices do not change here
     bound = limits.max_total + limits.max_hourly * ALLOWANCE_MS // 3_600_000
     assert bound <= bound_micro_usd(storm.wanted, storm.sites)
     while storm.stage not in OVER:
-        # Passes come late at times; when no money is left for another node, only time goes on.
+        # Some passes are late. Once the budget allows no further node, only time advances.
         idles = storm.now_ms - storm.last_launch_ms > MINUTE
         elapsed_ms = LATEST_PASS_MS if idles else storm.random.choice([*[250] * 10, *[1000] * 5, LATEST_PASS_MS])
         storm.now_ms += elapsed_ms
-        storm.reclaim(elapsed_ms)
+        storm.preempt(elapsed_ms)
         storm.one_pass()
         assert storm.spent() <= bound, f"{dollars(storm.spent())} at {storm.now_ms} ms"
         assert storm.now_ms < 24 * 60 * MINUTE
@@ -196,29 +196,29 @@ def carried_out(storm: Storm) -> Storm:
 
 
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_thousand_preemptions_a_minute_with_the_launch_limiter_off_stay_within_the_bound(seed, monkeypatch):
-    monkeypatch.setattr(replacing, "FIRST_WAIT_MS", 0)  # nothing holds it back but the money
+def test_a_thousand_preemptions_a_minute_without_launch_limit_stay_in_bound(seed, monkeypatch):
+    monkeypatch.setattr(replacing, "FIRST_WAIT_MS", 0)  # only the budget limits the launches
     storm = carried_out(a_storm(seed, None, LATE_MS, spot=64, max_total=9 * DOLLAR))
     assert storm.reason == "budget"
     assert len([at_ms for at_ms in storm.preemptions if at_ms <= MINUTE]) >= 1000
 
 
 @pytest.mark.parametrize("seed", [1])
-def test_words_that_come_minutes_late_do_not_change_that(seed, monkeypatch):
+def test_reports_that_arrive_minutes_late_keep_the_bound(seed, monkeypatch):
     monkeypatch.setattr(replacing, "FIRST_WAIT_MS", 0)
     storm = carried_out(a_storm(seed, None, VERY_LATE_MS, spot=16, max_total=2 * DOLLAR))
     assert storm.reason == "budget"
 
 
 @pytest.mark.parametrize("seed", [1])
-def test_with_the_launch_limiter_on_the_bound_holds_and_launches_are_few(seed):
+def test_the_launch_limit_keeps_the_bound_with_few_launches(seed):
     rate = LaunchRate(per_minute=10, burst=5)
     storm = carried_out(a_storm(seed, rate, LATE_MS, spot=32, max_total=DOLLAR))
     assert storm.reason == "budget"
     assert storm.launches <= 5 + 10 * (storm.last_launch_ms / MINUTE + 1)
 
 
-def test_the_bound_is_what_the_plan_prints():
+def test_the_bound_equals_the_one_that_the_plan_prints():
     storm = a_storm(1, None, LATE_MS, spot=64, max_total=9 * DOLLAR)
     bound = bound_micro_usd(storm.wanted, storm.sites)
     rise = (1 * DOLLAR + side_micro_usd_per_hour("gcp", Market.ON_DEMAND)) / (0.3 * DOLLAR)

@@ -1,4 +1,4 @@
-"""Prices of a run's nodes are refreshed for as long as it goes on, whatever goes wrong in between."""
+"""Prices of a run's nodes are refreshed during the whole run, despite errors."""
 
 import pytest
 from sqlalchemy.exc import OperationalError
@@ -10,8 +10,8 @@ from tests.launcher.cluster.stage import ledger
 from tests.launcher.cluster.test_moving import Stage
 
 
-class Looks:
-    """An Event that is set after some looks."""
+class Refreshes:
+    """An Event that is set after some refreshes."""
 
     def __init__(self, times):
         self.left = times
@@ -22,23 +22,23 @@ class Looks:
 
 
 @pytest.fixture
-def asked(monkeypatch):
-    """What was asked for, instead of asking for it."""
-    said = []
+def refreshed(monkeypatch):
+    """Replace the refresh, and return the list of its calls."""
+    calls = []
 
     def refresh(sources, sessions, now_ms):
-        said.append([source.cloud for source in sources])
+        calls.append([source.cloud for source in sources])
         return type("Refreshed", (), {"answers": ()})
 
     monkeypatch.setattr("launcher.services.refresh.refresh", refresh)
-    return said
+    return calls
 
 
 @pytest.mark.parametrize(
     "trouble", [OperationalError("select", {}, Exception("database is locked")), RuntimeError("a source broke")]
 )
-def test_a_look_that_fails_does_not_end_the_watch(home, monkeypatch, asked, trouble):
-    """One locked ledger, and no price was refreshed for the rest of the run."""
+def test_a_failed_refresh_does_not_end_the_price_watch(home, monkeypatch, refreshed, trouble):
+    """A bug ended all refreshes of a run after one locked ledger."""
     stage = Stage(ledger(home))
     stage.passes(3)
     plain, fails = price_watch.node_records, [trouble]
@@ -50,17 +50,17 @@ def test_a_look_that_fails_does_not_end_the_watch(home, monkeypatch, asked, trou
 
     monkeypatch.setattr(price_watch, "node_records", records)
     monkeypatch.setattr(price_watch, "GCP_PRICE_SECONDS", 0.0)
-    _watch_prices(stage.sessions, stage.run, Job.model_validate(stage.run.job), Looks(3))
-    assert asked == [["gcp"], ["gcp"]]
+    _watch_prices(stage.sessions, stage.run, Job.model_validate(stage.run.job), Refreshes(3))
+    assert refreshed == [["gcp"], ["gcp"]]
 
 
-def test_googles_prices_are_asked_for_some_hours_apart(home, monkeypatch, asked):
+def test_googles_prices_are_refreshed_some_hours_apart(home, monkeypatch, refreshed):
     stage = Stage(ledger(home))
     stage.passes(3)
     job = Job.model_validate(stage.run.job)
-    _watch_prices(stage.sessions, stage.run, job, Looks(3))
-    assert asked == []
+    _watch_prices(stage.sessions, stage.run, job, Refreshes(3))
+    assert refreshed == []
     hours = iter(range(100))
     monkeypatch.setattr("launcher.controller.price_watch.time.monotonic", lambda: next(hours) * 3600.0)
-    _watch_prices(stage.sessions, stage.run, job, Looks(30))
-    assert 3 <= len(asked) <= 6
+    _watch_prices(stage.sessions, stage.run, job, Refreshes(30))
+    assert 3 <= len(refreshed) <= 6

@@ -1,4 +1,4 @@
-"""A model's weights: into the bucket once, and from there to a node's disk."""
+"""Model weights: uploaded to the bucket once, and downloaded to a node's disk."""
 
 import json
 
@@ -34,7 +34,7 @@ def contents(folder):
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_node_has_what_was_sent_and_nothing_hidden(model, url, tmp_path):
+def test_a_node_gets_all_sent_files_without_hidden_ones(model, url, tmp_path):
     send(model, url, print)
     there = fetched(url, tmp_path / "node" / "weights")
     assert there.name == digest_of(model)
@@ -42,7 +42,7 @@ def test_a_node_has_what_was_sent_and_nothing_hidden(model, url, tmp_path):
     assert fetched(url, tmp_path / "node" / "weights") == there
 
 
-def test_the_digest_is_of_names_and_contents(model):
+def test_the_digest_covers_names_and_contents(model):
     before = digest_of(model)
     (model / ".cache" / "token").write_text("hf_other")
     assert digest_of(model) == before
@@ -52,15 +52,15 @@ def test_the_digest_is_of_names_and_contents(model):
     assert len({before, renamed, digest_of(model)}) == 3
 
 
-def test_what_is_there_is_not_sent_again(model, url):
-    said = []
-    send(model, url, said.append)
-    assert "2 of 2 files" in said[0]
-    send(model, url, said.append)
-    assert len(said) == 3, "nothing more was said or done"
+def test_existing_weights_are_not_sent_again(model, url):
+    log = []
+    send(model, url, log.append)
+    assert "2 of 2 files" in log[0]
+    send(model, url, log.append)
+    assert len(log) == 3, "nothing more was logged or done"
 
 
-def test_what_was_cut_short_does_not_count_and_is_gone_on_with(model, url, tmp_path, monkeypatch):
+def test_an_interrupted_upload_does_not_count_and_is_resumed(model, url, tmp_path, monkeypatch):
     put, done = weights.obstore.put, []
 
     def cut(store, path, data, **more):
@@ -76,25 +76,25 @@ def test_what_was_cut_short_does_not_count_and_is_gone_on_with(model, url, tmp_p
     with pytest.raises(OSError, match="not sent whole"):
         fetched(url, tmp_path / "node")
     monkeypatch.setattr(weights.obstore, "put", put)
-    said = []
-    send(model, url, said.append)
-    assert "1 of 2 files" in said[0]
+    log = []
+    send(model, url, log.append)
+    assert "1 of 2 files" in log[0]
     assert contents(fetched(url, tmp_path / "node")).keys() == {"model_index.json", "transformer/part-1.safetensors"}
 
 
-def test_a_node_goes_on_with_what_it_has_and_believes_only_whole_files(model, url, tmp_path):
+def test_a_node_resumes_its_download_and_keeps_only_complete_files(model, url, tmp_path):
     send(model, url, print)
     part = tmp_path / "node" / f"{digest_of(model)}.part"
     (part / "transformer").mkdir(parents=True)
-    (part / "model_index.json").write_text("[]")  # as long as the right one: not asked for again
+    (part / "model_index.json").write_text("[]")  # same length as the right file, so it is not downloaded again
     (part / "transformer" / "part-1.safetensors").write_bytes(b"half")
-    said = []
-    there = fetched(url, tmp_path / "node", said.append)
-    assert "1 of 2 files" in said[0]
+    log = []
+    there = fetched(url, tmp_path / "node", log.append)
+    assert "1 of 2 files" in log[0]
     assert (there / "transformer" / "part-1.safetensors").stat().st_size == 700_000
 
 
-def test_a_file_that_is_not_what_its_manifest_says_is_no_model(model, url, tmp_path):
+def test_a_file_unlike_its_manifest_is_refused(model, url, tmp_path):
     send(model, url, print)
     store = open_store(url)
     weights.obstore.put(store, ".manifest.json", json.dumps({"files": {"model_index.json": 3}}).encode())

@@ -1,4 +1,4 @@
-"""The ledger's door."""
+"""Opening, migrating, reading and writing the ledger."""
 
 import multiprocessing
 import sqlite3
@@ -83,21 +83,21 @@ def evaluated(iteration, score=0.0) -> Evaluated:
     return Evaluated(iteration=iteration, metrics={"exact_match": score}, prompts=8)
 
 
-def test_a_new_ledger_is_private_waits_for_other_writers_and_keeps_its_references(sessions, tmp_path):
+def test_a_new_ledger_is_private_and_sets_its_sqlite_options(sessions, tmp_path):
     path = tmp_path / "state" / "ledger.sqlite"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     with sessions() as session:
-        ask = session.connection().exec_driver_sql
-        assert ask("PRAGMA journal_mode").scalar() == "wal"
-        assert ask("PRAGMA foreign_keys").scalar() == 1
-        assert ask("PRAGMA busy_timeout").scalar() == 10_000
+        query = session.connection().exec_driver_sql
+        assert query("PRAGMA journal_mode").scalar() == "wal"
+        assert query("PRAGMA foreign_keys").scalar() == 1
+        assert query("PRAGMA busy_timeout").scalar() == 10_000
     with sessions() as session:
         append_status(session, Run(id=999), "planned", "", 0)
         with pytest.raises(IntegrityError):
             session.commit()
 
 
-def test_a_ledger_that_others_could_read_is_made_private_with_what_lies_beside_it(tmp_path):
+def test_a_readable_ledger_is_made_private_with_its_side_files(tmp_path):
     path = tmp_path / "ledger.sqlite"
     with open_ledger(path)() as session:
         assert session.scalars(select(Run)).all() == []
@@ -109,19 +109,19 @@ def test_a_ledger_that_others_could_read_is_made_private_with_what_lies_beside_i
         assert all(stat.S_IMODE(file.stat().st_mode) == 0o600 for file in beside)
 
 
-def test_migrations_make_exactly_the_tables_of_the_models(sessions):
+def test_migrations_create_exactly_the_tables_of_the_models(sessions):
     with sessions() as session:
         context = MigrationContext.configure(session.connection())
         assert compare_metadata(context, Base.metadata) == []
 
 
-def test_the_newest_migration_is_the_one_that_opening_looks_for():
+def test_opening_a_ledger_expects_the_newest_migration():
     config = Config()
     config.set_main_option("script_location", "launcher.ledger:migrations")
     assert ScriptDirectory.from_config(config).get_current_head() == REVISION
 
 
-def test_a_ledger_from_before_removals_keeps_its_runs_and_none_is_removed(sessions, tmp_path):
+def test_a_ledger_from_before_removals_keeps_its_runs_unremoved(sessions, tmp_path):
     from alembic import command
 
     add_run(sessions)
@@ -136,7 +136,7 @@ def test_a_ledger_from_before_removals_keeps_its_runs_and_none_is_removed(sessio
 
 
 def older(sessions):
-    """Take the tables back to those of an older spotrl, as its controller left them."""
+    """Downgrade the tables to those of an older spotrl, as its controller left them."""
     from alembic import command
 
     config = Config()
@@ -155,7 +155,7 @@ def hold(sessions, **lease):
         session.add(ControllerLease(run_id=run.id, **values))
 
 
-def test_an_older_ledger_is_not_changed_under_a_controller_that_runs(sessions, tmp_path):
+def test_an_older_ledger_is_not_migrated_while_a_controller_runs(sessions, tmp_path):
     add_run(sessions)
     hold(sessions)
     older(sessions)
@@ -164,12 +164,12 @@ def test_an_older_ledger_is_not_changed_under_a_controller_that_runs(sessions, t
         open_ledger(path, lambda lease: lease.pid == 1)
     tables = "SELECT count(*) FROM sqlite_master WHERE name = 'removal'"
     assert sqlite3.connect(path).execute(tables).fetchone() == (0,)
-    with sessions() as session:  # the controller goes on as before
+    with sessions() as session:  # the controller continues
         append_status(session, find_run(session, "demo"), "running", "", 1)
         session.commit()
 
 
-def test_an_older_ledger_is_brought_up_to_date_once_its_controllers_are_gone(sessions, tmp_path):
+def test_an_older_ledger_is_migrated_once_its_controllers_have_ended(sessions, tmp_path):
     add_run(sessions)
     hold(sessions)
     older(sessions)
@@ -177,9 +177,9 @@ def test_an_older_ledger_is_brought_up_to_date_once_its_controllers_are_gone(ses
         assert session.get(Removal, find_run(session, "demo").id) is None
 
 
-def test_a_newer_ledger_says_which_version_its_newest_run_is_of(sessions, tmp_path):
+def test_a_newer_ledger_error_names_the_version_of_its_newest_run(sessions, tmp_path):
     add_run(sessions)
-    hold(sessions)  # a live controller of the newer version is no reason to call it older
+    hold(sessions)  # a running controller of the newer version does not make the ledger older
     with writing(sessions) as session:
         find_run(session, "demo").code_version = "9.9.0"
         session.execute(text("UPDATE alembic_version SET version_num = '9999'"))
@@ -187,7 +187,7 @@ def test_a_newer_ledger_says_which_version_its_newest_run_is_of(sessions, tmp_pa
         open_ledger(tmp_path / "state" / "ledger.sqlite", lambda _: True)
 
 
-def test_a_ledger_of_a_newer_version_is_left_alone_and_says_so(sessions, tmp_path):
+def test_a_ledger_of_a_newer_version_is_refused_and_unchanged(sessions, tmp_path):
     with writing(sessions) as session:
         session.execute(text("UPDATE alembic_version SET version_num = '9999'"))
     with pytest.raises(Failure, match=r"written by a newer spotrl \(its tables are 9999.*SPOTRL_HOME"):
@@ -214,8 +214,8 @@ def open_and_write(path: Path, number: int) -> None:
         add_run(sessions, f"run-{number}-{count}")
 
 
-def test_opening_it_again_takes_no_lock_from_who_has_it_open(tmp_path):
-    """Another process that opens, writes and closes is not the last one, so it must leave the log where it is."""
+def test_opening_a_ledger_keeps_the_locks_of_other_processes(tmp_path):
+    """A process that closes a ledger that others have open must not delete the write-ahead log."""
     path = tmp_path / "ledger.sqlite"
     first = open_ledger(path)
     add_run(first, "one")
@@ -270,7 +270,7 @@ def test_the_newest_status_counts(sessions):
         assert status.status == "running"
 
 
-def test_a_progress_line_is_kept_once_however_often_it_is_read(sessions):
+def test_a_progress_line_that_is_read_again_is_stored_once(sessions):
     run = add_run(sessions)
     lines = [line(started(0)), line(done(0), seq=1)]
     with writing(sessions) as session:
@@ -281,7 +281,7 @@ def test_a_progress_line_is_kept_once_however_often_it_is_read(sessions):
         assert [row.event["iteration"] for row in progress_of(session, run, "iteration_done")] == [0, 1]
 
 
-def test_a_newer_lineage_replaces_what_it_does_again(sessions):
+def test_a_newer_lineage_replaces_the_iterations_that_it_repeats(sessions):
     run = add_run(sessions)
     old = [started(0), done(0, 0.1), done(1, 0.2), done(2, 0.3)]
     new = [started(1), done(1, 0.9)]
@@ -292,10 +292,10 @@ def test_a_newer_lineage_replaces_what_it_does_again(sessions):
         kept = [
             (row.event["iteration"], row.event["reward_mean"]) for row in progress_of(session, run, IterationDone.KIND)
         ]
-        assert kept == [(0, 0.1), (1, 0.9)]  # iteration 2 was lost, and is not done again yet
+        assert kept == [(0, 0.1), (1, 0.9)]  # iteration 2 was lost and is not repeated yet
 
 
-def test_the_iteration_that_a_run_goes_back_to_is_void_until_it_is_done_again(sessions):
+def test_a_lost_iteration_does_not_count_until_it_is_repeated(sessions):
     run = add_run(sessions)
     old = [started(0), done(0), done(1), done(2)]
     with writing(sessions) as session:
@@ -315,7 +315,7 @@ def test_an_evaluation_of_the_checkpoint_that_a_run_went_back_to_stays(sessions)
         assert [row.event["iteration"] for row in progress_of(session, run, Evaluated.KIND)] == [0, 3]
 
 
-def test_late_news_of_an_old_lineage_changes_nothing(sessions):
+def test_a_late_event_of_an_old_lineage_changes_nothing(sessions):
     run = add_run(sessions)
     with writing(sessions) as session:
         append_progress(session, run, [line(started(1), lineage=1), line(done(1, 0.9), 1, lineage=1)])
@@ -324,7 +324,7 @@ def test_late_news_of_an_old_lineage_changes_nothing(sessions):
         assert [row.event["reward_mean"] for row in progress_of(session, run, IterationDone.KIND)] == [0.9]
 
 
-def test_events_without_an_iteration_are_all_kept(sessions):
+def test_events_without_an_iteration_are_all_stored(sessions):
     run = add_run(sessions)
     seen = [NodeSeen(node="a", worker="0"), NodeSeen(node="a", worker="1")]
     with writing(sessions) as session:
@@ -334,7 +334,7 @@ def test_events_without_an_iteration_are_all_kept(sessions):
 
 
 def test_writers_wait_for_one_another_from_their_first_read(sessions):
-    """What a writing transaction reads stays true until it ends."""
+    """Values read in a writing transaction stay valid until it ends."""
     run = add_run(sessions)
     with writing(sessions) as session:
         assert current_status(session, run) is None

@@ -1,4 +1,4 @@
-"""Metadata services and Google's Compute API as small servers on loopback; tests say what they answer."""
+"""Metadata services and Google's Compute API as small servers on loopback; tests set the answers."""
 
 import json
 import threading
@@ -6,14 +6,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
 
 
-class Face:
-    """Answers by path. `asked`: method and path of every request; `texts[path]`: what it says, 404 where nothing."""
+class FakeService:
+    """Answers by path. `requests`: method and path of each; `texts[path]`: the answer, else 404."""
 
     def __init__(self):
         self.texts: dict[str, str] = {}
-        self.asked: list[tuple[str, str]] = []
+        self.requests: list[tuple[str, str]] = []
         self.refusing = 0
-        """So many requests from now on are answered with 503."""
+        """Number of the next requests that are answered with 503."""
         self.changed = threading.Condition()
         face = self
 
@@ -21,7 +21,7 @@ class Face:
             protocol_version = "HTTP/1.1"
 
             def do(self):
-                face.asked.append((self.command, self.path))
+                face.requests.append((self.command, self.path))
                 if face.refusing:
                     face.refusing -= 1
                     code, text = 503, "not now"
@@ -50,7 +50,7 @@ class Face:
         found = self.texts.get(path)
         return (404, "nothing here") if found is None else (200, found)
 
-    def says(self, path, text):
+    def set_text(self, path, text):
         with self.changed:
             self.texts[path] = text
             self.changed.notify_all()
@@ -63,8 +63,8 @@ class Face:
         self._thread.join()
 
 
-class FakeImds(Face):
-    """IMDSv2: nothing without a token, and only the newest token counts."""
+class FakeImds(FakeService):
+    """IMDSv2: a request needs a token, and only the newest token is valid."""
 
     def __init__(self):
         self.tokens = 0
@@ -80,23 +80,23 @@ class FakeImds(Face):
         return super().answer(method, path.removeprefix("/latest/"), headers)
 
     def is_instance(self, instance_id, region="us-east-1"):
-        self.says("dynamic/instance-identity/document", json.dumps({"instanceId": instance_id, "region": region}))
-        self.says("meta-data/iam/security-credentials/", "spotrl-node")
+        self.set_text("dynamic/instance-identity/document", json.dumps({"instanceId": instance_id, "region": region}))
+        self.set_text("meta-data/iam/security-credentials/", "spotrl-node")
         credentials = {"AccessKeyId": "ASIA0", "SecretAccessKey": "secret", "Token": "session", "Code": "Success"}
-        self.says(
+        self.set_text(
             "meta-data/iam/security-credentials/spotrl-node",
             json.dumps({**credentials, "Expiration": "2099-01-01T00:00:00Z"}),
         )
 
 
-class FakeGceMetadata(Face):
-    """Google's: nothing without its header; with wait_for_change it answers once the text is another one."""
+class FakeGceMetadata(FakeService):
+    """Google's metadata service: a request needs its header; with wait_for_change it answers when the text changes."""
 
     def answer(self, method, path, headers):
         if headers.get("Metadata-Flavor") != "Google":
             return 403, "no Metadata-Flavor"
-        asked = urlsplit(path)
-        query, name = parse_qs(asked.query), asked.path.removeprefix("/computeMetadata/v1/")
+        url = urlsplit(path)
+        query, name = parse_qs(url.query), url.path.removeprefix("/computeMetadata/v1/")
         if query.get("wait_for_change") == ["true"]:
             known = query["last_etag"][0]
             with self.changed:
@@ -114,11 +114,11 @@ class FakeGceMetadata(Face):
             "instance/preempted": "FALSE",
             "instance/maintenance-event": "NONE",
         }.items():
-            self.says(path, text)
+            self.set_text(path, text)
 
 
-class FakeCompute(Face):
-    """Deletes instances, for who shows the token."""
+class FakeCompute(FakeService):
+    """Compute API that deletes instances for requests with a valid token."""
 
     def __init__(self):
         self.deleted: list[str] = []

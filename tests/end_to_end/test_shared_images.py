@@ -1,6 +1,6 @@
-"""Workers that share a picture on both runtimes: members die, freeze and join, and the batches stay the same.
+"""Workers that share images on both runtimes: members die, freeze and join, and the batches stay the same.
 
-One fleet a runtime goes through it all, because groups must form again and again on nodes that have a history.
+One fleet per runtime meets all disturbances, because groups must form repeatedly on the same nodes.
 """
 
 import json
@@ -26,13 +26,13 @@ from tests.engine.fleet import Fleet
 from tests.engine.nursery import NurseryFleet
 
 ITERATIONS = 40
-"""The most: a disturbed run is stopped when all has happened to it, after `FEWEST` or more."""
+"""Maximum batches. A disturbed run is stopped after all disturbances and at least `FEWEST` batches."""
 FEWEST = 5
 PACE_SECONDS = 0.2
-"""A step of the disturbed runs takes at least so long: processes start beside it, also where there are few cores."""
+"""Minimum seconds of a step in disturbed runs, because processes start at the same time, perhaps on few cores."""
 
 WORKERS = 2
-"""Of every spot node: one group, while both live."""
+"""Workers of every spot node. They form one group while both live."""
 
 BEGUN = ("spot-0", "spot-1")
 LATE = "spot-2"
@@ -41,7 +41,7 @@ CONFIG = EngineConfig(
     iterations=ITERATIONS,
     algorithm=AlgorithmConfig(prompts_per_batch=2, images_per_prompt=4),
     exploration=ExplorationConfig(
-        # Who is lost is waited for, however busy this machine is: else less would be explored than in other runs.
+        # A lost worker is waited for on a busy computer too; otherwise less would be explored than in other runs.
         budget=CandidateBudget(candidates=16, patience_seconds=200),
         wait="all",
         profiles=(ProfileConfig(shape=8),),
@@ -60,19 +60,19 @@ def shared_on(runtime: str) -> EngineConfig:
 
 @dataclass(kw_only=True)
 class Record:
-    """What a run trained, and what was seen on the way."""
+    """Manifests of a run, and observations during it."""
 
     reason: str
     manifests: dict[int, str]
     formed: dict[str, int]
-    """By node: how often its workers formed a group, as the coordinator tells it."""
+    """How often the workers of a node formed a group by the coordinator's events, by node."""
     logs: str
 
 
 def formed(fleet: Fleet, node: str) -> int:
-    """How often the coordinator said that workers of this node share, when they had not before."""
-    told = [event for event in fleet.events("regrouped", source="coordinator") if event.node == node]
-    shared = [any(len(group) == WORKERS for group in event.groups) for event in told]
+    """Return how often the coordinator reported that workers of this node began to share."""
+    regroups = [event for event in fleet.events("regrouped", source="coordinator") if event.node == node]
+    shared = [any(len(group) == WORKERS for group in event.groups) for event in regroups]
     return sum(now and not before for before, now in pairwise([False, *shared]))
 
 
@@ -90,7 +90,7 @@ def manifests_of_workers_that_share_nothing(folder: Path, batches: int) -> dict[
 
 @pytest.fixture(scope="module", params=["local", pytest.param("ray", marks=pytest.mark.slow)])
 def disturbed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Record:
-    """First and second of a group are killed, on one node each; then the others are frozen. A node joins meanwhile."""
+    """Kill the first worker of one node and the second of another, then freeze the others, while a node joins."""
     if request.param == "ray":
         pytest.importorskip("ray")
     fleet = NurseryFleet(tmp_path_factory.mktemp(request.param), shared_on(request.param))
@@ -118,16 +118,14 @@ def disturbed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         fleet.close()
 
 
-def test_whoever_is_lost_or_joins_the_batches_are_those_of_workers_that_share_nothing(
-    disturbed: Record, tmp_path: Path
-) -> None:
-    """And the groups share pictures again after each disturbance, or the record would not be there."""
+def test_lost_and_joining_group_members_do_not_change_the_batches(disturbed: Record, tmp_path: Path) -> None:
+    """The record also shows that groups share images again after each disturbance."""
     assert disturbed.reason == "stopped", disturbed.logs
     assert len(disturbed.manifests) >= FEWEST
     assert disturbed.manifests == manifests_of_workers_that_share_nothing(tmp_path, len(disturbed.manifests))
 
 
-def test_the_coordinator_tells_whenever_workers_form_a_group(disturbed: Record) -> None:
-    """At the start, after the kill and after the freeze; on the late node once."""
+def test_the_coordinator_reports_every_new_group(disturbed: Record) -> None:
+    """Each node reports a group at the start, after the kill and after the freeze; the late node once."""
     assert all(disturbed.formed[node] >= 3 for node in BEGUN), disturbed.formed
     assert disturbed.formed[LATE] >= 1

@@ -1,4 +1,4 @@
-"""The window into a node's folder: what it shows, which orders it takes, and one agent whatever dies when."""
+"""The remote console of a node's folder: mirrored files, accepted orders, and exactly one agent after any crash."""
 
 import base64
 import io
@@ -31,7 +31,7 @@ AGENT = (
 
 
 class Mirror:
-    """What the other side makes of the lines."""
+    """The launcher's mirror, built from the console's lines."""
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
@@ -59,7 +59,7 @@ class Mirror:
 
 
 class Open:
-    """A window that is looked through by hand."""
+    """A console in this process that the test drives."""
 
     told = 0
 
@@ -120,7 +120,7 @@ def wait_until(true: Callable[[], object], seconds: float = 10.0) -> None:
 
 
 def agent_of(folder: Path) -> int:
-    """Pid of the agent, once it says so and as long as it runs; else 0."""
+    """Return the agent's pid once the agent has written it and while the agent runs; else 0."""
     try:
         pid = int(json.loads((folder / "agent.json").read_text())["pid"])
     except (OSError, ValueError):
@@ -133,10 +133,10 @@ def started(folder: Path) -> int:
     return agent_of(folder)
 
 
-# --- showing --------------------------------------------------------------------------------------
+# --- mirroring ------------------------------------------------------------------------------------
 
 
-def test_small_files_come_whole_and_go(folder, mirror):
+def test_small_files_are_mirrored_and_deleted(folder, mirror):
     view = Open(folder, mirror)
     assert view.look().gone == set(MIRRORED)
     (folder / "ready.json").write_text('{"at_ms": 1}')
@@ -145,7 +145,7 @@ def test_small_files_come_whole_and_go(folder, mirror):
     assert view.look().files == {}
 
 
-def test_the_token_is_not_shown(folder, mirror):
+def test_the_token_is_not_mirrored(folder, mirror):
     folder.mkdir()
     for name in ("node.json", "armed.json", "x.json", "logs/.hidden.log", "logs/core", "progress/x.log"):
         (folder / name).parent.mkdir(exist_ok=True)
@@ -153,7 +153,7 @@ def test_the_token_is_not_shown(folder, mirror):
     assert Open(folder, mirror).look().files == {}
 
 
-def test_what_is_appended_comes_once_through_any_number_of_windows(folder, mirror):
+def test_appended_bytes_arrive_once_over_any_number_of_consoles(folder, mirror):
     (folder / "progress").mkdir(parents=True)
     with (folder / "progress/trainer.jsonl").open("ab", buffering=0) as file:
         for number in range(40):
@@ -164,7 +164,7 @@ def test_what_is_appended_comes_once_through_any_number_of_windows(folder, mirro
 
 @pytest.mark.parametrize("reopened", [False, True])
 @pytest.mark.parametrize("now", [b"", b"short\n", b"as long\n", b"much longer than before\n" * 9000])
-def test_a_file_that_is_another_one_now_begins_anew(folder, mirror, now, reopened):
+def test_a_replaced_file_is_sent_from_the_start(folder, mirror, now, reopened):
     log = folder / "logs/agent.log"
     log.parent.mkdir(parents=True)
     log.write_bytes(b"before!\n")
@@ -174,8 +174,8 @@ def test_a_file_that_is_another_one_now_begins_anew(folder, mirror, now, reopene
     assert (Open(folder, mirror) if reopened else view).look().files["logs/agent.log"] == now
 
 
-def test_a_line_that_was_cut_short_and_cut_away_is_cut_away_here(folder, mirror):
-    """As a progress file after a crash: its half line is taken away and the next one written, between two looks."""
+def test_a_partial_line_removed_on_the_node_is_removed_in_the_mirror(folder, mirror):
+    """A progress file after a crash: its partial line is removed and the next line written between two polls."""
     log = folder / "progress/trainer.jsonl"
     log.parent.mkdir(parents=True)
     log.write_bytes(b'{"whole": 1}\n{"ha')
@@ -188,7 +188,7 @@ def test_a_line_that_was_cut_short_and_cut_away_is_cut_away_here(folder, mirror)
 # --- orders ---------------------------------------------------------------------------------------
 
 
-def test_the_latest_money_and_the_earliest_notice_count(folder, mirror):
+def test_the_latest_spend_deadline_and_the_earliest_notice_count(folder, mirror):
     view = Open(folder, mirror)
     for told, left_ms in ((2, 500), (1, 900), (2, 400)):
         view.order(money={"told": told, "left_ms": left_ms})
@@ -198,13 +198,13 @@ def test_the_latest_money_and_the_earliest_notice_count(folder, mirror):
     assert json.loads((folder / "notice.json").read_text())["deadline_ms"] == 400
 
 
-def test_a_spec_for_another_folder_is_refused_with_words(folder, mirror):
+def test_a_spec_for_another_folder_is_refused_with_a_reason(folder, mirror):
     Open(folder, mirror).order(run=spec(folder.parent / "elsewhere"))
     assert "elsewhere" in mirror.trouble[0]
     assert not (folder / "node.json").exists()
 
 
-def test_an_agent_that_cannot_be_started_is_trouble_and_no_end_of_the_window(folder, mirror):
+def test_an_agent_that_cannot_start_is_reported_and_keeps_the_console(folder, mirror):
     view = Open(folder, mirror, agent=("/no/such/python",))
     view.order(run=spec(folder))
     assert "/no/such/python" in mirror.trouble[0]
@@ -214,7 +214,7 @@ def test_an_agent_that_cannot_be_started_is_trouble_and_no_end_of_the_window(fol
 # --- one agent ------------------------------------------------------------------------------------
 
 
-def test_the_same_order_is_one_agent_and_money_is_no_difference(folder, mirror):
+def test_a_repeated_order_keeps_the_agent_even_with_another_deadline(folder, mirror):
     view = Open(folder, mirror)
     view.order(run=spec(folder))
     agent = started(folder)
@@ -224,7 +224,7 @@ def test_the_same_order_is_one_agent_and_money_is_no_difference(folder, mirror):
     assert (folder / "node.json").stat().st_mode & 0o077 == 0
 
 
-def test_another_order_is_another_agent(folder, mirror):
+def test_another_order_starts_another_agent(folder, mirror):
     view = Open(folder, mirror)
     view.order(run=spec(folder))
     agent = started(folder)
@@ -244,8 +244,8 @@ POLITE = (
 )
 
 
-def test_the_end_of_an_agent_that_is_replaced_is_no_end_of_the_node(folder, mirror):
-    """Its own last words would otherwise make the launcher give the machine back."""
+def test_the_exit_of_a_replaced_agent_is_not_the_end_of_the_node(folder, mirror):
+    """Otherwise the exit report of the old agent would make the launcher release the instance."""
     view = Open(folder, mirror, agent=POLITE)
     view.order(run=spec(folder))
     first = started(folder)
@@ -259,20 +259,20 @@ def test_the_end_of_an_agent_that_is_replaced_is_no_end_of_the_node(folder, mirr
     assert started(folder) != first
 
 
-def test_an_older_order_than_the_last_one_is_void(folder, mirror):
-    """Of a launcher that stood still while another one took over."""
+def test_an_order_older_than_the_last_one_is_ignored(folder, mirror):
+    """The order comes from a launcher that was frozen while another one took over."""
     view = Open(folder, mirror)
     view.order(run=spec(folder), told=1_000)
     view.order(run=spec(folder, coordinator_host="10.0.0.2"), told=1_001)
     wait_until(lambda: '"10.0.0.2"' in (folder / "agent.json").read_text() if agent_of(folder) else False)
     agent = agent_of(folder)
-    view.order(run=spec(folder, coordinator_host="10.0.0.2"), told=2_000)  # the other one's successor
+    view.order(run=spec(folder, coordinator_host="10.0.0.2"), told=2_000)  # from the successor of the other launcher
     view.order(run=spec(folder), told=1_999)
     assert agent_of(folder) == agent
     assert json.loads((folder / "node.json").read_text())["coordinator_host"] == "10.0.0.2"
 
 
-def test_an_agent_that_finished_is_not_started_again_but_after_a_reboot(folder, mirror):
+def test_a_finished_agent_is_started_again_only_after_a_reboot(folder, mirror):
     view = Open(folder, mirror)
     view.order(run=spec(folder, seconds=0))
     wait_until(lambda: "exit.json" in view.look().files)
@@ -285,7 +285,7 @@ def test_an_agent_that_finished_is_not_started_again_but_after_a_reboot(folder, 
     wait_until(lambda: view.look().files["logs/agent.log"] == b"began\nbegan\n")
 
 
-def test_what_an_agent_says_of_its_own_end_is_not_overwritten(folder, mirror):
+def test_an_agents_own_exit_report_is_not_overwritten(folder, mirror):
     view = Open(folder, mirror)
     view.order(run=spec(folder))
     agent = started(folder)
@@ -295,7 +295,7 @@ def test_what_an_agent_says_of_its_own_end_is_not_overwritten(folder, mirror):
     assert view.look().files["exit.json"] == b'{"code": 7}'
 
 
-def test_a_process_that_got_a_dead_agents_pid_is_not_taken_for_it(folder, mirror):
+def test_a_process_with_a_dead_agents_pid_is_not_taken_for_the_agent(folder, mirror):
     view = Open(folder, mirror)
     view.order(run=spec(folder, seconds=0))
     wait_until(lambda: "exit.json" in view.look().files)
@@ -306,7 +306,7 @@ def test_a_process_that_got_a_dead_agents_pid_is_not_taken_for_it(folder, mirror
 
 
 @pytest.mark.parametrize("lost", ["started.json", "node.json", "window.lock"])
-def test_a_window_that_died_between_two_lines_leaves_one_agent_to_the_next(folder, mirror, lost):
+def test_a_console_killed_while_starting_leaves_one_agent_to_the_next(folder, mirror, lost):
     Open(folder, mirror).order(run=spec(folder))
     first = started(folder)
     (folder / lost).unlink()
@@ -322,7 +322,7 @@ def test_a_window_that_died_between_two_lines_leaves_one_agent_to_the_next(folde
 
 
 @pytest.mark.parametrize("launcher", ["goes away", "falls silent"])
-def test_the_window_closes_after_its_launcher(folder, launcher):
+def test_the_console_exits_after_its_launcher(folder, launcher):
     code = (
         "import sys, engine.node.remote_console as w; w.SILENCE_SECONDS = 1.5; "
         f"sys.argv = ['w', {str(folder)!r}]; w.main()"
@@ -338,22 +338,22 @@ def test_the_window_closes_after_its_launcher(folder, launcher):
         assert process.wait(timeout=5) == 0
 
 
-def test_it_needs_the_standard_library_alone():
+def test_the_console_needs_only_the_standard_library():
     code = "import sys, engine.node.remote_console; print(*{name.partition('.')[0] for name in sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert set(done.stdout.split()) - set(sys.stdlib_module_names) <= {"engine", "__main__"} | plain()
 
 
 def plain() -> set[str]:
-    """What an interpreter of this environment has loaded before it does anything."""
+    """Return the modules that an interpreter of this environment has loaded at its start."""
     code = "import sys; print(*{name.partition('.')[0] for name in sys.modules})"
     return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
 
 
-def test_the_node_can_see_that_its_controller_is_there(tmp_path: Path) -> None:
+def test_a_call_of_the_controller_is_recorded_on_the_node(tmp_path: Path) -> None:
     window = Open(tmp_path / "node", Mirror())
-    heard = tmp_path / "node" / LAST_CONTACT
-    before = heard.stat().st_mtime_ns
-    os.utime(heard, ns=(0, 0))
+    contact = tmp_path / "node" / LAST_CONTACT
+    before = contact.stat().st_mtime_ns
+    os.utime(contact, ns=(0, 0))
     window.order(beat=1)
-    assert heard.stat().st_mtime_ns >= before
+    assert contact.stat().st_mtime_ns >= before
