@@ -3,8 +3,9 @@
 flag > `SPOTRL_*` > job file > user's config > default    (`spotrl config show --origin` prints the sources)
 """
 
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ SHORT_FORMS = {
     "exploration": "mode",
 }
 """Fields with a short form: `reward: ocr` means `reward: {name: ocr}`."""
+
+OLD_NAMES = {"reclaims": "preemptions"}
+"""Sections with a new name, by the old name. An old name works for one release, with a warning."""
 
 FLAGS = {
     "name": "--name",
@@ -89,7 +93,11 @@ def read(path: Path) -> Layer:
 
 
 def _file_layer(yaml: YamlFile, path: Path) -> Layer:
-    return Layer(values=_long_forms(yaml.values), labels={}, file=path, yaml=yaml)
+    for old in OLD_NAMES.keys() & yaml.values.keys():
+        _warn_of_old_name(f"{path.name}, line {yaml.line((old,))}", old)
+    lines = {(OLD_NAMES.get(str(place[0]), place[0]), *place[1:]): line for place, line in yaml.lines.items() if place}
+    yaml = replace(yaml, values=_long_forms(yaml.values), lines=lines)
+    return Layer(values=yaml.values, labels={}, file=path, yaml=yaml)
 
 
 def flag_layer(overrides: Mapping[str, Any]) -> Layer:
@@ -120,15 +128,25 @@ def _nested(named: Mapping[tuple[str, ...], Any], labels: Mapping[FieldPath, str
             raise JobError(error.found, error.remedy, file=labels[place], field=".".join(place)) from None
         for key in reversed(place):
             value = {key: value}
+        if place[0] in OLD_NAMES:
+            _warn_of_old_name(labels[place], place[0])
         values = merged(values, _long_forms(value))
     return values
 
 
 def _long_forms(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values with sections in their long form and under their newest name."""
     return {
-        section: {SHORT_FORMS[section]: value} if section in SHORT_FORMS and isinstance(value, str) else value
+        OLD_NAMES.get(section, section): {SHORT_FORMS[section]: value}
+        if section in SHORT_FORMS and isinstance(value, str)
+        else value
         for section, value in values.items()
     }
+
+
+def _warn_of_old_name(place: str, old: str) -> None:
+    new = OLD_NAMES[old]
+    print(f"Warning: {place}: {old} is called {new} now; write {new}, the next release refuses {old}", file=sys.stderr)
 
 
 def merged(low: dict[str, Any], high: dict[str, Any]) -> dict[str, Any]:

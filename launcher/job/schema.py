@@ -9,6 +9,7 @@ from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    AliasChoices,
     Field,
     ValidationInfo,
     field_validator,
@@ -88,7 +89,9 @@ class Job(EngineConfig):
     """Failover settings of a run on real clouds."""
     secrets: VariableNames = ()
     """Names of environment variables that nodes get. The values are never stored."""
-    reclaims: PreemptionConfig = PreemptionConfig()
+    preemptions: PreemptionConfig = Field(
+        default=PreemptionConfig(), validation_alias=AliasChoices("preemptions", "reclaims")
+    )
     """Simulated preemptions of spot nodes on the local infra."""
 
     @field_validator("store", mode="before")

@@ -77,7 +77,7 @@ def provisioner_of(run: Run, job: Job, clock: Clock, check_lease: Callable[[], N
     """Make the provisioner of a run. `check_lease` raises LeaseLost when another controller took over."""
     folder = Path(run.folder)
     if not job.clouds:
-        return LocalProvisioner(folder, clock, preemption_schedule(job.reclaims))
+        return LocalProvisioner(folder, clock, preemption_schedule(job.preemptions))
     apis = cloud_apis(job.clouds)
     common = prepare_folder(folder, job, apis, None if run.workdir is None else Path(run.workdir))
     secrets = {name: os.environ[name] for name in job.secrets if name in os.environ}

@@ -28,7 +28,7 @@ JOB = Path(__file__).with_name("learning.yaml")
 def run_once(name: str, seed: int, trace: str, iterations: int, folder: Path) -> dict[str, Any]:
     """Run once. Return result.json with `curve`: exact match by iteration."""
     result = folder / f"{name}.json"
-    changed = [f"seed={seed}", f"iterations={iterations}", f"reclaims.trace={trace}", "target=null"]
+    changed = [f"seed={seed}", f"iterations={iterations}", f"preemptions.trace={trace}", "target=null"]
     changed.append("evaluation.on_the_way=512")  # a curve of all held-out strings
     command = [
         *(sys.executable, "-m", "launcher.cli.main", "launch", str(JOB), "--yes"),

@@ -53,7 +53,7 @@ evaluation: {{prompts: 16, every: 1000}}
 algorithm: {{prompts_per_batch: 8, images_per_prompt: 4}}
 exploration: {{mode: stale, wait: all, budget: {{candidates: 64}}}}
 runtime: {{device: cpu, name: {runtime}, shape: 8, step_seconds: 0.2}}
-reclaims: {{trace: none}}
+preemptions: {{trace: none}}
 resources:
   trainer: {{accelerators: {gpu}}}
   rollout: {{accelerators: {gpu}, use_spot: true, num_nodes: 1}}

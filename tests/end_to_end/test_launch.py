@@ -26,7 +26,7 @@ JOB = """
 name: {name}
 infra: local
 clock_factor: {factor}
-reclaims: {{trace: {trace}}}
+preemptions: {{trace: {trace}}}
 iterations: {iterations}
 prompts: prompts.txt
 reward: {reward}

@@ -39,7 +39,7 @@ resources:
   trainer: {{accelerators: A100-80GB:1}}
   rollout: {{accelerators: A100-80GB:2, use_spot: true, num_nodes: 2}}
 budget: {{max_total: $1000, max_hourly: $50}}
-reclaims: {{trace: none}}
+preemptions: {{trace: none}}
 """
 
 EVALUATIONS = 7

@@ -44,7 +44,7 @@ from launcher.market.offers import read_catalog
 from launcher.provision.local.preemptions import preemption_schedule
 from launcher.job.schema import Job
 print(launcher.__path__[0], len(trainable(load_adapter(ModelConfig()))) > 0, len(read_catalog()) > 0)
-print(preemption_schedule(Job(name="x").reclaims).describe())
+print(preemption_schedule(Job(name="x").preemptions).describe())
 """
     out = run(installed, tmp_path, "-c", code)
     assert out.startswith(str(installed))

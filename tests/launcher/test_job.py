@@ -34,11 +34,22 @@ def test_the_quickstart_job_matches_the_readme(tmp_path):
         2,
     )
     assert (job.budget.max_total, job.budget.max_hourly) == (20_000_000, 10_000_000)
-    assert (job.reclaims.trace, job.reclaims.notice) == ("bamboo-p3", 120_000)
+    assert (job.preemptions.trace, job.preemptions.notice) == ("bamboo-p3", 120_000)
 
 
 def test_the_template_is_a_valid_job():
     assert load_job(Path(str(files("sky_yamls") / "template.yaml"))).job.name == "my-job"
+
+
+def test_the_old_name_of_a_section_works_with_a_warning(write, capsys):
+    job = load_job(write("name: a\nreclaims: {notice: 90s}\n")).job
+    assert job.preemptions.notice == 90_000
+    assert "line 2: reclaims is called preemptions now; write preemptions" in capsys.readouterr().err
+    assert load_job(write("name: a\n"), {"reclaims.trace": "none"}).job.preemptions.trace == "none"
+    assert "--set reclaims.trace: reclaims is called preemptions now" in capsys.readouterr().err
+    with pytest.raises(JobError, match=r"line 2: preemptions.trace is 'x'"):
+        load_job(write("name: a\nreclaims: {trace: x}\n"))
+    assert Job.model_validate({"reclaims": {"trace": "none"}}).preemptions.trace == "none", "jobs stored in ledgers"
 
 
 def test_the_engine_gets_its_part_of_the_job(write):
@@ -55,7 +66,7 @@ def test_image_sharing_is_configured_under_runtime(write):
 
 def test_a_job_survives_the_ledger(write):
     job = load_job(
-        write("budget: {max_total: $12.345678, deadline: 12h30m}\nsecrets: [A]\nreclaims: {notice: 90s}\n")
+        write("budget: {max_total: $12.345678, deadline: 12h30m}\nsecrets: [A]\npreemptions: {notice: 90s}\n")
     ).job
     assert Job.model_validate(job.model_dump(mode="json")) == job
     assert job.model_dump(mode="json")["budget"]["max_total"] == "$12.345678"

@@ -260,7 +260,7 @@ def made_run(
     max_hourly: int | None = None,
     **job_fields: Any,
 ) -> Run:
-    job = Job(name=name, iterations=iterations, clock_factor=factor, reclaims={"trace": "none"}, **job_fields)
+    job = Job(name=name, iterations=iterations, clock_factor=factor, preemptions={"trace": "none"}, **job_fields)
     checked = CheckedJob(
         job=job, origins={}, lines={}, digest="d", text="name: demo\n", path=Path("job.yaml"), workdir=Path.cwd()
     )
