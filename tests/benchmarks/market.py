@@ -34,7 +34,7 @@ from launcher.market.prices import FeedRefused
 from launcher.placement.plan_cloud import plan_cloud
 from launcher.placement.recipes import qwen_image_512
 from launcher.placement.requirements import CloudRequirements, MarketView, NodeRequirements
-from launcher.services.refresh import build_sources, needs, refresh
+from launcher.services.refresh import ask, build_sources, refresh
 from tests.benchmarks.page import load_now, publish, spread
 from tests.fakes.market import FakeMarket, Product, Tick, sku
 from tests.launcher.test_prices import FEED_REFUSALS, ROW_REFUSALS, believed, on_demand, raw
@@ -157,7 +157,7 @@ def query_alone(environ: dict[str, str], times: int) -> dict[str, tuple[int, lis
         seconds = []
         for _ in range(times):
             begun = time.perf_counter()
-            (answer,) = needs([source], NOW_MS)
+            (answer,) = ask([source], NOW_MS)
             seconds.append(time.perf_counter() - begun)
         found[source.name] = (len(answer.points), seconds)
     return found

@@ -418,7 +418,7 @@ class Aws:
         """Return the names by which a test can refer to an instance."""
         return next(([i.id, *_tags(i).values()] for _, i in _instances() if i.id == instance_id), [])
 
-    def quota(self) -> list[dict[str, Any]]:
+    def all_instances(self) -> list[dict[str, Any]]:
         """Return all instances since the start."""
         return [
             {

@@ -775,7 +775,7 @@ class Gce:
             ]
             return things
 
-    def account_fields(self) -> list[Json]:
+    def all_instances(self) -> list[Json]:
         with self.lock:
             return [
                 {

@@ -185,7 +185,7 @@ class Server:
 
     def machines(self) -> list[dict[str, Any]]:
         """Return every instance since the start, as the clouds remember it."""
-        return [*self.aws.told(), *self.gce.told()]
+        return [*self.aws.all_instances(), *self.gce.all_instances()]
 
     def all_hosts(self) -> dict[str, dict[str, Any]]:
         return {
