@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ from engine.protocol.request import Stream, seed_of
 from engine.rewards.load import load_reward
 from engine.rewards.ocr import OcrReward
 from engine.trainer.state import config_digest
-from tests.benchmarks.page import ROOT
+from tests.benchmarks.page import ROOT, processor
 from tests.benchmarks.readers import drawn, exact_or_none
 
 TARGET = 0.75
@@ -54,10 +54,11 @@ DIVERSITY_PROMPTS, DIVERSITY_SEEDS = 32, 8
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """An algorithm with its settings, and how seeds are chosen."""
+    """An algorithm with its settings, how seeds are chosen, and the task."""
 
     algorithm: Mapping[str, Any]
     mode: str = "none"
+    task: Literal["digits-ocr", "shapes"] = "digits-ocr"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +66,8 @@ class Run:
     """What one run did. `curve`: exact match by iteration. `passes`: network passes by iteration, from the first one.
 
     A pass is the forward pass of one image at one step. The gradient of a training row counts as three, as usual.
+    `where`: processor and torch. Two runs with the same values are equal bit for bit. The quality is measured on
+    digits-ocr only.
     """
 
     arm: str
@@ -77,14 +80,17 @@ class Run:
     explored: Sequence[int]
     readers: Mapping[str, float]
     drift: float
-    border: float
-    diversity: float
     seconds: float
+    where: Mapping[str, str]
+    border: float | None = None
+    diversity: float | None = None
 
 
-def config_of(arm: Arm, seed: int, cap: int) -> EngineConfig:
+def config_of(arm: Arm, seed: int, cap: int, every: int = EVERY) -> EngineConfig:
+    task = {"model": {"name": "shapes"}, "prompts": "shapes", "reward": {"name": "shapes"}, "sampler": {"shift": 3.0}}
     return EngineConfig.model_validate(
         {
+            **(task if arm.task == "shapes" else {}),
             "seed": seed,
             "iterations": cap,
             "algorithm": {"prompts_per_batch": PROMPTS, "images_per_prompt": IMAGES, **arm.algorithm},
@@ -95,7 +101,7 @@ def config_of(arm: Arm, seed: int, cap: int) -> EngineConfig:
                 "random_fraction": 1 / 24,
                 "profiles": [{"name": "cheap", "dtype": "bfloat16", "scorer": "student"}],
             },
-            "evaluation": {"prompts": 512, "every": EVERY, "wait": True},
+            "evaluation": {"prompts": 512, "every": every, "wait": True},
             "checkpoint": {"every": cap, "keep": 1},
             "runtime": {"name": "inproc", "lease_seconds": 600.0, "trainer_threads": 1},
         }
@@ -151,18 +157,21 @@ def run_arm(
             for line in (Path(folder) / "progress" / "trainer.jsonl").read_text().splitlines()
             if (event := Progress.from_json(line).event).KIND == "iteration_done"
         ]
-    quality = quality_of(load(kept), prompts.held_out())
+    quality: dict[str, Any] = {"readers": {"reward": curve[budget]}}
+    if arm.task == "digits-ocr":
+        quality = quality_of(load(kept), prompts.held_out())
     return Run(
         arm=name,
         seed=seed,
         commit=commit_now(),
         config_digest=config_digest(config),
-        config={"algorithm": dict(arm.algorithm), "mode": arm.mode},
+        config={"algorithm": dict(arm.algorithm), "mode": arm.mode, "task": arm.task},
         curve=curve,
         passes=[passes_of(config, event.explored) for event in done],
         explored=[event.explored for event in done],
         drift=drifts[budget],
         seconds=time.perf_counter() - begun,
+        where=this_computer(),
         **quality,
     )
 
@@ -218,6 +227,11 @@ def diversity_of(weights: Mapping[str, Tensor] | None, prompts: Sequence[str]) -
         images = adapter.decode(denoise(adapter, plan, adapter.encode([prompt] * len(seeds)), seeds))
         spreads.append(float(images.float().std(dim=0).mean()))
     return float(np.mean(spreads))
+
+
+def this_computer() -> dict[str, str]:
+    """Return what decides a run's last bits: the processor and the version of torch."""
+    return {"processor": processor(), "torch": torch.__version__}
 
 
 def commit_now() -> str:

@@ -45,7 +45,7 @@ def publish(
         "runs": runs,
         "seeds": list(seeds),
         "versions": installed_versions(),
-        "cpu": f"{_processor()}, {os.cpu_count()} cores",
+        "cpu": f"{processor()}, {os.cpu_count()} cores",
         "load1": load1,
     }
     head = [
@@ -109,7 +109,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return lines + [f"| {' | '.join(str(row[name]) for name in names)} |" for row in rows]
 
 
-def _processor() -> str:
+def processor() -> str:
     for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()

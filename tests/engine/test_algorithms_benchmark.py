@@ -22,6 +22,7 @@ RUN = Run(
     border=0.1,
     diversity=0.4,
     seconds=1.0,
+    where={},
 )
 MISSED = replace(RUN, curve={0: 0.5, 3: 0.6})
 
