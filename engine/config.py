@@ -170,6 +170,9 @@ class ExplorationConfig(Strict):
     """Waiting for a counted budget. `idle`: exploration ends with training, and the budget is the most that is tried.
     `all`: the trainer waits for the whole budget, so a repeated run tries the same seeds and is bit-identical. Mode
     `in-path` always waits for all."""
+    keep: Literal["variance", "extremes"] = "variance"
+    """Rule for the seeds that are trained. `variance`: the seeds with the largest variance of rewards. `extremes`: as
+    many best as worst seeds, as in Sol-RL."""
     policy: Literal["uniform", "greedy", "ucb", "bayes"] = "uniform"
     """Rule for the prompt of the next candidates (engine/exploration/planner.py). Every policy but `uniform` gives more
     candidates to prompts with more different rewards. A larger share pays with strict rewards and with

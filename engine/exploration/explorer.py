@@ -83,9 +83,10 @@ class Explorer:
         """Return the trained part of a batch whose candidates are all rolled out."""
         prompts = [group.prompt for group in pool.groups]
         keep = self._config.algorithm.images_per_prompt
-        return replace(
-            pool, groups=choose_groups(prompts, rewards, run_seed=self._config.seed, batch=pool.batch, keep=keep)
-        )
+        rule = self._config.exploration.keep
+        seed = self._config.seed
+        groups = choose_groups(prompts, rewards, run_seed=seed, batch=pool.batch, keep=keep, rule=rule)
+        return replace(pool, groups=groups)
 
     def choose(
         self,
@@ -112,6 +113,7 @@ class Explorer:
             run_seed=self._config.seed,
             batch=batch,
             keep=self._config.algorithm.images_per_prompt,
+            rule=self._config.exploration.keep,
         )
 
     def control(self, manifest: Manifest) -> tuple[RequestId, ...]:

@@ -12,8 +12,12 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from itertools import accumulate
 from math import floor, isfinite
+from typing import Literal
 
 from engine.protocol.request import Group, Stream, seed_of
+
+Rule = Literal["variance", "extremes"]
+"""Rule of a choice: the largest variance, or as many best as worst."""
 
 _TIE = 1e-12
 """Relative difference below which two variances count as equal; the subset with more high rewards is then kept."""
@@ -24,14 +28,31 @@ def max_variance_subset(rewards: Sequence[float], keep: int) -> tuple[int, ...]:
 
     For equal rewards, the lower index wins.
     """
+    ascending = _ascending(rewards, keep)
+    return _ends(rewards, ascending, keep, _best_prefix([rewards[index] for index in ascending], keep))
+
+
+def extremes_subset(rewards: Sequence[float], keep: int) -> tuple[int, ...]:
+    """Return the ascending indices of the best and the worst rewards, `keep` in all. An odd one is a best reward.
+
+    For equal rewards, the lower index wins.
+    """
+    return _ends(rewards, _ascending(rewards, keep), keep, keep // 2)
+
+
+def _ascending(rewards: Sequence[float], keep: int) -> list[int]:
     if not 1 <= keep <= len(rewards):
         raise ValueError(f"asked to keep {keep} of {len(rewards)} rewards; explore at least as many seeds as are kept")
     if not all(isfinite(reward) for reward in rewards):
         raise ValueError("rewards to choose from must be finite; leave out seeds whose reward is NaN or infinite")
-    ascending = sorted(range(len(rewards)), key=lambda index: (rewards[index], index))
-    lowest = set(ascending[: _best_prefix([rewards[index] for index in ascending], keep)])
+    return sorted(range(len(rewards)), key=lambda index: (rewards[index], index))
+
+
+def _ends(rewards: Sequence[float], ascending: Sequence[int], keep: int, low: int) -> tuple[int, ...]:
+    """Return the indices of the `low` lowest rewards, and of the highest ones up to `keep`."""
+    lowest = set(ascending[:low])
     rest = [index for index in range(len(rewards)) if index not in lowest]
-    highest = sorted(rest, key=lambda index: (-rewards[index], index))[: keep - len(lowest)]
+    highest = sorted(rest, key=lambda index: (-rewards[index], index))[: keep - low]
     return tuple(sorted([*lowest, *highest]))
 
 
@@ -82,9 +103,15 @@ def first_seeds(prompts: Sequence[str], count: int, *, run_seed: int, batch: int
 
 
 def choose_groups(
-    prompts: Sequence[str], explored: Mapping[tuple[str, int], float], *, run_seed: int, batch: int, keep: int
+    prompts: Sequence[str],
+    explored: Mapping[tuple[str, int], float],
+    *,
+    run_seed: int,
+    batch: int,
+    keep: int,
+    rule: Rule = "variance",
 ) -> tuple[Group, ...]:
-    """Return the groups to train in a batch: per prompt, the explored seeds with the largest reward variance.
+    """Return the groups to train in a batch: per prompt, `keep` of the explored seeds, by the rule.
 
     `explored` maps (prompt, seed) to a reward; a non-finite reward does not count. A prompt with fewer than `keep`
     results is filled up with its first seeds, in order.
@@ -94,14 +121,18 @@ def choose_groups(
         if prompt in by_prompt and isfinite(reward):
             by_prompt[prompt][seed] = reward
     return tuple(
-        Group(prompt=prompt, seeds=_choose(prompt, found, run_seed, batch, keep)) for prompt, found in by_prompt.items()
+        Group(prompt=prompt, seeds=_choose(prompt, found, run_seed, batch, keep, rule))
+        for prompt, found in by_prompt.items()
     )
 
 
-def _choose(prompt: str, found: Mapping[int, float], run_seed: int, batch: int, keep: int) -> tuple[int, ...]:
+def _choose(
+    prompt: str, found: Mapping[int, float], run_seed: int, batch: int, keep: int, rule: Rule
+) -> tuple[int, ...]:
     if len(found) >= keep:
         seeds = sorted(found)
-        return tuple(seeds[i] for i in max_variance_subset([found[seed] for seed in seeds], keep))
+        subset = max_variance_subset if rule == "variance" else extremes_subset
+        return tuple(seeds[i] for i in subset([found[seed] for seed in seeds], keep))
     first = [seed_of(run_seed, Stream.TRAIN, batch, prompt, index) for index in range(keep + len(found))]
     rest = [seed for seed in first if seed not in found]
     return tuple([*sorted(found), *rest][:keep])

@@ -70,7 +70,7 @@ def config_digest(config: EngineConfig) -> str:
     newer = {
         "model": {"start"},
         "evaluation": {"on_the_way", "wait"},
-        "exploration": {"wait"},
+        "exploration": {"wait", "keep"},
         "algorithm": {"grpo_guard", "diffusion_nft"},
     }
     unused = {section: _with_defaults(getattr(config, section), names) for section, names in newer.items()}

@@ -58,6 +58,7 @@ class Arm:
 
     algorithm: Mapping[str, Any]
     mode: str = "none"
+    keep: str = "variance"
     task: Literal["digits-ocr", "shapes"] = "digits-ocr"
 
 
@@ -96,6 +97,7 @@ def config_of(arm: Arm, seed: int, cap: int, every: int = EVERY) -> EngineConfig
             "algorithm": {"prompts_per_batch": PROMPTS, "images_per_prompt": IMAGES, **arm.algorithm},
             "exploration": {
                 "mode": arm.mode,
+                "keep": arm.keep,
                 "wait": "all",
                 "budget": {"candidates": CANDIDATES},
                 "random_fraction": 1 / 24,
@@ -165,7 +167,7 @@ def run_arm(
         seed=seed,
         commit=commit_now(),
         config_digest=config_digest(config),
-        config={"algorithm": dict(arm.algorithm), "mode": arm.mode, "task": arm.task},
+        config={"algorithm": dict(arm.algorithm), "mode": arm.mode, "keep": arm.keep, "task": arm.task},
         curve=curve,
         passes=[passes_of(config, event.explored) for event in done],
         explored=[event.explored for event in done],

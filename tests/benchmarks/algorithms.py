@@ -61,6 +61,7 @@ TRIED: Mapping[str, Sequence[Mapping[str, Any]]] = {
 ARMS: Mapping[str, Arm] = {
     **{name: Arm(algorithm=settings) for name, settings in SETTINGS.items()},
     **{f"{name}+stale": Arm(algorithm=settings, mode="stale") for name, settings in SETTINGS.items()},
+    "diffusion-nft+extremes": Arm(algorithm=SETTINGS["diffusion-nft"], mode="stale", keep="extremes"),
     "diffusion-nft+in-path": Arm(algorithm=SETTINGS["diffusion-nft"], mode="in-path"),
 }
 

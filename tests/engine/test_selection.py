@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.exploration.selection import control_slice, kept_variance, max_variance_subset, variance
+from engine.exploration.selection import (
+    choose_groups,
+    control_slice,
+    extremes_subset,
+    kept_variance,
+    max_variance_subset,
+    variance,
+)
 
 REWARDS = st.lists(st.one_of(st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]), st.floats(-3, 3)), min_size=1, max_size=10)
 
@@ -122,3 +129,19 @@ def test_another_run_draws_other_controls():
 def test_a_control_slice_is_a_share(fraction):
     with pytest.raises(ValueError, match="share from 0 to 1"):
         control_slice(CANDIDATES, fraction, run_seed=0, batch=0)
+
+
+def test_extremes_are_as_many_best_as_worst_seeds():
+    rewards = [0.0, 1.0, 0.0, 0.0, 0.1, 0.9, 0.0]
+    assert extremes_subset(rewards, 4) == (0, 1, 2, 5)
+    assert extremes_subset(rewards, 3) == (0, 1, 5)
+    assert extremes_subset([1.0] * 5, 4) == (0, 1, 2, 3)
+
+
+def test_the_rule_decides_which_explored_seeds_are_trained():
+    explored = {("a", seed): float(seed == 3) for seed in range(8)} | {("a", 9): 0.5}
+    chosen = {
+        rule: choose_groups(["a"], explored, run_seed=0, batch=0, keep=4, rule=rule)[0].seeds
+        for rule in ("variance", "extremes")
+    }
+    assert chosen == {"variance": (0, 1, 2, 3), "extremes": (0, 1, 3, 9)}
