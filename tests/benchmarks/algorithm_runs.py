@@ -24,7 +24,7 @@ from engine.clock import ScaledClock
 from engine.config import EngineConfig
 from engine.diffusion.sampler import batch_plan, denoise, evaluation_plan
 from engine.entrypoints.inproc import build_inproc
-from engine.events import Progress
+from engine.events import IterationDone, Progress
 from engine.models.load import load_adapter, trainable
 from engine.prompts import PromptSource, held_out_digits, prompt_source
 from engine.protocol.request import Stream, seed_of
@@ -67,8 +67,9 @@ class Run:
     """What one run did. `curve`: exact match by iteration. `passes`: network passes by iteration, from the first one.
 
     A pass is the forward pass of one image at one step. The gradient of a training row counts as three, as usual.
-    `where`: processor and torch. Two runs with the same values are equal bit for bit. The quality is measured on
-    digits-ocr only.
+    `where`: processor and torch. Two runs with the same values are equal bit for bit. `quality`: of the weights after
+    BUDGET iterations. `at_target`: the same of the first evaluated weights that reach the target; None if there are
+    none, or if the run was made before this was kept.
     """
 
     arm: str
@@ -79,15 +80,13 @@ class Run:
     curve: Mapping[int, float]
     passes: Sequence[int]
     explored: Sequence[int]
-    readers: Mapping[str, float]
-    drift: float
+    quality: Mapping[str, Any]
     seconds: float
     where: Mapping[str, str]
-    border: float | None = None
-    diversity: float | None = None
+    at_target: Mapping[str, Any] | None = None
 
 
-def config_of(arm: Arm, seed: int, cap: int, every: int = EVERY) -> EngineConfig:
+def config_of(arm: Arm, seed: int, cap: int, every: int = EVERY, prompts: int = 512) -> EngineConfig:
     task = {"model": {"name": "shapes"}, "prompts": "shapes", "reward": {"name": "shapes"}, "sampler": {"shift": 3.0}}
     return EngineConfig.model_validate(
         {
@@ -103,7 +102,7 @@ def config_of(arm: Arm, seed: int, cap: int, every: int = EVERY) -> EngineConfig
                 "random_fraction": 1 / 24,
                 "profiles": [{"name": "cheap", "dtype": "bfloat16", "scorer": "student"}],
             },
-            "evaluation": {"prompts": 512, "every": every, "wait": True},
+            "evaluation": {"prompts": prompts, "every": every, "wait": True},
             "checkpoint": {"every": cap, "keep": 1},
             "runtime": {"name": "inproc", "lease_seconds": 600.0, "trainer_threads": 1},
         }
@@ -141,15 +140,17 @@ def run_arm(
             workers=1,
             prompts=prompts,
         )
-        loop, kept = made.loop, b""
+        loop, kept = made.loop, dict[str, bytes]()
         loop.begin()
         while True:
             loop.evaluator.evaluate_if_due()
             curve = {iteration: metrics["exact_match"] for iteration, metrics in loop.state.evaluations}
+            crossed = max(curve.values()) >= TARGET
             if loop.state.iteration == budget:
-                kept = loop.model.average_weights()
-            crossed = until_target and max(curve.values()) >= TARGET
-            if loop.state.iteration >= (budget if crossed else cap):
+                kept["budget"] = loop.model.average_weights()
+            if crossed and "target" not in kept:
+                kept["target"] = loop.model.average_weights()
+            if loop.state.iteration >= (budget if crossed and until_target else cap):
                 break
             loop.run_iteration()
         drifts = {iteration: metrics["drift"] for iteration, metrics in loop.state.evaluations}
@@ -157,11 +158,14 @@ def run_arm(
         done = [
             event
             for line in (Path(folder) / "progress" / "trainer.jsonl").read_text().splitlines()
-            if (event := Progress.from_json(line).event).KIND == "iteration_done"
+            if isinstance(event := Progress.from_json(line).event, IterationDone)
         ]
-    quality: dict[str, Any] = {"readers": {"reward": curve[budget]}}
-    if arm.task == "digits-ocr":
-        quality = quality_of(load(kept), prompts.held_out())
+    reached = min((iteration for iteration, exact in curve.items() if exact >= TARGET), default=None)
+
+    def quality(name: str, iteration: int) -> dict[str, Any]:
+        known = {"iteration": iteration, "exact_match": curve[iteration], "drift": drifts[iteration]}
+        return known | (quality_of(load(kept[name]), prompts.held_out()) if arm.task == "digits-ocr" else {})
+
     return Run(
         arm=name,
         seed=seed,
@@ -171,10 +175,10 @@ def run_arm(
         curve=curve,
         passes=[passes_of(config, event.explored) for event in done],
         explored=[event.explored for event in done],
-        drift=drifts[budget],
+        quality=quality("budget", budget),
+        at_target=None if reached is None else quality("target", reached),
         seconds=time.perf_counter() - begun,
         where=this_computer(),
-        **quality,
     )
 
 
@@ -182,12 +186,15 @@ class Tuning:
     """Prompts for choosing settings: evaluates 512 strings that are neither reported nor trained in the run."""
 
     def __init__(self, inner: PromptSource) -> None:
-        self.batch = inner.batch
+        self._inner = inner
         used = {*held_out_digits(), *(string for number in range(CAP) for string in inner.batch(number))}
         free = [f"{number:04d}" for number in range(10_000) if f"{number:04d}" not in used]
         self._strings = random.Random(997).sample(free, 512)
 
-    def held_out(self) -> Sequence[str]:
+    def batch(self, batch: int) -> list[str]:
+        return self._inner.batch(batch)
+
+    def held_out(self) -> list[str]:
         return self._strings
 
 

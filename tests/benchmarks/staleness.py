@@ -43,7 +43,7 @@ from tests.benchmarks.page import RESULTS, load_now, publish
 RAW = RESULTS / "staleness"
 SEEDS = tuple(range(201, 206))
 """Seeds, fixed before the first run."""
-ITERATIONS, EVERY = 12, 4
+ITERATIONS, EVERY, HELD_OUT = 12, 4, 512
 JUDGED = (8, 12)
 """Iterations whose evaluations are averaged: 512 held-out strings each."""
 SHARES = (0.0, 0.25, 0.5, 1.0)
@@ -166,7 +166,7 @@ class OldByGroup:
 def run_arm(name: str, seed: int) -> Run:
     torch.set_num_threads(1)
     begun, arm = time.perf_counter(), ARMS[name]
-    config = config_of(AlgorithmArm(algorithm=arm.algorithm), seed, ITERATIONS, every=EVERY)
+    config = config_of(AlgorithmArm(algorithm=arm.algorithm), seed, ITERATIONS, every=EVERY, prompts=HELD_OUT)
     with tempfile.TemporaryDirectory() as folder:
         clock = ScaledClock(origin_ms=time.time_ns() // 1_000_000)
         reward = load_reward(config.reward, None)

@@ -34,12 +34,29 @@ CONFIG = EngineConfig(
     runtime=RuntimeConfig(shape=8, lease_seconds=1.5, heartbeat_seconds=0.3, trainer_threads=1),
 )
 
+BESIDE = CONFIG.model_copy(
+    update={
+        "algorithm": AlgorithmConfig(name="diffusion-nft", prompts_per_batch=2, images_per_prompt=4),
+        "evaluation": EvaluationConfig(prompts=16, every=1),
+    }
+)
+"""Every batch has two optimiser steps, and the evaluation of the version before it runs beside it."""
+
 Disturbance = Callable[[Fleet], None]
 
 
-def trained_by(folder: Path, disturbances: Sequence[Disturbance]) -> tuple[dict[int, str], str]:
+def trained_by(
+    folder: Path, disturbances: Sequence[Disturbance], config: EngineConfig = CONFIG
+) -> tuple[dict[int, str], str]:
     """Run with a disturbance at every other batch. Return the manifests by batch and the final weights' digest."""
-    fleet = NurseryFleet(folder, CONFIG)
+    return watched(folder, disturbances, config)[:2]
+
+
+def watched(
+    folder: Path, disturbances: Sequence[Disturbance], config: EngineConfig
+) -> tuple[dict[int, str], str, dict[int, float]]:
+    """Do as `trained_by`, and return the evaluated rewards by version, too."""
+    fleet = NurseryFleet(folder, config)
     try:
         for node in ("trainer", "spot-0", "spot-1"):
             fleet.start(node)
@@ -52,7 +69,11 @@ def trained_by(folder: Path, disturbances: Sequence[Disturbance]) -> tuple[dict[
         newest = CheckpointStore(f"file://{folder}/store").newest()
         assert newest is not None
         assert newest.iteration == ITERATIONS
-        return fleet.manifests(), fleet.events("checkpoint_saved")[-1].digest
+        rewards: dict[int, float] = {}
+        for event in fleet.events("evaluated"):
+            # A trainer that died may have reported a version; its successor then reports the same figure again.
+            assert rewards.setdefault(event.iteration, event.metrics["reward"]) == event.metrics["reward"]
+        return fleet.manifests(), fleet.events("checkpoint_saved")[-1].digest, rewards
     finally:
         fleet.close()
 
@@ -108,6 +129,24 @@ def test_losing_every_process_in_turn_keeps_batches_and_weights(
         agent("spot-1", number),
     ]
     assert trained_by(tmp_path, in_turn) == undisturbed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["SIGKILL", "SIGSTOP"])
+def test_losses_beside_an_evaluation_change_no_batch_no_weight_and_no_score(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    """DiffusionNFT, with an old policy between the two steps of a batch, and an evaluation beside every batch."""
+    in_turn = [
+        process("trainer", "coordinator", number),
+        process("trainer", "trainer", number),
+        process("spot-0", "worker-0", number),
+        process("trainer", "trainer", number),
+        whole_node("spot-0", number, noticed=False),
+    ]
+    calm = watched(tmp_path / "calm", [], BESIDE)
+    assert watched(tmp_path / "disturbed", in_turn, BESIDE) == calm
+    assert sorted(calm[2]) == list(range(ITERATIONS + 1))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,18 @@ import pytest
 
 from engine.prompts import held_out_digits, prompt_source
 from tests.benchmarks.algorithm_runs import CAP, Arm, Run, Tuning, config_of, crossing, from_json, passes_of, to_json
-from tests.benchmarks.algorithms import ARMS, TRIED, iterations_to_target, passes_to_target, ratio
+from tests.benchmarks.algorithms import (
+    ARMS,
+    SETTINGS,
+    TRIED,
+    chosen,
+    guard,
+    iterations_to_target,
+    largest_difference,
+    orders,
+    passes_to_target,
+    ratio,
+)
 
 RUN = Run(
     arm="diffusion-nft",
@@ -17,10 +28,7 @@ RUN = Run(
     curve={0: 0.5, 3: 0.7, 6: 0.8, 9: 0.7},
     passes=[100] * 9,
     explored=[0] * 9,
-    readers={"reward": 0.8},
-    drift=0.1,
-    border=0.1,
-    diversity=0.4,
+    quality={"readers": {"reward": 0.8}, "drift": 0.1, "border": 0.1, "diversity": 0.4},
     seconds=1.0,
     where={},
 )
@@ -72,3 +80,33 @@ def test_every_algorithm_was_tuned_with_equal_effort_and_every_arm_is_a_job():
     assert len({len(tried) for tried in TRIED.values()}) == 1
     for arm in ARMS.values():
         assert config_of(arm, 101, CAP).iterations == CAP
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_settings_are_the_best_of_those_that_were_tried(name):
+    assert SETTINGS[name] == chosen(name)
+
+
+def test_runs_are_compared_where_both_were_evaluated():
+    assert largest_difference(RUN, replace(RUN, curve={0: 0.5, 6: 0.7, 12: 0.1})) == pytest.approx(0.1)
+
+
+def test_quality_is_compared_at_the_target():
+    def at_target(**values):
+        return replace(RUN, at_target={"exact_match": 0.8, "drift": 0.1, "border": 0.2, "diversity": 0.4, **values})
+
+    found = guard({"flow-grpo": [at_target()], "diffusion-nft": [at_target(drift=0.2), at_target(drift=0.1), RUN]})
+    assert found["diffusion-nft"]["drift_ratio"] == pytest.approx(1.5)
+    assert found["diffusion-nft"]["diversity_ratio"] == pytest.approx(1.0)
+    assert found["diffusion-nft"]["seeds"] == 2
+
+
+def test_every_reader_orders_the_algorithms():
+    def read(reward, tesseract):
+        return [replace(RUN, quality={"readers": {"reward": reward, "tesseract": tesseract}})]
+
+    runs = {"flow-grpo": read(0.5, 0.5), "grpo-guard": read(0.6, 0.4), "diffusion-nft": read(0.9, 0.9)}
+    assert orders(runs) == {
+        "reward": ["diffusion-nft", "grpo-guard", "flow-grpo"],
+        "tesseract": ["diffusion-nft", "flow-grpo", "grpo-guard"],
+    }
