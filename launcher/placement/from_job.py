@@ -45,6 +45,8 @@ def recipe_of(job: Job) -> Recipe:
     """Return the timed recipe that matches the job, or an untimed recipe, marked as a guess."""
     budget = job.exploration.budget
     max_candidates = budget.candidates if isinstance(budget, CandidateBudget) else budget.max_candidates
+    algorithm = job.algorithm.name
+    assert algorithm != "auto", "EngineConfig replaces auto by the recommended algorithm"
     if is_timed(job):
         recipe = qwen_image_512(
             iterations=job.iterations,
@@ -53,6 +55,7 @@ def recipe_of(job: Job) -> Recipe:
             explores=job.exploration.mode == "stale",
             max_candidates=max_candidates,
             lora_rank=job.model.lora_rank if job.model.weights == "lora" else None,
+            algorithm=algorithm,
         )
     else:
         recipe = untimed(
@@ -62,6 +65,7 @@ def recipe_of(job: Job) -> Recipe:
             images_per_prompt=job.algorithm.images_per_prompt,
             explores=job.exploration.mode == "stale",
             max_candidates=max_candidates,
+            algorithm=algorithm,
         )
     if job.exploration.mode == "in-path":
         unplanned = "exploration in-path is not in the figures: neither what it costs, nor what it saves"

@@ -1,20 +1,29 @@
 """Recipes with known iteration times: facts about a job that a plan knows before the run. Figures, no decisions."""
 
+from collections.abc import Mapping
+
+from engine.algorithm_config import AlgorithmName
 from engine.exploration.value import ASSUMED_RHO, IterationCost
 from launcher.market.estimate import Basis, Estimate
 from launcher.placement.iteration_time import Recipe
 
-GAIN_EXPONENT = Estimate(
-    mean=0.5,
-    low=0.0,
-    high=1.0,
-    basis=Basis.ASSUMED,
-    source=(
-        "assumed: iterations fall with the standard deviation of the trained rewards; 0 is no use, 1 is with their "
-        "variance. Measured on digits-ocr: x1.38 fewer (x.83 to x2.29 over 5 seeds) where 8 of 20 are kept, which is "
-        "an exponent of .7 at rho .7 (tests/benchmarks/results/exploration.md)"
+
+def _exponent(mean: float, high: float, measured: str) -> Estimate:
+    source = (
+        "assumed: iterations fall with a power of the trained rewards' variance; 0 is no use. Measured on digits-ocr, "
+        f"candidates of old weights, 4 of 12 kept: {measured} (tests/benchmarks/results/algorithms.md)"
+    )
+    return Estimate(mean=mean, low=0.0, high=high, basis=Basis.ASSUMED, source=source)
+
+
+GAIN_EXPONENTS: Mapping[AlgorithmName, Estimate] = {
+    "flow-grpo": _exponent(
+        0.5, 1.0, "x1.76 fewer (1.57 to 1.98), an exponent of 1.05 at rho .7; x1.38 where 8 of 20 are kept, .7"
     ),
-)
+    "grpo-guard": _exponent(0.5, 1.0, "x1.55 fewer (1.42 to 1.71), an exponent of .82 at rho .7"),
+    "diffusion-nft": _exponent(0.26, 0.4, "x1.15 fewer (1.09 to 1.22), an exponent of .26 at rho .7"),
+}
+"""What exploration saves, by algorithm. DiffusionNFT gains least."""
 
 QWEN_LORA_BYTES_PER_RANK = 380_000_000 // 64
 """Bytes per rank of a LoRA on Qwen-Image's attention projections; rank 64 has 189 M parameters (research notes
@@ -31,6 +40,7 @@ def qwen_image_512(
     explores: bool = True,
     max_candidates: int | None = None,
     lora_rank: int | None = 64,
+    algorithm: AlgorithmName = "flow-grpo",
 ) -> Recipe:
     """Return the recipe of GRPO on Qwen-Image at 512 px with LoRA and a judge's reward (papers 4.2).
 
@@ -61,7 +71,7 @@ def qwen_image_512(
         ),
         explores=explores,
         rho=ASSUMED_RHO,
-        gain_exponent=GAIN_EXPONENT,
+        gain_exponent=GAIN_EXPONENTS[algorithm],
         copy_bytes=QWEN_BYTES if lora_rank is None else QWEN_LORA_BYTES_PER_RANK * lora_rank,
         measured_on="4 H800",
         source="verl-omni's documentation: 107 s of generation in a step of 360 s (research notes papers 4.2, 6.2)",
@@ -78,7 +88,14 @@ UNTIMED_SECONDS = 60.0
 
 
 def untimed(
-    *, model: str, iterations: int, prompts: int, images_per_prompt: int, explores: bool, max_candidates: int | None
+    *,
+    model: str,
+    iterations: int,
+    prompts: int,
+    images_per_prompt: int,
+    explores: bool,
+    max_candidates: int | None,
+    algorithm: AlgorithmName = "flow-grpo",
 ) -> Recipe:
     """Return the recipe of a job without timings on cloud GPUs: a minute an iteration, half of it generation.
 
@@ -104,7 +121,7 @@ def untimed(
         ),
         explores=explores,
         rho=ASSUMED_RHO,
-        gain_exponent=GAIN_EXPONENT,
+        gain_exponent=GAIN_EXPONENTS[algorithm],
         copy_bytes=0,
         measured_on="nothing: a guess",
         source=f"a guess: {UNTIMED_SECONDS:.0f} s an iteration on one GPU",

@@ -20,7 +20,7 @@ from launcher.placement.iteration_time import (
     iteration_seconds,
     iterations_share,
 )
-from launcher.placement.recipes import QWEN_BYTES, qwen_image_512
+from launcher.placement.recipes import GAIN_EXPONENTS, QWEN_BYTES, qwen_image_512
 from launcher.placement.value import (
     COOL_MOST_MS,
     NodeTerms,
@@ -375,9 +375,18 @@ def test_a_job_may_insist_on_rollout_nodes():
     )
 
 
+def test_exploration_saves_less_with_diffusion_nft():
+    by_name = {
+        name: recipe_of(Job(**QWEN | {"algorithm": {"name": name}})).gain_exponent
+        for name in ("flow-grpo", "grpo-guard", "diffusion-nft", "auto")
+    }
+    assert by_name["diffusion-nft"].mean < by_name["grpo-guard"].mean
+    assert by_name["auto"] == by_name["diffusion-nft"]
+
+
 def test_every_assumption_of_a_recipe_is_named():
     recipe = qwen_image_512()
-    for estimate in (recipe.iterations, recipe.gain_exponent):
+    for estimate in (recipe.iterations, recipe.gain_exponent, *GAIN_EXPONENTS.values()):
         assert isinstance(estimate, Estimate)
         assert estimate.basis is Basis.ASSUMED
         assert "assumed" in estimate.source or "half and twice" in estimate.source
