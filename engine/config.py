@@ -139,7 +139,7 @@ class ProfileConfig(Strict):
     name: str = "full"
     """Name of the profile in events and reports."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Number format. bfloat16 ranks seeds nearly as well as float32 (research notes overlap 1), and is faster on GPUs. A
+    """Number format. bfloat16 ranks seeds nearly as well as float32 (research notes overlap 1). On GPUs it is faster; a
     CPU without bfloat16 instructions takes five times as long."""
     shape: Positive = 48
     """Images per forward pass of an exploring worker."""
