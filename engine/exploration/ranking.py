@@ -1,4 +1,4 @@
-"""The ranking monitor: measure how well stale rewards predict the seeds that differ under the new weights.
+"""The ranking monitor: measure how closely stale and fresh rewards agree, and pause exploration if it gains little.
 
 Exploration keeps the seeds whose *stale* rewards (weights v) differ most, and trains the kept seeds with *fresh*
 rewards (v + 1). The correlation among the trained seeds alone is biased, because extremes were selected (range
@@ -87,7 +87,10 @@ class RankingRules:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankingReport:
-    """Quality of the stale ranking within prompts, and the gain of selecting by stale rewards. None: not known yet."""
+    """Quality of the ranking of a prompt's seeds by stale rewards, and the gain in variance from that selection.
+
+    A figure that is not known yet is None.
+    """
 
     spearman: float | None
     kendall: float | None
@@ -98,9 +101,9 @@ class RankingReport:
     """True if corrected for range restriction. False: the correlations of the trained seeds alone, mostly too high."""
     batches: int
     prompts: int
-    """Different prompts with a difference on both sides."""
+    """Distinct prompts whose stale rewards differ and whose fresh rewards differ."""
     left_out: int
-    """Visits of prompts with equal known rewards on a side."""
+    """Visits left out, because their known stale rewards or their known fresh rewards are all equal."""
     pairs: int
     """Seeds with a stale and a fresh reward."""
     selection_gain: float | None
@@ -122,7 +125,7 @@ class RankingReport:
 
 
 class RankingMonitor:
-    """Measures the stale ranking and decides which batches explore. The state is part of the checkpoint."""
+    """Measures the ranking by stale rewards, and selects the batches that explore. Its state is in the checkpoint."""
 
     def __init__(self, rules: RankingRules = RankingRules()) -> None:
         self.rules = rules
@@ -150,7 +153,8 @@ class RankingMonitor:
         """Record the candidates of an explored batch and the fresh rewards of its trained seeds.
 
         A repeated batch replaces its earlier record. A batch without unselected candidates made no choice and is not
-        recorded. `version`, `sampler`: of the fresh rollouts; the batch's control results must have the same.
+        recorded. `version`, `sampler`: the weight version and the sampler of the fresh rollouts. Control results of the
+        batch with another version or sampler are refused.
         """
         if self._off is not None and batch >= self._off.stop:
             # Measurements from before the pause are outdated: the new trial decides alone.
@@ -270,9 +274,10 @@ class RankingMonitor:
 
 
 class Sums(NamedTuple):
-    """The sums behind the figures: over seeds, pairs and triples, of a prompt or of many; each an [...] array.
+    """The sums from which the figures are computed, over the seeds, pairs and triples of one prompt or of many prompts.
 
-    Sums of ranks and pairs are divided to give every candidate equal weight. Variances have a term per visit.
+    Each field is an array of the same shape, written [...] below. Sums of ranks and pairs are divided by the number of
+    candidates, or its square, to give every candidate equal weight. Variances are summed over visits.
     """
 
     agreement: Array
@@ -290,7 +295,8 @@ class Sums(NamedTuple):
     stale_all: Array
     fresh_kept: Array
     fresh_all: Array
-    """Sample variances, of the selected and of all candidates: a random choice has the same expectation as all."""
+    """Sample variances of the selected candidates (`_kept`) and of all candidates (`_all`). For a random selection,
+    both have the same expectation."""
     pairs: Array
     """Seeds with both rewards."""
 
@@ -330,10 +336,12 @@ class KnownVisit:
         return replace(self, control=dict(sorted({**self.control, **finite}.items())))
 
     def sums(self, weights: Array | None) -> Array | None:
-        """Return [12] as in `Sums`, or None if the known rewards are all equal on a side.
+        """Return the 12 fields of `Sums`, [12].
+
+        Return None if fewer than 2 seeds are selected, or if the known stale or the known fresh rewards are all equal.
 
         `weights` [4]: the number of sets of 0 to 3 unselected seeds represented by a set of controls (`set_weights`).
-        None: use the selected seeds alone, as if no other candidate existed.
+        Without `weights`, use the selected seeds alone, as if no other candidate existed.
         """
         control = self.control if weights is not None else {}
         among = self.stale if weights is not None else {seed: self.stale[seed] for seed in self.selected}
@@ -402,7 +410,11 @@ class ExploredBatch:
 
 
 def set_weights(unselected: int, control: int) -> Array:
-    """Return [4]: the number of sets of 0 to 3 unselected seeds per drawn set: 1 / the probability to draw the set."""
+    """Return the weights [4] of sets of 0, 1, 2 and 3 controls: 1 / the probability to draw a given set.
+
+    A weight is the number of sets of unselected seeds that one set of controls represents. The weight is 0 if there are
+    fewer controls than the set has.
+    """
     weights = [1.0]
     for drawn in range(3):
         weights.append(weights[-1] * (unselected - drawn) / (control - drawn) if drawn < control else 0.0)
@@ -410,9 +422,13 @@ def set_weights(unselected: int, control: int) -> Array:
 
 
 def squared_ranks(values: Array, is_control: NDArray[np.int_], weights: Array) -> float:
-    """Return the estimated sum of the squared centred mid-ranks: half of the pairs and triples that are not all equal.
+    """Estimate the sum over all candidates of the squared centred mid-ranks of their values.
 
-    values [known]; is_control [known], 0 or 1; weights [4] (`set_weights`).
+    The sum equals half the number of pairs and triples whose values are not all equal (see the module docstring).
+
+    values      [known]  stale or fresh rewards of the selected seeds and of the controls
+    is_control  [known]  1 for a control, 0 for a selected seed
+    weights     [4]      from `set_weights`
     """
 
     def sets(size: int, selected: int, control: int) -> float:
@@ -433,7 +449,7 @@ def squared_ranks(values: Array, is_control: NDArray[np.int_], weights: Array) -
 
 
 def spearman(sums: Sums) -> Array:
-    """Return the rank correlation within prompts, [...] as the sums.
+    """Return Spearman's rank correlation within prompts, in the shape of each field of `sums`.
 
     `spread` and `stale_ranks` are known exactly. The function estimates both from the same seeds as the compared sums:
     a prompt's random number of controls then cancels out, and a perfect ranking gives exactly 1.
@@ -443,17 +459,18 @@ def spearman(sums: Sums) -> Array:
 
 
 def kendall(sums: Sums) -> Array:
-    """Return Kendall's tau-b within prompts, [...] as the sums."""
+    """Return Kendall's tau-b within prompts, in the shape of each field of `sums`."""
     return np.asarray(np.clip(sums.concordance / np.sqrt(sums.stale_untied * sums.fresh_untied), -1, 1))
 
 
 def interval(of_prompts: Array) -> tuple[float, float]:
     """Return the 95 % interval of Spearman: a jackknife over prompts on Fisher's scale, with Student's quantile.
 
-    Simulated with normal rewards and an eighth as controls: from three batches of 12 prompts on, the interval contains
-    the truth in 92 to 95 of 100 cases; for a single batch, whose dozen controls are too few, in 85 to 91.
+    In simulations with normally distributed rewards and an eighth of the unselected seeds as controls, the interval
+    contains the true value in 92 to 95 of 100 cases for three or more batches of 12 prompts. For a single batch, the
+    interval contains the true value in 85 to 91 of 100 cases, because a dozen controls are too few.
 
-    of_prompts  [prompts, 12]  `Sums` of each
+    of_prompts  [prompts, 12]  the `Sums` of each prompt
     """
     prompts = len(of_prompts)
     if prompts < LEAST_PROMPTS:

@@ -108,13 +108,17 @@ def _ladder(times: Mapping[int, int]) -> tuple[tuple[int, int], ...]:
 
 
 def spread(jobs: Sequence[tuple[int, str]], gpus: int, table: Table) -> tuple[int, tuple[int, ...]] | None:
-    """Return the degrees at which these requests, all run at once, end soonest.
+    """Choose the SP degree of each request so that the last request ends as early as possible.
 
-    jobs     (steps left, request class)
-    returns  the end of the last request in microseconds, and each job's degree; None: too few GPUs for all jobs
+    All requests run at once.
 
-    Exact: for any given end, each job needs at least the smallest degree that meets the end, and only a higher degree
-    of the job with the latest end can bring the end forward.
+    jobs     one (steps left, request class) per request
+    gpus     number of GPUs that the requests share
+    returns  microseconds until the last request ends, and the degree of each request; None: too few GPUs for all
+
+    The result is the exact optimum. Every request starts at the smallest degree of its class. Only a higher degree of
+    the request that ends last can make the end earlier, so the function raises that degree until GPUs or degrees run
+    out.
     """
     ladders = [table.ladders[request_class] for _, request_class in jobs]
     rungs = [0] * len(jobs)

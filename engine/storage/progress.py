@@ -11,7 +11,11 @@ from engine.events import Progress, ProgressEvent
 
 
 class ProgressLog:
-    """Writer of one source's events. Numbering continues from the file's last number, so no number is issued twice."""
+    """Writer of the progress file of one source: the trainer or the coordinator.
+
+    Events are numbered per lineage. After a restart, the numbers continue from the last number in the file, so no
+    number is issued twice.
+    """
 
     def __init__(self, path: Path, *, run: str, source: str, clock: Clock) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

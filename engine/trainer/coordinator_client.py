@@ -2,7 +2,7 @@
 
 Every order carries the boot number of the trainer's process and a sequence number. The coordinator refuses an order
 that arrives after a later one, so a repeated or delayed order of a dead trainer changes nothing. Every call carries the
-usage since the call before.
+usage since the previous call.
 """
 
 import itertools
@@ -55,7 +55,7 @@ A = TypeVar("A")
 
 
 class CoordinatorClient:
-    """Typed calls over the trainer's transport. Raises what the transport raises."""
+    """Typed calls to the coordinator over the trainer's transport. Raises the errors of the transport."""
 
     def __init__(self, transport: Transport, node: str, workers_of_node: int, usage: Usage) -> None:
         self.transport = transport
@@ -70,7 +70,7 @@ class CoordinatorClient:
         live."""
 
     def peek(self) -> Known:
-        """Return what the coordinator knows of the run."""
+        """Return the coordinator's lineage, and the newest published weight version or None."""
         return self._ask(Peek(), Known)
 
     def begin_lineage(self, lineage: int) -> None:
@@ -86,7 +86,7 @@ class CoordinatorClient:
         shape: int,
         images: int = 0,
     ) -> None:
-        """Put requests into the queue. `images`: the number of first results whose images come back too."""
+        """Put requests into the queue. `images`: the first so many requests also return their images."""
         if not requests:
             return
         task = Task(
@@ -117,7 +117,11 @@ class CoordinatorClient:
         self._order(Stop(reason=reason))
 
     def collect(self, kind: Kind, batch: int, have: int, *, wait: bool, poisoned: int = 0) -> Collected:
-        """Return results of a batch after the first `have`. Raises Stopped or Unhealthy: no wait outlives the run."""
+        """Return the results of a batch after the first `have` results. `wait`: wait for a new result.
+
+        Raises Stopped when the run has been ordered to stop. Raises Unhealthy if a request to train or evaluate is
+        poisoned.
+        """
         call = Collect(kind=kind, batch=batch, have=have, poisoned=poisoned)
         answer, blobs = self._call(call, wait=wait)
         found = _expect(answer, Results)
@@ -136,7 +140,7 @@ class CoordinatorClient:
         )
 
     def _order(self, order: Order) -> None:
-        """Give a numbered order. A late order of a replaced trainer changes nothing."""
+        """Send a numbered order. A late order of a replaced trainer changes nothing."""
         answer, _ = self._call(self._numbered(order))
         if not isinstance(answer, Done | Late):
             raise TypeError(f"the coordinator answered {answer}")

@@ -105,9 +105,10 @@ def ask_engine(checked: CheckedJob, start: Path | None = None) -> dict[str, Any]
 
 
 def _last_json(output: str) -> dict[str, Any] | None:
-    """Return the last line as JSON, because a reward may print before the answer.
+    """Return the JSON object in the last line of the engine's output.
 
-    None if the line is no JSON object.
+    None: the output is empty, or the last line is not a JSON object. Earlier lines are ignored, because the user's
+    reward may print.
     """
     try:
         answer = json.loads(output.strip().splitlines()[-1])

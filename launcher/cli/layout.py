@@ -1,7 +1,9 @@
-"""Plain text for 80 columns: sentences are wrapped, and the columns of tables are as wide as their cells.
+"""Format plain text: sentences and tables.
 
-No line ends in blanks, and no cell is cut: a cut name cannot be copied. A row that is wider than the terminal goes on
-in an indented line.
+Sentences are wrapped at 80 characters, or at the terminal's width if they are in a table. Any other column of a table
+is as wide as its longest cell. Cells are never cut, because the user cannot copy a cut name. A row that is wider than
+the terminal continues in indented lines. Without a terminal, a row without sentences is one line. No line ends in
+blanks.
 """
 
 import textwrap
@@ -13,16 +15,16 @@ from rich.console import Console
 from launcher.harmless import harmless
 
 COLUMNS = 80
-"""Default width of a terminal, and the width of most logs."""
+"""Default width of a terminal, and the width of most logs, in characters."""
 
 HANGING = 4
-"""Extra indent, in columns, of the second and later lines of a sentence or of a row."""
+"""Extra indent, in characters, of the second and later lines of a sentence or of a row."""
 
 GAP = "  "
 """Blanks between two columns."""
 
 NARROWEST_SENTENCE = 24
-"""Smallest width of a column of sentences, in columns. A narrower terminal breaks the lines itself."""
+"""Smallest width of a column of sentences, in characters. A narrower terminal breaks the lines itself."""
 
 
 def fitted(lines: Iterable[str]) -> Iterator[str]:
@@ -50,7 +52,8 @@ def table_rows(
 ) -> Iterator[list[str]]:
     """Return the lines of each row, starting with the heading. `numbers`: headings of the columns of numbers.
 
-    `width`: a wider row goes on in indented lines. None: each row is one line, so a program can read the table.
+    `width`: a row wider than this many characters continues in indented lines. None: each row is one line, so a
+    program can read the table.
     """
     aligned = list(_aligned(rows, {place for place, name in enumerate(rows[0]) if name in numbers}))
     parts = _parts([len(cell) for cell in aligned[0]], width)
@@ -60,7 +63,11 @@ def table_rows(
 
 
 def sentence_rows(rows: Sequence[Sequence[str]], width: int) -> Iterator[list[str]]:
-    """Return the lines of each row, starting with the heading. The last column holds sentences, and is wrapped."""
+    """Return the lines of each row, starting with the heading.
+
+    The last column holds sentences. They are wrapped so that a line has at most `width` characters, but the
+    column is never narrower than `NARROWEST_SENTENCE`.
+    """
     names = [GAP.join([*cells, ""]) for cells in _aligned([row[:-1] for row in rows], ())]
     indent = len(names[0])
     for name, row in zip(names, rows, strict=True):
@@ -73,8 +80,8 @@ def sentence_rows(rows: Sequence[Sequence[str]], width: int) -> Iterator[list[st
 def print_table(rows: Sequence[Sequence[str]], *, numbers: Container[str] = (), sentences: bool = False) -> None:
     """Print a table, starting with the heading, as wide as the terminal. `numbers`: headings of columns of numbers.
 
-    `sentences`: the last column holds sentences. Without a terminal, sentences are wrapped at 80 columns, and each row
-    of any other table is one line.
+    `sentences`: the last column holds sentences. Without a terminal, sentences are wrapped at 80 characters, and each
+    row of any other table is one line.
     """
     console = Console(markup=False, emoji=False, highlight=False)
     width = console.width if console.is_terminal else None
@@ -90,7 +97,7 @@ def print_table(rows: Sequence[Sequence[str]], *, numbers: Container[str] = (), 
 
 
 def print_text(lines: Iterable[str]) -> None:
-    """Print sentences, wrapped at 80 columns."""
+    """Print sentences, wrapped at 80 characters."""
     for line in fitted(lines):
         click.echo(line)
 
@@ -106,7 +113,10 @@ def _aligned(rows: Sequence[Sequence[str]], numbers: Container[int]) -> Iterator
 
 
 def _parts(widths: Sequence[int], width: int | None) -> list[slice]:
-    """Return the columns of each line of a row, as many as fit. A column wider than the line stands alone."""
+    """Divide the columns of a row into lines of at most `width` characters. None: all columns are in one line.
+
+    A column wider than a line gets its own line.
+    """
     starts, used = [0], widths[0]
     for number, more in enumerate(widths[1:], 1):
         used += len(GAP) + more

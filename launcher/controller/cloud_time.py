@@ -1,7 +1,8 @@
-"""Compare clocks with the clouds: a controller with a wrong clock meters wrong amounts, and therefore buys nothing.
+"""Compare this machine's clock and the run's clock with the clouds' clocks.
 
-Every answer of a cloud has a date. The date is compared with this machine's clock, and with the clock that meters the
-run's money, at the start and every few minutes.
+A wrong clock makes the controller meter wrong amounts, so nothing is bought while a clock is wrong. Every answer of a
+cloud has a date. The date is compared with this machine's clock, and with the run's clock, which meters the run's
+money. The comparison runs at the start and every few minutes.
 """
 
 import logging
@@ -34,16 +35,23 @@ def wall_ms() -> int:
 
 
 class CloudTime:
-    """The clouds' time beside this machine's. `doubt` is None while clocks agree, or before the first answer."""
+    """Differences between the clouds' clocks and this machine's clock, measured at each query.
+
+    `doubt`: the reason not to trust a clock. None while the clocks agree, or before the first answer.
+    """
 
     def __init__(self, clouds: Mapping[str, TellsTime], wall_ms: Callable[[], int] = wall_ms) -> None:
         self._clouds, self._wall_ms = clouds, wall_ms
         self._off: dict[str, int] = {}
-        """By cloud: the cloud's time minus this machine's, in milliseconds."""
+        """By cloud: the cloud's time minus this machine's time, in milliseconds."""
         self.doubt: Doubt | None = None
 
     def ask(self, clock: Clock | None = None) -> None:
-        """Query every cloud, and compare with this machine's clock and with `clock`, the run's."""
+        """Query the time of every cloud, compare this machine's clock and the run's clock with it, and update `doubt`.
+
+        `clock`: the run's clock. None: only this machine's clock is compared. For a cloud that does not answer, the
+        last measured difference is used.
+        """
         for name, cloud in self._clouds.items():
             try:
                 cloud_ms = cloud.clock_ms()
@@ -56,12 +64,15 @@ class CloudTime:
             log.warning("%s", self.doubt.text)
 
     def now_ms(self) -> int:
-        """Return the time of the first cloud that answered; this machine's time before any answer."""
+        """Return the current time (UTC milliseconds), corrected by the first cloud that answered.
+
+        Return this machine's time if no cloud has answered yet, or if the difference is at most `MOST_OFF_MS`.
+        """
         off_ms = next(iter(self._off.values()), 0)
         return self._wall_ms() + (off_ms if abs(off_ms) > MOST_OFF_MS else 0)
 
     def keep(self, clock: Clock, ended: threading.Event) -> None:
-        """Query again and again, in a background thread, until the run has `ended`."""
+        """Repeat `ask` in a background thread until `ended` is set."""
         threading.Thread(target=self._keep, args=(clock, ended), name="cloud time", daemon=True).start()
 
     def _keep(self, clock: Clock, ended: threading.Event) -> None:

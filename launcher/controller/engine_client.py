@@ -44,7 +44,10 @@ class EngineClient:
         self._trainer = max(live, key=lambda node: node.generation).name if live else None
 
     def stop(self, reason: str) -> None:
-        """Order the run to stop. An engine that does not answer gets the order in the next pass."""
+        """Order the engine to stop the run. If the engine does not answer, the order is lost.
+
+        The controller repeats the order in every pass while it waits for the engine to stop.
+        """
         self._post("stop", {"reason": reason})
 
     def send_capacity(self, nodes: Sequence[NodeRecord], cloud: Mapping[str, NodeFact]) -> None:

@@ -14,7 +14,7 @@ class Base(DeclarativeBase):
 
 
 class Run(Base):
-    """A run, made by one `spotrl launch`. The request never changes; the state of the run is in `run_status`."""
+    """A run, created by one `spotrl launch`. The row never changes. The run's status is in `run_status`."""
 
     __tablename__ = "run"
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -206,12 +206,10 @@ class ProgressRow(Base):
 
 
 class PriceRow(Base):
-    """A price reported by a cloud (launcher/market/prices.py).
+    """A price reported by a cloud (launcher/market/prices.py). All times are wall time.
 
-    Wall time. The same price reported again is the same row.
-
-    Only `last_seen_ms` changes, and only forward: the fact that a price still holds is worth knowing, but not worth a
-    row per poll. The unique constraint is also the index for reading the price history of a zone.
+    A query that returns a known price adds no row, but raises `last_seen_ms` of the price's row. No other column ever
+    changes. The unique constraint is also the index for reading the price history of a zone.
     """
 
     __tablename__ = "price_point"
@@ -249,7 +247,7 @@ class PriceRow(Base):
 
 
 class CapacityAdviceRow(Base):
-    """A cloud's estimate of its spot capacity in one zone (launcher/market/prices.py). Wall time."""
+    """A cloud's estimate of its spot capacity in one zone (launcher/market/prices.py). All times are wall time."""
 
     __tablename__ = "capacity_advice"
     __table_args__ = (

@@ -1,4 +1,4 @@
-"""Errors without a plan: the limits that are broken, and the limits that would fit."""
+"""Error texts for a job that no plan fits. The texts name the broken limits, and limits that a plan would meet."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,7 +10,12 @@ from launcher.placement.search import cheapest_choice
 
 
 def broken_limits(needs: CloudRequirements, listed: int, micro_usd: int, ms: int) -> str | None:
-    """Describe for people the limits that the figures break; None if none is broken."""
+    """Return a text that names every limit of the job that a plan breaks, or None if the plan keeps all limits.
+
+    listed     the plan's rate with every node running, in micro-dollars per hour
+    micro_usd  the plan's expected cost in micro-dollars
+    ms         the plan's expected duration in milliseconds
+    """
     limits = []
     if needs.max_hourly_micro_usd is not None and listed > needs.max_hourly_micro_usd:
         limits.append(f"{hourly(listed)} is above max_hourly {hourly(needs.max_hourly_micro_usd)}")
@@ -22,7 +27,12 @@ def broken_limits(needs: CloudRequirements, listed: int, micro_usd: int, ms: int
 
 
 def too_tight(needs: CloudRequirements, sites: Sequence[Site]) -> str:
-    """Describe the cheapest plan with each limit lifted alone, and with all limits lifted."""
+    """Return the error text for a job whose limits no plan keeps.
+
+    The text describes the cheapest plan without limits and the limits that this plan breaks. For each limit that is
+    enough to raise alone, the text gives the value needed. If no site has enough nodes even without limits, the text
+    says that instead.
+    """
     caps = Caps.of(needs)
     lifted = {
         "--max-hourly": replace(caps, max_hourly_micro_usd=None),

@@ -144,7 +144,11 @@ def plan_local(job: Job, offers: Sequence[Offer]) -> Plan:
 def _slots_in(
     region: tuple[str, str], trainer: NodeResources, rollout: NodeResources, market: Market, offers: Sequence[Offer]
 ) -> tuple[Slot, ...] | None:
-    """Return the slots of a cluster in this region; None if the region lacks a part of the cluster."""
+    """Return the slots of the cheapest cluster in this region.
+
+    None: the region has no fitting offer for the trainer, or none for the rollout nodes. An offer for rollout nodes
+    counts only if the region also sells the instance type on demand, because a slot records the on-demand price.
+    """
     here = [offer for offer in offers if (offer.cloud, offer.region) == region]
     trainer_offers = _fitting(trainer, Market.ON_DEMAND, here)
     if not trainer_offers:
@@ -163,9 +167,10 @@ def _slots_in(
 
 
 def _spread(offers: Sequence[Offer], count: int) -> list[Offer]:
-    """Return `count` offers, the two cheapest zones in turn. At most half of the nodes, rounded up, are in one zone.
+    """Return `count` offers that alternate between the two cheapest zones. `offers`: cheapest first.
 
-    Two zones are enough for the limit, and a third is dearer.
+    At most half of the nodes, rounded up, are then in one zone. A third zone would only cost more. If only one zone has
+    an offer, all nodes are in that zone.
     """
     cheapest: dict[str, Offer] = {}
     for offer in offers:

@@ -105,7 +105,7 @@ def recorded_clouds(runs: Path) -> set[str]:
 
 
 def _started_ms(pids: Sequence[int]) -> int:
-    """Return the start of the oldest process (UTC milliseconds)."""
+    """Return the start of the oldest process (UTC milliseconds), or the current time if no process is left."""
     starts = []
     for pid in pids:
         try:

@@ -19,7 +19,7 @@ FRESH_SECONDS = 10.0
 class RegionInventory:
     """The last inventory of a region.
 
-    `at`: time of the last answer; `trouble`: reason for missing answers since then.
+    `at`: time of the last successful read. `trouble`: error of the last read; empty if the read succeeded.
     """
 
     instances: tuple[Instance, ...] = ()
@@ -40,7 +40,7 @@ class CloudInventory:
     _known: dict[tuple[str, str], RegionInventory] = field(default_factory=dict)
 
     def look_at(self, cloud: str, region: str) -> None:
-        """Read the inventory of the region."""
+        """Read the inventory of the region and remember the result. Raises Failure if the cloud does not answer."""
         observed = self._known.setdefault((cloud, region), RegionInventory())
         try:
             instances = tuple(self.instances_in(cloud, region))
@@ -64,7 +64,11 @@ class CloudInventory:
         return [one for one in found if one.owner in ("", self.around.purchases.owners[cloud])]
 
     def search(self, node: CloudNode) -> tuple[str, str] | None:
-        """Search every region of the run for the VM of a requested node without a recorded region."""
+        """Read every region of the run to find the VM of a requested node. Record the VM if one is found.
+
+        Called for a node without a recorded region. Returns the node's region, or None if the region is still not
+        known.
+        """
         files = node.files
         if any((files.is_begun("want"), files.is_begun("spec"), files.is_begun("launch"), files.is_begun("machine"))):
             found = [one for region in self.around.purchases.regions for one in self.instances_in(*region)]
@@ -90,7 +94,10 @@ class CloudInventory:
         )
 
     def find_instance(self, node: CloudNode) -> None:
-        """Record the VM of a node by its label, if no file says where the node is."""
+        """Record the VM that carries the node's name, if the node has no recorded region.
+
+        Only the last inventories are searched. Nothing is recorded if no inventory has the VM.
+        """
         if node.region is None:
             known = newest_of([instance for observed in self.all_known() for instance in observed.instances], node.name)
             if known is not None:

@@ -6,8 +6,8 @@
 
     any of these -> ending -> ended -> cleared     released, refused, failed, lost, or reported gone by the cloud
 
-The phase is not stored. `phase_of` derives the phase from the files, which are whole after a crash, so any process may
-continue the work, also with files of a version without phases.
+The phase is not stored. `phase_of` derives the phase from the node's files. A crash leaves no half-written file, so any
+process can continue the work. Files of an older version, which had no phases, work too.
 """
 
 from enum import StrEnum
@@ -16,7 +16,7 @@ from launcher.provision.sky.cloud_node import CloudNode
 
 
 class Phase(StrEnum):
-    """The part of a node's life that determines the next step."""
+    """Progress of a node between its request and its cleanup. The provisioner chooses its next action by the phase."""
 
     UNFINISHED = "unfinished"
     """The request was interrupted before `spec.json`. A repeated request completes the files."""
@@ -25,7 +25,7 @@ class Phase(StrEnum):
     LAUNCHED = "launched"
     """The launch was sent to SkyPilot. The VM starts and is set up."""
     SET_UP = "set up"
-    """The VM can be logged in to. An agent runs, or is about to."""
+    """SSH login to the VM is possible. The agent runs, or is started next."""
     ENDING = "ending"
     """The VM and its disks are terminated."""
     ENDED = "ended"
@@ -35,7 +35,10 @@ class Phase(StrEnum):
 
 
 def phase_of(node: CloudNode) -> Phase:
-    """Return the node's phase. An end counts from its first sign on, even if the file cannot be read any more."""
+    """Return the node's phase.
+
+    Once a file orders or records the node's end, the phase is ENDING or later, even if the file cannot be read.
+    """
     if node.is_cleared():
         return Phase.CLEARED
     if node.files.has("ended"):
