@@ -97,7 +97,7 @@ PACED: Mapping[str, PacedArm] = {
 exploration on the same node and a spot node. A node is one core."""
 REPEATS = 3
 
-SPREAD = 0.09
+SPREAD = 0.02
 """Largest difference in exact match between the same run on two computers, and the limit for a run that is made again
 on a third. Rounding differs, and training amplifies it."""
 
