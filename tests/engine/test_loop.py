@@ -283,8 +283,9 @@ def test_the_averaged_old_policy_makes_the_rollouts(tmp_path):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_evaluation_beside_the_next_batch_has_the_figures_of_one_that_everybody_waits_for(tmp_path, workers):
     """Each evaluation uses the weights of its own version, although the trainer trains the next version meanwhile."""
-    waits = TINY.model_copy(update={"evaluation": TINY.evaluation.model_copy(update={"wait": True, "every": 1})})
-    beside = TINY.model_copy(update={"evaluation": TINY.evaluation.model_copy(update={"every": 1})})
+    plain = TINY.model_copy(update={"exploration": ExplorationConfig(mode="none")})
+    waits = plain.model_copy(update={"evaluation": TINY.evaluation.model_copy(update={"wait": True, "every": 1})})
+    beside = plain.model_copy(update={"evaluation": TINY.evaluation.model_copy(update={"every": 1})})
     assert finish(waits, tmp_path / "waits", workers=workers).reason == "iterations"
     assert finish(beside, tmp_path / "beside", workers=workers).reason == "iterations"
     assert evaluated(tmp_path / "beside") == evaluated(tmp_path / "waits")
