@@ -205,7 +205,8 @@ def passes_of(config: EngineConfig, explored: int) -> int:
     trained = plan.steps if config.algorithm.name == "diffusion-nft" else len(plan.trained_steps)
     gradient = 4 if config.algorithm.name == "diffusion-nft" else 3  # the old policy's velocity is a pass more
     controls = round(max(0, explored - images) * config.exploration.random_fraction)
-    return (images + explored + controls) * plan.steps + images * trained * gradient
+    rolled_out = CANDIDATES if config.exploration.mode == "in-path" else images
+    return (rolled_out + explored + controls) * plan.steps + images * trained * gradient
 
 
 def quality_of(weights: Mapping[str, Tensor] | None, prompts: Sequence[str]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ import numpy as np
 
 from engine.events import Market
 from launcher.market.offers import read_catalog
-from launcher.market.quality import Quality
+from launcher.market.quality import USABLE
 from tests.benchmarks.algorithm_runs import (
     BUDGET,
     CANDIDATES,
@@ -301,7 +301,7 @@ def cheapest_dollars(market: Market) -> float:
     prices = [
         offer.micro_usd_per_hour
         for offer in read_catalog()
-        if (offer.accelerator, offer.gpus, offer.market, offer.quality) == ("L40S", 1, market, Quality.OK)
+        if (offer.accelerator, offer.gpus, offer.market) == ("L40S", 1, market) and offer.quality in USABLE
     ]
     return min(prices) / 1e6
 

@@ -59,11 +59,14 @@ def text(result: Mapping[str, Any], tried: Sequence[Tried], processors: Sequence
     """Return the page's text below the table. `result`: the JSON figures. `processors`: of the table's runs."""
 
     def shown(found: Mapping[str, float]) -> str:
-        return f"{found['mean']:.2f} ({found['low']:.2f} to {found['high']:.2f})"
+        if found.get("pairs") == 1:
+            return f"{found['mean']:.2f}, 1 seed"
+        return f"{found['mean']:.2f} ({found['low']:.2f} to {found['high']:.2f})" + seeds(found.get("pairs"))
 
-    ratios = "\n".join(
-        f"- {label}: {shown(result[key])}, {result[key]['pairs']} seeds" for key, label in RATIOS.items()
-    )
+    def seeds(count: float | None) -> str:
+        return "" if count is None else f", {count:g} seed{'s' if count > 1 else ''}"
+
+    ratios = "\n".join(f"- {label}: {shown(result[key])}" for key, label in RATIOS.items())
     whole, paid, quality = (result[key] for key in ("whole_over_plain_on_demand", "to_target", "quality_at_target"))
     costs = "\n".join(
         f"- {name}: {one['iterations']:.1f} iterations x {one['seconds_per_iteration']:.2f} s = "
@@ -73,7 +76,7 @@ def text(result: Mapping[str, Any], tried: Sequence[Tried], processors: Sequence
     guards = "\n".join(
         f"- {name}: exact match {one['exact_match']:.3f}, drift {one['drift']:.3f} ({one['drift_ratio']:.2f} of "
         f"flow-grpo's), dark border {one['border']:.3f} ({one['border_ratio']:.2f}), diversity {one['diversity']:.3f} "
-        f"({one['diversity_ratio']:.2f}); {one['seeds']} seeds"
+        f"({one['diversity_ratio']:.2f}){seeds(one['seeds'])}"
         for name, one in quality.items()
     )
     agree = "; ".join(f"{reader}: {' > '.join(order)}" for reader, order in result["order_by_reader"].items())
@@ -105,7 +108,8 @@ Dollars: the cheapest L40S nodes of the shipped catalog; nothing was bought.
 
 ## Quality at the target
 
-The first evaluated weights that reach the target, in runs made again on another computer. {agree}.
+The first evaluated weights that reach the target, in runs made again on another computer.
+Order of the algorithms after {BUDGET} iterations in the table, by reader: {agree}.
 
 {guards}
 

@@ -65,6 +65,8 @@ def test_network_passes_count_rollouts_candidates_controls_and_gradients():
     assert passes_of(flow, explored=0) == 48 * 8 + 48 * 7 * 3
     assert passes_of(nft, explored=0) == 48 * 8 + 48 * 8 * 4
     assert passes_of(nft, explored=144) == (48 + 144 + 4) * 8 + 48 * 8 * 4
+    in_path = config_of(Arm(algorithm={"name": "diffusion-nft"}, mode="in-path"), 1, 10)
+    assert passes_of(in_path, explored=0) == 144 * 8 + 48 * 8 * 4
 
 
 def test_tuning_evaluates_strings_that_are_neither_reported_nor_trained():
