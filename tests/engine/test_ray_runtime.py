@@ -13,6 +13,8 @@ from tests.end_to_end.test_survival import CANDIDATES, CONFIG
 from tests.engine.fleet import Fleet
 from tests.engine.nursery import NurseryFleet
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("ray")
 
 ITERATIONS = 8
