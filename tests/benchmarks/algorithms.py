@@ -78,7 +78,6 @@ ARMS: Mapping[str, Arm] = {
     "diffusion-nft+in-path": Arm(algorithm=SETTINGS["diffusion-nft"], mode="in-path"),
 }
 
-SHAPES_SEEDS = SEEDS[:5]
 SHAPES: Mapping[str, Arm] = {f"shapes-{name}": Arm(algorithm=one, task="shapes") for name, one in SETTINGS.items()}
 """Arms of the second task, with the settings of the first. They end after BUDGET iterations."""
 

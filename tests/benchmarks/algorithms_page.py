@@ -102,6 +102,7 @@ gradient counts as three. Tesseract and the templates gave no reward. Runs of th
 
 Whole system over plain Flow-GRPO on the on-demand node alone: {shown(whole)} times sooner. Iterations are those above.
 Seconds of an iteration are medians of {repeats} real runs on two pinned cores (a node is a core, without evaluation).
+The interval covers the iterations of the seeds, not the seconds.
 Dollars: the cheapest L40S nodes of the shipped catalog; nothing was bought.
 
 {costs}
