@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # A test run starts hundreds of Python processes. Without bytecode files each would compile all of our code again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: env tools bench docs quickstart fake-clouds-demo test test-slow test-properties test-gpu test-clouds test-clouds-run test-clouds-parts test-clouds-faults test-clouds-faults-runs test-clouds-faults-parts format clean
+.PHONY: env tools bench docs quickstart fake-clouds-demo test test-slow test-long test-properties test-gpu test-clouds test-clouds-run test-clouds-parts test-clouds-faults test-clouds-faults-runs test-clouds-faults-parts format clean
 
 env: $(VENV)/.everything
 
@@ -91,14 +91,18 @@ test: env tools
 	$(BIN)/mypy
 	$(PYTEST) -n $(WORKERS)
 
-# What takes minutes, what needs a GPU, and what needs root and network namespaces.
+# What takes half a minute and more.
 test-slow: env tools
 	$(PYTEST) -n $(WORKERS) -m slow
+
+# What takes minutes for each test, and of which a shorter form is in the tiers above. `.ci/run` leaves it out.
+test-long: env tools
+	$(PYTEST) -n $(WORKERS) -m long
 
 # Property tests with new examples in each run, where `make test` always draws the same. A failure prints its example:
 # keep it in the test with @example.
 test-properties: env tools
-	$(PYTEST) -n $(WORKERS) -m 'hypothesis and not slow' --hypothesis-profile new $(if $(SEED),--hypothesis-seed $(SEED))
+	$(PYTEST) -n $(WORKERS) -m 'hypothesis and not slow and not long' --hypothesis-profile new $(if $(SEED),--hypothesis-seed $(SEED))
 
 test-gpu: env tools
 	$(PYTEST) -m gpu

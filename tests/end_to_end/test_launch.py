@@ -131,7 +131,9 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
             continue
 
 
-def test_a_preempted_launch_recovers_and_accounts_for_every_micro_dollar(bench: Bench) -> None:
+def test_a_preempted_launch_recovers_and_accounts_for_every_micro_dollar(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
     # The first node is preempted with notice 10 s after it is ready; the second one after 15 s, without notice.
     more = {"spot": 2, "reward": "mine:share_of_digits_read", "factor": 200, "trace": "bamboo-p3"}
     job = bench.job("taken", iterations=20, **more)
@@ -150,16 +152,19 @@ def test_a_preempted_launch_recovers_and_accounts_for_every_micro_dollar(bench: 
     page = (bench.folder / "report.html").read_text()
     assert "<svg" in page
     assert "data:image/png;base64," in page
-    shown = json.loads(bench.spotrl("report", "taken", "--json"))
-    assert str(amounts["total"]) in json.dumps(shown)
+    capsys.readouterr()
+    bench.spotrl_here("report", "taken", "--json")
+    assert str(amounts["total"]) in capsys.readouterr().out
     bench.spotrl_here("pull", "taken", "--to", "weights")
     assert (bench.folder / "weights" / "ema.safetensors").stat().st_size > 1_000_000
     assert (bench.folder / "weights" / "transformer" / "config.json").exists()
 
 
-def test_a_run_survives_its_controller_and_resumes_from_its_checkpoint(bench: Bench) -> None:
+def test_a_run_survives_its_controller_and_resumes_from_its_checkpoint(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The controller freezes, then dies; another one resumes the run, which is stopped and resumed again."""
-    bench.spotrl("launch", bench.job("orphan", iterations=8), "--yes", "--detach")
+    bench.spotrl("launch", bench.job("orphan", iterations=6), "--yes", "--detach")
     bench.wait_for("orphan", lambda run: run.iteration >= 1)
     (controller,) = [process for process in bench.processes() if "controller" in process.cmdline()]
     controller.send_signal(signal.SIGSTOP)
@@ -167,19 +172,22 @@ def test_a_run_survives_its_controller_and_resumes_from_its_checkpoint(bench: Be
     controller.send_signal(signal.SIGCONT)
     bench.wait_for("orphan", lambda run: run.iteration >= 2)
     controller.kill()
-    bench.spotrl("resume", "orphan")
-    bench.wait_for("orphan", lambda run: run.iteration >= 4)
-    bench.spotrl("down", "orphan")
+    bench.spotrl_here("resume", "orphan")
+    bench.wait_for("orphan", lambda run: run.iteration >= 3)
+    bench.spotrl_here("down", "orphan")
     until = time.monotonic() + 5.0
     while bench.processes():  # the controller itself ends one pass later
         assert time.monotonic() < until
         time.sleep(0.1)
-    stopped = json.loads(bench.spotrl("status", "orphan", "--json"))
+    capsys.readouterr()
+    bench.spotrl_here("status", "orphan", "--json")
+    stopped = json.loads(capsys.readouterr().out)
     assert stopped["status"] == "stopped"
-    assert "orphan" in bench.spotrl("ls")
-    bench.spotrl("resume", "orphan")
+    bench.spotrl_here("ls")
+    assert "orphan" in capsys.readouterr().out
+    bench.spotrl_here("resume", "orphan")
     run = bench.wait_for("orphan", lambda run: run.status in OVER)
-    assert (run.status, run.iteration) == ("finished", 8)
+    assert (run.status, run.iteration) == ("finished", 6)
     assert run.spent_micro_usd > stopped["spent_micro_usd"]
 
 

@@ -98,7 +98,7 @@ def undisturbed(bench: SharedBench) -> dict[int, str]:
     return bench.until_finished("alone")
 
 
-@pytest.mark.slow  # five minutes; test_shared_images.py tests losses and joins without a launch
+@pytest.mark.long  # seven minutes; test_shared_images.py tests losses and joins without a launch
 @pytest.mark.parametrize("runtime", ["local", "ray"])
 def test_a_launch_with_changing_groups_reaches_its_target_with_equal_manifests(
     bench: SharedBench, undisturbed: dict[int, str], runtime: str

@@ -278,7 +278,8 @@ def test_the_published_configurations_have_their_published_numbers_of_parameters
         assert count / 1e9 == pytest.approx(family.billions, abs=0.06), name
 
 
-def test_a_narrow_model_runs_the_steps_and_rollouts_of_the_large_one():
+def test_a_narrow_model_runs_the_steps_and_rollouts_of_the_large_one(monkeypatch):
+    monkeypatch.setattr("tests.gpu.test_published_sizes.RUNS", 1)
     kept = []
     adapter = build(NARROW, "cpu", torch.bfloat16, 2)
     figures = lora_figures(adapter, "cpu", FEW, lambda found: kept.append(str(found)))
@@ -305,7 +306,9 @@ def test_merged_adapters_give_the_velocity_of_adapters_apart():
     assert torch.allclose(before(), apart, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "SD3.5-medium" else pytest.mark.slow) for name in FAMILIES]
+)
 def test_narrow_families_run_the_measurements_of_the_large_ones(name):
     figures = family_figures(FAMILIES[name].built("cpu", torch.bfloat16, is_narrow=True), "cpu", lambda found: None)
     assert list(figures["small"]) == ["forward, 1", "forward, 4", "LoRA step, 1"]
