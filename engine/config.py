@@ -33,11 +33,20 @@ class ModelConfig(Strict):
     lora_alpha: Positive = 32
     """Scale of the low-rank adapters: the update is multiplied by `lora_alpha / lora_rank`. Used with `weights: lora`
     only."""
+    checkpointing: Literal["auto", "on", "off"] = "auto"
+    """Gradient checkpointing: a training pass keeps the input of every transformer block only, and computes each block
+    again in the backward pass. Saves most of the memory for a third more computing. Rollouts and evaluations do not
+    change. `auto`: on for every model but those that ship with spotrl."""
     start: Annotated[str, Field(min_length=1)] | None = Field(default=None, alias="from")
     """Start weights: a run's name, or a folder written by `spotrl pull` (with a / in the path, relative to the job
     file). Training continues from the start weights, with a new optimizer and a new average. The start weights replace
     the base model in every comparison with the model before training: the first evaluation, the KL divergence,
     `sample --base`."""
+
+    @property
+    def recomputes(self) -> bool:
+        """Return True if training passes use gradient checkpointing."""
+        return self.checkpointing == "on" or (self.checkpointing == "auto" and self.name not in SHIPPED)
 
     @model_validator(mode="after")
     def _weights_exist(self) -> Self:

@@ -16,6 +16,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from engine.config import ModelConfig
 from engine.models.adapter import DiTAdapter
@@ -32,6 +33,8 @@ def load_adapter(config: ModelConfig, device: str = "cpu") -> DiTAdapter:
     """
     adapter = _load_family(config, device)
     freeze_but_trained(adapter, config)
+    if config.recomputes:
+        recompute_blocks(adapter.transformer)
     return adapter
 
 
@@ -100,6 +103,20 @@ def freeze_but_trained(adapter: DiTAdapter, config: ModelConfig) -> None:
     # In half precision, an update of 1e-4 would be lost in rounding. Frozen weights keep their dtype.
     for parameter in trainable(adapter).values():
         parameter.data = parameter.data.float()
+
+
+def recompute_blocks(transformer: nn.Module) -> None:
+    """Turn on gradient checkpointing: a pass with gradients keeps the inputs of blocks, and runs each block twice.
+
+    A pass without gradients does not change. Raises ValueError if the transformer's class has no checkpointing.
+    """
+
+    def block(module: nn.Module, *args: object) -> object:
+        # Nothing in a block draws random numbers, because modules are in eval mode. diffusers' own function saves and
+        # restores the process's random state around every block, which threads that train side by side would share.
+        return checkpoint(module.__call__, *args, use_reentrant=False, preserve_rng_state=False)
+
+    transformer.enable_gradient_checkpointing(block)  # type: ignore[operator]
 
 
 def trainable(adapter: DiTAdapter) -> dict[str, nn.Parameter]:
