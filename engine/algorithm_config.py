@@ -98,7 +98,8 @@ class AlgorithmConfig(Strict):
     ema_decay: BelowOne = 0.7
     """Share of the old average kept each iteration. Evaluation uses the averaged weights."""
     rows_per_forward: Positive = 168
-    """(image, step) or (image, noise level) pairs in one training forward pass (time-step parallelism, TSP)."""
+    """Most (image, step) or (image, noise level) pairs in one training forward pass (time-step parallelism, TSP). A
+    pass that runs out of memory halves the number for the rest of the run, and its optimiser step starts again."""
     order: Literal["fixed", "arrival"] = "fixed"
     """Order of gradient accumulation. `fixed` accumulates by group number, so a repeated run is bit-identical."""
 

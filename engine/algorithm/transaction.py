@@ -9,11 +9,16 @@ non-finite reward or loss is skipped and counted. `abort` leaves no trace.
 
 All trained steps of a group go through the network together (time-step parallelism, TSP): the rows of a forward
 pass are (image, step) pairs, or (image, noise level) pairs. The loss is the algorithm's (`objective.py`).
+
+A pass that runs out of memory halves `Trainer.rows_per_forward`, and the optimiser step starts again with all groups
+added until then. The gradient of the step is therefore the gradient of an undisturbed step of a job with that
+`rows_per_forward`: bit for bit with `order: fixed`. Steps with another `rows_per_forward` differ by rounding, because
+the sum over rows has another order.
 """
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
@@ -29,10 +34,15 @@ from engine.diffusion.sampler import Plan, log_prob, policy
 from engine.diffusion.trajectory import Trajectory
 from engine.models.adapter import DiTAdapter, rows
 from engine.models.load import ReferencePolicy
+from engine.out_of_memory import free_memory, is_out_of_memory, memory_of
 from engine.protocol.request import Manifest
 
 LEAST_ROWS_OF_A_THREAD = 64
 """Fewest rows per thread on a CPU. With fewer rows, a further thread gains nothing."""
+
+
+class DoesNotFit(Exception):
+    """A training pass of a single row does not fit into the memory of its device."""
 
 
 @dataclass(kw_only=True)
@@ -51,6 +61,8 @@ class Health:
     without_variance: int = 0
     skipped: list[int] = field(default_factory=list)
     """Numbers of the groups skipped because of a non-finite value."""
+    rows_per_forward: int = 0
+    """Most rows of a pass in this step. Only a step's own health has the number, not the health of a pass."""
 
     def add(self, more: "Health") -> None:
         """Add the rows of another forward pass."""
@@ -69,6 +81,7 @@ class Health:
             "gradient_norm": self.gradient_norm,
             "zero_variance_share": self.without_variance / max(1, self.groups),
             "skipped_groups": float(len(self.skipped)),
+            "rows_per_forward": float(self.rows_per_forward),
         }
 
 
@@ -89,6 +102,10 @@ class Trainer:
         self.adapter = adapter
         self.parameters = parameters
         self.config = config
+        self.rows_per_forward = config.rows_per_forward
+        """Most rows of a pass. Starts at the job's number, and halves whenever a pass runs out of memory."""
+        self.on_fewer_rows: Callable[[int, str], None] = lambda rows, error: None
+        """Called after every halving, with the new number and the text of the memory error."""
         self.old = OldPolicy(parameters)
         self.objective = objective_of(config, self.old, reference)
         self.optimizer = torch.optim.AdamW(
@@ -110,17 +127,50 @@ class Trainer:
         """Recompute the trajectory's log-probs with the weights that made the rollout, if the loss uses them.
 
         Needed for a trajectory with steps at different SP degrees, whose log-probs were computed with different
-        rounding.
+        rounding. A pass without memory is halved and redone, like a training pass.
         """
         if not self.objective.needs_log_probs:
             return trajectory
+        while True:
+            try:
+                return replace(trajectory, log_probs=self._log_probs(prompt, trajectory, plan))
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                text = str(error)
+            self.halve(len(plan.trained_steps), text)
+
+    @torch.no_grad()
+    def _log_probs(self, prompt: str, trajectory: Trajectory, plan: Plan) -> Tensor:
         steps = torch.tensor(plan.trained_steps)
-        device = next(iter(self.parameters.values())).device
-        conditioning = rows(self.adapter.encode([prompt]), torch.zeros(len(steps), dtype=torch.long, device=device))
-        x, next_x = trajectory.latents[:-1].to(device), trajectory.latents[1:].to(device)
-        with torch.no_grad(), self.old.active():
-            mean, std = policy(self.adapter, plan, conditioning, x, steps.to(device))
-        return replace(trajectory, log_probs=log_prob(next_x, mean, std).cpu())
+        encoded, found = self.adapter.encode([prompt]), []
+        for some in torch.arange(len(steps)).split(self.rows_per_forward):
+            x, next_x = trajectory.latents[some].to(self.device), trajectory.latents[some + 1].to(self.device)
+            conditioning = rows(encoded, torch.zeros(len(some), dtype=torch.long, device=self.device))
+            with self.old.active():
+                mean, std = policy(self.adapter, plan, conditioning, x, steps[some].to(self.device))
+            found.append(log_prob(next_x, mean, std).cpu())
+        return torch.cat(found)
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.parameters.values())).device
+
+    def halve(self, rows_of_pass: int, error: str) -> None:
+        """Halve the rows of a pass. Call outside the `except` clause, whose error holds the tensors of its frames.
+
+        `rows_of_pass`: most rows that a pass could have had, for example because there were no more. `error`: text of
+        the memory error. Raises DoesNotFit if the failed pass had a single row.
+        """
+        free_memory()
+        largest = min(self.rows_per_forward, rows_of_pass)
+        if largest == 1:
+            raise DoesNotFit(
+                f"one row (an image at one step) does not fit into {memory_of(self.device)}: {error.splitlines()[0]}; "
+                "use model.checkpointing: on, weights: lora, smaller images, or a GPU with more memory"
+            )
+        self.rows_per_forward = largest // 2
+        self.on_fewer_rows(self.rows_per_forward, error)
 
     def optimizer_state(self) -> dict[str, Tensor]:
         """Return AdamW's moments by parameter name. Empty before the first step."""
@@ -152,36 +202,59 @@ class Transaction:
         images = sum(len(manifest.groups[number].seeds) for number in self._wanted)
         rows_per_image = trainer.objective.rows_per_image(plan)
         self._planned_rows = images * rows_per_image
-        largest = max(len(manifest.groups[number].seeds) for number in self._wanted)
-        most = trainer.config.rows_per_forward
-        self._groups_per_forward = max(1, most // (largest * max(1, rows_per_image)))
-        self._held: dict[int, FinishedGroup] = {}
-        self._added: set[int] = set()
+        self._rows_of_largest_group = rows_per_image * max(
+            len(manifest.groups[number].seeds) for number in self._wanted
+        )
+        self._groups: dict[int, FinishedGroup] = {}
+        """All groups added, in the order of arrival. Kept until the end, to start again after a memory error."""
         self._taken: set[int] = set()
-        self.health = Health(neutral=trainer.objective.neutral)
-        trainer.optimizer.zero_grad(set_to_none=True)
+        self._start()
+
+    def _start(self) -> None:
+        """Begin the step without gradients. Groups added before count as waiting."""
+        self._taken.clear()
+        rows_per_forward = self._trainer.rows_per_forward
+        self._groups_per_forward = max(1, rows_per_forward // max(1, self._rows_of_largest_group))
+        self.health = Health(neutral=self._trainer.objective.neutral, rows_per_forward=rows_per_forward)
+        self._trainer.optimizer.zero_grad(set_to_none=True)
 
     @property
     def missing(self) -> list[int]:
         """Return the group numbers not added yet."""
-        return [number for number in self._wanted if number not in self._added]
+        return [number for number in self._wanted if number not in self._groups]
 
     def add(self, number: int, group: FinishedGroup) -> None:
-        """Add a group's gradient. Raises ValueError for a group outside this step or added before."""
-        if number not in self._wanted or number in self._added:
+        """Add a group's gradient. Raises ValueError for a group outside this step or added before.
+
+        Raises DoesNotFit if a pass of one row runs out of memory.
+        """
+        if number not in self._wanted or number in self._groups:
             raise ValueError(f"group {number} of batch {self._manifest.batch} is not wanted: missing {self.missing}")
-        self._added.add(number)
-        self._held[number] = group
+        self._groups[number] = group
+        while True:
+            try:
+                self._train_ready()
+                return
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                text = str(error)
+            self._trainer.halve(min(self._planned_rows, self._groups_per_forward * self._rows_of_largest_group), text)
+            self._start()
+
+    def _train_ready(self) -> None:
+        """Train the groups that may be trained now: whole bundles, and at the end of the step the rest."""
+        waiting = [number for number in self._groups if number not in self._taken]
         if self._trainer.config.order == "arrival":
-            ready = list(self._held)
+            ready = waiting
         else:
-            behind = [n for n in self._wanted if n not in self._taken]
-            ready = list(itertools.takewhile(lambda n: n in self._held, behind))
+            behind = [number for number in self._wanted if number not in self._taken]
+            ready = list(itertools.takewhile(lambda number: number in self._groups, behind))
         last = not self.missing
         for first in range(0, len(ready), self._groups_per_forward):
             bundle = ready[first : first + self._groups_per_forward]
             if len(bundle) == self._groups_per_forward or last:
-                self._accumulate({number: self._held.pop(number) for number in bundle})
+                self._accumulate({number: self._groups[number] for number in bundle})
                 self._taken.update(bundle)
 
     def commit(self) -> Health:
@@ -210,7 +283,7 @@ class Transaction:
 
     def abort(self) -> None:
         """Discard all gradients. Weights and optimiser are unchanged."""
-        self._held.clear()
+        self._groups.clear()
         self._trainer.optimizer.zero_grad(set_to_none=True)
 
     def _accumulate(self, groups: Mapping[int, FinishedGroup]) -> None:
@@ -241,18 +314,19 @@ class Transaction:
 
     def _backward(self, groups: Sequence["_GroupRows"]) -> bool:
         """Backpropagate the rows of some groups. If a loss is not finite, add nothing and return False."""
-        trainer, objective = self._trainer, self._trainer.objective
+        trainer, objective, device = self._trainer, self._trainer.objective, self._trainer.device
         parameters = list(trainer.parameters.values())
-        device = parameters[0].device
         encoded = trainer.adapter.encode([group.prompt for group in groups])
-        whose = torch.tensor([place for place, group in enumerate(groups) for _ in range(len(group))], device=device)
-        tensors = {name: torch.cat([group.tensors[name] for group in groups]).to(device) for name in groups[0].tensors}
+        whose = torch.tensor([place for place, group in enumerate(groups) for _ in range(len(group))])
+        tensors = {name: torch.cat([group.tensors[name] for group in groups]) for name in groups[0].tensors}
         # Use our own buffers. Autograd's gradients may be shared by two parameters, or have another memory layout than
         # the parameter. Clipping and fused AdamW work in place and in memory order, and check neither.
         gradients = [torch.zeros_like(parameter) for parameter in parameters]
         seen = Health(neutral=objective.neutral)
-        for some in torch.arange(len(whose)).split(trainer.config.rows_per_forward):
-            batch = Rows(conditioning=rows(encoded, whose[some]), tensors=rows(tensors, some))
+        for some in torch.arange(len(whose)).split(trainer.rows_per_forward):
+            # Only the rows of one pass lie on the device.
+            moved = {name: value.to(device) for name, value in rows(tensors, some).items()}
+            batch = Rows(conditioning=rows(encoded, whose[some].to(device)), tensors=moved)
             with torch.no_grad():
                 batch = batch.with_tensors(objective.constants(trainer.adapter, self._plan, batch))
             for result in self._side_by_side(batch):

@@ -20,7 +20,7 @@ import re
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import obstore
@@ -43,13 +43,22 @@ class CheckpointDamaged(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RowsThatFit:
+    """Most rows of a training pass, found after memory errors on a device. `device`: the device's name in torch."""
+
+    device: str
+    rows: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Checkpoint:
     """The state after `iteration` trained batches.
 
     `files`: safetensors bytes by name: weights, ema, optimizer. `evaluations`: all (iteration, metrics) until now.
     `std`: the running reward std (std: ema), or None. `config_digest`: of the engine's config. `exploration`: the
     explorer's state as JSON values (engine/exploration/explorer.py); empty: no state yet. `base`: the look of the base
-    model's evaluation images (engine/drift.py); None in checkpoints of earlier versions.
+    model's evaluation images (engine/drift.py); None in checkpoints of earlier versions. `fits`: None also in
+    checkpoints of earlier versions.
     """
 
     iteration: int
@@ -62,6 +71,7 @@ class Checkpoint:
     config_digest: str
     exploration: Mapping[str, Any]
     base: Look | None = None
+    fits: RowsThatFit | None = None
 
     @property
     def name(self) -> str:
@@ -137,6 +147,7 @@ class CheckpointStore:
             "config_digest": checkpoint.config_digest,
             "exploration": checkpoint.exploration,
             "base": checkpoint.base.to_dict() if checkpoint.base is not None else None,
+            "fits": asdict(checkpoint.fits) if checkpoint.fits is not None else None,
             "files": {f"{name}.safetensors": digest for name, digest in digests.items()},
         }
         self.put(f"{folder}/manifest.json", json.dumps(manifest, indent=1).encode())
@@ -188,6 +199,7 @@ class CheckpointStore:
             config_digest=raw["config_digest"],
             exploration=raw.get("exploration", {}),  # missing in checkpoints of earlier versions
             base=Look.from_dict(raw["base"]) if raw.get("base") is not None else None,
+            fits=RowsThatFit(**raw["fits"]) if raw.get("fits") is not None else None,
         )
 
     def start(self) -> Start:

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 import torch
 
+from engine.algorithm.transaction import DoesNotFit
 from engine.config import EngineConfig
 from engine.diffusion.sampler import batch_plan
 from engine.events import EngineFinished, EngineStarted, Phase
@@ -31,6 +32,7 @@ from engine.trainer.coordinator_client import Collected, CoordinatorClient
 from engine.trainer.ending import Stopped, Unhealthy
 from engine.trainer.evaluator import Evaluator
 from engine.trainer.exploration import SeedExploration
+from engine.trainer.memory import TrainingMemory
 from engine.trainer.model import TrainedModel
 from engine.trainer.report import IterationReports, Reporter
 from engine.trainer.rollouts import Rollouts
@@ -55,6 +57,7 @@ class Loop:
         start = None if config.model.start is None else self.checkpoints.start()
         self.started_from = "" if start is None else start.text
         self.model = TrainedModel(adapter, config.algorithm, start)
+        self.memory = TrainingMemory(self.model.trainer, self.state, self.reporter)
         self.worker = own_worker(config, context, adapter, self.model, reward)
         self.usage: Usage = self.worker.usage
         self.reports = IterationReports(self.reporter, self.usage)
@@ -99,7 +102,7 @@ class Loop:
             return EngineFinished(reason=reason, iteration=self.state.iteration)
         except Stopped as stop:
             return EngineFinished(reason="stopped", iteration=self.state.iteration, text=str(stop))
-        except Unhealthy as error:
+        except (Unhealthy, DoesNotFit) as error:
             return EngineFinished(reason="unhealthy", iteration=self.state.iteration, text=str(error))
 
     def _is_over(self) -> bool:
@@ -167,6 +170,7 @@ class Loop:
             text = "the job differs from the one that made the checkpoint; it goes on with the job as it is now"
             self.reporter.warn(text)
         self.state.restore(checkpoint)
+        self.memory.restore()
         if checkpoint.exploration:
             self.exploration.explorer.restore(checkpoint.exploration)
         if not self.model.restore(checkpoint.files, checkpoint.iteration):

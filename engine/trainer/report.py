@@ -94,12 +94,15 @@ BEFORE_UPDATE = {"dlogp_abs_mean": "dlogp_before_update", "velocity_change": "ve
 def _merge(steps: Sequence[Health]) -> dict[str, float]:
     """Return the health of a batch: means over its optimiser steps, the largest `..._max`, the count of skipped groups.
 
+    `rows_per_forward`: of the last step.
+
     `..._before_update`: a figure of the first step, whose rollouts were made with the same weights. The figure is then
     0, up to rounding.
     """
     each = [step.summary() for step in steps]
     merged = {name: sum(one[name] for one in each) / len(each) for name in each[0]}
     merged |= {name: max(one[name] for one in each) for name in merged if name.endswith("_max")}
+    merged["rows_per_forward"] = each[-1]["rows_per_forward"]
     merged["skipped_groups"] = sum(one["skipped_groups"] for one in each)
     merged |= {later: each[0][name] for name, later in BEFORE_UPDATE.items() if name in merged}
     return merged

@@ -13,7 +13,7 @@ from engine.algorithm.advantages import RunningStd
 from engine.config import EngineConfig
 from engine.drift import Look
 from engine.protocol.request import Manifest
-from engine.storage.checkpoint import Checkpoint
+from engine.storage.checkpoint import Checkpoint, RowsThatFit
 from engine.strict import Strict
 
 
@@ -24,7 +24,8 @@ class TrainerState:
     `config_digest`: of the engine's config. `lineage`: generation of the run's state; a new one begins when the
     coordinator lost the published weights. `evaluations`: all (iteration, metrics) until now. `std`: running reward std
     (algorithm.std: ema). `skipped_in_a_row`: groups in a row with a reward or loss that is not finite. `base`: look of
-    the base model's evaluation images; None before the first evaluation.
+    the base model's evaluation images; None before the first evaluation. `fits`: rows of a training pass found after
+    memory errors; None: no pass ran out of memory.
     """
 
     config_digest: str
@@ -35,6 +36,7 @@ class TrainerState:
     std: RunningStd = field(default_factory=RunningStd)
     skipped_in_a_row: int = 0
     base: Look | None = None
+    fits: RowsThatFit | None = None
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Take the state of a checkpoint. The lineage is settled with the coordinator afterwards."""
@@ -44,6 +46,7 @@ class TrainerState:
         self.std = RunningStd(checkpoint.std)
         self.skipped_in_a_row = checkpoint.skipped_in_a_row
         self.base = checkpoint.base
+        self.fits = checkpoint.fits
 
     def checkpoint(self, files: Mapping[str, bytes], exploration: dict[str, Any]) -> Checkpoint:
         """Return this state with the tensors' files and the explorer's state."""
@@ -58,6 +61,7 @@ class TrainerState:
             config_digest=self.config_digest,
             exploration=exploration,
             base=self.base,
+            fits=self.fits,
         )
 
 
@@ -68,7 +72,7 @@ def config_digest(config: EngineConfig) -> str:
     it has its default, so old checkpoints keep their digest.
     """
     newer = {
-        "model": {"start"},
+        "model": {"start", "checkpointing"},
         "evaluation": {"on_the_way", "wait"},
         "exploration": {"wait", "keep"},
         "algorithm": {"grpo_guard", "diffusion_nft"},

@@ -1,9 +1,6 @@
 """Failures of leases: the worker reports each failure, and its process ends after many failures in a row."""
 
-import gc
-
-import torch
-
+from engine.out_of_memory import free_memory
 from engine.protocol.request import Work
 from engine.worker.coordinator_calls import CoordinatorCalls
 
@@ -43,9 +40,7 @@ class LeaseFaults:
         The next pull reports the smaller limit.
         """
         self.most_images = min(work.shape - 1, work.shape if self.most_images is None else self.most_images)
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        free_memory()
         print(f"{work.shape} images do not fit into memory, at most {self.most_images} from now on: {text}", flush=True)
         self._calls.give_back(work.lease)
 

@@ -10,12 +10,12 @@ from safetensors.torch import save
 from torch import Tensor
 
 from engine.diffusion.images import as_bytes
+from engine.out_of_memory import is_out_of_memory
 from engine.protocol.messages import Result, StepTime
 from engine.protocol.request import Fenced, Finished, Kind, Score, Work, request_class
 from engine.worker.commits import blob_name
 from engine.worker.coordinator_calls import CoordinatorCalls
 from engine.worker.faults import LeaseFaults
-from engine.worker.memory import is_out_of_memory
 from engine.worker.phases import PHASE_OF
 from engine.worker.sampling import Sampled
 from engine.worker.scoring import ImageScorer

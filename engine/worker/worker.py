@@ -20,6 +20,7 @@ from engine.clock import Clock
 from engine.diffusion.trajectory import Trajectory
 from engine.events import Phase
 from engine.models.adapter import DiTAdapter
+from engine.out_of_memory import is_out_of_memory
 from engine.parallel.elastic import Elastic
 from engine.protocol.request import Drain, Exit, Fenced, Kind, LoadWeights, Regroup, Reply, Wait, WeightsKey, Work
 from engine.rewards.reward import Reward
@@ -28,7 +29,6 @@ from engine.worker.coordinator_calls import CoordinatorCalls
 from engine.worker.faults import LeaseFaults
 from engine.worker.group_member import GroupMember
 from engine.worker.loaded_weights import LoadedWeights
-from engine.worker.memory import is_out_of_memory
 from engine.worker.phases import IDLE_KINDS, PHASE_OF
 from engine.worker.sampling import ImageSampler
 from engine.worker.scoring import ImageScorer

@@ -10,7 +10,7 @@ from obstore.exceptions import GenericError
 
 from engine.drift import Look
 from engine.protocol.request import Group, Manifest
-from engine.storage.checkpoint import Checkpoint, CheckpointDamaged, CheckpointStore
+from engine.storage.checkpoint import Checkpoint, CheckpointDamaged, CheckpointStore, RowsThatFit
 
 MANIFEST = Manifest(
     run="run",
@@ -32,6 +32,7 @@ FIRST = Checkpoint(
     config_digest="abc",
     exploration={"stale": [["1234", 2**64 - 1, 0.5]]},
     base=Look(tone=(1, 3), grain=(4, 0)),
+    fits=RowsThatFit(device="NVIDIA H100", rows=8),
 )
 
 
@@ -86,13 +87,13 @@ def test_files_without_a_manifest_are_deleted(tmp_path, store):
     assert store.names() == [at(2).name, ahead.name]
 
 
-def test_a_checkpoint_of_an_earlier_version_has_no_exploration_or_base_images(tmp_path, store):
+def test_a_checkpoint_of_an_earlier_version_lacks_the_newer_fields(tmp_path, store):
     store.save(FIRST, keep=3)
     (manifest,) = tmp_path.glob("store/checkpoints/*/manifest.json")
     raw = json.loads(manifest.read_text())
-    del raw["exploration"], raw["base"]
+    del raw["exploration"], raw["base"], raw["fits"]
     manifest.write_text(json.dumps(raw))
-    assert store.newest() == replace(FIRST, exploration={}, base=None)
+    assert store.newest() == replace(FIRST, exploration={}, base=None, fits=None)
 
 
 def test_the_newest_checkpoints_are_kept(store):

@@ -17,6 +17,7 @@ from engine.diffusion.trajectory import Trajectory
 from engine.events import Phase
 from engine.models.load import load_adapter, trainable
 from engine.models.weights import get_weights, set_weights
+from engine.out_of_memory import is_out_of_memory
 from engine.protocol.request import (
     Attempt,
     Drain,
@@ -31,7 +32,6 @@ from engine.protocol.request import (
     Work,
 )
 from engine.protocol.task import Task
-from engine.worker.memory import is_out_of_memory
 from engine.worker.worker import Worker
 from tests.engine.heads import reply_to_dict, task_to_dict, weights_to_list
 from tests.engine.served import Served
