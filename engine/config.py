@@ -16,6 +16,10 @@ SHIPPED = {"digits-ocr": "digits", "shapes": "shapes"}
 """Shipped models, and the prompts each model was trained for. The models have no unconditional branch."""
 
 
+VIDEO = ("wan",)
+"""Models that generate videos."""
+
+
 class ModelConfig(Strict):
     """Diffusion transformer of the job, and the part of its weights to train."""
 
@@ -26,6 +30,17 @@ class ModelConfig(Strict):
     """Model adapter (engine/models/). `digits-ocr` and `shapes` ship with spotrl; every other model needs `path`."""
     path: str | None = None
     """Folder of a diffusers model (transformer, vae, ...). None: the weights shipped with spotrl."""
+    height: Positive | None = None
+    """Height of an image in pixels, a multiple of the VAE's factor times the patch: 16 for all published models. None:
+    512, and 240 with wan. Shipped models have one size."""
+    width: Positive | None = None
+    """Width of an image in pixels, as `height`. None: 512, and 416 with wan."""
+    frames: Positive | None = None
+    """Frames of a video: 4 n + 1 with wan. None: 33. Image models have no frames."""
+    max_text_tokens: Positive | None = None
+    """Text tokens of a prompt; longer prompts are cut. None: the default of the model's diffusers pipeline: 512, or 256
+    for sd3. A smaller number makes a pass faster. With flux, sd3 and wan, padding is part of the input, so another
+    number also changes the images."""
     weights: Literal["full", "lora"] = "full"
     """Trained weights: `full` trains every weight of the transformer, `lora` trains low-rank adapters."""
     lora_rank: Positive = 16
@@ -54,6 +69,22 @@ class ModelConfig(Strict):
             raise ValueError(
                 f"model.name is {self.name} but model.path is missing; give the folder of its diffusers weights, "
                 f"because only {' and '.join(SHIPPED)} ship with spotrl"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _the_model_has_such_a_size(self) -> Self:
+        sizes = ("height", "width", "frames", "max_text_tokens")
+        given = [name for name in sizes if getattr(self, name) is not None]
+        if self.name in SHIPPED and given:
+            raise ValueError(
+                f"model.{given[0]} is {getattr(self, given[0])}, but {self.name} has one size of image and text; leave "
+                f"out {', '.join(given)}"
+            )
+        if self.frames is not None and self.name not in VIDEO:
+            raise ValueError(
+                f"model.frames is {self.frames}, but {self.name} makes images; leave frames out, or use "
+                f"{' or '.join(VIDEO)}"
             )
         return self
 
@@ -92,10 +123,14 @@ class SamplerConfig(Strict):
     sampler has its own scale (research notes rl 1.1), so change sampler and level together. flow-sde, `a`: 0.7 or 0.8,
     and 1.2 with Qwen-Image. dance-sde, `eta`: 0.25 to 0.3; the noise does not fade towards the image. cps, `eta`: 0.7;
     the maximum 1 replaces all of the noise."""
-    shift: Annotated[float, Field(gt=0.0)] = 1.0
-    """Timestep shift of the flow-matching schedule; 1: no shift. A larger shift spends more steps near the noise."""
+    shift: Literal["auto"] | Annotated[float, Field(gt=0.0)] = "auto"
+    """Timestep shift of the flow-matching schedule. `auto`: the noise levels of the model's diffusers pipeline, from
+    `scheduler/scheduler_config.json` in the model's folder and the size of the image; no shift for a shipped model. A
+    number: even noise levels with this shift; 1: no shift. A larger shift spends more steps near the noise."""
     guidance: Annotated[float, Field(ge=1.0)] = 1.0
-    """Classifier-free guidance scale; 1 computes no unconditional branch."""
+    """Guidance scale as in the model's diffusers pipeline; 1 computes no unconditional branch. The published values are 4
+    with qwen-image (norm of each token kept), 4.5 with sd3 (no skip-layer guidance) and 5 with wan. FLUX.1-dev takes the
+    scale as an input of the network, 3.5 as published, and never computes an unconditional branch."""
     window: WindowConfig | None = None
     """Window of stochastic steps. None: every step but the final one is stochastic, and all are trained."""
     noise: Literal[1] = 1

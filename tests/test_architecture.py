@@ -24,6 +24,7 @@ CONTRACT = {
     "engine.clock",
     "engine.durable",
     "engine.mark",
+    "engine.model_folder",
     "engine.protocol.console",
 }
 """Engine modules that the whole launcher may import."""

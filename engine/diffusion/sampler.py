@@ -29,6 +29,7 @@ from torch import Tensor
 from engine.config import EngineConfig, SamplerConfig, WindowConfig
 from engine.diffusion.noise import NOISE_VERSION, noise_rows
 from engine.models.adapter import Conditioning, DiTAdapter
+from engine.noise_schedule import EVEN, ModelSchedule, NoiseSchedule
 
 SamplerName = Literal["ode", "flow-sde", "dance-sde", "cps"]
 
@@ -63,17 +64,20 @@ class Plan:
 # --- plans ------------------------------------------------------------------------------------------------
 
 
-def sigma_schedule(steps: int, shift: float) -> tuple[float, ...]:
-    """Return noise levels from 1 to 0, evenly spaced and then shifted towards noise: shift s / (1 + (shift - 1) s).
+def noise_levels(config: SamplerConfig, steps: int, schedule: ModelSchedule) -> tuple[float, ...]:
+    """Return `steps + 1` noise levels: those of the model's schedule, or even ones with the job's own shift.
 
-    returns  steps + 1 values
+    Raises ScheduleError if the job says `auto` and the model's schedule is unknown.
     """
-    even = [1.0 - step / steps for step in range(steps + 1)]
-    return tuple(shift * s / (1.0 + (shift - 1.0) * s) for s in even)
+    chosen = schedule if config.shift == "auto" else NoiseSchedule(shift=config.shift)
+    return chosen.sigmas(steps)
 
 
-def rollout_plan(config: SamplerConfig, run_seed: int, batch: int) -> Plan:
-    """Return the plan of a training batch. With a window, the window's position follows from (run seed, batch)."""
+def rollout_plan(config: SamplerConfig, run_seed: int, batch: int, schedule: ModelSchedule = EVEN) -> Plan:
+    """Return the plan of a training batch. With a window, the window's position follows from (run seed, batch).
+
+    schedule  the model's noise levels (`adapter.schedule`); the default is right for the shipped models
+    """
     last = config.steps - 1
     if config.noise_level == 0:
         random_steps = range(0)
@@ -83,16 +87,16 @@ def rollout_plan(config: SamplerConfig, run_seed: int, batch: int) -> Plan:
         random_steps = _window(config.window, last, run_seed, batch)
     return _plan(
         name=config.name if random_steps else "ode",
-        sigmas=sigma_schedule(config.steps, config.shift),
+        sigmas=noise_levels(config, config.steps, schedule),
         stochastic=tuple(step in random_steps for step in range(config.steps)),
         noise_level=config.noise_level,
         guidance=config.guidance,
     )
 
 
-def batch_plan(config: EngineConfig, batch: int) -> Plan:
+def batch_plan(config: EngineConfig, batch: int, schedule: ModelSchedule = EVEN) -> Plan:
     """Return the plan of a batch of the job. With diffusion-nft a rollout records its final latent only."""
-    plan = rollout_plan(config.sampler, config.seed, batch)
+    plan = rollout_plan(config.sampler, config.seed, batch, schedule)
     return replace(plan, records=config.algorithm.name != "diffusion-nft")
 
 
@@ -113,11 +117,11 @@ def preview_plan(plan: Plan, steps: int) -> Plan:
     )
 
 
-def evaluation_plan(config: SamplerConfig, steps: int) -> Plan:
+def evaluation_plan(config: SamplerConfig, steps: int, schedule: ModelSchedule = EVEN) -> Plan:
     """Return the plan for held-out prompts. ODE steps: an image depends only on the initial noise and the weights."""
     return _plan(
         name="ode",
-        sigmas=sigma_schedule(steps, config.shift),
+        sigmas=noise_levels(config, steps, schedule),
         stochastic=(False,) * steps,
         noise_level=0.0,
         guidance=config.guidance,

@@ -22,6 +22,7 @@ from torch import Tensor
 from engine.config import DRIFT, SHIPPED, EngineConfig, TargetConfig
 from engine.diffusion.sampler import evaluation_plan, initial
 from engine.machine_speed import slowness
+from engine.model_folder import FolderError, check_folder
 from engine.models.adapter import DiTAdapter
 from engine.models.load import load_adapter, load_start, trainable
 from engine.parallel.ulysses import problem_with_degree
@@ -57,7 +58,7 @@ def check(config: EngineConfig, workdir: str | None, start: Path | None = None) 
     # A shipped model encodes prompts at once; a large model's text encoder may take seconds per prompt.
     trained = prompts.trained if isinstance(prompts, FilePrompts) else batch
     _encode(adapter, config, [*trained, *held_out] if config.model.name in SHIPPED else [prompt])
-    steps = evaluation_plan(config.sampler, config.evaluation.steps).steps
+    steps = evaluation_plan(config.sampler, config.evaluation.steps, adapter.schedule).steps
     score = _score_once(config, workdir, adapter.decode(initial([0], adapter.latent_shape())), prompt)
     metrics = sorted({"reward", *score.metrics})
     _check_target(config.target, metrics)
@@ -74,7 +75,11 @@ def check(config: EngineConfig, workdir: str | None, start: Path | None = None) 
 def _load_model(config: EngineConfig, start: Path | None) -> DiTAdapter:
     """Load the model with the start weights of the file `start`, if given."""
     try:
+        if config.model.path is not None:
+            check_folder(config.model, config.sampler, Path(config.model.path))
         adapter = load_adapter(config.model)
+    except FolderError as error:
+        raise JobUnfit(error.field, error.found, error.remedy) from error
     except (ValueError, OSError, KeyError) as error:
         raise JobUnfit("model", str(error), "check model.name and model.path") from error
     if start is not None:

@@ -75,7 +75,7 @@ def write_image(image: Tensor, file: Path) -> None:
 def sample(request: SampleRequest, device: str) -> Iterator[Wanted]:
     """Write the images one after the other, and yield each written image's order."""
     adapter = load_trained(request.model, request.weights, device)
-    plan = evaluation_plan(request.sampler, request.steps)
+    plan = evaluation_plan(request.sampler, request.steps, adapter.schedule)
     for wanted in request.images:
         write_image(draw(adapter, plan, wanted.prompt, wanted.seed), wanted.file)
         yield wanted

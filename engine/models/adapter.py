@@ -10,6 +10,8 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
+from engine.noise_schedule import ModelSchedule
+
 Conditioning = Mapping[str, Tensor]
 """Encoded prompts: named tensors, batch first, padded to a fixed text length to allow mixed rows."""
 
@@ -19,6 +21,9 @@ class DiTAdapter(Protocol):
 
     transformer: nn.Module
     """The trained and published module. With LoRA: the wrapped module."""
+
+    schedule: ModelSchedule
+    """Noise levels of the model's own pipeline, for `sampler.shift: auto`."""
 
     def encode(self, prompts: Sequence[str]) -> Conditioning:
         """Encode prompts to conditioning without gradient.
@@ -34,7 +39,8 @@ class DiTAdapter(Protocol):
 
         x        [B, *latent_shape]  fp32
         sigma    [B]                 noise level in (0, 1], may differ by row
-        guidance 1 computes the conditional branch alone; above 1: v_uncond + guidance (v_cond - v_uncond)
+        guidance 1 computes the conditional branch alone; above 1: v_uncond + guidance (v_cond - v_uncond), and what the
+                 family's pipeline does besides (Qwen-Image: the norm of v_cond; FLUX.1-dev: an input of the network)
         returns  [B, *latent_shape]  fp32
         """
 

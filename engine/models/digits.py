@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from engine.models.adapter import Conditioning
 from engine.models.qwen_image import QWEN_LORA_TARGETS
+from engine.noise_schedule import EVEN, ModelSchedule
 
 HEIGHT, WIDTH, PATCH = 12, 32, 4
 ROWS, COLUMNS = HEIGHT // PATCH, WIDTH // PATCH
@@ -59,6 +60,8 @@ class DigitsAdapter:
 
     The base learned no unconditional branch, and guidance is therefore impossible.
     """
+
+    schedule: ModelSchedule = EVEN
 
     def __init__(self, transformer: nn.Module, text: ByteText) -> None:
         self.transformer = transformer

@@ -6,15 +6,16 @@ guidance in, and no unconditional branch exists. FLUX.1-schnell has no guidance 
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from engine.model_folder import ModelFolder
 from engine.models.adapter import Conditioning
 from engine.models.qwen_image import PATCH, unpack
 from engine.models.text import EncodedText, TextEncoder, as_conditioning, guided, padded
 from engine.models.vae import decode_images, freeze
+from engine.noise_schedule import EVEN, ModelSchedule
 
 FLUX_LORA_TARGETS = (
     "attn.to_q",
@@ -27,19 +28,24 @@ FLUX_LORA_TARGETS = (
     "attn.to_add_out",
 )
 
-IMAGE_SIZE = 512
-TEXT_LENGTH = 256
-
 
 class FluxAdapter:
     """`DiTAdapter` over diffusers' `FluxTransformer2DModel`."""
 
-    def __init__(self, transformer: nn.Module, vae: nn.Module, text: TextEncoder, latent_size: tuple[int, int]) -> None:
+    def __init__(
+        self,
+        transformer: nn.Module,
+        vae: nn.Module,
+        text: TextEncoder,
+        latent_size: tuple[int, int],
+        schedule: ModelSchedule = EVEN,
+    ) -> None:
         """Create the adapter.
 
         `latent_size`: even height and width of the latent; an image is larger by the VAE's factor.
         """
         self.transformer = transformer
+        self.schedule = schedule
         self._vae = freeze(vae)
         self._text = text
         self._rows, self._columns = latent_size[0] // PATCH, latent_size[1] // PATCH
@@ -63,7 +69,7 @@ class FluxAdapter:
         return self._forward(x, sigma, conditioning, None)
 
     def _forward(self, x: Tensor, sigma: Tensor, conditioning: Conditioning, guidance: Tensor | None) -> Tensor:
-        dtype = next(self.transformer.parameters()).dtype
+        dtype: torch.dtype = self.transformer.x_embedder.weight.dtype  # type: ignore[union-attr, assignment]
         hidden = conditioning["hidden"].to(dtype)
         output: Tensor = self.transformer(
             hidden_states=x.to(dtype),
@@ -90,23 +96,21 @@ def grid_positions(rows: int, columns: int) -> Tensor:
     return torch.stack([torch.zeros_like(row), row, column], dim=-1).reshape(-1, 3).float()
 
 
-def load_flux(
-    path: Path,
-    device: str = "cpu",
-    image_size: int = IMAGE_SIZE,
-    text_length: int = TEXT_LENGTH,
-    dtype: torch.dtype = torch.bfloat16,
-) -> FluxAdapter:
-    """Load from a local diffusers folder. Nothing is downloaded."""
+def load_flux(folder: ModelFolder, device: str = "cpu", dtype: torch.dtype = torch.bfloat16) -> FluxAdapter:
+    """Load from a local diffusers folder, without its scheduler. Nothing is downloaded."""
     from diffusers import FluxPipeline
 
-    pipeline = FluxPipeline.from_pretrained(path, local_files_only=True, torch_dtype=dtype).to(device)
+    pipeline = FluxPipeline.from_pretrained(folder.path, local_files_only=True, torch_dtype=dtype, scheduler=None).to(
+        device
+    )
     freeze(pipeline.text_encoder)
     freeze(pipeline.text_encoder_2)
 
     def encode(prompts: Sequence[str]) -> EncodedText:
-        hidden, pooled, _ = pipeline.encode_prompt(prompt=list(prompts), prompt_2=None, max_sequence_length=text_length)
+        hidden, pooled, _ = pipeline.encode_prompt(
+            prompt=list(prompts), prompt_2=None, max_sequence_length=folder.size.text_tokens
+        )
         return EncodedText(*padded(hidden, None, hidden.shape[1]), pooled)
 
-    side = image_size // pipeline.vae_scale_factor
-    return FluxAdapter(pipeline.transformer, pipeline.vae, encode, (side, side))
+    latent_size = folder.latent[1:]
+    return FluxAdapter(pipeline.transformer, pipeline.vae, encode, latent_size, folder.schedule)

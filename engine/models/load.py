@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from engine.config import ModelConfig
+from engine.model_folder import ModelFolder, model_folder
 from engine.models.adapter import DiTAdapter
 from engine.models.weights import exchanged
 
@@ -26,20 +27,28 @@ LORA_SEED = 0
 """Seed of the random start values of low-rank adapters. Every node draws the same values."""
 
 
-def load_adapter(config: ModelConfig, device: str = "cpu") -> DiTAdapter:
+def load_adapter(config: ModelConfig, device: str = "cpu", dtype: torch.dtype = torch.bfloat16) -> DiTAdapter:
     """Load the model with its weights, ready for rollouts and for training as set in `config.weights`.
 
-    Transformer, autoencoder and text encoder are all on the device.
+    Transformer, autoencoder and text encoder are all on the device. `dtype`: number format of frozen weights from a
+    folder; shipped models are fp32.
+    Raises ValueError if the folder is not the model's, or cannot make the size in `config`.
     """
-    adapter = _load_family(config, device)
+    adapter = load_family(config, device, dtype)
     freeze_but_trained(adapter, config)
     if config.recomputes:
         recompute_blocks(adapter.transformer)
     return adapter
 
 
-def _load_family(config: ModelConfig, device: str) -> DiTAdapter:
+def load_family(config: ModelConfig, device: str = "cpu", dtype: torch.dtype = torch.bfloat16) -> DiTAdapter:
+    """Load the model with its weights, before the trained parameters are selected. See `load_adapter`."""
     path = Path(config.path) if config.path is not None else None
+
+    def folder() -> ModelFolder:
+        assert path is not None, "ModelConfig refuses a family without a path"
+        return model_folder(config, path)
+
     match config.name:
         case "digits-ocr":
             from engine.models.digits import BASE, load_digits
@@ -53,30 +62,21 @@ def _load_family(config: ModelConfig, device: str) -> DiTAdapter:
         case "qwen-image":
             from engine.models.qwen_image import load_qwen_image
 
-            return load_qwen_image(_folder(path, config), device)
+            return load_qwen_image(folder(), device, dtype)
         case "sd3":
             from engine.models.sd3 import load_sd3
 
-            return load_sd3(_folder(path, config), device)
+            return load_sd3(folder(), device, dtype)
         case "flux":
             from engine.models.flux import load_flux
 
-            return load_flux(_folder(path, config), device)
+            return load_flux(folder(), device, dtype)
         case "wan":
             from engine.models.wan import load_wan
 
-            return load_wan(_folder(path, config), device)
+            return load_wan(folder(), device, dtype)
         case _:
             assert_never(config.name)
-
-
-def _folder(path: Path | None, config: ModelConfig) -> Path:
-    if path is None or not (path / "model_index.json").is_file():
-        raise ValueError(
-            f"model.path is {config.path}, which is not a diffusers folder of {config.name} (no model_index.json); "
-            "download the model to every node first and give its folder"
-        )
-    return path
 
 
 def freeze_but_trained(adapter: DiTAdapter, config: ModelConfig) -> None:

@@ -1,20 +1,20 @@
 """Qwen-Image: packed latent tokens, a text stream with a mask, true classifier-free guidance.
 
 Conventions of the transformer (diffusers 0.39): tokens [B, N, 4 C] of 2 x 2 latent patches, timestep = sigma in [0, 1],
-`img_shapes` for the rotary embedding, no pooled text. The diffusers pipeline also rescales the guided velocity to the
-norm of the conditional velocity; here guidance is the plain formula of the contract, in rollout, training and
-evaluation.
+`img_shapes` for the rotary embedding, no pooled text. As in the diffusers pipeline, each token's guided velocity gets
+the norm of the conditional velocity, in rollout, training and evaluation. Gradients flow through the norms.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from engine.model_folder import ModelFolder
 from engine.models.adapter import Conditioning
 from engine.models.text import EncodedText, TextEncoder, as_conditioning, guided, padded
 from engine.models.vae import decode_images, freeze
+from engine.noise_schedule import EVEN, ModelSchedule
 
 PATCH = 2
 
@@ -33,22 +33,24 @@ QWEN_LORA_TARGETS = (
     "txt_mlp.net.2",
 )
 
-IMAGE_SIZE = 512
-"""Height and width of images for a folder of weights, equal to the published OCR recipes."""
-
-TEXT_LENGTH = 256
-"""Text tokens, after the template's own tokens are dropped."""
-
 
 class QwenImageAdapter:
     """`DiTAdapter` over diffusers' `QwenImageTransformer2DModel`."""
 
-    def __init__(self, transformer: nn.Module, vae: nn.Module, text: TextEncoder, latent_size: tuple[int, int]) -> None:
+    def __init__(
+        self,
+        transformer: nn.Module,
+        vae: nn.Module,
+        text: TextEncoder,
+        latent_size: tuple[int, int],
+        schedule: ModelSchedule = EVEN,
+    ) -> None:
         """Create the adapter.
 
         `latent_size`: even height and width of the latent; an image is larger by the VAE's factor.
         """
         self.transformer = transformer
+        self.schedule = schedule
         self._vae = freeze(vae)
         self._text = text
         self._rows, self._columns = latent_size[0] // PATCH, latent_size[1] // PATCH
@@ -62,10 +64,10 @@ class QwenImageAdapter:
         return (self._rows * self._columns, int(self.transformer.config.in_channels))  # type: ignore[union-attr, arg-type]
 
     def velocity(self, x: Tensor, sigma: Tensor, conditioning: Conditioning, guidance: float) -> Tensor:
-        return guided(self._branch, x, sigma, conditioning, self._empty, guidance)
+        return guided(self._branch, x, sigma, conditioning, self._empty, guidance, keeps_norm=True)
 
     def _branch(self, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
-        dtype = next(self.transformer.parameters()).dtype
+        dtype: torch.dtype = self.transformer.img_in.weight.dtype  # type: ignore[union-attr, assignment]
         output: Tensor = self.transformer(
             hidden_states=x.to(dtype),
             encoder_hidden_states=conditioning["hidden"].to(dtype),
@@ -93,23 +95,19 @@ def unpack(x: Tensor, rows: int, columns: int) -> Tensor:
     return cut.permute(0, 3, 1, 4, 2, 5).reshape(-1, channels, PATCH * rows, PATCH * columns)
 
 
-def load_qwen_image(
-    path: Path,
-    device: str = "cpu",
-    image_size: int = IMAGE_SIZE,
-    text_length: int = TEXT_LENGTH,
-    dtype: torch.dtype = torch.bfloat16,
-) -> QwenImageAdapter:
-    """Load from a local diffusers folder. Nothing is downloaded."""
+def load_qwen_image(folder: ModelFolder, device: str = "cpu", dtype: torch.dtype = torch.bfloat16) -> QwenImageAdapter:
+    """Load from a local diffusers folder, without its scheduler. Nothing is downloaded."""
     from diffusers import QwenImagePipeline
 
-    pipeline = QwenImagePipeline.from_pretrained(path, local_files_only=True, torch_dtype=dtype).to(device)
+    pipeline = QwenImagePipeline.from_pretrained(
+        folder.path, local_files_only=True, torch_dtype=dtype, scheduler=None
+    ).to(device)
     freeze(pipeline.text_encoder)
 
     def encode(prompts: Sequence[str]) -> EncodedText:
         # An empty prompt has no token behind the template; the upstream code uses a blank too.
         hidden, mask = pipeline.encode_prompt(prompt=[prompt or " " for prompt in prompts])
-        return EncodedText(*padded(hidden, mask, text_length))
+        return EncodedText(*padded(hidden, mask, folder.size.text_tokens))
 
-    side = image_size // pipeline.vae_scale_factor
-    return QwenImageAdapter(pipeline.transformer, pipeline.vae, encode, (side, side))
+    latent_size = folder.latent[1:]
+    return QwenImageAdapter(pipeline.transformer, pipeline.vae, encode, latent_size, folder.schedule)

@@ -5,14 +5,15 @@ attended to, like in the pipeline used to train the weights).
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from engine.model_folder import ModelFolder
 from engine.models.adapter import Conditioning
 from engine.models.text import EncodedText, TextEncoder, as_conditioning, guided, padded
 from engine.models.vae import decode_images, freeze
+from engine.noise_schedule import EVEN, ModelSchedule
 
 SD3_LORA_TARGETS = (
     "attn.to_q",
@@ -25,18 +26,21 @@ SD3_LORA_TARGETS = (
     "attn.to_add_out",
 )
 
-IMAGE_SIZE = 512
-"""Height and width of images for a folder of weights, equal to Flow-GRPO's recipes."""
-
-T5_LENGTH = 256
-
 
 class SD3Adapter:
     """`DiTAdapter` over diffusers' `SD3Transformer2DModel`."""
 
-    def __init__(self, transformer: nn.Module, vae: nn.Module, text: TextEncoder, latent_size: tuple[int, int]) -> None:
+    def __init__(
+        self,
+        transformer: nn.Module,
+        vae: nn.Module,
+        text: TextEncoder,
+        latent_size: tuple[int, int],
+        schedule: ModelSchedule = EVEN,
+    ) -> None:
         """Create the adapter. `latent_size`: height and width of the latent; an image is larger by the VAE's factor."""
         self.transformer = transformer
+        self.schedule = schedule
         self._vae = freeze(vae)
         self._text = text
         self._size = latent_size
@@ -53,7 +57,7 @@ class SD3Adapter:
         return guided(self._branch, x, sigma, conditioning, self._empty, guidance)
 
     def _branch(self, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
-        dtype = next(self.transformer.parameters()).dtype
+        dtype: torch.dtype = self.transformer.pos_embed.proj.weight.dtype  # type: ignore[union-attr, assignment]
         output: Tensor = self.transformer(
             hidden_states=x.to(dtype),
             encoder_hidden_states=conditioning["hidden"].to(dtype),
@@ -70,17 +74,13 @@ class SD3Adapter:
         return SD3_LORA_TARGETS
 
 
-def load_sd3(
-    path: Path,
-    device: str = "cpu",
-    image_size: int = IMAGE_SIZE,
-    t5_length: int = T5_LENGTH,
-    dtype: torch.dtype = torch.bfloat16,
-) -> SD3Adapter:
-    """Load from a local diffusers folder. Nothing is downloaded."""
+def load_sd3(folder: ModelFolder, device: str = "cpu", dtype: torch.dtype = torch.bfloat16) -> SD3Adapter:
+    """Load from a local diffusers folder, without its scheduler. Nothing is downloaded."""
     from diffusers import StableDiffusion3Pipeline
 
-    pipeline = StableDiffusion3Pipeline.from_pretrained(path, local_files_only=True, torch_dtype=dtype).to(device)
+    pipeline = StableDiffusion3Pipeline.from_pretrained(
+        folder.path, local_files_only=True, torch_dtype=dtype, scheduler=None
+    ).to(device)
     for encoder in (pipeline.text_encoder, pipeline.text_encoder_2, pipeline.text_encoder_3):
         if encoder is not None:
             freeze(encoder)
@@ -91,9 +91,9 @@ def load_sd3(
             prompt_2=None,
             prompt_3=None,
             do_classifier_free_guidance=False,
-            max_sequence_length=t5_length,
+            max_sequence_length=folder.size.text_tokens,
         )
         return EncodedText(*padded(hidden, None, hidden.shape[1]), pooled)
 
-    side = image_size // pipeline.vae_scale_factor
-    return SD3Adapter(pipeline.transformer, pipeline.vae, encode, (side, side))
+    latent_size = folder.latent[1:]
+    return SD3Adapter(pipeline.transformer, pipeline.vae, encode, latent_size, folder.schedule)

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from engine.models.adapter import Conditioning
 from engine.models.qwen_image import QWEN_LORA_TARGETS
+from engine.noise_schedule import EVEN, ModelSchedule
 from engine.shapes import COLOURS, IMAGE_SIDE, SHAPE, VOCABULARY, WORDS, Request, coverage
 
 PATCH = 9
@@ -73,6 +74,8 @@ class ShapesAdapter:
 
     The base learned no unconditional branch, and guidance is therefore impossible.
     """
+
+    schedule: ModelSchedule = EVEN
 
     def __init__(self, transformer: nn.Module, text: WordText) -> None:
         self.transformer = transformer

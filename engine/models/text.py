@@ -14,6 +14,9 @@ from torch.nn import functional
 
 from engine.models.adapter import Conditioning
 
+SMALLEST_NORM = 1e-12
+"""A guided velocity below this norm is not scaled up further: 0 / 0 would be NaN in value and gradient."""
+
 Branch = Callable[[Tensor, Tensor, Conditioning], Tensor]
 """A forward pass: (x [B, *S], sigma [B], conditioning) -> velocity [B, *S] fp32."""
 
@@ -54,15 +57,31 @@ def padded(hidden: Tensor, mask: Tensor | None, length: int) -> tuple[Tensor, Te
 
 
 def guided(
-    branch: Branch, x: Tensor, sigma: Tensor, conditioning: Conditioning, empty: Conditioning, guidance: float
+    branch: Branch,
+    x: Tensor,
+    sigma: Tensor,
+    conditioning: Conditioning,
+    empty: Conditioning,
+    guidance: float,
+    *,
+    keeps_norm: bool = False,
 ) -> Tensor:
     """Apply classifier-free guidance: v_uncond + guidance (v_cond - v_uncond). At 1, skip the unconditional branch.
 
-    empty  conditioning of the empty prompt, a single row
+    empty       conditioning of the empty prompt, a single row
+    keeps_norm  True: give each token's velocity the norm of v_cond, as the Qwen-Image pipeline does
     """
     conditional = branch(x, sigma, conditioning)
     if guidance == 1.0:
         return conditional
     repeated = {name: value.to(x.device).expand(len(x), *value.shape[1:]) for name, value in empty.items()}
     unconditional = branch(x, sigma, repeated)
-    return unconditional + guidance * (conditional - unconditional)
+    combined = unconditional + guidance * (conditional - unconditional)
+    return at_norm(combined, conditional) if keeps_norm else combined
+
+
+def at_norm(velocity: Tensor, like: Tensor) -> Tensor:
+    """Scale each token's velocity to the norm of another: [B, N, C] both. Gradients flow through both norms."""
+    norm = torch.linalg.vector_norm(velocity, dim=-1, keepdim=True)
+    wanted = torch.linalg.vector_norm(like, dim=-1, keepdim=True)
+    return velocity * (wanted / norm.clamp_min(SMALLEST_NORM))

@@ -6,14 +6,15 @@ two would be trained.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from engine.model_folder import ModelFolder
 from engine.models.adapter import Conditioning
 from engine.models.text import EncodedText, TextEncoder, as_conditioning, guided, padded
 from engine.models.vae import decode_video, freeze
+from engine.noise_schedule import EVEN, ModelSchedule
 
 WAN_LORA_TARGETS = (
     "attn1.to_q",
@@ -28,20 +29,21 @@ WAN_LORA_TARGETS = (
     "ffn.net.2",
 )
 
-FRAMES, IMAGE_HEIGHT, IMAGE_WIDTH = 33, 240, 416
-"""Size of a video for a folder of weights: Flow-GRPO's small setting for Wan."""
-
-TEXT_LENGTH = 226
-
 
 class WanAdapter:
     """`DiTAdapter` over diffusers' `WanTransformer3DModel`."""
 
     def __init__(
-        self, transformer: nn.Module, vae: nn.Module, text: TextEncoder, latent_size: tuple[int, int, int]
+        self,
+        transformer: nn.Module,
+        vae: nn.Module,
+        text: TextEncoder,
+        latent_size: tuple[int, int, int],
+        schedule: ModelSchedule = EVEN,
     ) -> None:
         """Create the adapter. `latent_size`: frames, height and width of the latent."""
         self.transformer = transformer
+        self.schedule = schedule
         self._vae = freeze(vae)
         self._text = text
         self._size = latent_size
@@ -75,32 +77,22 @@ class WanAdapter:
         return WAN_LORA_TARGETS
 
 
-def load_wan(
-    path: Path,
-    device: str = "cpu",
-    video_size: tuple[int, int, int] = (FRAMES, IMAGE_HEIGHT, IMAGE_WIDTH),
-    text_length: int = TEXT_LENGTH,
-    dtype: torch.dtype = torch.bfloat16,
-) -> WanAdapter:
-    """Load from a local diffusers folder. Nothing is downloaded."""
+def load_wan(folder: ModelFolder, device: str = "cpu", dtype: torch.dtype = torch.bfloat16) -> WanAdapter:
+    """Load from a local diffusers folder, without its scheduler. Nothing is downloaded."""
     from diffusers import WanPipeline
 
-    pipeline = WanPipeline.from_pretrained(path, local_files_only=True, torch_dtype=dtype)
+    pipeline = WanPipeline.from_pretrained(folder.path, local_files_only=True, torch_dtype=dtype, scheduler=None)
     if getattr(pipeline, "transformer_2", None) is not None:
-        raise ValueError(f"{path} holds two transformers (Wan 2.2); use Wan 2.1, because only one can be trained here")
+        raise ValueError(
+            f"{folder.path} holds two transformers (Wan 2.2); use Wan 2.1, because only one can be trained here"
+        )
     freeze(pipeline.text_encoder)
     pipeline.to(device)
 
     def encode(prompts: Sequence[str]) -> EncodedText:
         hidden, _ = pipeline.encode_prompt(
-            prompt=list(prompts), do_classifier_free_guidance=False, max_sequence_length=text_length
+            prompt=list(prompts), do_classifier_free_guidance=False, max_sequence_length=folder.size.text_tokens
         )
-        return EncodedText(*padded(hidden, None, text_length))
+        return EncodedText(*padded(hidden, None, folder.size.text_tokens))
 
-    frames, height, width = video_size
-    latent_size = (
-        (frames - 1) // pipeline.vae_scale_factor_temporal + 1,
-        height // pipeline.vae_scale_factor_spatial,
-        width // pipeline.vae_scale_factor_spatial,
-    )
-    return WanAdapter(pipeline.transformer, pipeline.vae, encode, latent_size)
+    return WanAdapter(pipeline.transformer, pipeline.vae, encode, folder.latent, folder.schedule)

@@ -20,6 +20,7 @@ from engine.config import DRIFT, EngineConfig
 from engine.diffusion.sampler import evaluation_plan
 from engine.drift import drift, look_of
 from engine.events import Evaluated, Phase, TargetReached
+from engine.noise_schedule import ModelSchedule
 from engine.prompts import PromptSource
 from engine.protocol.request import Finished, Kind, RequestId, Stream, Wait, WeightsKey, seed_of
 from engine.trainer.checkpoints import Checkpoints
@@ -67,18 +68,20 @@ class Evaluator:
         run: str,
         model: TrainedModel,
         worker: Worker,
+        schedule: ModelSchedule,
         *,
         state: TrainerState,
         coordinator: CoordinatorClient,
         checkpoints: Checkpoints,
         reporter: Reporter,
     ) -> None:
-        """`worker`: the trainer's own worker, which serves evaluations too."""
+        """`worker`: the trainer's own worker, which serves evaluations too. `schedule`: the model's noise levels."""
         self._config = config
         self._prompts = prompts
         self._run = run
         self._model = model
         self._worker = worker
+        self._schedule = schedule
         self._state = state
         self._coordinator = coordinator
         self._checkpoints = checkpoints
@@ -162,7 +165,7 @@ class Evaluator:
         """Add prompts to the evaluation under way. `images`: the number of first results whose images come back."""
         assert self._open is not None
         requests = [self._request(self._open.iteration, prompt) for prompt in prompts]
-        plan = evaluation_plan(self._config.sampler, self._config.evaluation.steps)
+        plan = evaluation_plan(self._config.sampler, self._config.evaluation.steps, self._schedule)
         shape = self._config.evaluation.shape
         self._coordinator.submit(requests, plan, weights=self._open.weights, shape=shape, images=images)
         self._open.requests += requests

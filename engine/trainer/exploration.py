@@ -13,6 +13,7 @@ from engine.config import CandidateBudget, EngineConfig
 from engine.diffusion.sampler import batch_plan, plan_to_dict, preview_plan
 from engine.events import Ranked
 from engine.exploration.explorer import Explorer
+from engine.noise_schedule import ModelSchedule
 from engine.prompts import PromptSource
 from engine.protocol.exploration_order import ExplorationOrder
 from engine.protocol.request import Finished, Kind, Manifest
@@ -33,8 +34,10 @@ class SeedExploration:
         state: TrainerState,
         coordinator: CoordinatorClient,
         reporter: Reporter,
+        schedule: ModelSchedule,
     ) -> None:
         self._config = config
+        self._schedule = schedule
         self.explorer = explorer
         self._prompts = prompts
         self._state = state
@@ -54,7 +57,7 @@ class SeedExploration:
             return None
 
         def sampler_of(steps: int) -> str:
-            return json.dumps(plan_to_dict(preview_plan(batch_plan(self._config, batch), steps)))
+            return json.dumps(plan_to_dict(preview_plan(batch_plan(self._config, batch, self._schedule), steps)))
 
         order = self.explorer.order(
             batch,
@@ -125,7 +128,7 @@ class SeedExploration:
             lineage=self._state.lineage,
             batch=batch,
             version=batch,
-            sampler=batch_plan(self._config, batch).signature,
+            sampler=batch_plan(self._config, batch, self._schedule).signature,
             groups=groups,
             minibatches=tuple(tuple(range(i, i + share)) for i in range(0, len(groups), share)),
         )

@@ -58,12 +58,13 @@ class Loop:
         self.started_from = "" if start is None else start.text
         self.model = TrainedModel(adapter, config.algorithm, start)
         self.memory = TrainingMemory(self.model.trainer, self.state, self.reporter)
+        self.schedule = adapter.schedule
         self.worker = own_worker(config, context, adapter, self.model, reward)
         self.usage: Usage = self.worker.usage
         self.reports = IterationReports(self.reporter, self.usage)
         self.coordinator = CoordinatorClient(context.transport, context.node, context.workers_of_node, self.usage)
         self.exploration = SeedExploration(
-            config, Explorer(config, context.run), prompts, self.state, self.coordinator, self.reporter
+            config, Explorer(config, context.run), prompts, self.state, self.coordinator, self.reporter, self.schedule
         )
         self.updates = BatchUpdates(config, self.model.trainer, self.state, self.usage, self.reporter)
         self.evaluator = Evaluator(
@@ -72,6 +73,7 @@ class Loop:
             context.run,
             self.model,
             self.worker,
+            self.schedule,
             state=self.state,
             coordinator=self.coordinator,
             checkpoints=self.checkpoints,
@@ -120,7 +122,7 @@ class Loop:
         order = self.exploration.order(manifest.batch + 1)
         if self.config.exploration.mode == "in-path":
             manifest, rollouts = self.exploration.choose_in_path(manifest, rollouts)
-        plan = batch_plan(self.config, manifest.batch)
+        plan = batch_plan(self.config, manifest.batch, self.schedule)
         health = self.updates.train(manifest, plan, rollouts)  # groups train while other groups are still sampled
         self.evaluator.finish()
         if self.evaluator.target_held():
@@ -190,7 +192,7 @@ class Loop:
 
     def _roll_out(self, manifest: Manifest) -> Rollouts:
         """Submit a batch's requests, and its control slice. Returns the rollouts, which arrive later."""
-        plan = batch_plan(self.config, manifest.batch)
+        plan = batch_plan(self.config, manifest.batch, self.schedule)
         weights, shape = WeightsKey(version=self.state.iteration), self.config.runtime.shape
         self.coordinator.submit(manifest.requests(), plan, weights=weights, shape=shape)
         control = self.exploration.explorer.control(manifest)

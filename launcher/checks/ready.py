@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from engine.config import SHIPPED
+from engine.model_folder import FolderError, check_folder
 from launcher.checks.gcloud import GcloudMissing, check_gcloud
 from launcher.checks.preflight import check_disk, check_secrets
 from launcher.clouds.base import CallerIdentity, CloudApi, InstanceState, refuse_wrong, wrong_of
@@ -100,6 +101,10 @@ def _check_model(checked: CheckedJob, folder: Path) -> None:
             f"{job.model.path} has {size >> 30} GiB, and a node's disk of {DISK_GIB} GiB holds {room >> 30} of a model",
             "leave out what is not loaded (other precisions, checkpoints of its training), or use a smaller model",
         )
+    try:
+        check_folder(job.model, job.sampler, folder)
+    except FolderError as error:
+        raise checked.error(error.field, error.found, error.remedy) from None
 
 
 def check_here(checked: CheckedJob, environ: Mapping[str, str]) -> None:

@@ -35,7 +35,7 @@ from engine.models.flux import FluxAdapter
 from engine.models.load import ReferencePolicy, freeze_but_trained, trainable
 from engine.models.qwen_image import QwenImageAdapter
 from engine.models.sd3 import SD3Adapter
-from engine.models.text import EncodedText
+from engine.models.text import EncodedText, at_norm
 from engine.models.wan import WanAdapter
 from engine.models.weights import get_weights
 from engine.protocol.request import Score
@@ -365,7 +365,7 @@ def test_the_noise_level_reaches_the_network_in_its_own_units(family):
     assert seen[0].tolist() == [250.0 if thousand else 0.25]
 
 
-@pytest.mark.parametrize("build", [tiny_qwen_image, tiny_sd3, tiny_wan, lambda: tiny_flux(guidance_embeds=False)])
+@pytest.mark.parametrize("build", [tiny_sd3, tiny_wan, lambda: tiny_flux(guidance_embeds=False)])
 def test_guidance_moves_away_from_the_unconditional_branch(build):
     torch.manual_seed(0)
     adapter = build()
@@ -376,6 +376,42 @@ def test_guidance_moves_away_from_the_unconditional_branch(build):
     guided = adapter.velocity(x, sigma, adapter.encode(["12"]), 2.0)
     assert not torch.allclose(conditional, unconditional)
     torch.testing.assert_close(guided, 2.0 * conditional - unconditional, atol=1e-5, rtol=1e-4)
+
+
+def test_qwen_images_guidance_keeps_the_norm_of_every_token_and_has_gradients():
+    torch.manual_seed(0)
+    adapter = tiny_qwen_image()
+    adapter.transformer.eval()
+    x, sigma = initial([1], adapter.latent_shape()), torch.tensor([0.5])
+    conditional = adapter.velocity(x, sigma, adapter.encode(["12"]), 1.0)
+    unconditional = adapter.velocity(x, sigma, adapter.encode([""]), 1.0)
+    guided = adapter.velocity(x, sigma, adapter.encode(["12"]), 4.0)
+    combined = unconditional + 4.0 * (conditional - unconditional)
+    scale = conditional.norm(dim=-1, keepdim=True) / combined.norm(dim=-1, keepdim=True)
+    torch.testing.assert_close(guided, scale * combined, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(guided.norm(dim=-1), conditional.norm(dim=-1))
+    assert not torch.allclose(guided, combined, atol=1e-4)
+    # The derivative along a direction of one weight matrix equals the difference quotient, norms included.
+    weight = adapter.transformer.proj_out.weight
+    guided[0, 0, 0].backward()
+    direction = torch.randn_like(weight)
+    slope = float((weight.grad * direction).sum())
+    values = []
+    for step in (1e-2, -1e-2):
+        with torch.no_grad():
+            moved = weight + step * direction
+            kept, weight.data = weight.data, moved
+            values.append(float(adapter.velocity(x, sigma, adapter.encode(["12"]), 4.0)[0, 0, 0]))
+            weight.data = kept
+    assert slope == pytest.approx((values[0] - values[1]) / 2e-2, rel=1e-2)
+
+
+def test_a_token_without_velocity_keeps_finite_gradients():
+    velocity = torch.zeros(1, 2, 4, requires_grad=True)
+    scaled = at_norm(velocity, torch.ones(1, 2, 4))
+    scaled.sum().backward()
+    assert scaled.isfinite().all()
+    assert velocity.grad.isfinite().all()
 
 
 def test_distilled_guidance_is_an_input_of_the_network():

@@ -21,11 +21,11 @@ from engine.diffusion.sampler import (
     preview_plan,
     replay,
     rollout_plan,
-    sigma_schedule,
     step_coefficients,
     transition,
 )
 from engine.models.digits import ByteText, DigitsAdapter, build_transformer
+from engine.noise_schedule import EVEN, NoiseSchedule
 
 SDE = rollout_plan(SamplerConfig(name="flow-sde", noise_level=0.7), run_seed=0, batch=0)
 DANCE = rollout_plan(SamplerConfig(name="dance-sde", noise_level=0.3), run_seed=0, batch=0)
@@ -54,11 +54,11 @@ def steps_of(step, count=4):
 
 
 def test_noise_levels_fall_evenly_from_1_to_0():
-    assert sigma_schedule(4, 1.0) == (1.0, 0.75, 0.5, 0.25, 0.0)
+    assert EVEN.sigmas(4) == (1.0, 0.75, 0.5, 0.25, 0.0)
 
 
 def test_shift_keeps_both_ends_and_moves_the_middle_towards_noise():
-    assert sigma_schedule(4, 3.0) == pytest.approx((1.0, 0.9, 0.75, 0.5, 0.0))
+    assert NoiseSchedule(shift=3.0).sigmas(4) == pytest.approx((1.0, 0.9, 0.75, 0.5, 0.0))
 
 
 def test_every_step_but_the_last_is_random_without_a_window():
@@ -109,7 +109,7 @@ def test_a_random_window_keeps_its_place_for_as_many_iterations_as_a_sliding_one
 def test_evaluation_has_no_random_step():
     plan = evaluation_plan(SamplerConfig(shift=3.0), steps=5)
     assert plan.stochastic == (False,) * 5
-    assert plan.sigmas == sigma_schedule(5, 3.0)
+    assert plan.sigmas == NoiseSchedule(shift=3.0).sigmas(5)
 
 
 def test_a_plan_survives_json_with_its_signature():

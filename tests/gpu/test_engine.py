@@ -15,15 +15,11 @@ from engine.config import EngineConfig, EvaluationConfig, ExplorationConfig, Mod
 from engine.diffusion.sampler import denoise, rollout_plan
 from engine.entrypoints.inproc import build_inproc
 from engine.models.digits import load_digits
-from engine.models.flux import load_flux
-from engine.models.load import freeze_but_trained, load_adapter, trainable
-from engine.models.qwen_image import load_qwen_image
-from engine.models.sd3 import load_sd3
-from engine.models.wan import load_wan
+from engine.models.load import freeze_but_trained, load_adapter, load_family, trainable
 from engine.protocol.request import Score
 from tests.engine.test_families import brightness
-from tests.engine.test_model_folders import make_flux, make_qwen_image, make_sd3, make_wan
 from tests.gpu.device import describe_device, keep_figures, needs_gpus
+from tests.tiny_pipelines import make_flux, make_qwen_image, make_sd3, make_wan
 
 UPDATES = 2
 """Optimiser steps of an iteration."""
@@ -32,13 +28,10 @@ BOUND = 1e-3
 """Tolerance of images in [-1, 1], which are stored in steps of 8e-3; both devices compute in fp32."""
 
 
-FOLDERS = {
-    "qwen-image": (make_qwen_image, load_qwen_image, {"image_size": 16, "text_length": 300}),
-    "sd3": (make_sd3, load_sd3, {"image_size": 16, "t5_length": 20}),
-    "flux": (make_flux, load_flux, {"image_size": 16, "text_length": 20}),
-    "wan": (make_wan, load_wan, {"video_size": (5, 16, 16), "text_length": 20}),
-}
-"""By family: the function that creates a tiny folder of random weights, its loader, and the image size."""
+FOLDERS = {"qwen-image": make_qwen_image, "sd3": make_sd3, "flux": make_flux, "wan": make_wan}
+"""By family: the function that creates a tiny pipeline of random weights."""
+
+SMALL = {"height": 16, "width": 16, "max_text_tokens": 20}
 
 GUIDANCE = {"digits-ocr": 1.0} | dict.fromkeys(FOLDERS, 2.0)
 
@@ -47,10 +40,11 @@ def loader(family, folder):
     """Return a function that loads a family's small weights on a device like a node, but in fp32."""
     if family == "digits-ocr":
         return lambda device: load_digits(device=device)
-    make, load, small = FOLDERS[family]
     torch.manual_seed(0)
-    make().save_pretrained(folder)
-    return lambda device: load(folder, device, dtype=torch.float32, **small)
+    FOLDERS[family]().save_pretrained(folder)
+    frames = {"frames": 5} if family == "wan" else {}
+    model = ModelConfig(name=family, path=str(folder), **SMALL, **frames)
+    return lambda device: load_family(model, device, torch.float32)
 
 
 def score(sampled_images, prompts):

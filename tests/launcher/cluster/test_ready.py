@@ -64,6 +64,16 @@ def job(tmp_path):
     return write
 
 
+def write_folder(folder):
+    """Write the small files of a diffusers folder of Qwen-Image, with diffusers' default values."""
+    scheduler = {"_class_name": "FlowMatchEulerDiscreteScheduler", "use_dynamic_shifting": True}
+    contents = {"vae/config": {}, "transformer/config": {}, "scheduler/scheduler_config": scheduler, "model_index": {}}
+    for name, content in contents.items():
+        file = folder / f"{name}.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(content))
+
+
 class Api:
     """A cloud that returns the caller's identity, or refuses."""
 
@@ -112,12 +122,24 @@ def test_missing_local_weights_are_refused(job, tmp_path):
     (tmp_path / "there").mkdir()
     with pytest.raises(JobError, match=r"a folder without model_index\.json: no node could load qwen-image"):
         check_job(checked, SLOTS)
-    (tmp_path / "there" / "model_index.json").write_text("{}")
+    write_folder(tmp_path / "there")
     check_job(checked, SLOTS)
     with (tmp_path / "there" / "model.safetensors").open("wb") as file:
         file.truncate(80 << 30)
     with pytest.raises(JobError, match="there has 80 GiB, and a node's disk of 100 GiB holds 70 of a model"):
         check_job(checked, SLOTS)
+
+
+def test_a_model_folder_that_does_not_fit_the_job_is_refused_before_a_purchase(job, tmp_path):
+    write_folder(tmp_path / "there")
+    model = "model: {name: qwen-image, path: there, height: 500}\n"
+    with pytest.raises(JobError, match=r"model\.height is 500, .* multiples of 16 .*; use 496 or 512"):
+        check_job(job(JOB + model), SLOTS)
+    (tmp_path / "there" / "scheduler" / "scheduler_config.json").unlink()
+    model = "model: {name: qwen-image, path: there}\n"
+    with pytest.raises(JobError, match=r"sampler\.shift is auto, and .* has no .*; give a number as sampler\.shift"):
+        check_job(job(JOB + model), SLOTS)
+    check_job(job(JOB + model + "sampler: {shift: 3}\n"), SLOTS)
 
 
 def test_nothing_is_bought_at_old_prices():

@@ -1,0 +1,191 @@
+"""Facts of a model's diffusers folder that need no weights: the size of image and text, and the noise levels.
+
+    ModelConfig + vae/config.json + transformer/config.json -> ImageShape -> latent size, image tokens, noise schedule
+
+The module imports no torch: the launcher checks a folder with the same code before a purchase.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.config import SHIPPED, ModelConfig, SamplerConfig
+from engine.noise_schedule import ModelSchedule, ScheduleError, Spacing, model_schedule
+
+
+@dataclass(frozen=True)
+class ImageSize:
+    """Size of an image or video, and of its text."""
+
+    height: int
+    width: int
+    frames: int = 1
+    text_tokens: int = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """Facts of one model family."""
+
+    size: ImageSize
+    """Size without fields in the job: the published recipes' for images and text, Flow-GRPO's small one for Wan."""
+    spacing: Spacing
+    """Spacing of the noise levels in the family's diffusers pipeline."""
+
+
+FAMILIES: Mapping[str, Family] = {
+    "qwen-image": Family(size=ImageSize(512, 512), spacing="even"),
+    "flux": Family(size=ImageSize(512, 512), spacing="even"),
+    "sd3": Family(size=ImageSize(512, 512, text_tokens=256), spacing="to-end"),
+    "wan": Family(size=ImageSize(240, 416, 33), spacing="to-end"),
+}
+
+
+class FolderError(ValueError):
+    """A model folder that does not fit the job. `field` is the job's field, `remedy` the correction."""
+
+    def __init__(self, field: str, found: str, remedy: str) -> None:
+        super().__init__(f"{found}; {remedy}")
+        self.field, self.found, self.remedy = field, found, remedy
+
+
+@dataclass(frozen=True)
+class Factors:
+    """Pixels per latent value, frames per latent frame, and latent values per image token along one side."""
+
+    vae: int
+    frames: int
+    patch: int
+    most_patches: int | None = None
+    """Image tokens along one side for which the transformer has positions. None: any number."""
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """One model of one size in its folder."""
+
+    path: Path
+    family: Family
+    size: ImageSize
+    factors: Factors
+
+    @property
+    def latent(self) -> tuple[int, int, int]:
+        """Return frames, height and width of the latent."""
+        size, factors = self.size, self.factors
+        return (size.frames - 1) // factors.frames + 1, size.height // factors.vae, size.width // factors.vae
+
+    @property
+    def tokens(self) -> int:
+        """Return the number of image tokens in the transformer."""
+        frames, height, width = self.latent
+        return frames * (height // self.factors.patch) * (width // self.factors.patch)
+
+    @property
+    def schedule(self) -> ModelSchedule:
+        side = min(self.size.height, self.size.width)
+        return model_schedule(self.path, self.family.spacing, self.tokens, side)
+
+
+def model_folder(config: ModelConfig, path: Path) -> ModelFolder:
+    """Return the folder's facts for the job's size. Raises FolderError if the model cannot make that size."""
+    if not (path / "model_index.json").is_file():
+        raise FolderError(
+            "model.path",
+            f"model.path is {config.path}, which is not a diffusers folder of {config.name} (no model_index.json)",
+            "download the model to every node first and give its folder",
+        )
+    family = FAMILIES[config.name]
+    default = family.size
+    size = ImageSize(
+        config.height or default.height,
+        config.width or default.width,
+        config.frames or default.frames,
+        config.max_text_tokens or default.text_tokens,
+    )
+    folder = ModelFolder(path, family, size, _factors(config.name, path))
+    _check(folder)
+    return folder
+
+
+def check_folder(model: ModelConfig, sampler: SamplerConfig, path: Path) -> None:
+    """Check the size and the noise levels of a job against the model's folder. Raises FolderError."""
+    if model.name in SHIPPED:
+        return
+    folder = model_folder(model, path)
+    if sampler.shift == "auto":
+        try:
+            folder.schedule.sigmas(sampler.steps)
+        except ScheduleError as error:
+            found, _, remedy = str(error).partition("; ")
+            raise FolderError("sampler.shift", f"sampler.shift is auto, and {found}", remedy) from None
+
+
+def _factors(name: str, path: Path) -> Factors:
+    vae, transformer = _read(path / "vae" / "config.json"), _read(path / "transformer" / "config.json")
+    match name:
+        case "qwen-image":
+            return Factors(2 ** len(vae.get("temperal_downsample", [False, True, True])), 1, 2)
+        case "wan":
+            patch = transformer.get("patch_size", [1, 2, 2])
+            return Factors(int(vae.get("scale_factor_spatial", 8)), int(vae.get("scale_factor_temporal", 4)), patch[1])
+        case "sd3":
+            places = int(transformer.get("pos_embed_max_size", 96))
+            return Factors(_image_factor(vae), 1, int(transformer.get("patch_size", 2)), places)
+        case _:
+            return Factors(_image_factor(vae), 1, 2)
+
+
+def _image_factor(vae: Mapping[str, Any]) -> int:
+    """Return the pixels per latent value of an `AutoencoderKL`."""
+    blocks: Sequence[int] = vae.get("block_out_channels", [64])
+    return 2 ** (len(blocks) - 1)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise FolderError(
+            "model.path",
+            f"{file} cannot be read ({error})",
+            "give the whole diffusers folder that the model was published as",
+        ) from None
+    if not isinstance(found, dict):
+        raise FolderError("model.path", f"{file} holds no JSON object", "download the model again")
+    return found
+
+
+def _check(folder: ModelFolder) -> None:
+    """Check that the size fills the patches of the transformer. Raises FolderError."""
+    factors, size = folder.factors, folder.size
+    multiple = factors.vae * factors.patch
+    for name in ("height", "width"):
+        value = getattr(size, name)
+        if value % multiple:
+            raise FolderError(
+                f"model.{name}",
+                f"model.{name} is {value}, and this model's images are multiples of {multiple} "
+                f"(VAE {factors.vae} x patch {factors.patch})",
+                f"use {' or '.join(str(near) for near in _around(value, multiple))}",
+            )
+        if factors.most_patches is not None and value > factors.most_patches * multiple:
+            raise FolderError(
+                f"model.{name}",
+                f"model.{name} is {value}, and this model has positions for {factors.most_patches * multiple} pixels",
+                f"use {factors.most_patches * multiple} or less",
+            )
+    if (size.frames - 1) % factors.frames:
+        raise FolderError(
+            "model.frames",
+            f"model.frames is {size.frames}, and this model's VAE makes {factors.frames} n + 1 frames",
+            f"use {' or '.join(str(near + 1) for near in _around(size.frames - 1, factors.frames))}",
+        )
+
+
+def _around(value: int, multiple: int) -> list[int]:
+    """Return the nearest multiples, at least one of them."""
+    below = value // multiple * multiple
+    return [near for near in (below, below + multiple) if near > 0]

@@ -1,0 +1,222 @@
+"""Tiny random pipelines of the real diffusers classes, with the published scheduler configurations.
+
+A pipeline saved with `save_pretrained` is a model folder as a run loads it.
+"""
+
+from collections.abc import Callable
+
+from diffusers import (
+    AutoencoderKL,
+    AutoencoderKLQwenImage,
+    AutoencoderKLWan,
+    DiffusionPipeline,
+    FlowMatchEulerDiscreteScheduler,
+    FluxPipeline,
+    FluxTransformer2DModel,
+    QwenImagePipeline,
+    QwenImageTransformer2DModel,
+    SD3Transformer2DModel,
+    StableDiffusion3Pipeline,
+    UniPCMultistepScheduler,
+    WanPipeline,
+    WanTransformer3DModel,
+)
+from transformers import (
+    ByT5Tokenizer,
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    T5Config,
+    T5EncoderModel,
+    UMT5Config,
+    UMT5EncoderModel,
+)
+
+HEADS = {"num_attention_heads": 2, "attention_head_dim": 16}
+WIDTH = 32
+
+SCHEDULERS = {
+    "qwen-image": {
+        "base_image_seq_len": 256,
+        "base_shift": 0.5,
+        "max_image_seq_len": 8192,
+        "max_shift": 0.9,
+        "shift": 1.0,
+        "shift_terminal": 0.02,
+        "time_shift_type": "exponential",
+        "use_dynamic_shifting": True,
+    },
+    "sd3": {"shift": 3.0},
+    "flux": {
+        "base_image_seq_len": 256,
+        "base_shift": 0.5,
+        "max_image_seq_len": 4096,
+        "max_shift": 1.15,
+        "shift": 3.0,
+        "use_dynamic_shifting": True,
+    },
+    "wan": {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0},
+}
+"""Values of `scheduler/scheduler_config.json` that are not diffusers' defaults, in the folders of Qwen/Qwen-Image,
+stabilityai/stable-diffusion-3.5-medium, black-forest-labs/FLUX.1-dev and Wan-AI/Wan2.1-T2V-1.3B-Diffusers."""
+
+
+def scheduler(family):
+    if family == "wan":
+        return UniPCMultistepScheduler(**SCHEDULERS["wan"])
+    return FlowMatchEulerDiscreteScheduler(**SCHEDULERS[family])
+
+
+def image_vae(halvings, shift=0.1):
+    """Return an autoencoder that makes images smaller by 2 ** halvings."""
+    return AutoencoderKL(
+        block_out_channels=(8,) * (halvings + 1),
+        down_block_types=("DownEncoderBlock2D",) * (halvings + 1),
+        up_block_types=("UpDecoderBlock2D",) * (halvings + 1),
+        latent_channels=4,
+        norm_num_groups=4,
+        shift_factor=shift,
+        scaling_factor=1.5,
+    )
+
+
+def video_vae(halvings):
+    """Return the arguments of an autoencoder that makes images smaller by 2 ** halvings, and videos shorter."""
+    return {
+        "base_dim": 4,
+        "z_dim": 4,
+        "dim_mult": [1] * (halvings + 1),
+        "num_res_blocks": 1,
+        "temperal_downsample": [halvings == 1, True, True][:halvings],
+        "latents_mean": [0.1, 0.2, 0.0, 0.0],
+        "latents_std": [1.0, 2.0, 1.0, 0.5],
+    }
+
+
+def clip(model, projection=8):
+    config = CLIPTextConfig(
+        vocab_size=384,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        projection_dim=projection,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    return model(config).eval()
+
+
+def tokenizer(length=77):
+    return ByT5Tokenizer(model_max_length=length)
+
+
+T5 = {"vocab_size": 384, "d_model": WIDTH, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+
+
+def make_sd3(halvings=1):
+    return StableDiffusion3Pipeline(
+        transformer=SD3Transformer2DModel(
+            sample_size=8,
+            patch_size=2,
+            in_channels=4,
+            out_channels=4,
+            num_layers=2,
+            joint_attention_dim=WIDTH,
+            caption_projection_dim=32,
+            pooled_projection_dim=16,
+            pos_embed_max_size=64,
+            **HEADS,
+        ),
+        scheduler=scheduler("sd3"),
+        vae=image_vae(halvings),
+        text_encoder=clip(CLIPTextModelWithProjection),
+        tokenizer=tokenizer(),
+        text_encoder_2=clip(CLIPTextModelWithProjection),
+        tokenizer_2=tokenizer(),
+        text_encoder_3=T5EncoderModel(T5Config(**T5)).eval(),
+        tokenizer_3=tokenizer(),
+    )
+
+
+def make_flux(halvings=1):
+    return FluxPipeline(
+        transformer=FluxTransformer2DModel(
+            in_channels=16,
+            num_layers=1,
+            num_single_layers=1,
+            joint_attention_dim=WIDTH,
+            pooled_projection_dim=16,
+            axes_dims_rope=(4, 6, 6),
+            guidance_embeds=True,
+            **HEADS,
+        ),
+        scheduler=scheduler("flux"),
+        vae=image_vae(halvings),
+        text_encoder=clip(CLIPTextModel),
+        tokenizer=tokenizer(),
+        text_encoder_2=T5EncoderModel(T5Config(**T5)).eval(),
+        tokenizer_2=tokenizer(),
+    )
+
+
+def make_wan(halvings=1):
+    return WanPipeline(
+        transformer=WanTransformer3DModel(
+            num_attention_heads=2,
+            attention_head_dim=12,
+            in_channels=4,
+            out_channels=4,
+            text_dim=WIDTH,
+            freq_dim=16,
+            ffn_dim=48,
+            num_layers=2,
+            rope_max_seq_len=32,
+        ),
+        scheduler=scheduler("wan"),
+        vae=AutoencoderKLWan(
+            **video_vae(halvings), scale_factor_spatial=2**halvings, scale_factor_temporal=min(4, 2**halvings)
+        ),
+        text_encoder=UMT5EncoderModel(UMT5Config(**T5)).eval(),
+        tokenizer=tokenizer(),
+    )
+
+
+def make_qwen_image(halvings=1):
+    text = {
+        "vocab_size": 384,
+        "hidden_size": WIDTH,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+    }
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": WIDTH}
+    config = Qwen2_5_VLConfig(text_config=text, vision_config=vision)
+    return QwenImagePipeline(
+        transformer=QwenImageTransformer2DModel(
+            patch_size=2,
+            in_channels=16,
+            out_channels=4,
+            num_layers=2,
+            joint_attention_dim=WIDTH,
+            axes_dims_rope=(4, 6, 6),
+            **HEADS,
+        ),
+        scheduler=scheduler("qwen-image"),
+        vae=AutoencoderKLQwenImage(**video_vae(halvings)),
+        text_encoder=Qwen2_5_VLForConditionalGeneration(config).eval(),
+        tokenizer=tokenizer(2048),
+    )
+
+
+PIPELINES: dict[str, Callable[..., DiffusionPipeline]] = {
+    "qwen-image": make_qwen_image,
+    "sd3": make_sd3,
+    "flux": make_flux,
+    "wan": make_wan,
+}
+"""By family: the function that makes the pipeline. `halvings=3` gives the published VAE factor of 8."""
