@@ -128,9 +128,9 @@ class SamplerConfig(Strict):
     `scheduler/scheduler_config.json` in the model's folder and the size of the image; no shift for a shipped model. A
     number: even noise levels with this shift; 1: no shift. A larger shift spends more steps near the noise."""
     guidance: Annotated[float, Field(ge=1.0)] = 1.0
-    """Guidance scale as in the model's diffusers pipeline; 1 computes no unconditional branch. The published values are 4
-    with qwen-image (norm of each token kept), 4.5 with sd3 (no skip-layer guidance) and 5 with wan. FLUX.1-dev takes the
-    scale as an input of the network, 3.5 as published, and never computes an unconditional branch."""
+    """Guidance scale as in the model's diffusers pipeline; 1 computes no unconditional branch. The published values are
+    4 with qwen-image (norm of each token kept), 4.5 with sd3 (no skip-layer guidance) and 5 with wan. FLUX.1-dev takes
+    the scale as an input of the network, 3.5 as published, and never computes an unconditional branch."""
     window: WindowConfig | None = None
     """Window of stochastic steps. None: every step but the final one is stochastic, and all are trained."""
     noise: Literal[1] = 1
