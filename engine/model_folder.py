@@ -141,7 +141,7 @@ def _factors(name: str, path: Path) -> Factors:
 def _image_factor(vae: Mapping[str, Any]) -> int:
     """Return the pixels per latent value of an `AutoencoderKL`."""
     blocks: Sequence[int] = vae.get("block_out_channels", [64])
-    return 2 ** (len(blocks) - 1)
+    return 1 << (len(blocks) - 1)
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -84,4 +84,5 @@ def at_norm(velocity: Tensor, like: Tensor) -> Tensor:
     """Scale each token's velocity to the norm of another: [B, N, C] both. Gradients flow through both norms."""
     norm = torch.linalg.vector_norm(velocity, dim=-1, keepdim=True)
     wanted = torch.linalg.vector_norm(like, dim=-1, keepdim=True)
-    return velocity * (wanted / norm.clamp_min(SMALLEST_NORM))
+    scaled: Tensor = velocity * (wanted / norm.clamp_min(SMALLEST_NORM))
+    return scaled
