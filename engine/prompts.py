@@ -8,7 +8,7 @@ import hashlib
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Protocol
@@ -69,6 +69,16 @@ def prompt_source(config: EngineConfig, workdir: str | None) -> PromptSource:
             "give a text file in the job's workdir with one prompt a line, or leave it out"
         )
     return file_prompts(path, config.seed, config.algorithm.prompts_per_batch, config.evaluation.prompts, test)
+
+
+def prompts_of_job(source: PromptSource, iterations: int, most: int) -> list[str]:
+    """Return the prompts of a run in the order of their first use, at most `most` of them."""
+    found = dict.fromkeys([*source.batch(0), *source.held_out()])
+    for batch in range(1, iterations):
+        if len(found) >= most:
+            break
+        found |= dict.fromkeys(source.batch(batch))
+    return list(found)[:most]
 
 
 @cache
@@ -198,7 +208,7 @@ class FilePrompts:
     def batch(self, batch: int) -> list[str]:
         # Use whole batches only, so no prompt appears twice in a batch. A pass may leave a few lines out.
         a_pass, place = divmod(batch, len(self.trained) // self.prompts_per_batch)
-        order = _distinct(len(self.trained), len(self.trained), f"file/{self.run_seed}/{a_pass}")
+        order = _order(len(self.trained), f"file/{self.run_seed}/{a_pass}")
         start = place * self.prompts_per_batch
         return [self.trained[i] for i in order[start : start + self.prompts_per_batch]]
 
@@ -254,6 +264,11 @@ def _drawn(prompts: Sequence[str], count: int) -> tuple[str, ...]:
 
     chosen = set(sorted(prompts, key=number)[:count])
     return tuple(prompt for prompt in prompts if prompt in chosen)
+
+
+@lru_cache(maxsize=4)
+def _order(choices: int, name: str) -> Sequence[int]:
+    return _distinct(choices, choices, name)
 
 
 def _distinct(choices: int, count: int, name: str) -> list[int]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from engine.model_folder import ModelFolder
 from engine.models.adapter import Conditioning
+from engine.models.pipeline_text import PipelineText
 from engine.models.qwen_image import PATCH, unpack
 from engine.models.text import EncodedText, TextEncoder, as_conditioning, guided, padded
 from engine.models.vae import decode_images, freeze
@@ -113,4 +114,4 @@ def load_flux(folder: ModelFolder, device: str = "cpu", dtype: torch.dtype = tor
         return EncodedText(*padded(hidden, None, hidden.shape[1]), pooled)
 
     latent_size = folder.latent[1:]
-    return FluxAdapter(pipeline.transformer, pipeline.vae, encode, latent_size, folder.schedule)
+    return FluxAdapter(pipeline.transformer, pipeline.vae, PipelineText(pipeline, encode), latent_size, folder.schedule)

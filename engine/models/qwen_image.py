@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from engine.model_folder import ModelFolder
 from engine.models.adapter import Conditioning
+from engine.models.pipeline_text import PipelineText
 from engine.models.text import EncodedText, TextEncoder, as_conditioning, guided, padded
 from engine.models.vae import decode_images, freeze
 from engine.noise_schedule import EVEN, ModelSchedule
@@ -110,4 +111,6 @@ def load_qwen_image(folder: ModelFolder, device: str = "cpu", dtype: torch.dtype
         return EncodedText(*padded(hidden, mask, folder.size.text_tokens))
 
     latent_size = folder.latent[1:]
-    return QwenImageAdapter(pipeline.transformer, pipeline.vae, encode, latent_size, folder.schedule)
+    return QwenImageAdapter(
+        pipeline.transformer, pipeline.vae, PipelineText(pipeline, encode), latent_size, folder.schedule
+    )

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from engine.model_folder import ModelFolder
 from engine.models.adapter import Conditioning
+from engine.models.pipeline_text import PipelineText
 from engine.models.text import EncodedText, TextEncoder, as_conditioning, guided, padded
 from engine.models.vae import decode_images, freeze
 from engine.noise_schedule import EVEN, ModelSchedule
@@ -96,4 +97,4 @@ def load_sd3(folder: ModelFolder, device: str = "cpu", dtype: torch.dtype = torc
         return EncodedText(*padded(hidden, None, hidden.shape[1]), pooled)
 
     latent_size = folder.latent[1:]
-    return SD3Adapter(pipeline.transformer, pipeline.vae, encode, latent_size, folder.schedule)
+    return SD3Adapter(pipeline.transformer, pipeline.vae, PipelineText(pipeline, encode), latent_size, folder.schedule)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from engine.model_folder import ModelFolder
 from engine.models.adapter import Conditioning
+from engine.models.pipeline_text import PipelineText
 from engine.models.text import EncodedText, TextEncoder, as_conditioning, guided, padded
 from engine.models.vae import decode_video, freeze
 from engine.noise_schedule import EVEN, ModelSchedule
@@ -95,4 +96,6 @@ def load_wan(folder: ModelFolder, device: str = "cpu", dtype: torch.dtype = torc
         )
         return EncodedText(*padded(hidden, None, folder.size.text_tokens))
 
-    return WanAdapter(pipeline.transformer, pipeline.vae, encode, folder.latent, folder.schedule)
+    return WanAdapter(
+        pipeline.transformer, pipeline.vae, PipelineText(pipeline, encode), folder.latent, folder.schedule
+    )

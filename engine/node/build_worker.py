@@ -10,16 +10,21 @@ import engine.rewards.ocr  # noqa: F401  preloaded
 from engine.models.adapter import DiTAdapter
 from engine.models.fetch import fetched
 from engine.models.load import load_adapter, trainable
+from engine.models.pipeline_text import prepare_prompts
 from engine.node.alone import touch
 from engine.node.child import FINISHED_FILE
 from engine.node.node_store import join_groups
 from engine.node_spec import NodeSpec
+from engine.prompts import prompt_source, prompts_of_job
 from engine.rewards.load import load_reward, load_student
 from engine.worker.device import device_of
 from engine.worker.step_trace import step_trace
 from engine.worker.transport import Transport
 from engine.worker.weight_source import WeightSource
 from engine.worker.worker import Worker
+
+MOST_PROMPTS = 20_000
+"""Prompts of the job known to the text encoders, in the order of their use."""
 
 
 def make_worker(
@@ -65,4 +70,12 @@ def load_model(spec: NodeSpec, number: int) -> DiTAdapter:
         below = Path(spec.folder).parent / "weights"
         path = fetched(spec.weights, below, partial(print, flush=True))
         model = model.model_copy(update={"path": str(path)})
-    return load_adapter(model, device)
+    adapter = load_adapter(model, device)
+    prompts = partial(_prompts, spec)
+    prepare_prompts(adapter, prompts, Path(spec.folder) / "prompts", share=number / spec.workers)
+    return adapter
+
+
+def _prompts(spec: NodeSpec) -> list[str]:
+    source = prompt_source(spec.engine, spec.workdir)
+    return prompts_of_job(source, spec.engine.iterations, MOST_PROMPTS)
