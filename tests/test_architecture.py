@@ -37,11 +37,16 @@ PURE = {
     "engine.parallel.latency",
     "engine.exploration.planner",
     "engine.exploration.value",
+    "engine.memory.activations",
+    "engine.memory.architecture",
+    "engine.memory.published",
+    "engine.memory.tally",
 }
 """Further engine modules for policies and replays: decisions without torch or Ray."""
 
 FLOORS = {
     "engine": [
+        "memory",
         "protocol",
         "storage",
         "parallel",

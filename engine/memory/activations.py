@@ -1,0 +1,97 @@
+"""Bytes of activations that a training pass keeps, for one row: one image, or one video, at one denoising step.
+
+    kept     everything that autograd keeps until the backward pass
+    working  what the backward pass needs beside it at its largest moment
+
+Gradient checkpointing keeps the input of each block alone and computes the block again when the backward pass reaches
+it. One block at a time is then complete in memory, so that block is part of `working`. Guidance without a distilled
+input computes two branches, with and without the prompt, and keeps both.
+
+Source of every count: the backward formulas, layer by layer (`tally.py`, `blocks.py`). `python -m
+tests.benchmarks.memory` compares them with what autograd keeps of the real diffusers classes, and with peaks on a GPU.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from engine.memory.architecture import Architecture, Size, image_tokens, text_tokens
+from engine.memory.blocks import double_block, outside_blocks, single_block, wan_block
+from engine.memory.tally import Tally, Training
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Activations:
+    """Bytes of one row of a training pass."""
+
+    kept: int
+    working: int
+
+    @property
+    def total(self) -> int:
+        return self.kept + self.working
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parameters:
+    """Numbers of parameters of a transformer, without and with adapters."""
+
+    transformer: int
+    adapters: int
+    """0 if every weight is trained."""
+    buffers: int
+    """Numbers that are stored but not trained."""
+
+
+def parameters_of(architecture: Architecture, training: Training) -> Parameters:
+    """Count the parameters of a transformer."""
+    tallies = [tally for tally, _ in _blocks(architecture, training, 0, 0)]
+    tallies.append(_outside(architecture, training, 0, 0))
+    return Parameters(
+        transformer=sum(tally.parameters for tally in tallies),
+        adapters=sum(tally.adapter_parameters for tally in tallies),
+        buffers=architecture.positions * architecture.width,
+    )
+
+
+def activations(
+    architecture: Architecture, size: Size, training: Training, *, is_checkpointed: bool, is_guided: bool
+) -> Activations:
+    """Return the bytes of one row. `is_guided`: the sampler's guidance is not 1."""
+    image, text = image_tokens(size), text_tokens(architecture.family, size)
+    blocks = list(_blocks(architecture, training, image, text))
+    kept = _outside(architecture, training, image, text).kept
+    working = max(tally.widest for tally, _ in blocks)
+    if is_checkpointed:
+        kept += sum(inputs for _, inputs in blocks)
+        working += max(tally.kept for tally, _ in blocks)
+    else:
+        kept += sum(tally.kept for tally, _ in blocks)
+    branches = 2 if is_guided and not architecture.takes_guidance else 1
+    return Activations(kept=branches * kept, working=working)
+
+
+def _blocks(a: Architecture, training: Training, image: int, text: int) -> Iterator[tuple[Tally, int]]:
+    """Return each block's counts, and the bytes of its input, which checkpointing keeps."""
+
+    def counted(build: Callable[[Tally], None]) -> Tally:
+        tally = Tally(training)
+        build(tally)
+        return tally
+
+    both = (image + text) * a.width * training.compute_bytes
+    if a.family == "wan":
+        # The text is the same tensor in every block, so it is counted outside the blocks.
+        for _ in range(a.layers):
+            yield counted(lambda t: wan_block(t, a, image, text)), image * a.width * training.compute_bytes
+        return
+    for number in range(a.layers):
+        is_dual, text_ends = number < a.dual_layers, a.family == "sd3" and number == a.layers - 1
+        yield counted(lambda t: double_block(t, a, image, text, is_dual=is_dual, text_ends=text_ends)), both  # noqa: B023
+    for _ in range(a.single_layers):
+        yield counted(lambda t: single_block(t, a, image + text)), both
+
+
+def _outside(a: Architecture, training: Training, image: int, text: int) -> Tally:
+    tally = Tally(training)
+    outside_blocks(tally, a, image, text)
+    return tally

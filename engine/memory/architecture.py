@@ -1,0 +1,152 @@
+"""Layer sizes of a diffusion transformer, from its `transformer/config.json`, and the tokens of an image or a video."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, assert_never, cast
+
+Family = Literal["qwen-image", "sd3", "flux", "wan", "hunyuan-video"]
+"""Families of diffusers' transformer classes (engine/models/)."""
+
+PIXELS_PER_LATENT = 8
+"""Pixels of an image per latent position, in each direction. Equal for the VAEs of all families."""
+
+FRAMES_PER_LATENT = 4
+"""Frames of a video per latent frame, after the first frame. Equal for the VAEs of Wan and HunyuanVideo."""
+
+CLIP_TOKENS = 77
+"""Tokens of SD3's CLIP encoders, which stand before the T5 tokens."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Architecture:
+    """Layer sizes of a transformer. Widths count numbers, not bytes."""
+
+    family: Family
+    layers: int
+    """Blocks with one stream for the image and one for the text; for Wan, all blocks."""
+    heads: int
+    head_width: int
+    text_width: int
+    """Width of a token of the text encoder."""
+    channels: int
+    """Numbers of a token of the latent before the first layer: latent channels x patch."""
+    output_channels: int
+    """Numbers of a token after the last layer."""
+    mlp_width: int
+    """Inner width of the feed-forward layers."""
+    single_layers: int = 0
+    """Blocks with one stream for image and text together (FLUX, HunyuanVideo)."""
+    dual_layers: int = 0
+    """Blocks with a second attention over the image alone, counted from the first block (SD3.5-medium)."""
+    refiner_layers: int = 0
+    """Blocks that refine the text before the first block (HunyuanVideo)."""
+    pooled_width: int = 0
+    """Width of the pooled text vector. 0: the family has none."""
+    positions: int = 0
+    """Rows of the learned position table (SD3). It is a buffer: stored, but not trained."""
+    has_head_norm: bool = True
+    """True if queries and keys are normalised. Only SD3 without .5 does not."""
+    takes_guidance: bool = False
+    """True if the guidance scale is an input (distilled guidance), so guidance needs no second branch."""
+
+    @property
+    def width(self) -> int:
+        """Return the width of a token inside the transformer."""
+        return self.heads * self.head_width
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Size:
+    """Size of an image or a video: pixels, frames (1: an image), and tokens of its text.
+
+    `text_tokens` is the length limit of the longest text encoder, as in `model.max_text_tokens`.
+    """
+
+    height: int
+    width: int
+    frames: int = 1
+    text_tokens: int
+
+    def __str__(self) -> str:
+        frames = f"{self.frames} frames of " if self.frames > 1 else ""
+        return f"{frames}{self.height} x {self.width} px"
+
+
+def image_tokens(size: Size) -> int:
+    """Return the tokens of the latent: one for each 2 x 2 latent positions of each latent frame."""
+    frames = (size.frames - 1) // FRAMES_PER_LATENT + 1
+    patch = 2 * PIXELS_PER_LATENT
+    return frames * (size.height // patch) * (size.width // patch)
+
+
+def text_tokens(family: Family, size: Size) -> int:
+    """Return the text tokens that the transformer reads. Shorter prompts are padded to this length."""
+    return size.text_tokens + (CLIP_TOKENS if family == "sd3" else 0)
+
+
+def architecture_from(family: Family, config: Mapping[str, object]) -> Architecture:
+    """Read the layer sizes from a model's `transformer/config.json`.
+
+    Raises ValueError for a missing number; the error names the key.
+    """
+
+    def number(key: str) -> int:
+        value = config.get(key)
+        if not isinstance(value, int):
+            raise ValueError(f"transformer/config.json of {family} has {key}: {value!r}; a whole number is needed")
+        return value
+
+    heads, head_width, layers = number("num_attention_heads"), number("attention_head_dim"), number("num_layers")
+    width, channels = heads * head_width, number("in_channels")
+    output = config.get("out_channels") or channels
+    if not isinstance(output, int):
+        raise ValueError(f"transformer/config.json of {family} has out_channels: {output!r}; a whole number is needed")
+
+    def built(
+        *, text: str, mlp: int, packed: bool, single: int = 0, dual: int = 0, refiner: int = 0, pooled: int = 0,
+        positions: int = 0, has_head_norm: bool = True, takes_guidance: bool = False,
+    ) -> Architecture:  # fmt: skip
+        return Architecture(
+            family=family, layers=layers, heads=heads, head_width=head_width, text_width=number(text), mlp_width=mlp,
+            channels=channels if packed else 4 * channels, single_layers=single,
+            output_channels=output if family == "flux" else 4 * output,
+            dual_layers=dual, refiner_layers=refiner, pooled_width=pooled, positions=positions,
+            has_head_norm=has_head_norm, takes_guidance=takes_guidance,
+        )  # fmt: skip
+
+    match family:
+        case "qwen-image":
+            return built(text="joint_attention_dim", mlp=4 * width, packed=True)
+        case "flux":
+            return built(
+                text="joint_attention_dim",
+                mlp=4 * width,
+                packed=True,
+                single=number("num_single_layers"),
+                pooled=number("pooled_projection_dim"),
+                takes_guidance=bool(config.get("guidance_embeds")),
+            )
+        case "sd3":
+            return built(
+                text="joint_attention_dim",
+                mlp=4 * width,
+                packed=False,
+                dual=len(cast(Sequence[int], config.get("dual_attention_layers") or ())),
+                pooled=number("pooled_projection_dim"),
+                positions=number("pos_embed_max_size") ** 2,
+                has_head_norm=config.get("qk_norm") is not None,
+            )
+        case "wan":
+            return built(text="text_dim", mlp=number("ffn_dim"), packed=False)
+        case "hunyuan-video":
+            return built(
+                text="text_embed_dim",
+                mlp=round(float(cast(float, config.get("mlp_ratio", 4.0))) * width),
+                packed=False,
+                single=number("num_single_layers"),
+                refiner=number("num_refiner_layers"),
+                pooled=number("pooled_projection_dim"),
+                takes_guidance=bool(config.get("guidance_embeds")),
+            )
+        case _:
+            assert_never(family)

@@ -1,0 +1,167 @@
+"""Sizes of published models. Figures, no decisions.
+
+Sources: `transformer/config.json` of each model's diffusers folder on the Hugging Face hub (Qwen/Qwen-Image,
+black-forest-labs/FLUX.1-dev, stabilityai/stable-diffusion-3.5-medium and -large, Wan-AI/Wan2.1-T2V-1.3B-Diffusers and
+-14B-Diffusers, hunyuanvideo-community/HunyuanVideo). The benchmark builds the diffusers and transformers classes with
+these values on torch's meta device and compares the numbers of parameters (`python -m tests.benchmarks.memory`).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from engine.memory.architecture import Architecture, Family, architecture_from
+
+T5_XXL = 4_762_310_656
+CLIP_L = 123_060_480
+CLIP_L_PROJECTED = 123_650_304
+CLIP_G_PROJECTED = 694_659_840
+UMT5_XXL = 5_680_910_336
+QWEN_VL_7B = 8_292_166_656
+LLAMA_8B = 7_505_186_816
+"""Parameters of text encoders, without heads that predict words. QWEN_VL_7B is the whole Qwen2.5-VL with its head."""
+
+KL_16 = 83_819_683
+KL_VIDEO_WAN = 126_892_531
+KL_VIDEO_HUNYUAN = 246_478_803
+"""Parameters of VAEs with 16 latent channels: of SD3 and FLUX; of Wan and Qwen-Image; of HunyuanVideo."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PublishedModel:
+    """A published model."""
+
+    name: str
+    family: Family
+    config: Mapping[str, int | bool | str | Sequence[int]]
+    """Values of `transformer/config.json` that set sizes."""
+    text_encoder_parameters: int
+    vae_parameters: int
+
+    @property
+    def architecture(self) -> Architecture:
+        return architecture_from(self.family, self.config)
+
+
+QWEN_IMAGE = PublishedModel(
+    name="Qwen-Image",
+    family="qwen-image",
+    config={
+        "in_channels": 64,
+        "out_channels": 16,
+        "num_layers": 60,
+        "num_attention_heads": 24,
+        "attention_head_dim": 128,
+        "joint_attention_dim": 3584,
+    },
+    text_encoder_parameters=QWEN_VL_7B,
+    vae_parameters=KL_VIDEO_WAN,
+)
+
+FLUX_1_DEV = PublishedModel(
+    name="FLUX.1-dev",
+    family="flux",
+    config={
+        "in_channels": 64,
+        "num_layers": 19,
+        "num_single_layers": 38,
+        "num_attention_heads": 24,
+        "attention_head_dim": 128,
+        "joint_attention_dim": 4096,
+        "pooled_projection_dim": 768,
+        "guidance_embeds": True,
+    },
+    text_encoder_parameters=T5_XXL + CLIP_L,
+    vae_parameters=KL_16,
+)
+
+SD3_5_MEDIUM = PublishedModel(
+    name="SD3.5-medium",
+    family="sd3",
+    config={
+        "in_channels": 16,
+        "out_channels": 16,
+        "num_layers": 24,
+        "num_attention_heads": 24,
+        "attention_head_dim": 64,
+        "joint_attention_dim": 4096,
+        "caption_projection_dim": 1536,
+        "pooled_projection_dim": 2048,
+        "pos_embed_max_size": 384,
+        "dual_attention_layers": tuple(range(13)),
+        "qk_norm": "rms_norm",
+    },
+    text_encoder_parameters=T5_XXL + CLIP_L_PROJECTED + CLIP_G_PROJECTED,
+    vae_parameters=KL_16,
+)
+
+SD3_5_LARGE = PublishedModel(
+    name="SD3.5-large",
+    family="sd3",
+    config={
+        "in_channels": 16,
+        "out_channels": 16,
+        "num_layers": 38,
+        "num_attention_heads": 38,
+        "attention_head_dim": 64,
+        "joint_attention_dim": 4096,
+        "caption_projection_dim": 2432,
+        "pooled_projection_dim": 2048,
+        "pos_embed_max_size": 192,
+        "qk_norm": "rms_norm",
+    },
+    text_encoder_parameters=T5_XXL + CLIP_L_PROJECTED + CLIP_G_PROJECTED,
+    vae_parameters=KL_16,
+)
+
+WAN_1_3B = PublishedModel(
+    name="Wan2.1-1.3B",
+    family="wan",
+    config={
+        "in_channels": 16,
+        "out_channels": 16,
+        "num_layers": 30,
+        "num_attention_heads": 12,
+        "attention_head_dim": 128,
+        "ffn_dim": 8960,
+        "text_dim": 4096,
+    },
+    text_encoder_parameters=UMT5_XXL,
+    vae_parameters=KL_VIDEO_WAN,
+)
+
+WAN_14B = PublishedModel(
+    name="Wan2.1-14B",
+    family="wan",
+    config={
+        "in_channels": 16,
+        "out_channels": 16,
+        "num_layers": 40,
+        "num_attention_heads": 40,
+        "attention_head_dim": 128,
+        "ffn_dim": 13824,
+        "text_dim": 4096,
+    },
+    text_encoder_parameters=UMT5_XXL,
+    vae_parameters=KL_VIDEO_WAN,
+)
+
+HUNYUAN_VIDEO = PublishedModel(
+    name="HunyuanVideo",
+    family="hunyuan-video",
+    config={
+        "in_channels": 16,
+        "out_channels": 16,
+        "num_layers": 20,
+        "num_single_layers": 40,
+        "num_refiner_layers": 2,
+        "num_attention_heads": 24,
+        "attention_head_dim": 128,
+        "text_embed_dim": 4096,
+        "pooled_projection_dim": 768,
+        "guidance_embeds": True,
+    },
+    text_encoder_parameters=LLAMA_8B + CLIP_L,
+    vae_parameters=KL_VIDEO_HUNYUAN,
+)
+
+PUBLISHED = (QWEN_IMAGE, FLUX_1_DEV, SD3_5_MEDIUM, SD3_5_LARGE, WAN_1_3B, WAN_14B, HUNYUAN_VIDEO)
