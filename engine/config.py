@@ -16,7 +16,7 @@ SHIPPED = {"digits-ocr": "digits", "shapes": "shapes"}
 """Shipped models, and the prompts each model was trained for. The models have no unconditional branch."""
 
 
-VIDEO = ("wan",)
+VIDEO = ("wan", "hunyuan-video")
 """Models that generate videos."""
 
 
@@ -26,21 +26,21 @@ class ModelConfig(Strict):
     # `from` is a Python keyword, so the field has another name. Every file and message says `from`.
     model_config = ConfigDict(validate_by_name=True, validate_by_alias=True, serialize_by_alias=True)
 
-    name: Literal["digits-ocr", "shapes", "qwen-image", "sd3", "flux", "wan"] = "digits-ocr"
+    name: Literal["digits-ocr", "shapes", "qwen-image", "sd3", "flux", "wan", "hunyuan-video"] = "digits-ocr"
     """Model adapter (engine/models/). `digits-ocr` and `shapes` ship with spotrl; every other model needs `path`."""
     path: str | None = None
     """Folder of a diffusers model (transformer, vae, ...). None: the weights shipped with spotrl."""
     height: Positive | None = None
     """Height of an image in pixels, a multiple of the VAE's factor times the patch: 16 for all published models. None:
-    512, and 240 with wan. Shipped models have one size."""
+    512 for images, 240 for wan, 320 for hunyuan-video. Shipped models have one size."""
     width: Positive | None = None
-    """Width of an image in pixels, as `height`. None: 512, and 416 with wan."""
+    """Width of an image in pixels, as `height`. None: 512 for images, 416 for wan, 512 for hunyuan-video."""
     frames: Positive | None = None
-    """Frames of a video: 4 n + 1 with wan. None: 33. Image models have no frames."""
+    """Frames of a video, 4 n + 1 for the published models. None: 33. Image models have no frames."""
     max_text_tokens: Positive | None = None
     """Text tokens of a prompt; longer prompts are cut. None: the default of the model's diffusers pipeline: 512, or 256
-    for sd3. A smaller number makes a pass faster. With flux, sd3 and wan, padding is part of the input, so another
-    number also changes the images."""
+    for sd3 and hunyuan-video. A smaller number makes a pass faster. With flux, sd3 and wan, padding is part of the
+    input, so another number also changes the images."""
     weights: Literal["full", "lora"] = "full"
     """Trained weights: `full` trains every weight of the transformer, `lora` trains low-rank adapters."""
     lora_rank: Positive = 16
@@ -129,8 +129,9 @@ class SamplerConfig(Strict):
     number: even noise levels with this shift; 1: no shift. A larger shift spends more steps near the noise."""
     guidance: Annotated[float, Field(ge=1.0)] = 1.0
     """Guidance scale as in the model's diffusers pipeline; 1 computes no unconditional branch. The published values are
-    4 with qwen-image (norm of each token kept), 4.5 with sd3 (no skip-layer guidance) and 5 with wan. FLUX.1-dev takes
-    the scale as an input of the network, 3.5 as published, and never computes an unconditional branch."""
+    4 with qwen-image (norm of each token kept), 4.5 with sd3 (no skip-layer guidance) and 5 with wan. FLUX.1-dev and
+    HunyuanVideo take the scale as an input of the network, 3.5 and 6 as published, and compute no unconditional
+    branch."""
     window: WindowConfig | None = None
     """Window of stochastic steps. None: every step but the final one is stochastic, and all are trained."""
     noise: Literal[1] = 1

@@ -30,7 +30,7 @@ class Family:
     """Facts of one model family."""
 
     size: ImageSize
-    """Size without fields in the job: the published recipes' for images and text, Flow-GRPO's small one for Wan."""
+    """Size without fields in the job: that of the published recipes, and small videos."""
     spacing: Spacing
     """Spacing of the noise levels in the family's diffusers pipeline."""
 
@@ -40,6 +40,7 @@ FAMILIES: Mapping[str, Family] = {
     "flux": Family(size=ImageSize(512, 512), spacing="even"),
     "sd3": Family(size=ImageSize(512, 512, text_tokens=256), spacing="to-end"),
     "wan": Family(size=ImageSize(240, 416, 33), spacing="to-end"),
+    "hunyuan-video": Family(size=ImageSize(320, 512, 33, text_tokens=256), spacing="even"),
 }
 
 
@@ -131,6 +132,9 @@ def _factors(name: str, path: Path) -> Factors:
         case "wan":
             patch = transformer.get("patch_size", [1, 2, 2])
             return Factors(int(vae.get("scale_factor_spatial", 8)), int(vae.get("scale_factor_temporal", 4)), patch[1])
+        case "hunyuan-video":
+            ratios = int(vae.get("spatial_compression_ratio", 8)), int(vae.get("temporal_compression_ratio", 4))
+            return Factors(*ratios, int(transformer.get("patch_size", 2)))
         case "sd3":
             places = int(transformer.get("pos_embed_max_size", 96))
             return Factors(_image_factor(vae), 1, int(transformer.get("patch_size", 2)), places)

@@ -3,16 +3,21 @@
 A pipeline saved with `save_pretrained` is a model folder as a run loads it.
 """
 
+import re
+import string
 from collections.abc import Callable
 
 from diffusers import (
     AutoencoderKL,
+    AutoencoderKLHunyuanVideo,
     AutoencoderKLQwenImage,
     AutoencoderKLWan,
     DiffusionPipeline,
     FlowMatchEulerDiscreteScheduler,
     FluxPipeline,
     FluxTransformer2DModel,
+    HunyuanVideoPipeline,
+    HunyuanVideoTransformer3DModel,
     QwenImagePipeline,
     QwenImageTransformer2DModel,
     SD3Transformer2DModel,
@@ -21,11 +26,18 @@ from diffusers import (
     WanPipeline,
     WanTransformer3DModel,
 )
+from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
+from tokenizers import Tokenizer
+from tokenizers.models import WordPiece
+from tokenizers.pre_tokenizers import Whitespace
 from transformers import (
     ByT5Tokenizer,
     CLIPTextConfig,
     CLIPTextModel,
     CLIPTextModelWithProjection,
+    LlamaConfig,
+    LlamaModel,
+    PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     T5Config,
@@ -58,9 +70,11 @@ SCHEDULERS = {
         "use_dynamic_shifting": True,
     },
     "wan": {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0},
+    "hunyuan-video": {"shift": 7.0},
 }
 """Values of `scheduler/scheduler_config.json` that are not diffusers' defaults, in the folders of Qwen/Qwen-Image,
-stabilityai/stable-diffusion-3.5-medium, black-forest-labs/FLUX.1-dev and Wan-AI/Wan2.1-T2V-1.3B-Diffusers."""
+stabilityai/stable-diffusion-3.5-medium, black-forest-labs/FLUX.1-dev, Wan-AI/Wan2.1-T2V-1.3B-Diffusers and
+hunyuanvideo-community/HunyuanVideo."""
 
 
 def scheduler(family):
@@ -213,10 +227,58 @@ def make_qwen_image(halvings=1):
     )
 
 
+def word_tokenizer():
+    """Return a tokenizer with a token for each word of HunyuanVideo's template, and one for each letter elsewhere.
+
+    The pipeline drops the template's first 95 tokens, so a tokenizer of bytes would leave no room for a prompt.
+    """
+    words = re.findall(r"\w+|[^\w\s]+", DEFAULT_PROMPT_TEMPLATE["template"])
+    letters = string.ascii_letters + string.digits + string.punctuation
+    pieces = ["[PAD]", "[UNK]", *words, *letters, *(f"##{letter}" for letter in letters)]
+    vocabulary = {piece: number for number, piece in enumerate(dict.fromkeys(pieces))}
+    model = Tokenizer(WordPiece(vocabulary, unk_token="[UNK]"))
+    model.pre_tokenizer = Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=model, pad_token="[PAD]", unk_token="[UNK]", padding_side="right")
+
+
+def make_hunyuan_video(halvings=1):
+    blocks = max(3, halvings + 1)  # its frames become a quarter, whatever the factor of the image
+    text = {"hidden_size": WIDTH, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
+    return HunyuanVideoPipeline(
+        transformer=HunyuanVideoTransformer3DModel(
+            in_channels=4,
+            out_channels=4,
+            num_layers=1,
+            num_single_layers=1,
+            num_refiner_layers=1,
+            text_embed_dim=WIDTH,
+            pooled_projection_dim=16,
+            rope_axes_dim=(4, 6, 6),
+            **HEADS,
+        ),
+        scheduler=scheduler("hunyuan-video"),
+        vae=AutoencoderKLHunyuanVideo(
+            latent_channels=4,
+            down_block_types=("HunyuanVideoDownBlock3D",) * blocks,
+            up_block_types=("HunyuanVideoUpBlock3D",) * blocks,
+            block_out_channels=(8,) * blocks,
+            layers_per_block=1,
+            norm_num_groups=4,
+            spatial_compression_ratio=2**halvings,
+            temporal_compression_ratio=4,
+        ),
+        text_encoder=LlamaModel(LlamaConfig(vocab_size=384, **text)).eval(),
+        tokenizer=word_tokenizer(),
+        text_encoder_2=clip(CLIPTextModel),
+        tokenizer_2=tokenizer(),
+    )
+
+
 PIPELINES: dict[str, Callable[..., DiffusionPipeline]] = {
     "qwen-image": make_qwen_image,
     "sd3": make_sd3,
     "flux": make_flux,
     "wan": make_wan,
+    "hunyuan-video": make_hunyuan_video,
 }
 """By family: the function that makes the pipeline. `halvings=3` gives the published VAE factor of 8."""

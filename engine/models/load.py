@@ -75,6 +75,10 @@ def load_family(config: ModelConfig, device: str = "cpu", dtype: torch.dtype = t
             from engine.models.wan import load_wan
 
             return load_wan(folder(), device, dtype)
+        case "hunyuan-video":
+            from engine.models.hunyuan_video import load_hunyuan_video
+
+            return load_hunyuan_video(folder(), device, dtype)
         case _:
             assert_never(config.name)
 

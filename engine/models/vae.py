@@ -1,7 +1,7 @@
-"""Decode latents to images: the two conventions of diffusers' autoencoders.
+"""Decode latents to images: the conventions of diffusers' autoencoders.
 
-`AutoencoderKL` (SD3, FLUX) scales and shifts all channels alike. The video autoencoders of Wan and Qwen-Image have a
-mean and a std per channel and work on [B, C, F, H, W].
+`AutoencoderKL` (SD3, FLUX) scales and shifts all channels alike. The video autoencoders work on [B, C, F, H, W]: those
+of Wan and Qwen-Image have a mean and a std per channel, that of HunyuanVideo scales all channels alike.
 
 A decoder's activations at full size are hundreds of times larger than the image, so a batch is decoded in slices of
 `PIXELS_AT_ONCE`. Frames of more than `TILED_ABOVE` pixels are decoded in overlapping tiles, like in diffusers'
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 PIXELS_AT_ONCE = 8 * 512 * 512
-"""Pixels decoded at once, of one frame of every image of a slice. Video decoders decode one latent frame at a time."""
+"""Pixels decoded at once. The decoders of Wan and Qwen-Image decode one latent frame at a time, and count as one frame;
+that of HunyuanVideo decodes several."""
 
 TILED_ABOVE = 1024 * 1024
 """Pixels of a frame above which tiles are used. The published autoencoders decode 1024 x 1024 whole in diffusers."""
@@ -32,7 +33,7 @@ def freeze(module: nn.Module) -> nn.Module:
 @torch.no_grad()
 def decode_images(vae: nn.Module, latents: Tensor) -> Tensor:
     """Decode [B, C, h, w] -> [B, 3, H, W] in [-1, 1]. A video autoencoder decodes a single frame."""
-    if _is_video(vae):
+    if _has_statistics(vae):
         return decode_video(vae, latents[:, :, None])[:, :, 0]
     config = vae.config
     z = latents / config.scaling_factor + (config.shift_factor or 0.0)  # type: ignore[union-attr, operator]
@@ -42,6 +43,8 @@ def decode_images(vae: nn.Module, latents: Tensor) -> Tensor:
 @torch.no_grad()
 def decode_video(vae: nn.Module, latents: Tensor) -> Tensor:
     """Decode [B, C, f, h, w] -> [B, 3, F, H, W] in [-1, 1]."""
+    if not _has_statistics(vae):
+        return _decoded(vae, latents / vae.config.scaling_factor)  # type: ignore[union-attr, operator]
     mean = _per_channel(vae.config.latents_mean, latents)  # type: ignore[union-attr, arg-type]
     std = _per_channel(vae.config.latents_std, latents)  # type: ignore[union-attr, arg-type]
     return _decoded(vae, latents * std + mean)
@@ -53,7 +56,8 @@ def _decoded(vae: nn.Module, z: Tensor) -> Tensor:
     pixels = z.shape[-2] * z.shape[-1] * _pixels_per_latent(vae)
     _tile(vae, pixels > TILED_ABOVE)
     images = []
-    for some in z.split(max(1, PIXELS_AT_ONCE // pixels)):
+    frames: int = getattr(vae, "tile_sample_min_num_frames", 1)
+    for some in z.split(max(1, PIXELS_AT_ONCE // (pixels * frames))):
         # The latents of trained rollouts were recorded on the CPU.
         part: Tensor = vae.decode(some.to(weight.device, weight.dtype), return_dict=False)[0]  # type: ignore[operator]
         images.append(part.float().clamp(-1.0, 1.0))
@@ -83,7 +87,8 @@ def _tile(vae: nn.Module, is_large: bool) -> None:
         vae.enable_tiling()  # type: ignore[operator]
 
 
-def _is_video(vae: nn.Module) -> bool:
+def _has_statistics(vae: nn.Module) -> bool:
+    """Return True if the autoencoder has a mean and a std per channel: that of Wan, or of Qwen-Image."""
     # AutoencoderKL has the key too, with the value None.
     return getattr(vae.config, "latents_mean", None) is not None
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from engine.config import ModelConfig
+from engine.config import VIDEO, ModelConfig
 from launcher.money import dollars
 from launcher.report.values import Moment, Report
 from launcher.report.weights import Pulled
@@ -33,6 +33,7 @@ CLASSES = {
     "sd3": "SD3Transformer2DModel",
     "flux": "FluxTransformer2DModel",
     "wan": "WanTransformer3DModel",
+    "hunyuan-video": "HunyuanVideoTransformer3DModel",
 }
 
 
@@ -77,7 +78,7 @@ def model_card(report: Report, job: Mapping[str, Any], pulled: Pulled, folder: s
 
 def _front(model: ModelConfig) -> str:
     """Return the metadata block read by model hubs."""
-    kind = "text-to-video" if model.name == "wan" else "text-to-image"
+    kind = "text-to-video" if model.name in VIDEO else "text-to-image"
     lines = ["library_name: diffusers", f"pipeline_tag: {kind}", "tags: [reinforcement-learning, spotrl"]
     return "\n".join(["---", *lines[:2], lines[2] + (", lora]" if model.weights == "lora" else "]"), "---"])
 

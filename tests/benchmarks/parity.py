@@ -27,7 +27,7 @@ from engine.models.load import load_adapter
 from tests.benchmarks.page import load_now, publish
 from tests.tiny_pipelines import PIPELINES, SCHEDULERS
 
-GUIDANCE = {"qwen-image": 4.0, "sd3": 4.5, "flux": 3.5, "wan": 5.0}
+GUIDANCE = {"qwen-image": 4.0, "sd3": 4.5, "flux": 3.5, "wan": 5.0, "hunyuan-video": 6.0}
 """Published guidance of each family: of the model card or the pipeline's default."""
 
 STEPS = 10
@@ -170,7 +170,7 @@ def vars_of(value: Any) -> dict[str, Any]:
 TEXT = f"""
 Measured in fp32 on a CPU. Random weights of two layers: signs and zeros carry over to the published models, sizes of
 differences do not. {STEPS} ODE steps of two prompts, from the noise of seeds {SEEDS}, at the size that a job without
-size fields gets (512 x 512; Wan 33 frames of 240 x 416). The VAE has the published factor, so the number of image
+size fields gets (512 x 512; Wan 33 frames of 240 x 416, HunyuanVideo of 320 x 512). The VAE has the published factor, so the number of image
 tokens is that of the published model, and with it the dynamic shift.
 
 ## What is compared
@@ -178,7 +178,7 @@ tokens is that of the published model, and with it the dynamic shift.
 - Ours: `load_adapter` of the saved folder, `evaluation_plan` with `sampler.shift: auto`, text at its default length.
 - Qwen-Image: `true_cfg_scale` 4 with a blank negative prompt, and the norm of each token's conditional velocity.
 - SD3: classifier-free guidance without skip-layer guidance, which the pipeline leaves out by default too.
-- FLUX.1-dev: distilled guidance as an input of the network, one forward pass a step.
+- FLUX.1-dev and HunyuanVideo: distilled guidance as an input of the network, one forward pass a step.
 - Wan: the pipeline with `FlowMatchEulerDiscreteScheduler(shift=3)`. The published scheduler, UniPC, is a multistep
   solver: a step depends on earlier steps, has no Gaussian, and so no log-prob to train.
 

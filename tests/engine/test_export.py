@@ -8,6 +8,7 @@ import pytest
 import torch
 from diffusers import (
     FluxPipeline,
+    HunyuanVideoPipeline,
     QwenImagePipeline,
     QwenImageTransformer2DModel,
     StableDiffusion3Pipeline,
@@ -30,6 +31,7 @@ PIPELINES = {
     "sd3": StableDiffusion3Pipeline,
     "flux-dev": FluxPipeline,
     "wan": WanPipeline,
+    "hunyuan-video": HunyuanVideoPipeline,
 }
 
 

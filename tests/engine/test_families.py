@@ -12,9 +12,11 @@ import pytest
 import torch
 from diffusers import (
     AutoencoderKL,
+    AutoencoderKLHunyuanVideo,
     AutoencoderKLQwenImage,
     AutoencoderKLWan,
     FluxTransformer2DModel,
+    HunyuanVideoTransformer3DModel,
     QwenImageTransformer2DModel,
     SD3Transformer2DModel,
     WanTransformer3DModel,
@@ -32,6 +34,7 @@ from engine.entrypoints.inproc import build_inproc
 from engine.models.adapter import DiTAdapter, rows
 from engine.models.digits import ByteText, DigitsAdapter, build_transformer
 from engine.models.flux import FluxAdapter
+from engine.models.hunyuan_video import HunyuanVideoAdapter
 from engine.models.load import ReferencePolicy, freeze_but_trained, trainable
 from engine.models.qwen_image import QwenImageAdapter
 from engine.models.sd3 import SD3Adapter
@@ -136,6 +139,31 @@ def tiny_wan() -> DiTAdapter:
     return WanAdapter(transformer, vae, TinyText(), (2, 4, 6))
 
 
+def tiny_hunyuan_video() -> DiTAdapter:
+    transformer = HunyuanVideoTransformer3DModel(
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=2,
+        attention_head_dim=16,
+        num_layers=1,
+        num_single_layers=1,
+        num_refiner_layers=1,
+        text_embed_dim=WIDTH,
+        pooled_projection_dim=16,
+        rope_axes_dim=(4, 6, 6),
+    )
+    vae = AutoencoderKLHunyuanVideo(
+        latent_channels=4,
+        down_block_types=("HunyuanVideoDownBlock3D",) * 3,
+        up_block_types=("HunyuanVideoUpBlock3D",) * 3,
+        block_out_channels=(8, 8, 8),
+        layers_per_block=1,
+        norm_num_groups=4,
+        spatial_compression_ratio=2,
+    )
+    return HunyuanVideoAdapter(transformer, vae, TinyText(pooled=16), (2, 4, 6))
+
+
 def tiny_digits() -> DiTAdapter:
     return DigitsAdapter(build_transformer(), ByteText())
 
@@ -155,6 +183,7 @@ FAMILIES = {
     "flux-dev": Family(tiny_flux, (24, 16), (3, 16, 24), guidance=3.5),
     "flux-schnell": Family(lambda: tiny_flux(guidance_embeds=False), (24, 16), (3, 16, 24), guidance=1.0),
     "wan": Family(tiny_wan, (4, 2, 4, 6), (3, 3, 8, 12), guidance=2.0),
+    "hunyuan-video": Family(tiny_hunyuan_video, (4, 2, 4, 6), (3, 5, 8, 12), guidance=6.0),
 }
 
 PROMPTS, SEEDS = ["12", "34"], [1, 2]
@@ -337,7 +366,7 @@ def test_the_noise_level_reaches_the_network_in_its_own_units(family):
         lambda module, args, kwargs: seen.append(kwargs["timestep"]), with_kwargs=True
     )
     adapter.velocity(initial([1], family.latent), torch.tensor([0.25]), adapter.encode(["12"]), 1.0)
-    thousand = isinstance(adapter, SD3Adapter | WanAdapter)
+    thousand = isinstance(adapter, SD3Adapter | WanAdapter | HunyuanVideoAdapter)
     assert seen[0].tolist() == [250.0 if thousand else 0.25]
 
 
@@ -390,9 +419,10 @@ def test_a_token_without_velocity_keeps_finite_gradients():
     assert velocity.grad.isfinite().all()
 
 
-def test_distilled_guidance_is_an_input_of_the_network():
+@pytest.mark.parametrize("build", [tiny_flux, tiny_hunyuan_video])
+def test_distilled_guidance_is_an_input_of_the_network(build):
     torch.manual_seed(0)
-    adapter = tiny_flux(guidance_embeds=True)
+    adapter = build()
     x, sigma, conditioning = initial([1], adapter.latent_shape()), torch.tensor([0.5]), adapter.encode(["12"])
     assert not torch.allclose(
         adapter.velocity(x, sigma, conditioning, 1.0), adapter.velocity(x, sigma, conditioning, 3.5)

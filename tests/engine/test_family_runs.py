@@ -11,7 +11,15 @@ import torch
 
 from engine.algorithm_config import AlgorithmConfig
 from engine.clock import ScaledClock
-from engine.config import EngineConfig, EvaluationConfig, ExplorationConfig, ModelConfig, RuntimeConfig, SamplerConfig
+from engine.config import (
+    VIDEO,
+    EngineConfig,
+    EvaluationConfig,
+    ExplorationConfig,
+    ModelConfig,
+    RuntimeConfig,
+    SamplerConfig,
+)
 from engine.entrypoints.inproc import build_inproc
 from engine.models.load import load_adapter
 from engine.protocol.request import Score
@@ -45,7 +53,7 @@ def folders(tmp_path_factory):
 
 
 def config_of(family, path, weights, iterations):
-    frames = {"frames": 5} if family == "wan" else {}
+    frames = {"frames": 5} if family in VIDEO else {}
     return EngineConfig(
         iterations=iterations,
         model=ModelConfig(

@@ -35,6 +35,7 @@ PUBLISHED = {
     "flux": ({"block_out_channels": [128, 256, 512, 512]}, {"patch_size": 1}),
     "sd3": ({"block_out_channels": [128, 256, 512, 512]}, {"patch_size": 2, "pos_embed_max_size": 384}),
     "wan": ({"scale_factor_spatial": 8, "scale_factor_temporal": 4}, {"patch_size": [1, 2, 2]}),
+    "hunyuan-video": ({"spatial_compression_ratio": 8, "temporal_compression_ratio": 4}, {"patch_size": 2}),
 }
 """Values of `vae/config.json` and `transformer/config.json` of the published models."""
 
@@ -46,6 +47,7 @@ PUBLISHED = {
         ("flux", (1, 64, 64), 1024, 512),
         ("sd3", (1, 64, 64), 1024, 256),
         ("wan", (9, 30, 52), 9 * 15 * 26, 512),
+        ("hunyuan-video", (9, 40, 64), 9 * 20 * 32, 256),
     ],
 )
 def test_a_job_without_sizes_gets_the_familys(folder, family, latent, tokens, text):
@@ -86,7 +88,7 @@ def test_a_shipped_model_has_one_size(size, words):
 
 
 def test_an_image_model_has_no_frames():
-    with pytest.raises(ValueError, match=r"model.frames is 5, but flux makes images; .* use wan"):
+    with pytest.raises(ValueError, match=r"model.frames is 5, but flux makes images; .* use wan or hunyuan-video"):
         ModelConfig(name="flux", path="there", frames=5)
 
 

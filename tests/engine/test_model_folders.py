@@ -14,7 +14,7 @@ from engine.config import ModelConfig, SamplerConfig
 from engine.diffusion.noise import noise_rows
 from engine.diffusion.sampler import evaluation_plan, transition
 from engine.models.load import load_adapter, trainable
-from tests.tiny_pipelines import make_flux, make_qwen_image, make_sd3, make_wan
+from tests.tiny_pipelines import make_flux, make_hunyuan_video, make_qwen_image, make_sd3, make_wan
 
 STEPS = 3
 PROMPTS = ["a cat", "two dogs"]
@@ -95,6 +95,18 @@ def test_wan_gives_the_images_of_its_pipeline_with_flow_match_euler(tmp_path):
     theirs = image_of(pipeline, latents, num_frames=5, guidance_scale=5.0)
     # The pipeline puts frames before channels.
     same(images_of_a_run(adapter, 5.0, latents).transpose(1, 2), theirs)
+
+
+def test_hunyuan_video_gives_the_videos_of_its_diffusers_pipeline(tmp_path):
+    pipeline = make_hunyuan_video()
+    pipeline.save_pretrained(tmp_path)
+    adapter = loaded("hunyuan-video", tmp_path, frames=5)
+    latents = noise_rows([1, 2], 0, adapter.latent_shape())
+    theirs = image_of(pipeline, latents, num_frames=5, guidance_scale=6.0)
+    same(images_of_a_run(adapter, 6.0, latents).transpose(1, 2), theirs)
+    texts = adapter.encode(PROMPTS)
+    assert not torch.equal(*texts["hidden"])
+    assert texts["mask"].sum(dim=1).tolist() != [0, 0]
 
 
 @pytest.mark.parametrize("weights", ["full", "lora"])

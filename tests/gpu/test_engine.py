@@ -11,7 +11,15 @@ import torch
 
 from engine.algorithm_config import AlgorithmConfig
 from engine.clock import ScaledClock
-from engine.config import EngineConfig, EvaluationConfig, ExplorationConfig, ModelConfig, RuntimeConfig, SamplerConfig
+from engine.config import (
+    VIDEO,
+    EngineConfig,
+    EvaluationConfig,
+    ExplorationConfig,
+    ModelConfig,
+    RuntimeConfig,
+    SamplerConfig,
+)
 from engine.diffusion.sampler import denoise, rollout_plan
 from engine.entrypoints.inproc import build_inproc
 from engine.models.digits import load_digits
@@ -19,7 +27,7 @@ from engine.models.load import freeze_but_trained, load_adapter, load_family, tr
 from engine.protocol.request import Score
 from tests.engine.test_families import brightness
 from tests.gpu.device import describe_device, keep_figures, needs_gpus
-from tests.tiny_pipelines import make_flux, make_qwen_image, make_sd3, make_wan
+from tests.tiny_pipelines import PIPELINES, make_sd3
 
 UPDATES = 2
 """Optimiser steps of an iteration."""
@@ -28,12 +36,9 @@ BOUND = 1e-3
 """Tolerance of images in [-1, 1], which are stored in steps of 8e-3; both devices compute in fp32."""
 
 
-FOLDERS = {"qwen-image": make_qwen_image, "sd3": make_sd3, "flux": make_flux, "wan": make_wan}
-"""By family: the function that creates a tiny pipeline of random weights."""
-
 SMALL = {"height": 16, "width": 16, "max_text_tokens": 20}
 
-GUIDANCE = {"digits-ocr": 1.0} | dict.fromkeys(FOLDERS, 2.0)
+GUIDANCE = {"digits-ocr": 1.0} | dict.fromkeys(PIPELINES, 2.0)
 
 
 def loader(family, folder):
@@ -41,8 +46,8 @@ def loader(family, folder):
     if family == "digits-ocr":
         return lambda device: load_digits(device=device)
     torch.manual_seed(0)
-    FOLDERS[family]().save_pretrained(folder)
-    frames = {"frames": 5} if family == "wan" else {}
+    PIPELINES[family]().save_pretrained(folder)
+    frames = {"frames": 5} if family in VIDEO else {}
     model = ModelConfig(name=family, path=str(folder), **SMALL, **frames)
     return lambda device: load_family(model, device, torch.float32)
 
