@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from engine.model_folder import ModelFolder
 from engine.models.adapter import Conditioning
+from engine.models.pipeline_text import PipelineText
 from engine.models.text import EncodedText, TextEncoder, as_conditioning, guided, padded
 from engine.models.vae import decode_video, freeze
 from engine.noise_schedule import EVEN, ModelSchedule
@@ -100,4 +101,6 @@ def load_hunyuan_video(
         hidden, pooled, mask = pipeline.encode_prompt(prompt=list(prompts), max_sequence_length=folder.size.text_tokens)
         return EncodedText(*padded(hidden, mask, folder.size.text_tokens), pooled)
 
-    return HunyuanVideoAdapter(pipeline.transformer, pipeline.vae, encode, folder.latent, folder.schedule)
+    return HunyuanVideoAdapter(
+        pipeline.transformer, pipeline.vae, PipelineText(pipeline, encode), folder.latent, folder.schedule
+    )
