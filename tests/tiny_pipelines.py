@@ -27,17 +27,14 @@ from diffusers import (
     WanTransformer3DModel,
 )
 from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
-from tokenizers import Tokenizer
-from tokenizers.models import WordPiece
-from tokenizers.pre_tokenizers import Whitespace
 from transformers import (
+    BertTokenizer,
     ByT5Tokenizer,
     CLIPTextConfig,
     CLIPTextModel,
     CLIPTextModelWithProjection,
     LlamaConfig,
     LlamaModel,
-    PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     T5Config,
@@ -232,13 +229,11 @@ def word_tokenizer():
 
     The pipeline drops the template's first 95 tokens, so a tokenizer of bytes would leave no room for a prompt.
     """
-    words = re.findall(r"\w+|[^\w\s]+", DEFAULT_PROMPT_TEMPLATE["template"])
-    letters = string.ascii_letters + string.digits + string.punctuation
-    pieces = ["[PAD]", "[UNK]", *words, *letters, *(f"##{letter}" for letter in letters)]
-    vocabulary = {piece: number for number, piece in enumerate(dict.fromkeys(pieces))}
-    model = Tokenizer(WordPiece(vocabulary, unk_token="[UNK]"))
-    model.pre_tokenizer = Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=model, pad_token="[PAD]", unk_token="[UNK]", padding_side="right")
+    words = re.findall(r"[a-z]+", DEFAULT_PROMPT_TEMPLATE["template"].lower())
+    letters = string.ascii_lowercase + string.digits + string.punctuation
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    pieces = [*special, *words, *letters, *(f"##{letter}" for letter in letters)]
+    return BertTokenizer(vocab={piece: number for number, piece in enumerate(dict.fromkeys(pieces))})
 
 
 def make_hunyuan_video(halvings=1):

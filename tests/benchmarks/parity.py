@@ -168,8 +168,8 @@ def vars_of(value: Any) -> dict[str, Any]:
 
 
 TEXT = f"""
-Measured in fp32 on a CPU. Random weights of a few narrow layers: signs and zeros carry over to the published models, sizes
-of differences do not. {STEPS} ODE steps of two prompts, from the noise of seeds {SEEDS}, at the size that a job without
+Measured in fp32 on a CPU. Random weights of a few narrow layers: zeros carry over to the published models, sizes of
+differences do not. {STEPS} ODE steps of two prompts, from the noise of seeds {SEEDS}, at the size that a job without
 size fields gets (512 x 512; Wan 33 frames of 240 x 416, HunyuanVideo of 320 x 512). The VAE has the published factor,
 so the number of image tokens is that of the published model, and with it the dynamic shift.
 

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from engine.config import EngineConfig, GuardConfig, RewardConfig, RuntimeConfig, TargetConfig
+from engine.config import EngineConfig, GuardConfig, ModelConfig, RewardConfig, RuntimeConfig, TargetConfig
 from engine.entrypoints.preflight import JobUnfit, check
 
 
@@ -21,6 +21,21 @@ def test_a_degree_that_the_model_does_not_allow_names_the_allowed_ones():
         check(EngineConfig(runtime=RuntimeConfig(sp_degree=3)), None)
     assert unfit.value.field == "runtime.sp_degree"
     assert "1, 2, 4" in unfit.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("size", "field", "found"),
+    [({"height": 100}, "model.height", "is 100, .* multiples of 16"), ({}, "sampler.shift", "auto, and .* has no sch")],
+)
+def test_a_model_folder_that_does_not_fit_the_job_names_the_field(tmp_path, size, field, found):
+    for file in ("model_index.json", "vae/config.json", "transformer/config.json"):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text("{}")
+    model = ModelConfig(name="qwen-image", path=str(tmp_path), **size)
+    with pytest.raises(JobUnfit, match=found) as unfit:
+        check(EngineConfig(model=model), None)
+    assert unfit.value.field == field
+    assert unfit.value.remedy
 
 
 def test_a_guard_on_a_metric_that_evaluations_do_not_report_is_refused():
