@@ -33,6 +33,8 @@ GUIDANCE = {"qwen-image": 4.0, "sd3": 4.5, "flux": 3.5, "wan": 5.0, "hunyuan-vid
 STEPS = 10
 PROMPTS, SEEDS = ["a cat", "two dogs that play chess"], [1, 2]
 BOUND = 1e-4
+LOUDER = 2.0
+"""Factor on the last layer's weights. A fresh network's velocity has an rms of .6, noise minus an image about 1.2."""
 PUBLISHED_FACTOR = 3
 """Halvings of the VAE: the published models' images are 8 times as large as their latents."""
 
@@ -55,6 +57,7 @@ def make_folder(family: str, folder: Path, halvings: int) -> DiffusionPipeline:
     """Save the family's tiny pipeline as a model folder, and return the pipeline. Draws the same weights every time."""
     torch.manual_seed(0)
     pipeline = PIPELINES[family](halvings)
+    pipeline.transformer.proj_out.weight.data.mul_(LOUDER)
     pipeline.save_pretrained(folder)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
