@@ -206,7 +206,8 @@ def test_a_loaded_models_prepared_prompts_are_those_of_its_pipeline(tmp_path, fa
     pipeline = family()
     pipeline.save_pretrained(tmp_path / "model")
     name = "sd3" if family is make_sd3 else "qwen-image"
-    config = ModelConfig(name=name, path=str(tmp_path / "model"), weights="lora", lora_rank=2)
+    size = {"height": 16, "width": 16}
+    config = ModelConfig(name=name, path=str(tmp_path / "model"), weights="lora", lora_rank=2, **size)
     prompts = ["a cat", "two dogs and a much longer text"]
     expected = load_adapter(config).encode(prompts)
     adapter = load_adapter(config)
