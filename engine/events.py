@@ -110,8 +110,9 @@ class IterationDone:
     `manifest_digest` names the trained multiset. `phase_ms` is the trainer's own time by phase. `health` holds
     zero_variance_share, gradient_norm, staleness, skipped_groups, rows_per_forward (most rows of a training pass, which
     a memory error halves) and the figures of the algorithm: ratio_mean, ratio_max, clip_share, kl and dlogp_abs_mean,
-    or velocity_change, positive_loss, negative_loss and reference_distance (engine/algorithm). `made_by`: number of the
-    batch's rollouts finished by each node.
+    or velocity_change, positive_loss, negative_loss and reference_distance (engine/algorithm). Where workers merge
+    adapters: worker_dlogp_abs_mean and worker_dlogp_abs_max, the distance of their log-probs from the trainer's.
+    `made_by`: number of the batch's rollouts finished by each node.
     """
 
     KIND: ClassVar[str] = "iteration_done"

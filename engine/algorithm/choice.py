@@ -11,13 +11,19 @@ from engine.algorithm_config import AlgorithmConfig
 from engine.models.load import ReferencePolicy
 
 
-def objective_of(config: AlgorithmConfig, old: OldPolicy, reference: ReferencePolicy | None) -> Objective:
-    """Return the objective of `config.name`."""
+def objective_of(
+    config: AlgorithmConfig, old: OldPolicy, reference: ReferencePolicy | None, *, workers_merge: bool
+) -> Objective:
+    """Return the objective of `config.name`.
+
+    `workers_merge`: rollout workers merge adapters, so their log-probs are close to the trainer's and not equal.
+    """
+    own = old if workers_merge else None
     match config.name:
         case "flow-grpo":
-            return FlowGrpo(config, reference)
+            return FlowGrpo(config, reference, own)
         case "grpo-guard":
-            return GrpoGuard(config, reference)
+            return GrpoGuard(config, reference, own)
         case "diffusion-nft":
             return DiffusionNft(config, old, reference)
         case "auto":

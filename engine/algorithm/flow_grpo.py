@@ -2,6 +2,10 @@
 
 A row is an (image, step) pair. The importance ratio compares the log-prob of the recorded step under the trained
 weights with the log-prob at the rollout.
+
+Workers that merge adapters (`models/merge.py`) compute with rounded weights, and a rounding of 1e-3 in a log-prob is as
+large as the clip range. The log-probs at the rollout are then the trainer's own, of the weights that made the rollout,
+and the worker's are only compared with them.
 """
 
 from collections.abc import Mapping
@@ -10,6 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.algorithm.objective import FinishedGroup, RowLosses, Rows
+from engine.algorithm.old_policy import OldPolicy
 from engine.algorithm_config import AlgorithmConfig
 from engine.diffusion.sampler import Plan, flow_grpo_kl_scale, log_prob, policy
 from engine.models.adapter import DiTAdapter
@@ -20,18 +25,23 @@ class FlowGrpo:
     """The objective of Flow-GRPO. With `kl_beta` above 0, a KL term holds the weights near `reference`."""
 
     records_trajectory = True
-    needs_log_probs = True
-    neutral: Mapping[str, float] = {
-        "ratio_mean": 1.0,
-        "ratio_max": 1.0,
-        "clip_share": 0.0,
-        "kl": 0.0,
-        "dlogp_abs_mean": 0.0,
-    }
 
-    def __init__(self, config: AlgorithmConfig, reference: ReferencePolicy | None = None) -> None:
+    def __init__(
+        self, config: AlgorithmConfig, reference: ReferencePolicy | None = None, own: OldPolicy | None = None
+    ) -> None:
+        """Create the objective. `own`: computes the log-probs at the rollout again; None: the worker's are used."""
         self._config = config
         self._reference = reference
+        self._own = own
+        self.needs_log_probs = own is None
+        self.neutral: Mapping[str, float] = {
+            "ratio_mean": 1.0,
+            "ratio_max": 1.0,
+            "clip_share": 0.0,
+            "kl": 0.0,
+            "dlogp_abs_mean": 0.0,
+            **({} if own is None else AGREE),
+        }
         self.trains_equal_rewards = config.kl_beta > 0
 
     def rows_per_image(self, plan: Plan) -> int:
@@ -43,13 +53,18 @@ class FlowGrpo:
         return {**step_rows(group, advantages, plan), "old": old}
 
     def constants(self, adapter: DiTAdapter, plan: Plan, rows: Rows) -> Mapping[str, Tensor]:
-        """Return the means of the reference policy, `reference` [R, *S], if the loss has a KL term."""
-        return reference_means(self._config, self._reference, adapter, plan, rows)
+        """Return the means of the reference policy and of the old policy, each [R, *S] and only if needed."""
+        found = reference_means(self._config, self._reference, adapter, plan, rows)
+        return {**found, **own_means(self._own, adapter, plan, rows)}
 
     def losses(self, adapter: DiTAdapter, plan: Plan, rows: Rows) -> RowLosses:
         mean, std = policy(adapter, plan, rows.conditioning, rows["x"], rows["step"])
-        new = log_prob(rows["next_x"], mean, std)
-        ratio = (new - rows["old"]).exp()
+        new, old = log_prob(rows["next_x"], mean, std), rows["old"]
+        apart = {}
+        if self._own is not None:
+            old = log_prob(rows["next_x"], rows.tensors.get("own", mean.detach()), std)
+            apart = {"worker_dlogp_abs": (rows["old"] - old).abs()}
+        ratio = (new - old).exp()
         loss = clipped_loss(ratio, rows["advantage"], self._config.clip_range)
         kl = kl_term(self._config, plan, rows, mean, std)
         ratio = ratio.detach()
@@ -59,9 +74,10 @@ class FlowGrpo:
                 "ratio_mean": ratio,
                 "clip_share": outside(ratio, self._config.clip_range),
                 "kl": torch.zeros_like(ratio) if kl is None else kl.detach(),
-                "dlogp_abs_mean": (new.detach() - rows["old"]).abs(),
+                "dlogp_abs_mean": (new.detach() - old).abs(),
+                **named(apart, "_mean"),
             },
-            largest={"ratio_max": ratio},
+            largest={"ratio_max": ratio, **named(apart, "_max")},
         )
 
 
@@ -100,6 +116,27 @@ def reference_means(
     with reference.active():
         mean, _ = policy(adapter, plan, rows.conditioning, rows["x"], rows["step"])
     return {"reference": mean}
+
+
+AGREE = {"worker_dlogp_abs_mean": 0.0, "worker_dlogp_abs_max": 0.0}
+"""Distance of the workers' log-probs from the trainer's, with workers that merge adapters."""
+
+
+def own_means(own: OldPolicy | None, adapter: DiTAdapter, plan: Plan, rows: Rows) -> dict[str, Tensor]:
+    """Return the means of the weights that made the rollout, as the trainer computes them: `own` [R, *S].
+
+    Nothing without `own`, or while the trained weights still are those weights: the pass with gradients has the means.
+    """
+    if own is None or not own.differs:
+        return {}
+    with own.active():
+        mean, _ = policy(adapter, plan, rows.conditioning, rows["x"], rows["step"])
+    return {"own": mean}
+
+
+def named(figures: Mapping[str, Tensor], end: str) -> dict[str, Tensor]:
+    """Return the figures with longer names."""
+    return {f"{name}{end}": value for name, value in figures.items()}
 
 
 def kl_term(config: AlgorithmConfig, plan: Plan, rows: Rows, mean: Tensor, std: Tensor) -> Tensor | None:

@@ -7,7 +7,8 @@ rollout, and e the noise of the step:
     ratio = exp(((log p - log p_old) + mean (m - m_old)^2 / (2 std^2)) std) = exp(mean e (m - m_old))
 
 because next_x = m_old + std e. The noise is a function of (seed, step), so m_old follows from the recorded latents:
-m_old = next_x - std e. Nothing more is stored or sent than with Flow-GRPO.
+m_old = next_x - std e. Nothing more is stored or sent than with Flow-GRPO. With workers that merge adapters
+(`models/merge.py`), the trainer computes m_old with the weights that made the rollout, and e = (next_x - m_old) / std.
 
 The loss of a step is then divided by the length of the step, because the gradient of m is proportional to the length.
 """
@@ -17,8 +18,18 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from engine.algorithm.flow_grpo import clipped_loss, kl_term, outside, reference_means, step_rows
+from engine.algorithm.flow_grpo import (
+    AGREE,
+    clipped_loss,
+    kl_term,
+    named,
+    outside,
+    own_means,
+    reference_means,
+    step_rows,
+)
 from engine.algorithm.objective import FinishedGroup, RowLosses, Rows
+from engine.algorithm.old_policy import OldPolicy
 from engine.algorithm_config import AlgorithmConfig
 from engine.diffusion.noise import noise_rows
 from engine.diffusion.sampler import Plan, policy, step_coefficients
@@ -31,10 +42,15 @@ class GrpoGuard:
 
     records_trajectory = True
     needs_log_probs = False
-    neutral: Mapping[str, float] = {"ratio_mean": 1.0, "ratio_max": 1.0, "clip_share": 0.0, "kl": 0.0}
 
-    def __init__(self, config: AlgorithmConfig, reference: ReferencePolicy | None = None) -> None:
+    def __init__(
+        self, config: AlgorithmConfig, reference: ReferencePolicy | None = None, own: OldPolicy | None = None
+    ) -> None:
+        """Create the objective. `own`: computes the means at the rollout again; None: they follow from the noise."""
         self._config = config
+        self._own = own
+        agree = {} if own is None else AGREE
+        self.neutral: Mapping[str, float] = {"ratio_mean": 1.0, "ratio_max": 1.0, "clip_share": 0.0, "kl": 0.0, **agree}
         self._clip_range = config.grpo_guard.clip_range
         self._reference = reference
         self.trains_equal_rewards = config.kl_beta > 0
@@ -49,12 +65,20 @@ class GrpoGuard:
         return {**step_rows(group, advantages, plan), "noise": torch.stack(by_step, dim=1).flatten(0, 1)}
 
     def constants(self, adapter: DiTAdapter, plan: Plan, rows: Rows) -> Mapping[str, Tensor]:
-        """Return the means of the reference policy, `reference` [R, *S], if the loss has a KL term."""
-        return reference_means(self._config, self._reference, adapter, plan, rows)
+        """Return the means of the reference policy and of the old policy, each [R, *S] and only if needed."""
+        found = reference_means(self._config, self._reference, adapter, plan, rows)
+        return {**found, **own_means(self._own, adapter, plan, rows)}
 
     def losses(self, adapter: DiTAdapter, plan: Plan, rows: Rows) -> RowLosses:
         mean, std = policy(adapter, plan, rows.conditioning, rows["x"], rows["step"])
-        ratio = normalised_ratio(mean, rows["next_x"], std, rows["noise"])
+        noise, apart = rows["noise"], {}
+        if self._own is not None:
+            scale = std.view((-1,) + (1,) * (mean.dim() - 1))
+            noise = (rows["next_x"] - rows.tensors.get("own", mean.detach())) / scale
+            # Log-probs of one step differ by their squares only.
+            squares = noise.square() - rows["noise"].square()
+            apart = {"worker_dlogp_abs": (squares / 2.0).flatten(1).mean(dim=1).abs()}
+        ratio = normalised_ratio(mean, rows["next_x"], std, noise)
         weight = torch.tensor(step_weights(plan), device=mean.device)[rows["step"]]
         loss = weight * clipped_loss(ratio, rows["advantage"], self._clip_range)
         kl = kl_term(self._config, plan, rows, mean, std)
@@ -65,8 +89,9 @@ class GrpoGuard:
                 "ratio_mean": ratio,
                 "clip_share": outside(ratio, self._clip_range),
                 "kl": torch.zeros_like(ratio) if kl is None else kl.detach(),
+                **named(apart, "_mean"),
             },
-            largest={"ratio_max": ratio},
+            largest={"ratio_max": ratio, **named(apart, "_max")},
         )
 
 

@@ -34,6 +34,7 @@ from engine.diffusion.sampler import Plan, log_prob, policy
 from engine.diffusion.trajectory import Trajectory
 from engine.models.adapter import DiTAdapter, rows
 from engine.models.load import ReferencePolicy
+from engine.models.merge import merges
 from engine.out_of_memory import free_memory, is_out_of_memory, memory_of
 from engine.protocol.request import Manifest
 
@@ -107,7 +108,7 @@ class Trainer:
         self.on_fewer_rows: Callable[[int, str], None] = lambda rows, error: None
         """Called after every halving, with the new number and the text of the memory error."""
         self.old = OldPolicy(parameters)
-        self.objective = objective_of(config, self.old, reference)
+        self.objective = objective_of(config, self.old, reference, workers_merge=merges(adapter.transformer))
         self.optimizer = torch.optim.AdamW(
             parameters.values(),
             lr=config.learning_rate,

@@ -2,16 +2,25 @@
 
 import torch
 
+from engine.models.merge import MergedAdapters
 from engine.models.weights import set_weights
 from engine.protocol.request import LoadWeights, WeightsKey
 from engine.worker.weight_source import WeightSource
 
 
 class LoadedWeights:
-    """Loads weights into the model's trained parameters, and records the key and digest of the loaded weights."""
+    """Loads weights into the model's trained parameters, and records the key and digest of the loaded weights.
 
-    def __init__(self, parameters: dict[str, torch.nn.Parameter], source: WeightSource) -> None:
-        self._parameters, self._source = parameters, source
+    `merged`: the adapters that are merged into the base weights after every load; None: nothing is merged.
+    """
+
+    def __init__(
+        self,
+        parameters: dict[str, torch.nn.Parameter],
+        source: WeightSource,
+        merged: MergedAdapters | None = None,
+    ) -> None:
+        self._parameters, self._source, self._merged = parameters, source, merged
         self.key: tuple[WeightsKey, str] | None = None
         """The loaded weights and their digest. None: unknown, for example after a load that failed."""
 
@@ -25,6 +34,8 @@ class LoadedWeights:
                 return
             self.key = None
             set_weights(self._parameters, data)
+        if self._merged is not None:
+            self._merged.merge()
         self.key = (order.weights, order.digest)
 
     def require(self, weights: WeightsKey, digest: str) -> None:

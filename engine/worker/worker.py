@@ -20,6 +20,7 @@ from engine.clock import Clock
 from engine.diffusion.trajectory import Trajectory
 from engine.events import Phase
 from engine.models.adapter import DiTAdapter
+from engine.models.merge import MergedAdapters, merges
 from engine.out_of_memory import is_out_of_memory
 from engine.parallel.elastic import Elastic
 from engine.protocol.request import Drain, Exit, Fenced, Kind, LoadWeights, Regroup, Reply, Wait, WeightsKey, Work
@@ -94,7 +95,11 @@ class Worker:
             boot=self.boot,
         )
         self._faults = LeaseFaults(self.calls)
-        self._weights = LoadedWeights(self.parameters, self.source or FromCoordinator(self.transport))
+        transformer, source = self.adapter.transformer, self.source or FromCoordinator(self.transport)
+        merged = None
+        if self.may_load and merges(transformer):
+            merged = MergedAdapters(transformer, processes=self.workers_of_node)
+        self._weights = LoadedWeights(self.parameters, source, merged)
         self._group = GroupMember(self.elastic, self.adapter, self._weights, self.usage, self._faults)
         self._commits = CommitSender(
             self.calls, self.clock, overlaps=self.overlap_commits, is_preemptible=self.may_load
