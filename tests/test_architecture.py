@@ -39,6 +39,8 @@ PURE = {
     "engine.exploration.value",
     "engine.memory.activations",
     "engine.memory.architecture",
+    "engine.memory.budget",
+    "engine.memory.job",
     "engine.memory.published",
     "engine.memory.tally",
 }

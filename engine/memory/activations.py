@@ -14,9 +14,10 @@ tests.benchmarks.memory` compares them with what autograd keeps of the real diff
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from engine.memory.architecture import Architecture, Size, image_tokens, text_tokens
+from engine.memory.architecture import Architecture, image_tokens, text_tokens
 from engine.memory.blocks import double_block, outside_blocks, single_block, wan_block
 from engine.memory.tally import Tally, Training
+from engine.model_folder import ImageSize
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +55,7 @@ def parameters_of(architecture: Architecture, training: Training) -> Parameters:
 
 
 def activations(
-    architecture: Architecture, size: Size, training: Training, *, is_checkpointed: bool, is_guided: bool
+    architecture: Architecture, size: ImageSize, training: Training, *, is_checkpointed: bool, is_guided: bool
 ) -> Activations:
     """Return the bytes of one row. `is_guided`: the sampler's guidance is not 1."""
     image, text = image_tokens(size), text_tokens(architecture.family, size)

@@ -4,7 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, assert_never, cast
 
-Family = Literal["qwen-image", "sd3", "flux", "wan", "hunyuan-video"]
+from engine.model_folder import ImageSize
+
+FamilyName = Literal["qwen-image", "sd3", "flux", "wan", "hunyuan-video"]
 """Families of diffusers' transformer classes (engine/models/)."""
 
 PIXELS_PER_LATENT = 8
@@ -21,7 +23,7 @@ CLIP_TOKENS = 77
 class Architecture:
     """Layer sizes of a transformer. Widths count numbers, not bytes."""
 
-    family: Family
+    family: FamilyName
     layers: int
     """Blocks with one stream for the image and one for the text; for Wan, all blocks."""
     heads: int
@@ -55,36 +57,25 @@ class Architecture:
         return self.heads * self.head_width
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Size:
-    """Size of an image or a video: pixels, frames (1: an image), and tokens of its text.
-
-    `text_tokens` is the length limit of the longest text encoder, as in `model.max_text_tokens`.
-    """
-
-    height: int
-    width: int
-    frames: int = 1
-    text_tokens: int
-
-    def __str__(self) -> str:
-        frames = f"{self.frames} frames of " if self.frames > 1 else ""
-        return f"{frames}{self.height} x {self.width} px"
+def text_of(size: ImageSize) -> str:
+    """Return a size in words, like `512 x 512 px` or `33 frames of 240 x 416 px`."""
+    frames = f"{size.frames} frames of " if size.frames > 1 else ""
+    return f"{frames}{size.height} x {size.width} px"
 
 
-def image_tokens(size: Size) -> int:
+def image_tokens(size: ImageSize) -> int:
     """Return the tokens of the latent: one for each 2 x 2 latent positions of each latent frame."""
     frames = (size.frames - 1) // FRAMES_PER_LATENT + 1
     patch = 2 * PIXELS_PER_LATENT
     return frames * (size.height // patch) * (size.width // patch)
 
 
-def text_tokens(family: Family, size: Size) -> int:
+def text_tokens(family: FamilyName, size: ImageSize) -> int:
     """Return the text tokens that the transformer reads. Shorter prompts are padded to this length."""
     return size.text_tokens + (CLIP_TOKENS if family == "sd3" else 0)
 
 
-def architecture_from(family: Family, config: Mapping[str, object]) -> Architecture:
+def architecture_from(family: FamilyName, config: Mapping[str, object]) -> Architecture:
     """Read the layer sizes from a model's `transformer/config.json`.
 
     Raises ValueError for a missing number; the error names the key.

@@ -9,7 +9,7 @@ these values on torch's meta device and compares the numbers of parameters (`pyt
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from engine.memory.architecture import Architecture, Family, architecture_from
+from engine.memory.architecture import Architecture, FamilyName, architecture_from
 
 T5_XXL = 4_762_310_656
 CLIP_L = 123_060_480
@@ -31,7 +31,7 @@ class PublishedModel:
     """A published model."""
 
     name: str
-    family: Family
+    family: FamilyName
     config: Mapping[str, int | bool | str | Sequence[int]]
     """Values of `transformer/config.json` that set sizes."""
     text_encoder_parameters: int

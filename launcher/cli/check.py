@@ -120,7 +120,9 @@ def _clouds(
 def _plan(checked: CheckedJob) -> Plan:
     from launcher.services.planning import cloud_plan  # imports numpy and the planner
 
-    return cloud_plan(open_ledger(ledger_path(), is_held), checked.job, home() / "catalogs", _now_ms()).as_plan()
+    return cloud_plan(
+        open_ledger(ledger_path(), is_held), checked.job, home() / "catalogs", _now_ms(), checked.workdir
+    ).as_plan()
 
 
 def _now_ms() -> int:

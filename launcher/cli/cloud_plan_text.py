@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from launcher.cli.layout import columns, fitted
+from launcher.cli.memory_text import memory_lines
 from launcher.cli.plan_text import algorithm_text, place_table
 from launcher.decide.run_budget import bound_of_plan
 from launcher.job.schema import Job
@@ -29,6 +30,9 @@ def _lines(job: Job, plan: CloudPlan, now_ms: int) -> Iterator[str]:
     yield ""
     yield from _prices(plan, now_ms)
     yield ""
+    if plan.memory:
+        yield from memory_lines(plan.memory)
+        yield ""
     yield from _sums(job, plan)
     yield f"  {algorithm_text(job)}"
     yield from _exploration(job, plan)

@@ -204,7 +204,7 @@ def _plan_on_clouds(
 ) -> tuple[Plan, dict[str, object]]:
     """Plan the nodes to buy and print the plan. Return the plan, and its form for --json."""
     now_ms = time.time_ns() // 1_000_000
-    on_clouds = cloud_plan(sessions, checked.job, home() / "catalogs", now_ms)
+    on_clouds = cloud_plan(sessions, checked.job, home() / "catalogs", now_ms, checked.workdir)
     for line in cloud_plan_lines(checked.job, on_clouds, now_ms):
         out.print(line, highlight=False, markup=False, soft_wrap=True)
     plan, printed = on_clouds.as_plan(), cloud_plan_json(on_clouds)

@@ -6,6 +6,7 @@ from typing import Any
 from engine.events import Market
 from launcher.market.estimate import Estimate
 from launcher.placement.iteration_time import WhenSpotPays
+from launcher.placement.memory import GpuMemory
 from launcher.placement.options import SiteOptions
 from launcher.placement.plan import Plan, Slot
 from launcher.placement.requirements import LeftOut
@@ -124,6 +125,8 @@ class CloudPlan:
     sites: tuple[SiteOptions, ...] = ()
     """Regions where the run may be. The order of failover: the planned region, then regions of the same cloud, then
     the other cloud; cheapest first."""
+    memory: tuple[GpuMemory, ...] = ()
+    """Memory of each GPU by role. Empty for models that ship with spotrl, and for GPUs of unknown memory."""
 
     def as_plan(self) -> Plan:
         """Return the plan in the form that the run's controller keeps."""
@@ -141,7 +144,9 @@ class CloudPlan:
 def cloud_plan_json(plan: CloudPlan) -> dict[str, Any]:
     """Return the plan as JSON values for scripts; money in micro-dollars, times in milliseconds."""
     pays = plan.spot_pays
+    memory = [asdict(gpu) | {"count": gpu.count, "busy": gpu.busy, "free": gpu.free} for gpu in plan.memory]
     return asdict(plan) | {
+        "memory": memory,
         "factors": [asdict(factors) | {"micro_usd": factors.micro_usd} for factors in plan.factors],
         "spot_pays": None
         if pays is None

@@ -171,7 +171,14 @@ def _launch() -> Schema:
     """Return the schema of `spotrl launch --json`: of a dry run on this machine or on clouds, or of a started run."""
     local = _joined("Plan of a local run.", Plan, outputs.PlanRates)
     on_clouds = _joined("Plan of a run on clouds.", CloudPlan, outputs.CloudPlanBound)
-    for name, more in (("Factors", outputs.FactorsCost), ("WhenSpotPays", outputs.SpotPaysVerdict)):
+    # The key is always printed. Outputs of version 1 from before the key are valid all the same.
+    on_clouds["required"].remove("memory")
+    added = (
+        ("Factors", outputs.FactorsCost),
+        ("WhenSpotPays", outputs.SpotPaysVerdict),
+        ("GpuMemory", outputs.GpuMemoryCounts),
+    )
+    for name, more in added:
         part = on_clouds["$defs"][name]
         on_clouds["$defs"][name] = _join(part.get("description", ""), part, _schema(more))
     definitions = local.pop("$defs") | on_clouds.pop("$defs")

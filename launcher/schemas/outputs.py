@@ -56,6 +56,15 @@ class FactorsCost(TypedDict):
     """Product of the factors."""
 
 
+class GpuMemoryCounts(TypedDict):
+    count: int
+    """Rows of a training pass, or images of a rollout pass: as asked, or as many as fit."""
+    busy: int
+    """Bytes of a pass beside the parts."""
+    free: int
+    """Bytes that stay free at the largest moment: during a pass, or while the model is loaded."""
+
+
 class SpotPaysVerdict(TypedDict):
     costs_more: bool
     pays_below: float | None

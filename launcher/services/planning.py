@@ -3,6 +3,7 @@
 The only place where the ledger and the tables meet the pure planner; `spotrl launch` and `spotrl check` plan alike.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 from sqlalchemy.orm import Session, sessionmaker
@@ -14,6 +15,7 @@ from launcher.market.advice import STALE_MS, cloud_priors
 from launcher.market.offers import current_catalog
 from launcher.placement.cloud_plan import CloudPlan
 from launcher.placement.from_job import cloud_requirements
+from launcher.placement.memory import check_memory, gpus_of_job, memory_of_job
 from launcher.placement.plan import PlacementError
 from launcher.placement.plan_cloud import plan_cloud
 from launcher.placement.requirements import market_view
@@ -21,12 +23,18 @@ from launcher.services.on_offer import on_offer
 from launcher.services.own_prices import as_you_pay
 
 
-def cloud_plan(sessions: sessionmaker[Session], job: Job, catalogs: Path, now_ms: int) -> CloudPlan:
-    """Return the plan of a job at current prices.
+def cloud_plan(
+    sessions: sessionmaker[Session], job: Job, catalogs: Path, now_ms: int, workdir: Path | None = None
+) -> CloudPlan:
+    """Return the plan of a job at current prices. `workdir`: folder of the job file, where the model's folder may be.
 
-    Raises PlacementError if no offer fits the job, BudgetError if no offer fits the limits, CatalogError if the
-    catalog fails.
+    Raises PlacementError if no offer fits the job or its model does not fit the GPUs, BudgetError if no offer fits the
+    limits, CatalogError if the catalog fails.
     """
+    folder = None if workdir is None or job.model.path is None else workdir / job.model.path
+    memory = memory_of_job(job, folder)
+    if memory is not None:
+        check_memory(job, memory, folder)
     with sessions() as session:
         latest = latest_prices(session, clouds=job.clouds)
         histories = pool_histories(session, now_ms)
@@ -36,7 +44,7 @@ def cloud_plan(sessions: sessionmaker[Session], job: Job, catalogs: Path, now_ms
     offers = as_you_pay(reached, job.price_overrides, job.discounts, now_ms)
     market = market_view(offers, histories.values(), now_ms=now_ms, priors=advice.priors, believed_odds=advice.odds)
     try:
-        return plan_cloud(cloud_requirements(job), market)
+        plan = plan_cloud(cloud_requirements(job), market)
     except PlacementError as error:
         named = [f"{cloud} {region}" for cloud in job.clouds for region in job.network.regions(cloud)]
         if not named:
@@ -44,3 +52,4 @@ def cloud_plan(sessions: sessionmaker[Session], job: Job, catalogs: Path, now_ms
         raise PlacementError(
             f"{error}; the job's network is in {', '.join(named)}, so no other region counts"
         ) from None
+    return plan if memory is None else replace(plan, memory=gpus_of_job(job, memory))

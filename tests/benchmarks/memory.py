@@ -32,7 +32,7 @@ from peft import LoraConfig
 from torch import Tensor, nn
 
 from engine.memory.activations import activations, parameters_of
-from engine.memory.architecture import Family, Size, text_tokens
+from engine.memory.architecture import FamilyName, text_of, text_tokens
 from engine.memory.published import (
     FLUX_1_DEV,
     HUNYUAN_VIDEO,
@@ -43,6 +43,7 @@ from engine.memory.published import (
     PublishedModel,
 )
 from engine.memory.tally import Training
+from engine.model_folder import ImageSize
 from engine.models.flux import FLUX_LORA_TARGETS, FluxAdapter
 from engine.models.qwen_image import QWEN_LORA_TARGETS, QwenImageAdapter
 from engine.models.sd3 import SD3_LORA_TARGETS, SD3Adapter
@@ -50,7 +51,7 @@ from engine.models.text import EncodedText
 from engine.models.wan import WAN_LORA_TARGETS, WanAdapter
 from tests.benchmarks.page import load_now, publish
 
-CLASSES: Mapping[Family, type[nn.Module]] = {
+CLASSES: Mapping[FamilyName, type[nn.Module]] = {
     "qwen-image": QwenImageTransformer2DModel,
     "sd3": SD3Transformer2DModel,
     "flux": FluxTransformer2DModel,
@@ -68,17 +69,20 @@ RANK = 64
 ROWS = 2
 """Rows of a measured pass. With one row, slices of a tensor need no copies, so a row keeps a little less."""
 
-SIZES: Mapping[Family, tuple[Size, Size]] = {
-    "qwen-image": (Size(height=512, width=512, text_tokens=256), Size(height=1280, width=1280, text_tokens=1024)),
-    "sd3": (Size(height=512, width=512, text_tokens=256), Size(height=1024, width=1024, text_tokens=256)),
-    "flux": (Size(height=512, width=512, text_tokens=512), Size(height=1024, width=768, text_tokens=512)),
+SIZES: Mapping[FamilyName, tuple[ImageSize, ImageSize]] = {
+    "qwen-image": (
+        ImageSize(height=512, width=512, text_tokens=256),
+        ImageSize(height=1280, width=1280, text_tokens=1024),
+    ),
+    "sd3": (ImageSize(height=512, width=512, text_tokens=256), ImageSize(height=1024, width=1024, text_tokens=256)),
+    "flux": (ImageSize(height=512, width=512, text_tokens=512), ImageSize(height=1024, width=768, text_tokens=512)),
     "wan": (
-        Size(height=240, width=416, frames=33, text_tokens=226),
-        Size(height=480, width=832, frames=81, text_tokens=512),
+        ImageSize(height=240, width=416, frames=33, text_tokens=226),
+        ImageSize(height=480, width=832, frames=81, text_tokens=512),
     ),
     "hunyuan-video": (
-        Size(height=320, width=512, frames=17, text_tokens=256),
-        Size(height=544, width=960, frames=61, text_tokens=256),
+        ImageSize(height=320, width=512, frames=17, text_tokens=256),
+        ImageSize(height=544, width=960, frames=61, text_tokens=256),
     ),
 }
 MEASURED = (QWEN_IMAGE, SD3_5_MEDIUM, FLUX_1_DEV, WAN_1_3B, HUNYUAN_VIDEO)
@@ -213,7 +217,7 @@ class HunyuanVideoVelocity:
         return output.float()
 
 
-ADAPTERS: Mapping[Family, Callable[..., Any]] = {
+ADAPTERS: Mapping[FamilyName, Callable[..., Any]] = {
     "qwen-image": QwenImageAdapter,
     "sd3": SD3Adapter,
     "flux": FluxAdapter,
@@ -222,7 +226,7 @@ ADAPTERS: Mapping[Family, Callable[..., Any]] = {
 }
 
 
-def sized(model: PublishedModel, transformer: nn.Module, size: Size) -> Any:
+def sized(model: PublishedModel, transformer: nn.Module, size: ImageSize) -> Any:
     """Return the engine's adapter over the transformer, for images of this size and random text of its length."""
     a, tokens = model.architecture, text_tokens(model.family, size)
 
@@ -261,7 +265,7 @@ def cases_of(model: PublishedModel, training: Training) -> Iterator[Case]:
         found = activations(model.architecture, size, training, is_checkpointed=is_checkpointed, is_guided=True)
         yield Case(
             model=model.name,
-            size=str(size),
+            size=text_of(size),
             weights="full" if training.is_full else f"LoRA {training.rank}",
             checkpointing="on" if is_checkpointed else "off",
             forecast=found.kept,
@@ -269,7 +273,7 @@ def cases_of(model: PublishedModel, training: Training) -> Iterator[Case]:
         )
 
 
-def pass_of(model: PublishedModel, transformer: Any, size: Size, is_checkpointed: bool) -> int:
+def pass_of(model: PublishedModel, transformer: Any, size: ImageSize, is_checkpointed: bool) -> int:
     """Return the bytes that autograd keeps of a pass with guidance, of all its rows."""
     if is_checkpointed:
         transformer.enable_gradient_checkpointing()

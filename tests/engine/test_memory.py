@@ -5,13 +5,14 @@ import torch
 from torch import nn
 
 from engine.memory.activations import activations, parameters_of
-from engine.memory.architecture import Size, architecture_from, image_tokens, text_tokens
+from engine.memory.architecture import architecture_from, image_tokens, text_tokens
 from engine.memory.published import FLUX_1_DEV, QWEN_IMAGE, SD3_5_MEDIUM, WAN_1_3B, PublishedModel
 from engine.memory.tally import Tally, Training
+from engine.model_folder import ImageSize
 from tests.benchmarks import memory as benchmark
 
 LORA, FULL = Training(rank=64), Training(rank=None)
-SMALL = Size(height=64, width=96, text_tokens=16)
+SMALL = ImageSize(height=64, width=96, text_tokens=16)
 
 
 def narrow(model: PublishedModel, **changes) -> PublishedModel:
@@ -33,9 +34,9 @@ def narrow(model: PublishedModel, **changes) -> PublishedModel:
 
 
 def test_a_512_px_image_is_1024_tokens_and_a_video_has_a_frame_in_four():
-    assert image_tokens(Size(height=512, width=512, text_tokens=1)) == 1024
-    assert image_tokens(Size(height=240, width=416, frames=33, text_tokens=1)) == 9 * 15 * 26
-    assert text_tokens("sd3", Size(height=512, width=512, text_tokens=256)) == 333
+    assert image_tokens(ImageSize(height=512, width=512, text_tokens=1)) == 1024
+    assert image_tokens(ImageSize(height=240, width=416, frames=33, text_tokens=1)) == 9 * 15 * 26
+    assert text_tokens("sd3", ImageSize(height=512, width=512, text_tokens=256)) == 333
 
 
 @pytest.mark.parametrize(("layer", "full", "adapted"), [
@@ -79,7 +80,7 @@ def test_forecast_of_a_row_is_near_what_autograd_keeps(model, is_checkpointed):
 
 def test_guidance_keeps_two_branches_but_not_where_it_is_an_input():
     def kept(model, is_guided):
-        size = Size(height=512, width=512, text_tokens=512)
+        size = ImageSize(height=512, width=512, text_tokens=512)
         return activations(model.architecture, size, LORA, is_checkpointed=True, is_guided=is_guided).kept
 
     assert kept(QWEN_IMAGE, True) == 2 * kept(QWEN_IMAGE, False)

@@ -102,7 +102,7 @@ def test_this_computers_address_counts_only_if_ssh_comes_from_it(load):
 
 
 H100 = (
-    "model: {name: qwen-image, path: model}\n"
+    "model: {name: qwen-image, path: model, weights: lora}\n"
     "resources: {trainer: {accelerators: H100:8}, rollout: {accelerators: H100:8, num_nodes: 2}}\n"
 )
 

@@ -1,0 +1,201 @@
+"""The memory of one GPU, part by part, and how many rows or images fit beside the parts.
+
+A trainer holds its parts all the time. A training pass adds the activations of its rows; when they are gone, autograd
+returns one more set of gradients. So the largest need is
+
+    parts + max(rows x activations of a row, one set of gradients)
+
+and at the start, before there are optimiser and gradients, the weights with the text encoders beside them. A rollout
+worker needs its parts and, one after another, a denoising pass of some images and their decoding.
+
+Data parallel training divides the rows among the ranks. Every rank holds all parts.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.memory.activations import activations, parameters_of
+from engine.memory.architecture import Architecture, image_tokens, text_tokens
+from engine.memory.blocks import adapts_feed_forward
+from engine.memory.tally import FP32, Training
+from engine.model_folder import ImageSize
+
+GIB = 2**30
+
+Role = Literal["trainer", "rollout"]
+
+MOMENTS = 2
+"""Numbers of AdamW's state for each trained parameter."""
+
+GRADIENT_SETS = 2
+"""Sets of gradients beside the activations: the sum of the pass and the sum of the optimiser step
+(engine/algorithm/transaction.py)."""
+
+COPIES = 2
+"""Copies of the trained weights: the running average, and the old policy after the first optimiser step of a batch."""
+
+BUSY_STREAMS = 19
+"""Tensors of all tokens that a pass without gradients holds at its largest moment. Measured on an H100 (gpu.json): 12
+to 15 with Qwen-Image, SD3.5 and Wan 14 B; 17 with Wan 1.3 B; 18 with FLUX.1, whose feed-forward runs beside
+attention."""
+
+ADAPTER_BYTES = 14
+"""Bytes a number where an adapter widens a token to the feed-forward's width: three fp32 tensors (B A x, scaled, added
+to W x) and W x in bf16."""
+
+DECODED_AT_ONCE = 8 * 512 * 512
+"""Pixels that the VAE decodes at once (`PIXELS_AT_ONCE` of engine/models/vae.py)."""
+
+DECODER_BYTES_PER_PIXEL = 2048
+"""Assumed: four tensors of 256 channels in bf16 at full size, the widest layers of `AutoencoderKL`'s decoder."""
+
+CONTEXT_BYTES = 3 * GIB // 4
+"""CUDA's context and libraries: 718 MiB were in use with the first tensor on an H100 (gpu.md)."""
+
+FRAGMENTED = 0.04
+"""Assumed share of a GPU's memory lost between the blocks of torch's allocator."""
+
+WITH_PARITY = frozenset({"T4", "A10G", "L4", "L40S", "A10", "L40"})
+"""GPUs with GDDR memory. Error correction takes a sixteenth of it."""
+
+
+def usable_bytes(accelerator: str, gpu_memory_gib: int) -> int:
+    """Return the bytes of a GPU that tensors may fill. `gpu_memory_gib`: memory by the cloud's table."""
+    total = gpu_memory_gib * GIB
+    if accelerator.upper() in WITH_PARITY:
+        total = total * 15 // 16
+    return int(total * (1 - FRAGMENTED)) - CONTEXT_BYTES
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSizes:
+    """A transformer, and the bytes of the frozen parts beside it."""
+
+    name: str
+    architecture: Architecture
+    text_encoder_bytes: int
+    vae_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Budget:
+    """The memory of one GPU in one role. Bytes."""
+
+    role: Role
+    parts: Mapping[str, int]
+    """Parts that are always there, in the order of a table."""
+    unit: Literal["row", "image"]
+    bytes_each: int
+    """Activations of a row, or working memory of an image."""
+    least_beside: int
+    """Bytes needed beside the parts, whatever the number of rows: one set of gradients, or the decoder's."""
+    start: int
+    """Bytes needed while the model is loaded, with its text encoders."""
+    asked: int
+    """Rows of a pass, or images of a pass, that the job asks for on one GPU."""
+
+    @property
+    def fixed(self) -> int:
+        return sum(self.parts.values())
+
+    def needed(self, count: int) -> int:
+        """Return the bytes needed for passes of `count` rows or images."""
+        return max(self.fixed + max(count * self.bytes_each, self.least_beside), self.start)
+
+    def fitting(self, usable: int) -> int:
+        """Return the largest number of rows or images that fits. 0: not a single one."""
+        if self.needed(1) > usable:
+            return 0
+        return (usable - self.fixed) // self.bytes_each
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """How a job uses its model."""
+
+    size: ImageSize
+    training: Training
+    is_checkpointed: bool
+    is_guided: bool
+    rows: int
+    """Rows of a training pass."""
+    images: int
+    """Images of a rollout pass."""
+    ranks: int = 1
+    """GPUs that train the same weights, each a share of the rows."""
+    keeps_reference: bool = False
+    """True if the loss compares with a copy of the weights before training. Adapters are switched off instead."""
+
+
+def trainer_budget(model: ModelSizes, setting: Setting) -> Budget:
+    """Return the memory of each GPU that trains."""
+    training, counts = setting.training, parameters_of(model.architecture, setting.training)
+    trained = FP32 * (counts.transformer if training.is_full else counts.adapters)
+    weights = counts.transformer * training.compute_bytes + counts.buffers * training.compute_bytes
+    row = activations(
+        model.architecture,
+        setting.size,
+        training,
+        is_checkpointed=setting.is_checkpointed,
+        is_guided=setting.is_guided,
+    )
+    # Weights that are fp32 in the forward pass are the optimised weights themselves.
+    is_same = training.is_full and training.compute_bytes == FP32
+    masters = 0 if is_same else trained
+    copies = COPIES + (1 if setting.keeps_reference and training.is_full else 0)
+    return Budget(
+        role="trainer",
+        parts=_present(
+            {
+                "transformer": weights,
+                "VAE": model.vae_bytes,
+                "trained weights in fp32" if training.is_full else "adapters": masters,
+                "optimiser": MOMENTS * trained,
+                "average, old policy": copies * trained,
+                "gradients": GRADIENT_SETS * trained,
+            }
+        ),
+        unit="row",
+        bytes_each=row.total,
+        least_beside=trained,
+        start=weights + masters + model.vae_bytes + model.text_encoder_bytes,
+        asked=-(-setting.rows // setting.ranks),
+    )
+
+
+def rollout_budget(model: ModelSizes, setting: Setting) -> Budget:
+    """Return the memory of a GPU that rolls out images."""
+    training, counts = setting.training, parameters_of(model.architecture, setting.training)
+    adapters = FP32 * counts.adapters
+    weights = (counts.transformer + counts.buffers) * training.compute_bytes
+    return Budget(
+        role="rollout",
+        parts=_present({"transformer": weights, "VAE": model.vae_bytes, "adapters": adapters}),
+        unit="image",
+        bytes_each=denoising_bytes(model.architecture, setting),
+        least_beside=decoding_bytes(setting.size, setting.images),
+        start=weights + adapters + model.vae_bytes + model.text_encoder_bytes,
+        asked=setting.images,
+    )
+
+
+def _present(parts: Mapping[str, int]) -> dict[str, int]:
+    return {name: count for name, count in parts.items() if count}
+
+
+def denoising_bytes(architecture: Architecture, setting: Setting) -> int:
+    """Return the bytes that one image of a pass without gradients needs at its largest moment."""
+    a, image = architecture, image_tokens(setting.size)
+    tokens = image + text_tokens(a.family, setting.size)
+    stream = tokens * a.width * setting.training.compute_bytes
+    if setting.training.is_full or not adapts_feed_forward(a):
+        return BUSY_STREAMS * stream
+    # Beside the feed-forward's adapter: both streams, and the image normalised and scaled.
+    return max(BUSY_STREAMS * stream, ADAPTER_BYTES * image * a.mlp_width + 3 * stream)
+
+
+def decoding_bytes(size: ImageSize, images: int) -> int:
+    """Return the bytes of decoding: slices of a batch, and at least one image."""
+    pixels = min(size.height * size.width * images, max(DECODED_AT_ONCE, size.height * size.width))
+    return pixels * DECODER_BYTES_PER_PIXEL

@@ -1,0 +1,148 @@
+"""The memory that a job needs, and what to change if it does not fit.
+
+    EngineConfig + folder of the model, if it is here -> sizes -> budgets of a trainer GPU and of a rollout GPU
+
+Models that ship with spotrl have no budget: they fit everywhere.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar, cast, get_args
+
+from engine.config import EngineConfig, ModelConfig
+from engine.memory.architecture import FamilyName, architecture_from, text_of
+from engine.memory.budget import Budget, ModelSizes, Setting, rollout_budget, trainer_budget
+from engine.memory.published import PUBLISHED, PublishedModel
+from engine.memory.tally import FP32, Training
+from engine.model_folder import FAMILIES, ImageSize
+
+Config = TypeVar("Config", bound=EngineConfig)
+
+HALF = 2
+"""Bytes of a bf16 number."""
+
+FULL_COMPUTE_BYTES = FP32
+"""Bytes of a number of the forward pass if every weight is trained. engine/models/load.py makes the weights fp32."""
+
+VARIANTS = {"14b": "Wan2.1-14B", "large": "SD3.5-large"}
+"""Words of a folder's name, and the published model that they mean. Without them: the first of the family's models."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobMemory:
+    """The budgets of a job."""
+
+    model: str
+    size: ImageSize
+    is_checkpointed: bool
+    trainer: Budget
+    rollout: Budget
+    is_published: bool
+    """True if the sizes are those of the published model, because its folder is not here."""
+
+    @property
+    def text(self) -> str:
+        checkpointing = "on" if self.is_checkpointed else "off"
+        return f"{self.model}, {text_of(self.size)}, {self.size.text_tokens} text tokens, checkpointing {checkpointing}"
+
+
+def job_memory(config: EngineConfig, folder: Path | None = None, *, ranks: int = 1) -> JobMemory | None:
+    """Return the memory of a job. None for models that ship with spotrl.
+
+    `folder`: the model's folder on this machine, if it is here. `ranks`: GPUs that train.
+    Raises ValueError if the folder's `transformer/config.json` lacks a size.
+    """
+    if config.model.name not in FAMILIES:
+        return None
+    published, sizes = _sizes(config.model, folder)
+    setting = setting_of(config, ranks)
+    return JobMemory(
+        model=sizes.name,
+        size=setting.size,
+        is_checkpointed=setting.is_checkpointed,
+        trainer=trainer_budget(sizes, setting),
+        rollout=rollout_budget(sizes, setting),
+        is_published=published,
+    )
+
+
+def setting_of(config: EngineConfig, ranks: int = 1) -> Setting:
+    """Return how the job uses its model."""
+    model, algorithm = config.model, config.algorithm
+    is_full = model.weights == "full"
+    exploring = [profile.shape for profile in config.exploration.profiles] if config.exploration.mode != "none" else []
+    return Setting(
+        size=_size(model),
+        training=Training(
+            rank=None if is_full else model.lora_rank, compute_bytes=FULL_COMPUTE_BYTES if is_full else HALF
+        ),
+        is_checkpointed=model.recomputes,
+        is_guided=config.sampler.guidance != 1.0,
+        rows=algorithm.rows_per_forward,
+        images=max(config.runtime.shape, config.evaluation.shape, *exploring),
+        ranks=ranks,
+        keeps_reference=algorithm.kl_beta > 0 or algorithm.diffusion_nft.reference_weight > 0,
+    )
+
+
+def _size(model: ModelConfig) -> ImageSize:
+    usual = FAMILIES[model.name].size
+    return ImageSize(
+        model.height or usual.height,
+        model.width or usual.width,
+        model.frames or usual.frames,
+        model.max_text_tokens or usual.text_tokens,
+    )
+
+
+def _sizes(model: ModelConfig, folder: Path | None) -> tuple[bool, ModelSizes]:
+    """Return whether the sizes are the published ones, and the sizes."""
+    assert model.name in get_args(FamilyName), f"{model.name} has no sizes (engine/memory/published.py)"
+    published = _published(cast(FamilyName, model.name), model.path or "")
+    file = None if folder is None else folder / "transformer" / "config.json"
+    is_here = file is not None and file.is_file()
+    if file is not None and is_here:
+        architecture = architecture_from(published.family, json.loads(file.read_text("utf-8")))
+    else:
+        architecture = published.architecture
+    name = published.name if architecture == published.architecture else f"{published.family} of {folder}"
+    return not is_here, ModelSizes(
+        name=name,
+        architecture=architecture,
+        text_encoder_bytes=published.text_encoder_parameters * HALF,
+        vae_bytes=published.vae_parameters * HALF,
+    )
+
+
+def _published(family: FamilyName, path: str) -> PublishedModel:
+    models = [model for model in PUBLISHED if model.family == family]
+    named = [
+        model for word, name in VARIANTS.items() for model in models if model.name == name and word in path.lower()
+    ]
+    return [*named, *models][0]
+
+
+def smaller_settings(config: Config) -> Iterator[tuple[str, Config]]:
+    """Yield changes of a job that need less memory for a row, the gentlest first, in words and as the changed job."""
+
+    def changed(**fields: object) -> Config:
+        return config.model_copy(update={"model": config.model.model_copy(update=fields)})
+
+    model, size = config.model, _size(config.model)
+    if not model.recomputes:
+        yield "model.checkpointing: on", changed(checkpointing="on")
+    if model.weights == "full":
+        yield "model.weights: lora", changed(weights="lora")
+        if not model.recomputes:
+            yield "model.weights: lora and model.checkpointing: on", changed(weights="lora", checkpointing="on")
+    usual = FAMILIES[model.name].size
+    smaller = replace(size, height=min(size.height, usual.height), width=min(size.width, usual.width))
+    smaller = replace(smaller, frames=min(size.frames, usual.frames))
+    if smaller != size:
+        frames = f", model.frames: {smaller.frames}" if smaller.frames != size.frames else ""
+        fields = {"height": smaller.height, "width": smaller.width}
+        if frames:
+            fields["frames"] = smaller.frames
+        yield f"model.height: {smaller.height}, model.width: {smaller.width}{frames}", changed(**fields)

@@ -1,0 +1,166 @@
+r"""Compare a job's memory with the GPUs that it names, before anything is bought. Pure, but for the model's folder.
+
+job + folder of the model -> budgets (engine/memory/) -> memory of the trainer's and of a rollout worker's GPU
+                                                      \-> PlacementError that says what would fit
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.memory.budget import GIB, Budget, Role, usable_bytes
+from engine.memory.job import JobMemory, job_memory, smaller_settings
+from launcher.job.schema import Job
+from launcher.job.sections import NodeResources
+from launcher.market.instance_types import instance_types, is_too_old
+from launcher.placement.iteration_time import TRAINED_ON_GPUS
+from launcher.placement.plan import PlacementError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuMemory:
+    """Memory of each GPU of a role. Bytes; counts are rows of a training pass, or images of a rollout pass."""
+
+    role: Role
+    accelerator: str
+    model: str
+    """Model, size and checkpointing that the figures are for."""
+    ranks: int
+    """GPUs of the node that share a pass: data parallel ranks of the trainer; 1 for rollout workers."""
+    usable: int
+    """Bytes that tensors may fill: the GPU's memory without CUDA's context and what the allocator loses."""
+    parts: Mapping[str, int]
+    """Parts that are always there."""
+    start: int
+    """Need while the model is loaded, with the text encoders on the GPU."""
+    unit: str
+    bytes_each: int
+    least_beside: int
+    """Least need beside the parts, whatever the count: a set of gradients, or the decoder's tensors."""
+    asked: int
+    """Count that the job asks for on one GPU."""
+    fitting: int
+    """Largest count that fits."""
+
+    @property
+    def count(self) -> int:
+        """Return the rows or images of a pass. The engine halves a pass that does not fit."""
+        return min(self.asked, self.fitting)
+
+    @property
+    def busy(self) -> int:
+        """Return the bytes beside the parts during a pass."""
+        return max(self.count * self.bytes_each, self.least_beside)
+
+    @property
+    def parts_and_pass(self) -> int:
+        return sum(self.parts.values()) + self.busy
+
+    @property
+    def free(self) -> int:
+        """Return the bytes that stay free at the largest moment: during a pass, or while the model is loaded."""
+        return self.usable - max(self.parts_and_pass, self.start)
+
+
+def memory_of_job(job: Job, folder: Path | None = None) -> JobMemory | None:
+    """Return the memory that a job needs. None for models that ship with spotrl.
+
+    `folder`: the model's folder, if it is here. Raises PlacementError for a folder that lacks a size.
+    """
+    try:
+        return job_memory(job, folder, ranks=min(job.resources.trainer.gpus, TRAINED_ON_GPUS))
+    except ValueError as error:
+        raise PlacementError(
+            f"{error}; download the model again, or give the folder that it was published as"
+        ) from None
+
+
+def check_memory(job: Job, memory: JobMemory, folder: Path | None = None) -> None:
+    """Refuse GPUs on which not even one row, or one image, fits. Raises PlacementError, which says what would fit."""
+    roles = {"trainer": (job.resources.trainer, memory.trainer), "rollout": (job.resources.rollout, memory.rollout)}
+    for role, (resources, budget) in roles.items():
+        usable = usable_of(job, resources.accelerator)
+        if usable is None or budget.fitting(usable) or (role == "rollout" and not resources.num_nodes):
+            continue
+        raise PlacementError(
+            f"resources.{role}.accelerators is {resources.accelerators}, and one {budget.unit} of {memory.text} needs "
+            f"{gib(budget.needed(1))} GiB of a GPU's memory ({_parts(budget)}), where {gib(usable)} GiB can be used; "
+            f"{' or '.join(_remedies(job, budget, resources, folder))}"
+        )
+
+
+def gpus_of_job(job: Job, memory: JobMemory) -> tuple[GpuMemory, ...]:
+    """Return the memory of the trainer's GPU and of a rollout GPU, for a job that `check_memory` accepts."""
+    ranks = min(job.resources.trainer.gpus, TRAINED_ON_GPUS)
+    both = [(job.resources.trainer, memory.trainer, ranks)]
+    both += [(job.resources.rollout, memory.rollout, 1)] if job.resources.rollout.num_nodes else []
+    return tuple(
+        GpuMemory(
+            role=budget.role,
+            accelerator=resources.accelerator,
+            model=memory.text,
+            ranks=ranks,
+            usable=usable,
+            parts=dict(budget.parts),
+            start=budget.start,
+            unit=budget.unit,
+            bytes_each=budget.bytes_each,
+            least_beside=budget.least_beside,
+            asked=budget.asked,
+            fitting=budget.fitting(usable),
+        )
+        for resources, budget, ranks in both
+        if (usable := usable_of(job, resources.accelerator)) is not None
+    )
+
+
+def usable_of(job: Job, accelerator: str) -> int | None:
+    """Return the bytes that tensors may fill on the smallest such GPU. None for a GPU of unknown memory."""
+    sizes = [machine.gpu_mem_gib for machine in instance_types(job.clouds, [accelerator])]
+    return usable_bytes(accelerator, min(sizes)) if sizes else None
+
+
+def _remedies(job: Job, budget: Budget, resources: NodeResources, folder: Path | None) -> Iterator[str]:
+    """Yield changes that would fit: larger GPUs, then gentler settings on the same GPU, then both."""
+    larger = _larger(job, budget)
+    if larger:
+        yield f"take {' or '.join(larger)}"
+    settings = [(words, _budget(changed, budget.role, folder)) for words, changed in smaller_settings(job)]
+    here = usable_of(job, resources.accelerator) or 0
+    same = [words for words, less in settings if less.fitting(here)]
+    yield from (f"set {words}" for words in same)
+    if larger or same:
+        return
+    for words, less in settings:
+        if found := _larger(job, less):
+            yield f"set {words} and take {' or '.join(found)}"
+            return
+    yield "train a smaller model: no GPU on offer has that much"
+
+
+def _larger(job: Job, budget: Budget) -> list[str]:
+    """Return the accelerators of the job's clouds on which a row or an image fits, the smallest memory first."""
+    sizes = {machine.accelerator: machine.gpu_mem_gib for machine in instance_types(job.clouds)}
+    return [
+        name
+        for name, size in sorted(sizes.items(), key=lambda item: (item[1], item[0]))
+        if not is_too_old(name) and budget.fitting(usable_bytes(name, size))
+    ]
+
+
+def _budget(job: Job, role: Role, folder: Path | None) -> Budget:
+    memory = memory_of_job(job, folder)
+    assert memory is not None, "a shipped model has no memory to compare"
+    return memory.trainer if role == "trainer" else memory.rollout
+
+
+def _parts(budget: Budget) -> str:
+    parts = [f"{name} {gib(count)}" for name, count in budget.parts.items()]
+    if budget.start > budget.fixed + max(budget.bytes_each, budget.least_beside):
+        return f"{', '.join(parts)}; while it is loaded, with its text encoders, {gib(budget.start)}"
+    return f"{', '.join(parts)}, a {budget.unit} {gib(budget.bytes_each)}"
+
+
+def gib(count: int, digits: int = 1) -> str:
+    """Return bytes as GiB in words."""
+    return f"{count / GIB:.{digits}f}"

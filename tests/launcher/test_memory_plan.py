@@ -1,0 +1,124 @@
+"""The memory of a job's GPUs: the plan prints the budget, and a launch refuses GPUs on which nothing fits."""
+
+import re
+import shutil
+from importlib.resources import files
+
+import pytest
+
+from engine.memory.budget import GIB, usable_bytes
+from launcher.cli.main import run
+from launcher.exit_codes import ExitCode
+from tests.launcher.printed import printed
+
+JOB = "qwen_image_ocr.yaml"
+
+
+@pytest.fixture
+def dry_run(tmp_path, monkeypatch, capsys):
+    """Call `spotrl launch --dry-run` on a copy of the reference recipe, in a temporary home."""
+    monkeypatch.setenv("SPOTRL_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("SPOTRL_CONFIG", str(tmp_path / "config.yaml"))
+    for name in (JOB, "qwen_image_ocr_prompts.txt", "qwen_image_ocr_test_prompts.txt"):
+        shutil.copy(str(files("sky_yamls") / name), tmp_path / name)
+
+    def dry_run(*settings: str, json: bool = False) -> tuple[int, str]:
+        more = [part for setting in settings for part in ("--set", setting)]
+        arguments = [*more, "--infra", "aws,gcp", "--dry-run", *(["--json"] if json else [])]
+        code = run(["launch", str(tmp_path / JOB), *arguments])
+        captured = capsys.readouterr()
+        return code, captured.out if code == ExitCode.OK else " ".join(captured.err.split())
+
+    dry_run.folder = tmp_path
+    return dry_run
+
+
+def column(shown: str, role: int) -> dict[str, float]:
+    """Return a column of the memory table by the words of its rows."""
+    lines = shown[shown.index("GiB of each GPU") :].splitlines()[1:]
+    table = {}
+    for line in lines:
+        found = re.fullmatch(r"  (.+?)  +([\d.]+|-)  +([\d.]+|-)", line)
+        if found is None:
+            break
+        table[found[1]] = float(found[2 + role].replace("-", "0"))
+    return table
+
+
+PARTS = ("transformer", "VAE", "adapters", "optimiser", "average, old policy", "gradients")
+
+
+def test_the_printed_memory_adds_up(dry_run):
+    code, shown = dry_run()
+    assert code == ExitCode.OK
+    trainer, rollout = column(shown, 0), column(shown, 1)
+    for table in (trainer, rollout):
+        assert table["free then"] == pytest.approx(
+            table["usable"] - sum(table[name] for name in PARTS) - table["a pass"], abs=0.35
+        )
+        assert table["while it loads, with text encoders"] < table["usable"]
+        assert table["rows, images of a pass"] == 8 <= table["as many would fit"]
+    assert trainer["a pass"] == pytest.approx(8 * trainer["each row, each image"], rel=0.01)
+    filled = sum(trainer[name] for name in PARTS) + trainer["as many would fit"] * trainer["each row, each image"]
+    assert trainer["usable"] - trainer["each row, each image"] < filled <= trainer["usable"] + 0.2
+
+
+def test_the_memory_of_the_20_b_model_is_recomputed_by_hand(dry_run):
+    """20.43 billion bf16 weights, and 720 adapters of rank 64: 425 million fp32 numbers."""
+    _, shown = dry_run()
+    table = column(shown, 0)
+    # Of 60 blocks, both streams have 4 projections of 3072 x 3072 and 2 between 3072 and 12288.
+    adapters = 60 * 2 * 64 * (4 * (3072 + 3072) + 2 * (3072 + 12288))
+    assert table["transformer"] == pytest.approx(20_430_401_088 * 2 / GIB, abs=0.05)
+    assert table["adapters"] == pytest.approx(adapters * 4 / GIB, abs=0.05)
+    assert table["optimiser"] == table["average, old policy"] == table["gradients"]
+    assert table["optimiser"] == pytest.approx(2 * adapters * 4 / GIB, abs=0.05)
+    # Checkpointing keeps the input of 60 blocks of two guidance branches: 1024 + 512 tokens of 3072 numbers.
+    assert table["each row, each image"] > 2 * 60 * 1536 * 3072 * 2 / GIB
+
+
+def test_the_json_plan_has_the_memory_in_bytes(dry_run):
+    _, out = dry_run(json=True)
+    trainer, rollout = printed("launch", out)["plan"]["memory"]
+    assert (trainer["role"], rollout["role"]) == ("trainer", "rollout")
+    assert trainer["usable"] == usable_bytes("H100", 80)
+    parts = sum(trainer["parts"].values())
+    assert trainer["busy"] == 8 * trainer["bytes_each"]
+    assert trainer["free"] == trainer["usable"] - parts - trainer["busy"]
+    assert trainer["fitting"] == (trainer["usable"] - parts) // trainer["bytes_each"]
+
+
+def test_rows_that_do_not_fit_are_named_and_the_plan_takes_fewer(dry_run):
+    _, shown = dry_run("model.height=1280", "model.width=1280")
+    assert column(shown, 0)["rows, images of a pass"] == 4
+    assert "passes of 8 rows on the trainer, and 4 fit" in " ".join(shown.split())
+
+
+@pytest.mark.parametrize(("settings", "words"), [
+    (["resources.trainer.accelerators=L4:1"], ["resources.trainer.accelerators is L4:1", "one row of Qwen-Image",
+                                               "transformer 38.1", "take A100-80GB or H100 or H200 or B200"]),
+    (["resources.rollout.accelerators=A10G:1"], ["resources.rollout.accelerators is A10G:1", "one image of Qwen"]),
+    (["model.checkpointing='off'"], ["a row 36", "take H200 or B200 or set model.checkpointing: on"]),
+    (["algorithm.rows_per_forward=1"], []),
+    (["model.checkpointing='off'", "model.height=1280", "model.width=1280"], ["set model.checkpointing: on"]),
+    (["model.weights=full"], ["set model.weights: lora"]),
+])  # fmt: skip
+def test_a_launch_refuses_what_cannot_fit_and_says_what_would(dry_run, settings, words):
+    code, shown = dry_run(*settings)
+    assert code == (ExitCode.INVALID_JOB if words else ExitCode.OK)
+    assert all(word in shown for word in words), shown
+
+
+def test_sizes_come_from_the_models_own_folder_if_it_is_here(dry_run):
+    config = dry_run.folder / "qwen-image" / "transformer" / "config.json"
+    config.parent.mkdir(parents=True)
+    config.write_text(
+        '{"in_channels": 64, "out_channels": 16, "num_layers": 30, "num_attention_heads": 24, '
+        '"attention_head_dim": 128, "joint_attention_dim": 3584}'
+    )
+    _, shown = dry_run()
+    assert 19 < column(shown, 0)["transformer"] < 20
+    config.write_text("{}")
+    code, text = dry_run()
+    assert code == ExitCode.INVALID_JOB
+    assert "num_attention_heads: None; a whole number is needed" in text
