@@ -21,6 +21,7 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -39,6 +40,7 @@ from engine.events import Market
 from engine.mark import MARK, marked
 from engine.node.alone import start_ticks
 from engine.node.child import EXIT_UNANSWERED, Deaths, exit_in_words, last_line, progress_of
+from engine.node.environment import begin_sending
 from engine.node.node_store import forget_store, may_share
 from engine.node.preemption_notice import watch_notice
 from engine.node.ray_environment import ray_environment
@@ -143,6 +145,7 @@ class Agent:
         self.memory = NodeMemory.make()
         self.noticed_ms: int | None = None
         self.on_cloud = self.spec.cloud != "local"
+        self.sending: subprocess.Popen[bytes] | None = None
         self.money, self.guard = TimeLeft(self.folder), Guard(self.folder)
 
     def run(self) -> tuple[int, str]:
@@ -170,6 +173,8 @@ class Agent:
                 with contextlib.suppress(OSError):  # a full disk: try again at the next look
                     self.write("ready.json", {"at_ms": self.spec.clock.clock().now_ms(), "pid": os.getpid()})
                     ready_sent = True
+                if ready_sent and self.on_cloud:
+                    self.sending = begin_sending(self.spec.store)  # now: what the processes imported is compiled
             self._check_notice()
             if self._is_finished():
                 if self.spec.role == "trainer":

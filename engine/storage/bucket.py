@@ -14,13 +14,13 @@ from urllib.parse import urlsplit
 from engine.storage.disk import AWAY
 
 if TYPE_CHECKING:
-    from obstore.store import ObjectStore
+    from obstore.store import ObjectStore, RetryConfig
 
 TRIES, GAP_SECONDS, ANSWER_SECONDS = 3, 1.0, 5.0
 
 
-def open_store(url: str) -> "ObjectStore":
-    """Return the store at an obstore URL, with this machine's own credentials.
+def open_store(url: str, retries: "RetryConfig | None" = None) -> "ObjectStore":
+    """Return the store at an obstore URL, with this machine's own credentials. `retries`: by default obstore's.
 
     Raises OSError if S3 does not report the bucket's region. The failure may pass, so `when_there_is_room` waits.
     """
@@ -30,7 +30,9 @@ def open_store(url: str) -> "ObjectStore":
     if where.scheme == "file":
         return LocalStore(url.removeprefix("file://"), mkdir=True)
     region = region_of(where.netloc) if where.scheme == "s3" else None
-    return from_url(url) if region is None else from_url(url, region=region)
+    if region is None:
+        return from_url(url, retry_config=retries)
+    return from_url(url, region=region, retry_config=retries)
 
 
 def region_of(bucket: str) -> str | None:

@@ -12,6 +12,7 @@ import base64
 import hashlib
 import io
 import os
+import shlex
 import shutil
 import tempfile
 import zipfile
@@ -54,6 +55,10 @@ class Bundle:
     folder: Path
     digest: str
     setup: str = f"sh {REMOTE_BUNDLE}/set_up_node.sh"
+
+    def setup_with(self, store: str) -> str:
+        """Return the shell command for a node of the run with this bucket (obstore URL)."""
+        return f"SPOTRL_STORE={shlex.quote(store)} {self.setup}"
 
 
 def make_bundle(to: Path, workdir: Path | None, *, model: Path | None = None, lock: str | None = None) -> Bundle:

@@ -4,6 +4,9 @@
 #
 # What was made is named by its digest, written last: the second run says so and ends, and a run that was killed half
 # way is done again. Two runs at once wait for one another. The last line of the output says what is wrong, if anything.
+#
+# SPOTRL_STORE, if set, is the run's bucket. An environment that another node of the run has put there is fetched
+# (engine/node/environment.py); without one, uv or pip builds the environment, and .built asks the agent to send it.
 set -eu
 umask 077
 
@@ -60,10 +63,8 @@ find_python() {
     return 1
 }
 
-if is "$env/.environment" "$environment"; then
-    say "the environment is there already"
-else
-    # What an earlier run left half done, or another version of us, is of no use.
+# Makes an empty $env, and the function `install` for it.
+begin() {
     rm -rf "$env"
     if find_uv; then
         step="uv made $env"
@@ -78,13 +79,40 @@ else
     else
         fail "this image has neither uv nor Python 3.11 or newer ($(python3 --version 2>&1 || true)); install one"
     fi
-    say "$("$env/bin/python" --version), installing what node.lock names"
-    step="what node.lock names was installed"
-    install -r "$bundle/node.lock"
-    say "installing spotrl"
-    step="spotrl was installed"
-    install --no-deps "$bundle"/spotrl-*.whl
+}
+
+# Fills $env from the bucket. Fails if that is not possible; $env may then be half full.
+fetch() {
+    [ -n "${SPOTRL_STORE:-}" ] || return 1
+    while read -r line; do
+        # What the fetch itself needs: the client of buckets, in the version of the lock.
+        case $line in obstore==* | typing_extensions==*) printf '%s\n' "$line" ;; esac
+    done <"$bundle/node.lock" >"$root/fetch.lock"
+    install -r "$root/fetch.lock" || return 1
+    (PYTHONPATH=$(echo "$bundle"/spotrl-*.whl) && export PYTHONPATH &&
+        "$env/bin/python" -m engine.node.environment fetch "$SPOTRL_STORE" "$env" "$environment") || return 1
     "$env/bin/python" -c 'import engine.node.remote_console'
+}
+
+if is "$env/.environment" "$environment"; then
+    say "the environment is there already"
+else
+    # What an earlier run left half done, or another version of us, is of no use.
+    begin
+    say "$("$env/bin/python" --version)"
+    if fetch; then
+        say "the environment was fetched from $SPOTRL_STORE"
+    else
+        [ -z "${SPOTRL_STORE:-}" ] || begin
+        say "installing what node.lock names"
+        step="what node.lock names was installed"
+        install -r "$bundle/node.lock"
+        say "installing spotrl"
+        step="spotrl was installed"
+        install --no-deps "$bundle"/spotrl-*.whl
+        "$env/bin/python" -c 'import engine.node.remote_console'
+        : >"$env/.built"
+    fi
     write "$env/.environment" "$environment"
 fi
 

@@ -8,10 +8,12 @@ import sys
 import time
 import tomllib
 import zipfile
+from importlib.metadata import files, version
 from pathlib import Path
 
 import pytest
 
+from engine.node.environment import environment_key
 from launcher.provision.sky import bundle as bundles
 from launcher.provision.sky.bundle import Bundle, WorkdirRefused, make_bundle
 from tests.launcher.node_lock import node_lock
@@ -69,7 +71,19 @@ class Instance:
     def send(self, bundle: Bundle) -> None:
         shutil.copytree(bundle.folder, self.home / "spotrl/bundle", dirs_exist_ok=True)
 
-    def start(self, bundle: Bundle) -> "subprocess.Popen[str]":
+    def write_obstore(self) -> str:
+        """Pack the installed obstore into a wheel, and return its line of a lock."""
+        line = f"obstore=={version('obstore')}"
+        with zipfile.ZipFile(self.wheels / f"{line.replace('==', '-')}-py3-none-any.whl", "w") as wheel:
+            for file in files("obstore") or ():
+                if file.suffix != ".pyc":
+                    content = file.locate().read_bytes()
+                    if file.name == "METADATA":  # typing-extensions is needed by type checkers only
+                        content = b"".join(row for row in content.splitlines(True) if b"Requires-Dist" not in row)
+                    wheel.writestr(file.as_posix(), content)
+        return line
+
+    def start(self, bundle: Bundle, store: str = "") -> "subprocess.Popen[str]":
         environment = {
             "HOME": str(self.home),
             "PATH": str(self.bin),
@@ -78,7 +92,7 @@ class Instance:
             "PIP_FIND_LINKS": str(self.wheels),
         }
         return subprocess.Popen(
-            ["/bin/sh", "-c", bundle.setup],
+            ["/bin/sh", "-c", bundle.setup_with(store)],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -86,9 +100,9 @@ class Instance:
             start_new_session=True,
         )
 
-    def set_up(self, bundle: Bundle, exit_code: int = 0) -> str:
+    def set_up(self, bundle: Bundle, exit_code: int = 0, store: str = "") -> str:
         self.send(bundle)
-        process = self.start(bundle)
+        process = self.start(bundle, store)
         out = process.communicate(timeout=60)[0]
         assert process.returncode == exit_code, out
         return out
@@ -96,6 +110,12 @@ class Instance:
     @property
     def env(self) -> Path:
         return self.home / "spotrl/env"
+
+    def send_environment(self, bundle: Bundle, store: str) -> str:
+        """Send the environment to the bucket, like the agent of a node that built."""
+        digest = (bundle.folder / "environment").read_text()
+        command = [str(self.env / "bin/python"), "-m", "engine.node.environment", "send", store, str(self.env), digest]
+        return subprocess.run(command, cwd=self.home, check=True, capture_output=True, text=True).stdout
 
     def python(self, code: str) -> str:
         command = [str(self.env / "bin/python"), "-c", code]
@@ -331,6 +351,37 @@ def test_a_lock_that_cannot_be_installed_fails_clearly_and_leaves_no_digest(tmp_
     assert "No matching distribution found for pinned==7.7" in out
     assert "while what node.lock names was installed" in out.splitlines()[-1]
     assert not (instance.env / ".digest").exists()
+
+
+def test_the_first_node_builds_the_environment_and_the_second_fetches_it(tmp_path, instance):
+    store = (tmp_path / "bucket").as_uri()
+    bundle = bundle_of(tmp_path, None, f"pinned==1.0\n{instance.write_obstore()}\n")
+    out = instance.has_uv().set_up(bundle, store=store)
+    assert "no archive of this environment yet" in out
+    assert "installing what node.lock names" in out
+    assert (instance.env / ".built").exists()
+    assert "environment: send: " in instance.send_environment(bundle, store)
+    shutil.rmtree(instance.env)
+    (instance.wheels / "pinned-1.0-py3-none-any.whl").unlink()
+    out = instance.set_up(bundle, store=store)
+    assert f"the environment was fetched from {store}" in out
+    assert not (instance.env / ".built").exists()
+    assert instance.python("import pinned, engine.clock; print(pinned.version)") == "1.0"
+    ours = next(instance.env.glob("lib/python*/site-packages/engine/__pycache__"))
+    assert any(path.name.startswith("config.") for path in ours.iterdir()), "our code is compiled"
+
+
+def test_a_node_builds_if_the_archive_is_damaged(tmp_path, instance):
+    bundle = bundle_of(tmp_path, None, f"pinned==1.0\n{instance.write_obstore()}\n")
+    key = environment_key(instance.env, (bundle.folder / "environment").read_text())
+    manifest = tmp_path / "bucket/environments" / key / ".manifest.json"
+    manifest.parent.mkdir(parents=True)
+    manifest.write_text('{"parts": {"0123')
+    out = instance.has_uv().set_up(bundle, store=(tmp_path / "bucket").as_uri())
+    assert "manifest is damaged" in out
+    assert "installing what node.lock names" in out
+    assert instance.python("import pinned; print(pinned.version)") == "1.0"
+    assert not manifest.exists()
 
 
 def test_an_image_without_python_is_refused_with_what_is_missing(tmp_path, instance):
