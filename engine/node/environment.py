@@ -77,7 +77,11 @@ def fetch(store_url: str, env: Path, digest: str) -> str:
 
     began = time.monotonic()
     store = open_store(_place(store_url, env, digest), RETRIES)
-    keep = {(Path(root) / name).relative_to(env).as_posix() for root, *names in os.walk(env) for name in sum(names, [])}
+    keep = {
+        (Path(root) / name).relative_to(env).as_posix()
+        for root, folders, files in os.walk(env)
+        for name in (*folders, *files)
+    }
     try:
         parts = _parts(bytes(obstore.get(store, MANIFEST).bytes()))
     except FileNotFoundError:

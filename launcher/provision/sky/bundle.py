@@ -57,7 +57,7 @@ class Bundle:
     setup: str = f"sh {REMOTE_BUNDLE}/set_up_node.sh"
 
     def setup_with(self, store: str) -> str:
-        """Return the shell command for a node of the run with this bucket (obstore URL)."""
+        """Return the shell command for a node whose run has this bucket (obstore URL)."""
         return f"SPOTRL_STORE={shlex.quote(store)} {self.setup}"
 
 

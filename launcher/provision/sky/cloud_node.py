@@ -12,7 +12,6 @@ from engine.node_spec import NodeSpec
 from launcher.decide.node_facts import NodeFact
 from launcher.provision.sky.node_files import NodeFiles
 from launcher.provision.sky.node_link import Login
-from launcher.provision.sky.outcome import Outcome
 from launcher.provision.sky.records import (
     AgentRecord,
     EndingRecord,
@@ -48,12 +47,12 @@ class SettingUp:
 
     login: Login | None = None
     private_address: str = ""
-    digest: str = ""
-    """Digest of the bundle of the node's set-up, as the node reports."""
+    begun: bool = False
+    """True if this process has started the set-up."""
     trouble: str = ""
     """The reason for a failed login."""
-    outcome: Outcome | None = None
-    """The outcome of the set-up, as SkyPilot reports."""
+    failure: str = ""
+    """The reason why the set-up is no use, with the end of its log."""
 
 
 @dataclass(slots=True)

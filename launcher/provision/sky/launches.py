@@ -56,7 +56,6 @@ class Launches:
             want=want,
             region_setup=region_setup,
             labels={RUN_LABEL: purchases.run, NODE_LABEL: node.name, OWNER_LABEL: purchases.owners[want.cloud]},
-            setup=purchases.bundle.setup_with(spec.store),
             files={REMOTE_BUNDLE: str(purchases.bundle.folder)},
             autostop_minutes=autostop_minutes(spec.money_deadline_ms, now_ms),
             image=purchases.images.get(f"{want.cloud}/{want.region}", purchases.images.get(want.cloud)),

@@ -1,9 +1,16 @@
-"""Read from a VM itself whether its set-up is finished.
+"""Set a VM up over SSH: start the set-up of the bundle on the VM, and read from the VM itself whether it is finished.
 
-SkyPilot calls a launch done once the set-up was handed to the VM. The last step of the set-up writes the digest of the
-bundle. So reading the digest tells when an agent can run on the VM, and the path of the home folder.
+    begin_set_up -> set-up.log grows -> set-up.exit, and the digest of the bundle in env/.digest
+
+SkyPilot copies the bundle to the VM and runs nothing. A set-up run by SkyPilot is a job of its scheduler on the VM, and
+the job begins later than our set-up would be finished: two thirds of the time from the bundle to the agent were spent
+so (measured on fake hosts).
+
+The set-up outlives the connection that starts it. A set-up that is started twice runs once (set_up_node.sh takes a
+lock), so a controller that crashed in between starts it again. An agent can run once the digest is there.
 """
 
+import shlex
 import subprocess
 from dataclasses import dataclass
 
@@ -12,7 +19,13 @@ from launcher.provision.sky.node_link import Login
 
 CONNECT_SECONDS, ANSWER_SECONDS = 5, 9.0
 
-LOOK = 'cd "$HOME" && pwd; cat spotrl/env/.digest 2>/dev/null; true'
+LOG_LINES = 40
+"""Lines of the log that explain a failed set-up."""
+
+LOOK = (
+    'cd "$HOME" && pwd && echo "$(cat spotrl/env/.digest 2>/dev/null)" && echo "$(cat spotrl/set-up.exit 2>/dev/null)" '
+    f"&& tail -n {LOG_LINES} spotrl/set-up.log 2>/dev/null; true"
+)
 
 
 class InstanceUnreachable(Failure):
@@ -21,14 +34,38 @@ class InstanceUnreachable(Failure):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SetUp:
-    """The home folder and set-up digest of a VM. `digest` is empty until the set-up is finished."""
+    """The state of a VM's set-up.
+
+    `digest`: of the finished set-up, empty before. `exit_code`: of the last set-up, None while it runs and before.
+    """
 
     home: str
     digest: str
+    exit_code: int | None = None
+    log: str = ""
 
 
 def ask_set_up(login: Login) -> SetUp:
     """Read the set-up state over one SSH session, bounded in time. Raises InstanceUnreachable."""
+    home, digest, code, *log = [*_run(login, LOOK).splitlines(), "", ""]
+    exit_code = int(code) if code.strip().isdigit() else None
+    return SetUp(home=home, digest=digest.strip(), exit_code=exit_code, log="\n".join(log).strip())
+
+
+def begin_set_up(login: Login, command: str) -> None:
+    """Start the set-up on the VM and return at once. `command`: of the bundle. Raises InstanceUnreachable."""
+    _run(login, begin_command(command))
+
+
+def begin_command(command: str) -> str:
+    """Return the shell command that runs the set-up in the background, in a session of its own."""
+    runs = f"( {command} ) >set-up.log 2>&1; echo $? >set-up.exit.new; mv set-up.exit.new set-up.exit"
+    begin = f"setsid nohup sh -c {shlex.quote(runs)} </dev/null >/dev/null 2>&1 &"
+    return f'umask 077; mkdir -p "$HOME/spotrl" && cd "$HOME/spotrl" && rm -f set-up.exit && {{ {begin} }} && pwd'
+
+
+def _run(login: Login, command: str) -> str:
+    """Run a command on the VM and return its output, which must not be empty. Raises InstanceUnreachable."""
     options = {
         "BatchMode": "yes",
         "IdentitiesOnly": "yes",
@@ -42,10 +79,10 @@ def ask_set_up(login: Login) -> SetUp:
         **({"ProxyCommand": login.proxy} if login.proxy else {}),
     }
     words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
-    command = ["ssh", "-F", "none", "-T", "-i", str(login.key), "-p", str(login.port), *words]
+    ssh = ["ssh", "-F", "none", "-T", "-i", str(login.key), "-p", str(login.port), *words]
     try:
         done = subprocess.run(
-            [*command, f"{login.user}@{login.host}", LOOK],
+            [*ssh, f"{login.user}@{login.host}", command],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -53,7 +90,6 @@ def ask_set_up(login: Login) -> SetUp:
         )
     except subprocess.TimeoutExpired:
         raise InstanceUnreachable(f"ssh to {login.host} took more than {ANSWER_SECONDS:.0f} s") from None
-    lines = done.stdout.splitlines()
-    if done.returncode or not lines:
+    if done.returncode or not done.stdout:
         raise InstanceUnreachable(f"ssh to {login.host}: {done.stderr.strip() or f'exit code {done.returncode}'}")
-    return SetUp(home=lines[0], digest=lines[1].strip() if len(lines) > 1 else "")
+    return done.stdout

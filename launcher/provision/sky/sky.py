@@ -1,7 +1,8 @@
 """The few SkyPilot calls that spotrl uses: start a one-VM cluster, read the outcome, terminate, log in.
 
 SkyPilot is imported late, because the import takes 5 s, and only in this folder. SkyPilot provisions and does nothing
-else: the task has a set-up, no `run`, one resource and no choice, so SkyPilot buys exactly the decided offer. Promises:
+else: the task has no set-up, no `run`, one resource and no choice, so SkyPilot buys exactly the decided offer.
+Promises:
 
 Configuration goes with each request and is written to no file of the user. No credential file of any cloud is uploaded.
 A VM runs with our own identity, in our own group, in our own network; never with SkyPilot's wide role.
@@ -26,7 +27,7 @@ from urllib.parse import urlsplit
 
 from launcher.clouds.base import NODE_LABEL, OWNER_LABEL, RUN_LABEL
 from launcher.exit_codes import Failure
-from launcher.provision.sky.outcome import ANSI, LOG_CHARACTERS, Failed, Outcome, outcome_of, text_of
+from launcher.provision.sky.outcome import ANSI, Failed, Outcome, outcome_of, text_of
 from launcher.provision.sky.task import IDENTITY_LABEL, IDENTITY_PROJECT_LABEL, Launch, config_of, task_of
 
 log = logging.getLogger(__name__)
@@ -144,27 +145,6 @@ class Sky:
         if not external or not internal or not key:
             return None
         return SkyLogin(host=external[0], user=credentials["ssh_user"], private_key=key, address=internal[0])
-
-    def set_up(self, name: str) -> Outcome | None:
-        """Return the outcome of an UP cluster's set-up; None while pending.
-
-        SkyPilot runs the set-up after the launch.
-        """
-        sky = self._sky()
-        with _errors_named(f"set-up of {name}"):
-            try:
-                statuses = sky.get(sky.job_status(name))
-            except (sky.exceptions.ClusterDoesNotExist, sky.exceptions.ClusterNotUpError) as error:
-                return Outcome(failed=Failed.UNKNOWN, text=str(error))
-            status = next(iter(statuses.values()), None)
-            if status is None or not status.is_terminal():
-                return None
-            if status.value == "SUCCEEDED":
-                return Outcome()
-            text = io.StringIO()
-            with contextlib.suppress(Exception):  # evidence is optional
-                sky.tail_logs(name, None, follow=False, tail=40, output_stream=text)
-        return Outcome(failed=Failed.SETUP, text=f"{status.value}: {ANSI.sub('', text.getvalue())}"[-LOG_CHARACTERS:])
 
     def cancel(self, request: str) -> None:
         """Cancel a launch. VMs that the launch already started stay and must be terminated."""

@@ -46,7 +46,7 @@ from launcher.provision.sky.node_book import NodeBook
 from launcher.provision.sky.node_link import Login
 from launcher.provision.sky.records import ReleaseRecord
 from launcher.provision.sky.regions import Regions
-from launcher.provision.sky.set_up import SetUp, ask_set_up
+from launcher.provision.sky.set_up import SetUp, ask_set_up, begin_set_up
 from launcher.provision.sky.sky import Sky
 from launcher.provision.sky.surroundings import Purchases, Surroundings
 from launcher.provision.sky.terminate import Terminator
@@ -75,6 +75,7 @@ class SkyProvisioner:
         link: Callable[[Login, Path], Link],
         pool: Executor,
         ask_set_up: Callable[[Login], SetUp] = ask_set_up,
+        begin_set_up: Callable[[Login, str], None] = begin_set_up,
         monotonic: Callable[[], float] = time.monotonic,
         check_lease: Callable[[], None] = lambda: None,
     ) -> None:
@@ -94,7 +95,7 @@ class SkyProvisioner:
         self._lifecycle = Lifecycle(
             tasks=tasks,
             launches=self._launches,
-            bring_up=BringUp(around, tasks, self._launches, ask_set_up),
+            bring_up=BringUp(around, tasks, self._launches, ask_set_up, begin_set_up),
             reports=CloudReports(around, tasks, inventory, regions),
             watch=self._watch,
             terminator=Terminator(around, inventory, regions, self._launches),

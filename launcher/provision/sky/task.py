@@ -25,24 +25,24 @@ UPLOADED = (
 """Files that SkyPilot may have copied to a VM if the API server was not started by spotrl."""
 
 FIRST_OF_ALL = f"rm -rf {' '.join(UPLOADED)}"
+"""The first command on a VM."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """One VM to start. `files`: folder on the VM -> local folder."""
+    """One VM to start. `files`: folder on the VM -> local folder. The set-up is started later, over SSH (set_up.py)."""
 
     name: str
     want: Placement
     region_setup: RegionSetup
     labels: Mapping[str, str]
-    setup: str
     files: Mapping[str, str]
     autostop_minutes: int
     image: str | None = None
 
 
 def task_of(launch: Launch) -> dict[str, Any]:
-    """Return SkyPilot's task: one resource, a set-up, no `run`.
+    """Return SkyPilot's task: one resource and the bundle's files, no `setup`, no `run`.
 
     The task holds no secrets. Secrets are sent with the order that starts the agent.
     """
@@ -65,7 +65,6 @@ def task_of(launch: Launch) -> dict[str, Any]:
         "name": "node",
         "resources": {**resources, "labels": labels},
         "file_mounts": dict(launch.files),
-        "setup": f"{FIRST_OF_ALL}\n{launch.setup}",
     }
 
 

@@ -2,13 +2,14 @@
 
 import os
 import pwd
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from launcher.provision.sky.set_up import InstanceUnreachable, ask_set_up
+from launcher.provision.sky.set_up import InstanceUnreachable, ask_set_up, begin_set_up
 from tests.engine.fleet import free_port
 from tests.launcher.cluster.sshd import Sshd, through_proxy, why_no_sshd
 
@@ -43,6 +44,33 @@ def test_an_instance_reports_the_digest_of_its_setup(set_up_home):
     server, home = set_up_home
     found = ask_set_up(server.login)
     assert (found.home, found.digest) == (str(home), "0123abcd")
+
+
+def test_a_setup_is_started_in_the_background_and_its_end_is_read(tmp_path):
+    home = tmp_path / "home"
+    home.mkdir()
+    server = Sshd(tmp_path / "sshd", environment={"HOME": str(home)})
+    try:
+        begin_set_up(
+            server.login, "echo started; while [ ! -e go ]; do sleep 0.02; done; echo 'no space left'; (exit 3)"
+        )
+        waiting = until(lambda: ask_set_up(server.login), lambda found: found.log == "started")
+        assert (waiting.exit_code, waiting.digest) == (None, "")
+        (home / "spotrl/go").touch()
+        ended = until(lambda: ask_set_up(server.login), lambda found: found.exit_code is not None)
+        assert (ended.exit_code, ended.log) == (3, "started\nno space left")
+        begin_set_up(server.login, "mkdir -p env; printf abc >env/.digest")
+        ended = until(lambda: ask_set_up(server.login), lambda found: found.exit_code == 0)
+        assert (ended.digest, ended.log) == ("abc", "")
+    finally:
+        server.stop()
+
+
+def until(look, holds, seconds=20.0):
+    end = time.monotonic() + seconds
+    while not holds(found := look()):
+        assert time.monotonic() < end, found
+    return found
 
 
 def test_an_instance_behind_a_proxy_is_read_through_the_proxy(set_up_home, tmp_path):

@@ -78,7 +78,6 @@ class FakeSky:
     cancelled: list = field(default_factory=list)
     down_for_good: bool = False
     reply_lost: bool = False
-    set_ups: dict[str, Outcome] = field(default_factory=dict)
 
     def _answer(self):
         if self.down_for_good:
@@ -120,10 +119,6 @@ class FakeSky:
         self._answer()
         instance = next(one for one in self.cloud.there if one.name == name and one.state is InstanceState.RUNNING)
         return SkyLogin(host=instance.public_address, user="ubuntu", private_key="KEY", address=instance.address)
-
-    def set_up(self, name):
-        self._answer()
-        return self.set_ups.get(name)
 
     def cancel(self, request):
         self._answer()
@@ -288,6 +283,9 @@ class Stage:
         self.sky = FakeSky(self.cloud)
         self.links: dict[str, FakeLink] = {}
         self.digest = "d1"
+        self.begun: list[str] = []
+        self.exit_code: int | None = None
+        self.set_up_log = ""
         self.images: dict[str, str] = {}
         self.named = NOTHING_NAMED
         self.taken_over = False
@@ -320,6 +318,7 @@ class Stage:
             link=link,
             pool=AtOnce(),
             ask_set_up=self.ask_set_up,
+            begin_set_up=lambda login, command: self.begun.append(command),
             monotonic=self.time.monotonic,
             check_lease=self.check_lease,
         )
@@ -333,7 +332,7 @@ class Stage:
         """Return the setup found on the instance; raise while the instance is unreachable."""
         if self.digest is None:
             raise InstanceUnreachable("ssh: timed out")
-        return SetUp(home="/home/ubuntu", digest=self.digest)
+        return SetUp(home="/home/ubuntu", digest=self.digest, exit_code=self.exit_code, log=self.set_up_log)
 
     def request(self, name="run-rollout-0-g0", zone="us-east-1a", money_deadline_ms=START_MS + 3_600_000):
         spec = NodeSpec(
@@ -536,15 +535,35 @@ def test_a_failed_setup_ends_the_node_and_its_instance(stage):
 
 
 def test_an_agent_is_started_only_after_the_setup_has_finished(stage):
-    """SkyPilot reports a launch as done when it has submitted the setup."""
+    """SkyPilot's launch ends before the setup begins."""
     stage.digest = ""
     stage.request(TRAINER)
     stage.passes(1)
     stage.sky.finish(TRAINER)
     stage.passes(30)
     assert stage.links == {}
+    (command,) = stage.begun
+    assert command.startswith("rm -rf ~/.aws/credentials ")
+    assert command.endswith("; SPOTRL_STORE=s3://bucket/runs/run sh set_up.sh")
     stage.digest = "d1"
     stage.passes(3)
+    assert len(stage.links[TRAINER].specs) == 1
+
+
+def test_another_process_starts_the_setup_again_and_a_finished_one_is_not_started(stage):
+    """A started setup waits for the one that runs already."""
+    stage.digest = ""
+    stage.request(TRAINER)
+    stage.passes(1)
+    stage.sky.finish(TRAINER)
+    stage.passes(5)
+    stage.process()
+    stage.passes(5)
+    assert len(stage.begun) == 2
+    stage.digest = "d1"
+    stage.process()
+    stage.passes(5)
+    assert len(stage.begun) == 2
     assert len(stage.links[TRAINER].specs) == 1
 
 
@@ -553,10 +572,10 @@ def test_a_setup_that_fails_after_the_launch_is_detected(stage):
     stage.request(TRAINER)
     stage.passes(1)
     stage.sky.finish(TRAINER)
-    stage.sky.set_ups[TRAINER] = Outcome(failed=Failed.SETUP, text="FAILED_SETUP: /tmp/sky_setup_x: No such file")
+    stage.exit_code, stage.set_up_log = 1, "spotrl set-up, 3 s: failed: no space left"
     fact = stage.passes(20)[TRAINER]
     assert fact.status is NodeStatus.GONE
-    assert "/tmp/sky_setup_x: No such file" in fact.evidence
+    assert fact.evidence == "its set-up failed with exit code 1: spotrl set-up, 3 s: failed: no space left"
     assert stage.cloud.ended == ["i-1"]
 
 
@@ -568,7 +587,7 @@ def test_a_node_with_the_setup_of_another_bundle_is_refused(stage):
     assert (
         stage.passes(20)[TRAINER].status is NodeStatus.PENDING
     )  # a machine image may contain an old digest; the setup replaces it
-    stage.sky.set_ups[TRAINER] = Outcome()
+    stage.exit_code = 0
     fact = stage.passes(20)[TRAINER]
     assert (fact.status, stage.links) == (NodeStatus.GONE, {})
     assert "bundle of yesterday" in fact.evidence
