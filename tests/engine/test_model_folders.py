@@ -5,6 +5,7 @@ sampler from the same latent: timesteps, packing, positions, guidance and decodi
 """
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from engine.config import ModelConfig, SamplerConfig
 from engine.diffusion.noise import noise_rows
 from engine.diffusion.sampler import evaluation_plan, transition
 from engine.models.load import load_adapter, trainable
+from engine.noise_schedule import ScheduleError
 from tests.tiny_pipelines import make_flux, make_hunyuan_video, make_qwen_image, make_sd3, make_wan
 
 STEPS = 3
@@ -118,6 +120,15 @@ def test_a_model_is_loaded_from_the_job_file_and_trained_in_fp32(tmp_path, weigh
     velocity = adapter.velocity(x, torch.tensor([0.5]), adapter.encode(["a cat"]), 1.0)
     assert velocity.dtype == torch.float32
     assert velocity.isfinite().all()
+
+
+def test_a_folder_without_a_scheduler_loads_for_a_job_with_a_shift_of_its_own(tmp_path):
+    make_flux().save_pretrained(tmp_path)
+    shutil.rmtree(tmp_path / "scheduler")
+    adapter = loaded("flux", tmp_path)
+    assert evaluation_plan(SamplerConfig(shift=3.0), 2, adapter.schedule).sigmas == (1.0, 0.75, 0.0)
+    with pytest.raises(ScheduleError, match=r"has no scheduler/scheduler_config\.json"):
+        evaluation_plan(SamplerConfig(), 2, adapter.schedule)
 
 
 def test_wan_with_two_transformers_is_refused(tmp_path):
