@@ -16,6 +16,9 @@ SHIPPED = {"digits-ocr": "digits", "shapes": "shapes"}
 """Shipped models, and the prompts each model was trained for. The models have no unconditional branch."""
 
 
+GUIDANCE = {"qwen-image": 4.0, "sd3": 4.5, "flux": 3.5, "wan": 5.0, "hunyuan-video": 6.0}
+"""Published guidance of each family that does not ship: of the model card, or the default of the diffusers pipeline."""
+
 VIDEO = ("wan", "hunyuan-video")
 """Models that generate videos."""
 
@@ -128,10 +131,10 @@ class SamplerConfig(Strict):
     `scheduler/scheduler_config.json` in the model's folder and the size of the image; no shift for a shipped model. A
     number: even noise levels with this shift; 1: no shift. A larger shift spends more steps near the noise."""
     guidance: Annotated[float, Field(ge=1.0)] = 1.0
-    """Guidance scale as in the model's diffusers pipeline; 1 computes no unconditional branch. The published values are
-    4 with qwen-image (norm of each token kept), 4.5 with sd3 (no skip-layer guidance) and 5 with wan. FLUX.1-dev and
-    HunyuanVideo take the scale as an input of the network, 3.5 and 6 as published, and compute no unconditional
-    branch."""
+    """Guidance scale as in the model's diffusers pipeline; 1 computes no unconditional branch. The default is 1 for
+    shipped models, and the published value for the others: 4 for qwen-image (norm of each token kept), 4.5 for sd3 (no
+    skip-layer guidance), 5 for wan. FLUX.1-dev and HunyuanVideo take the scale as an input of the network, 3.5 and 6,
+    and compute no unconditional branch."""
     window: WindowConfig | None = None
     """Window of stochastic steps. None: every step but the final one is stochastic, and all are trained."""
     noise: Literal[1] = 1
@@ -460,6 +463,13 @@ class EngineConfig(Strict):
         if self.algorithm.name == "diffusion-nft" and "noise_level" not in self.sampler.model_fields_set:
             # The model is frozen once it is made; a validator before the fields would turn off strict JSON mode.
             self.__dict__["sampler"] = self.sampler.model_copy(update={"noise_level": 0.0})
+        return self
+
+    @model_validator(mode="after")
+    def _guidance_is_as_published(self) -> Self:
+        """Set the default of `sampler.guidance` that fits the model."""
+        if self.model.name in GUIDANCE and "guidance" not in self.sampler.model_fields_set:
+            self.__dict__["sampler"] = self.sampler.model_copy(update={"guidance": GUIDANCE[self.model.name]})
         return self
 
     @model_validator(mode="after")

@@ -112,10 +112,17 @@ def model_folder(config: ModelConfig, path: Path) -> ModelFolder:
 
 
 def check_folder(model: ModelConfig, sampler: SamplerConfig, path: Path) -> None:
-    """Check the size and the noise levels of a job against the model's folder. Raises FolderError."""
+    """Check the size, the guidance and the noise levels of a job against the model's folder. Raises FolderError."""
     if model.name in SHIPPED:
         return
     folder = model_folder(model, path)
+    takes_guidance = model.name != "flux" or _read(path / "transformer" / "config.json").get("guidance_embeds", False)
+    if sampler.guidance != 1.0 and not takes_guidance:
+        raise FolderError(
+            "sampler.guidance",
+            f"sampler.guidance is {sampler.guidance:g}, and this FLUX.1 takes no guidance (schnell)",
+            "use 1, as published",
+        )
     if sampler.shift == "auto":
         try:
             folder.schedule.sigmas(sampler.steps)

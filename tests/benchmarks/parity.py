@@ -4,7 +4,7 @@
 
 Each family is a tiny pipeline of random weights, made of the real diffusers classes with the scheduler configuration of
 the published model. The pipeline and a run sample the same prompts from the same noise, with the published guidance.
-The run's side is what a job file without sizes and without a shift gives. All in fp32.
+The run's side is what a job file gives that names the model and nothing else. All in fp32.
 """
 
 import argparse
@@ -19,16 +19,13 @@ import torch
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 
-from engine.config import VIDEO, ModelConfig, SamplerConfig
+from engine.config import GUIDANCE, VIDEO, EngineConfig, ModelConfig, SamplerConfig
 from engine.diffusion.sampler import denoise, evaluation_plan, initial
 from engine.model_folder import FAMILIES, ImageSize
 from engine.models.adapter import DiTAdapter
 from engine.models.load import load_adapter
 from tests.benchmarks.page import load_now, publish
 from tests.tiny_pipelines import PIPELINES, SCHEDULERS
-
-GUIDANCE = {"qwen-image": 4.0, "sd3": 4.5, "flux": 3.5, "wan": 5.0, "hunyuan-video": 6.0}
-"""Published guidance of each family: of the model card or the pipeline's default."""
 
 STEPS = 10
 PROMPTS, SEEDS = ["a cat", "two dogs that play chess"], [1, 2]
@@ -101,13 +98,13 @@ def compare(
     pipeline = make_folder(family, folder, halvings)
     model = ModelConfig.model_validate({"name": family, "path": str(folder), **(size or {})})
     adapter = load_adapter(model, dtype=torch.float32)
-    sampler = SamplerConfig(guidance=GUIDANCE[family])
+    sampler = EngineConfig(model=model).sampler
     default = FAMILIES[family].size
     pixels = ImageSize(model.height or default.height, model.width or default.width, model.frames or default.frames)
     noise = initial(SEEDS, adapter.latent_shape())
     theirs, their_levels = pipelines_latents(family, pipeline, noise, pixels, steps)
     ours, levels = runs_latents(adapter, sampler, steps)
-    unshifted, _ = runs_latents(adapter, SamplerConfig(guidance=GUIDANCE[family], shift=1.0), steps)
+    unshifted, _ = runs_latents(adapter, sampler.model_copy(update={"shift": 1.0}), steps)
     difference = ours - theirs
     return Parity(
         max_abs=float(difference.abs().max()),
@@ -178,7 +175,8 @@ so the number of image tokens is that of the published model, and with it the dy
 
 ## What is compared
 
-- Ours: `load_adapter` of the saved folder, `evaluation_plan` with `sampler.shift: auto`, text at its default length.
+- Ours: a job that names the model only. `load_adapter` of the saved folder, `evaluation_plan` at the job's guidance and
+  the folder's noise levels, text at its default length.
 - Qwen-Image: `true_cfg_scale` 4 with a blank negative prompt, and the norm of each token's conditional velocity.
 - SD3: classifier-free guidance without skip-layer guidance, which the pipeline leaves out by default too.
 - FLUX.1-dev and HunyuanVideo: distilled guidance as an input of the network, one forward pass a step.

@@ -23,7 +23,6 @@ from engine.config import (
 from engine.entrypoints.inproc import build_inproc
 from engine.models.load import load_adapter
 from engine.protocol.request import Score
-from tests.benchmarks.parity import GUIDANCE
 from tests.tiny_pipelines import PIPELINES
 
 UPDATES, STEPS, EVALUATION_STEPS = 2, 3, 2
@@ -59,7 +58,7 @@ def config_of(family, path, weights, iterations):
         model=ModelConfig(
             name=family, path=str(path), weights=weights, lora_rank=2, height=16, width=16, max_text_tokens=20, **frames
         ),
-        sampler=SamplerConfig(steps=STEPS, guidance=GUIDANCE[family], noise_level=0.7),
+        sampler=SamplerConfig(steps=STEPS, noise_level=0.7),
         algorithm=AlgorithmConfig(
             name="flow-grpo", prompts_per_batch=2, images_per_prompt=2, updates_per_batch=UPDATES, kl_beta=0.01
         ),

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from engine.config import ModelConfig, SamplerConfig
+from engine.config import GUIDANCE, EngineConfig, ModelConfig, SamplerConfig
 from engine.model_folder import FAMILIES, FolderError, ImageSize, check_folder, model_folder
 
 EULER = {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 3.0}
@@ -112,6 +112,23 @@ def test_auto_without_a_scheduler_is_refused_and_a_number_is_not(folder):
     assert "give a number" in error.value.remedy
     check_folder(model, SamplerConfig(shift=3.0), there)
     check_folder(ModelConfig(), SamplerConfig(), there)  # a shipped model reads no folder
+
+
+def test_flux_without_a_guidance_input_is_refused_with_guidance(folder):
+    there = folder(*PUBLISHED["flux"])
+    model = ModelConfig(name="flux", path=str(there))
+    with pytest.raises(FolderError, match=r"sampler\.guidance is 3\.5, .*schnell.*; use 1") as error:
+        check_folder(model, EngineConfig(model=model).sampler, there)
+    assert error.value.field == "sampler.guidance"
+    check_folder(model, SamplerConfig(guidance=1.0), there)
+
+
+def test_the_default_guidance_is_the_published_one():
+    assert EngineConfig().sampler.guidance == 1.0
+    for name in FAMILIES:
+        model = ModelConfig(name=name, path="there")
+        assert EngineConfig(model=model).sampler.guidance == GUIDANCE[name]
+        assert EngineConfig(model=model, sampler=SamplerConfig(guidance=1.0)).sampler.guidance == 1.0
 
 
 def test_every_model_that_does_not_ship_is_a_family():
