@@ -7,7 +7,7 @@ from diffusers import AutoencoderKLWan
 from engine.models import vae as decoding
 from engine.models.vae import decode_images, decode_video
 from tests.engine.test_families import tiny_vae
-from tests.engine.test_model_folders import VIDEO_VAE
+from tests.tiny_pipelines import video_vae
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +55,7 @@ def test_large_images_are_decoded_in_tiles_and_later_small_ones_are_not(monkeypa
 
 
 def test_large_videos_are_decoded_in_tiles(monkeypatch):
-    vae = AutoencoderKLWan(**VIDEO_VAE, scale_factor_spatial=2, scale_factor_temporal=2)
+    vae = AutoencoderKLWan(**video_vae(1), scale_factor_spatial=2, scale_factor_temporal=2)
     latents = torch.randn(1, 4, 1, 6, 12)
     whole = decode_video(vae, latents)
     monkeypatch.setattr(decoding, "TILED_ABOVE", 12 * 24 - 1)
