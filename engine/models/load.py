@@ -7,8 +7,9 @@ same names in the same order, because publishing, optimising and checkpoints rel
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
-from typing import assert_never
+from typing import Any, assert_never
 
 import torch
 from peft import LoraConfig
@@ -18,7 +19,7 @@ from safetensors.torch import load
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from engine.config import ModelConfig
+from engine.config import SHIPPED, ModelConfig
 from engine.model_folder import ModelFolder, model_folder
 from engine.models.adapter import DiTAdapter
 from engine.models.weights import exchanged
@@ -30,12 +31,15 @@ LORA_SEED = 0
 def load_adapter(config: ModelConfig, device: str = "cpu", dtype: torch.dtype = torch.bfloat16) -> DiTAdapter:
     """Load the model with its weights, ready for rollouts and for training as set in `config.weights`.
 
-    Transformer, autoencoder and text encoder are all on the device. `dtype`: number format of frozen weights from a
-    folder; shipped models are fp32.
+    Transformer, autoencoder and text encoder are all on the device (`prepare_prompts` moves the text encoder away).
+    `dtype`: number format of computing and of frozen weights, for models from a folder; shipped models are fp32.
+    Trained weights are fp32.
     Raises ValueError if the folder is not the model's, or cannot make the size in `config`.
     """
     adapter = load_family(config, device, dtype)
     freeze_but_trained(adapter, config)
+    if config.weights == "full" and config.name not in SHIPPED and dtype == torch.bfloat16:
+        compute_in_bfloat16(adapter.transformer)
     if config.recomputes:
         recompute_blocks(adapter.transformer)
     return adapter
@@ -107,6 +111,27 @@ def freeze_but_trained(adapter: DiTAdapter, config: ModelConfig) -> None:
     # In half precision, an update of 1e-4 would be lost in rounding. Frozen weights keep their dtype.
     for parameter in trainable(adapter).values():
         parameter.data = parameter.data.float()
+
+
+def compute_in_bfloat16(transformer: nn.Module) -> None:
+    """Let every pass through fp32 weights compute in bfloat16: rollouts, training and evaluations.
+
+    The weights stay fp32 master weights, with fp32 gradients. Each operation converts the weights it uses, so no second
+    copy is kept; sums and norms stay in fp32. On an H100, fp32 matrix products take ten times as long.
+    """
+    plain = transformer.forward
+    device = next(transformer.parameters()).device.type
+
+    @wraps(plain)
+    def forward(*args: Any, **named: Any) -> Any:
+        # Without a cache, because a converted copy of all weights would live until the end of the pass.
+        with torch.autocast(device, dtype=torch.bfloat16, cache_enabled=False):
+            return plain(*args, **named)
+
+    transformer.forward = forward
+    for module in transformer.modules():
+        if isinstance(module, nn.RMSNorm):  # of torch: its fused norm needs inputs of the weights' dtype
+            module.register_forward_pre_hook(lambda _, inputs: (inputs[0].float(), *inputs[1:]))
 
 
 def recompute_blocks(transformer: nn.Module) -> None:

@@ -43,7 +43,7 @@ class MergedAdapters:
             weight, names = _weight(layer), list(layer.active_adapters)
             total = clean.to(weight.device).float()
             for name in names:
-                total += layer.get_delta_weight(name)  # type: ignore[operator]
+                total += layer.get_delta_weight(name)  # type: ignore[attr-defined]
             weight.copy_(total)
             layer.merged_adapters = names
 

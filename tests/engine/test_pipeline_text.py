@@ -11,7 +11,7 @@ from engine.models.prompt_files import PromptFiles, digest_of_files
 from engine.models.text import EncodedText
 from engine.prompts import prompts_of_job
 from tests.engine.test_families import tiny_sd3
-from tests.engine.test_model_folders import make_qwen_image, make_sd3
+from tests.tiny_pipelines import make_qwen_image, make_sd3
 
 
 class Encoder(torch.nn.Module):
