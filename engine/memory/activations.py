@@ -39,6 +39,8 @@ class Parameters:
     transformer: int
     adapters: int
     """0 if every weight is trained."""
+    adapted: int
+    """Numbers of the weights that have adapters."""
     buffers: int
     """Numbers that are stored but not trained."""
 
@@ -50,6 +52,7 @@ def parameters_of(architecture: Architecture, training: Training) -> Parameters:
     return Parameters(
         transformer=sum(tally.parameters for tally in tallies),
         adapters=sum(tally.adapter_parameters for tally in tallies),
+        adapted=sum(tally.adapted_parameters for tally in tallies),
         buffers=architecture.positions * architecture.width,
     )
 

@@ -50,6 +50,10 @@ DECODED_AT_ONCE = 8 * 512 * 512
 DECODER_BYTES_PER_PIXEL = 2048
 """Assumed: four tensors of 256 channels in bf16 at full size, the widest layers of `AutoencoderKL`'s decoder."""
 
+SPARE_BYTES = 16 * GIB
+"""Memory that a rollout worker leaves free when it copies the base weights of merged adapters to its GPU
+(engine/models/merge.py). Without so much room the copy lies in the host's memory."""
+
 CONTEXT_BYTES = 3 * GIB // 4
 """CUDA's context and libraries: 718 MiB were in use with the first tensor on an H100 (gpu.md)."""
 
@@ -94,20 +98,28 @@ class Budget:
     """Bytes needed while the model is loaded, with its text encoders."""
     asked: int
     """Rows of a pass, or images of a pass, that the job asks for on one GPU."""
+    copy_if_room: int = 0
+    """Copy of the base weights of merged adapters, on the GPU only if `SPARE_BYTES` stay free."""
 
-    @property
-    def fixed(self) -> int:
-        return sum(self.parts.values())
+    def parts_on(self, usable: int) -> dict[str, int]:
+        """Return the parts on a GPU with so many usable bytes."""
+        fixed = sum(self.parts.values())
+        if self.copy_if_room and usable - fixed > self.copy_if_room + SPARE_BYTES:
+            return {**self.parts, "copy of merged weights": self.copy_if_room}
+        return dict(self.parts)
 
     def needed(self, count: int) -> int:
-        """Return the bytes needed for passes of `count` rows or images."""
-        return max(self.fixed + max(count * self.bytes_each, self.least_beside), self.start)
+        """Return the bytes needed for passes of `count` rows or images, without parts that are there only if room is.
+
+        At least the bytes needed while the model is loaded.
+        """
+        return max(sum(self.parts.values()) + max(count * self.bytes_each, self.least_beside), self.start)
 
     def fitting(self, usable: int) -> int:
         """Return the largest number of rows or images that fits. 0: not a single one."""
         if self.needed(1) > usable:
             return 0
-        return (usable - self.fixed) // self.bytes_each
+        return (usable - sum(self.parts_on(usable).values())) // self.bytes_each
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,6 +189,7 @@ def rollout_budget(model: ModelSizes, setting: Setting) -> Budget:
         least_beside=decoding_bytes(setting.size, setting.images),
         start=weights + adapters + model.vae_bytes + model.text_encoder_bytes,
         asked=setting.images,
+        copy_if_room=counts.adapted * training.compute_bytes,
     )
 
 

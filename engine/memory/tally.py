@@ -42,6 +42,8 @@ class Tally:
         self.parameters = 0
         """Parameters of the network, without adapters."""
         self.adapter_parameters = 0
+        self.adapted_parameters = 0
+        """Parameters of the weights that have adapters."""
         self.kept = 0
         """Bytes kept for the backward pass."""
         self.widest = 0
@@ -64,6 +66,7 @@ class Tally:
             copies = 0 if kept_before else 1
         elif adapted and training.rank is not None:
             self.adapter_parameters += sum(training.rank * (inputs + output) for output in outputs)
+            self.adapted_parameters += sum(inputs * output for output in outputs)
             self.kept += len(outputs) * tokens * training.rank * FP32
             bytes_each = FP32
             # A tensor that is fp32 already is not copied.

@@ -101,7 +101,7 @@ def gpus_of_job(job: Job, memory: JobMemory) -> tuple[GpuMemory, ...]:
             model=memory.text,
             ranks=ranks,
             usable=usable,
-            parts=dict(budget.parts),
+            parts=budget.parts_on(usable),
             start=budget.start,
             unit=budget.unit,
             bytes_each=budget.bytes_each,
@@ -156,7 +156,7 @@ def _budget(job: Job, role: Role, folder: Path | None) -> Budget:
 
 def _parts(budget: Budget) -> str:
     parts = [f"{name} {gib(count)}" for name, count in budget.parts.items()]
-    if budget.start > budget.fixed + max(budget.bytes_each, budget.least_beside):
+    if budget.needed(1) == budget.start:
         return f"{', '.join(parts)}; while it is loaded, with its text encoders, {gib(budget.start)}"
     return f"{', '.join(parts)}, a {budget.unit} {gib(budget.bytes_each)}"
 

@@ -45,6 +45,7 @@ from engine.memory.published import (
 from engine.memory.tally import Training
 from engine.model_folder import ImageSize
 from engine.models.flux import FLUX_LORA_TARGETS, FluxAdapter
+from engine.models.hunyuan_video import HUNYUAN_VIDEO_LORA_TARGETS, HunyuanVideoAdapter
 from engine.models.qwen_image import QWEN_LORA_TARGETS, QwenImageAdapter
 from engine.models.sd3 import SD3_LORA_TARGETS, SD3Adapter
 from engine.models.text import EncodedText
@@ -65,7 +66,7 @@ TARGETS = {
     "sd3": SD3_LORA_TARGETS,
     "flux": FLUX_LORA_TARGETS,
     "wan": WAN_LORA_TARGETS,
-    "hunyuan-video": FLUX_LORA_TARGETS,
+    "hunyuan-video": HUNYUAN_VIDEO_LORA_TARGETS,
 }
 RANK = 64
 ROWS = 2
@@ -197,34 +198,12 @@ def built(model: PublishedModel, config: Mapping[str, Any], training: Training) 
     return transformer.eval()
 
 
-class HunyuanVideoVelocity:
-    """HunyuanVideo's forward pass with the arguments of an adapter."""
-
-    def __init__(self, transformer: nn.Module, _: nn.Module, encode: Callable[..., EncodedText], size: Any) -> None:
-        self.transformer, self.encode, self._size = transformer, encode, size
-
-    def latent_shape(self) -> tuple[int, ...]:
-        return (16, *self._size)
-
-    def velocity(self, x: Tensor, sigma: Tensor, conditioning: EncodedText, guidance: float) -> Tensor:
-        output: Tensor = self.transformer(
-            hidden_states=x.bfloat16(),
-            timestep=1000.0 * sigma,
-            encoder_hidden_states=conditioning.hidden.bfloat16(),
-            encoder_attention_mask=conditioning.mask,
-            pooled_projections=conditioning.pooled.bfloat16() if conditioning.pooled is not None else None,
-            guidance=torch.full_like(sigma, 1000.0 * guidance),
-            return_dict=False,
-        )[0]
-        return output.float()
-
-
 ADAPTERS: Mapping[FamilyName, Callable[..., Any]] = {
     "qwen-image": QwenImageAdapter,
     "sd3": SD3Adapter,
     "flux": FluxAdapter,
     "wan": WanAdapter,
-    "hunyuan-video": HunyuanVideoVelocity,
+    "hunyuan-video": HunyuanVideoAdapter,
 }
 
 
@@ -369,10 +348,10 @@ def text(cases: Sequence[Case], off: Mapping[str, int], on_gpu: Sequence[Peak]) 
 Measured on torch's meta device: bytes that autograd keeps of a forward pass with guidance, per row (one image at one
 step). Fused attention and RMSNorm keep what their CUDA kernels keep. Forecast: `engine/memory/`, a count of the tensors
 that each layer keeps; nothing in it was fitted to these figures. Largest error of {len(cases)} cases:
-{worst_of(cases):.1%}. Published depth: blocks of a kind keep the same, so models of two and three blocks are measured, and their difference is
-taken as often as the published model has blocks. Adapters have rank {RANK} and compute in fp32 over bf16 weights;
-`full` trains all weights in bf16. Parameters of {len(off)} transformers, text encoders and VAEs against their classes:
-{sum(map(abs, off.values()))} off.
+{worst_of(cases):.1%}. Published depth: blocks of a kind keep the same, so models of two and three blocks are measured,
+and their difference is taken as often as the published model has blocks. Adapters have rank {RANK} and compute in fp32
+over bf16 weights; `full` trains all weights in bf16. Parameters of {len(off)} transformers, text encoders and VAEs
+against their real classes: {sum(map(abs, off.values()))} off.
 
 ## Peaks on an H100, GiB
 

@@ -4,11 +4,13 @@ import pytest
 import torch
 from torch import nn
 
+from engine.memory import budget
 from engine.memory.activations import activations, parameters_of
 from engine.memory.architecture import architecture_from, image_tokens, text_tokens
 from engine.memory.published import FLUX_1_DEV, QWEN_IMAGE, SD3_5_MEDIUM, WAN_1_3B, PublishedModel
 from engine.memory.tally import Tally, Training
 from engine.model_folder import ImageSize
+from engine.models import merge, vae
 from tests.benchmarks import memory as benchmark
 
 LORA, FULL = Training(rank=64), Training(rank=None)
@@ -91,6 +93,10 @@ def test_published_models_have_their_published_numbers_of_parameters():
     billions = ((QWEN_IMAGE, 20.43), (FLUX_1_DEV, 11.90), (SD3_5_MEDIUM, 2.24), (WAN_1_3B, 1.42))
     for model, expected in billions:
         assert parameters_of(model.architecture, FULL).transformer / 1e9 == pytest.approx(expected, abs=0.01)
+
+
+def test_constants_are_those_of_the_engine():
+    assert (budget.DECODED_AT_ONCE, budget.SPARE_BYTES) == (vae.PIXELS_AT_ONCE, merge.SPARE_BYTES)
 
 
 def test_a_config_without_a_size_is_refused_by_its_key():
