@@ -14,6 +14,7 @@ import torch
 
 from engine.models.digits import load_digits
 from engine.models.weights import set_weights
+from engine.node.environment import MANIFEST
 from launcher.storage.stores import newest_checkpoint, open_store
 from tests.clouds.launched import BACK_SECONDS, BUCKETS, Launched, job, wait_for
 from tests.clouds.planted import on_host, plant
@@ -74,6 +75,11 @@ def test_weights_and_metrics_are_pulled_from_the_bucket_and_load(run, tmp_path):
     assert json.loads(rows[0])["kind"] in ("iteration_done", "evaluated")
 
 
+def test_the_first_nodes_build_their_environment_and_put_it_into_the_bucket(world, run):
+    assert all("installing what node.lock names" in set_up_log(world, node.name) for node in run.ready())
+    wait_for(lambda: world.call(environments), 300)
+
+
 def test_a_second_controller_is_refused_on_any_computer(world, run):
     here = run.spotrl("controller", NAME, check=False)
     assert (here.returncode, "has a controller already" in here.stderr + here.stdout) == (1, True)
@@ -106,6 +112,8 @@ def test_a_frozen_controller_catches_up(world, run):
     run.until("it is missed", lambda: run.records()[lost.name].reclaimed, 60)
     run.until("it is replaced", lambda: run.ready("rollout"), BACK_SECONDS)
     assert run.every_batch_is_whole()
+    (successor,) = run.ready("rollout")
+    assert f"the environment was fetched from {BUCKETS['gcp']}/{NAME}" in set_up_log(world, successor.name)
 
 
 def test_a_notice_shorter_than_the_drain_loses_no_rollout(world, run):
@@ -134,6 +142,18 @@ def test_down_leaves_no_resource_of_the_run(world, run):
     run.down()
     left = left_in_the_clouds(world)
     assert (left["instances"], left["disks"], left["processes"], left["namespaces"]) == (0, 0, 0, 0)
+
+
+def set_up_log(world: World, node: str) -> str:
+    return world.on(node, ["cat", "/home/ubuntu/spotrl/set-up.log"])
+
+
+def environments() -> list[str]:
+    """Return the manifests of environments in the run's bucket."""
+    import obstore
+
+    listed = obstore.list(open_store(f"{BUCKETS['gcp']}/{NAME}"), "environments")
+    return [one["path"] for part in listed for one in part if one["path"].endswith(MANIFEST)]
 
 
 def cut_the_newest_manifest_short() -> str:

@@ -2,14 +2,13 @@
 
 SkyPilot is imported late, because the import takes 5 s, and only in this folder. SkyPilot provisions and does nothing
 else: the task has no set-up, no `run`, one resource and no choice, so SkyPilot buys exactly the decided offer.
-Promises:
 
 Configuration goes with each request and is written to no file of the user. No credential file of any cloud is uploaded.
 A VM runs with our own identity, in our own group, in our own network; never with SkyPilot's wide role.
 
 A running API server, also a remote server, is used unchanged. A server started by spotrl reports no usage and has
-`OurNodes` loaded, a plugin of SkyPilot's own kind. Configuration alone is not enough: SkyPilot uploads some clouds'
-credential files despite the configuration, and on Google Cloud SkyPilot accepts no identity but its own.
+`OurNodes` loaded (our_nodes.py), a plugin of SkyPilot's own kind. Configuration alone is not enough: SkyPilot uploads
+some clouds' credential files despite the configuration, and on Google Cloud SkyPilot accepts no identity but its own.
 """
 
 import contextlib
@@ -25,10 +24,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from launcher.clouds.base import NODE_LABEL, OWNER_LABEL, RUN_LABEL
 from launcher.exit_codes import Failure
 from launcher.provision.sky.outcome import ANSI, Failed, Outcome, outcome_of, text_of
-from launcher.provision.sky.task import IDENTITY_LABEL, IDENTITY_PROJECT_LABEL, Launch, config_of, task_of
+from launcher.provision.sky.task import Launch, config_of, task_of
 
 log = logging.getLogger(__name__)
 
@@ -207,11 +205,6 @@ class Sky:
         return ANSI.sub("", text.getvalue())
 
 
-def email_of(labels: Mapping[str, str], project: str) -> str:
-    """Return the service account in the labels. `project`: the VM's project, used if the labels name no project."""
-    return f"{labels[IDENTITY_LABEL]}@{labels.get(IDENTITY_PROJECT_LABEL, project)}.iam.gserviceaccount.com"
-
-
 def _is_over(status: str) -> bool:
     return status.rpartition(".")[2] in ("SUCCEEDED", "FAILED", "CANCELLED")
 
@@ -262,58 +255,3 @@ def _errors_named(what: str) -> Iterator[None]:
         yield
     except (requests.exceptions.RequestException, exceptions.ApiServerConnectionError, ConnectionError) as error:
         raise SkyUnreachable(f"{what}: SkyPilot's API server did not answer ({error}); it is asked again") from None
-
-
-def __getattr__(name: str) -> Any:
-    """Return `OurNodes`, the plugin named in sky_plugins.yaml.
-
-    Created on access, because the base class is SkyPilot's.
-    """
-    if name != "OurNodes":
-        raise AttributeError(name)
-    from sky import provision
-    from sky.provision.gcp import config as gcp
-    from sky.server import plugins
-
-    def without_credentials(
-        task: Any, to_provision: Any, *, _extra_launch_context: Any, _is_launched_by_jobs_controller: bool
-    ) -> Any:
-        """Return SkyPilot's own template without uploads. Configuration alone cannot stop uploads for every cloud."""
-        if RUN_LABEL not in (to_provision.labels or {}):
-            return None
-        cloud = to_provision.cloud.canonical_name()
-        return provision.TemplateSpec(template_path=f"{cloud}-ray.yml.j2", variables={"credentials": {}})
-
-    class GoogleBootstrap:
-        """SkyPilot's preparation of a region, with the run's own service account.
-
-        SkyPilot's own preparation creates and attaches a service account with wide permissions.
-        """
-
-        @staticmethod
-        def bootstrap_instances(region: str, cluster_name_on_cloud: str, config: Any) -> Any:
-            labels = config.node_config.get("labels", {})
-            if IDENTITY_LABEL not in labels:
-                return gcp.bootstrap_instances(region, cluster_name_on_cloud, config)
-            crm, _, compute, _ = gcp.construct_clients_from_provider_config(config.provider_config)
-            gcp._configure_project(config.provider_config, crm)
-            config.node_config["serviceAccounts"] = [
-                {
-                    "email": email_of(labels, config.provider_config["project_id"]),
-                    "scopes": ["https://www.googleapis.com/auth/cloud-platform"],
-                }
-            ]
-            ours = {key: value for key, value in labels.items() if key in (RUN_LABEL, NODE_LABEL, OWNER_LABEL)}
-            for disk in config.node_config.get("disks", []):
-                disk.setdefault("initializeParams", {})["labels"] = ours
-            config = gcp._configure_subnet(region, cluster_name_on_cloud, config, compute)
-            return gcp._configure_placement_policy(region, cluster_name_on_cloud, config, compute)
-
-    class OurNodes(plugins.BasePlugin):
-        load_contexts = frozenset({plugins.PluginContext.EXECUTOR})
-
-        def install(self, extension_context: Any) -> None:
-            provision.register_provisioner("gcp", GoogleBootstrap, template_override=without_credentials)
-            provision.register_provisioner("aws", object(), template_override=without_credentials)
-
-    return OurNodes

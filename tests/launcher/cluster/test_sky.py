@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,8 +14,9 @@ from launcher.clouds.base import RegionSetup
 from launcher.decide.node_facts import is_quota_used_up
 from launcher.job.company import Named
 from launcher.placement.placement import Placement
+from launcher.provision.sky.our_nodes import _start_ray, email_of, labels_of
 from launcher.provision.sky.outcome import Failed, outcome_of
-from launcher.provision.sky.sky import email_of, is_node_of
+from launcher.provision.sky.sky import is_node_of
 from launcher.provision.sky.task import FIRST_OF_ALL, Launch, network_config, task_of
 
 
@@ -121,13 +123,49 @@ for cloud in ("aws", "gcp"):
         common_utils.validate_schema(config, schemas.get_config_schema(), skip_none=False)
         assert config[cloud]["use_internal_ips"] is not named.public_addresses
         assert config["aws"]["remote_identity"] == ("node" if cloud == "aws" else "NO_UPLOAD")
+
+import inspect
+from types import SimpleNamespace
+from launcher.provision.sky.our_nodes import OurNodes, _without_ray
+from sky import provision
+from sky.provision import instance_setup
+
+parameters = list(inspect.signature(instance_setup.start_ray_on_head_node).parameters)
+assert parameters == ["cluster_name", "custom_resource", "cluster_info", "ssh_credentials"], parameters
+OurNodes().install(None)
+OurNodes().install(None)
+assert not hasattr(instance_setup.start_ray_on_head_node.args[0], "args"), "wrapped once"
+for cloud in ("aws", "gcp"):
+    assert provision.get_registered_provisioner(cloud).module.run_instances
+ours, others = ({"labels": {label: "run"}} for label in ("spotrl-run", "team"))
+for node_config, has_ray in ((ours, False), (others, True)):
+    record = SimpleNamespace(runtime_metadata=SimpleNamespace(has_ray=True))
+    found = _without_ray(record, SimpleNamespace(node_config=node_config)).runtime_metadata
+    assert found.has_ray is has_ray
 """
 
 
 @pytest.mark.skipif(find_spec("sky") is None, reason="SkyPilot is not installed here")
-def test_the_settings_of_a_named_network_fit_skypilots_schema(tmp_path):
+def test_the_settings_of_a_named_network_and_the_plugin_fit_skypilot(tmp_path):
     environment = {**os.environ, "HOME": str(tmp_path)}
     subprocess.run([sys.executable, "-W", "ignore", "-c", SCHEMA], env=environment, check=True)
+
+
+def test_skypilots_ray_is_started_on_the_instances_of_others_only():
+    started = []
+
+    def start(*arguments):
+        started.append(arguments[0])
+
+    for name, tags in (("mine", {"spotrl-run": "run"}), ("theirs", {"team": "b"}), ("bare", None)):
+        info = SimpleNamespace(get_head_instance=lambda tags=tags: SimpleNamespace(tags=tags))
+        _start_ray(start, name, custom_resource=None, cluster_info=info, ssh_credentials={})
+    assert started == ["theirs", "bare"]
+
+
+def test_labels_are_read_from_both_clouds_configurations():
+    on_aws = {"TagSpecifications": [{"ResourceType": "instance", "Tags": [{"Key": "spotrl-run", "Value": "a"}]}]}
+    assert labels_of(on_aws) == labels_of({"labels": {"spotrl-run": "a"}}) == {"spotrl-run": "a"}
 
 
 def test_skypilot_runs_no_job_on_a_node():
