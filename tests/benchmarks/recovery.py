@@ -37,7 +37,23 @@ from tests.benchmarks.page import load_now, publish, spread
 from tests.fakes.clouds.world import World, why_not
 
 RUN = "recovery"
-PARTS = ("detect_s", "decide_s", "create_to_ssh_s", "setup_s", "imports_s", "weights_s", "first_work_s")
+PARTS = (
+    "detect_s",
+    "decide_s",
+    "create_to_ssh_s",
+    "wait_s",
+    "environment_s",
+    "agent_s",
+    "imports_s",
+    "weights_s",
+    "first_work_s",
+)
+"""Consecutive parts of a loss: notice or end -> noticed -> successor requested -> bundle on the node -> set-up begun ->
+environment whole -> agent started -> processes ready -> weights there -> first request finished."""
+
+SETUP = ("wait_s", "environment_s", "agent_s")
+"""Parts of `setup_s`, from the bundle on the node to its agent."""
+
 LIMITS = {"notice": 2.0, "silent": 30.0}
 """Limit of the p90 of detection and decision together."""
 
@@ -74,8 +90,8 @@ class Place(Protocol):
     def lose(self, node: str, notice: bool) -> tuple[float, float]:
         """Preempt the node. Return the times of the notice (or loss) and of its end, in seconds since the epoch."""
 
-    def reachable(self, node: str) -> float:
-        """Return the time at which files could be sent to the node."""
+    def set_up(self, node: str) -> tuple[float, float, float]:
+        """Return the times at which files were on the node, its set-up began and its environment was whole."""
 
 
 @dataclass(kw_only=True)
@@ -111,8 +127,9 @@ class Here:
         processes.send(processes.processes_of(folder), signal.SIGKILL)
         return noticed, ended
 
-    def reachable(self, node: str) -> float:
-        return float(json.loads((node_folder(self.folder, node) / "spawned.json").read_text())["at_ms"]) / 1000
+    def set_up(self, node: str) -> tuple[float, float, float]:
+        spawned = float(json.loads((node_folder(self.folder, node) / "spawned.json").read_text())["at_ms"]) / 1000
+        return spawned, spawned, spawned  # nodes share this computer's environment
 
 
 @dataclass(kw_only=True)
@@ -131,8 +148,12 @@ class There:
             time.sleep(0.1)
         return noticed, time.time()
 
-    def reachable(self, node: str) -> float:
-        return float(self.world.on(node, ["stat", "-c", "%.3Z", "/home/ubuntu/spotrl/bundle/digest"]))
+    def set_up(self, node: str) -> tuple[float, float, float]:
+        files = ("bundle/digest", "set-up.lock", "env/.digest")
+        found = self.world.on(node, ["stat", "-c", "%.3Z", *(f"/home/ubuntu/spotrl/{file}" for file in files)])
+        sent, begun, whole = map(float, found.split())
+        print(self.world.on(node, ["cat", "/home/ubuntu/spotrl/set-up.log"]), file=sys.stderr, flush=True)
+        return sent, begun, whole
 
 
 # --- measuring ----------------------------------------------------------------------------------------
@@ -166,7 +187,7 @@ def measure(place: Place, notice: bool) -> dict[str, float]:
         noticed if notice else ended,
         _noticed(place.folder, old, "notice" if notice else "gone"),
         requested / 1000,
-        place.reachable(new),
+        *place.set_up(new),
         agent,
         ready,
         min([min(loads, default=0) / 1000, served]) if loads else ready,
@@ -174,7 +195,11 @@ def measure(place: Place, notice: bool) -> dict[str, float]:
     ]
     moments = [max(moments[: n + 1]) for n in range(len(moments))]  # a part that ended before its report counts as 0
     found = {part: moments[n + 1] - moments[n] for n, part in enumerate(PARTS)}
-    return found | {"total_s": moments[-1] - moments[0], "uncovered_s": max(0.0, served - ended)}
+    return found | {
+        "setup_s": sum(found[part] for part in SETUP),
+        "total_s": moments[-1] - moments[0],
+        "uncovered_s": max(0.0, served - ended),
+    }
 
 
 def _serving(place: Place, but: str | None) -> str | None:
@@ -283,7 +308,7 @@ def main() -> None:
                     found.append(measure(place, notice))
                     print(name, manner, json.dumps(found[-1]), file=sys.stderr, flush=True)
                 result[f"{name} {manner}"] = _summary(found, manner)
-                whole = [*PARTS, "uncovered_s"]
+                whole = [*PARTS, "setup_s", "uncovered_s"]
                 rows.append(
                     {"where": f"{name}, {manner}"} | {part: spread([one[part] for one in found]) for part in whole}
                 )
@@ -309,7 +334,7 @@ def _summary(found: list[dict[str, float]], manner: str) -> dict[str, object]:
     both = [one["detect_s"] + one["decide_s"] for one in found]
     figures = {
         part: {"median": statistics.median(one[part] for one in found), "p90": p90([one[part] for one in found])}
-        for part in (*PARTS, "total_s", "uncovered_s")
+        for part in (*PARTS, "setup_s", "total_s", "uncovered_s")
     }
     off = max(abs(sum(one[part] for part in PARTS) - one["total_s"]) for one in found)
     return {

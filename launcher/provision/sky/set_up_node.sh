@@ -109,7 +109,8 @@ else
         install -r "$bundle/node.lock"
         say "installing spotrl"
         step="spotrl was installed"
-        install --no-deps "$bundle"/spotrl-*.whl
+        # Copied even where uv is set to link: a link into this machine's cache would lead nowhere on the next node.
+        (export UV_LINK_MODE=copy && install --no-deps "$bundle"/spotrl-*.whl)
         "$env/bin/python" -c 'import engine.node.remote_console'
         : >"$env/.built"
     fi
