@@ -258,6 +258,10 @@ class RewardConfig(Strict):
     name: str = "ocr"
     """Name of the scorer. `ocr` and `ocr_strict` read images of at most 48 x 144 pixels as one line of text, and find
     the lines first in larger images. `ocr_smooth` reads one line only."""
+    frames: Positive | None = None
+    """Frames of a video to score, evenly spaced from the first to the last: the score of a video is the mean of its
+    frames' scores. None: the scorer gets whole videos, which only a function of the user's own can score. Image models
+    have no frames."""
     placed: Literal["with_rollout"] = "with_rollout"
     """Place of the scorer. `with_rollout`: the worker that made the image scores the image. The only choice."""
 
@@ -406,6 +410,18 @@ class EngineConfig(Strict):
     """Frequency and number of checkpoints."""
     runtime: RuntimeConfig = RuntimeConfig()
     """Worker processes, leases and commits. Short form: the name."""
+
+    @model_validator(mode="after")
+    def _the_reward_can_score_the_model(self) -> Self:
+        is_video, frames = self.model.name in VIDEO, self.reward.frames
+        if is_video and frames is None and ":" not in self.reward.name:
+            raise ValueError(
+                f"model.name is {self.model.name}, and reward {self.reward.name} scores images, not videos; set "
+                f"reward: {{name: {self.reward.name}, frames: 3}}, or use a function of your own (module:function)"
+            )
+        if not is_video and frames is not None:
+            raise ValueError(f"reward.frames is {frames}, but {self.model.name} makes images; leave frames out")
+        return self
 
     @model_validator(mode="after")
     def _exploration_has_a_choice(self) -> Self:

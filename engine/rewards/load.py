@@ -21,6 +21,7 @@ from torch import Tensor
 
 from engine.config import EngineConfig, RewardConfig
 from engine.protocol.request import Score
+from engine.rewards.frames import FrameMeans
 from engine.rewards.reward import Reward
 
 BUILT_IN = ("ocr", "ocr_strict", "ocr_smooth", "shapes", "shapes_strict")
@@ -32,6 +33,11 @@ class RewardError(ValueError):
 
 def load_reward(config: RewardConfig, workdir: str | None) -> Reward:
     """Return the job's scorer. `workdir`: the folder of a user's own module."""
+    reward = _reward_of_name(config, workdir)
+    return reward if config.frames is None else FrameMeans(reward, config.frames)
+
+
+def _reward_of_name(config: RewardConfig, workdir: str | None) -> Reward:
     match config.name:
         case "ocr" | "ocr_strict" | "ocr_smooth":
             from engine.rewards.ocr import OcrReward

@@ -6,11 +6,16 @@ from pathlib import Path
 
 import click
 
+OCR_PROMPTS = ("qwen_image_ocr_prompts.txt", "qwen_image_ocr_test_prompts.txt")
+
 EXAMPLES = {
     "quickstart": ("quickstart.yaml",),
     "shapes": ("shapes.yaml",),
     "digits_ocr_shared": ("digits_ocr_shared.yaml",),
-    "qwen_image_ocr": ("qwen_image_ocr.yaml", "qwen_image_ocr_prompts.txt", "qwen_image_ocr_test_prompts.txt"),
+    "qwen_image_ocr": ("qwen_image_ocr.yaml", *OCR_PROMPTS),
+    "sd3_5": ("sd3_5.yaml", *OCR_PROMPTS),
+    "flux": ("flux.yaml", *OCR_PROMPTS),
+    "wan_video": ("wan_video.yaml", *OCR_PROMPTS),
 }
 """Files of each example in the package `sky_yamls`. The job file comes first."""
 
@@ -35,6 +40,9 @@ def init(file: Path | None, example: str | None, force: bool, as_json: bool) -> 
       shapes             coloured shapes, trained on this machine
       digits_ocr_shared  the quickstart with sequence parallelism
       qwen_image_ocr     Qwen-Image (20 B) learns to write, on AWS or Google Cloud
+      sd3_5              SD3.5-medium (2.2 B) learns to write, on AWS
+      flux               FLUX.1-dev (12 B) learns to write, on AWS
+      wan_video          Wan2.1 (1.3 B) learns to write in videos, on AWS
 
     \b
     Example:

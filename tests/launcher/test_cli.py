@@ -189,7 +189,7 @@ def test_the_help_of_init_describes_every_shipped_example():
 
 
 def test_an_unknown_example_is_refused_with_the_existing_names(capsys):
-    assert run(["init", "--example", "flux"]) == ExitCode.USAGE
+    assert run(["init", "--example", "flux2"]) == ExitCode.USAGE
     result = capsys.readouterr().err
     assert all(name in result for name in EXAMPLES)
 

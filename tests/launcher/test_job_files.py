@@ -1,0 +1,53 @@
+"""The example jobs of published models: each fits its GPUs, and its comment is the memory budget of the code."""
+
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+from launcher.cli.main import run
+from launcher.cli.memory_text import memory_lines
+from launcher.exit_codes import ExitCode
+from launcher.job.load import load_job
+from launcher.placement.memory import check_memory, gpus_of_job, memory_of_job
+from tests.launcher.printed import printed
+
+PUBLISHED = ("qwen_image_ocr", "sd3_5", "flux", "wan_video")
+
+
+def path_of(name: str) -> Path:
+    return Path(str(files("sky_yamls") / f"{name}.yaml"))
+
+
+def budget_comment(name: str) -> str:
+    """Return the memory budget of a job file as comment lines, as the file should have it."""
+    job = load_job(path_of(name)).job
+    memory = memory_of_job(job)
+    assert memory is not None
+    check_memory(job, memory)
+    lines = [line for line in memory_lines(gpus_of_job(job, memory)) if line.strip()]
+    return "\n".join(f"# {line}".rstrip() for line in lines)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_comment_of_a_job_file_is_its_memory_budget(name):
+    expected = budget_comment(name)
+    assert expected in path_of(name).read_text("utf-8"), f"put this into {name}.yaml:\n{expected}"
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_every_pass_that_a_job_file_asks_for_fits(name):
+    job = load_job(path_of(name)).job
+    for gpu in gpus_of_job(job, memory_of_job(job)):
+        assert gpu.asked <= gpu.fitting
+        assert gpu.free > 0
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_dry_run_plans_every_job_file(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("SPOTRL_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("SPOTRL_CONFIG", str(tmp_path / "config.yaml"))
+    assert run(["launch", str(path_of(name)), "--dry-run", "--json"]) == ExitCode.OK
+    plan = printed("launch", capsys.readouterr().out)["plan"]
+    assert [gpu["role"] for gpu in plan["memory"]] == ["trainer", "rollout"]
+    assert len(plan["slots"]) >= 2, "a trainer and rollout nodes"
