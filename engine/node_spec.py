@@ -22,6 +22,9 @@ class ClockConfig(Strict):
         return ScaledClock(origin_ms=self.origin_ms, factor=self.factor)
 
 
+EXIT_UNFIT = 10
+"""Exit code of an agent on a machine that cannot be a node. `exit.json` says why, with a cure (self_check.py)."""
+
 Role = Literal["trainer", "rollout", "controller"]
 """Role of a caller of the coordinator. engine/coordinator/rights.py lists the calls allowed to each role."""
 

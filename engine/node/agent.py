@@ -44,10 +44,11 @@ from engine.node.environment import begin_sending
 from engine.node.node_store import forget_store, may_share
 from engine.node.preemption_notice import watch_notice
 from engine.node.ray_environment import ray_environment
+from engine.node.self_check import unfit
 from engine.node.self_termination import terminate_instance
 from engine.node.spend_guard import Guard, TimeLeft, boot_id
 from engine.node.starter import ENVIRONMENT
-from engine.node_spec import NodeSpec
+from engine.node_spec import EXIT_UNFIT, NodeSpec
 from engine.protocol.codec import encode, pack
 from engine.protocol.messages import Notice
 from engine.storage.disk import log_to
@@ -154,6 +155,8 @@ class Agent:
             return EXIT_REFUSED, refusal
         if self.spec.cloud != "local" and self.spec.market == Market.SPOT:
             watch_notice(self.spec.cloud, self.folder, self.spec.clock.clock())
+        if self.on_cloud and (verdict := unfit(self.spec.engine.runtime.device, self.folder)) is not None:
+            return EXIT_UNFIT, verdict
         ready = self._prepare()
         ready_sent = False
         looked = time.monotonic()

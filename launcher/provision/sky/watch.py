@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from engine.node_spec import EXIT_UNFIT
 from launcher.clouds.base import Instance
 from launcher.decide.node_facts import NodeStatus
 from launcher.provision.sky.background_tasks import BackgroundTasks
@@ -135,6 +136,7 @@ class AgentWatch:
     def _has_exited(self, node: CloudNode) -> bool:
         """Return whether the agent has exited for good, and end the node unless a preemption is near.
 
+        A machine that cannot be a node counts as denied: another of its instance type would be the same.
         AWS does not bill a spot instance that AWS preempts within an hour, but does if we terminate the instance first.
         """
         exited = node.files.read(ExitRecord)
@@ -148,6 +150,9 @@ class AgentWatch:
             return False
         if now - node.agent.exit_since < EXIT_SECONDS:
             return False
+        if exited.code == EXIT_UNFIT:
+            node.begin_end(EndingRecord(status=NodeStatus.DENIED, evidence=str(exited.text)))
+            return True
         text = f": {exited.text}" if exited.text else ""
         node.begin_end(EndingRecord(status=NodeStatus.GONE, evidence=f"its agent exited with code {exited.code}{text}"))
         return True

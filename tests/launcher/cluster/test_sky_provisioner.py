@@ -12,7 +12,7 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.events import Market
-from engine.node_spec import ClockConfig, NodeSpec
+from engine.node_spec import EXIT_UNFIT, ClockConfig, NodeSpec
 from launcher.clouds.base import (
     CloudRefused,
     CloudUnreachable,
@@ -548,6 +548,14 @@ def test_an_agent_is_started_only_after_the_setup_has_finished(stage):
     stage.digest = "d1"
     stage.passes(3)
     assert len(stage.links[TRAINER].specs) == 1
+
+
+def test_a_machine_that_cannot_be_a_node_counts_as_denied_with_its_own_words(stage):
+    stage.bring_up(TRAINER)
+    stage.links[TRAINER].shows("exit", code=EXIT_UNFIT, text="Fabric Manager is inactive; use another image")
+    fact = stage.passes(10)[TRAINER]
+    assert (fact.status, fact.evidence) == (NodeStatus.DENIED, "Fabric Manager is inactive; use another image")
+    assert stage.cloud.ended == ["i-1"]
 
 
 def test_another_process_starts_the_setup_again_and_a_finished_one_is_not_started(stage):
