@@ -21,6 +21,8 @@ MANIFEST = ".manifest.json"
 """Manifest file, {"files": {NAME: BYTES}}: the model's files, as engine/models/fetch.py reads. No sent file's name
 begins with a dot."""
 
+INDEX = "model_index.json"
+
 AT_ONCE = 4
 """Files sent in parallel."""
 
@@ -76,9 +78,28 @@ def send(folder: Path, url: str, say: Callable[[str], None]) -> None:
 
 
 def _files(folder: Path) -> dict[str, int]:
-    """Return file sizes by name. Names with a leading dot are skipped: caches of the download tool."""
+    """Return the sizes of a model's files by name.
+
+    Names with a leading dot are skipped: caches of the download tool. Of a diffusers folder, only files of the parts in
+    `model_index.json` count: repositories like FLUX.1 hold their weights a second time as single files.
+    """
     found = {path.relative_to(folder).as_posix(): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
-    return {name: found[name] for name in sorted(found) if not any(part.startswith(".") for part in Path(name).parts)}
+    parts = _parts(folder / INDEX)
+    return {
+        name: found[name]
+        for name in sorted(found)
+        if not any(part.startswith(".") for part in Path(name).parts)
+        and (not parts or name == INDEX or Path(name).parts[0] in parts)
+    }
+
+
+def _parts(index: Path) -> set[str]:
+    """Return the folders of a pipeline's parts: the entries `NAME: [LIBRARY, CLASS]`. Empty if the file names none."""
+    try:
+        content = json.loads(index.read_text())
+        return {name for name, kind in content.items() if isinstance(kind, list) and any(kind)}
+    except (OSError, ValueError, AttributeError):
+        return set()
 
 
 def _size(store: obstore.store.ObjectStore, path: str) -> int | None:

@@ -42,6 +42,24 @@ def test_a_node_gets_all_sent_files_without_hidden_ones(model, url, tmp_path):
     assert fetched(url, tmp_path / "node" / "weights") == there
 
 
+def test_only_the_parts_that_the_pipelines_index_names_are_sent(model, url, tmp_path):
+    index = {
+        "_class_name": "FluxPipeline",
+        "transformer": ["diffusers", "FluxTransformer2DModel"],
+        "safety": [None, None],
+    }
+    (model / "model_index.json").write_text(json.dumps(index))
+    for name in ("flux1-dev.safetensors", "safety/model.safetensors", "README.md"):
+        (model / name).parent.mkdir(exist_ok=True)
+        (model / name).write_bytes(b"again" * 1000)
+    assert weights.bytes_of(model) == 700_000 + len(json.dumps(index))
+    (model / "transformer/deep").mkdir()
+    (model / "transformer/deep/config.json").write_text("{}")
+    send(model, url, print)
+    names = {"model_index.json", "transformer/part-1.safetensors", "transformer/deep/config.json"}
+    assert set(contents(fetched(url, tmp_path / "node"))) == names
+
+
 def test_the_digest_covers_names_and_contents(model):
     before = digest_of(model)
     (model / ".cache" / "token").write_text("hf_other")
