@@ -194,7 +194,7 @@ def dies_after_the_request(world: World, folder: Path, cloud: str) -> dict:
 def dies(cloud: str, folder: Path, sky: Sky) -> dict:
     drive = Drive(cloud, f"p{cloud}", folder, sky=sky)
     drive.request("trainer", Market.SPOT)
-    drive.until(lambda facts: False, 120)
+    drive.until(lambda facts: False, UP_SECONDS)  # a slow computer starts SkyPilot's server for minutes
     return {"error": "it lives"}
 
 
