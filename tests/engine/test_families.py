@@ -319,7 +319,7 @@ def test_a_family_goes_through_queue_worker_and_trainer_of_a_whole_run(family, w
         sampler=SamplerConfig(steps=3, guidance=1.0),
         algorithm=AlgorithmConfig(prompts_per_batch=2, images_per_prompt=2, updates_per_batch=2, kl_beta=0.01),
         exploration=ExplorationConfig(mode="none"),
-        evaluation=EvaluationConfig(prompts=2, every=1, steps=2),
+        evaluation=EvaluationConfig(prompts=2, every=1, steps=2, shape=2),
         runtime=RuntimeConfig(name="inproc", shape=2),
     )
     # The digits base has no unconditional branch, so the config refuses guidance; the tiny families have one.

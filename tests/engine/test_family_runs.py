@@ -25,7 +25,7 @@ from engine.models.load import load_adapter
 from engine.protocol.request import Score
 from tests.tiny_pipelines import PIPELINES
 
-UPDATES, STEPS, EVALUATION_STEPS = 2, 3, 2
+UPDATES, STEPS, EVALUATION_STEPS = 2, 2, 3
 
 MODES = {
     "bf16-lora": ("lora", torch.bfloat16, 0.05),
@@ -63,8 +63,8 @@ def config_of(family, path, weights, iterations):
             name="flow-grpo", prompts_per_batch=2, images_per_prompt=2, updates_per_batch=UPDATES, kl_beta=0.01
         ),
         exploration=ExplorationConfig(mode="none"),
-        evaluation=EvaluationConfig(prompts=1, every=1, steps=EVALUATION_STEPS),
-        runtime=RuntimeConfig(name="inproc", shape=2),
+        evaluation=EvaluationConfig(prompts=1, every=2, steps=EVALUATION_STEPS, shape=1),
+        runtime=RuntimeConfig(name="inproc", shape=4),
     )
 
 
