@@ -19,7 +19,7 @@ import torch
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 
-from engine.config import GUIDANCE, VIDEO, EngineConfig, ModelConfig, SamplerConfig
+from engine.config import GUIDANCE, VIDEO, EngineConfig, ModelConfig, RewardConfig, SamplerConfig
 from engine.diffusion.sampler import denoise, evaluation_plan, initial
 from engine.model_folder import FAMILIES, ImageSize
 from engine.models.adapter import DiTAdapter
@@ -98,7 +98,8 @@ def compare(
     pipeline = make_folder(family, folder, halvings)
     model = ModelConfig.model_validate({"name": family, "path": str(folder), **(size or {})})
     adapter = load_adapter(model, dtype=torch.float32)
-    sampler = EngineConfig(model=model).sampler
+    # The built-in rewards score images, so a job for videos names a reward of the user's.
+    sampler = EngineConfig(model=model, reward=RewardConfig(name="module:function")).sampler
     default = FAMILIES[family].size
     pixels = ImageSize(model.height or default.height, model.width or default.width, model.frames or default.frames)
     noise = initial(SEEDS, adapter.latent_shape())

@@ -17,6 +17,7 @@ from engine.config import (
     EvaluationConfig,
     ExplorationConfig,
     ModelConfig,
+    RewardConfig,
     RuntimeConfig,
     SamplerConfig,
 )
@@ -63,6 +64,7 @@ def config_of(family, path, weights, iterations):
             name="flow-grpo", prompts_per_batch=2, images_per_prompt=2, updates_per_batch=UPDATES, kl_beta=0.01
         ),
         exploration=ExplorationConfig(mode="none"),
+        reward=RewardConfig(name="tests.engine.test_family_runs:brightness"),
         evaluation=EvaluationConfig(prompts=1, every=2, steps=EVALUATION_STEPS, shape=1),
         runtime=RuntimeConfig(name="inproc", shape=4),
     )

@@ -4,9 +4,10 @@ import json
 
 import pytest
 
-from engine.config import GUIDANCE, EngineConfig, ModelConfig, SamplerConfig
+from engine.config import GUIDANCE, EngineConfig, ModelConfig, RewardConfig, SamplerConfig
 from engine.model_folder import FAMILIES, FolderError, ImageSize, check_folder, model_folder
 
+OWN = RewardConfig(name="module:function")  # the built-in rewards score images
 EULER = {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 3.0}
 
 
@@ -127,8 +128,8 @@ def test_the_default_guidance_is_the_published_one():
     assert EngineConfig().sampler.guidance == 1.0
     for name in FAMILIES:
         model = ModelConfig(name=name, path="there")
-        assert EngineConfig(model=model).sampler.guidance == GUIDANCE[name]
-        assert EngineConfig(model=model, sampler=SamplerConfig(guidance=1.0)).sampler.guidance == 1.0
+        assert EngineConfig(model=model, reward=OWN).sampler.guidance == GUIDANCE[name]
+        assert EngineConfig(model=model, reward=OWN, sampler=SamplerConfig(guidance=1.0)).sampler.guidance == 1.0
 
 
 def test_every_model_that_does_not_ship_is_a_family():
