@@ -5,9 +5,15 @@ import torch
 
 from engine.config import ModelConfig
 from engine.models.load import load_adapter, recompute_blocks, trainable
-from tests.tiny_pipelines import make_flux, make_qwen_image, make_sd3, make_wan
+from tests.tiny_pipelines import make_flux, make_hunyuan_video, make_qwen_image, make_sd3, make_wan
 
-FOLDERS = {"qwen-image": make_qwen_image, "sd3": make_sd3, "flux": make_flux, "wan": make_wan}
+FOLDERS = {
+    "qwen-image": make_qwen_image,
+    "sd3": make_sd3,
+    "flux": make_flux,
+    "wan": make_wan,
+    "hunyuan-video": make_hunyuan_video,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +28,9 @@ def config_of(family, folder, **more):
     torch.manual_seed(0)
     if not folder.exists():
         FOLDERS[family]().save_pretrained(folder)
-    size = {"height": 16, "width": 16, "max_text_tokens": 20} | ({"frames": 5} if family == "wan" else {})
+    size = {"height": 16, "width": 16, "max_text_tokens": 20} | (
+        {"frames": 5} if family in ("wan", "hunyuan-video") else {}
+    )
     return ModelConfig(name=family, path=str(folder), **size, **more)
 
 

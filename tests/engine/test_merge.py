@@ -57,7 +57,7 @@ def velocity(adapter):
         return adapter.velocity(x, torch.tensor([0.3, 0.9]), adapter.encode(["12", "34"]), 1.0)
 
 
-@pytest.mark.parametrize("name", ["qwen-image", "sd3", "flux-dev", "wan"])
+@pytest.mark.parametrize("name", ["qwen-image", "sd3", "flux-dev", "wan", "hunyuan-video"])
 def test_a_merged_pass_is_the_pass_with_adapters_up_to_rounding(name):
     adapter = half(name)
     base = velocity(adapter)
