@@ -21,6 +21,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in WORDS)
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, or the error's class if there is no text."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
 def free_memory() -> None:
     """Return unused memory to the device. Call after the error and the tensors of its frames are released."""
     gc.collect()

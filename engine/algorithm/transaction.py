@@ -35,7 +35,7 @@ from engine.diffusion.trajectory import Trajectory
 from engine.models.adapter import DiTAdapter, rows
 from engine.models.load import ReferencePolicy
 from engine.models.merge import merges
-from engine.out_of_memory import free_memory, is_out_of_memory, memory_of
+from engine.out_of_memory import first_line, free_memory, is_out_of_memory, memory_of
 from engine.protocol.request import Manifest
 
 LEAST_ROWS_OF_A_THREAD = 64
@@ -138,7 +138,7 @@ class Trainer:
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
-                text = str(error)
+                text = first_line(error)
             self.halve(len(plan.trained_steps), text)
 
     @torch.no_grad()
@@ -160,14 +160,14 @@ class Trainer:
     def halve(self, rows_of_pass: int, error: str) -> None:
         """Halve the rows of a pass. Call outside the `except` clause, whose error holds the tensors of its frames.
 
-        `rows_of_pass`: most rows that a pass could have had, for example because there were no more. `error`: text of
-        the memory error. Raises DoesNotFit if the failed pass had a single row.
+        `rows_of_pass`: most rows that a pass could have had, for example because there were no more. `error`: first
+        line of the memory error. Raises DoesNotFit if the failed pass had a single row.
         """
         free_memory()
         largest = min(self.rows_per_forward, rows_of_pass)
         if largest == 1:
             raise DoesNotFit(
-                f"one row (an image at one step) does not fit into {memory_of(self.device)}: {error.splitlines()[0]}; "
+                f"one row (an image at one step) does not fit into {memory_of(self.device)}: {error}; "
                 "use model.checkpointing: on, weights: lora, smaller images, or a GPU with more memory"
             )
         self.rows_per_forward = largest // 2
@@ -239,7 +239,7 @@ class Transaction:
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
-                text = str(error)
+                text = first_line(error)
             self._trainer.halve(min(self._planned_rows, self._groups_per_forward * self._rows_of_largest_group), text)
             self._start()
 

@@ -35,5 +35,5 @@ class TrainingMemory:
         self._state.fits = RowsThatFit(device=self._device, rows=rows)
         self._reporter.warn(
             f"a training pass ran out of memory; passes have at most {rows} rows from now on, and the optimiser step "
-            f"starts again: set algorithm.rows_per_forward: {rows} to begin with that ({error.splitlines()[0][:200]})"
+            f"starts again: set algorithm.rows_per_forward: {rows} to begin with that ({error})"
         )

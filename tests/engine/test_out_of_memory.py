@@ -221,10 +221,12 @@ def test_in_order_of_arrival_a_disturbed_step_trains_every_group_once(models):
     assert_equal(found, expected)
 
 
-def test_a_single_row_that_does_not_fit_is_refused_with_what_would_do(models):
+@pytest.mark.parametrize(("error", "text"), [(None, "CUDA out of memory"), (MemoryError(), "MemoryError")])
+def test_a_single_row_that_does_not_fit_is_refused_with_what_would_do(models, error, text):
     made = rolled_out(models["lora"], GRPO)
-    with pytest.raises(DoesNotFit, match=r"one row .* does not fit .*checkpointing: on, weights: lora, smaller images"):
-        stepped(models["lora"], GRPO, made, Room("forward", fits=0))
+    remedy = "checkpointing: on, weights: lora, smaller images"
+    with pytest.raises(DoesNotFit, match=f"one row .* does not fit .*{text}.*{remedy}"):
+        stepped(models["lora"], GRPO, made, Room("forward", fits=0, error=error))
 
 
 def test_other_errors_are_not_taken_for_memory(models):
