@@ -10,6 +10,7 @@ from typing import Annotated, Literal, Self
 from pydantic import ConfigDict, Field, model_validator
 
 from engine.algorithm_config import AlgorithmConfig, recommended
+from engine.reward_config import RewardConfig as RewardConfig
 from engine.strict import Positive, Strict
 
 SHIPPED = {"digits-ocr": "digits", "shapes": "shapes"}
@@ -252,20 +253,6 @@ class ExplorationConfig(Strict):
         return self
 
 
-class RewardConfig(Strict):
-    """Training objective: a built-in scorer by name, or a `package.module:function` of the user's own."""
-
-    name: str = "ocr"
-    """Name of the scorer. `ocr` and `ocr_strict` read images of at most 48 x 144 pixels as one line of text, and find
-    the lines first in larger images. `ocr_smooth` reads one line only."""
-    frames: Positive | None = None
-    """Frames of a video to score, evenly spaced from the first to the last: the score of a video is the mean of its
-    frames' scores. None: the scorer gets whole videos, which only a function of the user's own can score. Image models
-    have no frames."""
-    placed: Literal["with_rollout"] = "with_rollout"
-    """Place of the scorer. `with_rollout`: the worker that made the image scores the image. The only choice."""
-
-
 class EvaluationConfig(Strict):
     """Evaluation, the basis of the target: held-out prompts, fixed noise, ODE sampler, EMA weights."""
 
@@ -413,14 +400,7 @@ class EngineConfig(Strict):
 
     @model_validator(mode="after")
     def _the_reward_can_score_the_model(self) -> Self:
-        is_video, frames = self.model.name in VIDEO, self.reward.frames
-        if is_video and frames is None and ":" not in self.reward.name:
-            raise ValueError(
-                f"model.name is {self.model.name}, and reward {self.reward.name} scores images, not videos; set "
-                f"reward: {{name: {self.reward.name}, frames: 3}}, or use a function of your own (module:function)"
-            )
-        if not is_video and frames is not None:
-            raise ValueError(f"reward.frames is {frames}, but {self.model.name} makes images; leave frames out")
+        self.reward.check_scores(self.model.name, is_video=self.model.name in VIDEO)
         return self
 
     @model_validator(mode="after")

@@ -43,6 +43,8 @@ class Parameters:
     """Numbers of the weights that have adapters."""
     buffers: int
     """Numbers that are stored but not trained."""
+    largest_block: int
+    """Numbers of the largest block."""
 
 
 def parameters_of(architecture: Architecture, training: Training) -> Parameters:
@@ -54,6 +56,7 @@ def parameters_of(architecture: Architecture, training: Training) -> Parameters:
         adapters=sum(tally.adapter_parameters for tally in tallies),
         adapted=sum(tally.adapted_parameters for tally in tallies),
         buffers=architecture.positions * architecture.width,
+        largest_block=max(tally.parameters for tally in tallies[:-1]),
     )
 
 

@@ -23,6 +23,9 @@ from engine.model_folder import ImageSize
 
 GIB = 2**30
 
+HALF = 2
+"""Bytes of a bf16 number."""
+
 Role = Literal["trainer", "rollout"]
 
 MOMENTS = 2
@@ -155,12 +158,16 @@ def trainer_budget(model: ModelSizes, setting: Setting) -> Budget:
     # Weights that are fp32 in the forward pass are the optimised weights themselves.
     is_same = training.is_full and training.compute_bytes == FP32
     masters = 0 if is_same else trained
+    # Each operation converts fp32 weights to bf16 and keeps the result until its backward pass.
+    passed = counts.largest_block if setting.is_checkpointed else counts.transformer
+    converted = HALF * passed if is_same else 0
     copies = COPIES + (1 if setting.keeps_reference and training.is_full else 0)
     return Budget(
         role="trainer",
         parts=_present(
             {
                 "transformer": weights,
+                "weights in bf16": converted,
                 "VAE": model.vae_bytes,
                 "trained weights in fp32" if training.is_full else "adapters": masters,
                 "optimiser": MOMENTS * trained,

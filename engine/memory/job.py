@@ -13,18 +13,17 @@ from typing import TypeVar, cast, get_args
 
 from engine.config import EngineConfig, ModelConfig
 from engine.memory.architecture import FamilyName, architecture_from, text_of
-from engine.memory.budget import Budget, ModelSizes, Setting, rollout_budget, trainer_budget
+from engine.memory.budget import HALF, Budget, ModelSizes, Setting, rollout_budget, trainer_budget
 from engine.memory.published import PUBLISHED, PublishedModel
 from engine.memory.tally import FP32, Training
 from engine.model_folder import FAMILIES, ImageSize
 
 Config = TypeVar("Config", bound=EngineConfig)
 
-HALF = 2
-"""Bytes of a bf16 number."""
-
 FULL_COMPUTE_BYTES = FP32
-"""Bytes of a number of the forward pass if every weight is trained. engine/models/load.py makes the weights fp32."""
+"""Bytes of a number of the forward pass if every weight is trained. The weights are fp32, and operations convert what
+they use to bf16 (engine/models/load.py): some numbers are kept in fp32, others in bf16. fp32 for all is the upper
+bound."""
 
 VARIANTS = {"14b": "Wan2.1-14B", "large": "SD3.5-large"}
 """Words of a folder's name, and the published model that they mean. Without them: the first of the family's models."""

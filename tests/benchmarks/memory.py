@@ -367,7 +367,8 @@ was written. These checks had no VAE, no text encoder, no average and no old pol
 ## What it changed
 
 Plans print this budget, and a launch refuses GPUs on which not one row fits. Not measured: the allocator's loss (4 %
-assumed), decoding (2 KB a pixel assumed), HunyuanVideo on a GPU, and a whole trainer with its copies of the weights.
+assumed), decoding (2 KB a pixel assumed), HunyuanVideo on a GPU, and a whole trainer with its copies of the weights. A
+run that trains all weights converts fp32 weights as it goes; its budget takes all activations as fp32, an upper bound.
 """
 
 

@@ -1,5 +1,9 @@
-"""The example jobs of published models: each fits its GPUs, and its comment is the memory budget of the code."""
+"""The example jobs of published models: each fits its GPUs, and its comment is the memory budget of the code.
 
+`python -m tests.launcher.test_job_files` writes the comments anew.
+"""
+
+import re
 from importlib.resources import files
 from pathlib import Path
 
@@ -32,7 +36,7 @@ def budget_comment(name: str) -> str:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_comment_of_a_job_file_is_its_memory_budget(name):
     expected = budget_comment(name)
-    assert expected in path_of(name).read_text("utf-8"), f"put this into {name}.yaml:\n{expected}"
+    assert expected in path_of(name).read_text("utf-8"), "run `python -m tests.launcher.test_job_files`"
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -51,3 +55,14 @@ def test_a_dry_run_plans_every_job_file(name, tmp_path, monkeypatch, capsys):
     plan = printed("launch", capsys.readouterr().out)["plan"]
     assert [gpu["role"] for gpu in plan["memory"]] == ["trainer", "rollout"]
     assert len(plan["slots"]) >= 2, "a trainer and rollout nodes"
+
+
+def main() -> None:
+    for name in PUBLISHED:
+        old = path_of(name).read_text("utf-8")
+        new = re.sub(r"#   memory: .*?\n#   as many would fit[^\n]*", budget_comment(name), old, flags=re.DOTALL)
+        path_of(name).write_text(new, "utf-8")
+
+
+if __name__ == "__main__":
+    main()
