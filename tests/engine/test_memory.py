@@ -77,7 +77,8 @@ def test_forecast_of_a_row_is_near_what_autograd_keeps(model, is_checkpointed):
     transformer = benchmark.built(small, small.config, LORA)
     measured = benchmark.pass_of(small, transformer, SMALL, is_checkpointed) / benchmark.ROWS
     found = activations(small.architecture, SMALL, LORA, is_checkpointed=is_checkpointed, is_guided=True)
-    assert found.kept == pytest.approx(measured, rel=0.1)
+    # Tables of positions are not counted, and weigh more beside the few numbers that checkpointing keeps.
+    assert found.kept == pytest.approx(measured, rel=0.09 if is_checkpointed else 0.04)
 
 
 def test_guidance_keeps_two_branches_but_not_where_it_is_an_input():
