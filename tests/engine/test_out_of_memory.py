@@ -7,6 +7,7 @@ import pytest
 import torch
 from diffusers import QwenImageTransformer2DModel
 
+from engine.algorithm import transaction
 from engine.algorithm.transaction import DoesNotFit, Trainer
 from engine.diffusion.sampler import batch_plan
 from engine.models.digits import TEXT_WIDTH, ByteText, DigitsAdapter
@@ -29,6 +30,12 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _no_collection(monkeypatch):
+    """Collecting garbage takes most of a second in a test process, and no device here runs out of memory."""
+    monkeypatch.setattr(transaction, "free_memory", lambda: None)
 
 
 def tiny(config):

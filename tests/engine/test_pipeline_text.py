@@ -146,6 +146,7 @@ def test_the_encoders_leave_after_the_prompts_and_come_back_for_a_new_one(model,
     text, encoder = text_of(model)
     moves = []
     monkeypatch.setattr(encoder, "to", moves.append)
+    monkeypatch.setattr(pipeline_text, "free_memory", lambda: None)
     text(["before"])
     assert moves == []
     text.prepare(["a"], tmp_path / "prompts")
