@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.algorithm.advantages import RunningStd
-from engine.config import EngineConfig
+from engine.config import SHIPPED, EngineConfig
 from engine.drift import Look
 from engine.protocol.request import Manifest
 from engine.storage.checkpoint import Checkpoint, RowsThatFit
@@ -69,10 +69,13 @@ def config_digest(config: EngineConfig) -> str:
     """Return a digest that is equal for equal jobs.
 
     The device is excluded: a job is the same on every device. A field newer than some checkpoints is excluded while
-    it has its default, so old checkpoints keep their digest.
+    it has its default, so old checkpoints keep their digest. For the same reason `shift: auto` of a shipped model
+    counts as 1: both mean no shift.
     """
+    if config.model.name in SHIPPED and config.sampler.shift == "auto":
+        config = config.model_copy(update={"sampler": config.sampler.model_copy(update={"shift": 1.0})})
     newer = {
-        "model": {"start", "checkpointing"},
+        "model": {"start", "checkpointing", "height", "width", "frames", "max_text_tokens"},
         "evaluation": {"on_the_way", "wait"},
         "exploration": {"wait", "keep"},
         "algorithm": {"grpo_guard", "diffusion_nft"},
