@@ -71,7 +71,7 @@ want = Placement(
 name = "forgotten-spot-0-g1"
 labels = {RUN_LABEL: "forgotten", NODE_LABEL: name, OWNER_LABEL: owner}
 Sky().start(
-    Launch(name=name, want=want, region_setup=place, labels=labels, files={}, autostop_minutes=60)
+    Launch(name=name, want=want, region_setup=place, labels=labels, autostop_minutes=60)
 )
 """
 

@@ -1,11 +1,12 @@
 """From a sent launch to a login: wait for the VM and its set-up, and try a failed launch again.
 
-launch sent -> launch done -> set-up started -> the VM reports a finished set-up -> login recorded
+launch sent -> VM with an address -> set-up started -> launch done, the VM reports a finished set-up -> login recorded
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from launcher.decide.node_facts import NodeStatus
 from launcher.placement.placement import Placement
@@ -32,14 +33,15 @@ longest gap between tries. The gap doubles after each try."""
 class BringUp:
     """The steps of a node between its launch and its login.
 
-    `ask_set_up` reads the set-up's state from the VM. `begin_set_up` starts the set-up with a shell command.
+    `ask_set_up` reads the set-up's state from the VM. `begin_set_up` copies the bundle's folder to the VM and
+    starts the set-up with a shell command.
     """
 
     around: Surroundings
     tasks: BackgroundTasks
     launches: Launches
     ask_set_up: Callable[[Login], SetUp]
-    begin_set_up: Callable[[Login, str], None]
+    begin_set_up: Callable[[Login, Path, str], None]
 
     def wait(self, node: CloudNode) -> None:
         """Log in once the launch is done. End the node, or launch again, after a failure or a long wait."""
@@ -51,6 +53,8 @@ class BringUp:
             if waited_ms > LAUNCH_SECONDS * 1000:
                 evidence = f"it did not come up within {LAUNCH_SECONDS:.0f} s"
                 node.begin_end(EndingRecord(status=NodeStatus.GONE, evidence=evidence, ask_rules=True))
+            elif node.files.instance is not None and not node.setting_up.begun:
+                self.tasks.do(node.name, partial(self._begin_early, node))
         elif outcome.failed is None and node.setting_up.failure:
             node.begin_end(EndingRecord(status=NodeStatus.GONE, evidence=node.setting_up.failure, ask_rules=True))
         elif outcome.failed is None and waited_ms > LAUNCH_SECONDS * 1000:
@@ -69,6 +73,18 @@ class BringUp:
         else:
             evidence = f"its launch failed: {outcome.text}"
             node.begin_end(EndingRecord(status=NodeStatus.GONE, evidence=evidence, ask_rules=True))
+
+    def _begin_early(self, node: CloudNode) -> None:
+        """Start the set-up while SkyPilot still works on the VM, as soon as SkyPilot has an address."""
+        state = node.setting_up
+        if state.login is None:
+            self._find_login(node)
+        assert state.login is not None
+        try:
+            if self.ask_set_up(state.login).digest != self.around.purchases.bundle.digest:
+                self._begin(node, state.login)
+        except InstanceUnreachable as error:
+            raise NotYet(str(error)) from None
 
     def _log_in(self, node: CloudNode) -> None:
         """Start the set-up, and record the login once the VM reports that the set-up is finished."""
@@ -115,7 +131,8 @@ class BringUp:
     def _begin(self, node: CloudNode, login: Login) -> None:
         spec = node.files.spec
         assert spec is not None
-        self.begin_set_up(login, f"{FIRST_OF_ALL}; {self.around.purchases.bundle.setup_with(spec.store)}")
+        bundle = self.around.purchases.bundle
+        self.begin_set_up(login, bundle.folder, f"{FIRST_OF_ALL}; {bundle.setup_with(spec.store)}")
         node.setting_up.begun = True
 
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 
 from launcher.clouds.base import NODE_LABEL, OWNER_LABEL, RUN_LABEL, CloudRefused, InstanceState
 from launcher.decide.node_facts import NodeStatus
-from launcher.provision.sky.bundle import REMOTE_BUNDLE
-from launcher.provision.sky.cloud_node import CloudNode
+from launcher.provision.sky.cloud_node import CloudNode, SettingUp
 from launcher.provision.sky.inventory import CloudInventory
 from launcher.provision.sky.node_book import NodeBook
 from launcher.provision.sky.outcome import Failed, Outcome
@@ -56,13 +55,13 @@ class Launches:
             want=want,
             region_setup=region_setup,
             labels={RUN_LABEL: purchases.run, NODE_LABEL: node.name, OWNER_LABEL: purchases.owners[want.cloud]},
-            files={REMOTE_BUNDLE: str(purchases.bundle.folder)},
             autostop_minutes=autostop_minutes(spec.money_deadline_ms, now_ms),
             image=purchases.images.get(f"{want.cloud}/{want.region}", purchases.images.get(want.cloud)),
         )
         self.around.check_lease()
         request = self.around.sky.start(launch)
-        node.files.forget("machine")  # from an earlier attempt
+        node.files.forget("machine")  # from an earlier attempt, like the VM's login
+        node.setting_up = SettingUp()
         node.sightings.missing = 0
         node.files.write(LaunchRecord(request_id=request, at_ms=now_ms, tries=tries))
 

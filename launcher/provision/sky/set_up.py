@@ -1,10 +1,10 @@
 """Set a VM up over SSH: start the set-up of the bundle on the VM, and read from the VM itself whether it is finished.
 
-    begin_set_up -> set-up.log grows -> set-up.exit, and the digest of the bundle in env/.digest
+    begin_set_up: bundle/ -> set-up.log grows -> set-up.exit, and the digest of the bundle in env/.digest
 
-SkyPilot copies the bundle to the VM and runs nothing. A set-up run by SkyPilot is a job of its scheduler on the VM, and
-the job begins later than our set-up would be finished: two thirds of the time from the bundle to the agent were spent
-so (measured on fake hosts).
+SkyPilot copies nothing of ours to the VM and runs nothing. A set-up run by SkyPilot is a job of its scheduler on the
+VM, and the job begins later than our set-up would be finished: two thirds of the time from the bundle to the agent were
+spent so (measured on fake hosts).
 
 The set-up outlives the connection that starts it. A set-up that is started twice runs once (set_up_node.sh takes a
 lock), so a controller that crashed in between starts it again. An agent can run once the digest is there.
@@ -12,12 +12,19 @@ lock), so a controller that crashed in between starts it again. An agent can run
 
 import shlex
 import subprocess
+import tarfile
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
 
 from launcher.exit_codes import Failure
 from launcher.provision.sky.node_link import Login
 
 CONNECT_SECONDS, ANSWER_SECONDS = 5, 9.0
+
+SEND_SECONDS = 600.0
+"""Longest time to copy a bundle to the VM: its largest, 200 MB, over a slow line of this machine."""
 
 LOG_LINES = 40
 """Lines of the log that explain a failed set-up."""
@@ -52,20 +59,32 @@ def ask_set_up(login: Login) -> SetUp:
     return SetUp(home=home, digest=digest.strip(), exit_code=exit_code, log="\n".join(log).strip())
 
 
-def begin_set_up(login: Login, command: str) -> None:
-    """Start the set-up on the VM and return at once. `command`: of the bundle. Raises InstanceUnreachable."""
-    _run(login, begin_command(command))
+def begin_set_up(login: Login, bundle: Path, command: str) -> None:
+    """Copy the bundle to the VM, start the set-up there and return. Raises InstanceUnreachable.
+
+    `bundle`: the folder here. `command`: sets up from the copy. A half-copied bundle is of no effect.
+    """
+    with tempfile.TemporaryFile() as packed:
+        with tarfile.open(fileobj=packed, mode="w") as tar:
+            tar.add(bundle, ".")
+        packed.seek(0)
+        _run(login, begin_command(command), packed, SEND_SECONDS)
 
 
 def begin_command(command: str) -> str:
-    """Return the shell command that runs the set-up in the background, in a session of its own."""
+    """Return the shell command that reads the bundle from its input and runs the set-up in a session of its own."""
     runs = f"( {command} ) >set-up.log 2>&1; echo $? >set-up.exit.new; mv set-up.exit.new set-up.exit"
     begin = f"setsid nohup sh -c {shlex.quote(runs)} </dev/null >/dev/null 2>&1 &"
-    return f'umask 077; mkdir -p "$HOME/spotrl" && cd "$HOME/spotrl" && rm -f set-up.exit && {{ {begin} }} && pwd'
+    copy = "rm -rf bundle.new && mkdir bundle.new && tar -xf - -C bundle.new && rm -rf bundle && mv bundle.new bundle"
+    first = 'umask 077; mkdir -p "$HOME/spotrl" && cd "$HOME/spotrl"'
+    return f"{first} && {copy} && rm -f set-up.exit && {{ {begin} }} && pwd"
 
 
-def _run(login: Login, command: str) -> str:
-    """Run a command on the VM and return its output, which must not be empty. Raises InstanceUnreachable."""
+def _run(login: Login, command: str, given: IO[bytes] | None = None, seconds: float = ANSWER_SECONDS) -> str:
+    """Run a command on the VM and return its output, which must not be empty. Raises InstanceUnreachable.
+
+    `given`: the command's standard input.
+    """
     options = {
         "BatchMode": "yes",
         "IdentitiesOnly": "yes",
@@ -83,13 +102,13 @@ def _run(login: Login, command: str) -> str:
     try:
         done = subprocess.run(
             [*ssh, f"{login.user}@{login.host}", command],
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL if given is None else given,
             capture_output=True,
             text=True,
-            timeout=ANSWER_SECONDS,
+            timeout=seconds,
         )
     except subprocess.TimeoutExpired:
-        raise InstanceUnreachable(f"ssh to {login.host} took more than {ANSWER_SECONDS:.0f} s") from None
+        raise InstanceUnreachable(f"ssh to {login.host} took more than {seconds:.0f} s") from None
     if done.returncode or not done.stdout:
         raise InstanceUnreachable(f"ssh to {login.host}: {done.stderr.strip() or f'exit code {done.returncode}'}")
     return done.stdout

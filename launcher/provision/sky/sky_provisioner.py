@@ -75,7 +75,7 @@ class SkyProvisioner:
         link: Callable[[Login, Path], Link],
         pool: Executor,
         ask_set_up: Callable[[Login], SetUp] = ask_set_up,
-        begin_set_up: Callable[[Login, str], None] = begin_set_up,
+        begin_set_up: Callable[[Login, Path, str], None] = begin_set_up,
         monotonic: Callable[[], float] = time.monotonic,
         check_lease: Callable[[], None] = lambda: None,
     ) -> None:

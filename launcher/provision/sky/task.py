@@ -30,19 +30,18 @@ FIRST_OF_ALL = f"rm -rf {' '.join(UPLOADED)}"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """One VM to start. `files`: folder on the VM -> local folder. The set-up is started later, over SSH (set_up.py)."""
+    """One VM to start. Its files and its set-up are sent over SSH (set_up.py)."""
 
     name: str
     want: Placement
     region_setup: RegionSetup
     labels: Mapping[str, str]
-    files: Mapping[str, str]
     autostop_minutes: int
     image: str | None = None
 
 
 def task_of(launch: Launch) -> dict[str, Any]:
-    """Return SkyPilot's task: one resource and the bundle's files, no `setup`, no `run`.
+    """Return SkyPilot's task: one resource, no files, no `setup`, no `run`.
 
     The task holds no secrets. Secrets are sent with the order that starts the agent.
     """
@@ -64,7 +63,6 @@ def task_of(launch: Launch) -> dict[str, Any]:
     return {
         "name": "node",
         "resources": {**resources, "labels": labels},
-        "file_mounts": dict(launch.files),
     }
 
 

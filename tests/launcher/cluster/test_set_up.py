@@ -5,6 +5,7 @@ import pwd
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -48,18 +49,21 @@ def test_an_instance_reports_the_digest_of_its_setup(set_up_home):
 
 def test_a_setup_is_started_in_the_background_and_its_end_is_read(tmp_path):
     home = tmp_path / "home"
-    home.mkdir()
+    (home / "spotrl/bundle/old").mkdir(parents=True)
+    (tmp_path / "bundle/work").mkdir(parents=True)
+    (tmp_path / "bundle/work/prompts.txt").write_text("1234")
     server = Sshd(tmp_path / "sshd", environment={"HOME": str(home)})
+    begin = partial(begin_set_up, server.login, tmp_path / "bundle")
     try:
-        begin_set_up(
-            server.login, "echo started; while [ ! -e go ]; do sleep 0.02; done; echo 'no space left'; (exit 3)"
-        )
+        begin("echo started; while [ ! -e go ]; do sleep 0.02; done; echo 'no space left'; (exit 3)")
         waiting = until(lambda: ask_set_up(server.login), lambda found: found.log == "started")
         assert (waiting.exit_code, waiting.digest) == (None, "")
         (home / "spotrl/go").touch()
         ended = until(lambda: ask_set_up(server.login), lambda found: found.exit_code is not None)
         assert (ended.exit_code, ended.log) == (3, "started\nno space left")
-        begin_set_up(server.login, "mkdir -p env; printf abc >env/.digest")
+        assert (home / "spotrl/bundle/work/prompts.txt").read_text() == "1234"
+        assert not (home / "spotrl/bundle/old").exists()
+        begin("mkdir -p env; printf abc >env/.digest")
         ended = until(lambda: ask_set_up(server.login), lambda found: found.exit_code == 0)
         assert (ended.digest, ended.log) == ("abc", "")
     finally:

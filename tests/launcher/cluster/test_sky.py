@@ -40,7 +40,6 @@ def launch(cloud="aws", zone="us-east-1a", gpus=1, market=Market.SPOT, image=Non
             cloud=cloud, region=region, group="spotrl-run", identity="spotrl-run@p.iam.gserviceaccount.com"
         ),
         labels={"spotrl-run": "run"},
-        files={"~/spotrl/bundle": "/bundle"},
         autostop_minutes=90,
         image=image,
     )
@@ -168,9 +167,9 @@ def test_labels_are_read_from_both_clouds_configurations():
     assert labels_of(on_aws) == labels_of({"labels": {"spotrl-run": "a"}}) == {"spotrl-run": "a"}
 
 
-def test_skypilot_runs_no_job_on_a_node():
+def test_skypilot_copies_nothing_to_a_node_and_runs_no_job_there():
     """A set-up of SkyPilot's is a job of its scheduler, which takes longer to begin than our set-up takes."""
-    assert not {"setup", "run"} & set(task_of(launch()))
+    assert not {"file_mounts", "setup", "run"} & set(task_of(launch()))
 
 
 def test_credentials_uploaded_by_skypilot_are_removed_first():

@@ -318,7 +318,7 @@ class Stage:
             link=link,
             pool=AtOnce(),
             ask_set_up=self.ask_set_up,
-            begin_set_up=lambda login, command: self.begun.append(command),
+            begin_set_up=lambda login, folder, command: self.begun.append(command),
             monotonic=self.time.monotonic,
             check_lease=self.check_lease,
         )
@@ -556,6 +556,22 @@ def test_a_machine_that_cannot_be_a_node_counts_as_denied_with_its_own_words(sta
     fact = stage.passes(10)[TRAINER]
     assert (fact.status, fact.evidence) == (NodeStatus.DENIED, "Fabric Manager is inactive; use another image")
     assert stage.cloud.ended == ["i-1"]
+
+
+def test_the_setup_starts_before_skypilot_is_done_and_the_agent_does_not(stage):
+    stage.digest = ""
+    stage.request(TRAINER)
+    stage.passes(1)
+    stage.cloud.start(TRAINER, placement(market=Market.ON_DEMAND))
+    stage.passes(10)
+    assert len(stage.begun) == 1
+    stage.digest = "d1"
+    stage.passes(10)
+    assert stage.links == {}
+    stage.sky.finish(TRAINER)
+    stage.passes(5)
+    assert len(stage.links[TRAINER].specs) == 1
+    assert len(stage.begun) == 1
 
 
 def test_another_process_starts_the_setup_again_and_a_finished_one_is_not_started(stage):
