@@ -325,7 +325,9 @@ def main() -> None:
             "Measured: seconds, median (range). All hosts of a fake cloud share the cores of one machine, so what "
             "computes (set-up, imports) takes longer than on machines of their own; what waits for a cloud (boot, API) "
             "takes next to nothing here and a minute or more there. `uncovered_s`: from the old node's end to its "
-            "successor's first finished request."
+            "successor's first finished request. `setup_s` = wait_s + environment_s + agent_s, from the bundle on the "
+            "node to its agent. On fake hosts uv links from a cache that all hosts share; an estimate for CUDA's "
+            "libraries on real disks is in docs/clouds.md."
         ),
     )
 
