@@ -29,6 +29,10 @@ LAUNCH_GAP_MS, LONGEST_LAUNCH_GAP_MS = 10_000, 120_000
 longest gap between tries. The gap doubles after each try."""
 
 
+EARLY_SECONDS = 3.0
+"""Time between two queries to SkyPilot for the address of a VM that it still works on."""
+
+
 @dataclass(slots=True)
 class BringUp:
     """The steps of a node between its launch and its login.
@@ -54,7 +58,7 @@ class BringUp:
                 evidence = f"it did not come up within {LAUNCH_SECONDS:.0f} s"
                 node.begin_end(EndingRecord(status=NodeStatus.GONE, evidence=evidence, ask_rules=True))
             elif node.files.instance is not None and not node.setting_up.begun:
-                self.tasks.do(node.name, partial(self._begin_early, node))
+                self.tasks.every(EARLY_SECONDS, node.name, partial(self._begin_early, node))
         elif outcome.failed is None and node.setting_up.failure:
             node.begin_end(EndingRecord(status=NodeStatus.GONE, evidence=node.setting_up.failure, ask_rules=True))
         elif outcome.failed is None and waited_ms > LAUNCH_SECONDS * 1000:
