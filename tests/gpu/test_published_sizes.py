@@ -24,7 +24,7 @@ from torch import nn
 from engine.config import ModelConfig
 from engine.models.flux import FluxAdapter
 from engine.models.half import half_precision
-from engine.models.load import freeze_but_trained, trainable
+from engine.models.load import freeze_but_trained, recompute_blocks, trainable
 from engine.models.sd3 import SD3Adapter
 from engine.models.text import EncodedText
 from engine.models.wan import WanAdapter
@@ -186,8 +186,7 @@ def step_of(adapter, device, rows, guidance, optimiser, precision=nullcontext):
 def optimised(adapter, config):
     """Select the trained weights, recompute blocks in the backward pass, and return AdamW."""
     freeze_but_trained(adapter, config)
-    adapter.transformer.enable_gradient_checkpointing()
-    adapter.transformer.train()
+    recompute_blocks(adapter.transformer)
     return torch.optim.AdamW(trainable(adapter).values(), lr=1e-5)
 
 

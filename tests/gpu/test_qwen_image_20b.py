@@ -14,7 +14,7 @@ from torch import nn
 
 from engine.config import ModelConfig
 from engine.models.half import half_precision
-from engine.models.load import freeze_but_trained, trainable
+from engine.models.load import freeze_but_trained, recompute_blocks, trainable
 from engine.models.qwen_image import QwenImageAdapter
 from engine.models.text import EncodedText
 from engine.models.weights import get_weights, set_weights
@@ -106,8 +106,7 @@ def forward_seconds(adapter, device, runs, images=1):
 def lora_seconds(adapter, device, runs):
     """Return the seconds of steps on one image: forward, backward with recomputed blocks, AdamW on rank-64 adapters."""
     freeze_but_trained(adapter, LORA)
-    adapter.transformer.enable_gradient_checkpointing()
-    adapter.transformer.train()
+    recompute_blocks(adapter.transformer)
     trained = trainable(adapter)
     optimiser = torch.optim.AdamW(trained.values(), lr=1e-4)
     x, sigma, conditioning = inputs(adapter, device)
