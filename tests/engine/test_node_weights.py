@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -96,7 +97,7 @@ def test_a_joining_worker_loads_its_nodes_weights_without_the_coordinator():
         node="spot",
         workers_of_node=2,
         transport=coordinator,
-        adapter=cast(Any, None),  # this worker makes no image
+        adapter=cast(Any, SimpleNamespace(transformer=mine)),  # this worker makes no image
         parameters=dict(mine.named_parameters()),
         reward=cast(Any, None),
         clock=ScaledClock(origin_ms=0),

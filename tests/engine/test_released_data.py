@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -71,4 +72,5 @@ def test_a_released_journal_issues_no_lease_number_twice(restored):
 
 def test_a_released_checkpoint_loads(release, tmp_path):
     shutil.copytree(release / "store", tmp_path / "store")
-    assert CheckpointStore(f"file://{tmp_path}/store").newest() == FIRST
+    # Later versions also keep the rows of a training pass that fit into memory.
+    assert CheckpointStore(f"file://{tmp_path}/store").newest() == replace(FIRST, fits=None)
