@@ -160,6 +160,7 @@ def test_a_preempted_launch_recovers_and_accounts_for_every_micro_dollar(
     assert (bench.folder / "weights" / "transformer" / "config.json").exists()
 
 
+@pytest.mark.slow  # tests/launcher/cluster/test_runs.py kills controllers and resumes runs without an engine
 def test_a_run_survives_its_controller_and_resumes_from_its_checkpoint(
     bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:

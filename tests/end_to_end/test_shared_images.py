@@ -25,6 +25,8 @@ from tests.end_to_end.sharing import Sharing
 from tests.engine.fleet import Fleet
 from tests.engine.nursery import NurseryFleet
 
+pytestmark = pytest.mark.slow  # tests/engine/test_elastic.py regroups workers without a run
+
 ITERATIONS = 40
 """Maximum batches. A disturbed run is stopped after all disturbances and at least `FEWEST` batches."""
 FEWEST = 5
@@ -88,7 +90,7 @@ def manifests_of_workers_that_share_nothing(folder: Path, batches: int) -> dict[
         fleet.close()
 
 
-@pytest.fixture(scope="module", params=["local", pytest.param("ray", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["local", "ray"])
 def disturbed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Record:
     """Kill the first worker of one node and the second of another, then freeze the others, while a node joins."""
     if request.param == "ray":

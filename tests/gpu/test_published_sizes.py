@@ -277,6 +277,7 @@ def test_the_published_configurations_have_their_published_numbers_of_parameters
         assert count / 1e9 == pytest.approx(family.billions, abs=0.06), name
 
 
+@pytest.mark.slow
 def test_a_narrow_model_runs_the_steps_and_rollouts_of_the_large_one(monkeypatch):
     monkeypatch.setattr("tests.gpu.test_published_sizes.RUNS", 1)
     kept = []
@@ -305,14 +306,14 @@ def test_merged_adapters_give_the_velocity_of_adapters_apart():
     assert torch.allclose(before(), apart, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "SD3.5-medium" else pytest.mark.slow) for name in FAMILIES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
 def test_narrow_families_run_the_measurements_of_the_large_ones(name):
     figures = family_figures(FAMILIES[name].built("cpu", torch.bfloat16, is_narrow=True), "cpu", lambda found: None)
     assert list(figures["small"]) == ["forward, 1", "forward, 4", "LoRA step, 1"]
 
 
+@pytest.mark.slow
 def test_a_narrow_model_runs_the_steps_of_each_precision():
     adapters = SD3_MEDIUM.built("cpu", torch.float32, is_narrow=True)
     figures = precision_figures(adapters, "cpu", lambda found: None)["small"]

@@ -195,7 +195,8 @@ def carried_out(storm: Storm) -> Storm:
     return storm
 
 
-@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
 def test_a_thousand_preemptions_a_minute_without_launch_limit_stay_in_bound(seed, monkeypatch):
     monkeypatch.setattr(replacing, "FIRST_WAIT_MS", 0)  # only the budget limits the launches
     storm = carried_out(a_storm(seed, None, LATE_MS, spot=64, max_total=9 * DOLLAR))
