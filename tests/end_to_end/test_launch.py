@@ -100,7 +100,7 @@ class Bench:
     def _sessions(self) -> sessionmaker[Session]:
         return open_ledger(self.folder / "state" / "ledger.sqlite")
 
-    def wait_for(self, name: str, what: Callable[[RunView], bool], seconds: float = 200.0) -> RunView:
+    def wait_for(self, name: str, what: Callable[[RunView], bool], seconds: float = 300.0) -> RunView:
         until = time.monotonic() + seconds
         while not what(view := self.view(name)):
             assert time.monotonic() < until, view
@@ -176,8 +176,8 @@ def test_a_run_survives_its_controller_and_resumes_from_its_checkpoint(
     bench.spotrl_here("resume", "orphan")
     bench.wait_for("orphan", lambda run: run.iteration >= 3)
     bench.spotrl_here("down", "orphan")
-    until = time.monotonic() + 5.0
-    while bench.processes():  # the controller itself ends one pass later
+    until = time.monotonic() + 60.0
+    while bench.processes():  # the controller itself ends one pass later, which takes long on a busy computer
         assert time.monotonic() < until
         time.sleep(0.1)
     capsys.readouterr()
