@@ -172,7 +172,7 @@ def run_arm(name: str, seed: int) -> Run:
         reward = load_reward(config.reward, None)
         loop = build_inproc(config, Path(folder), run="staleness", clock=clock, reward=reward, workers=1).loop
         stale = StaleRollouts(loop, config, arm)
-        # The loop evaluates no iteration that has an entry. Only the judged evaluations are needed, and each takes 20 s.
+        # The loop evaluates no iteration that has an entry. Only the judged evaluations are needed; each takes 20 s.
         skipped = [iteration for iteration in range(0, ITERATIONS, EVERY) if iteration not in JUDGED]
         loop.state.evaluations.extend((iteration, {}) for iteration in skipped)
         loop.run()
