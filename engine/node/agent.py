@@ -41,6 +41,7 @@ from engine.mark import MARK, marked
 from engine.node.alone import start_ticks
 from engine.node.child import EXIT_UNANSWERED, Deaths, exit_in_words, last_line, progress_of
 from engine.node.environment import begin_sending
+from engine.node.local_disk import use_local_disk
 from engine.node.node_store import forget_store, may_share
 from engine.node.preemption_notice import watch_notice
 from engine.node.ray_environment import ray_environment
@@ -157,6 +158,8 @@ class Agent:
             watch_notice(self.spec.cloud, self.folder, self.spec.clock.clock())
         if self.on_cloud and (verdict := unfit(self.spec.engine.runtime.device, self.folder)) is not None:
             return EXIT_UNFIT, verdict
+        if self.on_cloud and self.spec.digest:  # only on a machine that our set-up made into a node
+            print(use_local_disk(self.folder), flush=True)
         ready = self._prepare()
         ready_sent = False
         looked = time.monotonic()
