@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TypeVar, cast, get_args
 
 from engine.config import EngineConfig, ModelConfig
+from engine.memory.activations import parameters_of
 from engine.memory.architecture import FamilyName, architecture_from, text_of
 from engine.memory.budget import HALF, Budget, ModelSizes, Setting, rollout_budget, trainer_budget
 from engine.memory.published import PUBLISHED, PublishedModel
@@ -40,6 +41,12 @@ class JobMemory:
     rollout: Budget
     is_published: bool
     """True if the sizes are those of the published model, because its folder is not here."""
+    model_bytes: int
+    """Bytes of the published model's files. The files of a folder that is here may differ."""
+    prompt_bytes: int
+    """Bytes of an encoded prompt on a node's disk."""
+    trained_bytes: int
+    """Bytes of the trained weights in fp32."""
 
     @property
     def text(self) -> str:
@@ -57,6 +64,8 @@ def job_memory(config: EngineConfig, folder: Path | None = None, *, ranks: int =
         return None
     published, sizes = _sizes(config.model, folder)
     setting = setting_of(config, ranks)
+    counts = parameters_of(sizes.architecture, setting.training)
+    file_bytes = _published(sizes.architecture.family, config.model.path or "").file_bytes
     return JobMemory(
         model=sizes.name,
         size=setting.size,
@@ -64,6 +73,11 @@ def job_memory(config: EngineConfig, folder: Path | None = None, *, ranks: int =
         trainer=trainer_budget(sizes, setting),
         rollout=rollout_budget(sizes, setting),
         is_published=published,
+        model_bytes=((counts.transformer + counts.buffers) * HALF + sizes.text_encoder_bytes + sizes.vae_bytes)
+        * file_bytes
+        // HALF,
+        prompt_bytes=setting.size.text_tokens * sizes.architecture.text_width * HALF,
+        trained_bytes=FP32 * (counts.transformer if setting.training.is_full else counts.adapters),
     )
 
 

@@ -36,6 +36,8 @@ class PublishedModel:
     """Values of `transformer/config.json` that set sizes."""
     text_encoder_parameters: int
     vae_parameters: int
+    file_bytes: int = 2
+    """Bytes of a number in the published files: bf16, or fp32."""
 
     @property
     def architecture(self) -> Architecture:
@@ -127,6 +129,7 @@ WAN_1_3B = PublishedModel(
     },
     text_encoder_parameters=UMT5_XXL,
     vae_parameters=KL_VIDEO_WAN,
+    file_bytes=4,
 )
 
 WAN_14B = PublishedModel(
@@ -143,6 +146,7 @@ WAN_14B = PublishedModel(
     },
     text_encoder_parameters=UMT5_XXL,
     vae_parameters=KL_VIDEO_WAN,
+    file_bytes=4,
 )
 
 HUNYUAN_VIDEO = PublishedModel(

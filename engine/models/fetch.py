@@ -55,8 +55,12 @@ def _bring(url: str, to: Path, report: Callable[[str], None]) -> None:
     missing = [name for name, size in sizes.items() if not _is_whole(to / name, size)]
     began, whole, done = time.monotonic(), sum(sizes[name] for name in missing), 0
     reported_at = began
-    if shutil.disk_usage(to.parent).free < whole:
-        raise OSError(f"{to.parent} has no room for {whole >> 20} MiB of weights; make some, or use a smaller model")
+    free = shutil.disk_usage(to.parent).free
+    if free < whole:
+        raise OSError(
+            f"{to.parent} has {free >> 20} MiB free, and the model needs {whole >> 20} MiB; set a larger "
+            "resources.disk_gb, or use a smaller model"
+        )
     report(f"weights: {len(missing)} of {len(sizes)} files, {whole >> 20} MiB, from {url}")
 
     def bring(name: str) -> None:

@@ -22,13 +22,11 @@ from launcher.exit_codes import Failure
 from launcher.job.checked import CheckedJob
 from launcher.job.schema import Job
 from launcher.market.offers import TOO_OLD, CatalogError, age_of, age_text
-from launcher.market.side_prices import DISK_GIB
 from launcher.money import hourly
 from launcher.placement.plan import Slot
 from launcher.settings import runs_folder
 from launcher.storage.store_lease import StoreLease
 from launcher.storage.stores import check_no_checkpoint, check_writable, open_store, run_store
-from launcher.storage.weights import bytes_of
 
 NODE_NAME_LIMIT = 35
 """Longest cluster name that SkyPilot and every cloud accept."""
@@ -40,9 +38,6 @@ PROGRAMS = ("ssh", "rsync")
 
 AT_ONCE = 16
 """Largest number of queries to clouds at the same time."""
-
-INSTALLED_GIB = 30
-"""Most GiB used on a node beside a model: the system with its drivers, SkyPilot, the engine, a run's checkpoints."""
 
 
 def check_job(checked: CheckedJob, slots: Sequence[Slot]) -> None:
@@ -78,7 +73,7 @@ def check_job(checked: CheckedJob, slots: Sequence[Slot]) -> None:
 
 
 def _check_model(checked: CheckedJob, folder: Path) -> None:
-    """Check that the job's model folder is on this machine, and fits on a node's disk. Raises JobError."""
+    """Check that the job's model folder is on this machine. Raises JobError."""
     job = checked.job
     if not folder.is_dir():
         raise checked.error(
@@ -93,13 +88,6 @@ def _check_model(checked: CheckedJob, folder: Path) -> None:
             "model.path",
             f"model.path is {job.model.path}, a folder without {wanted}: no node could load {job.model.name} from it",
             "give the folder that the model was saved in",
-        )
-    size, room = bytes_of(folder), (DISK_GIB - INSTALLED_GIB) << 30
-    if size > room:
-        raise checked.error(
-            "model.path",
-            f"{job.model.path} has {size >> 30} GiB, and a node's disk of {DISK_GIB} GiB holds {room >> 30} of a model",
-            "leave out what is not loaded (other precisions, checkpoints of its training), or use a smaller model",
         )
     try:
         check_folder(job.model, job.sampler, folder)

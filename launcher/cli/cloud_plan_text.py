@@ -11,6 +11,7 @@ from launcher.market.estimate import Estimate
 from launcher.market.offers import TOO_OLD, Age, age_of, age_text
 from launcher.money import dollars, duration, hourly
 from launcher.placement.cloud_plan import Alternative, CloudPlan, Factors, Span
+from launcher.placement.disk import parts_text
 from launcher.placement.plan import Slot
 
 ALTERNATIVES_SHOWN = 12
@@ -32,6 +33,9 @@ def _lines(job: Job, plan: CloudPlan, now_ms: int) -> Iterator[str]:
     yield ""
     if plan.memory:
         yield from memory_lines(plan.memory)
+        yield ""
+    if plan.disk:
+        yield f"  disk of each node: {plan.slots[0].placement.disk_gib} GB ({parts_text(plan.disk)})"
         yield ""
     yield from _sums(job, plan)
     yield f"  {algorithm_text(job)}"

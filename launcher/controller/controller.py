@@ -221,6 +221,7 @@ class Controller:
                     price_observed_at=placement.price_observed_at,
                     requested_ms=self._clock.now_ms(),
                     reserved_micro_usd=action.reserved_micro_usd,
+                    disk_gib=placement.disk_gib,
                 )
             )
         # The intent is durable. After a crash here the node is not `requested`, and the next pass requests the node.

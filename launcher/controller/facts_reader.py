@@ -20,7 +20,6 @@ from launcher.ledger.billing import LOCAL
 from launcher.ledger.models import ProgressRow, Run, RunStatus
 from launcher.ledger.node_history import node_records
 from launcher.ledger.store import current_status
-from launcher.market.side_prices import side_micro_usd_per_hour
 from launcher.placement.options import SiteOptions
 from launcher.placement.plan import Plan
 from launcher.services.prices_now import prices_now
@@ -162,7 +161,6 @@ class FactsReader:
         if run.id not in self._plans:
             slots = TypeAdapter(Plan).validate_python(run.plan).slots
             self._plans[run.id] = sum(
-                slot.placement.micro_usd_per_hour + side_micro_usd_per_hour(slot.placement.cloud, slot.placement.market)
-                for slot in slots
+                slot.placement.micro_usd_per_hour + slot.placement.side_micro_usd_per_hour for slot in slots
             )
         return self._plans[run.id]

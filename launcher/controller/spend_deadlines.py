@@ -30,7 +30,7 @@ class SpendDeadlines:
 
         None: no limit.
         """
-        rate = node.micro_usd_per_hour + side_micro_usd_per_hour(node.cloud, Market(node.market))
+        rate = node.micro_usd_per_hour + side_micro_usd_per_hour(node.cloud, Market(node.market), node.disk_gib)
         limits = (
             (facts.metered, wanted.limits.max_total),
             (facts.metered + facts.others.metered, wanted.all_runs.max_total),

@@ -67,7 +67,9 @@ class NodeRecord:
     @property
     def beside_micro_usd_per_hour(self) -> int:
         """Return the hourly price of the disk and address on a real cloud."""
-        return side_micro_usd_per_hour(self.wanted.placement.cloud, self.market) if self.wanted is not None else 0
+        if self.wanted is None:
+            return 0
+        return side_micro_usd_per_hour(self.wanted.placement.cloud, self.market, self.wanted.placement.disk_gib)
 
     @property
     def ended_ms(self) -> int | None:

@@ -69,7 +69,7 @@ def budget_refusal(
 
 def beside(placement: Placement, facts: Facts) -> int:
     """Return the hourly price of a node's disk and address on a real cloud."""
-    return side_micro_usd_per_hour(placement.cloud, placement.market) if facts.sites else 0
+    return placement.side_micro_usd_per_hour if facts.sites else 0
 
 
 def hourly_of(nodes: Sequence[NodeRecord]) -> int:
@@ -156,7 +156,8 @@ def _most_hourly(wanted: Wanted, sites: Sequence[SiteOptions]) -> int:
 
 def _at_most(option: Option) -> int:
     """Return a node's on-demand price per hour, with disk and address."""
-    return option.on_demand_micro_usd_per_hour + side_micro_usd_per_hour(option.placement.cloud, Market.ON_DEMAND)
+    place = option.placement
+    return option.on_demand_micro_usd_per_hour + side_micro_usd_per_hour(place.cloud, Market.ON_DEMAND, place.disk_gib)
 
 
 def describe_limits(wanted: Wanted, sites: Sequence[SiteOptions] = ()) -> str:

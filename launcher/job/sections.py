@@ -76,6 +76,9 @@ class Resources(Strict):
     """Node of the trainer: one node, on demand."""
     rollout: NodeResources = NodeResources(use_spot=True, num_nodes=2)
     """Nodes of the rollout workers. Default: up to two spot nodes."""
+    disk_gb: Annotated[int, Field(ge=1, le=16_000)] | None = None
+    """Boot disk of every node on a real cloud, in GB as clouds count them (2**30 bytes). None: from the model, the
+    prompts and the trained weights, at least 100. A size that cannot hold the run is refused."""
 
     @field_validator("rollout", mode="before")
     @classmethod

@@ -117,5 +117,5 @@ def side_costs(run: Run, node: Node, start_ms: int, end_ms: int) -> list[SideCos
             micro_usd=interval_micro_usd(start_ms, end_ms, rate.micro_usd_per_hour),
             source=rate.source,
         )
-        for rate in side_rates(node.cloud, Market(node.market))
+        for rate in side_rates(node.cloud, Market(node.market), node.disk_gib)
     ]

@@ -8,6 +8,8 @@ from typing import Any, ClassVar
 from sqlalchemy import JSON, BigInteger, CheckConstraint, ForeignKey, Integer, UniqueConstraint
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
+from launcher.market.side_prices import DISK_GIB
+
 
 class Base(DeclarativeBase):
     type_annotation_map: ClassVar = {dict[str, Any]: JSON, int: BigInteger().with_variant(Integer, "sqlite")}
@@ -112,6 +114,8 @@ class Node(Base):
     requested_ms: Mapped[int]
     reserved_micro_usd: Mapped[int]
     """Worst case reserved in the budget until the node's first billing fact."""
+    disk_gib: Mapped[int] = mapped_column(default=DISK_GIB, server_default=str(DISK_GIB))
+    """Size of the boot disk on a real cloud."""
 
 
 class NodeEvent(Base):

@@ -70,6 +70,7 @@ def option_of(node: Node) -> Option:
             micro_usd_per_hour=node.micro_usd_per_hour,
             price_source=node.price_source,
             price_observed_at=node.price_observed_at,
+            disk_gib=node.disk_gib,
         ),
         on_demand_micro_usd_per_hour=node.on_demand_micro_usd_per_hour,
     )

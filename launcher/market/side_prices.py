@@ -12,7 +12,7 @@ MINIMUM_BILLED_MS = 60_000
 MONTH_HOURS = 730
 
 DISK_GIB = 100
-"""Disk size of every node in GiB, as requested from SkyPilot."""
+"""Least size of a node's boot disk in GiB, unless the job names a size (launcher/placement/disk.py)."""
 
 DISK_MICRO_USD_PER_GIB_MONTH = {"aws": 80_000, "gcp": 100_000}
 ADDRESS_MICRO_USD_PER_HOUR = {
@@ -36,10 +36,10 @@ class SideRate:
 
 
 @cache
-def side_rates(cloud: str, market: Market) -> tuple[SideRate, ...]:
-    disk = -(-DISK_GIB * DISK_MICRO_USD_PER_GIB_MONTH[cloud] // MONTH_HOURS)
+def side_rates(cloud: str, market: Market, disk_gib: int = DISK_GIB) -> tuple[SideRate, ...]:
+    disk = -(-disk_gib * DISK_MICRO_USD_PER_GIB_MONTH[cloud] // MONTH_HOURS)
     return (
-        SideRate(kind="disk", amount=f"{DISK_GIB} GiB", micro_usd_per_hour=disk, source=LISTED),
+        SideRate(kind="disk", amount=f"{disk_gib} GiB", micro_usd_per_hour=disk, source=LISTED),
         SideRate(
             kind="address",
             amount="1 public IPv4",
@@ -50,6 +50,6 @@ def side_rates(cloud: str, market: Market) -> tuple[SideRate, ...]:
 
 
 @cache
-def side_micro_usd_per_hour(cloud: str, market: Market) -> int:
+def side_micro_usd_per_hour(cloud: str, market: Market, disk_gib: int = DISK_GIB) -> int:
     """Return the sum of all side rates. The budget guard adds the sum to the price of every node on a real cloud."""
-    return sum(rate.micro_usd_per_hour for rate in side_rates(cloud, market))
+    return sum(rate.micro_usd_per_hour for rate in side_rates(cloud, market, disk_gib))

@@ -1,6 +1,7 @@
 """The values of a plan on real clouds. Money is in integer micro-dollars, time in integer milliseconds."""
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from engine.events import Market
@@ -127,6 +128,8 @@ class CloudPlan:
     the other cloud; cheapest first."""
     memory: tuple[GpuMemory, ...] = ()
     """Memory of each GPU by role. Empty for models that ship with spotrl, and for GPUs of unknown memory."""
+    disk: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of what the boot disk of each node must hold (launcher/placement/disk.py)."""
 
     def as_plan(self) -> Plan:
         """Return the plan in the form that the run's controller keeps."""

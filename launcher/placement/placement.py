@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 
 from engine.events import Market
+from launcher.market.side_prices import DISK_GIB, side_micro_usd_per_hour
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,6 +21,13 @@ class Placement:
     micro_usd_per_hour: int
     price_source: str
     price_observed_at: str
+    disk_gib: int = DISK_GIB
+    """Size of the boot disk on a real cloud. Placements stored by older versions had the default."""
+
+    @property
+    def side_micro_usd_per_hour(self) -> int:
+        """Return the price of the disk and the address on a real cloud."""
+        return side_micro_usd_per_hour(self.cloud, self.market, self.disk_gib)
 
     @property
     def zone_name(self) -> str:

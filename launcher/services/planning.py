@@ -14,6 +14,7 @@ from launcher.ledger.prices import capacity_advice, latest_prices
 from launcher.market.advice import STALE_MS, cloud_priors
 from launcher.market.offers import current_catalog
 from launcher.placement.cloud_plan import CloudPlan
+from launcher.placement.disk import boot_disk, with_disk
 from launcher.placement.from_job import cloud_requirements
 from launcher.placement.memory import check_memory, gpus_of_job, memory_of_job
 from launcher.placement.plan import PlacementError
@@ -21,6 +22,7 @@ from launcher.placement.plan_cloud import plan_cloud
 from launcher.placement.requirements import market_view
 from launcher.services.on_offer import on_offer
 from launcher.services.own_prices import as_you_pay
+from launcher.storage.weights import bytes_of
 
 
 def cloud_plan(
@@ -28,13 +30,14 @@ def cloud_plan(
 ) -> CloudPlan:
     """Return the plan of a job at current prices. `workdir`: folder of the job file, where the model's folder may be.
 
-    Raises PlacementError if no offer fits the job or its model does not fit the GPUs, BudgetError if no offer fits the
-    limits, CatalogError if the catalog fails.
+    Raises PlacementError if no offer fits the job, its model does not fit the GPUs, or the run does not fit the disk
+    that the job names; BudgetError if no offer fits the limits; CatalogError if the catalog fails.
     """
     folder = None if workdir is None or job.model.path is None else workdir / job.model.path
     memory = memory_of_job(job, folder)
     if memory is not None:
         check_memory(job, memory, folder)
+    disk = boot_disk(job, memory, bytes_of(folder) if folder is not None and folder.is_dir() else None)
     with sessions() as session:
         latest = latest_prices(session, clouds=job.clouds)
         histories = pool_histories(session, now_ms)
@@ -52,4 +55,5 @@ def cloud_plan(
         raise PlacementError(
             f"{error}; the job's network is in {', '.join(named)}, so no other region counts"
         ) from None
+    plan = with_disk(plan, disk)
     return plan if memory is None else replace(plan, memory=gpus_of_job(job, memory))

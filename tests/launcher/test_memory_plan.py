@@ -1,4 +1,4 @@
-"""The memory of a job's GPUs: the plan prints the budget, and a launch refuses GPUs on which nothing fits."""
+"""The memory of a job's GPUs and the disk of its nodes: the plan prints both, and a launch refuses what cannot fit."""
 
 import re
 import shutil
@@ -122,3 +122,29 @@ def test_sizes_come_from_the_models_own_folder_if_it_is_here(dry_run):
     code, text = dry_run()
     assert code == ExitCode.INVALID_JOB
     assert "num_attention_heads: None; a whole number is needed" in text
+
+
+def test_a_dry_run_shows_the_disk_and_every_node_has_it(dry_run):
+    code, shown = dry_run()
+    assert code == ExitCode.OK
+    assert "disk of each node: 1" in shown
+    assert "model 54, machine image 45" in shown
+    _, out = dry_run("resources.disk_gb=333", json=True)
+    plan = printed("launch", out)["plan"]
+    options = [one for site in plan["sites"] for role in ("trainer", "rollout") for one in site[role]]
+    assert len(options) > 4
+    assert {one["placement"]["disk_gib"] for one in (*plan["slots"], *options)} == {333}
+
+
+def test_a_dry_run_refuses_a_disk_that_the_sent_files_do_not_fit(dry_run):
+    folder = dry_run.folder / "qwen-image"
+    (folder / "vae").mkdir(parents=True)
+    (folder / "model_index.json").write_text('{"vae": ["diffusers", "AutoencoderKL"]}')
+    for place in ("vae/weights.safetensors", "not-sent.safetensors"):
+        with (folder / place).open("wb") as file:
+            file.truncate(300 << 30)
+    code, text = dry_run("resources.disk_gb=300")
+    assert code == ExitCode.INVALID_JOB
+    needed = re.search(r"resources\.disk_gb is 300, and a node of this run needs (\d+) GB \(model 301, ", text)
+    assert needed is not None, text
+    assert 390 < int(needed[1]) < 410, "twice the model would be 700"

@@ -6,7 +6,6 @@ from typing import Any
 
 from engine.events import Market
 from launcher.clouds.base import RegionSetup
-from launcher.market.side_prices import DISK_GIB
 from launcher.placement.placement import Placement
 
 IDENTITY_LABEL, IDENTITY_PROJECT_LABEL = "spotrl-identity", "spotrl-identity-project"
@@ -50,7 +49,7 @@ def task_of(launch: Launch) -> dict[str, Any]:
         "infra": "/".join(filter(None, [want.cloud, want.region, want.zone_name])),
         "instance_type": want.instance_type,
         "use_spot": want.market is Market.SPOT,
-        "disk_size": DISK_GIB,
+        "disk_size": want.disk_gib,
         "autostop": {"idle_minutes": launch.autostop_minutes, "down": True, "wait_for": "none"},
     }
     if want.cloud == "gcp":

@@ -390,6 +390,22 @@ def test_disks_and_addresses_are_counted_and_traffic_is_not_priced(sessions):
     assert total == sum(row.micro_usd or 0 for row in rows)
 
 
+def test_the_disk_of_the_plan_is_bought_reserved_and_billed(sessions):
+    def larger(option):
+        return replace(option, placement=replace(option.placement, disk_gib=730))
+
+    site = CLOUD_SITES[0]
+    site = replace(site, trainer=tuple(map(larger, site.trainer)), rollout=tuple(map(larger, site.rollout)))
+    stage = Stage(sessions, spot=1, sites=(site,))
+    stage.passes(61, step_ms=60_000)
+    assert {want.disk_gib for want, _, _ in stage.cloud.requested.values()} == {730}
+    rates = [side_micro_usd_per_hour("gcp", market, disk_gib=730) for market in (Market.SPOT, Market.ON_DEMAND)]
+    assert min(rates) > 100_000  # a dime an hour each, for the disk alone
+    assert sum(record.beside_micro_usd_per_hour for record in stage.records().values()) == sum(rates)
+    with sessions() as session:
+        assert side_micro_usd(session, stage.run, stage.clock.now_ms()) == pytest.approx(sum(rates), rel=0.02)
+
+
 def test_the_budget_ends_a_run_during_its_launch(sessions):
     stage = Stage(sessions, spot=2, max_total=150_000)
     stage.passes(30, step_ms=30_000)

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from types import SimpleNamespace
 
@@ -51,6 +52,13 @@ def test_a_task_names_exactly_one_resource():
     assert task["resources"]["use_spot"] is True
     assert "run" not in task
     assert "ports" not in task["resources"]
+    assert task["resources"]["disk_size"] == 100
+
+
+def test_a_node_has_the_disk_of_its_plan():
+    larger = launch()
+    larger = replace(larger, want=replace(larger.want, disk_gib=260))
+    assert task_of(larger)["resources"]["disk_size"] == 260
 
 
 def test_a_machine_image_is_passed_on_and_optional():

@@ -15,8 +15,8 @@ RATE = 3_600_000
 """One micro-dollar a millisecond."""
 
 
-def node(cloud: str = "aws", market: Market = Market.SPOT) -> Node:
-    return Node(id=7, cloud=cloud, region="r", market=market, micro_usd_per_hour=RATE)
+def node(cloud: str = "aws", market: Market = Market.SPOT, disk_gib: int = 100) -> Node:
+    return Node(id=7, cloud=cloud, region="r", market=market, micro_usd_per_hour=RATE, disk_gib=disk_gib)
 
 
 def price(at_ms: int, micro_usd_per_hour: int, number: int = 0) -> NodePrice:
@@ -91,3 +91,8 @@ def test_side_costs_of_a_node_are_marked_as_assumed():
     costs = side_costs(run("gcp"), node("gcp"), 0, HOUR_MS)
     assert sum(cost.micro_usd or 0 for cost in costs) == side_micro_usd_per_hour("gcp", Market.SPOT)
     assert all("assumed" in cost.source for cost in costs)
+
+
+def test_a_larger_disk_costs_as_much_more_as_it_is_larger():
+    disk, _ = side_costs(run("gcp"), node("gcp", disk_gib=730), 0, HOUR_MS)
+    assert (disk.kind, disk.amount, disk.micro_usd) == ("disk", "730 GiB", 100_000)

@@ -1,0 +1,95 @@
+"""The size of a node's boot disk, from what a run puts there. Pure.
+
+A node's model may lie on local NVMe instead (engine/node/local_disk.py). The boot disk must hold the model all the
+same, because local NVMe may be in use or fail.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from engine.memory.job import JobMemory
+from launcher.job.schema import Job
+from launcher.market.side_prices import DISK_GIB
+from launcher.placement.cloud_plan import CloudPlan
+from launcher.placement.options import Option, SiteOptions
+from launcher.placement.plan import PlacementError, Slot
+
+GIB = 1 << 30
+
+IMAGE_GIB = 45
+"""The machine image. SkyPilot's own on AWS has 45 GB (sky/clouds/aws.py, DEFAULT_AMI_GB); assumed for Google Cloud."""
+
+ENVIRONMENT_GIB = 12
+"""The Python environment: 3 to 5 GB of wheels in the installer's cache, and 7 GB of files."""
+
+RUN_GIB = 10
+"""Rollouts on their way, the coordinator's journal, and logs. Assumed."""
+
+TRAINED_COPIES = 3
+"""Versions of the trained weights on the trainer's disk (engine/coordinator/weight_book.py): the live one, the one
+before and the one being published. Checkpoints go from memory to the bucket."""
+
+MOST_PROMPTS = 20_000
+"""Prompts that a node encodes beforehand (engine/node/build_worker.py)."""
+
+FILES_PERCENT = 95
+"""Share of a disk that holds files. ext4 keeps 5 % for the system by default."""
+
+STEP_GIB = 10
+"""A computed size is a multiple of this."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BootDisk:
+    """The boot disk of every node of a run. `parts`: bytes of what it must hold."""
+
+    gib: int
+    parts: Mapping[str, int]
+
+    @property
+    def needed_gib(self) -> int:
+        return -(-sum(self.parts.values()) // GIB)
+
+
+def boot_disk(job: Job, memory: JobMemory | None, model_bytes: int | None) -> BootDisk:
+    """Return the disk that a job's nodes get. Raises PlacementError if the job names a size that is too small.
+
+    `memory`: None for models that ship with spotrl. `model_bytes`: size of the model's files that are sent to nodes;
+    None if the folder is not here, and the published model's size counts.
+    """
+    parts = {"machine image": IMAGE_GIB * GIB, "environment": ENVIRONMENT_GIB * GIB, "run": RUN_GIB * GIB}
+    if memory is not None:
+        prompts = min(job.iterations * job.algorithm.prompts_per_batch, MOST_PROMPTS)
+        parts["model"] = memory.model_bytes if model_bytes is None else model_bytes
+        parts["encoded prompts"] = prompts * memory.prompt_bytes
+        parts["trained weights"] = TRAINED_COPIES * memory.trained_bytes
+    parts["file system"] = sum(parts.values()) * (100 - FILES_PERCENT) // FILES_PERCENT
+    asked, needed = job.resources.disk_gb, BootDisk(gib=0, parts=parts).needed_gib
+    if asked is not None and asked < needed:
+        raise PlacementError(
+            f"resources.disk_gb is {asked}, and a node of this run needs {needed} GB ({parts_text(parts)}); set "
+            f"resources.disk_gb to {needed} or more, or leave it out"
+        )
+    computed = max(DISK_GIB, -(-needed // STEP_GIB) * STEP_GIB)
+    return BootDisk(gib=computed if asked is None else asked, parts=parts)
+
+
+def parts_text(parts: Mapping[str, int]) -> str:
+    """Return the parts in GB, each rounded up, as `model 54, environment 12`. The largest part comes first."""
+    ordered = sorted(parts.items(), key=lambda part: -part[1])
+    return ", ".join(f"{name} {-(-count // GIB)}" for name, count in ordered)
+
+
+def with_disk(plan: CloudPlan, disk: BootDisk) -> CloudPlan:
+    """Return the plan with the disk in every node that may be bought."""
+
+    def option(one: Option) -> Option:
+        return replace(one, placement=replace(one.placement, disk_gib=disk.gib))
+
+    def slot(one: Slot) -> Slot:
+        return replace(one, placement=replace(one.placement, disk_gib=disk.gib))
+
+    def site(one: SiteOptions) -> SiteOptions:
+        return replace(one, trainer=tuple(map(option, one.trainer)), rollout=tuple(map(option, one.rollout)))
+
+    return replace(plan, slots=tuple(map(slot, plan.slots)), sites=tuple(map(site, plan.sites)), disk=dict(disk.parts))
