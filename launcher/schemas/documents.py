@@ -171,8 +171,9 @@ def _launch() -> Schema:
     """Return the schema of `spotrl launch --json`: of a dry run on this machine or on clouds, or of a started run."""
     local = _joined("Plan of a local run.", Plan, outputs.PlanRates)
     on_clouds = _joined("Plan of a run on clouds.", CloudPlan, outputs.CloudPlanBound)
-    # The key is always printed. Outputs of version 1 from before the key are valid all the same.
-    on_clouds["required"].remove("memory")
+    # These keys are always printed. Outputs of version 1 from before the keys are valid all the same.
+    for added_later in ("memory", "disk"):
+        on_clouds["required"].remove(added_later)
     added = (
         ("Factors", outputs.FactorsCost),
         ("WhenSpotPays", outputs.SpotPaysVerdict),
@@ -182,6 +183,7 @@ def _launch() -> Schema:
         part = on_clouds["$defs"][name]
         on_clouds["$defs"][name] = _join(part.get("description", ""), part, _schema(more))
     definitions = local.pop("$defs") | on_clouds.pop("$defs")
+    definitions["Placement"]["required"].remove("disk_gib")
     started = _joined("A started run.", outputs.LaunchFacts, RunView)
     definitions |= started.pop("$defs") | {"LocalPlan": local, "CloudPlan": on_clouds}
     dry = _schema(outputs.DryRun)
