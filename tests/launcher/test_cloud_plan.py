@@ -25,6 +25,7 @@ from launcher.market.quality import Quality
 from launcher.market.side_prices import side_micro_usd_per_hour
 from launcher.money import HOUR_MS
 from launcher.placement.cloud_plan import CloudPlan, cloud_plan_json
+from launcher.placement.disk import BootDisk, with_disk
 from launcher.placement.forecast import Caps, Choice, cost, outlook, sums
 from launcher.placement.iteration_time import Recipe
 from launcher.placement.plan import PlacementError, Plan, plan_json, sites_from, slots_from
@@ -309,6 +310,9 @@ def test_the_bound_counts_the_dearest_site_disks_stand_ins_and_stopping():
     until = plan_cloud(replace(needs, deadline_ms=100 * HOUR_MS), view(*EAST, *dear))
     assert bound_of_plan(until.as_plan(), until.deadline_ms) == at_once * 100 + -(-at_once // 12)
     assert bound_of_plan(plan_cloud(needs, view(*EAST)).as_plan()) is None
+    larger = with_disk(until, BootDisk(gib=830, parts={}))
+    at_once += 3 * 2 * 100_000  # 730 GiB more at ten cents a month, for 730 hours
+    assert bound_of_plan(larger.as_plan(), until.deadline_ms) == at_once * 100 + -(-at_once // 12)
 
 
 def test_an_hourly_limit_bounds_spot_nodes_at_on_demand_prices():

@@ -404,6 +404,8 @@ def test_the_disk_of_the_plan_is_bought_reserved_and_billed(sessions):
     assert sum(record.beside_micro_usd_per_hour for record in stage.records().values()) == sum(rates)
     with sessions() as session:
         assert side_micro_usd(session, stage.run, stage.clock.now_ms()) == pytest.approx(sum(rates), rel=0.02)
+    [trainer] = [spec for _, spec, _ in stage.cloud.requested.values() if spec.role == "trainer"]
+    assert trainer.money_longest_ms == pytest.approx(100 * 60 * MINUTE * 10**6 / (TRAINER_RATE + max(rates)), rel=0.02)
 
 
 def test_the_budget_ends_a_run_during_its_launch(sessions):

@@ -1,10 +1,12 @@
 """Model weights: uploaded to the bucket once, and downloaded to a node's disk."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from obstore.store import MemoryStore
 
+from engine.models import fetch
 from engine.models.fetch import fetched
 from launcher.storage import weights
 from launcher.storage.stores import StoreError, open_store
@@ -40,6 +42,14 @@ def test_a_node_gets_all_sent_files_without_hidden_ones(model, url, tmp_path):
     assert there.name == digest_of(model)
     assert contents(there) == {name: data for name, data in contents(model).items() if not name.startswith(".")}
     assert fetched(url, tmp_path / "node" / "weights") == there
+
+
+def test_a_disk_without_room_for_the_model_is_named_before_a_byte_is_fetched(model, url, tmp_path, monkeypatch):
+    send(model, url, print)
+    monkeypatch.setattr(fetch.shutil, "disk_usage", lambda _: SimpleNamespace(free=600_000))
+    with pytest.raises(OSError, match=r"has 0 MiB free, and the model needs 0 MiB; set a larger resources\.disk_gb"):
+        fetched(url, tmp_path / "node")
+    assert not list((tmp_path / "node").rglob("*.safetensors"))
 
 
 def test_only_the_parts_that_the_pipelines_index_names_are_sent(model, url, tmp_path):
