@@ -14,6 +14,7 @@ import pytest
 from engine.config import EngineConfig, RuntimeConfig
 from engine.events import Market
 from engine.mark import MARK, marked
+from engine.node import agent
 from engine.node.agent import EXIT_BROKEN, EXIT_MONEY, EXIT_REFUSED, other_setup
 from engine.node.spend_guard import boot_id
 from engine.node_spec import ClockConfig, NodeSpec, role_token
@@ -245,3 +246,27 @@ def test_a_terminated_agent_ends_the_processes_of_ray(instances):
         assert instance.agent.wait(20) == EXIT_BROKEN
         instance.wait_for(lambda instance=instance: not instance.processes(), seconds=10)
         print(f"{instance.folder.name}: {sorted(names)} gone {time.monotonic() - began:.2f} s after SIGTERM")
+
+
+class _Reached(Exception):
+    """The agent came so far."""
+
+
+@pytest.mark.parametrize(("digest", "looks"), [("wanted-digest", True), ("", False)])
+def test_only_a_machine_of_our_set_up_looks_for_local_disks(tmp_path, monkeypatch, digest, looks):
+    """Other machines, like one of a developer in a cloud, may have local disks of their own."""
+    seen = []
+
+    def reached(_):
+        raise _Reached
+
+    monkeypatch.setattr(agent, "other_setup", lambda _: None)
+    monkeypatch.setattr(agent, "watch_notice", lambda *_: None)
+    monkeypatch.setattr(agent, "unfit", lambda *_: None)
+    monkeypatch.setattr(agent, "use_local_disk", lambda folder: seen.append(folder) or "local NVMe: none")
+    monkeypatch.setattr(agent.Agent, "_prepare", reached)
+    bare = object.__new__(agent.Agent)  # a made agent changes the environment of this process
+    bare.spec, bare.folder, bare.on_cloud = spec_of(tmp_path, digest=digest), tmp_path, True
+    with pytest.raises(_Reached):
+        bare.run()
+    assert seen == ([tmp_path] if looks else [])
