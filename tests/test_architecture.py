@@ -43,12 +43,16 @@ PURE = {
     "engine.memory.job",
     "engine.memory.published",
     "engine.memory.tally",
+    "engine.timing.figures",
+    "engine.timing.job",
+    "engine.timing.seconds",
 }
 """Further engine modules for policies and replays: decisions without torch or Ray."""
 
 FLOORS = {
     "engine": [
         "memory",
+        "timing",
         "protocol",
         "storage",
         "parallel",

@@ -9,13 +9,13 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar, cast, get_args
+from typing import TypeVar, get_args
 
 from engine.config import EngineConfig, ModelConfig
 from engine.memory.activations import parameters_of
 from engine.memory.architecture import FamilyName, architecture_from, text_of
 from engine.memory.budget import HALF, Budget, ModelSizes, Setting, rollout_budget, trainer_budget
-from engine.memory.published import PUBLISHED, PublishedModel
+from engine.memory.published import EMBEDDED, PUBLISHED, PublishedModel
 from engine.memory.tally import FP32, Training
 from engine.model_folder import FAMILIES, ImageSize
 
@@ -62,7 +62,7 @@ def job_memory(config: EngineConfig, folder: Path | None = None, *, ranks: int =
     """
     if config.model.name not in FAMILIES:
         return None
-    published, sizes = _sizes(config.model, folder)
+    published, sizes = sizes_of(config.model, folder)
     setting = setting_of(config, ranks)
     counts = parameters_of(sizes.architecture, setting.training)
     file_bytes = _published(sizes.architecture.family, config.model.path or "").file_bytes
@@ -110,10 +110,9 @@ def _size(model: ModelConfig) -> ImageSize:
     )
 
 
-def _sizes(model: ModelConfig, folder: Path | None) -> tuple[bool, ModelSizes]:
-    """Return whether the sizes are the published ones, and the sizes."""
-    assert model.name in get_args(FamilyName), f"{model.name} has no sizes (engine/memory/published.py)"
-    published = _published(cast(FamilyName, model.name), model.path or "")
+def sizes_of(model: ModelConfig, folder: Path | None) -> tuple[bool, ModelSizes]:
+    """Return whether the sizes are the published ones, and the sizes. `model`: not one that ships with spotrl."""
+    published = published_model(model)
     file = None if folder is None else folder / "transformer" / "config.json"
     is_here = file is not None and file.is_file()
     if file is not None and is_here:
@@ -129,12 +128,25 @@ def _sizes(model: ModelConfig, folder: Path | None) -> tuple[bool, ModelSizes]:
     )
 
 
-def _published(family: FamilyName, path: str) -> PublishedModel:
-    models = [model for model in PUBLISHED if model.family == family]
-    named = [
-        model for word, name in VARIANTS.items() for model in models if model.name == name and word in path.lower()
-    ]
+def published_model(model: ModelConfig) -> PublishedModel:
+    """Return the published model that the folder's name means, or the first of its family."""
+    assert model.name in get_args(FamilyName), f"{model.name} has no sizes (engine/memory/published.py)"
+    models = [one for one in PUBLISHED if one.family == model.name]
+    path = (model.path or "").lower()
+    named = [one for word, name in VARIANTS.items() for one in models if one.name == name and word in path]
     return [*named, *models][0]
+
+
+def weights_bytes(model: ModelConfig, folder: Path | None = None) -> int:
+    """Return the bytes of the trained weights, which a node gets with each new version: fp32 adapters, or all weights.
+
+    `folder`: the model's folder on this machine, if it is here.
+    Raises ValueError if the folder's `transformer/config.json` lacks a size.
+    """
+    architecture = EMBEDDED[model.name] if model.name in EMBEDDED else sizes_of(model, folder)[1].architecture
+    is_full = model.weights == "full"
+    counts = parameters_of(architecture, Training(rank=None if is_full else model.lora_rank))
+    return FP32 * (counts.transformer if is_full else counts.adapters)
 
 
 def smaller_settings(config: Config) -> Iterator[tuple[str, Config]]:

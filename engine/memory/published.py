@@ -169,3 +169,26 @@ HUNYUAN_VIDEO = PublishedModel(
 )
 
 PUBLISHED = (QWEN_IMAGE, FLUX_1_DEV, SD3_5_MEDIUM, SD3_5_LARGE, WAN_1_3B, WAN_14B, HUNYUAN_VIDEO)
+
+
+def _embedded(channels: int, output_channels: int) -> Architecture:
+    """Return the sizes of a model that ships with spotrl: a narrow Qwen-Image in pixel space (engine/models/)."""
+    heads, head_width = 4, 24
+    return Architecture(
+        family="qwen-image",
+        layers=4,
+        heads=heads,
+        head_width=head_width,
+        text_width=64,
+        channels=channels,
+        output_channels=output_channels,
+        mlp_width=4 * heads * head_width,
+    )
+
+
+EMBEDDED: Mapping[str, Architecture] = {
+    "digits-ocr": _embedded(4 * 4, 4 * 4),
+    "shapes": _embedded(3 * 9 * 9 + 2 * 4 + 64, 3 * 9 * 9),
+}
+"""Sizes of the models that ship with spotrl. A token is a patch of 4 x 4 grey values, or of 9 x 9 colours with its row,
+its column and the text."""

@@ -48,6 +48,8 @@ class Tally:
         """Bytes kept for the backward pass."""
         self.widest = 0
         """Bytes of the gradients of the largest layer input, which exist while that layer goes backward."""
+        self.operations = 0
+        """Floating point operations of the forward pass, without adapters: 2 for each product of two numbers."""
 
     def vector(self, inputs: int, *outputs: int, bias: bool = True) -> None:
         """Linear layers over one vector a row (time, guidance, pooled text). Their kept bytes are left out: some KB."""
@@ -61,6 +63,7 @@ class Tally:
         """
         size, training = self.training.compute_bytes, self.training
         self.parameters += sum(inputs * output + output for output in outputs)
+        self.operations += 2 * tokens * inputs * sum(outputs)
         copies, bytes_each = 0, size
         if training.is_full:
             copies = 0 if kept_before else 1
@@ -110,6 +113,7 @@ class Tally:
         The matrix of attention weights is never stored.
         """
         self.kept += (2 * queries + 2 * keys) * width * self.training.compute_bytes + queries * heads * FP32
+        self.operations += 4 * queries * keys * width  # queries x keys, and weights x values
 
     def tensor(self, tokens: int, width: int, *, in_fp32: bool = False) -> None:
         """Any other tensor that is kept."""

@@ -1,17 +1,21 @@
-"""Convert a job file into the plan's request to a cloud. Pure."""
+"""Convert a job file into the plan's request to a cloud. Pure, but for the model's folder."""
 
 from dataclasses import replace
+from pathlib import Path
 
 from engine.config import CandidateBudget
+from engine.memory.job import weights_bytes
+from engine.timing.job import is_timed, job_seconds
 from launcher.job.schema import Job
 from launcher.job.sections import NodeResources
 from launcher.placement.iteration_time import TRAINED_ON_GPUS, Recipe
-from launcher.placement.recipes import qwen_image_512, untimed
+from launcher.placement.memory import memory_of_job, usable_of
+from launcher.placement.recipes import timed, untimed
 from launcher.placement.requirements import CloudRequirements, NodeRequirements, Spot
 
 
-def cloud_requirements(job: Job, policy: str = "ours") -> CloudRequirements:
-    """Return the needs of a job, as the planner's input.
+def cloud_requirements(job: Job, policy: str = "ours", folder: Path | None = None) -> CloudRequirements:
+    """Return the needs of a job, as the planner's input. `folder`: the model's folder on this machine, if it is here.
 
     A job without timings needs all rollout nodes that the job file allows, because the number of nodes that pay is
     unknown.
@@ -19,9 +23,10 @@ def cloud_requirements(job: Job, policy: str = "ours") -> CloudRequirements:
     resources = job.resources
     min_nodes = resources.rollout.min_nodes
     if min_nodes is None:
-        min_nodes = 0 if is_timed(job) else resources.rollout.num_nodes
+        has_timings = is_timed(job, resources.trainer.accelerator, resources.rollout.accelerator)
+        min_nodes = 0 if has_timings else resources.rollout.num_nodes
     return CloudRequirements(
-        recipe=recipe_of(job),
+        recipe=recipe_of(job, folder),
         trainer=replace(_node(resources.trainer), gpus=min(resources.trainer.gpus, TRAINED_ON_GPUS)),
         trainer_gpus_named=resources.trainer.gpus,
         rollout=_node(resources.rollout),
@@ -36,41 +41,52 @@ def cloud_requirements(job: Job, policy: str = "ours") -> CloudRequirements:
     )
 
 
-def is_timed(job: Job) -> bool:
-    """Return whether comparable iterations were ever timed on cloud GPUs."""
-    return job.model.name == "qwen-image"
-
-
-def recipe_of(job: Job) -> Recipe:
-    """Return the timed recipe that matches the job, or an untimed recipe, marked as a guess."""
+def recipe_of(job: Job, folder: Path | None = None) -> Recipe:
+    """Return the recipe of a job from the timings of its model and GPUs, or an untimed recipe, marked as a guess."""
     budget = job.exploration.budget
     max_candidates = budget.candidates if isinstance(budget, CandidateBudget) else budget.max_candidates
     algorithm = job.algorithm.name
     assert algorithm != "auto", "EngineConfig replaces auto by the recommended algorithm"
-    if is_timed(job):
-        recipe = qwen_image_512(
-            iterations=job.iterations,
-            prompts=job.algorithm.prompts_per_batch,
-            images_per_prompt=job.algorithm.images_per_prompt,
-            explores=job.exploration.mode == "stale",
-            max_candidates=max_candidates,
-            lora_rank=job.model.lora_rank if job.model.weights == "lora" else None,
-            algorithm=algorithm,
-        )
-    else:
+    trainer, rollout = job.resources.trainer.accelerator, job.resources.rollout.accelerator
+    seconds = job_seconds(job, trainer=trainer, rollout=rollout, rows=rows_that_fit(job, folder), folder=folder)
+    prompts, images = job.algorithm.prompts_per_batch, job.algorithm.images_per_prompt
+    explores, copy_bytes = job.exploration.mode == "stale", weights_bytes(job.model, folder)
+    if seconds is None:
         recipe = untimed(
             model=job.model.name,
             iterations=job.iterations,
-            prompts=job.algorithm.prompts_per_batch,
-            images_per_prompt=job.algorithm.images_per_prompt,
-            explores=job.exploration.mode == "stale",
+            prompts=prompts,
+            images_per_prompt=images,
+            explores=explores,
             max_candidates=max_candidates,
+            copy_bytes=copy_bytes,
+            algorithm=algorithm,
+            gpus=" and ".join(dict.fromkeys((trainer, rollout))),
+        )
+    else:
+        recipe = timed(
+            seconds=seconds,
+            gpu=rollout,
+            iterations=job.iterations,
+            prompts=prompts,
+            images_per_prompt=images,
+            explores=explores,
+            max_candidates=max_candidates,
+            copy_bytes=copy_bytes,
             algorithm=algorithm,
         )
     if job.exploration.mode == "in-path":
         unplanned = "exploration in-path is not in the figures: neither what it costs, nor what it saves"
         return replace(recipe, never_run=(*recipe.never_run, unplanned))
     return recipe
+
+
+def rows_that_fit(job: Job, folder: Path | None = None) -> int | None:
+    """Return the rows of a training pass that fit on the trainer's GPU, at least 1. None: the memory is not known."""
+    memory, usable = memory_of_job(job, folder), usable_of(job, job.resources.trainer.accelerator)
+    if memory is None or usable is None:
+        return None
+    return max(1, memory.trainer.fitting(usable))
 
 
 def _node(resources: NodeResources) -> NodeRequirements:

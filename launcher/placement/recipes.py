@@ -1,9 +1,10 @@
-"""Recipes with known iteration times: facts about a job that a plan knows before the run. Figures, no decisions."""
+"""Recipes: facts about the iterations of a job that a plan knows before the run. Figures, no decisions."""
 
 from collections.abc import Mapping
 
 from engine.algorithm_config import AlgorithmName
 from engine.exploration.value import ASSUMED_RHO, IterationCost
+from engine.timing.job import JobSeconds
 from launcher.market.estimate import Basis, Estimate
 from launcher.placement.iteration_time import Recipe
 
@@ -24,38 +25,33 @@ GAIN_EXPONENTS: Mapping[AlgorithmName, Estimate] = {
 """What exploration saves, by algorithm. The means of flow-grpo and grpo-guard are below what digits-ocr gave, because
 another model may gain less. The mean of diffusion-nft is what digits-ocr gave."""
 
-QWEN_LORA_BYTES_PER_RANK = 380_000_000 // 64
-"""Bytes per rank of a LoRA on Qwen-Image's attention projections; rank 64 has 189 M parameters (research notes
-engine 6)."""
 
-QWEN_BYTES = 40_900_000_000
-"""Bytes of the whole model in bfloat16: 20.43 billion parameters (research notes engine 6)."""
-
-
-def qwen_image_512(
-    iterations: int = 300,
-    prompts: int = 32,
-    images_per_prompt: int = 16,
-    explores: bool = True,
-    max_candidates: int | None = None,
-    lora_rank: int | None = 64,
+def timed(
+    *,
+    seconds: JobSeconds,
+    gpu: str,
+    iterations: int,
+    prompts: int,
+    images_per_prompt: int,
+    explores: bool,
+    max_candidates: int | None,
+    copy_bytes: int,
     algorithm: AlgorithmName = "flow-grpo",
 ) -> Recipe:
-    """Return the recipe of GRPO on Qwen-Image at 512 px with LoRA and a judge's reward (papers 4.2).
+    """Return the recipe of a job whose model has timings (engine/timing/). `gpu`: the GPU of rollout nodes.
 
-    The default is 32 x 16 images. Timed by verl-omni on 4 H800: 107 s of generation for 512 images, 253 s of everything
-    else (papers 6.2). Training is assumed to cost the same for each image at any number of images. `lora_rank` None:
-    every weight is trained and sent.
+    The trainer helps with rollouts at the speed of a rollout GPU.
     """
-    images = prompts * images_per_prompt
+    assumed = [f"{name}: {source.text}" for name, source in seconds.sources if source.basis == "assumed"]
+    guess = [f"assumed, not measured: {'; '.join(assumed)}"] if assumed else []
     return Recipe(
         cost=IterationCost(
             prompts=prompts,
             images_per_prompt=images_per_prompt,
-            reserved_gpus=4,
-            rollout_gpu_seconds=107 * 4 / 512,
-            candidate_gpu_seconds=107 * 4 / 512,
-            train_seconds=253 * images / 512,
+            reserved_gpus=1,
+            rollout_gpu_seconds=seconds.rollout,
+            candidate_gpu_seconds=seconds.candidate,
+            train_seconds=seconds.train * prompts * images_per_prompt,
             max_candidates=max_candidates,
         ),
         iterations=Estimate(
@@ -64,22 +60,31 @@ def qwen_image_512(
             high=iterations * 2,
             basis=Basis.ASSUMED,
             source=(
-                "the recipe's 300 steps (papers 4.2), or the job's own number; half and twice, because seeds of "
-                "digits-ocr needed 22 to 60 (research notes rl 4)"
+                "the job's own number; half and twice, because seeds of digits-ocr needed 22 to 60 (research notes "
+                "rl 4)"
             ),
         ),
         explores=explores,
         rho=ASSUMED_RHO,
         gain_exponent=GAIN_EXPONENTS[algorithm],
-        copy_bytes=QWEN_BYTES if lora_rank is None else QWEN_LORA_BYTES_PER_RANK * lora_rank,
-        measured_on="4 H800",
-        source="verl-omni's documentation: 107 s of generation in a step of 360 s (research notes papers 4.2, 6.2)",
+        copy_bytes=copy_bytes,
+        measured_on=f"1 {gpu}",
+        source=_words(seconds),
         never_run=(
-            "spotrl has never trained Qwen-Image: its seconds are another framework's, on H800",
+            f"spotrl has never trained {seconds.model}: its seconds are of random weights, or published",
+            *guess,
             "how many iterations the target takes is assumed, and so is what exploration saves of them",
-            "no spot H100 was ever watched: how soon they are preempted is known from V100s of 2022",
+            f"no spot {gpu} was ever watched: how soon they are preempted is known from V100s of 2022",
         ),
     )
+
+
+def _words(seconds: JobSeconds) -> str:
+    """Return the sources of the seconds, each once."""
+    named: dict[str, list[str]] = {}
+    for name, source in seconds.sources:
+        named.setdefault(f"{source.basis}, {source.text}", []).append(name)
+    return "; ".join(f"{', '.join(dict.fromkeys(names))}: {text}" for text, names in named.items())
 
 
 UNTIMED_SECONDS = 60.0
@@ -94,11 +99,13 @@ def untimed(
     images_per_prompt: int,
     explores: bool,
     max_candidates: int | None,
+    copy_bytes: int,
     algorithm: AlgorithmName = "flow-grpo",
+    gpus: str = "cloud GPUs",
 ) -> Recipe:
-    """Return the recipe of a job without timings on cloud GPUs: a minute an iteration, half of it generation.
+    """Return the recipe of a job without timings on its GPUs: a minute an iteration, half of it generation.
 
-    Every figure of the recipe is a guess.
+    Every figure of the recipe but `copy_bytes` is a guess.
     """
     image_seconds = UNTIMED_SECONDS / 2 / (prompts * images_per_prompt)
     return Recipe(
@@ -121,13 +128,12 @@ def untimed(
         explores=explores,
         rho=ASSUMED_RHO,
         gain_exponent=GAIN_EXPONENTS[algorithm],
-        copy_bytes=0,
+        copy_bytes=copy_bytes,
         measured_on="nothing: a guess",
         source=f"a guess: {UNTIMED_SECONDS:.0f} s an iteration on one GPU",
         never_run=(
-            f"nobody has timed {model} on cloud GPUs: cost and time are a guess of {UNTIMED_SECONDS:.0f} s an "
-            "iteration, and the budget is what holds",
+            f"nobody has timed {model} on {gpus}: cost and time are a guess of {UNTIMED_SECONDS:.0f} s an iteration, "
+            "and the budget is what holds",
             "as many rollout nodes are bought as the job names, because nobody knows how many pay",
-            "copies of the weights are not counted",
         ),
     )

@@ -47,7 +47,7 @@ def cloud_plan(
     offers = as_you_pay(reached, job.price_overrides, job.discounts, now_ms)
     market = market_view(offers, histories.values(), now_ms=now_ms, priors=advice.priors, believed_odds=advice.odds)
     try:
-        plan = plan_cloud(cloud_requirements(job), market)
+        plan = plan_cloud(cloud_requirements(job, folder=folder), market)
     except PlacementError as error:
         named = [f"{cloud} {region}" for cloud in job.clouds for region in job.network.regions(cloud)]
         if not named:

@@ -32,11 +32,11 @@ from launcher.market.instance_types import INSTANCE_TYPES
 from launcher.market.offers import Offer
 from launcher.market.prices import FeedRefused
 from launcher.placement.plan_cloud import plan_cloud
-from launcher.placement.recipes import qwen_image_512
 from launcher.placement.requirements import CloudRequirements, MarketView, NodeRequirements
 from launcher.services.refresh import ask, build_sources, refresh
 from tests.benchmarks.page import load_now, publish, spread
 from tests.fakes.market import FakeMarket, Product, Tick, sku
+from tests.launcher.reference_recipe import verl_omni
 from tests.launcher.test_prices import FEED_REFUSALS, ROW_REFUSALS, believed, on_demand, raw
 
 NOW_MS = 1_763_726_400_000
@@ -202,7 +202,7 @@ def offers() -> list[Offer]:
 def plan_ms(offered: Sequence[Offer], times: int) -> list[float]:
     """Return the milliseconds of each of `times` plans, for the request of sky_yamls/qwen_image_ocr.yaml."""
     needs = CloudRequirements(
-        recipe=qwen_image_512(),
+        recipe=verl_omni(),
         trainer=NodeRequirements(accelerator="H100", gpus=4),
         rollout=NodeRequirements(accelerator="H100", gpus=8),
         max_rollout_nodes=PLAN_NODES,

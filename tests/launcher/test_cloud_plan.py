@@ -31,7 +31,6 @@ from launcher.placement.iteration_time import Recipe
 from launcher.placement.plan import PlacementError, Plan, plan_json, sites_from, slots_from
 from launcher.placement.plan_cloud import plan_cloud
 from launcher.placement.policy import POLICIES, Situation, build_policy
-from launcher.placement.recipes import qwen_image_512 as shipped_recipe
 from launcher.placement.requirements import (
     CloudRequirements,
     MarketView,
@@ -44,6 +43,7 @@ from launcher.placement.requirements import (
 from launcher.placement.search import cheapest_choice, is_above_floor, is_spread
 from launcher.placement.value import square_root_rule
 from tests.launcher.made_ledger import MINUTE_MS, START_MS, a_run, a_session
+from tests.launcher.reference_recipe import verl_omni
 
 USD = 1_000_000
 
@@ -74,7 +74,7 @@ EAST = (TRAINER, ON_DEMAND, offer("a", 2.0), offer("b", 2.2), offer("c", 2.4))
 
 def qwen_image_512(**more: Any) -> Recipe:
     """Return the recipe for an engine that trains on four GPUs, as in the research notes."""
-    return replace(shipped_recipe(**more), trained_on_gpus=4)
+    return replace(verl_omni(**more), trained_on_gpus=4)
 
 
 def requirements(**more: Any) -> CloudRequirements:
@@ -255,9 +255,7 @@ def test_a_larger_trainer_is_planned_with_a_note_if_no_smaller_one_is_sold():
 
 
 def test_a_trainer_with_one_gpu_is_preferred_because_only_one_is_used():
-    needs = requirements(
-        recipe=shipped_recipe(), trainer=NodeRequirements(accelerator="H100", gpus=1), trainer_gpus_named=8
-    )
+    needs = requirements(recipe=verl_omni(), trainer=NodeRequirements(accelerator="H100", gpus=1), trainer_gpus_named=8)
     one, eight = offer("", 7, gpus=1), offer("", 55, gpus=8)
     plan = plan_cloud(needs, view(one, eight, *EAST[2:]))
     assert plan.slots[0].placement.gpus == 1

@@ -1,0 +1,40 @@
+"""The recipe of the research notes, papers 6.2: Qwen-Image on four H800, as verl-omni published it.
+
+The closed forms of the notes are checked with its figures. Plans take theirs from engine/timing/.
+"""
+
+from engine.exploration.value import ASSUMED_RHO, IterationCost
+from launcher.market.estimate import Basis, Estimate
+from launcher.placement.iteration_time import Recipe
+from launcher.placement.recipes import GAIN_EXPONENTS
+
+ADAPTER_BYTES = 1_698_693_120
+"""Bytes of adapters of rank 64 on Qwen-Image in fp32."""
+
+
+def verl_omni(*, explores: bool = True, iterations: int = 300) -> Recipe:
+    """Return the recipe: 107 s of generation for 512 images, and 253 s of everything else, on four GPUs."""
+    return Recipe(
+        cost=IterationCost(
+            prompts=32,
+            images_per_prompt=16,
+            reserved_gpus=4,
+            rollout_gpu_seconds=107 * 4 / 512,
+            candidate_gpu_seconds=107 * 4 / 512,
+            train_seconds=253,
+        ),
+        iterations=Estimate(
+            mean=iterations,
+            low=iterations / 2,
+            high=iterations * 2,
+            basis=Basis.ASSUMED,
+            source="the recipe's 300 steps; half and twice are assumed",
+        ),
+        explores=explores,
+        rho=ASSUMED_RHO,
+        gain_exponent=GAIN_EXPONENTS["flow-grpo"],
+        copy_bytes=ADAPTER_BYTES,
+        measured_on="4 H800",
+        source="verl-omni's documentation (research notes papers 4.2, 6.2)",
+        never_run=("spotrl has never trained Qwen-Image",),
+    )
