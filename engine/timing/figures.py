@@ -1,7 +1,7 @@
 """Timings of published models, measured on GPUs or published: small tables with the source of every figure.
 
-Figures, no decisions; `seconds.py` computes with them. A figure of another GPU of the same speed (H800, H200) counts as
-one of an H100: their arithmetic is equal.
+Figures, no decisions; `seconds.py` computes with them. Measured ones are in tests/benchmarks/results/gpu.md. A figure
+of another GPU of the same speed (H800, H200) counts as one of an H100: their arithmetic is equal.
 
 `eager`: diffusers and torch as spotrl runs them. `tuned`: compiled networks, fused kernels and FlashAttention 3, as
 serving frameworks run them. spotrl runs no tuned network; those figures are here for comparison with publications.
@@ -45,7 +45,7 @@ class Figure:
 
 
 def _measured(day: int, what: str) -> Source:
-    return Source(basis="measured", text=f"spotrl on one H100, 2026-11-{day}: {what} (tests/benchmarks/results/gpu.md)")
+    return Source(basis="measured", text=f"spotrl on one H100, 2026-11-{day}: {what}")
 
 
 def _published(text: str) -> Source:

@@ -80,11 +80,8 @@ def timed(
 
 
 def _words(seconds: JobSeconds) -> str:
-    """Return the sources of the seconds, each once."""
-    named: dict[str, list[str]] = {}
-    for name, source in seconds.sources:
-        named.setdefault(f"{source.basis}, {source.text}", []).append(name)
-    return "; ".join(f"{', '.join(dict.fromkeys(names))}: {text}" for text, names in named.items())
+    """Return the sources of the seconds, like `passes measured (spotrl on one H100: ...), training assumed (...)`."""
+    return ", ".join(dict.fromkeys(f"{name} {source.basis} ({source.text})" for name, source in seconds.sources))
 
 
 UNTIMED_SECONDS = 60.0

@@ -5,8 +5,8 @@
 A small discrete-event simulation of its own (nothing of `engine/parallel/forecast.py`): one node of H100, a queue of
 requests, groups that pull. Elastic groups are planned anew as the queue drains, and every regrouping is paid for; they
 are compared with every degree that never changes, in two orders of pulling, the best of them chosen with hindsight.
-Step times: the model of research notes engine 6 with its published points (`engine/parallel/latency.py`): so makespans
-are modelled. The milliseconds of planning are measured.
+Step times: the model of `engine/parallel/latency.py`, from measured and published timings (`engine/timing/`): so
+makespans are modelled. The milliseconds of planning are measured.
 """
 
 import argparse
@@ -397,9 +397,10 @@ def main() -> None:
 Ratio: seconds until a queue is empty with elastic groups, over those with the best fixed SP degree of the same cell
 (node and queue), chosen with hindsight among all degrees that go for every class, each pulling the longest request
 first and in a random order of arrival. Modelled: {len(played)} cells, queues of 1 to {max(counts):,} requests,
-one request a group at a time, one node of H100 with the step times of `engine/parallel/latency.py` (research notes
-engine 6: published points, not measured by us). Both sides pay {REGROUP_SECONDS} s (assumed) for forming their first
-groups, the elastic one for every later regrouping too, and whoever is regrouped ends the running step first.
+one request a group at a time, one node of H100 with the step times of `engine/parallel/latency.py`: passes of
+diffusers' networks, most of them as we measured them, and published efficiencies of shared ones
+(`engine/timing/figures.py`). Both sides pay {REGROUP_SECONDS} s (assumed) for forming their first groups, the elastic
+one for every later regrouping too, and whoever is regrouped ends the running step first.
 Largest ratio {max(ratios):.5f}, median {statistics.median(ratios):.3f}, smallest {min(ratios):.3f}.
 Why it stays below 1: a forecast is what keeping the present groups would take, or less, and groups change only for an
 earlier one; so the end is no later than the first forecast, and that no later than any degree that stays and pulls the

@@ -78,6 +78,7 @@ def test_a_dry_run_prints_the_whole_plan_from_the_shipped_tables(launch):
     assert "the brakes hold" not in text  # one number, not two
     assert "what else there is, and why not:" in text
     assert "spotrl has never trained Qwen-Image" in text
+    assert "seconds of an iteration from passes measured (spotrl on one H100, 2026-11-22" in text
     assert "qwen-image was not looked for" in text
     assert text.endswith("Dry run: nothing was started.")
 
@@ -137,9 +138,21 @@ def test_an_untimed_job_is_planned_as_configured_and_marked_a_guess(launch, caps
     (launch.folder / "digits.yaml").write_text("infra: aws\n")
     assert run(["launch", str(launch.folder / "digits.yaml"), "--dry-run"]) == ExitCode.OK
     text = capsys.readouterr().out
-    assert "nobody has timed digits-ocr on cloud GPUs" in text
+    assert "nobody has timed digits-ocr on" in unwrapped(text)
     assert "spot-0" in text
     assert "spot-1" in text
+
+
+def test_the_seconds_of_an_iteration_are_recomputed_by_hand(launch):
+    """512 images of 10 guided steps of .0481 s, decoded, and 1024 rows of 6.07 guided passes and half of 1.75."""
+    _, text, _ = launch("--dry-run", "--json")
+    guided = 2 * 0.0481
+    rollouts = 512 * (10 * guided + 0.02 * 512 * 512 / 1e6)
+    training = 512 * 2 * guided * (6.07 + 1.75 / 2)
+    plan = printed("launch", text)["plan"]
+    assert plan["seconds_per_iteration_alone"] == pytest.approx(rollouts + training)
+    gpus = plan["spot_pays"]["gpus"]
+    assert rollouts / (1 + gpus) + training < plan["seconds_per_iteration"] < rollouts + training
 
 
 def test_one_cloud_is_planned_on_that_cloud(launch):

@@ -88,8 +88,12 @@ def test_the_json_plan_has_the_memory_in_bytes(dry_run):
     assert trainer["fitting"] == (trainer["usable"] - parts) // trainer["bytes_each"]
 
 
+LIMITS = ("budget.max_total=20000", "budget.deadline=60d")
+"""Limits that leave room for a slow job: 1280 px, or one row a pass, takes five to ten times as long."""
+
+
 def test_rows_that_do_not_fit_are_named_and_the_plan_takes_fewer(dry_run):
-    _, shown = dry_run("model.height=1280", "model.width=1280")
+    _, shown = dry_run("model.height=1280", "model.width=1280", *LIMITS)
     assert column(shown, 0)["rows, images of a pass"] == 4
     assert "passes of 8 rows on the trainer, and 4 fit" in " ".join(shown.split())
 
@@ -99,7 +103,7 @@ def test_rows_that_do_not_fit_are_named_and_the_plan_takes_fewer(dry_run):
                                                "transformer 38.1", "take A100-80GB or H100 or H200 or B200"]),
     (["resources.rollout.accelerators=A10G:1"], ["resources.rollout.accelerators is A10G:1", "one image of Qwen"]),
     (["model.checkpointing='off'"], ["a row 30", "take H200 or B200 or set model.checkpointing: on"]),
-    (["algorithm.rows_per_forward=1"], []),
+    (["algorithm.rows_per_forward=1", *LIMITS], []),
     (["model.checkpointing='off'", "model.height=1280", "model.width=1280"], ["set model.checkpointing: on"]),
     (["model.weights=full"], ["set model.weights: lora"]),
 ])  # fmt: skip

@@ -363,7 +363,8 @@ def test_a_recipe_is_of_the_jobs_batch_and_of_measured_seconds():
     assert recipe.cost.rollout_gpu_seconds == pytest.approx(10 * one + 0.02 * 512**2 / 1e6)
     rows = 16 * 8 * 2  # 128 images, 2 trained steps each; after the first of 2 updates, a pass of the old policy
     assert recipe.cost.train_seconds == pytest.approx(rows * one * (6.07 + 1.75 / 2))
-    assert any("2026-11-22" in part for part in recipe.source.split(";"))
+    assert "passes measured (spotrl on one H100, 2026-11-22" in recipe.source
+    assert "training measured (spotrl on one H100, 2026-11-26" in recipe.source
     assert recipe.never_run
 
 
