@@ -65,7 +65,7 @@ def job_memory(config: EngineConfig, folder: Path | None = None, *, ranks: int =
     published, sizes = sizes_of(config.model, folder)
     setting = setting_of(config, ranks)
     counts = parameters_of(sizes.architecture, setting.training)
-    file_bytes = _published(sizes.architecture.family, config.model.path or "").file_bytes
+    file_bytes = published_model(config.model).file_bytes
     return JobMemory(
         model=sizes.name,
         size=setting.size,
@@ -77,7 +77,7 @@ def job_memory(config: EngineConfig, folder: Path | None = None, *, ranks: int =
         * file_bytes
         // HALF,
         prompt_bytes=setting.size.text_tokens * sizes.architecture.text_width * HALF,
-        trained_bytes=FP32 * (counts.transformer if setting.training.is_full else counts.adapters),
+        trained_bytes=weights_bytes(config.model, folder),
     )
 
 
