@@ -216,7 +216,7 @@ def test_a_gpu_that_torch_cannot_use_is_refused_with_an_alternative(launch):
     assert "use one of A100, A100-80GB, A10G, B200, H100, H200, L4, L40S, T4" in text
 
 
-def test_the_dry_run_takes_less_than_two_seconds_and_loads_no_sdk(launch):
+def test_the_dry_run_takes_less_than_three_seconds_and_loads_no_sdk(launch):
     """The whole command in a new process, measured in CPU seconds because the computer may be busy."""
     code = (
         "import sys\nfrom launcher.cli.main import run\n"
@@ -231,7 +231,7 @@ def test_the_dry_run_takes_less_than_two_seconds_and_loads_no_sdk(launch):
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
-    assert min(seconds() for _ in range(3)) < 2
+    assert min(seconds() for _ in range(3)) < 3
 
 
 # --- capacity advice of the clouds -------------------------------------------------------------------
