@@ -7,90 +7,18 @@ value found, the values allowed, and the reason.
 
 from typing import Annotated, Literal, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from engine.algorithm_config import AlgorithmConfig, recommended
+from engine.model_config import GUIDANCE as GUIDANCE
+from engine.model_config import SHIPPED as SHIPPED
+from engine.model_config import VIDEO as VIDEO
+from engine.model_config import ModelConfig as ModelConfig
 from engine.reward_config import RewardConfig as RewardConfig
 from engine.strict import Positive, Strict
 
-SHIPPED = {"digits-ocr": "digits", "shapes": "shapes"}
-"""Shipped models, and the prompts each model was trained for. The models have no unconditional branch."""
-
-
-GUIDANCE = {"qwen-image": 4.0, "sd3": 4.5, "flux": 3.5, "wan": 5.0, "hunyuan-video": 6.0}
-"""Published guidance of each family that does not ship: of the model card, or the default of the diffusers pipeline."""
-
-VIDEO = ("wan", "hunyuan-video")
-"""Models that generate videos."""
-
-
-class ModelConfig(Strict):
-    """Diffusion transformer of the job, and the part of its weights to train."""
-
-    # `from` is a Python keyword, so the field has another name. Every file and message says `from`.
-    model_config = ConfigDict(validate_by_name=True, validate_by_alias=True, serialize_by_alias=True)
-
-    name: Literal["digits-ocr", "shapes", "qwen-image", "sd3", "flux", "wan", "hunyuan-video"] = "digits-ocr"
-    """Model adapter (engine/models/). `digits-ocr` and `shapes` ship with spotrl; every other model needs `path`."""
-    path: str | None = None
-    """Folder of a diffusers model (transformer, vae, ...). None: the weights shipped with spotrl."""
-    height: Positive | None = None
-    """Height of an image in pixels, a multiple of the VAE's factor times the patch: 16 for all published models. None:
-    512 for images, 240 for wan, 320 for hunyuan-video. Shipped models have one size."""
-    width: Positive | None = None
-    """Width of an image in pixels, as `height`. None: 512 for images, 416 for wan, 512 for hunyuan-video."""
-    frames: Positive | None = None
-    """Frames of a video, 4 n + 1 for the published models. None: 33. Image models have no frames."""
-    max_text_tokens: Positive | None = None
-    """Text tokens of a prompt; longer prompts are cut. None: the default of the model's diffusers pipeline: 512, or 256
-    for sd3 and hunyuan-video. A smaller number makes a pass faster. With flux, sd3 and wan, padding is part of the
-    input, so another number also changes the images."""
-    weights: Literal["full", "lora"] = "full"
-    """Trained weights: `full` trains every weight of the transformer, `lora` trains low-rank adapters."""
-    lora_rank: Positive = 16
-    """Rank of the low-rank adapters. Used with `weights: lora` only."""
-    lora_alpha: Positive = 32
-    """Scale of the low-rank adapters: the update is multiplied by `lora_alpha / lora_rank`. Used with `weights: lora`
-    only."""
-    checkpointing: Literal["auto", "on", "off"] = "auto"
-    """Gradient checkpointing: a training pass keeps the input of every transformer block only, and computes each block
-    again in the backward pass. Saves most of the memory for a third more computing. Rollouts and evaluations do not
-    change. `auto`: on for every model but those that ship with spotrl."""
-    start: Annotated[str, Field(min_length=1)] | None = Field(default=None, alias="from")
-    """Start weights: a run's name, or a folder written by `spotrl pull` (with a / in the path, relative to the job
-    file). Training continues from the start weights, with a new optimizer and a new average. The start weights replace
-    the base model in every comparison with the model before training: the first evaluation, the KL divergence,
-    `sample --base`."""
-
-    @property
-    def recomputes(self) -> bool:
-        """Return True if training passes use gradient checkpointing."""
-        return self.checkpointing == "on" or (self.checkpointing == "auto" and self.name not in SHIPPED)
-
-    @model_validator(mode="after")
-    def _weights_exist(self) -> Self:
-        if self.path is None and self.name not in SHIPPED:
-            raise ValueError(
-                f"model.name is {self.name} but model.path is missing; give the folder of its diffusers weights, "
-                f"because only {' and '.join(SHIPPED)} ship with spotrl"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _the_model_has_such_a_size(self) -> Self:
-        sizes = ("height", "width", "frames", "max_text_tokens")
-        given = [name for name in sizes if getattr(self, name) is not None]
-        if self.name in SHIPPED and given:
-            raise ValueError(
-                f"model.{given[0]} is {getattr(self, given[0])}, but {self.name} has one size of image and text; leave "
-                f"out {', '.join(given)}"
-            )
-        if self.frames is not None and self.name not in VIDEO:
-            raise ValueError(
-                f"model.frames is {self.frames}, but {self.name} makes images; leave frames out, or use "
-                f"{' or '.join(VIDEO)}"
-            )
-        return self
+COMPILING_LEASE_SECONDS = 300.0
+"""Assumed to be enough for torch to compile the blocks of a published model, once for each shape."""
 
 
 class WindowConfig(Strict):
@@ -331,7 +259,8 @@ class RuntimeConfig(Strict):
     lease_seconds: Annotated[float, Field(gt=0.0)] = 2.0
     """Shortest lease. If longer, a lease lasts four times the slowest measured step of its kind of work."""
     first_lease_seconds: Annotated[float, Field(gt=0.0)] = 20.0
-    """Lease duration before any step of the kind was measured: compilation and first memory use take long."""
+    """Lease duration before any step of the kind was measured: compilation and first memory use take long. The default
+    is 300 with `model.compile: on`."""
     heartbeat_seconds: Annotated[float, Field(gt=0.0)] = 0.5
     """Maximum age of a worker's last call before the worker sends a heartbeat between steps."""
     commit_every: Literal["auto"] | Positive = "auto"
@@ -401,6 +330,23 @@ class EngineConfig(Strict):
     @model_validator(mode="after")
     def _the_reward_can_score_the_model(self) -> Self:
         self.reward.check_scores(self.model.name, is_video=self.model.name in VIDEO)
+        return self
+
+    @model_validator(mode="after")
+    def _compiled_workers_share_no_image(self) -> Self:
+        if self.model.compile == "on" and self.runtime.sp_degree != 1:
+            raise ValueError(
+                f"model.compile is on, but runtime.sp_degree is {self.runtime.sp_degree}; workers that share an image "
+                "exchange data inside each block: use sp_degree: 1, or model.compile: off"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_first_lease_outlives_the_compiler(self) -> Self:
+        """Set the default of `runtime.first_lease_seconds` that fits a worker whose first step compiles."""
+        if self.model.compile == "on" and "first_lease_seconds" not in self.runtime.model_fields_set:
+            longer = self.runtime.model_copy(update={"first_lease_seconds": COMPILING_LEASE_SECONDS})
+            self.__dict__["runtime"] = longer
         return self
 
     @model_validator(mode="after")

@@ -12,13 +12,14 @@ from engine.models.load import ReferencePolicy
 
 
 def objective_of(
-    config: AlgorithmConfig, old: OldPolicy, reference: ReferencePolicy | None, *, workers_merge: bool
+    config: AlgorithmConfig, old: OldPolicy, reference: ReferencePolicy | None, *, workers_differ: bool
 ) -> Objective:
     """Return the objective of `config.name`.
 
-    `workers_merge`: rollout workers merge adapters, so their log-probs are close to the trainer's and not equal.
+    `workers_differ`: rollout workers merge adapters or compile blocks, so their log-probs are close to the trainer's
+    and not equal.
     """
-    own = old if workers_merge else None
+    own = old if workers_differ else None
     match config.name:
         case "flow-grpo":
             return FlowGrpo(config, reference, own)

@@ -98,8 +98,13 @@ class Trainer:
         parameters: dict[str, nn.Parameter],
         config: AlgorithmConfig,
         reference: ReferencePolicy | None = None,
+        *,
+        workers_compile: bool = False,
     ) -> None:
-        """Create the optimiser. `reference`: needed if the loss has a term that holds the weights near it."""
+        """Create the optimiser. `reference`: needed if the loss has a term that holds the weights near it.
+
+        `workers_compile`: rollout workers compile blocks, which the trainer never does.
+        """
         self.adapter = adapter
         self.parameters = parameters
         self.config = config
@@ -108,7 +113,8 @@ class Trainer:
         self.on_fewer_rows: Callable[[int, str], None] = lambda rows, error: None
         """Called after every halving, with the new number and the text of the memory error."""
         self.old = OldPolicy(parameters)
-        self.objective = objective_of(config, self.old, reference, workers_merge=merges(adapter.transformer))
+        differ = workers_compile or merges(adapter.transformer)
+        self.objective = objective_of(config, self.old, reference, workers_differ=differ)
         self.optimizer = torch.optim.AdamW(
             parameters.values(),
             lr=config.learning_rate,

@@ -15,6 +15,7 @@ from engine.config import EngineConfig
 from engine.coordinator.coordinator import Coordinator
 from engine.coordinator.open import open_coordinator
 from engine.models.adapter import DiTAdapter
+from engine.models.compiled import compile_blocks
 from engine.models.load import load_adapter, trainable
 from engine.prompts import PromptSource, prompt_source
 from engine.protocol.codec import Blobs
@@ -77,6 +78,8 @@ def build_inproc(
     spot = []
     for number in range(workers):
         adapter = make_adapter()
+        if config.model.compile == "on":
+            compile_blocks(adapter.transformer)
         worker = Worker(
             name=f"spot-{number}/0",
             node=f"spot-{number}",

@@ -72,9 +72,19 @@ def operations_of(architecture: Architecture, size: ImageSize) -> int:
 
 
 def activations(
-    architecture: Architecture, size: ImageSize, training: Training, *, is_checkpointed: bool, is_guided: bool
+    architecture: Architecture,
+    size: ImageSize,
+    training: Training,
+    *,
+    is_checkpointed: bool,
+    is_guided: bool,
+    doubles_guidance: bool = False,
 ) -> Activations:
-    """Return the bytes of one row. `is_guided`: the sampler's guidance is not 1."""
+    """Return the bytes of one row.
+
+    `is_guided`: the sampler's guidance is not 1. `doubles_guidance`: both branches are one batch, so the backward pass
+    works on both at once.
+    """
     image, text = image_tokens(size), text_tokens(architecture.family, size)
     blocks = list(_blocks(architecture, training, image, text))
     kept = _outside(architecture, training, image, text).kept
@@ -84,8 +94,13 @@ def activations(
         working += max(tally.kept for tally, _ in blocks)
     else:
         kept += sum(tally.kept for tally, _ in blocks)
-    branches = 2 if is_guided and not architecture.takes_guidance else 1
-    return Activations(kept=branches * kept, working=working)
+    branches = branches_of(architecture, is_guided=is_guided)
+    return Activations(kept=branches * kept, working=(branches if doubles_guidance else 1) * working)
+
+
+def branches_of(architecture: Architecture, *, is_guided: bool) -> int:
+    """Return the number of branches of a pass: with and without the prompt, or one."""
+    return 2 if is_guided and not architecture.takes_guidance else 1
 
 
 def _blocks(a: Architecture, training: Training, image: int, text: int) -> Iterator[tuple[Tally, int]]:

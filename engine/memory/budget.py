@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from engine.memory.activations import activations, parameters_of
+from engine.memory.activations import activations, branches_of, parameters_of
 from engine.memory.architecture import Architecture, image_tokens, text_tokens
 from engine.memory.blocks import adapts_feed_forward
 from engine.memory.tally import FP32, Training
@@ -139,6 +139,8 @@ class Setting:
     """Images of a rollout pass."""
     ranks: int = 1
     """GPUs that train the same weights, each a share of the rows."""
+    doubles_guidance: bool = False
+    """True if both branches of guidance are one batch of twice the rows."""
     keeps_reference: bool = False
     """True if the loss compares with a copy of the weights before training. Adapters are switched off instead."""
 
@@ -154,6 +156,7 @@ def trainer_budget(model: ModelSizes, setting: Setting) -> Budget:
         training,
         is_checkpointed=setting.is_checkpointed,
         is_guided=setting.is_guided,
+        doubles_guidance=setting.doubles_guidance,
     )
     # Weights that are fp32 in the forward pass are the optimised weights themselves.
     is_same = training.is_full and training.compute_bytes == FP32
@@ -206,7 +209,12 @@ def _present(parts: Mapping[str, int]) -> dict[str, int]:
 
 def denoising_bytes(architecture: Architecture, setting: Setting) -> int:
     """Return the bytes that one image of a pass without gradients needs at its largest moment."""
-    a, image = architecture, image_tokens(setting.size)
+    rows = branches_of(architecture, is_guided=setting.is_guided) if setting.doubles_guidance else 1
+    return rows * _row_bytes(architecture, setting)
+
+
+def _row_bytes(a: Architecture, setting: Setting) -> int:
+    image = image_tokens(setting.size)
     tokens = image + text_tokens(a.family, setting.size)
     stream = tokens * a.width * setting.training.compute_bytes
     if setting.training.is_full or not adapts_feed_forward(a):

@@ -93,6 +93,7 @@ def setting_of(config: EngineConfig, ranks: int = 1) -> Setting:
         ),
         is_checkpointed=model.recomputes,
         is_guided=config.sampler.guidance != 1.0,
+        doubles_guidance=model.doubles_guidance,
         rows=algorithm.rows_per_forward,
         images=max(config.runtime.shape, config.evaluation.shape, *exploring),
         ranks=ranks,
@@ -156,6 +157,8 @@ def smaller_settings(config: Config) -> Iterator[tuple[str, Config]]:
         return config.model_copy(update={"model": config.model.model_copy(update=fields)})
 
     model, size = config.model, _size(config.model)
+    if model.doubles_guidance and config.sampler.guidance != 1.0:
+        yield "model.guidance_passes: two", changed(guidance_passes="two")
     if not model.recomputes:
         yield "model.checkpointing: on", changed(checkpointing="on")
     if model.weights == "full":

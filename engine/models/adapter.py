@@ -25,6 +25,9 @@ class DiTAdapter(Protocol):
     schedule: ModelSchedule
     """Noise levels of the model's own pipeline, for `sampler.shift: auto`."""
 
+    doubles_guidance: bool
+    """True: `velocity` computes both branches of classifier-free guidance as one batch of twice the rows."""
+
     def encode(self, prompts: Sequence[str]) -> Conditioning:
         """Encode prompts to conditioning without gradient.
 

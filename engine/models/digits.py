@@ -62,6 +62,7 @@ class DigitsAdapter:
     """
 
     schedule: ModelSchedule = EVEN
+    doubles_guidance = False
 
     def __init__(self, transformer: nn.Module, text: ByteText) -> None:
         self.transformer = transformer

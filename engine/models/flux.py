@@ -33,6 +33,8 @@ FLUX_LORA_TARGETS = (
 class FluxAdapter:
     """`DiTAdapter` over diffusers' `FluxTransformer2DModel`."""
 
+    doubles_guidance = False
+
     def __init__(
         self,
         transformer: nn.Module,
@@ -64,7 +66,7 @@ class FluxAdapter:
     def velocity(self, x: Tensor, sigma: Tensor, conditioning: Conditioning, guidance: float) -> Tensor:
         if self._takes_guidance:
             return self._forward(x, sigma, conditioning, torch.full_like(sigma, guidance))
-        return guided(self._branch, x, sigma, conditioning, self._empty, guidance)
+        return guided(self._branch, x, sigma, conditioning, self._empty, guidance, in_one_pass=self.doubles_guidance)
 
     def _branch(self, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         return self._forward(x, sigma, conditioning, None)

@@ -33,6 +33,8 @@ HUNYUAN_VIDEO_LORA_TARGETS = (
 class HunyuanVideoAdapter:
     """`DiTAdapter` over diffusers' `HunyuanVideoTransformer3DModel`."""
 
+    doubles_guidance = False
+
     def __init__(
         self,
         transformer: nn.Module,
@@ -60,7 +62,7 @@ class HunyuanVideoAdapter:
     def velocity(self, x: Tensor, sigma: Tensor, conditioning: Conditioning, guidance: float) -> Tensor:
         if self._takes_guidance:
             return self._forward(x, sigma, conditioning, 1000.0 * torch.full_like(sigma, guidance))
-        return guided(self._branch, x, sigma, conditioning, self._empty, guidance)
+        return guided(self._branch, x, sigma, conditioning, self._empty, guidance, in_one_pass=self.doubles_guidance)
 
     def _branch(self, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         return self._forward(x, sigma, conditioning, None)

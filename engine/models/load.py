@@ -42,6 +42,7 @@ def load_adapter(config: ModelConfig, device: str = "cpu", dtype: torch.dtype = 
         compute_in_bfloat16(adapter.transformer)
     if config.recomputes:
         recompute_blocks(adapter.transformer)
+    adapter.doubles_guidance = config.doubles_guidance
     return adapter
 
 

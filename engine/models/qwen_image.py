@@ -38,6 +38,8 @@ QWEN_LORA_TARGETS = (
 class QwenImageAdapter:
     """`DiTAdapter` over diffusers' `QwenImageTransformer2DModel`."""
 
+    doubles_guidance = False
+
     def __init__(
         self,
         transformer: nn.Module,
@@ -65,7 +67,16 @@ class QwenImageAdapter:
         return (self._rows * self._columns, int(self.transformer.config.in_channels))  # type: ignore[union-attr, arg-type]
 
     def velocity(self, x: Tensor, sigma: Tensor, conditioning: Conditioning, guidance: float) -> Tensor:
-        return guided(self._branch, x, sigma, conditioning, self._empty, guidance, keeps_norm=True)
+        return guided(
+            self._branch,
+            x,
+            sigma,
+            conditioning,
+            self._empty,
+            guidance,
+            keeps_norm=True,
+            in_one_pass=self.doubles_guidance,
+        )
 
     def _branch(self, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         dtype: torch.dtype = self.transformer.img_in.weight.dtype  # type: ignore[union-attr, assignment]

@@ -31,6 +31,8 @@ SD3_LORA_TARGETS = (
 class SD3Adapter:
     """`DiTAdapter` over diffusers' `SD3Transformer2DModel`."""
 
+    doubles_guidance = False
+
     def __init__(
         self,
         transformer: nn.Module,
@@ -55,7 +57,7 @@ class SD3Adapter:
         return (int(self.transformer.config.in_channels), *self._size)  # type: ignore[union-attr, arg-type]
 
     def velocity(self, x: Tensor, sigma: Tensor, conditioning: Conditioning, guidance: float) -> Tensor:
-        return guided(self._branch, x, sigma, conditioning, self._empty, guidance)
+        return guided(self._branch, x, sigma, conditioning, self._empty, guidance, in_one_pass=self.doubles_guidance)
 
     def _branch(self, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         dtype: torch.dtype = self.transformer.pos_embed.proj.weight.dtype  # type: ignore[union-attr, assignment]

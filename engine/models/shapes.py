@@ -76,6 +76,7 @@ class ShapesAdapter:
     """
 
     schedule: ModelSchedule = EVEN
+    doubles_guidance = False
 
     def __init__(self, transformer: nn.Module, text: WordText) -> None:
         self.transformer = transformer

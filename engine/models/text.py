@@ -65,17 +65,22 @@ def guided(
     guidance: float,
     *,
     keeps_norm: bool = False,
+    in_one_pass: bool = False,
 ) -> Tensor:
     """Apply classifier-free guidance: v_uncond + guidance (v_cond - v_uncond). At 1, skip the unconditional branch.
 
-    empty       conditioning of the empty prompt, a single row
-    keeps_norm  True: give each token's velocity the norm of v_cond, as the Qwen-Image pipeline does
+    empty        conditioning of the empty prompt, a single row
+    keeps_norm   True: give each token's velocity the norm of v_cond, as the Qwen-Image pipeline does
+    in_one_pass  True: compute both branches as one batch of 2 B rows; False: one after the other
     """
-    conditional = branch(x, sigma, conditioning)
     if guidance == 1.0:
-        return conditional
+        return branch(x, sigma, conditioning)
     repeated = {name: value.to(x.device).expand(len(x), *value.shape[1:]) for name, value in empty.items()}
-    unconditional = branch(x, sigma, repeated)
+    if in_one_pass:
+        both = {name: torch.cat((value, repeated[name])) for name, value in conditioning.items()}
+        conditional, unconditional = branch(torch.cat((x, x)), torch.cat((sigma, sigma)), both).chunk(2)
+    else:
+        conditional, unconditional = branch(x, sigma, conditioning), branch(x, sigma, repeated)
     combined = unconditional + guidance * (conditional - unconditional)
     return at_norm(combined, conditional) if keeps_norm else combined
 

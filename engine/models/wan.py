@@ -34,6 +34,8 @@ WAN_LORA_TARGETS = (
 class WanAdapter:
     """`DiTAdapter` over diffusers' `WanTransformer3DModel`."""
 
+    doubles_guidance = False
+
     def __init__(
         self,
         transformer: nn.Module,
@@ -58,7 +60,7 @@ class WanAdapter:
         return (int(self.transformer.config.in_channels), *self._size)  # type: ignore[union-attr, arg-type]
 
     def velocity(self, x: Tensor, sigma: Tensor, conditioning: Conditioning, guidance: float) -> Tensor:
-        return guided(self._branch, x, sigma, conditioning, self._empty, guidance)
+        return guided(self._branch, x, sigma, conditioning, self._empty, guidance, in_one_pass=self.doubles_guidance)
 
     def _branch(self, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         # Not the first parameter's dtype: diffusers keeps some of Wan's parameters in fp32, whatever the loading dtype.

@@ -8,6 +8,7 @@ import torch
 
 import engine.rewards.ocr  # noqa: F401  preloaded
 from engine.models.adapter import DiTAdapter
+from engine.models.compiled import compile_blocks
 from engine.models.fetch import fetched
 from engine.models.load import load_adapter, trainable
 from engine.models.pipeline_text import prepare_prompts
@@ -37,6 +38,8 @@ def make_worker(
     torch.set_num_threads(1)
     adapter = load_model(spec, number)
     elastic = join_groups(spec, adapter)
+    if spec.engine.model.compile == "on":
+        compile_blocks(adapter.transformer)
     trace = step_trace(spec, f"worker-{number}", lambda: 1 if elastic is None else elastic.degree)
     return Worker(
         name=f"{spec.node}/{number}",

@@ -56,7 +56,7 @@ class Loop:
         self.checkpoints = Checkpoints(context, self.state, self.reporter)
         start = None if config.model.start is None else self.checkpoints.start()
         self.started_from = "" if start is None else start.text
-        self.model = TrainedModel(adapter, config.algorithm, start)
+        self.model = TrainedModel(adapter, config.algorithm, start, workers_compile=config.model.compile == "on")
         self.memory = TrainingMemory(self.model.trainer, self.state, self.reporter)
         self.schedule = adapter.schedule
         self.worker = own_worker(config, context, adapter, self.model, reward)

@@ -20,10 +20,13 @@ OLD = "old"
 class TrainedModel:
     """Trained parameters by name, the optimizer that changes them, and the average that evaluations use."""
 
-    def __init__(self, adapter: DiTAdapter, algorithm: AlgorithmConfig, start: Start | None) -> None:
+    def __init__(
+        self, adapter: DiTAdapter, algorithm: AlgorithmConfig, start: Start | None, *, workers_compile: bool = False
+    ) -> None:
         """Load the start weights, if any, before the average and the reference of the KL divergence copy the weights.
 
         A run restored from a checkpoint needs the start weights too, because the KL divergence is measured from them.
+        `workers_compile`: rollout workers compile blocks.
         """
         self._algorithm = algorithm
         self.parameters = trainable(adapter)
@@ -31,7 +34,7 @@ class TrainedModel:
             load_start(self.parameters, start.weights)
         needs_reference = algorithm.kl_beta > 0 or algorithm.diffusion_nft.reference_weight > 0
         reference = ReferencePolicy.of(adapter, is_started=start is not None) if needs_reference else None
-        self.trainer = Trainer(adapter, self.parameters, algorithm, reference)
+        self.trainer = Trainer(adapter, self.parameters, algorithm, reference, workers_compile=workers_compile)
         self.average = Average(self.parameters, algorithm.ema_decay)
 
     @property

@@ -75,7 +75,16 @@ def config_digest(config: EngineConfig) -> str:
     if config.model.name in SHIPPED and config.sampler.shift == "auto":
         config = config.model_copy(update={"sampler": config.sampler.model_copy(update={"shift": 1.0})})
     newer = {
-        "model": {"start", "checkpointing", "height", "width", "frames", "max_text_tokens"},
+        "model": {
+            "start",
+            "checkpointing",
+            "compile",
+            "guidance_passes",
+            "height",
+            "width",
+            "frames",
+            "max_text_tokens",
+        },
         "evaluation": {"on_the_way", "wait"},
         "exploration": {"wait", "keep"},
         "algorithm": {"grpo_guard", "diffusion_nft"},

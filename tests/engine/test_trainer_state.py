@@ -15,4 +15,6 @@ def test_another_value_of_a_newer_field_is_another_job():
     job = EngineConfig()
     shifted = job.model_copy(update={"sampler": job.sampler.model_copy(update={"shift": 3.0})})
     recomputed = job.model_copy(update={"model": job.model.model_copy(update={"checkpointing": "on"})})
-    assert len({config_digest(one) for one in (job, shifted, recomputed)}) == 3
+    compiled = job.model_copy(update={"model": job.model.model_copy(update={"compile": "on"})})
+    doubled = job.model_copy(update={"model": job.model.model_copy(update={"guidance_passes": "one"})})
+    assert len({config_digest(one) for one in (job, shifted, recomputed, compiled, doubled)}) == 5
