@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # A test run starts hundreds of Python processes. Without bytecode files each would compile all of our code again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: env tools bench docs quickstart fake-clouds-demo test test-slow test-long test-properties test-gpu test-clouds test-clouds-run test-clouds-parts test-clouds-faults test-clouds-faults-runs test-clouds-faults-parts format clean
+.PHONY: env tools bench docs quickstart fake-clouds-demo test test-slow test-long test-properties test-gpu gpu-wheels test-clouds test-clouds-run test-clouds-parts test-clouds-faults test-clouds-faults-runs test-clouds-faults-parts format clean
 
 env: $(VENV)/.everything
 
@@ -106,6 +106,11 @@ test-properties: env tools
 
 test-gpu: env tools
 	$(PYTEST) -m gpu
+
+# What the GPU checks need beside torch, for a machine that reaches no package index (CONTRIBUTING.md). HAVE=FILE names a
+# file with the machine's own packages, GPU_PYTHON its Python.
+gpu-wheels: env
+	$(BIN)/python -m tests.gpu.wheels .whl $(if $(HAVE),--have $(HAVE)) --python $(or $(GPU_PYTHON),3.12)
 
 # Much of it waits for what takes minutes by itself, so that two of them fill two cores. Each has a world of its own.
 test-clouds: env tools

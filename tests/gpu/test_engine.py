@@ -26,7 +26,8 @@ from engine.models.digits import load_digits
 from engine.models.load import freeze_but_trained, load_adapter, load_family, trainable
 from engine.protocol.request import Score
 from tests.engine.test_families import brightness
-from tests.gpu.device import describe_device, keep_figures, needs_gpus
+from tests.gpu.device import needs_gpus
+from tests.gpu.figures import describe_device, keep_figures
 from tests.tiny_pipelines import PIPELINES, make_sd3
 
 UPDATES = 2

@@ -9,7 +9,8 @@ import torch
 from engine.parallel.communicator import Communicators, join_store
 from engine.parallel.ulysses import Ulysses
 from tests.benchmarks.sp_parity import LENGTHS, Ranks, build_qwen_image, qwen_image
-from tests.gpu.device import describe_device, keep_figures, needs_gpus
+from tests.gpu.device import needs_gpus
+from tests.gpu.figures import describe_device, keep_figures
 
 BOUND = 2e-2
 """Tolerance relative to the largest value (research notes engine, open questions: bf16 resolves 4e-3 at 1)."""

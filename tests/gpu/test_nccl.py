@@ -13,7 +13,8 @@ import torch
 
 from engine.parallel.communicator import Communicators, TornGroup, join_store
 from tests.benchmarks.sp_parity import Ranks
-from tests.gpu.device import describe_device, keep_figures, needs_gpus
+from tests.gpu.device import needs_gpus
+from tests.gpu.figures import describe_device, keep_figures
 
 CACHED = 4
 """Number of communicators of the same two ranks."""

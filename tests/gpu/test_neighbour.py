@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from engine.parallel.neighbour import copy_from, offer
-from tests.gpu.device import GIB, describe_device, keep_figures, needs_gpus
+from tests.gpu.device import GIB, needs_gpus
+from tests.gpu.figures import describe_device, keep_figures
 
 COPIED = {"large": (GIB // 2,), "odd": (3, 5)}
 """Shapes of the copied weights in bf16: a little over 1 GiB."""

@@ -25,7 +25,9 @@ from engine.config import (
 from tests.benchmarks.iteration import WARM_UP, engine_config
 from tests.end_to_end.sharing import Sharing
 from tests.engine.fleet import Fleet, newest_pid
-from tests.gpu.device import describe_device, keep_figures, needs_gpus
+from tests.gpu.device import needs_gpus
+from tests.gpu.figures import describe_device, keep_figure, keep_figures
+from tests.gpu.order import SP_REPEATS
 
 ITERATIONS = 8
 """Number of counted iterations of each timed run."""
@@ -127,7 +129,9 @@ def test_half_precision_candidates_are_tried_on_the_gpu_during_training(tmp_path
 
 @pytest.mark.gpu
 @needs_gpus(1)
-def test_two_workers_share_images_on_one_gpu_even_after_a_kill(tmp_path):
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("repeat", range(1, SP_REPEATS + 1))
+def test_two_workers_share_images_on_one_gpu_even_after_a_kill(tmp_path, repeat):
     config = on("cuda", engine_config(200, 8), sp_degree=2, trace_steps=True, step_seconds=0.05)
     with a_run(tmp_path, config, workers=2) as fleet:
         sharing = Sharing(fleet.folder / "nodes", workers=2)
@@ -137,7 +141,7 @@ def test_two_workers_share_images_on_one_gpu_even_after_a_kill(tmp_path):
         dlogp = max(event.health["dlogp_before_update"] for event in fleet.events("iteration_done"))
         assert dlogp < config.algorithm.clip_range
         figures = {"shared_again_s": seconds, "max_dlogp": dlogp}
-        keep_figures("two workers share pictures on one GPU", figures, describe_device())
+        keep_figure("two workers share images on one GPU", [f"repeat {repeat}"], figures, describe_device())
 
 
 @pytest.mark.gpu
