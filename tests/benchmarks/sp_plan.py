@@ -402,11 +402,12 @@ diffusers' networks, most of them as we measured them, and published efficiencie
 (`engine/timing/figures.py`). Both sides pay {REGROUP_SECONDS} s (assumed) for forming their first groups, the elastic
 one for every later regrouping too, and whoever is regrouped ends the running step first.
 Largest ratio {max(ratios):.5f}, median {statistics.median(ratios):.3f}, smallest {min(ratios):.3f}.
-Why it stays below 1: a forecast is what keeping the present groups would take, or less, and groups change only for an
-earlier one; so the end is no later than the first forecast, and that no later than any degree that stays and pulls the
-longest first. Against a lucky random order there is no such argument, only these cells.
+Why it hardly exceeds 1: a forecast is what keeping the present groups would take, or less, and groups change only for
+an earlier one; so the end is no later than the first forecast, and that no later than any degree that stays and pulls
+the longest first. Against a lucky random order there is no such argument, only these cells:
+{sum(ratio > 1 for ratio in ratios)} are above 1.
 Why small queues gain and large ones do not: what is gained is the end, when there are fewer requests than groups. With
-wan 480p all degrees are nearly equally efficient, and little is to be gained.
+wan 480p, 2 GPUs are nearly as efficient as one, and little is to be gained there.
 Milliseconds of planning: processor time, median of {options.times} fleets (worst), of each the fastest of {TRIES} plans
 (other work on the machine slows it; the first one is no slower than the next):
 {by_fleet}.
