@@ -62,7 +62,7 @@ def test_a_narrow_model_runs_the_measurement_of_the_large_one(check, monkeypatch
     assert OUT_OF_MEMORY not in found.values()
     timed = [case for case, value in found.items() if isinstance(value, dict) and "s_a_row" in value]
     if "step" in check.name:
-        assert any(case.endswith("rows 2") for case in timed)
+        assert any(case.endswith(("rows 2", "rows 4")) for case in timed)
     if "passes" in check.name:
         assert any(case.endswith(("images 2", "images 4")) for case in timed)
     if "compiled" in check.name or "rollout" in check.name:
