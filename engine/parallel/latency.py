@@ -14,52 +14,22 @@ The promise: measurements win. The model only fills the gaps, in proportion to t
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
+from engine.model_folder import ImageSize
 from engine.timing.figures import Software
-from engine.timing.seconds import rate, shared_seconds, speed
+from engine.timing.seconds import SizedModel, image_seconds, published_at, shared_seconds
 
 LAST = 32
 """Number of newest steps in the median. Enough steps to ignore a few slow steps, and few enough to notice new
 weights, a new batch shape or a hot GPU within a request or two. Chosen."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Network:
-    """The sizes of a diffusion transformer that set its step time."""
-
-    model: str
-    """Name of the published model whose timings count."""
-    blocks: int
-    width: int
-    heads: int
-    weights_per_token: int
-    """Weights of a block multiplied with each token."""
-    cross_tokens: int = 0
-    """Text tokens in cross-attention, for models with text outside the sequence (Wan)."""
-
-    def flops(self, tokens: int) -> float:
-        """Return the operations of a forward pass over a sequence of `tokens` (image and text)."""
-        linear = 2 * self.blocks * self.weights_per_token * tokens
-        return linear + 4 * tokens * (tokens + self.cross_tokens) * self.width * self.blocks
-
-
-QWEN_IMAGE = Network(model="Qwen-Image", blocks=60, width=3072, heads=24, weights_per_token=12 * 3072**2)
-FLUX = Network(model="FLUX.1-dev", blocks=57, width=3072, heads=24, weights_per_token=12 * 3072**2)
-HUNYUAN_VIDEO = Network(model="HunyuanVideo", blocks=60, width=3072, heads=24, weights_per_token=12 * 3072**2)
-WAN_14B = Network(
-    model="Wan2.1-14B",
-    blocks=40,
-    width=5120,
-    heads=40,
-    weights_per_token=6 * 5120**2 + 2 * 5120 * 13_824,
-    cross_tokens=512,
-)
+TOKEN_PIXELS = 16
+"""Height and width of an image of one token in the published image models."""
 
 
 def modelled_step_seconds(
-    network: Network,
-    tokens: int,
+    sized: SizedModel,
     degrees: Iterable[int],
     *,
     gpu: str = "H100",
@@ -68,26 +38,26 @@ def modelled_step_seconds(
 ) -> dict[int, float]:
     """Return the modelled seconds of a denoising step by degree, for use before any measurement.
 
-    tokens    image and text tokens of a request
+    sized     a published model at the size of a request (engine/timing/seconds.py)
     gpu       a GPU with a speed in engine/timing/figures.py
     forwards  forward passes per step: 2 with guidance
-    raises    ValueError: a degree below 1, no tokens, an unknown GPU
+    raises    ValueError: a degree below 1, no forward pass, an unknown GPU
     """
-    if tokens < 1 or forwards < 1:
-        raise ValueError(f"a step of {forwards} passes over {tokens} tokens; both must be 1 or more")
-    alone = network.flops(tokens) / (rate(network.model, tokens, software)[0] * speed(gpu))
+    if forwards < 1:
+        raise ValueError(f"a step of {forwards} passes; it must be 1 or more")
+    alone = image_seconds(sized, gpu, software)
     seconds = {}
     for degree in degrees:
         if degree < 1:
             raise ValueError(f"degree {degree} of sequence parallelism; use 1 (alone) or more GPUs")
-        seconds[degree] = forwards * shared_seconds(alone, tokens, network.blocks, degree)
+        seconds[degree] = forwards * shared_seconds(alone, sized.tokens, sized.blocks, degree)
     return seconds
 
 
 def believed_step_seconds(latent_shape: Sequence[int], degrees: Iterable[int]) -> dict[int, float]:
     """Return the modelled step seconds of an image by degree, for use before any measurement.
 
-    The model is Qwen-Image, with as many tokens as the image.
+    The model is Qwen-Image, with as many tokens as the image and no text.
 
     latent_shape  [S, C] packed, [C, H, W] or [C, F, H, W] in patches of 2 x 2; without the batch
 
@@ -95,7 +65,8 @@ def believed_step_seconds(latent_shape: Sequence[int], degrees: Iterable[int]) -
     the tokens. The first measured step sets the scale (`with_measured`).
     """
     tokens = latent_shape[0] if len(latent_shape) == 2 else math.prod(latent_shape[1:]) // 4
-    return modelled_step_seconds(QWEN_IMAGE, max(1, tokens), degrees)
+    row_of_tokens = ImageSize(TOKEN_PIXELS, TOKEN_PIXELS * max(1, tokens), text_tokens=0)
+    return modelled_step_seconds(published_at("Qwen-Image", row_of_tokens), degrees)
 
 
 def with_measured(modelled: Mapping[int, float], seen: Mapping[int, Sequence[float]]) -> dict[int, float]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.config import EngineConfig
+from engine.memory.activations import branches_of
 from engine.memory.job import published_model, setting_of, sizes_of
 from engine.model_folder import FAMILIES
 from engine.timing.figures import STEP_PASSES, STEP_PASSES_FULL, STEP_PASSES_OTHERWISE, UNMERGED, Source
@@ -60,7 +61,7 @@ def job_seconds(
     if not is_timed(config, trainer, rollout):
         return None
     sized = _sized(config, folder)
-    branches = 2 if config.sampler.guidance != 1.0 and not sized.architecture.takes_guidance else 1
+    branches = branches_of(sized.architecture, is_guided=config.sampler.guidance != 1.0)
     steps, profile = config.sampler.steps, config.exploration.profiles[0]
     decoded = decode_seconds(sized.size, rollout)
 

@@ -18,30 +18,38 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from engine.model_folder import ImageSize
 from engine.parallel.forecast import Requests, StepSeconds
 from engine.parallel.groups import plan_groups
-from engine.parallel.latency import QWEN_IMAGE, WAN_14B, Network, modelled_step_seconds
+from engine.parallel.latency import modelled_step_seconds
 from engine.parallel.worker_group import WorkerGroup, allowed_degrees, regroups
+from engine.timing.seconds import published_at
 from tests.benchmarks.page import load_now, publish
 
 TEXT = 128
 """Text tokens of Qwen-Image, padding included. Assumed."""
 
 
-def step_times(network: Network, tokens: int, *, text: int = 0, least: int = 1) -> dict[int, float]:
+def step_times(model: str, size: ImageSize, least: int = 1) -> dict[int, float]:
     """Return step times with guidance (two forward passes). `least`: the fewest GPUs that the model fits into."""
+    sized = published_at(model, size)
     # Only powers of two are published and measured; degrees 2 and 4 in turn are better than 3 or 6.
-    degrees = [degree for degree in allowed_degrees(network.heads) if degree >= least and degree.bit_count() == 1]
-    return modelled_step_seconds(network, tokens + text, degrees, forwards=2)
+    allowed = allowed_degrees(sized.architecture.heads)
+    degrees = [degree for degree in allowed if degree >= least and degree.bit_count() == 1]
+    return modelled_step_seconds(sized, degrees, forwards=2)
+
+
+def square(pixels: int) -> ImageSize:
+    return ImageSize(pixels, pixels, text_tokens=TEXT)
 
 
 STEP_SECONDS = {
-    "qwen 512": step_times(QWEN_IMAGE, 1024, text=TEXT),
-    "qwen 1024": step_times(QWEN_IMAGE, 4096, text=TEXT),
-    "qwen 1280": step_times(QWEN_IMAGE, 6400, text=TEXT),
-    "qwen 1536": step_times(QWEN_IMAGE, 9216, text=TEXT),
-    "wan 480p": step_times(WAN_14B, 32_760),
-    "wan 720p": step_times(WAN_14B, 75_600, least=2),
+    "qwen 512": step_times("Qwen-Image", square(512)),
+    "qwen 1024": step_times("Qwen-Image", square(1024)),
+    "qwen 1280": step_times("Qwen-Image", square(1280)),
+    "qwen 1536": step_times("Qwen-Image", square(1536)),
+    "wan 480p": step_times("Wan2.1-14B", ImageSize(480, 832, 81)),
+    "wan 720p": step_times("Wan2.1-14B", ImageSize(720, 1280, 81), least=2),
 }
 """Seconds a step by class and degree. That Wan at 720p needs 2 GPUs is assumed, to have a class with a least degree."""
 

@@ -10,19 +10,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from engine.model_folder import ImageSize
 from engine.parallel import groups as planner
 from engine.parallel.forecast import Requests, Seat, Table, finish_us, spread
 from engine.parallel.groups import plan_groups
-from engine.parallel.latency import (
-    FLUX,
-    HUNYUAN_VIDEO,
-    LAST,
-    QWEN_IMAGE,
-    WAN_14B,
-    modelled_step_seconds,
-    with_measured,
-)
+from engine.parallel.latency import LAST, believed_step_seconds, modelled_step_seconds, with_measured
 from engine.parallel.worker_group import WorkerGroup, aligned_subsets, allowed_degrees, regroups
+from engine.timing.seconds import published_at
 from tests.benchmarks.sp_plan import FLEETS, REGROUP_SECONDS, STEP_SECONDS, STEPS, Node, longest
 
 SMALL = {1: 1.0, 2: 0.625, 4: 0.4, 8: 0.3}
@@ -373,28 +367,35 @@ def test_a_node_of_eight_has_seven_communicators():
 
 
 @pytest.mark.parametrize(
-    ("network", "tokens", "forwards", "published", "steps", "software"),
+    ("model", "size", "forwards", "published", "steps", "software"),
     [
-        (FLUX, 4608, 1, {1: 4.30, 2: 2.68, 4: 1.63}, 28, "tuned"),
-        (QWEN_IMAGE, 9300, 2, {1: 27.0}, 35, "tuned"),
-        (QWEN_IMAGE, 1152, 2, {1: 2.17}, 20, "tuned"),
-        (HUNYUAN_VIDEO, 119_000, 1, {1: 1904, 2: 925, 4: 514, 8: 338}, 50, "eager"),
-        (WAN_14B, 33_000, 2, {1: 480}, 50, "eager"),
-        (WAN_14B, 33_000, 2, {1: 27.6 - 4}, 4, "tuned"),
+        ("FLUX.1-dev", ImageSize(1024, 1024), 1, {1: 4.30, 2: 2.68, 4: 1.63}, 28, "tuned"),
+        ("Qwen-Image", ImageSize(1536, 1536, text_tokens=128), 2, {1: 27.0}, 35, "tuned"),
+        ("Qwen-Image", ImageSize(512, 512, text_tokens=128), 2, {1: 2.17}, 20, "tuned"),
+        ("HunyuanVideo", ImageSize(720, 1280, 129, 256), 1, {1: 1904, 2: 925, 4: 514, 8: 338}, 50, "eager"),
+        ("Wan2.1-14B", ImageSize(480, 832, 81), 2, {1: 480}, 50, "eager"),
+        ("Wan2.1-14B", ImageSize(480, 832, 81), 2, {1: 27.6 - 4}, 4, "tuned"),
     ],
 )
-def test_the_step_time_model_is_close_to_published_times(network, tokens, forwards, published, steps, software):
-    found = modelled_step_seconds(network, tokens, published, forwards=forwards, software=software)
+def test_the_step_time_model_is_close_to_published_times(model, size, forwards, published, steps, software):
+    found = modelled_step_seconds(published_at(model, size), published, forwards=forwards, software=software)
     for degree, seconds in published.items():
         assert found[degree] * steps == pytest.approx(seconds, rel=0.12)
 
 
 def test_sequence_parallelism_is_least_efficient_for_small_images():
-    def efficiency(tokens):
-        times = modelled_step_seconds(QWEN_IMAGE, tokens, (1, 4), forwards=2)
+    def efficiency(pixels):
+        sized = published_at("Qwen-Image", ImageSize(pixels, pixels, text_tokens=128))
+        times = modelled_step_seconds(sized, (1, 4), forwards=2)
         return times[1] / times[4] / 4
 
-    assert efficiency(1100) < 0.6 < efficiency(9300) < 1
+    assert efficiency(512) < 0.6 < efficiency(1536) < 1
+
+
+def test_the_believed_step_time_counts_the_tokens_of_the_latent():
+    packed = believed_step_seconds((1024, 64), (1, 2))
+    assert packed == believed_step_seconds((16, 64, 64), (1, 2)) == believed_step_seconds((16, 4, 32, 32), (1, 2))
+    assert packed == modelled_step_seconds(published_at("Qwen-Image", ImageSize(512, 512, text_tokens=0)), (1, 2))
 
 
 def test_measured_step_times_replace_the_model_and_scale_the_rest():
