@@ -198,6 +198,57 @@ def test_after_a_failure_the_model_is_on_the_boot_disk_and_the_reason_is_told(ma
     assert not any(line.startswith("mount") for line in machine.called()) or broken in ("mount", "chown")
 
 
+class Killed(BaseException):
+    """The agent's process ends here."""
+
+
+@pytest.mark.parametrize(("last", "outcome", "is_linked"), [
+    ("lsblk", "formatted and mounted", True),
+    ("wipefs", "formatted and mounted", True),
+    ("mkfs.ext4", "has a file system (ext4)", False),
+    ("mkdir", "has a file system (ext4)", False),
+    ("mount", "already", True),
+    ("chown", "already", True),
+])  # fmt: skip
+def test_an_agent_killed_after_any_program_leaves_a_machine_that_works(machine, monkeypatch, last, outcome, is_linked):
+    def run(command):
+        printed = local_disk._run(command)
+        if last in command:
+            raise Killed
+        return printed
+
+    with pytest.raises(Killed):
+        use_local_disk(machine.folder, machine.mount, machine.root, run)
+    done = ("lsblk", "wipefs", "mkfs.ext4", "mkdir", "mount", "chown").index(last)
+    if done >= 2:
+        machine.devices(EBS_ROOT, device(1, LOCAL) | {"fstype": "ext4"})
+    monkeypatch.setattr(local_disk.os.path, "ismount", lambda path: done >= 4)
+    assert outcome in machine.use()
+    weights = machine.folder.parent / "weights"
+    assert weights.is_symlink() == is_linked
+    weights.mkdir(exist_ok=True)  # the fetch of the model
+    (weights / "model").write_text("bytes")
+
+
+def test_a_mount_that_the_node_cannot_write_to_is_not_used(machine, monkeypatch):
+    """A killed agent mounted the disk, and did not come to chown."""
+    monkeypatch.setattr(local_disk.os.path, "ismount", lambda path: True)
+    machine.mount.parent.mkdir()
+    machine.mount.touch()  # for root every folder is writable
+    assert "the model goes to the boot disk" in machine.use()
+    assert not (machine.folder.parent / "weights").is_symlink()
+
+
+@pytest.mark.parametrize("frozen", ["lsblk", "mkfs.ext4", "mount"])
+def test_a_program_that_freezes_is_given_up(machine, monkeypatch, frozen):
+    monkeypatch.setattr(local_disk, "COMMAND_SECONDS", 0.3)
+    machine.program(frozen, "kill -STOP $$")
+    outcome = machine.use()
+    assert "timed out" in outcome
+    assert "the model goes to the boot disk" in outcome
+    assert not (machine.folder.parent / "weights").is_symlink()
+
+
 @pytest.mark.parametrize("answer", ["", "{}", '{"blockdevices": [{"type": "disk", "model": "nvme_card0"}]}', "[]"])
 def test_an_answer_that_cannot_be_read_is_no_reason_to_fail(machine, answer):
     (machine.root.parent / "lsblk.json").write_text(answer)
