@@ -17,12 +17,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session, sessionmaker
@@ -33,7 +33,7 @@ from launcher.ledger.store import find_run, open_ledger
 from launcher.provision.local import processes
 from launcher.provision.local.provisioner import node_folder
 from launcher.runs.views import run_view
-from tests.benchmarks.page import load_now, publish, spread
+from tests.benchmarks.page import RESULTS, load_now, publish, spread
 from tests.fakes.clouds.world import World, why_not
 
 RUN = "recovery"
@@ -57,12 +57,8 @@ SETUP = ("wait_s", "environment_s", "agent_s")
 LIMITS = {"notice": 2.0, "silent": 30.0}
 """Limit of the p90 of detection and decision together."""
 
-BEFORE = (
-    "Before the run's bucket kept the environment, `setup_s` was 36.5 s and 35.2 s on AWS (notice, silent) and 40.7 s "
-    "and 39.6 s on Google (commit 16a1a7c, 2026-11-22, three losses each). That computer was faster: there the imports "
-    "of `local, notice` took 7.5 s."
-)
-"""Earlier figures of the same benchmark, for comparison."""
+BEFORE = RESULTS / "recovery" / "before.json"
+"""Figures of this benchmark on 2026-11-22 (commit 16a1a7c), when every node built its environment."""
 
 NOTICE_SECONDS = {"local": 10.0, "aws": 120.0, "gcp": 25.0}
 PATIENCE_SECONDS = 600.0
@@ -335,8 +331,20 @@ def main() -> None:
             "successor's first finished request. `setup_s` = wait_s + environment_s + agent_s, from the bundle on the "
             "node to its agent. On fake hosts uv links from a cache that all hosts share; an estimate for CUDA's "
             "libraries on real disks is in docs/clouds.md.\n\n"
-            f"{BEFORE}"
+            f"{before_text(json.loads(BEFORE.read_text('utf-8')))}"
         ),
+    )
+
+
+def before_text(before: Mapping[str, Any]) -> str:
+    """Return earlier medians in words. `before`: the result of an earlier run, whose parts of the set-up were one."""
+    setup = ", ".join(
+        f"{case} {before[case]['setup_s']['median']:.1f} s" for case in before if case.startswith(("aws", "gcp"))
+    )
+    imports = before["local notice"]["imports_s"]["median"]
+    return (
+        f"Before the run's bucket kept the environment (commit 16a1a7c, 2026-11-22, three losses each), `setup_s` was: "
+        f"{setup}. The speed of that computer: the imports of `local, notice` took {imports:.1f} s."
     )
 
 
