@@ -26,8 +26,8 @@ RUN_GIB = 10
 """Rollouts on their way, the coordinator's journal, and logs. Assumed."""
 
 TRAINED_COPIES = 3
-"""Versions of the trained weights on the trainer's disk (engine/coordinator/weight_book.py): the live one, the one
-before and the one being published. Checkpoints go from memory to the bucket."""
+"""Versions of the trained weights on the trainer's disk (engine/coordinator/weight_book.py): the live version, its
+predecessor, and a version being published. Checkpoints go from memory to the bucket."""
 
 MOST_PROMPTS = 20_000
 """Prompts that a node encodes beforehand (engine/node/build_worker.py)."""

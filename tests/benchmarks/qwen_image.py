@@ -47,7 +47,8 @@ FORWARDS_A_TRAINED_STEP = 2 * (1 + 3)
 """With guidance: one forward for the old log-probability, three for the update (LoRA, activations recomputed)."""
 
 SYNC_SECONDS = 0.38 * 8 / (0.8 * 25)
-"""LoRA of rank 64 is 0.38 GB; 25 Gb/s at 80 %; nodes forward it, so it is waited for once (engine 6; assumed)."""
+"""Adapters at 25 Gb/s, of which 80 % are reached; nodes forward them, so the wait is once (engine 6; assumed). The page
+of modelled_cost was made with 0.38 GB. Adapters of rank 64 are 1.70 GB, which takes .68 s instead of .15 s."""
 
 CONTROL_SHARE = ExplorationConfig().random_fraction
 """Share of unchosen candidates that are rolled out as controls in the same idle seconds, as in the measured runs."""
