@@ -18,6 +18,7 @@ from launcher.cli.main import run
 from launcher.decide.facts import OVER
 from launcher.exit_codes import ExitCode
 from launcher.ledger.store import open_ledger
+from launcher.provision.local.processes import is_alive
 from launcher.runs.views import RunView, run_view
 
 pytestmark = pytest.mark.timeout(600)  # a run with timed preemptions buys more nodes on a slow computer
@@ -172,7 +173,10 @@ def test_a_run_survives_its_controller_and_resumes_from_its_checkpoint(
     time.sleep(1.0)
     controller.send_signal(signal.SIGCONT)
     bench.wait_for("orphan", lambda run: run.iteration >= 2)
+    started = controller.create_time()
     controller.kill()
+    while is_alive(controller.pid, started):  # the kernel takes some milliseconds to free the memory
+        time.sleep(0.01)
     bench.spotrl_here("resume", "orphan")
     bench.wait_for("orphan", lambda run: run.iteration >= 3)
     bench.spotrl_here("down", "orphan")

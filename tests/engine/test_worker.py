@@ -253,12 +253,12 @@ def test_steps_do_not_wait_for_a_commit_and_only_one_commit_runs():
                 time.sleep(0.001)
             assert steps_committed(line) == [1]
             answered.set()
-            while under_way:
-                time.sleep(0.001)
+            busy._commits._under_way.answer.result(timeout=20)
 
     line = Line(order(commit_every=1))
     line.before, model.between = before, let_go
-    worker(line, model, overlap_commits=True).serve()
+    busy = worker(line, model, overlap_commits=True)
+    busy.serve()
     assert steps_committed(line)[:2] == [1, 6]
     assert set(most) == {1}
 
