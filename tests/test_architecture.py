@@ -20,6 +20,7 @@ CONTRACT = {
     "engine.config",
     "engine.algorithm_config",
     "engine.strict",
+    "engine.trainer_ranks",
     "engine.node_spec",
     "engine.clock",
     "engine.durable",
@@ -45,6 +46,7 @@ PURE = {
     "engine.memory.tally",
     "engine.timing.figures",
     "engine.timing.job",
+    "engine.timing.ranks",
     "engine.timing.seconds",
 }
 """Further engine modules for policies and replays: decisions without torch or Ray."""

@@ -8,7 +8,9 @@ returns one more set of gradients. So the largest need is
 and at the start, before there are optimiser and gradients, the weights with the text encoders beside them. A rollout
 worker needs its parts and, one after another, a denoising pass of some images and their decoding.
 
-Data parallel training divides the rows among the ranks. Every rank holds all parts.
+Ranks divide the groups of an optimiser step, and each rank's passes have as many rows as those of a single rank. With
+LoRA every rank holds all parts. With full weights FSDP2 divides the transformer, its optimiser, copies and gradients
+over the ranks, and gathers one block after another for a pass.
 """
 
 from collections.abc import Mapping
@@ -37,6 +39,9 @@ GRADIENT_SETS = 2
 
 COPIES = 2
 """Copies of the trained weights: the running average, and the old policy after the first optimiser step of a batch."""
+
+GATHERED_BLOCKS = 2
+"""Blocks of sharded weights that are complete in bf16 at once: the block at work, and the next, fetched meanwhile."""
 
 BUSY_STREAMS = 19
 """Tensors of all tokens that a pass without gradients holds at its largest moment. Measured on an H100 (gpu.json): 12
@@ -138,7 +143,7 @@ class Setting:
     images: int
     """Images of a rollout pass."""
     ranks: int = 1
-    """GPUs that train the same weights, each a share of the rows."""
+    """GPUs that train the same weights, each a share of the groups."""
     doubles_guidance: bool = False
     """True if both branches of guidance are one batch of twice the rows."""
     keeps_reference: bool = False
@@ -147,6 +152,8 @@ class Setting:
 
 def trainer_budget(model: ModelSizes, setting: Setting) -> Budget:
     """Return the memory of each GPU that trains."""
+    if setting.training.is_full and setting.ranks > 1:
+        return _sharded_budget(model, setting)
     training, counts = setting.training, parameters_of(model.architecture, setting.training)
     trained = FP32 * (counts.transformer if training.is_full else counts.adapters)
     weights = counts.transformer * training.compute_bytes + counts.buffers * training.compute_bytes
@@ -182,7 +189,43 @@ def trainer_budget(model: ModelSizes, setting: Setting) -> Budget:
         bytes_each=row.total,
         least_beside=trained,
         start=weights + masters + model.vae_bytes + model.text_encoder_bytes,
-        asked=-(-setting.rows // setting.ranks),
+        asked=setting.rows,
+    )
+
+
+def _sharded_budget(model: ModelSizes, setting: Setting) -> Budget:
+    """Return the memory of each rank with full weights: fp32 shards, and gathered blocks in bf16 (FSDP2).
+
+    The weights are read on the CPU, so a rank's GPU never holds all of them.
+    """
+    training, counts = setting.training, parameters_of(model.architecture, setting.training)
+    shard = -(-FP32 * counts.transformer // setting.ranks)
+    row = activations(
+        model.architecture,
+        setting.size,
+        training,
+        is_checkpointed=setting.is_checkpointed,
+        is_guided=setting.is_guided,
+        doubles_guidance=setting.doubles_guidance,
+    )
+    return Budget(
+        role="trainer",
+        parts=_present(
+            {
+                "transformer": shard + FP32 * counts.buffers,
+                "weights in bf16": GATHERED_BLOCKS * HALF * counts.largest_block,
+                "VAE": model.vae_bytes,
+                "optimiser": MOMENTS * shard,
+                "average, old policy": (COPIES + (1 if setting.keeps_reference else 0)) * shard,
+                "gradients": GRADIENT_SETS * shard,
+            }
+        ),
+        unit="row",
+        bytes_each=row.total,
+        # Autograd returns the gradients of a block on every rank, before the ranks divide them.
+        least_beside=shard + FP32 * counts.largest_block,
+        start=shard + model.vae_bytes + model.text_encoder_bytes,
+        asked=setting.rows,
     )
 
 

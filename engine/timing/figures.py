@@ -233,3 +233,29 @@ NVLink. spotrl's groups talk through gloo on the CPU, which nobody has timed on 
 SHORT_TOKENS, LONG_TOKENS = 4_600, 119_000
 """Tokens of FLUX.1-dev at 1024 px, where the all-to-alls explain all of the loss, and of HunyuanVideo at 720p. Between
 them, the loss is taken to grow with the logarithm of the tokens."""
+
+_NVLINK_4, _NVLINK_3 = (
+    _published(f"NVIDIA's data sheet of the {gpu}: NVLink {rate} GB/s, half of it in each direction")
+    for gpu, rate in (("H100 SXM", 900), ("A100 SXM", 600))
+)
+
+_PCIE = _published("NVIDIA's data sheet: PCIe Gen4 x16, 64 GB/s, half of it in each direction; no NVLink")
+
+LINK_BYTES_PER_SECOND: Mapping[str, Figure] = {
+    "H100": Figure(value=450e9, source=_NVLINK_4),
+    "H200": Figure(value=450e9, source=_NVLINK_4),
+    "H800": Figure(value=200e9, source=_published("the H100 of export rules: NVLink 400 GB/s")),
+    "H20": Figure(value=450e9, source=_NVLINK_4),
+    "A100": Figure(value=300e9, source=_NVLINK_3),
+    "A100-80GB": Figure(value=300e9, source=_NVLINK_3),
+    "B200": Figure(value=900e9, source=_published("NVIDIA's data sheet of the B200: NVLink 1.8 TB/s")),
+    "L40S": Figure(value=32e9, source=_PCIE),
+    "L4": Figure(value=32e9, source=_PCIE),
+    "A10": Figure(value=32e9, source=_PCIE),
+    "A10G": Figure(value=32e9, source=_PCIE),
+}
+"""Peak bytes per second that a GPU receives from the other GPUs of its node."""
+
+LINK_OTHERWISE = Figure(value=16e9, source=_assumed("PCIe Gen3 x16, for a GPU whose link is not in the table"))
+
+LINK_SHARE = Figure(value=0.5, source=_assumed("collectives reach half of a link's peak; nobody timed spotrl's"))

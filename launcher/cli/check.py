@@ -118,8 +118,10 @@ def _clouds(
 
 
 def _plan(checked: CheckedJob) -> Plan:
+    from launcher.placement.ranks import check_ranks
     from launcher.services.planning import cloud_plan  # imports numpy and the planner
 
+    check_ranks(checked)
     return cloud_plan(
         open_ledger(ledger_path(), is_held), checked.job, home() / "catalogs", _now_ms(), checked.workdir
     ).as_plan()

@@ -28,6 +28,7 @@ def _lines(job: Job, plan: CloudPlan, now_ms: int) -> Iterator[str]:
     yield f"{job.name}: {plan.cloud} {plan.region}, policy {plan.policy}"
     yield ""
     yield from _nodes(plan)
+    yield f"  trainer: {plan.trainer.text()}"
     yield ""
     yield from _prices(plan, now_ms)
     yield ""

@@ -35,6 +35,7 @@ from launcher.market.offers import Offer, read_catalog
 from launcher.money import hourly
 from launcher.placement.cloud_plan import cloud_plan_json
 from launcher.placement.plan import Plan, plan_local
+from launcher.placement.ranks import check_ranks
 from launcher.placement.sharing import check_sp_degree
 from launcher.runs.runs import release_seconds, start_controller
 from launcher.runs.service import check_service, start_service
@@ -144,6 +145,7 @@ def launch(
         raise JobError("it is empty", "`spotrl init` writes one with comments", file=job)
     _check_name_is_free(sessions, checked)
     check_sp_degree(checked)
+    check_ranks(checked)
     if service:
         check_service(checked.job, os.environ)
     weights = _find_weights(sessions, checked, out)

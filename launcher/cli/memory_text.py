@@ -15,7 +15,7 @@ def memory_lines(gpus: Sequence[GpuMemory]) -> Iterator[str]:
     yield from columns(memory_table(gpus), words=1)
     for gpu in gpus:
         if gpu.ranks > 1:
-            yield f"  {gpu.ranks} GPUs of the {gpu.role} share a pass: {gpu.asked} {gpu.unit}s each"
+            yield f"  {gpu.ranks} GPUs of the {gpu.role} train, each with its own groups: the column is of each of them"
         if gpu.asked > gpu.fitting:
             yield (
                 f"  !! the job asks for passes of {gpu.asked} {gpu.unit}s on the {gpu.role}, and {gpu.fitting} fit: "

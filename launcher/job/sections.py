@@ -14,6 +14,12 @@ from engine.strict import Strict
 from launcher.job.values import DurationMs, MicroUsd, MicroUsdPerHour
 
 
+def _names_of(value: Any) -> list[str]:
+    """Return the kinds of GPU in `{H100: 4, A100: 4}`, `[H100:4, A100:4]` or `H100:4,A100:4`."""
+    parts = value if isinstance(value, dict | list) else re.split(r"[,+|\s]+", value) if isinstance(value, str) else ()
+    return list(dict.fromkeys(str(part).partition(":")[0].strip() for part in parts if str(part).strip()))
+
+
 class NodeResources(Strict):
     """Requirements for the nodes of one role. The fields follow SkyPilot's `resources`."""
 
@@ -35,6 +41,12 @@ class NodeResources(Strict):
     @field_validator("accelerators", mode="before")
     @classmethod
     def _one_way_to_write_it(cls, value: Any) -> Any:
+        names = _names_of(value)
+        if len(names) > 1:
+            raise ValueError(
+                f"accelerators is {value!r}, which names {len(names)} kinds of GPU; use one kind, like "
+                f"{names[0]}:8, because all GPUs of a role are equal: the ranks of a trainer wait for the slowest"
+            )
         if isinstance(value, dict) and len(value) == 1:
             name, count = next(iter(value.items()))
             value = f"{name}:{count}"

@@ -10,6 +10,7 @@ from launcher.placement.iteration_time import WhenSpotPays
 from launcher.placement.memory import GpuMemory
 from launcher.placement.options import SiteOptions
 from launcher.placement.plan import Plan, Slot
+from launcher.placement.ranks import TrainerRanks
 from launcher.placement.requirements import LeftOut
 
 
@@ -128,6 +129,8 @@ class CloudPlan:
     the other cloud; cheapest first."""
     memory: tuple[GpuMemory, ...] = ()
     """Memory of each GPU by role. Empty for models that ship with spotrl, and for GPUs of unknown memory."""
+    trainer: TrainerRanks
+    """Work of the GPUs of the trainer's node."""
     disk: Mapping[str, int] = field(default_factory=dict)
     """Bytes of what the boot disk of each node must hold (launcher/placement/disk.py)."""
 
@@ -150,6 +153,7 @@ def cloud_plan_json(plan: CloudPlan) -> dict[str, Any]:
     memory = [asdict(gpu) | {"count": gpu.count, "busy": gpu.busy, "free": gpu.free} for gpu in plan.memory]
     return asdict(plan) | {
         "memory": memory,
+        "trainer": asdict(plan.trainer) | {"waiting": plan.trainer.waiting, "idle": plan.trainer.idle},
         "factors": [asdict(factors) | {"micro_usd": factors.micro_usd} for factors in plan.factors],
         "spot_pays": None
         if pays is None

@@ -1,24 +1,30 @@
 """Convert a job file into the plan's request to a cloud. Pure, but for the model's folder."""
 
 from dataclasses import replace
+from math import ceil
 from pathlib import Path
 
 from engine.config import CandidateBudget
 from engine.memory.job import weights_bytes
-from engine.timing.job import is_timed, job_seconds
+from engine.timing.job import is_timed, job_seconds, rows_of_an_image
+from engine.timing.ranks import StepWork
+from engine.trainer_ranks import THIS_ENGINE, RankLimits
 from launcher.job.schema import Job
 from launcher.job.sections import NodeResources
-from launcher.placement.iteration_time import TRAINED_ON_GPUS, Recipe
+from launcher.placement.iteration_time import Recipe
 from launcher.placement.memory import memory_of_job, usable_of
+from launcher.placement.ranks import asked_ranks, groups_of, wanted_ranks
 from launcher.placement.recipes import timed, untimed
 from launcher.placement.requirements import CloudRequirements, NodeRequirements, Spot
 
 
-def cloud_requirements(job: Job, policy: str = "ours", folder: Path | None = None) -> CloudRequirements:
+def cloud_requirements(
+    job: Job, policy: str = "ours", folder: Path | None = None, limits: RankLimits = THIS_ENGINE
+) -> CloudRequirements:
     """Return the needs of a job, as the planner's input. `folder`: the model's folder on this machine, if it is here.
 
     A job without timings needs all rollout nodes that the job file allows, because the number of nodes that pay is
-    unknown.
+    unknown. Raises ValueError for ranks that `check_ranks` refuses.
     """
     resources = job.resources
     min_nodes = resources.rollout.min_nodes
@@ -26,9 +32,11 @@ def cloud_requirements(job: Job, policy: str = "ours", folder: Path | None = Non
         has_timings = is_timed(job, resources.trainer.accelerator, resources.rollout.accelerator)
         min_nodes = 0 if has_timings else resources.rollout.num_nodes
     return CloudRequirements(
-        recipe=recipe_of(job, folder),
-        trainer=replace(_node(resources.trainer), gpus=min(resources.trainer.gpus, TRAINED_ON_GPUS)),
+        recipe=recipe_of(job, folder, limits),
+        trainer=replace(_node(resources.trainer), gpus=wanted_ranks(job, limits)),
         trainer_gpus_named=resources.trainer.gpus,
+        # Sharded weights need the memory of all GPUs that were checked.
+        least_trainer_gpus=1 if asked_ranks(job) == "auto" and job.model.weights == "lora" else None,
         rollout=_node(resources.rollout),
         max_rollout_nodes=resources.rollout.num_nodes,
         min_rollout_nodes=min_nodes,
@@ -41,8 +49,28 @@ def cloud_requirements(job: Job, policy: str = "ours", folder: Path | None = Non
     )
 
 
-def recipe_of(job: Job, folder: Path | None = None) -> Recipe:
+def recipe_of(job: Job, folder: Path | None = None, limits: RankLimits = THIS_ENGINE) -> Recipe:
     """Return the recipe of a job from the timings of its model and GPUs, or an untimed recipe, marked as a guess."""
+    recipe = _recipe_of_a_rank(job, folder)
+    step = _step_of(job, recipe, folder)
+    return replace(recipe, step=step, asked_ranks=asked_ranks(job), limits=limits)
+
+
+def _step_of(job: Job, recipe: Recipe, folder: Path | None) -> StepWork:
+    """Return an optimiser step of the job, from the training seconds of one GPU."""
+    algorithm = job.algorithm
+    rows = min(algorithm.rows_per_forward, rows_that_fit(job, folder) or algorithm.rows_per_forward)
+    return StepWork(
+        groups=groups_of(job),
+        group_seconds=recipe.cost.train_seconds / algorithm.prompts_per_batch,
+        passes_of_group=ceil(rows_of_an_image(job) * algorithm.images_per_prompt / rows),
+        trained_bytes=weights_bytes(job.model, folder),
+        is_sharded=job.model.weights == "full",
+        gpu=job.resources.trainer.accelerator,
+    )
+
+
+def _recipe_of_a_rank(job: Job, folder: Path | None) -> Recipe:
     budget = job.exploration.budget
     max_candidates = budget.candidates if isinstance(budget, CandidateBudget) else budget.max_candidates
     algorithm = job.algorithm.name

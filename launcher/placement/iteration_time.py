@@ -5,8 +5,9 @@ K = K(0) gain^-e                                                  iterations to 
 c = T rate / (T(0) rate(0))                                       cost of an iteration; spot pays iff K / K(0) < 1 / c
 
 N: images of an iteration. gamma: GPU-seconds of an image. K(0), T(0), rate(0): the values without spot nodes. gain, e:
-`gain_of` and `Recipe.gain_exponent`. R: trainer GPUs. S: spot GPUs at work on average. V: the variance of the number of
-spot GPUs. With V = 0 and all spot GPUs always at work, the formulas are the closed forms of `engine.exploration.value`.
+`gain_of` and `Recipe.gain_exponent`. R: trainer GPUs that sample. S: spot GPUs at work on average. V: the variance of
+the number of spot GPUs. T_train: training seconds of one GPU over ranks and their efficiency (engine/timing/ranks.py).
+With V = 0 and all spot GPUs always at work, the formulas are the closed forms of `engine.exploration.value`.
 In the reference recipe c > 1: spot beside the trainer makes each iteration dearer, and is bought for the iterations
 that exploration saves.
 """
@@ -16,11 +17,9 @@ from functools import cache
 from math import floor
 
 from engine.exploration.value import IterationCost, selection_gain, variance_gain
+from engine.timing.ranks import StepWork
+from engine.trainer_ranks import THIS_ENGINE, Asked, RankLimits
 from launcher.market.estimate import Estimate
-
-TRAINED_ON_GPUS = 1
-"""The engine trains on one GPU of the trainer node (engine/node/agent.py). The remaining GPUs idle, and are
-counted as idle."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,18 +42,29 @@ class Recipe:
     measured_on: str
     """Hardware of the measurement."""
     source: str
-    trained_on_gpus: int = TRAINED_ON_GPUS
+    step: StepWork | None = None
+    """An optimiser step, as ranks divide it. None: any number of ranks trains as many images in a GPU-second."""
+    asked_ranks: Asked = "auto"
+    limits: RankLimits = THIS_ENGINE
     never_run: tuple[str, ...] = ()
     """Parts of the recipe that were never run, a sentence each."""
 
-    def on(self, trainer_gpus: int) -> "Recipe":
-        """Return the recipe on a node with so many GPUs, of which `trained_on_gpus` are used at most.
+    def ranks(self, trainer_gpus: int) -> int:
+        """Return the ranks of a trainer node with so many GPUs. Raises ValueError if the job asks for more."""
+        groups = self.cost.prompts if self.step is None else self.step.groups
+        return self.limits.ranks(self.asked_ranks, gpus=trainer_gpus, groups=groups)
 
-        Training is assumed to take as many GPU-seconds on any number of GPUs.
+    def on(self, trainer_gpus: int) -> "Recipe":
+        """Return the recipe on a trainer node with so many GPUs. Call on the job's own recipe, not on a result.
+
+        Training takes as many GPU-seconds as measured, divided by the ranks and their efficiency. The ranks that sample
+        take part in rollouts (`RankLimits.sampling`).
         """
-        used = min(trainer_gpus, self.trained_on_gpus)
-        seconds = self.cost.train_seconds * self.cost.reserved_gpus / used
-        return replace(self, cost=replace(self.cost, reserved_gpus=used, train_seconds=seconds))
+        ranks = self.ranks(trainer_gpus)
+        efficiency = 1.0 if self.step is None else self.step.efficiency(ranks).value
+        seconds = self.cost.train_seconds * self.cost.reserved_gpus / (ranks * efficiency)
+        sampling = min(ranks, self.limits.sampling)
+        return replace(self, cost=replace(self.cost, reserved_gpus=sampling, train_seconds=seconds))
 
 
 def iteration_seconds(cost: IterationCost, spot_gpus: float, variance: float = 0.0) -> float:

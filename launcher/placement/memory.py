@@ -10,11 +10,15 @@ from pathlib import Path
 
 from engine.memory.budget import GIB, Budget, Role, usable_bytes
 from engine.memory.job import JobMemory, job_memory, smaller_settings
+from engine.trainer_ranks import THIS_ENGINE
 from launcher.job.schema import Job
 from launcher.job.sections import NodeResources
 from launcher.market.instance_types import instance_types, is_too_old
-from launcher.placement.iteration_time import TRAINED_ON_GPUS
 from launcher.placement.plan import PlacementError
+from launcher.placement.ranks import asked_ranks, groups_of, wanted_ranks
+
+MOST_GPUS = 99
+"""More GPUs than any node has."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,7 +30,7 @@ class GpuMemory:
     model: str
     """Model, size and checkpointing that the figures are for."""
     ranks: int
-    """GPUs of the node that share a pass: data parallel ranks of the trainer; 1 for rollout workers."""
+    """GPUs of the node that train together; 1 for rollout workers. With LoRA each holds all parts, else a share."""
     usable: int
     """Bytes that tensors may fill: the GPU's memory without CUDA's context and what the allocator loses."""
     parts: Mapping[str, int]
@@ -62,13 +66,14 @@ class GpuMemory:
         return self.usable - max(self.parts_and_pass, self.start)
 
 
-def memory_of_job(job: Job, folder: Path | None = None) -> JobMemory | None:
+def memory_of_job(job: Job, folder: Path | None = None, ranks: int | None = None) -> JobMemory | None:
     """Return the memory that a job needs. None for models that ship with spotrl.
 
-    `folder`: the model's folder, if it is here. Raises PlacementError for a folder that lacks a size.
+    `folder`: the model's folder, if it is here. `ranks`: GPUs that train; None: as many as the job's own node has.
+    Raises PlacementError for a folder that lacks a size.
     """
     try:
-        return job_memory(job, folder, ranks=min(job.resources.trainer.gpus, TRAINED_ON_GPUS))
+        return job_memory(job, folder, ranks=wanted_ranks(job) if ranks is None else ranks)
     except ValueError as error:
         raise PlacementError(
             f"{error}; download the model again, or give the folder that it was published as"
@@ -89,9 +94,11 @@ def check_memory(job: Job, memory: JobMemory, folder: Path | None = None) -> Non
         )
 
 
-def gpus_of_job(job: Job, memory: JobMemory) -> tuple[GpuMemory, ...]:
-    """Return the memory of the trainer's GPU and of a rollout GPU, for a job that `check_memory` accepts."""
-    ranks = min(job.resources.trainer.gpus, TRAINED_ON_GPUS)
+def gpus_of_job(job: Job, memory: JobMemory, ranks: int = 1) -> tuple[GpuMemory, ...]:
+    """Return the memory of the trainer's GPU and of a rollout GPU, for a job that `check_memory` accepts.
+
+    `memory`: of so many ranks that train.
+    """
     both = [(job.resources.trainer, memory.trainer, ranks)]
     both += [(job.resources.rollout, memory.rollout, 1)] if job.resources.rollout.num_nodes else []
     return tuple(
@@ -129,13 +136,27 @@ def _remedies(job: Job, budget: Budget, resources: NodeResources, folder: Path |
     here = usable_of(job, resources.accelerator) or 0
     same = [words for words, less in settings if less.fitting(here)]
     yield from (f"set {words}" for words in same)
-    if larger or same:
+    more = _more_gpus(job, budget, resources, folder)
+    yield from more
+    if larger or same or more:
         return
     for words, less in settings:
         if found := _larger(job, less):
             yield f"set {words} and take {' or '.join(found)}"
             return
     yield "train a smaller model: no GPU on offer has that much"
+
+
+def _more_gpus(job: Job, budget: Budget, resources: NodeResources, folder: Path | None) -> list[str]:
+    """Return the smallest node of the same GPU on which a row fits because more ranks share the weights."""
+    usable = usable_of(job, resources.accelerator) or 0
+    most = THIS_ENGINE.ranks("auto", gpus=MOST_GPUS, groups=groups_of(job))
+    if budget.role != "trainer" or job.model.weights != "full" or asked_ranks(job) != "auto":
+        return []
+    for machine in sorted(instance_types(job.clouds, [resources.accelerator]), key=lambda machine: machine.gpus):
+        if resources.gpus < machine.gpus <= most and _budget(job, "trainer", folder, machine.gpus).fitting(usable):
+            return [f"set resources.trainer.accelerators: {resources.accelerator}:{machine.gpus}"]
+    return []
 
 
 def _larger(job: Job, budget: Budget) -> list[str]:
@@ -148,8 +169,8 @@ def _larger(job: Job, budget: Budget) -> list[str]:
     ]
 
 
-def _budget(job: Job, role: Role, folder: Path | None) -> Budget:
-    memory = memory_of_job(job, folder)
+def _budget(job: Job, role: Role, folder: Path | None, ranks: int | None = None) -> Budget:
+    memory = memory_of_job(job, folder, ranks)
     assert memory is not None, "a shipped model has no memory to compare"
     return memory.trainer if role == "trainer" else memory.rollout
 

@@ -22,6 +22,7 @@ from launcher.placement.options import Option, SiteOptions
 from launcher.placement.plan import PlacementError, Slot, placement_of, slot_of, zone_text
 from launcher.placement.plan_notes import basis_of, dearer_zones, notes_of
 from launcher.placement.policy import Ours, Situation, build_policy
+from launcher.placement.ranks import ranks_of_node
 from launcher.placement.requirements import CloudRequirements, MarketView, PricedPool, Site, sites_of
 from launcher.placement.value import square_root_rule
 
@@ -45,6 +46,7 @@ def plan_cloud(needs: CloudRequirements, market: MarketView) -> CloudPlan:
         region=choice.site.trainer.region,
         policy=needs.policy,
         slots=_slots(choice),
+        trainer=ranks_of_node(needs.recipe, choice.site.trainer.gpus),
         pools=tuple(_pool_share(pool, count) for pool, count in choice.pools),
         listed_micro_usd_per_hour=choice.listed_micro_usd_per_hour,
         expected_micro_usd_per_hour=expected.micro_usd_per_hour,

@@ -3,6 +3,7 @@
 from launcher.market.estimate import Basis
 from launcher.money import HOUR_MS, hourly
 from launcher.placement.forecast import Choice
+from launcher.placement.ranks import TrainerRanks, ranks_of_node
 from launcher.placement.requirements import CloudRequirements, LeftOut, Spot
 
 
@@ -26,26 +27,44 @@ def notes_of(needs: CloudRequirements, choice: Choice) -> tuple[str, ...]:
     """Return notes for the reader: limits of the plan, and parts that were never run."""
     recipe, trainer = needs.recipe, choice.site.trainer
     notes = list(recipe.never_run)
-    used = recipe.on(trainer.gpus).cost.reserved_gpus
-    if used != recipe.cost.reserved_gpus:
+    ranks = ranks_of_node(recipe, trainer.gpus)
+    if ranks.ranks != recipe.cost.reserved_gpus:
         notes.append(
-            f"the trainer uses {used} GPU, and its seconds are known of {recipe.measured_on}: the work is taken to be "
-            "as many GPU-seconds"
+            f"the trainer trains on {ranks.ranks} GPU{'s' if ranks.ranks > 1 else ''}, and its seconds are known of "
+            f"{recipe.measured_on}: the work is taken to be as many GPU-seconds"
         )
-    if needs.trainer_gpus_named > used:
+    if ranks.ranks > 1:
         notes.append(
-            f"the job names {needs.trainer_gpus_named} x {needs.trainer.accelerator} for the trainer; the engine "
-            f"trains on {used}, so the plan counts {used} and looks for a node with {used}"
+            f"spotrl has never trained with {ranks.ranks} GPUs: an efficiency of {ranks.efficiency:.1%} is "
+            f"{ranks.basis} ({ranks.source})"
         )
-    if trainer.gpus > used:
-        idle = trainer.gpus - used
-        notes.append(f"the smallest trainer node that is sold there has {trainer.gpus} GPUs: {idle} are paid for idle")
+    if needs.trainer_gpus_named > ranks.ranks:
+        notes.append(_fewer_ranks(needs, ranks))
+    if ranks.idle:
+        notes.append(
+            f"the smallest trainer node that is sold there has {trainer.gpus} GPUs: {ranks.idle} are paid for idle"
+        )
     if sum(choice.spot) > 1 and len(choice.site.zones) == 1:
         notes.append("the region has one zone with such spot nodes: what takes one back may take all of them")
     if needs.spot is Spot.AUTO and sum(choice.spot) > 0:
         notes.append("not counted: nodes bought on demand while an outage of spot lasts, which work, and cost more")
     notes.append("not counted: the trainer's own start, evaluations, disks, taxes")
     return tuple(notes)
+
+
+def _fewer_ranks(needs: CloudRequirements, ranks: TrainerRanks) -> str:
+    """Return why fewer GPUs train than the job names."""
+    named = f"the job names {needs.trainer_gpus_named} x {needs.trainer.accelerator} for the trainer"
+    most, asked = needs.recipe.limits.most, needs.recipe.asked_ranks
+    if ranks.ranks == ranks.gpus < needs.trainer.gpus:
+        return f"{named}; a node with {ranks.gpus}, which all train, is cheaper than one that has idle GPUs"
+    if ranks.ranks == asked:
+        why = f"runtime.trainer_ranks is {asked}"
+    elif ranks.ranks == most:
+        why = f"the engine trains on {most}"
+    else:
+        why = f"an optimiser step has {ranks.ranks} groups"
+    return f"{named}; {why}, so the plan counts {ranks.ranks} and looks for a node with {ranks.ranks}"
 
 
 def dearer_zones(choice: Choice) -> tuple[LeftOut, ...]:

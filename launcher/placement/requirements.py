@@ -4,7 +4,7 @@ A site is a region of one cloud that offers a trainer on demand. All nodes of a 
 nodes talk to the trainer all the time, and a copy of the weights across clouds can cost more than the GPU. Pure.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -96,6 +96,9 @@ class CloudRequirements:
     policy: str = "ours"
     trainer_gpus_named: int = 0
     """GPUs of the trainer in the job file. A plan looks for as many GPUs as the engine uses."""
+    least_trainer_gpus: int | None = None
+    """GPUs of the smallest node on which the job can train. None: `trainer.gpus`. A node with fewer than `trainer.gpus`
+    counts where every larger node would have idle GPUs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -195,15 +198,11 @@ def sites_of(needs: CloudRequirements, market: MarketView) -> tuple[tuple[Site, 
         offered = [
             offer
             for offer in offers
-            if offer.market is Market.ON_DEMAND
-            and needs.trainer.fits(offer)
-            and offer.gpus >= needs.trainer.gpus
-            and offer.quality in USABLE
+            if offer.market is Market.ON_DEMAND and needs.trainer.fits(offer) and offer.quality in USABLE
         ]
-        # Take the requested number of GPUs, or the smallest larger number offered: no trainer with more GPUs was ever
-        # timed.
-        fewest = min((offer.gpus for offer in offered), default=0)
-        trainers = [offer for offer in offered if offer.gpus == fewest and pool_of_offer(offer) not in market.cooling]
+        sizes = _trainer_sizes(needs, {offer.gpus for offer in offered})
+        offered = [offer for offer in offered if offer.gpus in sizes]
+        trainers = [offer for offer in offered if pool_of_offer(offer) not in market.cooling]
         if not trainers:
             wanted = f"no trainer with {needs.trainer} on demand"
             why = f"{wanted} was to be had a moment ago" if offered else f"{wanted} is offered there"
@@ -212,6 +211,21 @@ def sites_of(needs: CloudRequirements, market: MarketView) -> tuple[tuple[Site, 
         zones, on_demand, refused = _rollout_nodes(needs, market, offers)
         sites += [Site(trainer=trainer, zones=zones, on_demand=on_demand, left_out=refused) for trainer in trainers]
     return tuple(sites), tuple(left_out)
+
+
+def _trainer_sizes(needs: CloudRequirements, sold: Collection[int]) -> set[int]:
+    """Return the numbers of GPUs of a trainer node to compare, of the numbers that a region sells.
+
+    The smallest number that is not below the requested number. If some of its GPUs would not train, also the largest
+    smaller number whose GPUs all train. The cheaper plan of the two is chosen.
+    """
+    wanted = needs.trainer.gpus
+    least = wanted if needs.least_trainer_gpus is None else needs.least_trainer_gpus
+    enough = {min(gpus for gpus in sold if gpus >= wanted)} if any(gpus >= wanted for gpus in sold) else set()
+    if any(needs.recipe.ranks(gpus) == gpus for gpus in enough):
+        return enough
+    smaller = [gpus for gpus in sold if least <= gpus < wanted and needs.recipe.ranks(gpus) == gpus]
+    return enough | ({max(smaller)} if smaller else set())
 
 
 def pool_of_offer(offer: Offer) -> Pool:

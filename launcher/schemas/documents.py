@@ -172,12 +172,13 @@ def _launch() -> Schema:
     local = _joined("Plan of a local run.", Plan, outputs.PlanRates)
     on_clouds = _joined("Plan of a run on clouds.", CloudPlan, outputs.CloudPlanBound)
     # These keys are always printed. Outputs of version 1 from before the keys are valid all the same.
-    for added_later in ("memory", "disk"):
+    for added_later in ("memory", "disk", "trainer"):
         on_clouds["required"].remove(added_later)
     added = (
         ("Factors", outputs.FactorsCost),
         ("WhenSpotPays", outputs.SpotPaysVerdict),
         ("GpuMemory", outputs.GpuMemoryCounts),
+        ("TrainerRanks", outputs.TrainerRanksCounts),
     )
     for name, more in added:
         part = on_clouds["$defs"][name]

@@ -65,6 +65,13 @@ class GpuMemoryCounts(TypedDict):
     """Bytes that stay free at the largest moment: during a pass, or while the model is loaded."""
 
 
+class TrainerRanksCounts(TypedDict):
+    waiting: int
+    """Ranks that wait while the trainer has no complete group."""
+    idle: int
+    """GPUs that are paid for and never used."""
+
+
 class SpotPaysVerdict(TypedDict):
     costs_more: bool
     pays_below: float | None

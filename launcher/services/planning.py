@@ -56,4 +56,6 @@ def cloud_plan(
             f"{error}; the job's network is in {', '.join(named)}, so no other region counts"
         ) from None
     plan = with_disk(plan, disk)
-    return plan if memory is None else replace(plan, memory=gpus_of_job(job, memory))
+    ranks = plan.trainer.ranks
+    memory = memory_of_job(job, folder, ranks)
+    return plan if memory is None else replace(plan, memory=gpus_of_job(job, memory, ranks))

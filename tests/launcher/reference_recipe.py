@@ -4,6 +4,8 @@ The closed forms of the notes are checked with its figures. Plans take theirs fr
 """
 
 from engine.exploration.value import ASSUMED_RHO, IterationCost
+from engine.timing.ranks import StepWork
+from engine.trainer_ranks import THIS_ENGINE, RankLimits
 from launcher.market.estimate import Basis, Estimate
 from launcher.placement.iteration_time import Recipe
 from launcher.placement.recipes import GAIN_EXPONENTS
@@ -12,7 +14,13 @@ ADAPTER_BYTES = 1_698_693_120
 """Bytes of adapters of rank 64 on Qwen-Image in fp32."""
 
 
-def verl_omni(*, explores: bool = True, iterations: int = 300) -> Recipe:
+def verl_omni(
+    *,
+    explores: bool = True,
+    iterations: int = 300,
+    limits: RankLimits = THIS_ENGINE,
+    step: StepWork | None = None,
+) -> Recipe:
     """Return the recipe: 107 s of generation for 512 images, and 253 s of everything else, on four GPUs."""
     return Recipe(
         cost=IterationCost(
@@ -36,5 +44,7 @@ def verl_omni(*, explores: bool = True, iterations: int = 300) -> Recipe:
         copy_bytes=ADAPTER_BYTES,
         measured_on="4 H800",
         source="verl-omni's documentation (research notes papers 4.2, 6.2)",
+        limits=limits,
+        step=step,
         never_run=("spotrl has never trained Qwen-Image",),
     )

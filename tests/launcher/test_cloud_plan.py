@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from engine.events import Market
+from engine.timing.ranks import StepWork
+from engine.trainer_ranks import RankLimits
 from launcher.decide.run_budget import bound_of_plan
 from launcher.exit_codes import BudgetError
 from launcher.ledger.exposure import pool_histories
@@ -72,9 +74,13 @@ ON_DEMAND = offer("", 7)
 EAST = (TRAINER, ON_DEMAND, offer("a", 2.0), offer("b", 2.2), offer("c", 2.4))
 
 
+FOUR = RankLimits(most=4, sampling=4)
+"""An engine that trains and samples on four GPUs, as the trainer of the research notes."""
+
+
 def qwen_image_512(**more: Any) -> Recipe:
     """Return the recipe for an engine that trains on four GPUs, as in the research notes."""
-    return replace(verl_omni(**more), trained_on_gpus=4)
+    return replace(verl_omni(**more), limits=FOUR)
 
 
 def requirements(**more: Any) -> CloudRequirements:
@@ -254,8 +260,9 @@ def test_a_larger_trainer_is_planned_with_a_note_if_no_smaller_one_is_sold():
     assert any("has 8 GPUs: 4 are paid for idle" in note for note in plan.notes)
 
 
-def test_a_trainer_with_one_gpu_is_preferred_because_only_one_is_used():
-    needs = requirements(recipe=verl_omni(), trainer=NodeRequirements(accelerator="H100", gpus=1), trainer_gpus_named=8)
+def test_a_trainer_with_one_gpu_is_preferred_if_the_engine_trains_on_one():
+    recipe = verl_omni(limits=RankLimits(most=1))
+    needs = requirements(recipe=recipe, trainer=NodeRequirements(accelerator="H100", gpus=1), trainer_gpus_named=8)
     one, eight = offer("", 7, gpus=1), offer("", 55, gpus=8)
     plan = plan_cloud(needs, view(one, eight, *EAST[2:]))
     assert plan.slots[0].placement.gpus == 1
@@ -264,6 +271,79 @@ def test_a_trainer_with_one_gpu_is_preferred_because_only_one_is_used():
     assert any("has 8 GPUs: 7 are paid for idle" in note for note in dear.notes)
     alone = plan_cloud(replace(needs, max_rollout_nodes=0), view(eight))
     assert alone.seconds_per_iteration == pytest.approx(4 * 360)  # known of four GPUs
+
+
+EVERY_GPU = RankLimits(most=64)
+STEP = StepWork(
+    groups=16,
+    group_seconds=30.0,
+    passes_of_group=4,
+    trained_bytes=1_698_693_120,
+    is_sharded=False,
+    gpu="H100",
+)
+
+
+def ranked(gpus: int, *, groups: int = 16, least: int | None = 1, **more: Any) -> CloudRequirements:
+    """Return needs of an engine that trains on every GPU, of which one rank samples. One GPU trains for 1012 s."""
+    recipe = verl_omni(limits=EVERY_GPU, step=replace(STEP, groups=groups), **more)
+    return requirements(
+        recipe=recipe,
+        trainer=NodeRequirements(accelerator="H100", gpus=gpus),
+        trainer_gpus_named=gpus,
+        least_trainer_gpus=least,
+        max_rollout_nodes=0,
+    )
+
+
+def test_every_gpu_of_a_larger_node_trains_and_the_time_follows():
+    """16 groups of 30 s on 8 ranks: 2 rounds of 30 s, and 7 x 1.70 GB at 225 GB/s."""
+    plan = plan_cloud(ranked(4), view(offer("", 55, gpus=8)))
+    trainer = plan.trainer
+    assert (trainer.gpus, trainer.ranks, trainer.idle, trainer.rounds) == (8, 8, 0, 2)
+    seconds = 2 * 30 + 7 * 1.698693120 / 225
+    assert trainer.efficiency == pytest.approx(16 * 30 / (8 * seconds))
+    assert plan.seconds_per_iteration == pytest.approx(107 * 4 + 253 * 4 / (8 * trainer.efficiency))
+    assert not any("idle" in note for note in plan.notes)
+    assert any("never trained with 8 GPUs" in note and "assumed" in note for note in plan.notes)
+
+
+def test_the_ranks_that_wait_are_counted_and_printed():
+    plan = plan_cloud(ranked(8), view(offer("", 55, gpus=8)))
+    assert (plan.trainer.sampling, plan.trainer.waiting) == (1, 7)
+    assert plan.trainer.text() == (
+        "8 of 8 GPUs train; 16 groups of a step take 2 rounds; efficiency 99.9% (assumed); "
+        "GPUs that wait while no group can be trained: 7"
+    )
+    shown = cloud_plan_json(plan)["trainer"]
+    assert (shown["ranks"], shown["gpus"], shown["waiting"], shown["idle"]) == (8, 8, 7, 0)
+
+
+def test_five_groups_on_four_ranks_take_two_rounds():
+    plan = plan_cloud(ranked(4, groups=5), view(offer("", 28, gpus=4)))
+    assert plan.trainer.rounds == 2
+    assert plan.trainer.efficiency == pytest.approx(5 / 8, rel=0.01)
+    training = plan.seconds_per_iteration - 107 * 4
+    assert training == pytest.approx(253 * 4 * 2 / 5, rel=0.01), "as long as two of five groups on one GPU"
+
+
+def test_a_smaller_node_is_chosen_where_a_larger_one_has_idle_gpus():
+    """6 groups on 8 GPUs leave 2 idle: $55 for 6 ranks, beside $28 for 4 ranks, or $7 for one."""
+    one, four, eight = offer("", 7, gpus=1), offer("", 28, gpus=4), offer("", 55, gpus=8)
+    needs = ranked(6, groups=6)
+    assert [site.trainer.gpus for site in sites_of(needs, view(one, four, eight))[0]] == [4, 8]
+    dear = plan_cloud(needs, view(one, eight))
+    assert (dear.trainer.gpus, dear.trainer.ranks) == (1, 1)
+    assert any("a node with 1, which all train, is cheaper than one that has idle GPUs" in note for note in dear.notes)
+    quick = plan_cloud(replace(needs, deadline_ms=72 * HOUR_MS), view(one, eight))
+    assert (quick.trainer.gpus, quick.trainer.ranks, quick.trainer.idle) == (8, 6, 2)
+    assert any("2 are paid for idle" in note for note in quick.notes)
+    assert plan_cloud(ranked(6, groups=6, least=None), view(one, eight)).trainer.gpus == 8, "shards need all GPUs"
+
+
+def test_no_more_gpus_are_compared_than_named_if_all_of_them_train():
+    sizes = [offer("", 7 * gpus, gpus=gpus) for gpus in (1, 2, 4, 8)]
+    assert [site.trainer.gpus for site in sites_of(ranked(2), view(*sizes))[0]] == [2]
 
 
 @pytest.mark.parametrize("infra", ["gcp/east/b", "gcp/*/b"])

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from engine.events import Market
 from engine.exploration import value as closed_form
+from engine.trainer_ranks import RankLimits
 from launcher.job.schema import Job
 from launcher.market.estimate import Basis, Estimate
 from launcher.market.hazard import POOLED, SHARE_AT_WORK, STEADY, Exposure, HazardCurve, Life, learn
@@ -287,15 +288,21 @@ def test_new_weights_are_waited_for_only_with_spot():
 
 
 def test_another_trainer_type_scales_the_training_time():
-    on_all = replace(verl_omni(), trained_on_gpus=8)
+    on_all = verl_omni(limits=RankLimits(most=8, sampling=8))
     assert iteration_seconds(on_all.on(8).cost, 0) == pytest.approx(180)
     assert on_all.on(4) == on_all
 
 
-def test_a_trainer_counts_as_one_gpu_because_the_engine_trains_on_one():
-    eight = verl_omni().on(8)
-    assert eight == verl_omni().on(1)
-    assert iteration_seconds(eight.cost, 0) == pytest.approx(4 * 360)
+def test_a_trainer_counts_as_many_gpus_as_the_engine_trains_on():
+    recipe = verl_omni(limits=RankLimits(most=1))
+    assert recipe.on(8) == recipe.on(1)
+    assert iteration_seconds(recipe.on(8).cost, 0) == pytest.approx(4 * 360)
+
+
+def test_ranks_that_wait_take_no_part_in_rollouts():
+    """8 ranks train for 1012 / 8 s, and one of them samples for 428 s."""
+    recipe = verl_omni(limits=RankLimits(most=8, sampling=1))
+    assert iteration_seconds(recipe.on(8).cost, 0) == pytest.approx(428 + 126.5)
 
 
 def test_exploration_reduces_the_number_of_iterations():
@@ -341,13 +348,10 @@ QWEN = {
 
 def test_a_job_file_sets_the_request_to_a_cloud():
     required = cloud_requirements(Job(**QWEN))
-    assert (required.trainer.gpus, required.trainer.infra, required.rollout.gpus, required.max_rollout_nodes) == (
-        1,
-        "aws/us-east-2",
-        1,
-        12,
-    )
-    assert required.trainer_gpus_named == 4  # the engine trains on one
+    assert (required.trainer.infra, required.rollout.gpus, required.max_rollout_nodes) == ("aws/us-east-2", 1, 12)
+    assert required.trainer_gpus_named == 4
+    gpus = {most: cloud_requirements(Job(**QWEN), limits=RankLimits(most=most)).trainer.gpus for most in (1, 2, 64)}
+    assert gpus == {1: 1, 2: 2, 64: 4}
     assert (required.max_total_micro_usd, required.max_hourly_micro_usd) == (4_000 * USD, 150 * USD)
     assert required.deadline_ms == 72 * HOUR_MS
     assert required.clouds == ("aws", "gcp")

@@ -1,0 +1,46 @@
+"""Number of ranks of a trainer, decided in one place: the engine starts as many, and a plan counts as many. Pure.
+
+A rank is a process of the trainer with a GPU of its own. The groups of an optimiser step are divided over the ranks,
+and each rank trains whole groups, so there are never more ranks than groups.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Asked = Literal["auto"] | int
+"""Ranks that a job asks for. `auto`: a rank for each GPU of the node."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankLimits:
+    """Numbers of ranks that an engine can run."""
+
+    most: int
+    """Most ranks of a trainer."""
+    sampling: int = 1
+    """Most ranks that sample rollouts while no complete group waits for training. The other ranks wait."""
+
+    def ranks(self, asked: Asked, *, gpus: int, groups: int) -> int:
+        """Return the ranks of a trainer on a node with so many GPUs.
+
+        groups  groups of an optimiser step
+        raises  ValueError: the job asks for more ranks than the engine, the GPUs or the groups allow
+        """
+        most = min(self.most, gpus, groups)
+        if asked == "auto":
+            return most
+        if asked > most:
+            raise ValueError(
+                f"runtime.trainer_ranks is {asked}, and at most {most} can train: the node has {gpus} GPUs, an "
+                f"optimiser step has {groups} groups, and the engine runs {self.most} ranks at most; use {most} or auto"
+            )
+        return asked
+
+
+THIS_ENGINE = RankLimits(most=1)
+"""The engine trains on one GPU of the trainer's node (engine/node/agent.py)."""
+
+
+def groups_of_step(prompts_per_batch: int, updates_per_batch: int) -> int:
+    """Return the groups of an optimiser step. A batch has a group for each prompt."""
+    return prompts_per_batch // updates_per_batch

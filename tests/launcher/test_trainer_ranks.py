@@ -1,0 +1,114 @@
+"""The ranks of a trainer: as many as the engine starts, refused before buying where they cannot train."""
+
+from dataclasses import replace
+
+import pytest
+
+from engine.trainer_ranks import RankLimits
+from launcher.job.checked import JobError
+from launcher.job.load import load_job
+from launcher.placement.from_job import cloud_requirements, recipe_of
+from launcher.placement.memory import memory_of_job
+from launcher.placement.ranks import check_ranks, ranks_of_node, wanted_ranks
+
+EVERY_GPU = RankLimits(most=64)
+
+
+@pytest.fixture
+def checked(tmp_path):
+    """Return a checked job with `runtime.trainer_ranks`, `prompts` groups in two steps, and a trainer's GPUs."""
+
+    def checked(asked: int | str, accelerators: str = "H100:4", *, prompts: int = 16, infra: str = "aws"):
+        path = tmp_path / "job.yaml"
+        path.write_text(
+            f"infra: {infra}\nalgorithm: {{prompts_per_batch: {prompts}, updates_per_batch: 2}}\n"
+            f"resources:\n  trainer: {{accelerators: {accelerators}}}\n"
+        )
+        found = load_job(path)
+        runtime = found.job.runtime.model_copy(update={"trainer_ranks": asked})
+        return replace(found, job=found.job.model_copy(update={"runtime": runtime}))
+
+    return checked
+
+
+@pytest.mark.parametrize(("asked", "gpus", "groups", "ranks"), [
+    ("auto", 8, 16, 8), ("auto", 8, 5, 5), ("auto", 1, 16, 1), (2, 8, 16, 2), (4, 4, 4, 4),
+])  # fmt: skip
+def test_auto_is_every_gpu_and_never_more_ranks_than_groups(asked, gpus, groups, ranks):
+    assert EVERY_GPU.ranks(asked, gpus=gpus, groups=groups) == ranks
+    assert RankLimits(most=1).ranks("auto", gpus=gpus, groups=groups) == 1
+
+
+@pytest.mark.parametrize(("asked", "gpus", "groups", "most"), [(5, 8, 4, 64), (5, 4, 8, 64), (2, 8, 8, 1)])
+def test_more_ranks_than_can_train_are_never_started(asked, gpus, groups, most):
+    with pytest.raises(ValueError, match=r"runtime.trainer_ranks is \d, and at most \d can train.* use \d or auto"):
+        RankLimits(most=most).ranks(asked, gpus=gpus, groups=groups)
+
+
+@pytest.mark.parametrize(("asked", "fields", "words"), [
+    (4, {"prompts": 6}, ["runtime.trainer_ranks is 4, and an optimiser step has 3 groups", "prompts_per_batch 6",
+                         "use 3 or fewer, or auto", "algorithm.prompts_per_batch: 8"]),
+    (8, {}, ["is 8, and a trainer node with H100:4", "has 4 GPUs", "use 4 or fewer", "accelerators: H100:8"]),
+    (2, {"accelerators": "H100:1"}, ["has 1 GPU,", "use 1 or fewer", "accelerators: H100:2"]),
+])  # fmt: skip
+def test_ranks_that_cannot_train_are_refused_with_what_is_allowed(checked, asked, fields, words):
+    with pytest.raises(JobError) as caught:
+        check_ranks(checked(asked, **fields), EVERY_GPU)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+    assert caught.value.field == "runtime.trainer_ranks"
+
+
+def test_ranks_that_can_train_are_accepted(checked):
+    for asked, fields in (("auto", {}), (4, {}), (1, {}), (8, {"accelerators": "H100:8"})):
+        check_ranks(checked(asked, **fields), EVERY_GPU)
+    check_ranks(checked(2, "L4:1", infra="local"), EVERY_GPU)  # ranks of this machine, whatever is named
+
+
+def test_ranks_that_this_version_does_not_start_are_refused(checked):
+    with pytest.raises(JobError, match=r"is 2, and this version trains with 1 rank at most; use 1 or auto"):
+        check_ranks(checked(2), RankLimits(most=1))
+
+
+@pytest.mark.parametrize("value", ["{H100: 4, A100: 4}", "['H100:4', 'A100:4']", "'H100:4,A100:4'", "H100:4+L4:1"])
+def test_mixed_gpus_of_a_trainer_are_refused(checked, value):
+    with pytest.raises(JobError, match=r"names 2 kinds of GPU; use one kind, like H100:8, because .* the slowest"):
+        checked("auto", value)
+
+
+def test_the_plan_counts_the_ranks_of_the_engine_alone(checked):
+    job = checked("auto").job
+    assert {most: wanted_ranks(job, RankLimits(most=most)) for most in (1, 2, 64)} == {1: 1, 2: 2, 64: 4}
+    assert cloud_requirements(job).trainer.gpus == wanted_ranks(job)
+
+
+QWEN = {"model.name": "qwen-image", "model.path": "there", "model.weights": "lora", "algorithm.name": "flow-grpo"}
+
+
+def test_a_step_has_the_groups_the_seconds_and_the_bytes_of_the_job(tmp_path):
+    """Of 16 prompts in 2 steps: 8 groups, and rank 32 has half of the 1.70 GB of rank 64."""
+    path = tmp_path / "job.yaml"
+    path.write_text("infra: aws\nresources: {trainer: {accelerators: H100:4}}\n")
+    job = load_job(path, QWEN | {"model.lora_rank": "32", "algorithm.prompts_per_batch": "16"}).job
+    recipe = recipe_of(job, limits=EVERY_GPU)
+    assert recipe.step.groups == 8
+    assert recipe.step.trained_bytes == 1_698_693_120 // 2
+    assert recipe.step.group_seconds * 16 == pytest.approx(recipe.cost.train_seconds)
+    four, alone = recipe.on(4).cost, recipe.on(1).cost
+    assert ranks_of_node(recipe, 4).rounds == 2
+    both_steps = 2 * 3 * 0.849346560 / 225  # of three other ranks, at half of NVLink's 450 GB/s
+    assert four.train_seconds == pytest.approx(alone.train_seconds / 4 + both_steps)
+    assert four.reserved_gpus == alone.reserved_gpus == 1, "one rank samples"
+
+
+def test_lora_ranks_hold_all_weights_and_full_weights_are_sharded(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text("infra: aws\nresources: {trainer: {accelerators: H100:8}}\n")
+    lora = load_job(path, QWEN).job
+    one, eight = (memory_of_job(lora, ranks=ranks).trainer for ranks in (1, 8))
+    assert one == eight
+    full = load_job(path, QWEN | {"model.weights": "full"}).job
+    one, eight = (memory_of_job(full, ranks=ranks).trainer for ranks in (1, 8))
+    assert eight.parts["optimiser"] == pytest.approx(one.parts["optimiser"] / 8)
+    assert eight.parts["transformer"] == pytest.approx(20_430_401_088 * 4 / 8, rel=0.001)
+    assert eight.asked == one.asked, "a pass of a rank has as many rows as a pass of a lone GPU"
+    assert eight.needed(1) < one.needed(1) / 6
