@@ -53,12 +53,12 @@ def run_store(spec: NodeSpec, heartbeat: SharedHeartbeat, ready: Event) -> None:
 def join_groups(spec: NodeSpec, adapter: "DiTAdapter") -> "Elastic | None":
     """Return a worker's member of the node's SP groups for its model, or None without groups. Waits for the store.
 
-    The groups communicate through gloo, on GPUs too. NCCL refuses two workers on one GPU, and no test has run NCCL
+    The groups communicate through NCCL if each worker has a GPU of its own, else through gloo. No test has run NCCL
     between two GPUs yet (tests/gpu/test_nccl.py).
     """
     if not may_share(spec):
         return None
-    from engine.parallel.communicator import Communicators, join_store
+    from engine.parallel.communicator import Communicators, join_store, links_of
     from engine.parallel.elastic import Elastic
     from engine.parallel.latency import believed_step_seconds
     from engine.parallel.ulysses import Ulysses, degrees_of
@@ -68,7 +68,8 @@ def join_groups(spec: NodeSpec, adapter: "DiTAdapter") -> "Elastic | None":
         time.sleep(LOOK_SECONDS)
     timeout_seconds = spec.engine.runtime.sp_timeout_seconds
     store = join_store(joined["port"], timeout_seconds=timeout_seconds)
-    communicators = Communicators(store, timeout_seconds=timeout_seconds)
+    device = next(adapter.transformer.parameters()).device
+    communicators = Communicators(store, timeout_seconds=timeout_seconds, links=links_of(device))
     return Elastic(
         Ulysses(adapter.transformer),
         communicators,

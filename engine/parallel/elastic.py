@@ -150,6 +150,11 @@ class Elastic:
         if self._group is not None:
             self._group.broadcast(x)
 
+    def finish(self) -> None:
+        """Wait for the group's part of a pass. Call before a result is used. Raises TornGroup."""
+        if self._group is not None:
+            self._group.finish()
+
     def agree(self, go_on: bool, device: torch.device) -> bool:
         """Return the `go_on` of the group's first member: True to compute another step. Raises TornGroup."""
         if self._group is None:

@@ -228,7 +228,7 @@ SHARED_EFFICIENCY: Mapping[int, Figure] = {
     8: Figure(value=0.71, source=_published(f"{XDIT_VIDEO}: 338 s on H100")),
 }
 """Efficiency of 2, 4 and 8 GPUs that share a sequence of `LONG_TOKENS`, beside the time of the all-to-alls. NCCL over
-NVLink. spotrl's groups talk through gloo on the CPU, which nobody has timed on GPUs."""
+NVLink. spotrl's groups use NCCL if each worker has a GPU of its own, which nobody has timed."""
 
 SHORT_TOKENS, LONG_TOKENS = 4_600, 119_000
 """Tokens of FLUX.1-dev at 1024 px, where the all-to-alls explain all of the loss, and of HunyuanVideo at 720p. Between

@@ -65,6 +65,11 @@ class GroupMember:
             self._elastic.hand_out(msgspec.json.encode(shared))
             self._elastic.share(x)
 
+    def finish(self) -> None:
+        """Wait for the group's part of a pass. Call before a result is used. Raises TornGroup."""
+        if self._elastic is not None:
+            self._elastic.finish()
+
     def agree(self, go_on: bool, device: torch.device) -> bool:
         """Return the `go_on` of the group's first worker: True to compute another step. Raises TornGroup."""
         return go_on if self._elastic is None else self._elastic.agree(go_on, device)
@@ -94,6 +99,7 @@ class GroupMember:
                 self._elastic.share(x)
                 for step in range(shared.step, made.plan.steps):
                     x, _ = advance(self._adapter, made.plan, made.conditioning, made.seeds, x, step)
+                    self._elastic.finish()
                     if step + 1 < made.plan.steps and not self._elastic.agree(True, device):
                         break
             self._faults.clear()

@@ -66,6 +66,7 @@ class ImageSampler:
                 for step in range(trajectories[0].step, made.plan.steps):
                     begun = time.perf_counter()
                     x, log_probs = advance(self.adapter, made.plan, made.conditioning, made.seeds, x, step)
+                    self.group.finish()
                     if x.is_cuda:
                         torch.cuda.synchronize(x.device)  # queued work can be neither timed nor stopped
                     trajectories = self._record(made.plan, work, trajectories, x, log_probs)

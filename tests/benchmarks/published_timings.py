@@ -430,7 +430,7 @@ sets the speed of a GPU or the efficiency of several. `without its entry`: the f
 alone, off by a factor of {result["worst_ratio_without_its_entry"]:.2f} at most.
 Published timings of compiled networks are compared with `tuned` entries. Plans use `eager` entries, because spotrl runs
 diffusers' networks as they are.
-Several GPUs: NCCL over NVLink. spotrl's groups talk through gloo, which nobody has timed on GPUs.
+Several GPUs: NCCL over NVLink. spotrl's groups use NCCL too, which nobody has timed.
 
 Exceptions:
 

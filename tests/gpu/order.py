@@ -22,7 +22,9 @@ ORDER = (
     "test_neighbour.py::test_a_joiner_copies_a_neighbours_weights_on_one_gpu",
     "test_nccl.py::test_one_rank_creates_uses_and_aborts_an_nccl_communicator",
     "test_nccl.py::test_many_nccl_communicators_of_the_same_ranks_coexist",
+    "test_nccl.py::test_fifty_nccl_regroups_leave_nothing_behind",
     "test_nccl.py::test_a_death_breaks_only_the_nccl_communicators_of_its_rank",
+    "test_node.py::test_two_workers_share_images_on_two_gpus_through_nccl",
     "test_half_parity.py::test_two_ranks_on_two_gpus_share_a_pass_in_bf16",
 )
 """Tests of this folder, without their parameters. Parameters of a test keep their own order (measure.CHECKS)."""

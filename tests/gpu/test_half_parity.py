@@ -6,7 +6,7 @@ On one GPU both ranks use it and communicate through gloo, which copies over the
 import pytest
 import torch
 
-from engine.parallel.communicator import Communicators, join_store
+from engine.parallel.communicator import ON_CPU, Communicators, join_store, links_of
 from engine.parallel.ulysses import Ulysses
 from tests.benchmarks.sp_parity import LENGTHS, Ranks, build_qwen_image, qwen_image
 from tests.gpu.device import needs_gpus
@@ -21,7 +21,10 @@ def difference(member, device, backend, port):
     """Return the largest relative difference between a bf16 pass shared by two and the same pass alone, by lengths."""
     device = torch.device(device if backend == "gloo" else f"cuda:{member.rank}")
     communicators = Communicators(
-        join_store(port, timeout_seconds=60.0), timeout_seconds=60.0, patience_seconds=60.0, backend=backend
+        join_store(port, timeout_seconds=60.0),
+        timeout_seconds=60.0,
+        patience_seconds=60.0,
+        links=ON_CPU if backend == "gloo" else links_of(device),
     )
     torch.manual_seed(0)
     model = build_qwen_image().eval().to(device, torch.bfloat16)
@@ -33,10 +36,12 @@ def difference(member, device, backend, port):
 
     cases = [(lengths, masked) for lengths in LENGTHS for masked in (False, True)]
     alone = {case: forward(*case) for case in cases}
-    ulysses.use(communicators.get(1, member.rank, 2))
+    group = communicators.get(1, member.rank, 2)
+    ulysses.use(group)
     found = {}
     for case in cases:
         shared = forward(*case)
+        group.finish()
         found["{}{}".format(case[0], ", masked" if case[1] else "")] = float(
             (shared - alone[case]).abs().max() / alone[case].abs().max()
         )

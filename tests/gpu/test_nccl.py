@@ -1,17 +1,21 @@
 """NCCL communicators: many by number over one store; the death of a rank breaks only those that contain it.
 
-The same functions run with gloo on the CPU. NCCL needs one GPU per rank, because it refuses two ranks on one GPU.
+The same functions run with gloo on the CPU, and with gloo behind the watch of NCCL's groups ("watched"). NCCL needs one
+GPU per rank, because it refuses two ranks on one GPU.
 """
 
 import os
 import signal
 import statistics
+import threading
 import time
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from engine.parallel.communicator import Communicators, TornGroup, join_store
+from engine.parallel.communicator import ON_CPU, Communicators, TornGroup, join_store, links_of
 from tests.benchmarks.sp_parity import Ranks
 from tests.gpu.device import needs_gpus
 from tests.gpu.figures import describe_device, keep_figures
@@ -19,19 +23,32 @@ from tests.gpu.figures import describe_device, keep_figures
 CACHED = 4
 """Number of communicators of the same two ranks."""
 TIMEOUT_SECONDS = 10.0
+REGROUPS, WARM_UP = 50, 3
+LEFT_BYTES = 200_000
+"""Most bytes of a process that a regroup may add, by the noise of the allocator: gloo adds 15 kB."""
 HANGS_SECONDS = 1.0
 """Seconds that a collective with a dead rank is watched, to see that it does not end by itself."""
 
 
 def begin(member, port, backend):
-    # The watchdog would end this process when a peer dies, but it must continue (research notes engine 3.4).
-    os.environ.update(TORCH_NCCL_ASYNC_ERROR_HANDLING="0", TORCH_NCCL_ENABLE_MONITORING="0")
     store = join_store(port, timeout_seconds=120.0)
+    device = torch.device(f"cuda:{member.rank}" if backend == "nccl" else "cpu")
+    links = watched_gloo(member.rank) if backend == "watched" else links_of(device)
     member.kept["communicators"] = Communicators(
-        store, timeout_seconds=TIMEOUT_SECONDS, patience_seconds=120.0, backend=backend
+        store, timeout_seconds=TIMEOUT_SECONDS, patience_seconds=120.0, links=links
     )
-    member.kept["device"] = torch.device("cpu" if backend == "gloo" else f"cuda:{member.rank}")
+    member.kept["device"] = device
     compute_alone(member)
+
+
+def watched_gloo(rank):
+    """Return links of a CPU that pretends to have a GPU: groups are watched as those of NCCL, and made by gloo."""
+
+    def form(backend, *how):
+        assert backend == "nccl"
+        return ON_CPU.form("gloo", *how)
+
+    return replace(ON_CPU, place=f"pretended GPU {rank}", form=form, mark=lambda: lambda: True)
 
 
 def compute_alone(member):
@@ -111,6 +128,33 @@ def abort(ranks):
     return {"hung_until_aborted": hung, "abort_s": seconds, "others_went_on": len(others) > 1}
 
 
+def regroup(member, number, members):
+    """Replace all communicators by a new one and use it. Return the process's resources after that."""
+    member.kept["communicators"].keep(())
+    (received, _, _) = exchange(member, number, members)
+    assert received == [float(one) for one in members]
+    keys = member.kept["communicators"]._store.num_keys()
+    return {
+        "files": len(os.listdir("/proc/self/fd")),
+        "threads": threading.active_count() + len(os.listdir("/proc/self/task")),
+        "bytes": int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
+        "gpu_bytes": -free_bytes(member),
+        "store_keys": keys,
+    }
+
+
+def regroup_often(ranks):
+    """Regroup two ranks REGROUPS times, with a new communicator each time. Return what each rank holds more at the end.
+
+    The first regroups are not counted: they load code and start threads once.
+    """
+    found = [ranks.run((0, 1), regroup, number, (0, 1)) for number in range(1, WARM_UP + REGROUPS + 1)]
+    return [
+        {name: last[name] - first[name] for name in first}
+        for first, last in zip(found[WARM_UP - 1], found[-1], strict=True)
+    ]
+
+
 def every_call(member, number):
     """Run each collective of a group of one twice and check the values; then abort, and continue to compute."""
     group = member.kept["communicators"].get(number, 0, 1)
@@ -156,8 +200,16 @@ def test_many_communicators_of_the_same_ranks_coexist():
     assert len(found["later_s"]) == CACHED - 1
 
 
-def test_a_death_breaks_only_the_communicators_of_its_rank():
-    assert with_ranks(3, "gloo", abort)["others_went_on"]
+@pytest.mark.parametrize("backend", ["gloo", "watched"])
+def test_a_death_breaks_only_the_communicators_of_its_rank(backend):
+    assert with_ranks(3, backend, abort)["others_went_on"]
+
+
+@pytest.mark.parametrize("backend", ["gloo", "watched"])
+def test_fifty_regroups_leave_nothing_behind(backend):
+    for more in with_ranks(2, backend, regroup_often):
+        assert max(more["files"], more["threads"], more["store_keys"]) <= 0
+        assert more["bytes"] < REGROUPS * LEFT_BYTES
 
 
 @pytest.mark.gpu
@@ -170,6 +222,16 @@ def test_one_rank_creates_uses_and_aborts_an_nccl_communicator():
 @needs_gpus(2)
 def test_many_nccl_communicators_of_the_same_ranks_coexist():
     keep_figures("NCCL communicators, two ranks", with_ranks(2, "nccl", cache), describe_device())
+
+
+@pytest.mark.gpu
+@needs_gpus(2)
+def test_fifty_nccl_regroups_leave_nothing_behind():
+    found = with_ranks(2, "nccl", regroup_often)
+    keep_figures("NCCL, 50 regroups, what a rank holds more", {"ranks": found}, describe_device())
+    for more in found:
+        assert max(more["files"], more["threads"], more["store_keys"]) <= 0
+        assert more["gpu_bytes"] < torch.cuda.get_device_properties(0).total_memory // 100
 
 
 @pytest.mark.gpu

@@ -145,6 +145,24 @@ def test_two_workers_share_images_on_one_gpu_even_after_a_kill(tmp_path, repeat)
 
 
 @pytest.mark.gpu
+@needs_gpus(2)
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_two_workers_share_images_on_two_gpus_through_nccl(tmp_path, how):
+    """The trainer shares the first GPU. A worker is lost, the other aborts their group, and a new group forms."""
+    config = on("cuda", engine_config(200, 8), sp_degree=2, trace_steps=True, step_seconds=0.05)
+    with a_run(tmp_path, config, workers=2) as fleet:
+        sharing = Sharing(fleet.folder / "nodes", workers=2)
+        sharing.wait({"spot-0": 0})
+        seconds = sharing.hurt({"spot-0": (1, how)})
+        fleet.wait_for_iteration(len(fleet.manifests()) + 1)
+        dlogp = max(event.health["dlogp_before_update"] for event in fleet.events("iteration_done"))
+        assert dlogp < config.algorithm.clip_range
+        figures = {"shared_again_s": seconds, "max_dlogp": dlogp}
+        keep_figure("two workers share images on two GPUs, NCCL", [how.name], figures, describe_device())
+
+
+@pytest.mark.gpu
 @needs_gpus(1)
 def test_ray_workers_compute_on_the_gpus_assigned_by_ray(tmp_path):
     pytest.importorskip("ray")
