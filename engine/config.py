@@ -274,6 +274,9 @@ class RuntimeConfig(Strict):
     sp_degree: Literal["auto"] | Positive = 1
     """Workers of a spot node that share an image's sequence (Ulysses). Workers left over on a node use smaller degrees.
     `auto`: chosen from the waiting requests and the measured step times (engine/parallel/groups.py)."""
+    cfg_parallel: bool = False
+    """True: two workers that share an image compute one branch of classifier-free guidance each, instead of a part of
+    the sequence. Needs `sp_degree` 2 or `auto`, guidance above 1, and a model with two branches."""
     resume: Literal["exact", "close", "restart"] = "close"
     """Treatment of an interrupted image. `exact`: resume if the same number of workers shares the image, else restart,
     so the image is bit-identical to an uninterrupted image. `close`: resume with any number of workers, equal to about
@@ -338,6 +341,22 @@ class EngineConfig(Strict):
             raise ValueError(
                 f"model.compile is on, but runtime.sp_degree is {self.runtime.sp_degree}; workers that share an image "
                 "exchange data inside each block: use sp_degree: 1, or model.compile: off"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _two_workers_share_two_branches(self) -> Self:
+        if not self.runtime.cfg_parallel:
+            return self
+        if self.runtime.sp_degree not in (2, "auto"):
+            raise ValueError(
+                f"runtime.cfg_parallel is true, but runtime.sp_degree is {self.runtime.sp_degree}; guidance has two "
+                "branches: use sp_degree: 2 or auto, or cfg_parallel: false"
+            )
+        if self.sampler.guidance == 1.0:
+            raise ValueError(
+                "runtime.cfg_parallel is true, but sampler.guidance is 1, which has one branch; use guidance above 1 "
+                "with a model that learned it, or cfg_parallel: false"
             )
         return self
 

@@ -11,6 +11,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from engine.noise_schedule import ModelSchedule
+from engine.parallel.communicator import SPGroup
 
 Conditioning = Mapping[str, Tensor]
 """Encoded prompts: named tensors, batch first, padded to a fixed text length to allow mixed rows."""
@@ -27,6 +28,10 @@ class DiTAdapter(Protocol):
 
     doubles_guidance: bool
     """True: `velocity` computes both branches of classifier-free guidance as one batch of twice the rows."""
+
+    guidance_pair: SPGroup | None
+    """Two workers of which each computes one branch of guidance in `velocity`, without gradient. None: this worker
+    computes both."""
 
     def encode(self, prompts: Sequence[str]) -> Conditioning:
         """Encode prompts to conditioning without gradient.

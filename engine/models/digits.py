@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from engine.models.adapter import Conditioning
 from engine.models.qwen_image import QWEN_LORA_TARGETS
 from engine.noise_schedule import EVEN, ModelSchedule
+from engine.parallel.communicator import SPGroup
 
 HEIGHT, WIDTH, PATCH = 12, 32, 4
 ROWS, COLUMNS = HEIGHT // PATCH, WIDTH // PATCH
@@ -63,6 +64,7 @@ class DigitsAdapter:
 
     schedule: ModelSchedule = EVEN
     doubles_guidance = False
+    guidance_pair: SPGroup | None = None
 
     def __init__(self, transformer: nn.Module, text: ByteText) -> None:
         self.transformer = transformer

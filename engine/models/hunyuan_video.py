@@ -17,6 +17,7 @@ from engine.models.pipeline_text import PipelineText
 from engine.models.text import EncodedText, TextEncoder, as_conditioning, guided, padded
 from engine.models.vae import decode_video, freeze
 from engine.noise_schedule import EVEN, ModelSchedule
+from engine.parallel.communicator import SPGroup
 
 HUNYUAN_VIDEO_LORA_TARGETS = (
     "attn.to_q",
@@ -34,6 +35,7 @@ class HunyuanVideoAdapter:
     """`DiTAdapter` over diffusers' `HunyuanVideoTransformer3DModel`."""
 
     doubles_guidance = False
+    guidance_pair: SPGroup | None = None
 
     def __init__(
         self,
@@ -62,7 +64,16 @@ class HunyuanVideoAdapter:
     def velocity(self, x: Tensor, sigma: Tensor, conditioning: Conditioning, guidance: float) -> Tensor:
         if self._takes_guidance:
             return self._forward(x, sigma, conditioning, 1000.0 * torch.full_like(sigma, guidance))
-        return guided(self._branch, x, sigma, conditioning, self._empty, guidance, in_one_pass=self.doubles_guidance)
+        return guided(
+            self._branch,
+            x,
+            sigma,
+            conditioning,
+            self._empty,
+            guidance,
+            in_one_pass=self.doubles_guidance,
+            pair=self.guidance_pair,
+        )
 
     def _branch(self, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         return self._forward(x, sigma, conditioning, None)

@@ -16,6 +16,7 @@ from engine.models.pipeline_text import PipelineText
 from engine.models.text import EncodedText, TextEncoder, as_conditioning, guided, padded
 from engine.models.vae import decode_images, freeze
 from engine.noise_schedule import EVEN, ModelSchedule
+from engine.parallel.communicator import SPGroup
 
 PATCH = 2
 
@@ -39,6 +40,7 @@ class QwenImageAdapter:
     """`DiTAdapter` over diffusers' `QwenImageTransformer2DModel`."""
 
     doubles_guidance = False
+    guidance_pair: SPGroup | None = None
 
     def __init__(
         self,
@@ -76,6 +78,7 @@ class QwenImageAdapter:
             guidance,
             keeps_norm=True,
             in_one_pass=self.doubles_guidance,
+            pair=self.guidance_pair,
         )
 
     def _branch(self, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:

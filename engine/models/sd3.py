@@ -15,6 +15,7 @@ from engine.models.pipeline_text import PipelineText
 from engine.models.text import EncodedText, TextEncoder, as_conditioning, guided, padded
 from engine.models.vae import decode_images, freeze
 from engine.noise_schedule import EVEN, ModelSchedule
+from engine.parallel.communicator import SPGroup
 
 SD3_LORA_TARGETS = (
     "attn.to_q",
@@ -32,6 +33,7 @@ class SD3Adapter:
     """`DiTAdapter` over diffusers' `SD3Transformer2DModel`."""
 
     doubles_guidance = False
+    guidance_pair: SPGroup | None = None
 
     def __init__(
         self,
@@ -57,7 +59,16 @@ class SD3Adapter:
         return (int(self.transformer.config.in_channels), *self._size)  # type: ignore[union-attr, arg-type]
 
     def velocity(self, x: Tensor, sigma: Tensor, conditioning: Conditioning, guidance: float) -> Tensor:
-        return guided(self._branch, x, sigma, conditioning, self._empty, guidance, in_one_pass=self.doubles_guidance)
+        return guided(
+            self._branch,
+            x,
+            sigma,
+            conditioning,
+            self._empty,
+            guidance,
+            in_one_pass=self.doubles_guidance,
+            pair=self.guidance_pair,
+        )
 
     def _branch(self, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         dtype: torch.dtype = self.transformer.pos_embed.proj.weight.dtype  # type: ignore[union-attr, assignment]

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from engine.models.adapter import Conditioning
 from engine.models.qwen_image import QWEN_LORA_TARGETS
 from engine.noise_schedule import EVEN, ModelSchedule
+from engine.parallel.communicator import SPGroup
 from engine.shapes import COLOURS, IMAGE_SIDE, SHAPE, VOCABULARY, WORDS, Request, coverage
 
 PATCH = 9
@@ -77,6 +78,7 @@ class ShapesAdapter:
 
     schedule: ModelSchedule = EVEN
     doubles_guidance = False
+    guidance_pair: SPGroup | None = None
 
     def __init__(self, transformer: nn.Module, text: WordText) -> None:
         self.transformer = transformer

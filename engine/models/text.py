@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.models.adapter import Conditioning
+from engine.parallel.communicator import SPGroup
 
 SMALLEST_NORM = 1e-12
 """A guided velocity below this norm is not scaled up further: 0 / 0 would be NaN in value and gradient."""
@@ -66,17 +67,24 @@ def guided(
     *,
     keeps_norm: bool = False,
     in_one_pass: bool = False,
+    pair: SPGroup | None = None,
 ) -> Tensor:
     """Apply classifier-free guidance: v_uncond + guidance (v_cond - v_uncond). At 1, skip the unconditional branch.
 
     empty        conditioning of the empty prompt, a single row
     keeps_norm   True: give each token's velocity the norm of v_cond, as the Qwen-Image pipeline does
     in_one_pass  True: compute both branches as one batch of 2 B rows; False: one after the other
+    pair         two workers with equal inputs: the first computes the branch with the prompt, the second the other, and
+                 both get both. The result is that of two passes bit for bit. Passes without gradient only.
     """
     if guidance == 1.0:
         return branch(x, sigma, conditioning)
     repeated = {name: value.to(x.device).expand(len(x), *value.shape[1:]) for name, value in empty.items()}
-    if in_one_pass:
+    if pair is not None:
+        mine = branch(x, sigma, conditioning if pair.rank == 0 else repeated)
+        assert not mine.requires_grad, "no gradient flows from one worker to another"
+        conditional, unconditional = pair.all_gather(mine).chunk(2)
+    elif in_one_pass:
         both = {name: torch.cat((value, repeated[name])) for name, value in conditioning.items()}
         conditional, unconditional = branch(torch.cat((x, x)), torch.cat((sigma, sigma)), both).chunk(2)
     else:

@@ -16,6 +16,7 @@ from engine.models.pipeline_text import PipelineText
 from engine.models.text import EncodedText, TextEncoder, as_conditioning, guided, padded
 from engine.models.vae import decode_video, freeze
 from engine.noise_schedule import EVEN, ModelSchedule
+from engine.parallel.communicator import SPGroup
 
 WAN_LORA_TARGETS = (
     "attn1.to_q",
@@ -35,6 +36,7 @@ class WanAdapter:
     """`DiTAdapter` over diffusers' `WanTransformer3DModel`."""
 
     doubles_guidance = False
+    guidance_pair: SPGroup | None = None
 
     def __init__(
         self,
@@ -60,7 +62,16 @@ class WanAdapter:
         return (int(self.transformer.config.in_channels), *self._size)  # type: ignore[union-attr, arg-type]
 
     def velocity(self, x: Tensor, sigma: Tensor, conditioning: Conditioning, guidance: float) -> Tensor:
-        return guided(self._branch, x, sigma, conditioning, self._empty, guidance, in_one_pass=self.doubles_guidance)
+        return guided(
+            self._branch,
+            x,
+            sigma,
+            conditioning,
+            self._empty,
+            guidance,
+            in_one_pass=self.doubles_guidance,
+            pair=self.guidance_pair,
+        )
 
     def _branch(self, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         # Not the first parameter's dtype: diffusers keeps some of Wan's parameters in fp32, whatever the loading dtype.

@@ -58,10 +58,11 @@ def join_groups(spec: NodeSpec, adapter: "DiTAdapter") -> "Elastic | None":
     """
     if not may_share(spec):
         return None
+    from engine.models.guidance_pair import DEGREES, GuidancePair
     from engine.parallel.communicator import Communicators, join_store, links_of
     from engine.parallel.elastic import Elastic
     from engine.parallel.latency import believed_step_seconds
-    from engine.parallel.ulysses import Ulysses, degrees_of
+    from engine.parallel.ulysses import SPBackend, Ulysses, degrees_of
 
     file = _store_file(spec)
     while not (joined := read_note(file)):
@@ -70,13 +71,14 @@ def join_groups(spec: NodeSpec, adapter: "DiTAdapter") -> "Elastic | None":
     store = join_store(joined["port"], timeout_seconds=timeout_seconds)
     device = next(adapter.transformer.parameters()).device
     communicators = Communicators(store, timeout_seconds=timeout_seconds, links=links_of(device))
-    return Elastic(
-        Ulysses(adapter.transformer),
-        communicators,
-        store,
-        is_current=lambda: read_note(file) == joined,
-        believed=believed_step_seconds(adapter.latent_shape(), degrees_of(adapter.transformer)),
-    )
+    backend: SPBackend
+    if spec.engine.runtime.cfg_parallel:
+        backend = GuidancePair(adapter)
+        believed = {degree: 1.0 / degree for degree in DEGREES}
+    else:
+        backend = Ulysses(adapter.transformer)
+        believed = believed_step_seconds(adapter.latent_shape(), degrees_of(adapter.transformer))
+    return Elastic(backend, communicators, store, is_current=lambda: read_note(file) == joined, believed=believed)
 
 
 def _store_file(spec: NodeSpec) -> Path:

@@ -124,6 +124,8 @@ def sharing_text(job: Job) -> str:
         if degree == "auto"
         else f"{degree} of a rollout node's {workers} workers share an image"
     )
+    if job.runtime.cfg_parallel:
+        who += ", a branch of guidance each"
     return f"sp_degree {degree}: {who}; one that was interrupted {RESUME[resume]} (resume: {resume})"
 
 

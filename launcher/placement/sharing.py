@@ -1,8 +1,13 @@
 """Check the job's sequence-parallel degree against the workers of a rollout node, which share images. Pure."""
 
+from engine.memory.job import sizes_of
+from engine.model_folder import FAMILIES
 from engine.parallel.worker_group import Degrees, allowed_degrees
 from launcher.job.checked import CheckedJob
 from launcher.job.schema import Job
+
+BRANCHES = 2
+"""Branches of classifier-free guidance: with the prompt, and without."""
 
 HEADS = {"digits-ocr": 4, "shapes": 4}
 """Attention heads of the models that ship with spotrl. The heads of a user's own model are known after the engine
@@ -15,6 +20,8 @@ def degrees_of(job: Job) -> Degrees:
     For a model with unknown heads, every degree up to the number of workers counts.
     """
     workers = job.resources.rollout.gpus
+    if job.runtime.cfg_parallel:
+        return tuple(range(1, min(workers, BRANCHES) + 1))
     heads = HEADS.get(job.model.name) if job.model.path is None else None
     if heads is None:
         return tuple(range(1, workers + 1))
@@ -24,6 +31,8 @@ def degrees_of(job: Job) -> Degrees:
 def check_sp_degree(checked: CheckedJob) -> None:
     """Raise JobError for a fixed degree that is not possible; the error names the possible degrees."""
     job = checked.job
+    if job.runtime.cfg_parallel and job.model.name in FAMILIES:
+        _check_branches(checked)
     degree, workers, degrees = job.runtime.sp_degree, job.resources.rollout.gpus, degrees_of(job)
     if degree == "auto" or degree in degrees:
         return
@@ -41,3 +50,19 @@ def check_sp_degree(checked: CheckedJob) -> None:
         f"{job.model.name}",
         f"{remedy}: every worker of a group takes whole heads",
     )
+
+
+def _check_branches(checked: CheckedJob) -> None:
+    """Raise JobError for a network that takes the scale of guidance as an input, and so has one branch."""
+    model = checked.job.model
+    folder = None if model.path is None else checked.workdir / model.path
+    try:
+        sizes = sizes_of(model, folder)[1]
+    except ValueError:
+        return  # check_memory reports the folder's fault
+    if sizes.architecture.takes_guidance:
+        raise checked.error(
+            "runtime.cfg_parallel",
+            f"runtime.cfg_parallel is true, but {sizes.name} takes guidance as an input and has one branch",
+            "use cfg_parallel: false, which shares the sequence",
+        )

@@ -52,6 +52,17 @@ def test_the_heads_of_a_users_model_are_left_to_the_engine(checked):
         check_sp_degree(checked("5", "L4:4", **own))
 
 
+def test_two_workers_may_share_the_branches_of_guidance(checked):
+    fields = {"model.name": "sd3", "model.path": "weights", "runtime.cfg_parallel": "true", "sampler.guidance": "4"}
+    for degree in ("2", "auto"):
+        check_sp_degree(checked(degree, "L4:4", **fields))
+    assert degrees_of(checked("auto", "L4:4", **fields).job) == (1, 2)
+    with pytest.raises(JobError, match=r"a rollout node has 1 worker .*; use 1 or auto"):
+        check_sp_degree(checked("2", "L4:1", **fields))
+    with pytest.raises(JobError, match=r"FLUX.1-dev takes guidance as an input and has one branch; use cfg_parallel"):
+        check_sp_degree(checked("2", "L4:4", **fields | {"model.name": "flux"}))
+
+
 def test_the_launcher_knows_the_heads_of_every_model_that_ships():
     from engine.config import SHIPPED, ModelConfig
     from engine.models.load import load_adapter
