@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from engine.trainer_ranks import THIS_ENGINE, Asked, RankLimits, groups_of_step
 from launcher.job.checked import CheckedJob
 from launcher.job.schema import Job
+from launcher.market.instance_types import instance_types
 from launcher.placement.iteration_time import Recipe
 
 
@@ -92,11 +93,12 @@ def wanted_ranks(job: Job, limits: RankLimits = THIS_ENGINE) -> int:
 
 
 def check_ranks(checked: CheckedJob, limits: RankLimits = THIS_ENGINE) -> None:
-    """Raise JobError for more ranks than the groups, the node's GPUs or the engine allow.
+    """Raise JobError for more ranks than the groups, the node's GPUs or the engine allow, or GPUs that a node lacks.
 
     Nodes of the local infra have the GPUs of this machine, whatever the job names, so their GPUs are not compared.
     """
     job, field = checked.job, "runtime.trainer_ranks"
+    _check_instance_type(checked)
     asked, groups, named = asked_ranks(job), groups_of(job), job.resources.trainer.gpus
     if asked == "auto":
         return
@@ -124,4 +126,21 @@ def check_ranks(checked: CheckedJob, limits: RankLimits = THIS_ENGINE) -> None:
             f"{field} is {asked}, and this version trains with {limits.most} rank{'s' if limits.most > 1 else ''} at "
             "most",
             f"use {limits.most} or auto",
+        )
+
+
+def _check_instance_type(checked: CheckedJob) -> None:
+    """Raise JobError if the trainer's instance type lacks the GPUs that the job names. Unknown types are left alone."""
+    trainer = checked.job.resources.trainer
+    known = [one for one in instance_types(checked.job.clouds) if one.instance_type == trainer.instance_type]
+    for machine in known:
+        if machine.accelerator.lower() == trainer.accelerator.lower() and machine.gpus >= trainer.gpus:
+            return
+    if known:
+        has = f"{known[0].accelerator}:{known[0].gpus}"
+        field = "resources.trainer.accelerators"
+        raise checked.error(
+            field,
+            f"{field} is {trainer.accelerators}, and resources.trainer.instance_type {trainer.instance_type} has {has}",
+            f"use accelerators: {has}, or leave instance_type out",
         )

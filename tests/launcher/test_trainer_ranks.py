@@ -58,6 +58,16 @@ def test_ranks_that_cannot_train_are_refused_with_what_is_allowed(checked, asked
     assert caught.value.field == "runtime.trainer_ranks"
 
 
+@pytest.mark.parametrize(("trainer", "has"), [
+    ("H100:4, instance_type: p5.4xlarge", "H100:1"), ("H100:4, instance_type: g6.12xlarge", "L4:4"),
+])  # fmt: skip
+def test_an_instance_type_without_the_named_gpus_is_refused(checked, trainer, has):
+    with pytest.raises(JobError, match=rf"is H100:4, and .* has {has}; use accelerators: {has}, or leave"):
+        check_ranks(checked("auto", trainer))
+    check_ranks(checked("auto", "H100:4, instance_type: p5.48xlarge"))
+    check_ranks(checked("auto", "H100:4, instance_type: a-new-type"))
+
+
 def test_ranks_that_can_train_are_accepted(checked):
     for asked, fields in (("auto", {}), (4, {}), (1, {}), (8, {"accelerators": "H100:8"})):
         check_ranks(checked(asked, **fields), EVERY_GPU)
