@@ -62,6 +62,9 @@ SPARE_BYTES = 16 * GIB
 """Memory that a rollout worker leaves free when it copies the base weights of merged adapters to its GPU
 (engine/models/merge.py). Without so much room the copy lies in the host's memory."""
 
+COMMUNICATOR_BYTES = 590_000_000
+"""Memory that NCCL takes for a group of workers. Measured on an H100 with a group of one (gpu.json)."""
+
 CONTEXT_BYTES = 3 * GIB // 4
 """CUDA's context and libraries: 718 MiB were in use with the first tensor on an H100 (gpu.md)."""
 
@@ -144,6 +147,8 @@ class Setting:
     """Images of a rollout pass."""
     ranks: int = 1
     """GPUs that train the same weights, each a share of the groups."""
+    communicators: int = 0
+    """Groups of workers of a rollout node that a worker is in, and keeps."""
     doubles_guidance: bool = False
     """True if both branches of guidance are one batch of twice the rows."""
     keeps_reference: bool = False
@@ -236,7 +241,14 @@ def rollout_budget(model: ModelSizes, setting: Setting) -> Budget:
     weights = (counts.transformer + counts.buffers) * training.compute_bytes
     return Budget(
         role="rollout",
-        parts=_present({"transformer": weights, "VAE": model.vae_bytes, "adapters": adapters}),
+        parts=_present(
+            {
+                "transformer": weights,
+                "VAE": model.vae_bytes,
+                "adapters": adapters,
+                "groups (NCCL)": setting.communicators * COMMUNICATOR_BYTES,
+            }
+        ),
         unit="image",
         bytes_each=denoising_bytes(model.architecture, setting),
         least_beside=decoding_bytes(setting.size, setting.images),

@@ -54,16 +54,19 @@ class JobMemory:
         return f"{self.model}, {text_of(self.size)}, {self.size.text_tokens} text tokens, checkpointing {checkpointing}"
 
 
-def job_memory(config: EngineConfig, folder: Path | None = None, *, ranks: int = 1) -> JobMemory | None:
+def job_memory(
+    config: EngineConfig, folder: Path | None = None, *, ranks: int = 1, rollout_gpus: int = 1
+) -> JobMemory | None:
     """Return the memory of a job. None for models that ship with spotrl.
 
-    `folder`: the model's folder on this machine, if it is here. `ranks`: GPUs that train.
+    `folder`: the model's folder on this machine, if it is here. `ranks`: GPUs that train. `rollout_gpus`:
+    GPUs of a rollout node, a worker on each.
     Raises ValueError if the folder's `transformer/config.json` lacks a size.
     """
     if config.model.name not in FAMILIES:
         return None
     published, sizes = sizes_of(config.model, folder)
-    setting = setting_of(config, ranks)
+    setting = setting_of(config, ranks, rollout_gpus)
     counts = parameters_of(sizes.architecture, setting.training)
     file_bytes = published_model(config.model).file_bytes
     return JobMemory(
@@ -81,7 +84,7 @@ def job_memory(config: EngineConfig, folder: Path | None = None, *, ranks: int =
     )
 
 
-def setting_of(config: EngineConfig, ranks: int = 1) -> Setting:
+def setting_of(config: EngineConfig, ranks: int = 1, rollout_gpus: int = 1) -> Setting:
     """Return how the job uses its model."""
     model, algorithm = config.model, config.algorithm
     is_full = model.weights == "full"
@@ -97,8 +100,17 @@ def setting_of(config: EngineConfig, ranks: int = 1) -> Setting:
         rows=algorithm.rows_per_forward,
         images=max(config.runtime.shape, config.evaluation.shape, *exploring),
         ranks=ranks,
+        communicators=_communicators(config, rollout_gpus),
         keeps_reference=algorithm.kl_beta > 0 or algorithm.diffusion_nft.reference_weight > 0,
     )
+
+
+def _communicators(config: EngineConfig, workers: int) -> int:
+    """Return the groups of a worker: one of a fixed degree, or one for each of the degrees 2, 4, 8, ... with auto."""
+    degree = config.runtime.sp_degree
+    if degree == 1 or workers == 1:
+        return 0
+    return 1 if degree != "auto" or config.runtime.cfg_parallel else workers.bit_length() - 1
 
 
 def _size(model: ModelConfig) -> ImageSize:

@@ -73,7 +73,8 @@ def memory_of_job(job: Job, folder: Path | None = None, ranks: int | None = None
     Raises PlacementError for a folder that lacks a size.
     """
     try:
-        return job_memory(job, folder, ranks=wanted_ranks(job) if ranks is None else ranks)
+        ranks = wanted_ranks(job) if ranks is None else ranks
+        return job_memory(job, folder, ranks=ranks, rollout_gpus=job.resources.rollout.gpus)
     except ValueError as error:
         raise PlacementError(
             f"{error}; download the model again, or give the folder that it was published as"

@@ -88,6 +88,14 @@ def test_the_json_plan_has_the_memory_in_bytes(dry_run):
     assert trainer["fitting"] == (trainer["usable"] - parts) // trainer["bytes_each"]
 
 
+@pytest.mark.parametrize(("degree", "groups"), [(1, 0), (2, 1), ("auto", 3)])
+def test_the_groups_of_a_worker_take_memory(dry_run, degree, groups):
+    """Of eight workers: pairs, fours and the eight with auto. NCCL took .59 GB for a group (gpu.md)."""
+    _, shown = dry_run(f"runtime.sp_degree={degree}", *LIMITS)
+    table = column(shown, 1)
+    assert table.get("groups (NCCL)", 0) == pytest.approx(groups * 0.59e9 / GIB, abs=0.06)
+
+
 LIMITS = ("budget.max_total=20000", "budget.deadline=60d")
 """Limits that leave room for a slow job: 1280 px, or one row a pass, takes five to ten times as long."""
 
