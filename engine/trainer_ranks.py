@@ -4,6 +4,7 @@ A rank is a process of the trainer with a GPU of its own. The groups of an optim
 and each rank trains whole groups, so there are never more ranks than groups.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -37,8 +38,11 @@ class RankLimits:
         return asked
 
 
-THIS_ENGINE = RankLimits(most=1)
+ONE = RankLimits(most=1)
 """The engine trains on one GPU of the trainer's node (engine/node/agent.py)."""
+
+LIMITS: Mapping[Literal["lora", "full"], RankLimits] = {"lora": ONE, "full": ONE}
+"""What this engine can run, by the weights that are trained."""
 
 
 def groups_of_step(prompts_per_batch: int, updates_per_batch: int) -> int:

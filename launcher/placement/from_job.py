@@ -8,7 +8,7 @@ from engine.config import CandidateBudget
 from engine.memory.job import weights_bytes
 from engine.timing.job import is_timed, job_seconds, rows_of_an_image
 from engine.timing.ranks import StepWork
-from engine.trainer_ranks import THIS_ENGINE, RankLimits
+from engine.trainer_ranks import LIMITS, RankLimits
 from launcher.job.schema import Job
 from launcher.job.sections import NodeResources
 from launcher.placement.iteration_time import Recipe
@@ -19,7 +19,7 @@ from launcher.placement.requirements import CloudRequirements, NodeRequirements,
 
 
 def cloud_requirements(
-    job: Job, policy: str = "ours", folder: Path | None = None, limits: RankLimits = THIS_ENGINE
+    job: Job, policy: str = "ours", folder: Path | None = None, limits: RankLimits | None = None
 ) -> CloudRequirements:
     """Return the needs of a job, as the planner's input. `folder`: the model's folder on this machine, if it is here.
 
@@ -49,11 +49,11 @@ def cloud_requirements(
     )
 
 
-def recipe_of(job: Job, folder: Path | None = None, limits: RankLimits = THIS_ENGINE) -> Recipe:
+def recipe_of(job: Job, folder: Path | None = None, limits: RankLimits | None = None) -> Recipe:
     """Return the recipe of a job from the timings of its model and GPUs, or an untimed recipe, marked as a guess."""
     recipe = _recipe_of_a_rank(job, folder)
     step = _step_of(job, recipe, folder)
-    return replace(recipe, step=step, asked_ranks=asked_ranks(job), limits=limits)
+    return replace(recipe, step=step, asked_ranks=asked_ranks(job), limits=limits or LIMITS[job.model.weights])
 
 
 def _step_of(job: Job, recipe: Recipe, folder: Path | None) -> StepWork:

@@ -18,7 +18,7 @@ from math import floor
 
 from engine.exploration.value import IterationCost, selection_gain, variance_gain
 from engine.timing.ranks import StepWork
-from engine.trainer_ranks import THIS_ENGINE, Asked, RankLimits
+from engine.trainer_ranks import ONE, Asked, RankLimits
 from launcher.market.estimate import Estimate
 
 
@@ -45,7 +45,7 @@ class Recipe:
     step: StepWork | None = None
     """An optimiser step, as ranks divide it. None: any number of ranks trains as many images in a GPU-second."""
     asked_ranks: Asked = "auto"
-    limits: RankLimits = THIS_ENGINE
+    limits: RankLimits = ONE
     never_run: tuple[str, ...] = ()
     """Parts of the recipe that were never run, a sentence each."""
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from engine.memory.budget import GIB, Budget, Role, usable_bytes
 from engine.memory.job import JobMemory, job_memory, smaller_settings
-from engine.trainer_ranks import THIS_ENGINE
+from engine.trainer_ranks import LIMITS
 from launcher.job.schema import Job
 from launcher.job.sections import NodeResources
 from launcher.market.instance_types import instance_types, is_too_old
@@ -151,7 +151,7 @@ def _remedies(job: Job, budget: Budget, resources: NodeResources, folder: Path |
 def _more_gpus(job: Job, budget: Budget, resources: NodeResources, folder: Path | None) -> list[str]:
     """Return the smallest node of the same GPU on which a row fits because more ranks share the weights."""
     usable = usable_of(job, resources.accelerator) or 0
-    most = THIS_ENGINE.ranks("auto", gpus=MOST_GPUS, groups=groups_of(job))
+    most = LIMITS[job.model.weights].ranks("auto", gpus=MOST_GPUS, groups=groups_of(job))
     if budget.role != "trainer" or job.model.weights != "full" or asked_ranks(job) != "auto":
         return []
     for machine in sorted(instance_types(job.clouds, [resources.accelerator]), key=lambda machine: machine.gpus):

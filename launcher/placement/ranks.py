@@ -6,7 +6,7 @@ start.
 
 from dataclasses import dataclass
 
-from engine.trainer_ranks import THIS_ENGINE, Asked, RankLimits, groups_of_step
+from engine.trainer_ranks import LIMITS, Asked, RankLimits, groups_of_step
 from launcher.job.checked import CheckedJob
 from launcher.job.schema import Job
 from launcher.market.instance_types import instance_types
@@ -84,19 +84,22 @@ def groups_of(job: Job) -> int:
     return groups_of_step(job.algorithm.prompts_per_batch, job.algorithm.updates_per_batch)
 
 
-def wanted_ranks(job: Job, limits: RankLimits = THIS_ENGINE) -> int:
+def wanted_ranks(job: Job, limits: RankLimits | None = None) -> int:
     """Return the ranks on a node with the GPUs that the job names: the least GPUs of a trainer node.
 
-    Raises ValueError for a job that `check_ranks` refuses.
+    `limits`: None: of this engine. Raises ValueError for a job that `check_ranks` refuses.
     """
+    limits = limits or LIMITS[job.model.weights]
     return limits.ranks(asked_ranks(job), gpus=job.resources.trainer.gpus, groups=groups_of(job))
 
 
-def check_ranks(checked: CheckedJob, limits: RankLimits = THIS_ENGINE) -> None:
+def check_ranks(checked: CheckedJob, limits: RankLimits | None = None) -> None:
     """Raise JobError for more ranks than the groups, the node's GPUs or the engine allow, or GPUs that a node lacks.
 
     Nodes of the local infra have the GPUs of this machine, whatever the job names, so their GPUs are not compared.
+    `limits`: None: of this engine.
     """
+    limits = limits or LIMITS[checked.job.model.weights]
     job, field = checked.job, "runtime.trainer_ranks"
     _check_instance_type(checked)
     asked, groups, named = asked_ranks(job), groups_of(job), job.resources.trainer.gpus

@@ -5,7 +5,7 @@ The closed forms of the notes are checked with its figures. Plans take theirs fr
 
 from engine.exploration.value import ASSUMED_RHO, IterationCost
 from engine.timing.ranks import StepWork
-from engine.trainer_ranks import THIS_ENGINE, RankLimits
+from engine.trainer_ranks import ONE, RankLimits
 from launcher.market.estimate import Basis, Estimate
 from launcher.placement.iteration_time import Recipe
 from launcher.placement.recipes import GAIN_EXPONENTS
@@ -18,7 +18,7 @@ def verl_omni(
     *,
     explores: bool = True,
     iterations: int = 300,
-    limits: RankLimits = THIS_ENGINE,
+    limits: RankLimits = ONE,
     step: StepWork | None = None,
 ) -> Recipe:
     """Return the recipe: 107 s of generation for 512 images, and 253 s of everything else, on four GPUs."""

@@ -297,11 +297,11 @@ def ranked(gpus: int, *, groups: int = 16, least: int | None = 1, **more: Any) -
 
 
 def test_every_gpu_of_a_larger_node_trains_and_the_time_follows():
-    """16 groups of 30 s on 8 ranks: 2 rounds of 30 s, and 7 x 1.70 GB at 225 GB/s."""
+    """16 groups of 30 s on 8 ranks: 2 rounds of 30 s, and 7/4 of 1.70 GB at 225 GB/s."""
     plan = plan_cloud(ranked(4), view(offer("", 55, gpus=8)))
     trainer = plan.trainer
     assert (trainer.gpus, trainer.ranks, trainer.idle, trainer.rounds) == (8, 8, 0, 2)
-    seconds = 2 * 30 + 7 * 1.698693120 / 225
+    seconds = 2 * 30 + 2 * 7 / 8 * 1.698693120 / 225
     assert trainer.efficiency == pytest.approx(16 * 30 / (8 * seconds))
     assert plan.seconds_per_iteration == pytest.approx(107 * 4 + 253 * 4 / (8 * trainer.efficiency))
     assert not any("idle" in note for note in plan.notes)
@@ -312,7 +312,7 @@ def test_the_ranks_that_wait_are_counted_and_printed():
     plan = plan_cloud(ranked(8), view(offer("", 55, gpus=8)))
     assert (plan.trainer.sampling, plan.trainer.waiting) == (1, 7)
     assert plan.trainer.text() == (
-        "8 of 8 GPUs train; 16 groups of a step take 2 rounds; efficiency 99.9% (assumed); "
+        "8 of 8 GPUs train; 16 groups of a step take 2 rounds; efficiency 100.0% (assumed); "
         "GPUs that wait while no group can be trained: 7"
     )
     shown = cloud_plan_json(plan)["trainer"]

@@ -105,7 +105,7 @@ def test_a_step_has_the_groups_the_seconds_and_the_bytes_of_the_job(tmp_path):
     assert recipe.step.group_seconds * 16 == pytest.approx(recipe.cost.train_seconds)
     four, alone = recipe.on(4).cost, recipe.on(1).cost
     assert ranks_of_node(recipe, 4).rounds == 2
-    both_steps = 2 * 3 * 0.849346560 / 225  # of three other ranks, at half of NVLink's 450 GB/s
+    both_steps = 2 * (2 * 3 / 4) * 0.849346560 / 225  # three quarters, twice, at half of NVLink's 450 GB/s
     assert four.train_seconds == pytest.approx(alone.train_seconds / 4 + both_steps)
     assert four.reserved_gpus == alone.reserved_gpus == 1, "one rank samples"
 
