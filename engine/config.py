@@ -318,9 +318,12 @@ class EngineConfig(Strict):
     reward: RewardConfig = RewardConfig()
     """Training objective. Short form: the name."""
     prompts: str = "digits"
-    """Prompt source: `digits` or `shapes` (generated), or a text file with one prompt a line."""
+    """Prompt source: `digits` or `shapes` (generated); a text file with one prompt a line; a `.jsonl` file with one
+    object a line, whose `prompt` is the prompt and which the scorer gets as metadata; or a folder with `train.txt` and
+    `test.txt`, or with `train_metadata.jsonl` and `test_metadata.jsonl`."""
     test_prompts: str | None = None
-    """Text file of evaluation prompts, never trained. None: a random fifth of `prompts` at most is held out."""
+    """File of evaluation prompts, text or JSONL, never trained. None: the test file of a folder of prompts, else a
+    random fifth of `prompts` at most is held out."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Evaluation on held-out prompts."""
     target: TargetConfig | None = None

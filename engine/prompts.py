@@ -1,4 +1,4 @@
-"""Provide a run's prompts: generated for digits-ocr and shapes, or read from a text file.
+"""Provide a run's prompts: generated for digits-ocr and shapes, or read from files (engine/prompt_set.py).
 
 Promise: the prompts of a batch are a pure function of (run seed, batch), distinct within the batch, and never one of
 the held-out evaluation prompts. A batch repeated after a loss therefore requests the same images.
@@ -14,7 +14,11 @@ from pathlib import Path
 from typing import Protocol
 
 from engine.config import EngineConfig
+from engine.prompt_set import Metadata, all_metadata, prompt_paths, read_prompts
 from engine.shapes import Task, requests
+
+GENERATED = ("digits", "shapes")
+"""Prompt sets that spotrl generates. Any other name is a file or a folder."""
 
 HELD_OUT_DIGITS = 512
 """Number of held-out strings, of the 10,000 strings of four digits. Training never uses the held-out strings."""
@@ -33,7 +37,7 @@ SHAPES_MIX = (
 """Tasks of consecutive prompts of shapes, repeated in a cycle. Easy tasks with few prompts appear less often."""
 
 HELD_OUT_SHARE = 5
-"""Divisor of a prompt file's lines: at most one line in `HELD_OUT_SHARE` is held out for evaluation."""
+"""Divisor of a prompt file's prompts: at most one prompt in `HELD_OUT_SHARE` is held out for evaluation."""
 
 
 class PromptSource(Protocol):
@@ -47,7 +51,7 @@ class PromptSource(Protocol):
 
 
 def prompt_source(config: EngineConfig, workdir: str | None) -> PromptSource:
-    """Return the source named by `prompts`: `digits`, `shapes`, or a text file (relative to the job's workdir).
+    """Return the source named by `prompts`: `digits`, `shapes`, or a file or folder relative to the job's workdir.
 
     Raises ValueError if a file is missing or has too few prompts.
     """
@@ -55,20 +59,18 @@ def prompt_source(config: EngineConfig, workdir: str | None) -> PromptSource:
         return DigitPrompts(config.seed, config.algorithm.prompts_per_batch, config.evaluation.prompts)
     if config.prompts == "shapes":
         return ShapesPrompts(config.seed, config.algorithm.prompts_per_batch, config.evaluation.prompts)
-    folder = Path(workdir or ".")
-    path = folder / config.prompts
-    if not path.is_file():
-        raise ValueError(
-            f"prompts is {config.prompts!r}, but there is no file {path}; "
-            "give `digits`, `shapes`, or a text file in the job's workdir with one prompt a line"
-        )
-    test = None if config.test_prompts is None else folder / config.test_prompts
-    if test is not None and not test.is_file():
-        raise ValueError(
-            f"test_prompts is {config.test_prompts!r}, but there is no file {test}; "
-            "give a text file in the job's workdir with one prompt a line, or leave it out"
-        )
+    path, test = prompt_paths(Path(workdir or "."), config.prompts, config.test_prompts)
     return file_prompts(path, config.seed, config.algorithm.prompts_per_batch, config.evaluation.prompts, test)
+
+
+def metadata_of_job(config: EngineConfig, workdir: str | None) -> Mapping[str, Metadata]:
+    """Return the metadata of the job's prompts by prompt; empty for generated prompts and for text files.
+
+    Raises ValueError if a file is missing or a line is no prompt.
+    """
+    if config.prompts in GENERATED:
+        return {}
+    return all_metadata(Path(workdir or "."), config.prompts, config.test_prompts)
 
 
 def prompts_of_job(source: PromptSource, iterations: int, most: int) -> list[str]:
@@ -195,9 +197,9 @@ class ShapesPrompts:
 
 @dataclass(frozen=True)
 class FilePrompts:
-    """Prompts from the lines of a file.
+    """Prompts of a file.
 
-    Training passes over the trained lines, each pass in an order of its own. Held-out lines are only evaluated.
+    Training passes over the trained prompts, each pass in an order of its own. Held-out prompts are only evaluated.
     """
 
     trained: tuple[str, ...]
@@ -206,7 +208,7 @@ class FilePrompts:
     prompts_per_batch: int
 
     def batch(self, batch: int) -> list[str]:
-        # Use whole batches only, so no prompt appears twice in a batch. A pass may leave a few lines out.
+        # Use whole batches only, so no prompt appears twice in a batch. A pass may leave a few prompts out.
         a_pass, place = divmod(batch, len(self.trained) // self.prompts_per_batch)
         order = _order(len(self.trained), f"file/{self.run_seed}/{a_pass}")
         start = place * self.prompts_per_batch
@@ -219,21 +221,21 @@ class FilePrompts:
 def file_prompts(
     path: Path, run_seed: int, prompts_per_batch: int, evaluated: int, test: Path | None = None
 ) -> FilePrompts:
-    """Read one prompt a line. Blank lines, `#` comments and repeated prompts are skipped.
+    """Read a prompt file, text or JSONL. Repeated prompts are skipped.
 
     `test`: a file of evaluation prompts, of which at most `evaluated` are used. Prompts in both files are not trained.
     Without `test`, a random part of `path` is held out: `evaluated` prompts, but at most one fifth, and at least one.
     Raises ValueError if too few prompts are left to train, or none to evaluate.
     """
-    prompts = _prompts_of(path)
+    prompts = tuple(read_prompts(path))
     if test is None:
         share = min(evaluated, max(1, len(prompts) // HELD_OUT_SHARE))
         held_out = _drawn(prompts, share)
         trained = tuple(prompt for prompt in prompts if prompt not in held_out)
     else:
-        tested = _prompts_of(test)
+        tested = tuple(read_prompts(test))
         if not tested:
-            raise ValueError(f"{test} has no prompts to evaluate with; write one prompt a line")
+            raise ValueError(f"{test} has no prompts to evaluate with; write one prompt a line, or JSONL")
         held_out = _drawn(tested, evaluated)
         # Exclude all test prompts, used or not: another run may evaluate with more of the same file.
         trained = tuple(prompt for prompt in prompts if prompt not in set(tested))
@@ -244,11 +246,6 @@ def file_prompts(
             "lower it"
         )
     return FilePrompts(trained, held_out, run_seed, prompts_per_batch)
-
-
-def _prompts_of(path: Path) -> tuple[str, ...]:
-    lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-    return tuple(dict.fromkeys(line for line in lines if line and not line.startswith("#")))
 
 
 def _drawn(prompts: Sequence[str], count: int) -> tuple[str, ...]:

@@ -26,6 +26,7 @@ CONTRACT = {
     "engine.durable",
     "engine.mark",
     "engine.model_folder",
+    "engine.prompt_set",
     "engine.protocol.console",
 }
 """Engine modules that the whole launcher may import."""

@@ -28,7 +28,7 @@ from engine.models.load import load_adapter, load_start, trainable
 from engine.parallel.ulysses import problem_with_degree
 from engine.prompts import FilePrompts, prompt_source
 from engine.protocol.request import Score
-from engine.rewards.load import load_reward
+from engine.rewards.load import load_reward_of_job
 
 READ_AT_ONCE = 512
 """Prompts per encode call of a shipped model, so a large file takes little memory."""
@@ -109,7 +109,7 @@ def _encode(adapter: DiTAdapter, config: EngineConfig, prompts: Sequence[str]) -
 def _score_once(config: EngineConfig, workdir: str | None, image: Tensor, prompt: str) -> Score:
     """Import the reward, and return its score of one image."""
     try:
-        scores = load_reward(config.reward, workdir)(image, [prompt])
+        scores = load_reward_of_job(config, workdir)(image, [prompt])
     except Exception as error:
         where = "; ".join(line.strip() for line in "".join(traceback.format_exception(error)[-2:]).splitlines())
         raise JobUnfit(

@@ -23,7 +23,7 @@ from engine.node.build_worker import load_model, make_worker
 from engine.node.child import SharedHeartbeat, begin
 from engine.node_spec import NodeSpec
 from engine.prompts import prompt_source
-from engine.rewards.load import load_reward
+from engine.rewards.load import load_reward_of_job
 from engine.storage.checkpoint import CheckpointStore
 from engine.storage.disk import when_there_is_room
 from engine.storage.progress import ProgressLog
@@ -72,7 +72,7 @@ def run_trainer(spec: NodeSpec, heartbeat: SharedHeartbeat, ready: Event) -> Non
         clock=clock,
     )
     adapter = load_model(spec, 0)
-    reward = load_reward(spec.engine.reward, spec.workdir)
+    reward = load_reward_of_job(spec.engine, spec.workdir)
     loop = Loop(spec.engine, context, adapter, reward, prompt_source(spec.engine, spec.workdir))
     ready.set()
     print(loop.run(), flush=True)

@@ -15,6 +15,7 @@ from pydantic import (
     ValidationError,
 )
 
+from engine.prompt_set import PromptFileError, all_metadata, prompt_paths, read_prompts
 from launcher.job.checked import CheckedJob, JobError
 from launcher.job.layers import Layer, environment_layer, flag_layer, merged, read
 from launcher.job.problem import explain
@@ -146,30 +147,34 @@ def _check_gpus(checked: CheckedJob) -> None:
             )
 
 
-def _check_prompt_file(checked: CheckedJob, field: str, name: str, instead: str) -> None:
-    """Raise JobError if the file that a field names is missing, is no text, or is empty."""
-    file = checked.workdir / name
-    if not file.is_file():
-        raise checked.error(
-            field,
-            f"{field} is {name!r}, and there is no such file beside the job file",
-            f"write it with one prompt a line, or {instead}",
-        )
+def _check_prompt_files(checked: CheckedJob) -> None:
+    """Raise JobError if a prompt file is missing, is no text or JSONL, or is empty."""
+    job, field = checked.job, "prompts"
+    if job.prompts in PROMPTS:
+        return
     try:
-        has_prompts = any(line.strip() for line in file.read_text("utf-8").splitlines())
-    except (UnicodeDecodeError, OSError) as error:
-        raise checked.error(field, f"{name} cannot be read as text ({error})", "save it as UTF-8") from None
-    if not has_prompts:
-        raise checked.error(field, f"{name} has no prompts", "write one prompt a line")
+        train, test = prompt_paths(checked.workdir, job.prompts, None)
+        _check_has_prompts(checked, field, train, f"use {' or '.join(PROMPTS)}")
+        if job.test_prompts is not None:
+            field = "test_prompts"
+            _, test = prompt_paths(checked.workdir, job.prompts, job.test_prompts)
+        if test is not None:
+            _check_has_prompts(checked, field, test, "leave test_prompts out")
+        all_metadata(checked.workdir, job.prompts, job.test_prompts)
+    except PromptFileError as error:
+        found, _, remedy = str(error).rpartition("; ")
+        raise checked.error(field, found, remedy) from None
+
+
+def _check_has_prompts(checked: CheckedJob, field: str, path: Path, instead: str) -> None:
+    if not read_prompts(path):
+        raise checked.error(field, f"{path.name} has no prompts", f"write one prompt a line, or {instead}")
 
 
 def _check_files(checked: CheckedJob) -> None:
     """Raise JobError if a file that the job names is missing here, before the first node misses the file."""
     job, folder = checked.job, checked.workdir
-    if job.prompts not in PROMPTS:
-        _check_prompt_file(checked, "prompts", job.prompts, f"use {' or '.join(PROMPTS)}")
-    if job.test_prompts is not None:
-        _check_prompt_file(checked, "test_prompts", job.test_prompts, "leave test_prompts out")
+    _check_prompt_files(checked)
     # On clouds the plan reports a missing model folder, and only `launch` needs the folder.
     if job.model.path is not None and not job.clouds and not (folder / job.model.path).is_dir():
         raise checked.error(

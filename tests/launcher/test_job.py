@@ -158,7 +158,7 @@ def test_a_job_is_named_by_its_file(tmp_path):
         ("target: {value: 0.5, evaluations: 99}", 1, "target.evaluations", "make 14"),
         ("target:\n  metric: exact_match", 1, "target.value", "is missing"),
         # files
-        ("prompts: nofile.txt", 1, "prompts", "no such file"),
+        ("prompts: nofile.txt", 1, "prompts", "there is no file"),
         ("prompts: /prompts.txt", 1, "prompts", "in the folder of the job file"),
         ("prompts: ../prompts.txt", 1, "prompts", "in the folder of the job file"),
         ("model: {path: nowhere}", 1, "model.path", "no such folder"),
@@ -211,12 +211,18 @@ def test_a_users_prompt_file_is_found_beside_the_job(write, tmp_path):
 
 def test_test_prompts_are_found_beside_the_job(write, tmp_path):
     (tmp_path / "mine.txt").write_text("a cat\na dog\n")
-    with pytest.raises(JobError, match=r"line 2: test_prompts is 'test.txt', and there is no such file"):
+    with pytest.raises(JobError, match=r"line 2: test_prompts is 'test.txt', but there is no file"):
         load_job(write("prompts: mine.txt\ntest_prompts: test.txt\n"))
     with pytest.raises(JobError, match=r"test_prompts is '../test.txt'; use a file in the folder of the job file"):
         load_job(write("prompts: mine.txt\ntest_prompts: ../test.txt\n"))
     (tmp_path / "test.txt").write_text("a cow\n")
     assert load_job(write("prompts: mine.txt\ntest_prompts: test.txt\n")).job.engine().test_prompts == "test.txt"
+
+
+def test_a_line_of_a_jsonl_file_that_is_no_prompt_is_found_before_anything_is_bought(write, tmp_path):
+    (tmp_path / "mine.jsonl").write_text('{"prompt": "a cat"}\n{"text": "a dog"}\n')
+    with pytest.raises(JobError, match=r'line 1: .*mine.jsonl, line 2 has no text under "prompt"; write one object'):
+        load_job(write("prompts: mine.jsonl"))
 
 
 def test_flag_beats_environment_beats_file_beats_user_config_beats_default(write, tmp_path):
