@@ -1,8 +1,68 @@
 """Define the job file's `reward` section. The module does not import torch, like `engine/config.py`."""
 
-from typing import Literal
+import re
+from typing import Annotated, Literal, Self
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, Field, model_validator
 
 from engine.strict import Positive, Strict
+
+
+def _web_address(value: str) -> str:
+    try:
+        parts = urlsplit(value)
+        port_is_valid = parts.port is None or parts.port > 0
+    except ValueError:
+        port_is_valid = False
+    if not port_is_valid or parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"url is {value!r}; use an address like http://10.0.0.5:18085")
+    if parts.username or parts.password:
+        # The message does not repeat the value, because it holds a password.
+        raise ValueError("url holds a user name or a password; name a key in key, and list that name in secrets")
+    return value
+
+
+def _variable_name(value: str) -> str:
+    # The message does not repeat the value, because a user may have written the key itself.
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value):
+        raise ValueError("key is no name of an environment variable; write a name like JUDGE_KEY, not the key itself")
+    return value
+
+
+WebAddress = Annotated[str, AfterValidator(_web_address)]
+VariableName = Annotated[str, AfterValidator(_variable_name)]
+
+
+class HttpConfig(Strict):
+    """Settings of `reward.name: http`, a scorer behind a URL. docs/rewards.md describes the protocols."""
+
+    url: WebAddress
+    """Address that scores are requested from, by POST. Every worker and the trainer must reach it."""
+    protocol: Literal["json", "verl-omni", "flow-grpo"] = "json"
+    """Form of requests and answers. `json`: JSON with PNG images. `verl-omni` and `flow-grpo`: pickled, with JPEG
+    images, as in those projects; answers may contain numbers, text and numpy arrays only."""
+    key: VariableName | None = None
+    """Name of the environment variable with the server's key, sent as `Authorization: Bearer KEY`. The job's `secrets`
+    must list the name."""
+    batch: Positive = 16
+    """Most images in one request."""
+    concurrency: Positive = 4
+    """Most requests of one worker at a time."""
+    timeout_seconds: Annotated[float, Field(gt=0.0)] = 120.0
+    """Time in which a whole answer must arrive."""
+    tries: Positive = 8
+    """Most requests for the same images. The pauses grow from half a second to 30 seconds, so eight tries bridge about
+    a minute without an answer. Images without a score after the last try are skipped with their groups."""
+    score_range: tuple[float, float] | None = None
+    """Least and greatest possible score. A score outside is an error of the scorer, and the request is repeated. None:
+    any finite number."""
+
+    @model_validator(mode="after")
+    def _range_is_ordered(self) -> Self:
+        if self.score_range is not None and not self.score_range[0] < self.score_range[1]:
+            raise ValueError(f"score_range is {list(self.score_range)}; give the smaller number first")
+        return self
 
 
 class RewardConfig(Strict):
@@ -10,13 +70,29 @@ class RewardConfig(Strict):
 
     name: str = "ocr"
     """Name of the scorer. `ocr` and `ocr_strict` read images of at most 48 x 144 pixels as one line of text, and find
-    the lines first in larger images. `ocr_smooth` reads one line only."""
+    the lines first in larger images. `ocr_smooth` reads one line only. `http` asks a server."""
     frames: Positive | None = None
     """Frames of a video to score, evenly spaced from the first to the last: the score of a video is the mean of its
     frames' scores. None: the scorer gets whole videos, which only a function of the user's own can score. Image models
     have no frames."""
     placed: Literal["with_rollout"] = "with_rollout"
-    """Place of the scorer. `with_rollout`: the worker that made the image scores the image. The only choice."""
+    """Place of the scorer. `with_rollout`: the worker that made the image scores the image, or asks the server for the
+    score. The only choice."""
+    http: HttpConfig | None = None
+    """Settings of the scorer `http`, which needs at least `url`."""
+
+    @model_validator(mode="after")
+    def _settings_belong_to_the_scorer(self) -> Self:
+        if self.name == "http" and self.http is None:
+            raise ValueError("reward.name is http, without an address; use reward: {name: http, http: {url: ...}}")
+        if self.name != "http" and self.http is not None:
+            raise ValueError(f"reward.http is set, but reward.name is {self.name}; use name: http, or leave http out")
+        return self
+
+    @property
+    def key_names(self) -> tuple[str, ...]:
+        """Return the names of the environment variables that the scorer reads."""
+        return () if self.http is None or self.http.key is None else (self.http.key,)
 
     def check_scores(self, model: str, *, is_video: bool) -> None:
         """Check that the reward can score the model's images or videos. Raises ValueError."""

@@ -109,13 +109,15 @@ def _encode(adapter: DiTAdapter, config: EngineConfig, prompts: Sequence[str]) -
 def _score_once(config: EngineConfig, workdir: str | None, image: Tensor, prompt: str) -> Score:
     """Import the reward, and return its score of one image."""
     try:
-        scores = load_reward_of_job(config, workdir)(image, [prompt])
+        scores = load_reward_of_job(config, workdir, must_answer=True)(image, [prompt])
     except Exception as error:
         where = "; ".join(line.strip() for line in "".join(traceback.format_exception(error)[-2:]).splitlines())
         raise JobUnfit(
             "reward",
             f"{config.reward.name} on one image {list(image.shape)} and prompt {prompt!r}: {where}",
-            "mend the function, and call it by hand with a tensor of that shape and a list of one prompt",
+            "mend the function, and call it by hand with a tensor of that shape and a list of one prompt"
+            if ":" in config.reward.name
+            else "see docs/rewards.md for what this reward needs",
         ) from error
     if not math.isfinite(scores[0].reward):
         raise JobUnfit(

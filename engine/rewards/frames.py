@@ -1,6 +1,7 @@
 """Score a video by its frames: the mean score of some evenly spaced frames (`reward.frames`)."""
 
 from collections.abc import Sequence
+from math import nan
 
 from torch import Tensor
 
@@ -42,8 +43,9 @@ def _mean(scores: Sequence[Score]) -> Score:
     def mean(values: Sequence[float]) -> float:
         return sum(values) / len(values)
 
-    names = scores[0].metrics
+    names = dict.fromkeys(name for score in scores for name in score.metrics)
     return Score(
         reward=mean([score.reward for score in scores]),
-        metrics={name: mean([score.metrics[name] for score in scores]) for name in names},
+        # A frame without a score has no metrics, and then the video has none either.
+        metrics={name: mean([score.metrics.get(name, nan) for score in scores]) for name in names},
     )

@@ -10,22 +10,33 @@ from engine.rewards.frames import FrameMeans
 from engine.rewards.reward import MetadataOfPrompts, Reward
 from engine.rewards.reward import RewardError as RewardError
 
-BUILT_IN = ("ocr", "ocr_strict", "ocr_smooth", "shapes", "shapes_strict")
+BUILT_IN = ("ocr", "ocr_strict", "ocr_smooth", "shapes", "shapes_strict", "http")
 
 
-def load_reward_of_job(config: EngineConfig, workdir: str | None) -> Reward:
-    """Return the job's scorer with the metadata of the job's prompts. Raises RewardError, and ValueError for a prompt
-    file that cannot be read."""
-    return load_reward(config.reward, workdir, metadata_of_job(config, workdir))
+def load_reward_of_job(config: EngineConfig, workdir: str | None, *, must_answer: bool = False) -> Reward:
+    """Return the job's scorer with the metadata of the job's prompts.
+
+    `must_answer`: a server that does not answer is an error after one try, for the check before a launch. Raises
+    RewardError, and ValueError for a prompt file that cannot be read.
+    """
+    return load_reward(config.reward, workdir, metadata_of_job(config, workdir), must_answer=must_answer)
 
 
-def load_reward(config: RewardConfig, workdir: str | None, metadata: Mapping[str, Metadata] | None = None) -> Reward:
+def load_reward(
+    config: RewardConfig,
+    workdir: str | None,
+    metadata: Mapping[str, Metadata] | None = None,
+    *,
+    must_answer: bool = False,
+) -> Reward:
     """Return a scorer. `workdir`: the folder of a user's own module. `metadata`: metadata by prompt."""
-    reward = _reward_of_name(config, workdir, metadata or {})
+    reward = _reward_of_name(config, workdir, metadata or {}, must_answer)
     return reward if config.frames is None else FrameMeans(reward, config.frames)
 
 
-def _reward_of_name(config: RewardConfig, workdir: str | None, metadata: Mapping[str, Metadata]) -> Reward:
+def _reward_of_name(
+    config: RewardConfig, workdir: str | None, metadata: Mapping[str, Metadata], must_answer: bool
+) -> Reward:
     match config.name:
         case "ocr" | "ocr_strict" | "ocr_smooth":
             from engine.rewards.ocr import OcrReward
@@ -35,6 +46,10 @@ def _reward_of_name(config: RewardConfig, workdir: str | None, metadata: Mapping
             from engine.rewards.shapes import ShapesReward
 
             return ShapesReward(config.name)
+        case "http" if config.http is not None:
+            from engine.rewards.http_reward import HttpReward
+
+            return MetadataOfPrompts(HttpReward(config.http, must_answer=must_answer), metadata)
         case name if ":" in name:
             from engine.rewards.user import UserReward, import_function
 

@@ -114,7 +114,7 @@ def _problem(error: Any, values: dict[str, Any], model: type[BaseModel]) -> Prob
         allowed = [word.strip(" '") for word in error["ctx"]["expected"].replace(" or ", ",").split(",")]
         if len(allowed) > 1 and (near := get_close_matches(str(error["input"]), allowed, n=1)):
             remedy += f"; did you mean {near[0]}?"
-    shown = "not of that kind" if place[:1] == ("secrets",) else _shown(error["input"])
+    shown = "not of that kind" if place[:1] == ("secrets",) or place[-1:] == ("key",) else _shown(error["input"])
     return Problem(place=place, found=f"{_dotted(place)} is {shown}", remedy=remedy)
 
 

@@ -22,17 +22,20 @@ from launcher.job.sections import AllRuns, Budget, Discount, PreemptionConfig, P
 from launcher.job.values import Cidr, Infra, RunName, VariableNames
 from launcher.market.offers import CLOUDS
 
-REWARDS = ("ocr", "ocr_strict", "ocr_smooth", "shapes", "shapes_strict")
+SELF_CONTAINED = ("ocr", "ocr_strict", "ocr_smooth", "shapes", "shapes_strict")
+"""Scorers without settings, models or servers of their own."""
+
+REWARDS = (*SELF_CONTAINED, "http")
 """Scorers that ship with spotrl (engine/rewards/). A user's own scorer is written `package.module:function`."""
 
 PROMPTS = ("digits", "shapes")
 """Prompt sets that spotrl generates; any other name is a file."""
 
-METRICS = dict.fromkeys(REWARDS, ("exact_match", "similarity", "reward")) | {
+METRICS = dict.fromkeys(SELF_CONTAINED, ("exact_match", "similarity", "reward")) | {
     "ocr_smooth": ("exact_match", "similarity", "smooth", "reward")
 }
-"""Metrics of each scorer that ships with spotrl. A user's own scorer has `reward` and the metrics that the scorer
-returns."""
+"""Metrics of each scorer that computes its own. A server and a user's own scorer have `reward` and the metrics that
+they return."""
 
 BOUNDED_METRICS = ("exact_match", "similarity")
 """Metrics that are shares and cannot exceed 1."""
@@ -144,6 +147,16 @@ class Job(EngineConfig):
             raise ValueError(f"reward.name is {name!r}; write your own reward as package.module:function")
         if ":" not in name and name not in REWARDS:
             raise ValueError(f"reward.name is {name!r}; use {', '.join(REWARDS)}, or your own package.module:function")
+        return self
+
+    @model_check(mode="after")
+    def _keys_are_secrets(self) -> Self:
+        # The message does not repeat the value, because a user may have written the key itself.
+        if not set(self.reward.key_names) <= set(self.secrets):
+            raise ValueError(
+                "reward.http.key names a variable that secrets does not list, so nodes would not get it; add it, like "
+                "secrets: [JUDGE_KEY]"
+            )
         return self
 
     @model_check(mode="after")

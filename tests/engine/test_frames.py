@@ -1,5 +1,7 @@
 """Videos are scored by evenly spaced frames, or whole by a user's function."""
 
+import math
+
 import pytest
 import torch
 
@@ -31,6 +33,16 @@ def test_the_score_of_a_video_is_the_mean_of_its_frames():
     scores = FrameMeans(brightness, 3)(videos, ["a", "b"])
     assert [score.reward for score in scores] == [2.0, 12.0]
     assert [score.metrics["share"] for score in scores] == [pytest.approx(1 / 3), 1.0]
+
+
+def test_a_video_with_an_unscored_frame_is_unscored():
+    def scorer(images, prompts):
+        return [Score(reward=math.nan, metrics={}), *brightness(images[1:], prompts[1:])]
+
+    unscored, scored = FrameMeans(scorer, 2)(torch.zeros(2, 3, 5, 4, 6), ["a", "b"])
+    assert math.isnan(unscored.reward)
+    assert math.isnan(unscored.metrics["share"])
+    assert (scored.reward, scored.metrics) == (0.0, {"share": 0.0})
 
 
 def test_images_and_too_short_videos_are_refused():

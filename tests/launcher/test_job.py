@@ -195,6 +195,28 @@ def test_a_secret_written_into_a_job_is_not_printed(write, text):
     assert "hunter" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "http",
+    [
+        "{url: 'http://a', key: hunter-2}",
+        "{url: 'http://a', key: hunter2}",
+        "{url: 'http://a', key: [hunter2]}",
+        "{url: 'http://me:hunter2@a'}",
+    ],
+)
+def test_a_key_written_into_a_reward_is_not_printed(write, http):
+    with pytest.raises(JobError) as caught:
+        load_job(write(f"reward: {{name: http, http: {http}}}"))
+    assert "hunter" not in str(caught.value)
+
+
+def test_the_key_of_a_reward_must_be_a_secret(write):
+    text = "reward: {name: http, http: {url: 'http://a', key: JUDGE_KEY}}\n"
+    with pytest.raises(JobError, match=r"line 1: reward.http.key names a variable that secrets does not list.*add it"):
+        load_job(write(text))
+    assert load_job(write(f"{text}secrets: [JUDGE_KEY]\n")).job.engine().reward.key_names == ("JUDGE_KEY",)
+
+
 def test_a_missing_job_file_error_has_a_remedy(tmp_path):
     with pytest.raises(JobError, match=r"nope.yaml: there is no such file; .*spotrl init"):
         load_job(tmp_path / "nope.yaml")
@@ -366,4 +388,5 @@ def test_every_reward_of_the_engine_can_be_chosen():
     from engine.rewards.load import BUILT_IN
     from launcher.job.schema import METRICS, REWARDS
 
-    assert set(REWARDS) == set(METRICS) == set(BUILT_IN)
+    assert set(REWARDS) == set(BUILT_IN)
+    assert set(METRICS) == {*BUILT_IN} - {"http"}
