@@ -65,12 +65,29 @@ class HttpConfig(Strict):
         return self
 
 
+LOCAL_MODELS = ("clip", "pickscore", "aesthetic")
+"""Scorers that load a model from a local folder."""
+
+
+class LocalModelConfig(Strict):
+    """Model of the scorers `clip`, `pickscore` and `aesthetic`, in a local folder."""
+
+    path: str
+    """Folder of the model, relative to the job file or absolute. An absolute folder must exist on every node, such as
+    in the machine image."""
+    batch: Positive = 16
+    """Images or prompts in one forward pass."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Number format. `auto`: bfloat16 on a GPU, float32 on a CPU."""
+
+
 class RewardConfig(Strict):
     """Training objective: a built-in scorer by name, or a `package.module:function` of the user's own."""
 
     name: str = "ocr"
     """Name of the scorer. `ocr` and `ocr_strict` read images of at most 48 x 144 pixels as one line of text, and find
-    the lines first in larger images. `ocr_smooth` reads one line only. `http` asks a server."""
+    the lines first in larger images. `ocr_smooth` reads one line only. `clip`, `pickscore` and
+    `aesthetic` load a model from a local folder. `http` asks a server."""
     frames: Positive | None = None
     """Frames of a video to score, evenly spaced from the first to the last: the score of a video is the mean of its
     frames' scores. None: the scorer gets whole videos, which only a function of the user's own can score. Image models
@@ -80,6 +97,8 @@ class RewardConfig(Strict):
     score. The only choice."""
     http: HttpConfig | None = None
     """Settings of the scorer `http`, which needs at least `url`."""
+    model: LocalModelConfig | None = None
+    """Model of the scorers `clip`, `pickscore` and `aesthetic`, which need at least `path`."""
 
     @model_validator(mode="after")
     def _settings_belong_to_the_scorer(self) -> Self:
@@ -87,6 +106,14 @@ class RewardConfig(Strict):
             raise ValueError("reward.name is http, without an address; use reward: {name: http, http: {url: ...}}")
         if self.name != "http" and self.http is not None:
             raise ValueError(f"reward.http is set, but reward.name is {self.name}; use name: http, or leave http out")
+        if self.name in LOCAL_MODELS and self.model is None:
+            raise ValueError(
+                f"reward.name is {self.name}, without a model; use reward: {{name: {self.name}, model: {{path: ...}}}}"
+            )
+        if self.name not in LOCAL_MODELS and self.model is not None:
+            raise ValueError(
+                f"reward.model is set, but reward.name is {self.name}, which loads no model; leave model out"
+            )
         return self
 
     @property

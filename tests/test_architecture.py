@@ -27,6 +27,7 @@ CONTRACT = {
     "engine.mark",
     "engine.model_folder",
     "engine.prompt_set",
+    "engine.reward_config",
     "engine.protocol.console",
 }
 """Engine modules that the whole launcher may import."""

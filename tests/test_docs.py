@@ -107,8 +107,9 @@ def test_a_job_of_the_pages_loads(page, text, tmp_path):
     values = YAML(typ="safe").load(text)
     job = tmp_path / "job.yaml"
     job.write_text(text)
-    if isinstance(values, dict) and isinstance(values.get("model"), dict) and "path" in values["model"]:
-        (tmp_path / values["model"]["path"]).mkdir(exist_ok=True)
+    for section in (values, values.get("reward")) if isinstance(values, dict) else ():
+        if isinstance(section, dict) and isinstance(section.get("model"), dict) and "path" in section["model"]:
+            (tmp_path / section["model"]["path"]).mkdir(exist_ok=True)
     load_job(job)
 
 

@@ -30,6 +30,7 @@ from engine.storage.progress import ProgressLog
 from engine.trainer.context import TrainerContext
 from engine.trainer.loop import Loop
 from engine.trainer.metrics import MetricsLog
+from engine.worker.device import device_of
 from engine.worker.node_weights import NodeMemory, NodeWeights
 from engine.worker.transport import HttpTransport, Transport
 from engine.worker.weight_source import FromCoordinator
@@ -72,7 +73,7 @@ def run_trainer(spec: NodeSpec, heartbeat: SharedHeartbeat, ready: Event) -> Non
         clock=clock,
     )
     adapter = load_model(spec, 0)
-    reward = load_reward_of_job(spec.engine, spec.workdir)
+    reward = load_reward_of_job(spec.engine, spec.workdir, device=device_of(spec.engine.runtime.device, 0))
     loop = Loop(spec.engine, context, adapter, reward, prompt_source(spec.engine, spec.workdir))
     ready.set()
     print(loop.run(), flush=True)

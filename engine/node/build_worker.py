@@ -48,7 +48,7 @@ def make_worker(
         transport=transport,
         adapter=adapter,
         parameters=trainable(adapter),
-        reward=load_reward_of_job(spec.engine, spec.workdir),
+        reward=load_reward_of_job(spec.engine, spec.workdir, device=device_of(spec.engine.runtime.device, number)),
         student=lambda: load_student(spec.engine),
         clock=spec.clock.clock(),
         heartbeat_seconds=spec.engine.runtime.heartbeat_seconds,

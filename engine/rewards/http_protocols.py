@@ -24,10 +24,9 @@ from math import isfinite
 from typing import Any, Literal
 
 import numpy as np
-from PIL import Image
 from torch import Tensor
 
-from engine.diffusion.images import as_bytes
+from engine.diffusion.images import as_pil
 from engine.prompt_set import Metadata
 from engine.protocol.request import Score
 from engine.rewards.http_call import BadAnswer, shown
@@ -94,9 +93,8 @@ def scores_of_answer(
 
 def encoded(image: Tensor, form: Literal["PNG", "JPEG"]) -> bytes:
     """Return an image [1 or 3, H, W] in [-1, 1] as a file. JPEG has PIL's own quality, as in both other projects."""
-    pixels = as_bytes(image).expand(3, -1, -1).permute(1, 2, 0).contiguous().numpy()
     file = io.BytesIO()
-    Image.fromarray(pixels).save(file, format=form)
+    as_pil(image).save(file, format=form)
     return file.getvalue()
 
 

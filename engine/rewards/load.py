@@ -6,20 +6,23 @@ from collections.abc import Mapping
 from engine.config import EngineConfig, RewardConfig
 from engine.prompt_set import Metadata
 from engine.prompts import metadata_of_job
+from engine.rewards.clip_folder import ClipFolder
 from engine.rewards.frames import FrameMeans
 from engine.rewards.reward import MetadataOfPrompts, Reward
 from engine.rewards.reward import RewardError as RewardError
 
-BUILT_IN = ("ocr", "ocr_strict", "ocr_smooth", "shapes", "shapes_strict", "http")
+BUILT_IN = ("ocr", "ocr_strict", "ocr_smooth", "shapes", "shapes_strict", "clip", "pickscore", "aesthetic", "http")
 
 
-def load_reward_of_job(config: EngineConfig, workdir: str | None, *, must_answer: bool = False) -> Reward:
+def load_reward_of_job(
+    config: EngineConfig, workdir: str | None, *, device: str = "cpu", must_answer: bool = False
+) -> Reward:
     """Return the job's scorer with the metadata of the job's prompts.
 
-    `must_answer`: a server that does not answer is an error after one try, for the check before a launch. Raises
-    RewardError, and ValueError for a prompt file that cannot be read.
+    `device`: of a scorer's model. `must_answer`: a server that does not answer is an error after one try, for the
+    check before a launch. Raises RewardError, and ValueError for a prompt file that cannot be read.
     """
-    return load_reward(config.reward, workdir, metadata_of_job(config, workdir), must_answer=must_answer)
+    return load_reward(config.reward, workdir, metadata_of_job(config, workdir), device=device, must_answer=must_answer)
 
 
 def load_reward(
@@ -27,16 +30,35 @@ def load_reward(
     workdir: str | None,
     metadata: Mapping[str, Metadata] | None = None,
     *,
+    device: str = "cpu",
     must_answer: bool = False,
 ) -> Reward:
-    """Return a scorer. `workdir`: the folder of a user's own module. `metadata`: metadata by prompt."""
-    reward = _reward_of_name(config, workdir, metadata or {}, must_answer)
+    """Return a scorer. `workdir`: folder of a user's own module and of models. `metadata`: metadata by prompt."""
+    if config.http is not None:
+        from engine.rewards.http_reward import HttpReward
+
+        reward: Reward = MetadataOfPrompts(HttpReward(config.http, must_answer=must_answer), metadata or {})
+    elif config.model is not None:
+        reward = _reward_of_model(config.name, ClipFolder(config.model, workdir, device))
+    else:
+        reward = _reward_of_name(config, workdir, metadata or {})
     return reward if config.frames is None else FrameMeans(reward, config.frames)
 
 
-def _reward_of_name(
-    config: RewardConfig, workdir: str | None, metadata: Mapping[str, Metadata], must_answer: bool
-) -> Reward:
+def _reward_of_model(name: str, clip: ClipFolder) -> Reward:
+    match name:
+        case "clip" | "pickscore":
+            from engine.rewards.clip import ClipReward
+
+            return ClipReward(name, clip)
+        case "aesthetic":
+            from engine.rewards.aesthetic import AestheticReward
+
+            return AestheticReward(clip)
+    raise RewardError(f"reward.name is {name!r}, which loads no model")
+
+
+def _reward_of_name(config: RewardConfig, workdir: str | None, metadata: Mapping[str, Metadata]) -> Reward:
     match config.name:
         case "ocr" | "ocr_strict" | "ocr_smooth":
             from engine.rewards.ocr import OcrReward
@@ -46,10 +68,6 @@ def _reward_of_name(
             from engine.rewards.shapes import ShapesReward
 
             return ShapesReward(config.name)
-        case "http" if config.http is not None:
-            from engine.rewards.http_reward import HttpReward
-
-            return MetadataOfPrompts(HttpReward(config.http, must_answer=must_answer), metadata)
         case name if ":" in name:
             from engine.rewards.user import UserReward, import_function
 

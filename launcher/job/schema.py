@@ -17,6 +17,7 @@ from pydantic import (
 from pydantic import model_validator as model_check
 
 from engine.config import DRIFT, EngineConfig
+from engine.reward_config import LOCAL_MODELS
 from launcher.job.company import Identity, Named, Network, named_in
 from launcher.job.sections import AllRuns, Budget, Discount, PreemptionConfig, PriceOverride, Recovery, Resources
 from launcher.job.values import Cidr, Infra, RunName, VariableNames
@@ -25,14 +26,15 @@ from launcher.market.offers import CLOUDS
 SELF_CONTAINED = ("ocr", "ocr_strict", "ocr_smooth", "shapes", "shapes_strict")
 """Scorers without settings, models or servers of their own."""
 
-REWARDS = (*SELF_CONTAINED, "http")
+REWARDS = (*SELF_CONTAINED, *LOCAL_MODELS, "http")
 """Scorers that ship with spotrl (engine/rewards/). A user's own scorer is written `package.module:function`."""
 
 PROMPTS = ("digits", "shapes")
 """Prompt sets that spotrl generates; any other name is a file."""
 
 METRICS = dict.fromkeys(SELF_CONTAINED, ("exact_match", "similarity", "reward")) | {
-    "ocr_smooth": ("exact_match", "similarity", "smooth", "reward")
+    "ocr_smooth": ("exact_match", "similarity", "smooth", "reward"),
+    **dict.fromkeys(LOCAL_MODELS, ("reward",)),
 }
 """Metrics of each scorer that computes its own. A server and a user's own scorer have `reward` and the metrics that
 they return."""

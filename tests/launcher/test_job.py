@@ -247,6 +247,14 @@ def test_a_line_of_a_jsonl_file_that_is_no_prompt_is_found_before_anything_is_bo
         load_job(write("prompts: mine.jsonl"))
 
 
+def test_the_folder_of_a_scorer_must_be_here_unless_it_is_a_folder_of_cloud_nodes(write, tmp_path):
+    with pytest.raises(JobError, match=r"line 1: reward.model.path is 'clip', and there is no such folder"):
+        load_job(write("reward: {name: clip, model: {path: clip}}"))
+    (tmp_path / "clip").mkdir()
+    load_job(write("reward: {name: clip, model: {path: clip}}\n"))
+    load_job(write("reward: {name: clip, model: {path: /opt/clip}}\ninfra: aws\n"))
+
+
 def test_flag_beats_environment_beats_file_beats_user_config_beats_default(write, tmp_path):
     user = tmp_path / "config.yaml"
     user.write_text("iterations: 4\nseed: 4\nclock_factor: 4\nbudget: {max_total: $4, max_hourly: $4}\n")
