@@ -162,14 +162,40 @@ def test_a_key_that_is_not_set_is_named(monkeypatch):
         HttpReward(HttpConfig(url="http://127.0.0.1:1", key="JUDGE_KEY"))
 
 
-def test_a_run_skips_unscored_groups_and_stops_after_three_in_a_row(tmp_path):
-    with ScorerServer("json", ["nan"] * 1000) as server:
-        reward = load_reward(RewardConfig(name="http", http=HttpConfig(url=server.url, tries=1)), None)
-        finished = build(TINY, tmp_path, reward=reward).loop.run()
+def run_with_a_key(folder, monkeypatch, status):
+    """A run whose server answers every request with this status, and repeats the key in its answer."""
+    monkeypatch.setenv("JUDGE_KEY", "sk-planted")
+    with ScorerServer("json", [status] * 1000) as server:
+        config = RewardConfig(name="http", http=HttpConfig(url=server.url, tries=1, key="JUDGE_KEY"))
+        job = TINY.model_copy(update={"reward": config})
+        finished = build(job, folder, reward=load_reward(config, None)).loop.run()
+    assert {head["Authorization"] for head in server.heads} == {"Bearer sk-planted"}
+    return finished
+
+
+def planted_in(folder):
+    return [path for path in folder.rglob("*") if path.is_file() and b"sk-planted" in path.read_bytes()]
+
+
+def test_a_run_skips_unscored_groups_stops_after_three_and_keeps_the_key_to_itself(tmp_path, monkeypatch, capsys):
+    finished = run_with_a_key(tmp_path, monkeypatch, 503)
     assert (finished.reason, finished.iteration) == ("unhealthy", 1)
     assert "3 groups in a row had a reward or loss that is not finite" in finished.text
     first = next(iter(progress(tmp_path, "iteration_done")))
     assert (first.health["skipped_groups"], first.reward_mean) == (2, 0.0)
+    output = capsys.readouterr()
+    assert "the last with HTTP 503 and 'key was Bearer ***'" in output.out
+    assert not planted_in(tmp_path)
+    assert "sk-planted" not in f"{output}"
+
+
+def test_a_run_that_a_server_refuses_stops_with_its_words_and_without_the_key(tmp_path, monkeypatch, capsys):
+    finished = run_with_a_key(tmp_path, monkeypatch, 403)
+    assert finished.reason == "unhealthy"
+    assert "refused a request with HTTP 403 and 'key was Bearer ***'" in finished.text
+    assert any(b"HTTP 403" in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    assert not planted_in(tmp_path)
+    assert "sk-planted" not in f"{capsys.readouterr()}"
 
 
 def test_prompts_without_metadata_send_an_empty_object():
