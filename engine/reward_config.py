@@ -65,6 +65,9 @@ class HttpConfig(Strict):
         return self
 
 
+SUM = "sum"
+"""Name of the reward that is a weighted sum of scorers."""
+
 LOCAL_MODELS = ("clip", "pickscore", "aesthetic")
 """Scorers that load a model from a local folder."""
 
@@ -81,20 +84,13 @@ class LocalModelConfig(Strict):
     """Number format. `auto`: bfloat16 on a GPU, float32 on a CPU."""
 
 
-class RewardConfig(Strict):
-    """Training objective: a built-in scorer by name, or a `package.module:function` of the user's own."""
+class ScorerConfig(Strict):
+    """A scorer by name, with the settings that the scorer needs."""
 
     name: str = "ocr"
-    """Name of the scorer. `ocr` and `ocr_strict` read images of at most 48 x 144 pixels as one line of text, and find
-    the lines first in larger images. `ocr_smooth` reads one line only. `clip`, `pickscore` and
-    `aesthetic` load a model from a local folder. `http` asks a server."""
-    frames: Positive | None = None
-    """Frames of a video to score, evenly spaced from the first to the last: the score of a video is the mean of its
-    frames' scores. None: the scorer gets whole videos, which only a function of the user's own can score. Image models
-    have no frames."""
-    placed: Literal["with_rollout"] = "with_rollout"
-    """Place of the scorer. `with_rollout`: the worker that made the image scores the image, or asks the server for the
-    score. The only choice."""
+    """Name of the scorer, or `package.module:function` of the user's own. `ocr` and `ocr_strict` read images of at most
+    48 x 144 pixels as one line of text, and find the lines first in larger images. `ocr_smooth` reads one line only.
+    `clip`, `pickscore` and `aesthetic` load a model from a local folder. `http` asks a server."""
     http: HttpConfig | None = None
     """Settings of the scorer `http`, which needs at least `url`."""
     model: LocalModelConfig | None = None
@@ -116,16 +112,64 @@ class RewardConfig(Strict):
             )
         return self
 
+
+class WeightedScorer(ScorerConfig):
+    """A scorer of a weighted sum."""
+
+    weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
+    """Factor of the score. A negative weight makes a high score bad."""
+    label: str | None = None
+    """Name of the score among the metrics. None: the scorer's name, or the name of the user's own function."""
+
+    @property
+    def metric(self) -> str:
+        """Return the name of the score among the metrics."""
+        return self.label or self.name.rpartition(":")[2]
+
+
+class RewardConfig(ScorerConfig):
+    """Training objective: one scorer, or the weighted sum of several. `reward: [...]` is short for a sum."""
+
+    frames: Positive | None = None
+    """Frames of a video to score, evenly spaced from the first to the last: the score of a video is the mean of its
+    frames' scores. None: the scorer gets whole videos, which only a function of the user's own can score. Image models
+    have no frames."""
+    placed: Literal["with_rollout"] = "with_rollout"
+    """Place of the scorer. `with_rollout`: the worker that made the image scores the image, or asks the server for the
+    score. The only choice."""
+    parts: tuple[WeightedScorer, ...] = ()
+    """Scorers of `name: sum`, two or more. The reward is the sum of weight times score, and each score is a metric."""
+
+    @model_validator(mode="after")
+    def _parts_make_a_sum(self) -> Self:
+        if (self.name == SUM) != (len(self.parts) > 1):
+            raise ValueError(
+                f"reward.name is {self.name}, with {len(self.parts)} parts; use name: sum for two or more, like "
+                "reward: [{name: ocr}, {name: my_reward:look, weight: .5}]"
+            )
+        names = [part.metric for part in self.parts]
+        if repeated := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"reward.parts has {repeated} twice; give each a label of its own")
+        if nested := next((part for part in self.parts if part.name == SUM or part.weight == 0), None):
+            raise ValueError(f"reward.parts has {nested.name} with weight {nested.weight:g}; leave it out")
+        return self
+
+    @property
+    def scorers(self) -> tuple[ScorerConfig, ...]:
+        """Return the scorers that score an image."""
+        return self.parts or (self,)
+
     @property
     def key_names(self) -> tuple[str, ...]:
-        """Return the names of the environment variables that the scorer reads."""
-        return () if self.http is None or self.http.key is None else (self.http.key,)
+        """Return the names of the environment variables that the scorers read."""
+        return tuple(one.http.key for one in self.scorers if one.http is not None and one.http.key is not None)
 
     def check_scores(self, model: str, *, is_video: bool) -> None:
         """Check that the reward can score the model's images or videos. Raises ValueError."""
-        if is_video and self.frames is None and ":" not in self.name:
+        only_images = next((one.name for one in self.scorers if ":" not in one.name), None)
+        if is_video and self.frames is None and only_images is not None:
             raise ValueError(
-                f"model.name is {model}, and reward {self.name} scores images, not videos; set "
+                f"model.name is {model}, and reward {only_images} scores images, not videos; set "
                 f"reward: {{name: {self.name}, frames: 3}}, or use a function of your own (module:function)"
             )
         if not is_video and self.frames is not None:

@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from engine.config import EngineConfig, RewardConfig
 from engine.prompt_set import Metadata
 from engine.prompts import metadata_of_job
+from engine.reward_config import ScorerConfig
 from engine.rewards.clip_folder import ClipFolder
 from engine.rewards.frames import FrameMeans
 from engine.rewards.reward import MetadataOfPrompts, Reward
 from engine.rewards.reward import RewardError as RewardError
+from engine.rewards.weighted_sum import Weighted, WeightedSum
 
 BUILT_IN = ("ocr", "ocr_strict", "ocr_smooth", "shapes", "shapes_strict", "clip", "pickscore", "aesthetic", "http")
 
@@ -34,15 +36,28 @@ def load_reward(
     must_answer: bool = False,
 ) -> Reward:
     """Return a scorer. `workdir`: folder of a user's own module and of models. `metadata`: metadata by prompt."""
+
+    def load(scorer: ScorerConfig) -> Reward:
+        return _load_scorer(scorer, workdir, metadata or {}, device, must_answer)
+
+    if config.parts:
+        parts = [Weighted(name=part.metric, weight=part.weight, reward=load(part)) for part in config.parts]
+        reward: Reward = WeightedSum(parts)
+    else:
+        reward = load(config)
+    return reward if config.frames is None else FrameMeans(reward, config.frames)
+
+
+def _load_scorer(
+    config: ScorerConfig, workdir: str | None, metadata: Mapping[str, Metadata], device: str, must_answer: bool
+) -> Reward:
     if config.http is not None:
         from engine.rewards.http_reward import HttpReward
 
-        reward: Reward = MetadataOfPrompts(HttpReward(config.http, must_answer=must_answer), metadata or {})
-    elif config.model is not None:
-        reward = _reward_of_model(config.name, ClipFolder(config.model, workdir, device))
-    else:
-        reward = _reward_of_name(config, workdir, metadata or {})
-    return reward if config.frames is None else FrameMeans(reward, config.frames)
+        return MetadataOfPrompts(HttpReward(config.http, must_answer=must_answer), metadata)
+    if config.model is not None:
+        return _reward_of_model(config.name, ClipFolder(config.model, workdir, device))
+    return _reward_of_name(config, workdir, metadata)
 
 
 def _reward_of_model(name: str, clip: ClipFolder) -> Reward:
@@ -58,7 +73,7 @@ def _reward_of_model(name: str, clip: ClipFolder) -> Reward:
     raise RewardError(f"reward.name is {name!r}, which loads no model")
 
 
-def _reward_of_name(config: RewardConfig, workdir: str | None, metadata: Mapping[str, Metadata]) -> Reward:
+def _reward_of_name(config: ScorerConfig, workdir: str | None, metadata: Mapping[str, Metadata]) -> Reward:
     match config.name:
         case "ocr" | "ocr_strict" | "ocr_smooth":
             from engine.rewards.ocr import OcrReward

@@ -88,7 +88,7 @@ def config_digest(config: EngineConfig) -> str:
         "evaluation": {"on_the_way", "wait"},
         "exploration": {"wait", "keep"},
         "algorithm": {"grpo_guard", "diffusion_nft"},
-        "reward": {"frames", "http", "model"},
+        "reward": {"frames", "http", "model", "parts"},
     }
     unused = {section: _with_defaults(getattr(config, section), names) for section, names in newer.items()}
     job = config.model_dump_json(exclude={"runtime": {"device"}, **unused})

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from engine.reward_config import SUM
 from launcher.job.checked import JobError
 from launcher.job.yaml_file import Field as FieldPath
 from launcher.job.yaml_file import YamlFile, YamlFileError, parse_value, read_yaml
@@ -21,7 +22,7 @@ SHORT_FORMS = {
     "runtime": "name",
     "exploration": "mode",
 }
-"""Fields with a short form: `reward: ocr` means `reward: {name: ocr}`."""
+"""Fields with a short form: `reward: ocr` means `reward: {name: ocr}`. A list of rewards is short for their sum."""
 
 OLD_NAMES = {"reclaims": "preemptions"}
 """Sections with a new name, by the old name. An old name works for one release, with a warning."""
@@ -136,12 +137,15 @@ def _nested(named: Mapping[tuple[str, ...], Any], labels: Mapping[FieldPath, str
 
 def _long_forms(values: dict[str, Any]) -> dict[str, Any]:
     """Return the values with sections in their long form and under their newest name."""
-    return {
-        OLD_NAMES.get(section, section): {SHORT_FORMS[section]: value}
-        if section in SHORT_FORMS and isinstance(value, str)
-        else value
-        for section, value in values.items()
-    }
+
+    def long_form(section: str, value: Any) -> Any:
+        if section in SHORT_FORMS and isinstance(value, str):
+            return {SHORT_FORMS[section]: value}
+        if section == "reward" and isinstance(value, list):
+            return {"name": SUM, "parts": value}
+        return value
+
+    return {OLD_NAMES.get(section, section): long_form(section, value) for section, value in values.items()}
 
 
 def _warn_of_old_name(place: str, old: str) -> None:

@@ -144,11 +144,13 @@ class Job(EngineConfig):
 
     @model_check(mode="after")
     def _reward_exists(self) -> Self:
-        name = self.reward.name
-        if ":" in name and not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", name):
-            raise ValueError(f"reward.name is {name!r}; write your own reward as package.module:function")
-        if ":" not in name and name not in REWARDS:
-            raise ValueError(f"reward.name is {name!r}; use {', '.join(REWARDS)}, or your own package.module:function")
+        for name in (one.name for one in self.reward.scorers):
+            if ":" in name and not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", name):
+                raise ValueError(f"reward.name is {name!r}; write your own reward as package.module:function")
+            if ":" not in name and name not in REWARDS:
+                raise ValueError(
+                    f"reward.name is {name!r}; use {', '.join(REWARDS)}, or your own package.module:function"
+                )
         return self
 
     @model_check(mode="after")

@@ -89,9 +89,11 @@ def job_schema() -> Schema:
     """
     schema: Schema = _plain(Job.model_json_schema(by_alias=True))
     fields = schema["properties"]
+    reward = fields["reward"]
     for section, field in SHORT_FORMS.items():
         short = _definition(schema, fields[section])["properties"][field]
         fields[section] = _or(fields[section], {key: short[key] for key in ("type", "enum", "const") if key in short})
+    fields["reward"] = _or(fields["reward"], {**_definition(schema, reward)["properties"]["parts"], "default": []})
     fields["store"] = _or(fields["store"], {"type": "string"})
     accelerators = schema["$defs"]["NodeResources"]["properties"]
     trainer_wait = schema["$defs"]["Recovery"]["properties"]["trainer_wait"]

@@ -217,6 +217,19 @@ def test_the_key_of_a_reward_must_be_a_secret(write):
     assert load_job(write(f"{text}secrets: [JUDGE_KEY]\n")).job.engine().reward.key_names == ("JUDGE_KEY",)
 
 
+def test_a_list_of_rewards_is_short_for_their_sum(write):
+    reward = load_job(write("reward:\n  - {name: ocr}\n  - {name: my_reward:look, weight: .5}\n")).job.reward
+    assert (reward.name, [(one.name, one.weight) for one in reward.parts]) == (
+        "sum",
+        [("ocr", 1), ("my_reward:look", 0.5)],
+    )
+    with pytest.raises(JobError, match=r"line 3: .*reward.name is 'ocrr'; use ocr, "):
+        load_job(write("seed: 1\n\nreward: [{name: ocr}, {name: ocrr}]\n"))
+    keyed = "{name: http, http: {url: 'http://a', key: JUDGE_KEY}}"
+    with pytest.raises(JobError, match=r"reward.http.key names a variable that secrets does not list"):
+        load_job(write(f"reward: [{{name: ocr}}, {keyed}]\n"))
+
+
 def test_a_missing_job_file_error_has_a_remedy(tmp_path):
     with pytest.raises(JobError, match=r"nope.yaml: there is no such file; .*spotrl init"):
         load_job(tmp_path / "nope.yaml")
