@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import psutil
 
-from engine.node.agent import FROZEN_SECONDS
 from engine.node.child import EXIT_UNANSWERED, SharedHeartbeat, begin
+from engine.node.frozen import FROZEN_SECONDS
 from engine.node_spec import NodeSpec
 from engine.ray.cluster import (
     broken,

@@ -41,6 +41,7 @@ from engine.mark import MARK, marked
 from engine.node.alone import start_ticks
 from engine.node.child import EXIT_UNANSWERED, Deaths, exit_in_words, last_line, progress_of
 from engine.node.environment import begin_sending
+from engine.node.frozen import FROZEN_SECONDS, Stillness
 from engine.node.local_disk import use_local_disk
 from engine.node.node_store import forget_store, may_share
 from engine.node.preemption_notice import watch_notice
@@ -58,8 +59,6 @@ from engine.worker.node_weights import NodeMemory
 
 LOOK_SECONDS = 0.05
 """Seconds between two looks at files. A process's death wakes the agent at once."""
-FROZEN_SECONDS = 5.0
-"""Seconds without a sign of life after which a process is killed and restarted."""
 NOTICE_AGAIN_SECONDS = 0.5
 """Seconds after which a notice is sent again that the coordinator has not acknowledged."""
 LAST_WORDS_SECONDS = 3.0
@@ -79,6 +78,7 @@ class _Child:
     start: Callable[[], Any]
     heartbeat: Any
     past: Deaths
+    stillness: Stillness = field(default_factory=Stillness)
     process: Any = None
     started: float = 0.0
     done: bool = False
@@ -93,7 +93,7 @@ class _Child:
         if self.done:
             return None
         if self.process is not None and self.process.is_alive():
-            if self.heartbeat.value and now - self.heartbeat.value > FROZEN_SECONDS:
+            if self.heartbeat.value and self.stillness.is_frozen(self.process.pid, self.heartbeat.value):
                 print(f"{self.name} is frozen: killed", flush=True)
                 self.process.kill()
                 self.process.join()

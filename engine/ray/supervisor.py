@@ -21,8 +21,8 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import get_placement_group, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from engine.node.agent import FROZEN_SECONDS
 from engine.node.child import died_too_often, read_note
+from engine.node.frozen import FROZEN_SECONDS
 from engine.node_spec import NodeSpec
 from engine.protocol.codec import encode
 from engine.protocol.messages import NodeLost, Observation, WorkerDied
