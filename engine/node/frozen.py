@@ -2,13 +2,14 @@
 
     signs of life ── silent for FROZEN_SECONDS ──> stopped (state T)?               yes: frozen
                                                    no work for FROZEN_SECONDS too?  yes: frozen
+                                                   silent for LONGEST_SILENCE_SECONDS?  yes: frozen
                                                    otherwise: alive
 
 A Python thread gives the signs of life, and that thread is silent while another thread holds the GIL, for instance
 during a long serialisation. Silence alone therefore proves nothing. A silent process works if one of its threads uses
 CPU time, waits for a disk (state D), or if the process reads or writes bytes.
 
-A process in an endless loop that holds the GIL looks like work and is not found.
+A process in an endless loop that holds the GIL looks like work. LONGEST_SILENCE_SECONDS ends it.
 """
 
 import contextlib
@@ -21,6 +22,10 @@ from typing import NamedTuple
 
 FROZEN_SECONDS = 5.0
 """Seconds without a sign of life and without work after which a process is killed and restarted."""
+
+LONGEST_SILENCE_SECONDS = 600.0
+"""Seconds without a sign of life after which a process is killed even if it works: an endless loop looks like work. The
+longest hold of the GIL that was measured took 5 s (5 GB serialised)."""
 
 WORKING_CPU_SHARE = 0.02
 """Share of one core that counts as work. A Python thread that waits for the GIL wakes every 5 ms and used
@@ -93,6 +98,8 @@ class Stillness:
         facts = self.read(pid)
         if facts is None or facts.stopped:
             return silent > self.seconds
+        if silent > LONGEST_SILENCE_SECONDS:
+            return True
         if self._pid != pid or self._before is None or self._has_worked(self._before, facts):
             self._pid, self._before, self._worked_at = pid, facts, now
         return silent > self.seconds and now - self._worked_at > self.seconds

@@ -12,7 +12,7 @@ import pytest
 
 from engine.node.agent import _Child
 from engine.node.child import Deaths
-from engine.node.frozen import WORKING_BYTES, Facts, Stillness, read_facts
+from engine.node.frozen import LONGEST_SILENCE_SECONDS, WORKING_BYTES, Facts, Stillness, read_facts
 
 SECONDS = 0.3
 """Seconds of stillness after which the tests' processes are frozen."""
@@ -145,6 +145,14 @@ def test_a_process_that_waits_for_a_disk_is_not_frozen():
     script.facts = Facts(False, True, {1: 0.0}, 0)
 
     assert not script.frozen_after(60.0)
+
+
+def test_a_silent_process_that_works_for_ever_is_frozen_after_ten_minutes():
+    script = Scripted()
+    script.facts = Facts(False, True, {1: 0.0}, 0)
+
+    assert not script.frozen_after(LONGEST_SILENCE_SECONDS)
+    assert script.frozen_after(0.5)
 
 
 def test_a_process_that_stops_working_is_frozen_five_seconds_after_its_last_work():
