@@ -89,9 +89,11 @@ def config_digest(config: EngineConfig) -> str:
         "exploration": {"wait", "keep"},
         "algorithm": {"grpo_guard", "diffusion_nft"},
         "reward": {"frames", "http", "model", "parts"},
+        "runtime": {"cfg_parallel"},
     }
     unused = {section: _with_defaults(getattr(config, section), names) for section, names in newer.items()}
-    job = config.model_dump_json(exclude={"runtime": {"device"}, **unused})
+    unused["runtime"].add("device")
+    job = config.model_dump_json(exclude=unused)
     return hashlib.sha256(job.encode()).hexdigest()[:16]
 
 
