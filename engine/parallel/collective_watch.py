@@ -81,24 +81,32 @@ class CollectiveWatch:
 
 
 class WatchThread:
-    """The thread that looks at a worker's watches. The thread starts with the first watch, and ends with the worker."""
+    """The thread that looks at a worker's watches. The thread lives while there is a watch."""
 
     def __init__(self) -> None:
         self._watches: tuple[CollectiveWatch, ...] = ()
-        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._runs = False
 
     def add(self, watch: CollectiveWatch) -> None:
-        self._watches = (*self._watches, watch)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="collective-watch", daemon=True)
-            self._thread.start()
+        with self._lock:
+            self._watches = (*self._watches, watch)
+            if not self._runs:
+                self._runs = True
+                threading.Thread(target=self._run, name="collective-watch", daemon=True).start()
 
     def remove(self, watch: CollectiveWatch) -> None:
         """Stop to look at the watch of a dropped group."""
-        self._watches = tuple(one for one in self._watches if one is not watch)
+        with self._lock:
+            self._watches = tuple(one for one in self._watches if one is not watch)
 
     def _run(self) -> None:
         while True:
-            for watch in self._watches:
+            with self._lock:
+                watches = self._watches
+                if not watches:
+                    self._runs = False
+                    return
+            for watch in watches:
                 watch.look()
             time.sleep(LOOK_SECONDS)
