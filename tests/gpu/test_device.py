@@ -85,7 +85,7 @@ def test_pytest_collects_the_checks_in_the_explicit_order(capsys):
     tests = [name.rpartition("/")[2].partition("[")[0] for name in found.names]
     assert list(dict.fromkeys(tests)) == list(ORDER), "each test once, with all its parameters side by side"
     assert "[20 B engine step, 512 px]" in found.names[0]
-    assert sum("test_two_workers_share" in name for name in found.names) == 5
+    assert sum("test_two_workers_share" in name for name in found.names) == 7
 
 
 def test_a_check_without_a_place_in_the_order_is_refused():
