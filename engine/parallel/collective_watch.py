@@ -109,4 +109,5 @@ class WatchThread:
                     return
             for watch in watches:
                 watch.look()
+            del watch, watches  # a dropped group is freed at once, not after the pause
             time.sleep(LOOK_SECONDS)
