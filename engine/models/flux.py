@@ -56,7 +56,7 @@ class FluxAdapter:
         self._rows, self._columns = latent_size[0] // PATCH, latent_size[1] // PATCH
         self._positions = grid_positions(self._rows, self._columns)
         self._takes_guidance = bool(transformer.config.guidance_embeds)  # type: ignore[union-attr]
-        self._empty = self.encode([""])
+        self.empty = self.encode([""])
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str]) -> Conditioning:
@@ -68,18 +68,9 @@ class FluxAdapter:
     def velocity(self, x: Tensor, sigma: Tensor, conditioning: Conditioning, guidance: float) -> Tensor:
         if self._takes_guidance:
             return self._forward(x, sigma, conditioning, torch.full_like(sigma, guidance))
-        return guided(
-            self._branch,
-            x,
-            sigma,
-            conditioning,
-            self._empty,
-            guidance,
-            in_one_pass=self.doubles_guidance,
-            pair=self.guidance_pair,
-        )
+        return guided(self, x, sigma, conditioning, guidance)
 
-    def _branch(self, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+    def branch(self, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         return self._forward(x, sigma, conditioning, None)
 
     def _forward(self, x: Tensor, sigma: Tensor, conditioning: Conditioning, guidance: Tensor | None) -> Tensor:

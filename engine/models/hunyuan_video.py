@@ -52,7 +52,7 @@ class HunyuanVideoAdapter:
         self._text = text
         self._size = latent_size
         self._takes_guidance = bool(transformer.config.guidance_embeds)  # type: ignore[union-attr]
-        self._empty = self.encode([""])
+        self.empty = self.encode([""])
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str]) -> Conditioning:
@@ -64,18 +64,9 @@ class HunyuanVideoAdapter:
     def velocity(self, x: Tensor, sigma: Tensor, conditioning: Conditioning, guidance: float) -> Tensor:
         if self._takes_guidance:
             return self._forward(x, sigma, conditioning, 1000.0 * torch.full_like(sigma, guidance))
-        return guided(
-            self._branch,
-            x,
-            sigma,
-            conditioning,
-            self._empty,
-            guidance,
-            in_one_pass=self.doubles_guidance,
-            pair=self.guidance_pair,
-        )
+        return guided(self, x, sigma, conditioning, guidance)
 
-    def _branch(self, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+    def branch(self, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         return self._forward(x, sigma, conditioning, None)
 
     def _forward(self, x: Tensor, sigma: Tensor, conditioning: Conditioning, guidance: Tensor | None) -> Tensor:

@@ -59,7 +59,7 @@ class QwenImageAdapter:
         self._vae = freeze(vae)
         self._text = text
         self._rows, self._columns = latent_size[0] // PATCH, latent_size[1] // PATCH
-        self._empty = self.encode([""])
+        self.empty = self.encode([""])
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str]) -> Conditioning:
@@ -69,19 +69,9 @@ class QwenImageAdapter:
         return (self._rows * self._columns, int(self.transformer.config.in_channels))  # type: ignore[union-attr, arg-type]
 
     def velocity(self, x: Tensor, sigma: Tensor, conditioning: Conditioning, guidance: float) -> Tensor:
-        return guided(
-            self._branch,
-            x,
-            sigma,
-            conditioning,
-            self._empty,
-            guidance,
-            keeps_norm=True,
-            in_one_pass=self.doubles_guidance,
-            pair=self.guidance_pair,
-        )
+        return guided(self, x, sigma, conditioning, guidance, keeps_norm=True)
 
-    def _branch(self, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+    def branch(self, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         dtype: torch.dtype = self.transformer.img_in.weight.dtype  # type: ignore[union-attr, assignment]
         output: Tensor = self.transformer(
             hidden_states=x.to(dtype),

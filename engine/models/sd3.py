@@ -49,7 +49,7 @@ class SD3Adapter:
         self._vae = freeze(vae)
         self._text = text
         self._size = latent_size
-        self._empty = self.encode([""])
+        self.empty = self.encode([""])
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str]) -> Conditioning:
@@ -59,18 +59,9 @@ class SD3Adapter:
         return (int(self.transformer.config.in_channels), *self._size)  # type: ignore[union-attr, arg-type]
 
     def velocity(self, x: Tensor, sigma: Tensor, conditioning: Conditioning, guidance: float) -> Tensor:
-        return guided(
-            self._branch,
-            x,
-            sigma,
-            conditioning,
-            self._empty,
-            guidance,
-            in_one_pass=self.doubles_guidance,
-            pair=self.guidance_pair,
-        )
+        return guided(self, x, sigma, conditioning, guidance)
 
-    def _branch(self, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+    def branch(self, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         dtype: torch.dtype = self.transformer.pos_embed.proj.weight.dtype  # type: ignore[union-attr, assignment]
         output: Tensor = self.transformer(
             hidden_states=x.to(dtype),

@@ -4,7 +4,7 @@ Text encoders are large and differ by family. Adapters therefore take any callab
 Folders of real weights use the encoder of their diffusers pipeline (`encode_prompt`); tests use a small encoder.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,9 +17,6 @@ from engine.parallel.communicator import SPGroup
 
 SMALLEST_NORM = 1e-12
 """A guided velocity below this norm is not scaled up further: 0 / 0 would be NaN in value and gradient."""
-
-Branch = Callable[[Tensor, Tensor, Conditioning], Tensor]
-"""A forward pass: (x [B, *S], sigma [B], conditioning) -> velocity [B, *S] fp32."""
 
 
 @dataclass(frozen=True)
@@ -57,34 +54,45 @@ def padded(hidden: Tensor, mask: Tensor | None, length: int) -> tuple[Tensor, Te
     return filled, functional.pad(present[:, :length], (0, missing))
 
 
+class TwoBranches(Protocol):
+    """An adapter whose network has a branch with the prompt and a branch without, for classifier-free guidance."""
+
+    doubles_guidance: bool
+    """True: compute both branches as one batch of 2 B rows. False: one after the other."""
+
+    guidance_pair: SPGroup | None
+    """Two workers with equal inputs: the first computes the branch with the prompt, the second the other, and both get
+    both. The result is that of two passes bit for bit. Passes without gradient only."""
+
+    empty: Conditioning
+    """Conditioning of the empty prompt, a single row."""
+
+    def branch(self, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+        """Return the velocity [B, *S] in fp32 of x [B, *S] at sigma [B]."""
+
+
 def guided(
-    branch: Branch,
+    adapter: TwoBranches,
     x: Tensor,
     sigma: Tensor,
     conditioning: Conditioning,
-    empty: Conditioning,
     guidance: float,
     *,
     keeps_norm: bool = False,
-    in_one_pass: bool = False,
-    pair: SPGroup | None = None,
 ) -> Tensor:
     """Apply classifier-free guidance: v_uncond + guidance (v_cond - v_uncond). At 1, skip the unconditional branch.
 
-    empty        conditioning of the empty prompt, a single row
     keeps_norm   True: give each token's velocity the norm of v_cond, as the Qwen-Image pipeline does
-    in_one_pass  True: compute both branches as one batch of 2 B rows; False: one after the other
-    pair         two workers with equal inputs: the first computes the branch with the prompt, the second the other, and
-                 both get both. The result is that of two passes bit for bit. Passes without gradient only.
     """
+    branch, pair = adapter.branch, adapter.guidance_pair
     if guidance == 1.0:
         return branch(x, sigma, conditioning)
-    repeated = {name: value.to(x.device).expand(len(x), *value.shape[1:]) for name, value in empty.items()}
+    repeated = {name: value.to(x.device).expand(len(x), *value.shape[1:]) for name, value in adapter.empty.items()}
     if pair is not None:
         mine = branch(x, sigma, conditioning if pair.rank == 0 else repeated)
         assert not mine.requires_grad, "no gradient flows from one worker to another"
         conditional, unconditional = pair.all_gather(mine).chunk(2)
-    elif in_one_pass:
+    elif adapter.doubles_guidance:
         both = {name: torch.cat((value, repeated[name])) for name, value in conditioning.items()}
         conditional, unconditional = branch(torch.cat((x, x)), torch.cat((sigma, sigma)), both).chunk(2)
     else:

@@ -52,7 +52,7 @@ class WanAdapter:
         self._vae = freeze(vae)
         self._text = text
         self._size = latent_size
-        self._empty = self.encode([""])
+        self.empty = self.encode([""])
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str]) -> Conditioning:
@@ -62,18 +62,9 @@ class WanAdapter:
         return (int(self.transformer.config.in_channels), *self._size)  # type: ignore[union-attr, arg-type]
 
     def velocity(self, x: Tensor, sigma: Tensor, conditioning: Conditioning, guidance: float) -> Tensor:
-        return guided(
-            self._branch,
-            x,
-            sigma,
-            conditioning,
-            self._empty,
-            guidance,
-            in_one_pass=self.doubles_guidance,
-            pair=self.guidance_pair,
-        )
+        return guided(self, x, sigma, conditioning, guidance)
 
-    def _branch(self, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+    def branch(self, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         # Not the first parameter's dtype: diffusers keeps some of Wan's parameters in fp32, whatever the loading dtype.
         dtype: torch.dtype = self.transformer.patch_embedding.weight.dtype  # type: ignore[union-attr, assignment]
         output: Tensor = self.transformer(
