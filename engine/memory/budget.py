@@ -162,14 +162,6 @@ def trainer_budget(model: ModelSizes, setting: Setting) -> Budget:
     training, counts = setting.training, parameters_of(model.architecture, setting.training)
     trained = FP32 * (counts.transformer if training.is_full else counts.adapters)
     weights = counts.transformer * training.compute_bytes + counts.buffers * training.compute_bytes
-    row = activations(
-        model.architecture,
-        setting.size,
-        training,
-        is_checkpointed=setting.is_checkpointed,
-        is_guided=setting.is_guided,
-        doubles_guidance=setting.doubles_guidance,
-    )
     # Weights that are fp32 in the forward pass are the optimised weights themselves.
     is_same = training.is_full and training.compute_bytes == FP32
     masters = 0 if is_same else trained
@@ -191,11 +183,23 @@ def trainer_budget(model: ModelSizes, setting: Setting) -> Budget:
             }
         ),
         unit="row",
-        bytes_each=row.total,
+        bytes_each=_kept_of_a_row(model, setting),
         least_beside=trained,
         start=weights + masters + model.vae_bytes + model.text_encoder_bytes,
         asked=setting.rows,
     )
+
+
+def _kept_of_a_row(model: ModelSizes, setting: Setting) -> int:
+    """Return the bytes that a training pass keeps for a row."""
+    return activations(
+        model.architecture,
+        setting.size,
+        setting.training,
+        is_checkpointed=setting.is_checkpointed,
+        is_guided=setting.is_guided,
+        doubles_guidance=setting.doubles_guidance,
+    ).total
 
 
 def _sharded_budget(model: ModelSizes, setting: Setting) -> Budget:
@@ -203,16 +207,8 @@ def _sharded_budget(model: ModelSizes, setting: Setting) -> Budget:
 
     The weights are read on the CPU, so a rank's GPU never holds all of them.
     """
-    training, counts = setting.training, parameters_of(model.architecture, setting.training)
+    counts = parameters_of(model.architecture, setting.training)
     shard = -(-FP32 * counts.transformer // setting.ranks)
-    row = activations(
-        model.architecture,
-        setting.size,
-        training,
-        is_checkpointed=setting.is_checkpointed,
-        is_guided=setting.is_guided,
-        doubles_guidance=setting.doubles_guidance,
-    )
     return Budget(
         role="trainer",
         parts=_present(
@@ -226,7 +222,7 @@ def _sharded_budget(model: ModelSizes, setting: Setting) -> Budget:
             }
         ),
         unit="row",
-        bytes_each=row.total,
+        bytes_each=_kept_of_a_row(model, setting),
         # Autograd returns the gradients of a block on every rank, before the ranks divide them.
         least_beside=shard + FP32 * counts.largest_block,
         start=shard + model.vae_bytes + model.text_encoder_bytes,
