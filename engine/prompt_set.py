@@ -74,12 +74,12 @@ def _pair(folder: Path) -> tuple[Path, Path | None]:
 def read_prompts(path: Path) -> dict[str, Metadata]:
     """Return the different prompts of a file with their metadata, in the file's order.
 
-    Raises PromptFileError for a line that is no prompt, and for a prompt with two different metadata.
+    Raises PromptFileError for an unreadable file, a line that is no prompt, and a prompt with two different metadata.
     """
     try:
         # Split at line feeds alone, as a file's `readlines` does: `splitlines` also splits at characters inside JSON.
         lines = path.read_text(encoding="utf-8").split("\n")
-    except UnicodeDecodeError as error:
+    except (UnicodeDecodeError, OSError) as error:
         raise PromptFileError(f"{path} cannot be read as text ({error}); save it as UTF-8") from None
     if path.suffix != JSON_LINES:
         stripped = [line.strip() for line in lines]
