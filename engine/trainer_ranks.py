@@ -42,7 +42,7 @@ ONE = RankLimits(most=1)
 """The engine trains on one GPU of the trainer's node (engine/node/agent.py)."""
 
 LIMITS: Mapping[Literal["lora", "full"], RankLimits] = {"lora": ONE, "full": ONE}
-"""What this engine can run, by the weights that are trained."""
+"""Numbers of ranks that this engine can run, by the weights that are trained."""
 
 
 def groups_of_step(prompts_per_batch: int, updates_per_batch: int) -> int:

@@ -32,7 +32,8 @@ FOLDER = Path(__file__).parent
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 VERSION = 1
-"""Version of the schemas, the last part of each `$id`. A key that is removed or changes its meaning increments it."""
+"""Version of the schemas, the last part of each `$id`. The version grows when a key is removed or changes its
+meaning."""
 
 Schema = dict[str, Any]
 
