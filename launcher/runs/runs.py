@@ -36,6 +36,7 @@ from launcher.ledger.store import (
 from launcher.placement.plan import Plan
 from launcher.provision.local.processes import processes_of
 from launcher.provision.local.provisioner import nodes_folder
+from launcher.runs.new_limits import UNCHANGED, NewLimits
 from launcher.runs.own_code import environment_for, keep_code
 from launcher.runs.views import is_controlled, run_clock, status_of
 from launcher.settings import runs_folder
@@ -192,24 +193,30 @@ def bring_down(sessions: sessionmaker[Session], run_name: str, timeout_s: float)
         wait_released(sessions, run_name, min(1.0, timeout_s))
 
 
-def resume_run(sessions: sessionmaker[Session], run_name: str) -> int:
+def resume_run(sessions: sessionmaker[Session], run_name: str, limits: NewLimits = UNCHANGED) -> int:
     """Start the controller of a stopped or failed run, or of a run with a dead controller. Return the pid.
 
-    The trainer continues from the newest checkpoint; live nodes are kept.
+    The trainer continues from the newest checkpoint; live nodes are kept. Raises LimitTooLow for a spent budget.
     """
     with writing(sessions) as session:
         run = find_run(session, run_name)
         check_kept(session, run)
         lease = session.get(ControllerLease, run.id)
         if lease is not None and is_held(lease):
-            raise NothingToResume(
-                f"{run_name} has a controller (process {lease.pid}); `spotrl status {run_name}` shows how it goes"
-            )
+            text = f"{run_name} has a controller (process {lease.pid}); `spotrl status {run_name}` shows how it goes"
+            if limits != UNCHANGED:
+                text += f". A running controller keeps its limits; stop it first: `spotrl down {run_name}`"
+            raise NothingToResume(text)
         stage = Stage(status_of(session, run).status)
         if stage is Stage.FINISHED and not any(record.is_live for record in node_records(session, run)):
             raise NothingToResume(f"{run_name} is finished; `spotrl report {run_name}` shows what it cost")
+        now_ms = run_clock(run).now_ms()
+        changes = limits.apply(session, run, now_ms)
+        reason = f"resumed: {changes}" if changes else "resumed"
         if stage in (Stage.STOPPED, Stage.FAILED):
-            append_status(session, run, Stage.PLANNED, "resumed", run_clock(run).now_ms())
+            append_status(session, run, Stage.PLANNED, reason, now_ms)
+        elif changes and stage in (Stage.PLANNED, Stage.RUNNING):
+            append_status(session, run, stage, reason, now_ms)
     return start_controller(sessions, run_name)
 
 

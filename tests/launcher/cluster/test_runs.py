@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import click
 import psutil
 import pytest
 from click.testing import CliRunner
@@ -22,11 +23,12 @@ from launcher.cli.status import status
 from launcher.controller.lease import give_up, take_lease
 from launcher.controller.run_process import run_controller
 from launcher.decide.facts import Stage
-from launcher.ledger.models import ControllerLease, Node, ProgressRow, Run
-from launcher.ledger.store import append_status, writing
+from launcher.ledger.models import ControllerLease, Node, ProgressRow, Run, RunStatus
+from launcher.ledger.store import append_status, find_run, writing
 from launcher.provision.local.processes import is_alive, processes_of
 from launcher.provision.local.provisioner import node_folder
 from launcher.runs import runs
+from launcher.runs.new_limits import LimitTooLow, NewLimits
 from launcher.runs.runs import (
     ControllerFailed,
     NameTaken,
@@ -133,6 +135,45 @@ def test_a_stopped_run_resumes_from_its_checkpoint(sessions):
     assert starts[1].event["iteration"] == reached
     assert bring_down(sessions, run.name, 20) == []
     assert_consistent(sessions, run)
+
+
+def test_a_run_that_its_budget_stopped_goes_on_with_a_larger_one(sessions):
+    run = made_run(sessions, spot=1, iterations=1000, max_total=150_000)
+    start_controller(sessions, run.name)
+    wait_until(lambda: run_view(sessions, run.name).status == "stopped", 30)
+    wait_until(lambda: not is_controlled(sessions, run.name))
+    spent, reached = run_view(sessions, run.name).spent_micro_usd, iterations(sessions, run)
+    refused = invoke(resume, sessions, run.name, "--max-total", "0.01").exception
+    assert isinstance(refused, LimitTooLow)
+    assert "--max-total is $0.01, and demo has already spent $0.0" in str(refused)
+    assert not is_controlled(sessions, run.name)
+    invoke(resume, sessions, run.name, "--max-total", "$5", "--max-hourly", "4", "--deadline", "10h")
+    wait_until(lambda: iterations(sessions, run) > reached)
+    view = run_view(sessions, run.name)
+    assert view.max_total_micro_usd == 5_000_000
+    assert view.spent_micro_usd > spent
+    with pytest.raises(NothingToResume, match="stop it first: `spotrl down demo`"):
+        resume_run(sessions, run.name, NewLimits(max_total_micro_usd=9_000_000))
+    with sessions() as session:
+        kept = find_run(session, run.name)
+        reasons = session.scalars(select(RunStatus.reason).where(RunStatus.run_id == kept.id)).all()
+        assert kept.max_hourly_micro_usd == 4_000_000
+        assert 9 * 3_600_000 < kept.deadline_ms - kept.created_ms < 12 * 3_600_000
+    changed = "max_total $0.15 -> $5.00, max_hourly unlimited -> $4.00, ends in 10h at the latest"
+    assert f"resumed: {changed}" in reasons
+    assert bring_down(sessions, run.name, 20) == []
+    assert_consistent(sessions, run)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "found"),
+    [("--max-total", "0", "is not a budget"), ("--max-hourly", "-1", "no price"), ("--deadline", "soon", "soon")],
+)
+def test_a_new_limit_is_written_as_in_a_job_file(sessions, flag, value, found):
+    run = made_run(sessions)
+    with pytest.raises(click.BadParameter, match=found):
+        CliRunner().invoke(resume, [run.name, flag, value], obj=sessions, standalone_mode=False, catch_exceptions=False)
+    assert not is_controlled(sessions, run.name)
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["dead", "frozen"])
