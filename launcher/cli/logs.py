@@ -22,15 +22,20 @@ LOOK_SECONDS = 0.5
     help="Name of a node, or a slot (trainer, spot-0, ...) for all nodes of the slot. Default: the "
     "controller and all nodes.",
 )
+@click.option("--tail", type=click.IntRange(min=1), metavar="N", help="Only the last N lines of each file.")
 @click.option("--follow", "-f", is_flag=True, help="Print new lines until the run has ended.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per log line, one per line.")
 @click.pass_obj
-def logs(sessions: sessionmaker[Session], run_name: str, node: str | None, follow: bool, as_json: bool) -> None:
+def logs(
+    sessions: sessionmaker[Session], run_name: str, node: str | None, tail: int | None, follow: bool, as_json: bool
+) -> None:
     """Show the logs of RUN's controller and nodes, file by file.
+
+    With --follow, the successor of a replaced node is followed too, if you name its slot or no node.
 
     \b
     Example:
-      spotrl logs digits --node trainer --follow
+      spotrl logs digits --node trainer --tail 50 --follow
     """
     offsets: dict[Path, int] = {}
     shown: Path | None = None
@@ -38,11 +43,13 @@ def logs(sessions: sessionmaker[Session], run_name: str, node: str | None, follo
         is_over = not follow or not still_running(sessions, run_name)
         for path in node_logs(sessions, run_name, node):
             lines = _fresh(path, offsets)
+            lines = lines[-tail:] if tail is not None else lines
             if lines and not as_json and path != shown:
                 click.echo(f"==> {_title(path)} <==")
             for line in lines:
                 click.echo(json.dumps({"file": _title(path), "line": line}) if as_json else harmless(line))
             shown = path if lines else shown
+        tail = None
         if is_over:
             return
         time.sleep(LOOK_SECONDS)

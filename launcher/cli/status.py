@@ -14,8 +14,9 @@ from launcher.cli.run_argument import run_argument
 from launcher.ledger.store import find_run
 from launcher.money import dollars, duration, hourly
 from launcher.report.sharing import groups_text
+from launcher.runs.event_lines import EventLine, event_lines
 from launcher.runs.runs import still_running
-from launcher.runs.views import EventLine, RunView, event_lines, run_view, short_name
+from launcher.runs.views import RunView, run_view, short_name
 
 LAST_EVENTS = 8
 LOOK_SECONDS = 1.0
@@ -98,4 +99,5 @@ def node_rows(view: RunView) -> list[tuple[str, ...]]:
 def event_text(line: EventLine, run_name: str) -> str:
     """Return one event as a line: time (run's clock), source, kind and text."""
     source = short_name(run_name, line.source)
-    return f"{duration(max(0, line.elapsed_ms)):>10}  {source:<12} {line.kind} {line.text}".rstrip()
+    text = line.text if line.text != line.kind else ""
+    return f"{duration(max(0, line.elapsed_ms)):>10}  {source:<12} {line.kind} {text}".rstrip()

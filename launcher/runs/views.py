@@ -1,10 +1,10 @@
-"""The state of runs, as commands show it: views, events, logs."""
+"""The state of runs, as commands show it: views and logs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sqlalchemy import func, select
+from sqlalchemy import select
 from sqlalchemy.orm import Session, sessionmaker
 
 from engine.clock import ScaledClock
@@ -12,19 +12,18 @@ from engine.events import Evaluated, IterationDone, Regrouped
 from launcher.controller.lease import is_held
 from launcher.decide.facts import OVER, NodeRecord, Stage
 from launcher.harmless import harmless
-from launcher.ledger.models import ControllerLease, Node, NodeEvent, ProgressRow, Removal, Run, RunStatus
+from launcher.ledger.models import ControllerLease, Node, Removal, Run, RunStatus
 from launcher.ledger.node_history import metered_micro_usd, node_records
 from launcher.ledger.store import (
     check_kept,
     current_status,
     find_run,
-    node_events,
     nodes_of,
     progress_of,
 )
 from launcher.provision.local.provisioner import node_folder
-from launcher.report.sharing import groups_text
 from launcher.report.target import Evaluation, best, smoothed
+from launcher.runs.event_lines import event_lines
 
 DEFAULT_METRIC = "exact_match"
 
@@ -86,17 +85,6 @@ class RunView:
         return not self.controlled and (self.status not in OVER or any(node.is_live for node in self.nodes))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EventLine:
-    """One event of a run, as text. `elapsed_ms` is on the run's clock."""
-
-    at_ms: int
-    elapsed_ms: int
-    source: str
-    kind: str
-    text: str
-
-
 def is_controlled(sessions: sessionmaker[Session], run_name: str) -> bool:
     """Return whether a live controller holds the run's lease."""
     with sessions() as session:
@@ -105,6 +93,12 @@ def is_controlled(sessions: sessionmaker[Session], run_name: str) -> bool:
 
 def run_clock(run: Run) -> ScaledClock:
     return ScaledClock(origin_ms=run.clock_origin_ms, factor=run.clock_factor)
+
+
+def last_moment_ms(session: Session, run: Run) -> int:
+    """Return the present time on the run's clock, or the time of its last status if the run is over."""
+    status = status_of(session, run)
+    return status.at_ms if Stage(status.status) in OVER else run_clock(run).now_ms()
 
 
 def run_view(sessions: sessionmaker[Session], run_name: str) -> RunView:
@@ -119,36 +113,19 @@ def run_views(sessions: sessionmaker[Session]) -> list[RunView]:
         return [_view(session, run) for run in session.scalars(select(Run).order_by(Run.id.desc()))]
 
 
-def event_lines(session: Session, run: Run, after: tuple[int, int, int] = (0, 0, 0)) -> list[EventLine]:
-    """Return the events of the run, its nodes and its engine, oldest first. `after`: last seen id of each kind."""
-    statuses = session.scalars(select(RunStatus).where(RunStatus.run_id == run.id, RunStatus.id > after[0]))
-    lines = [(row.at_ms, "run", row.status, " ".join(row.reason.split("\n")[:1])) for row in statuses]
-    lines += [
-        (event.at_ms, node.name, event.kind, event.evidence)
-        for node, event in node_events(session, run)
-        if event.id > after[1]
-    ]
-    progress = session.scalars(
-        select(ProgressRow).where(ProgressRow.run_id == run.id, ProgressRow.id > after[2]).order_by(ProgressRow.id)
-    )
-    lines += [(row.at_ms, row.source, row.kind, text) for row in progress if (text := _words(row)) is not None]
-    return [
-        EventLine(at_ms=at_ms, elapsed_ms=at_ms - run.created_ms, source=source, kind=kind, text=harmless(text))
-        for at_ms, source, kind, text in sorted(lines, key=lambda line: line[0])
-    ]
-
-
-def last_ids(session: Session, run: Run) -> tuple[int, int, int]:
-    """Return the ids from which `event_lines` continues with new events only."""
-    status = session.scalar(select(func.max(RunStatus.id)).where(RunStatus.run_id == run.id))
-    event = session.scalar(select(func.max(NodeEvent.id)).join(Node).where(Node.run_id == run.id))
-    progress = session.scalar(select(func.max(ProgressRow.id)).where(ProgressRow.run_id == run.id))
-    return status or 0, event or 0, progress or 0
-
-
 def short_name(run_name: str, node_name: str) -> str:
     """Return a node's name without the run's name: `spot-0-g2` has slot and generation, and fits in 80 columns."""
     return node_name.removeprefix(f"{run_name}-")
+
+
+def nodes_called(session: Session, run: Run, node: str) -> list[Node]:
+    """Return the run's node of this full or short name, or all nodes of this slot. Raises LookupError for none."""
+    nodes = nodes_of(session, run)
+    wanted = [row for row in nodes if node in (row.name, row.slot, short_name(run.name, row.name))]
+    if not wanted:
+        known = ", ".join(row.name for row in nodes) or "none yet"
+        raise LookupError(f"{run.name} has no node called {node}; it has had: {known}")
+    return wanted
 
 
 def node_logs(sessions: sessionmaker[Session], run_name: str, node: str | None = None) -> list[Path]:
@@ -156,11 +133,7 @@ def node_logs(sessions: sessionmaker[Session], run_name: str, node: str | None =
     with sessions() as session:
         run = find_run(session, run_name)
         check_kept(session, run)
-        nodes = nodes_of(session, run)
-    wanted = [row for row in nodes if node in (None, row.name, row.slot, short_name(run_name, row.name))]
-    if node is not None and not wanted:
-        known = ", ".join(row.name for row in nodes) or "none yet"
-        raise LookupError(f"{run_name} has no node called {node}; it has had: {known}")
+        wanted = nodes_called(session, run, node) if node is not None else nodes_of(session, run)
     folder = Path(run.folder)
     own = [folder / "controller.log"] if node is None else []
     found = [path for row in wanted for path in sorted((node_folder(folder, row.name) / "logs").glob("*.log"))]
@@ -246,31 +219,6 @@ def _node_status(record: NodeRecord) -> str:
     words = {"releasing": "stopping", "notice": "draining", "up": "starting", "requested": "starting"}
     step = next((step for step in steps if step in record.happened), "asked")
     return words.get(step, step)
-
-
-def _words(row: ProgressRow) -> str | None:
-    """Return an engine event as text; None for events that only accounting reads."""
-    event = row.event
-    match row.kind:
-        case "engine_started":
-            return f"from iteration {event['iteration']} (lineage {row.lineage}) on {event['devices']}"
-        case "iteration_done":
-            return f"iteration {event['iteration']}: reward {event['reward_mean']:.3f}, {event['explored']} explored"
-        case "evaluated":
-            scores = ", ".join(f"{name} {value:.3f}" for name, value in event["metrics"].items())
-            return f"version {event['iteration']}: {scores}"
-        case "node_missed":
-            return f"{event['node']}: {event['reason']}, {event['lost_steps']} steps to do again"
-        case "regrouped":
-            return f"{event['node']}: groups {groups_text(event['groups'])} ({event['reason']})"
-        case "target_reached":
-            return f"{event['metric']} {event['value']:.3f} at iteration {event['iteration']}"
-        case "warned":
-            return str(event["text"])
-        case "engine_finished":
-            return f"{event['reason']} at iteration {event['iteration']} {event['text']}".strip()
-        case _:
-            return None
 
 
 def status_of(session: Session, run: Run) -> RunStatus:

@@ -23,7 +23,8 @@ from launcher.money import exact_duration
 from launcher.placement.cloud_plan import CloudPlan
 from launcher.placement.plan import Plan
 from launcher.report.values import Report
-from launcher.runs.views import EventLine, RunView
+from launcher.runs.event_lines import EventLine
+from launcher.runs.views import RunView
 from launcher.schemas import outputs
 from launcher.services.refresh_catalog import Change
 

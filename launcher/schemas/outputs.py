@@ -14,7 +14,7 @@ from launcher.cleanup.reaping import UncheckedRegion
 from launcher.market.offers import Table
 from launcher.report.exploration import Exploration
 from launcher.report.values import Guard, Moment
-from launcher.runs.views import EventLine
+from launcher.runs.event_lines import EventLine
 
 
 class ErrorOutput(TypedDict):

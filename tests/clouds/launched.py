@@ -18,7 +18,8 @@ from launcher.decide.facts import NodeRecord
 from launcher.ledger.models import ControllerLease, Run
 from launcher.ledger.node_history import node_records
 from launcher.ledger.store import find_run, nodes_of, open_ledger, progress_of
-from launcher.runs.views import NodeView, RunView, event_lines, run_view
+from launcher.runs.event_lines import event_lines
+from launcher.runs.views import NodeView, RunView, run_view
 from tests.fakes.clouds.world import World
 
 SPOTRL = (sys.executable, "-m", "launcher.cli.main")
