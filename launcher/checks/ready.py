@@ -8,7 +8,7 @@ Nothing is bought, and nothing is left behind. A fault raises one Failure with t
 
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +19,7 @@ from launcher.checks.gcloud import GcloudMissing, check_gcloud
 from launcher.checks.preflight import check_disk, check_secrets
 from launcher.clouds.base import CallerIdentity, CloudApi, InstanceState, refuse_wrong, wrong_of
 from launcher.exit_codes import Failure
-from launcher.job.checked import CheckedJob
+from launcher.job.checked import CheckedJob, JobError
 from launcher.job.schema import Job
 from launcher.market.offers import TOO_OLD, CatalogError, age_of, age_text
 from launcher.money import hourly
@@ -42,10 +42,16 @@ AT_ONCE = 16
 
 def check_job(checked: CheckedJob, slots: Sequence[Slot]) -> None:
     """Check the job without network calls. Raises JobError."""
+    for problem in job_problems(checked, slots):
+        raise problem
+
+
+def job_problems(checked: CheckedJob, slots: Sequence[Slot]) -> Iterator[JobError]:
+    """Yield everything in the job that a real cloud refuses, found without network calls."""
     job = checked.job
     for field, flag in (("max_total", "--max-total 200"), ("max_hourly", "--max-hourly 15")):
         if getattr(job.budget, field) is None:
-            raise checked.error(
+            yield checked.error(
                 f"budget.{field}",
                 f"budget.{field} is not set, and a run on a real cloud ({job.infra}) needs it",
                 f"say what it may cost at most, like {flag}",
@@ -54,7 +60,7 @@ def check_job(checked: CheckedJob, slots: Sequence[Slot]) -> None:
     if without:
         example = {"aws": "s3://my-bucket/spotrl", "gcp": "gs://my-bucket/spotrl"}
         buckets = ", ".join(f"{cloud}: {example[cloud]}" for cloud in without)
-        raise checked.error(
+        yield checked.error(
             "store",
             f"store has no bucket on {' and '.join(without)}, where nodes may be bought (infra {job.infra}); "
             "what only a node has is lost with it",
@@ -63,20 +69,20 @@ def check_job(checked: CheckedJob, slots: Sequence[Slot]) -> None:
     longest = max((f"{job.name}-{slot.name}-g{GENERATIONS}" for slot in slots), key=len)
     if len(longest) > NODE_NAME_LIMIT:
         fits = len(job.name) - (len(longest) - NODE_NAME_LIMIT)
-        raise checked.error(
+        yield checked.error(
             "name",
             f"name is {job.name}, which makes nodes like {longest}; {NODE_NAME_LIMIT} characters fit",
             f"use a name of up to {fits} characters (--name)",
         )
-    if job.model.path is not None:
-        _check_model(checked, checked.workdir / job.model.path)
+    if job.model.path is not None and (problem := _model_problem(checked, checked.workdir / job.model.path)):
+        yield problem
 
 
-def _check_model(checked: CheckedJob, folder: Path) -> None:
-    """Check that the job's model folder is on this machine. Raises JobError."""
+def _model_problem(checked: CheckedJob, folder: Path) -> JobError | None:
+    """Return why the job's model folder cannot be sent from this machine, or None."""
     job = checked.job
     if not folder.is_dir():
-        raise checked.error(
+        return checked.error(
             "model.path",
             f"model.path is {job.model.path}, and there is no such folder here: from here it is sent to the bucket, "
             "where nodes take it from",
@@ -84,7 +90,7 @@ def _check_model(checked: CheckedJob, folder: Path) -> None:
         )
     wanted = "*.safetensors" if job.model.name in SHIPPED else "model_index.json"
     if not any(folder.glob(wanted)):
-        raise checked.error(
+        return checked.error(
             "model.path",
             f"model.path is {job.model.path}, a folder without {wanted}: no node could load {job.model.name} from it",
             "give the folder that the model was saved in",
@@ -92,7 +98,8 @@ def _check_model(checked: CheckedJob, folder: Path) -> None:
     try:
         check_folder(job.model, job.sampler, folder)
     except FolderError as error:
-        raise checked.error(error.field, error.found, error.remedy) from None
+        return checked.error(error.field, error.found, error.remedy)
+    return None
 
 
 def check_here(checked: CheckedJob, environ: Mapping[str, str]) -> None:

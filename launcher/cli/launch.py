@@ -7,7 +7,7 @@ Ctrl-C, a lost terminal or an error. In each case the command prints which nodes
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +23,7 @@ from launcher.checks.preflight import ask_engine, preflight
 from launcher.checks.ready import check_clouds, check_here, check_job, check_named, check_prices
 from launcher.cli.cloud_plan_text import cloud_plan_lines
 from launcher.cli.follow import Follow, can_ask, start_and_follow
+from launcher.cli.plan_screen import cloud_screen, local_screen
 from launcher.cli.plan_text import clock_text, plan_dict, plan_lines
 from launcher.decide.run_budget import bound_of_plan
 from launcher.exit_codes import BudgetError, ExitCode
@@ -82,6 +83,11 @@ from launcher.settings import config_path, home, runs_folder
 )
 @click.option("-y", "--yes", is_flag=True, help="Skip the confirmation before the start.")
 @click.option("--dry-run", is_flag=True, help="Check the job and show the plan; start nothing.")
+@click.option(
+    "--explain",
+    is_flag=True,
+    help="Below the plan, print all it rests on: prices with sources, memory, factors, every alternative.",
+)
 @click.option("--detach", is_flag=True, help="Start the run, and return without following the run.")
 @click.option(
     "--service",
@@ -112,6 +118,7 @@ def launch(
     allow_old_prices: bool,
     yes: bool,
     dry_run: bool,
+    explain: bool,
     detach: bool,
     service: bool,
     on_exit: str,
@@ -128,6 +135,7 @@ def launch(
     \b
     Example:
       spotrl launch quickstart.yaml --dry-run
+      spotrl launch quickstart.yaml --dry-run --explain
       spotrl launch quickstart.yaml --max-total 40 --name first-try
       spotrl launch quickstart.yaml -y --on-exit down --json    (in CI)
       spotrl launch qwen_image_ocr.yaml --infra aws,gcp --dry-run
@@ -151,11 +159,11 @@ def launch(
     weights = _find_weights(sessions, checked, out)
     weights_file = None if weights is None else weights.file
     if checked.job.clouds:
-        plan, printed = _plan_on_clouds(sessions, checked, out)
+        plan, printed = _plan_on_clouds(sessions, checked, out, explain)
         if not dry_run:
             _check_clouds(checked, plan, out, allow_old_prices, weights_file)
     else:
-        plan, printed = _plan_here(checked, out)
+        plan, printed = _plan_here(checked, out, explain)
         checked = _check_on_this_machine(checked, out, weights_file)
     if dry_run:
         _print_json(as_json, {"name": checked.job.name, "started": False, "plan": printed})
@@ -202,25 +210,35 @@ def _find_weights(sessions: sessionmaker[Session], checked: CheckedJob, out: Con
 
 
 def _plan_on_clouds(
-    sessions: sessionmaker[Session], checked: CheckedJob, out: Console
+    sessions: sessionmaker[Session], checked: CheckedJob, out: Console, explain: bool
 ) -> tuple[Plan, dict[str, object]]:
-    """Plan the nodes to buy and print the plan. Return the plan, and its form for --json."""
+    """Plan the nodes to buy and print the plan. Return the plan, and its form for --json.
+
+    `explain`: print all that the plan rests on too.
+    """
     now_ms = time.time_ns() // 1_000_000
     on_clouds = cloud_plan(sessions, checked.job, home() / "catalogs", now_ms, checked.workdir)
-    for line in cloud_plan_lines(checked.job, on_clouds, now_ms):
-        out.print(line, highlight=False, markup=False, soft_wrap=True)
+    more = cloud_plan_lines(checked.job, on_clouds, now_ms) if explain else ()
+    _print_plan(out, cloud_screen(checked, on_clouds, now_ms), more)
     plan, printed = on_clouds.as_plan(), cloud_plan_json(on_clouds)
     printed["bound_micro_usd"] = bound_of_plan(plan, on_clouds.deadline_ms)
     return plan, printed
 
 
-def _plan_here(checked: CheckedJob, out: Console) -> tuple[Plan, dict[str, object]]:
+def _plan_here(checked: CheckedJob, out: Console, explain: bool) -> tuple[Plan, dict[str, object]]:
     """Plan the nodes on this machine and print the plan. Return the plan, and its form for --json."""
     plan = plan_local(checked.job, _own_prices(checked.job, read_catalog()))
     check_budget(plan)
-    for line in plan_lines(checked.job, plan):
-        out.print(line, highlight=False, markup=False, soft_wrap=True)
+    _print_plan(out, local_screen(checked.job, plan), plan_lines(checked.job, plan) if explain else ())
     return plan, plan_dict(plan)
+
+
+def _print_plan(out: Console, screen: Iterable[str], more: Iterable[str]) -> None:
+    """Print the plan on one screen, then `more`, if there is any, below a line."""
+    for line in screen:
+        out.print(line, highlight=False, markup=False, soft_wrap=True)
+    for number, line in enumerate(more):
+        out.print(line if number else f"\n{line}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _check_on_this_machine(checked: CheckedJob, out: Console, weights: Path | None) -> CheckedJob:

@@ -37,10 +37,8 @@ def place_table(slots: Iterable[tuple[str, Slot]]) -> Iterator[str]:
 
 def _plan_lines(job: Job, plan: Plan) -> Iterator[str]:
     yield f"{job.name}: {header(job, plan)}"
-    if job.clock_factor == "auto":
-        yield f"The clock runs x{FASTEST_CLOCK:g}, or slower where this machine is slower than two free cores."
-    elif job.clock_factor != 1:
-        yield clock_text(job.clock_factor)
+    if note := clock_note(job):
+        yield note
     yield ""
     yield from place_table((slot.name, slot) for slot in plan.slots)
     yield ""
@@ -134,6 +132,13 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
         "expected_micro_usd_per_hour": plan.expected_micro_usd_per_hour,
         "maximum_micro_usd_per_hour": plan.maximum_micro_usd_per_hour,
     }
+
+
+def clock_note(job: Job) -> str:
+    """Return a sentence on the speed of the run's clock; empty for a clock that runs as fast as any other."""
+    if job.clock_factor == "auto":
+        return f"The clock runs x{FASTEST_CLOCK:g}, or slower where this machine is slower than two free cores."
+    return clock_text(job.clock_factor) if job.clock_factor != 1 else ""
 
 
 def clock_text(factor: float) -> str:

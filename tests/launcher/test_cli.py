@@ -361,20 +361,35 @@ def test_json_is_one_object_on_stdout_and_the_rest_goes_to_stderr(launch):
 
 def test_the_plan_shows_image_sharing_only_if_the_job_requests_it(launch):
     eight = ("--set", "resources.rollout.accelerators=A100:8", "--set", "resources.trainer.accelerators=A100:8")
-    with_sharing = launch(FakeRuns([VIEW]), "--dry-run", *eight, "--set", "runtime.sp_degree=2")
+    with_sharing = launch(FakeRuns([VIEW]), "--dry-run", "--explain", *eight, "--set", "runtime.sp_degree=2")
     assert "sp_degree 2: 2 of a rollout node's 8 workers share an image" in with_sharing.output
     assert "goes on whoever shares it, equal to about 5e-7 (resume: close)" in with_sharing.output
-    left = launch(FakeRuns([VIEW]), "--dry-run", *eight, "--set", "runtime={sp_degree: auto, resume: exact}")
+    left = launch(
+        FakeRuns([VIEW]), "--dry-run", "--explain", *eight, "--set", "runtime={sp_degree: auto, resume: exact}"
+    )
     assert "sp_degree auto: a rollout node's 8 workers share images as demand has it" in left.output
     assert "(resume: exact)" in left.output
-    assert "only worker works alone" in launch(FakeRuns([VIEW]), "--dry-run", "--set", "runtime.sp_degree=auto").output
-    assert "sp_degree" not in launch(FakeRuns([VIEW]), "--dry-run", *eight).output
+    assert (
+        "only worker works alone"
+        in launch(FakeRuns([VIEW]), "--dry-run", "--explain", "--set", "runtime.sp_degree=auto").output
+    )
+    assert "sp_degree" not in launch(FakeRuns([VIEW]), "--dry-run", "--explain", *eight).output
 
 
 @pytest.mark.parametrize("accelerators", ["L4:1", "A100-80GB:8"])
 def test_no_line_of_a_local_plan_is_longer_than_80_columns(launch, accelerators):
     gpus = [f"resources.{role}.accelerators={accelerators}" for role in ("trainer", "rollout")]
-    shown = launch(FakeRuns([VIEW]), "--dry-run", "--set", gpus[0], "--set", gpus[1], "--set", "runtime.sp_degree=auto")
+    shown = launch(
+        FakeRuns([VIEW]),
+        "--dry-run",
+        "--explain",
+        "--set",
+        gpus[0],
+        "--set",
+        gpus[1],
+        "--set",
+        "runtime.sp_degree=auto",
+    )
     assert accelerators in shown.output
     assert "sp_degree" in shown.output
     assert max(map(len, shown.output.splitlines())) <= 80

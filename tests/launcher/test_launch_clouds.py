@@ -51,14 +51,14 @@ def unwrapped(text: str) -> str:
 
 @pytest.mark.parametrize("more", [(), ("--spot", "never"), ("--set", "resources.rollout.num_nodes=4")])
 def test_no_line_of_a_cloud_plan_is_longer_than_80_columns(launch, more):
-    code, text, _ = launch("--dry-run", *more)
+    code, text, _ = launch("--dry-run", "--explain", *more)
     assert code == ExitCode.OK
     assert "useful hour" in text
     assert max(map(len, text.splitlines())) <= 80
 
 
 def test_a_dry_run_prints_the_whole_plan_from_the_shipped_tables(launch):
-    code, shown, _ = launch("--dry-run")
+    code, shown, _ = launch("--dry-run", "--explain")
     assert code == ExitCode.OK
     assert "trainer  on_demand  H100:1" in shown
     assert "spot-0   spot       H100:8" in shown
@@ -136,7 +136,7 @@ def test_a_job_that_cannot_be_planned_is_refused_with_a_remedy(launch, arguments
 
 def test_an_untimed_job_is_planned_as_configured_and_marked_a_guess(launch, capsys):
     (launch.folder / "digits.yaml").write_text("infra: aws\n")
-    assert run(["launch", str(launch.folder / "digits.yaml"), "--dry-run"]) == ExitCode.OK
+    assert run(["launch", str(launch.folder / "digits.yaml"), "--dry-run", "--explain"]) == ExitCode.OK
     text = capsys.readouterr().out
     assert "nobody has timed digits-ocr on" in unwrapped(text)
     assert "spot-0" in text
@@ -167,7 +167,7 @@ def test_spot_never_buys_no_spot(launch):
 
 def test_own_prices_are_shown_on_the_lines_that_they_change(launch):
     (launch.folder / "config.yaml").write_text("discounts: [{cloud: aws, percent: 10}, {cloud: gcp, percent: 10}]\n")
-    _, text, _ = launch("--dry-run")
+    _, text, _ = launch("--dry-run", "--explain")
     lines = [line for line in text.replace("\n      ", " ").splitlines() if line.startswith("  price of ")]
     assert ["less 10 % (discounts[" in line for line in lines] == ["on_demand" in line for line in lines]
     assert any("on_demand" in line for line in lines)
@@ -179,8 +179,8 @@ def test_refreshed_prices_come_before_shipped_ones(launch):
     now_ms = time.time_ns() // 1_000_000
     dated = [replace(offer, observed_at=iso(now_ms), source="asked today") for offer in read_catalog()]
     replace_tables(launch.folder / "home" / "catalogs", dated, {}, source="test", now_ms=now_ms)
-    _, text, _ = launch("--dry-run")
-    assert region in text.splitlines()[0], "the same prices, dated today"
+    _, text, _ = launch("--dry-run", "--explain")
+    assert region in text.splitlines()[1], "the same prices, dated today"
     assert "asked today" in text
     assert "TOO OLD" not in text
 
@@ -202,7 +202,7 @@ def test_the_plan_uses_the_prices_that_the_cloud_reported(launch, monkeypatch):
             monkeypatch.setenv(name, value)
         monkeypatch.delenv("AWS_PROFILE", raising=False)
         assert run(["prices", "refresh", "--cloud", "aws", "--gpu", "H100"]) == ExitCode.OK
-    _, text, _ = launch("--dry-run", "--infra", "aws")
+    _, text, _ = launch("--dry-run", "--explain", "--infra", "aws")
     assert "price of p5.48xlarge spot in us-west-2a: aws ec2 DescribeSpotPriceHistory, " in unwrapped(text)
     assert "$11.11/h" in text
     assert "TOO OLD" not in text

@@ -24,7 +24,7 @@ def dry_run(tmp_path, monkeypatch, capsys):
 
     def dry_run(*settings: str, json: bool = False) -> tuple[int, str]:
         more = [part for setting in settings for part in ("--set", setting)]
-        arguments = [*more, "--infra", "aws,gcp", "--dry-run", *(["--json"] if json else [])]
+        arguments = [*more, "--infra", "aws,gcp", "--dry-run", "--explain", *(["--json"] if json else [])]
         code = run(["launch", str(tmp_path / JOB), *arguments])
         captured = capsys.readouterr()
         return code, captured.out if code == ExitCode.OK else " ".join(captured.err.split())

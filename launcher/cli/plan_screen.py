@@ -1,0 +1,151 @@
+"""A plan on one screen: at most 20 lines of 80 columns. `spotrl launch --explain` prints everything behind it.
+
+headline (dollars, time, hard maximum) -> what stops a purchase -> nodes -> savings -> alternatives
+
+Each line holds one fact and is never wrapped, so a long text cannot push the nodes off the screen. A text that is cut
+ends in " ...", and `--explain` prints it whole.
+"""
+
+import textwrap
+from collections.abc import Iterator, Sequence
+
+from launcher.checks.ready import job_problems
+from launcher.cli.layout import COLUMNS, columns
+from launcher.cli.plan_text import clock_note, header
+from launcher.decide.run_budget import bound_of_plan
+from launcher.job.checked import CheckedJob
+from launcher.job.schema import Job
+from launcher.market.offers import TOO_OLD, age_of
+from launcher.money import dollars, duration, hourly
+from launcher.placement.cloud_plan import Alternative, CloudPlan, Factors, Span
+from launcher.placement.plan import Plan, Slot
+
+STOPS_SHOWN = 4
+POOLS_SHOWN = 4
+ALTERNATIVES_SHOWN = 4
+"""Most lines of each part. Together with the other lines they make 20."""
+
+ALTERNATIVE_COLUMNS = COLUMNS - 24
+"""Width of an alternative's name, beside its dollars and its time."""
+
+MORE = "More: --explain"
+
+
+def cloud_screen(checked: CheckedJob, plan: CloudPlan, now_ms: int) -> Iterator[str]:
+    """Return the plan of a job on clouds as lines of at most 80 columns."""
+    job = checked.job
+    yield _cut(f"{job.name}: {_money(plan.cost)}, {_time(plan.time)}")
+    goal = f"to {job.target.metric} {job.target.value:g}" if job.target else f"for {job.iterations} iterations"
+    yield _cut(f"  {_largest(plan)}; {goal} in {plan.cloud} {plan.region}")
+    yield from _shown([f"  !! {stop}" for stop in stops(checked, plan.slots, now_ms)])
+    yield from pool_table(plan.slots)
+    for factors in plan.factors:
+        yield _cut(f"  {saving(plan.cost.expected, factors)}")
+    yield from _alternatives(plan.alternatives)
+    yield _cut(f"  {len(plan.notes)} things of this were never run or are assumed. {MORE}")
+
+
+def local_screen(job: Job, plan: Plan) -> Iterator[str]:
+    """Return the plan of a run on this machine as lines of at most 80 columns."""
+    yield _cut(f"{job.name}: {header(job, plan)}")
+    expected, maximum = plan.expected_micro_usd_per_hour, plan.maximum_micro_usd_per_hour
+    yield f"  {hourly(expected)} expected, {hourly(maximum)} at most; {_budget(plan)}"
+    goal = f"{job.target.metric} {job.target.value:g}, or " if job.target else ""
+    yield _cut(f"  until {goal}{job.iterations} iterations; how long that takes is not known")
+    yield from pool_table(plan.slots)
+    alone = sum(slot.placement.micro_usd_per_hour for slot in plan.slots if slot.role == "trainer")
+    if maximum > expected:
+        less = f"{1 - expected / maximum:.0%} less"
+        yield f"  {less} than the same nodes on demand, {hourly(maximum)}; the trainer alone {hourly(alone)}"
+    yield _cut(f"  algorithm {job.algorithm.name}, exploration {job.exploration.mode}; prices {plan.money_basis}")
+    if job.clock_factor != "auto" and (note := clock_note(job)):  # `launch` prints a measured factor
+        yield _cut(f"  {note}")
+    yield f"  {MORE}"
+
+
+def stops(checked: CheckedJob, slots: Sequence[Slot], now_ms: int) -> Iterator[str]:
+    """Yield what keeps `launch` from buying, as far as this machine can tell; then what only the clouds can tell."""
+    for problem in job_problems(checked, slots):
+        yield problem.found
+    ages = [age_of(slot.placement.price_observed_at, slot.placement.market, now_ms) for slot in slots]
+    if too_old := sum(age in TOO_OLD for age in ages):
+        yield f"{too_old} of {len(ages)} prices are TOO OLD TO BUY BY, or undated: spotrl catalog refresh"
+    yield f"quotas and credentials were not asked for: spotrl check {checked.path.name}"
+
+
+def pool_table(slots: Sequence[Slot]) -> Iterator[str]:
+    """Yield a table of the nodes to keep running; equal nodes share a row."""
+    pools: dict[tuple[object, ...], list[Slot]] = {}
+    for slot in slots:
+        pools.setdefault((slot.role, slot.placement), []).append(slot)
+    rows = [("nodes", "market", "GPUs", "instance", "zone", "each")]
+    for equal in list(pools.values())[:POOLS_SHOWN]:
+        place, name = equal[0].placement, equal[0].name
+        name = name if len(equal) == 1 else f"{len(equal)} x {name.rpartition('-')[0]}"
+        gpus, each = f"{place.accelerator}:{place.gpus}", hourly(place.micro_usd_per_hour)
+        rows.append((name, place.market.value, gpus, place.instance_type, place.zone, each))
+    yield from columns(rows, words=5)
+    if hidden := sum(map(len, list(pools.values())[POOLS_SHOWN:])):
+        yield f"  and {hidden} more nodes"
+
+
+def saving(micro_usd: int, factors: Factors) -> str:
+    """Return a sentence on the dollars that the plan saves against a baseline, like `saves $20.70 (8%) against ...`."""
+    saved = factors.their_micro_usd - micro_usd
+    if not saved or not factors.their_micro_usd:
+        return f"costs as much as {factors.against}"
+    share = f"{dollars(abs(saved))} ({abs(saved) / factors.their_micro_usd:.0%})"
+    theirs = f"{factors.against}: {dollars(factors.their_micro_usd)}, {duration(factors.their_ms)}"
+    return f"saves {share} against {theirs}" if saved > 0 else f"costs {share} more than {theirs}"
+
+
+def _alternatives(alternatives: Sequence[Alternative]) -> Iterator[str]:
+    """Yield the first alternatives that have a price, as a table: dollars and time to the target."""
+    priced = [other for other in alternatives if other.micro_usd is not None and other.ms is not None]
+    if not priced:
+        yield "  no alternative keeps the limits"
+        return
+    rows = [("instead", "cost", "time")]
+    for other in priced[:ALTERNATIVES_SHOWN]:
+        assert other.micro_usd is not None
+        assert other.ms is not None
+        rows.append((_cut(other.what, ALTERNATIVE_COLUMNS), dollars(other.micro_usd), duration(other.ms)))
+    yield from columns(rows, words=1)
+
+
+def _largest(plan: CloudPlan) -> str:
+    bound = bound_of_plan(plan.as_plan(), plan.deadline_ms)
+    if bound is None:
+        return "!! nothing limits what could be spent: budget.max_total (--max-total)"
+    return f"at most {dollars(bound)} and {hourly(plan.maximum_micro_usd_per_hour)}"
+
+
+def _budget(plan: Plan) -> str:
+    if plan.max_total_micro_usd is None or plan.lasts_ms is None:
+        return "no budget.max_total"
+    return f"budget {dollars(plan.max_total_micro_usd)} lasts {duration(plan.lasts_ms)}"
+
+
+def _shown(lines: Sequence[str]) -> Iterator[str]:
+    """Yield at most `STOPS_SHOWN` lines, the last of them with the number of those left out."""
+    if len(lines) <= STOPS_SHOWN:
+        yield from map(_cut, lines)
+        return
+    yield from map(_cut, lines[: STOPS_SHOWN - 1])
+    yield f"  !! and {len(lines) - STOPS_SHOWN + 1} more"
+
+
+def _money(span: Span) -> str:
+    return f"{dollars(span.expected)} ({dollars(span.low)} to {dollars(span.high)})"
+
+
+def _time(span: Span) -> str:
+    return f"{duration(span.expected)} ({duration(span.low)} to {duration(span.high)})"
+
+
+def _cut(line: str, width: int = COLUMNS) -> str:
+    """Return the line, cut between words if it is wider than `width`."""
+    if len(line) <= width:
+        return line
+    indent = line[: len(line) - len(line.lstrip())]
+    return indent + textwrap.shorten(line, width - len(indent), placeholder=" ...")

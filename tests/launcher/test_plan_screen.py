@@ -1,0 +1,99 @@
+"""The plan on one screen: at most 20 lines of 80 columns, with what stops a purchase above the nodes."""
+
+import shutil
+from importlib.resources import files
+
+import pytest
+
+from launcher.cli.main import run
+from launcher.cli.plan_screen import saving
+from launcher.exit_codes import ExitCode
+from launcher.placement.cloud_plan import Factors
+
+CLOUD_JOBS = ("flux", "qwen_image_ocr", "sd3_5", "wan_video")
+LINES, COLUMNS = 20, 80
+
+
+@pytest.fixture
+def dry_run(tmp_path, monkeypatch, capsys):
+    """Call `spotrl launch --dry-run` on copies of the example jobs, in a temporary home."""
+    monkeypatch.setenv("SPOTRL_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("SPOTRL_CONFIG", str(tmp_path / "config.yaml"))
+    monkeypatch.chdir(tmp_path)
+    for file in files("sky_yamls").iterdir():
+        if file.name.endswith((".yaml", ".txt")):
+            shutil.copy(str(file), tmp_path / file.name)
+
+    def dry_run(name: str, *arguments: str) -> list[str]:
+        assert run(["launch", f"{name}.yaml", "--dry-run", *arguments]) == ExitCode.OK
+        return capsys.readouterr().out.splitlines()
+
+    return dry_run
+
+
+def is_one_screen(lines: list[str]) -> bool:
+    return len(lines) <= LINES and max(map(len, lines)) <= COLUMNS
+
+
+@pytest.mark.parametrize("name", CLOUD_JOBS)
+def test_every_cloud_job_is_planned_on_one_screen(dry_run, name):
+    lines = dry_run(name)
+    assert is_one_screen(lines)
+    assert " to $" in lines[0], "dollars with their interval"
+    assert lines[1].startswith("  at most $")
+    assert sum(" against " in line for line in lines) == 2
+    assert "--explain" in lines[-2]
+
+
+def test_a_local_job_is_planned_on_one_screen(dry_run):
+    lines = dry_run("template")
+    assert is_one_screen(lines)
+    assert "nothing was bought" in lines[0]
+    assert any("47% less than the same nodes on demand, $5.58/h; the trainer alone $1.86/h" in line for line in lines)
+
+
+def test_what_stops_a_purchase_comes_before_the_nodes(dry_run):
+    lines = dry_run("sd3_5")
+    stops = [number for number, line in enumerate(lines) if line.startswith("  !! ")]
+    nodes = next(number for number, line in enumerate(lines) if line.startswith("  nodes "))
+    assert stops == list(range(2, nodes))
+    assert ["no bucket on aws" in lines[2], "model.path" in lines[3], "TOO OLD" in lines[4]] == [True] * 3
+    assert "spotrl check sd3_5.yaml" in lines[5]
+
+
+def test_more_stops_than_fit_are_counted(dry_run):
+    long = "a-name-that-no-node-can-carry-anywhere"
+    lines = dry_run("sd3_5", "--name", long)
+    assert is_one_screen(lines)
+    assert [line for line in lines if line.startswith("  !! ")][-1] == "  !! and 2 more"
+
+
+def test_a_bucket_that_is_named_stops_nothing(dry_run):
+    assert not any("no bucket" in line for line in dry_run("sd3_5", "--set", "store.aws=s3://a-bucket/runs"))
+
+
+def test_many_pools_leave_the_screen_in_order(dry_run):
+    lines = dry_run("qwen_image_ocr", "--infra", "aws,gcp", "--set", "resources.rollout.num_nodes=12")
+    assert is_one_screen(lines)
+
+
+def test_explain_prints_the_screen_first_and_then_the_rest(dry_run):
+    short, long = dry_run("sd3_5"), dry_run("sd3_5", "--explain")
+    assert long[: len(short) - 1] == short[:-1]
+    assert any("what else there is, and why not:" in line for line in long)
+
+
+@pytest.mark.parametrize(
+    ("micro_usd", "text"),
+    [(75_000_000, "saves $25.00 (25%) against"), (150_000_000, "costs $50.00 (50%) more than"), (100_000_000, "as mu")],
+)
+def test_a_saving_is_the_difference_to_the_baseline(micro_usd, text):
+    factors = Factors(
+        against="the trainer alone",
+        iterations=1.0,
+        hours_per_iteration=1.0,
+        micro_usd_per_hour=1.0,
+        their_micro_usd=100_000_000,
+        their_ms=3_600_000,
+    )
+    assert text in saving(micro_usd, factors)
