@@ -34,6 +34,51 @@ WebAddress = Annotated[str, AfterValidator(_web_address)]
 VariableName = Annotated[str, AfterValidator(_variable_name)]
 
 
+class VlmConfig(Strict):
+    """Settings of `reward.name: vlm`, a vision-language model behind an OpenAI-compatible address."""
+
+    url: WebAddress
+    """Address of the API, such as `http://10.0.0.5:8000/v1`. Requests go to `/chat/completions` below it."""
+    model: str
+    """Name of the model, as the server knows it."""
+    task: Literal["judge", "read"] = "judge"
+    """`judge`: the answer is a score by the rubric. `read`: the answer is the text in the image, which is compared with
+    the text in the prompt like in the reward `ocr`."""
+    rubric: str | None = None
+    """Instructions of the model; `{prompt}` and `{metadata}` stand for the prompt and its metadata as JSON. None: for
+    `judge`, rate how well the image fits the prompt; for `read`, read all text. The form of the answer is added for
+    `judge`."""
+    scale: tuple[float, float] = (0.0, 10.0)
+    """Worst and best score of a judge. The reward is the score's place between both, from 0 to 1. A score outside is an
+    error, and the request is repeated."""
+    key: VariableName | None = None
+    """Name of the environment variable with the server's key, sent as `Authorization: Bearer KEY`. The job's `secrets`
+    must list the name."""
+    image: Literal["png", "jpeg"] = "png"
+    """Form in which an image is sent. PNG loses nothing; JPEG takes a tenth of the bytes."""
+    longest_side: Positive = 1024
+    """Pixels of the longest side of a sent image. Larger images are made smaller."""
+    max_tokens: Positive = 512
+    """Most tokens of an answer."""
+    concurrency: Positive = 8
+    """Most requests of one worker at a time. A request holds one image."""
+    requests_per_minute: Positive | None = None
+    """Most requests of one worker in a minute, evenly spaced. None: no limit of ours; an answer 429 still pauses."""
+    timeout_seconds: Annotated[float, Field(gt=0.0)] = 120.0
+    """Time in which a whole answer must arrive."""
+    tries: Positive = 8
+    """Most requests for an image, with the pauses of `http`. An image without a score after the last try is skipped
+    with its group."""
+
+    @model_validator(mode="after")
+    def _scale_is_ordered(self) -> Self:
+        if not self.scale[0] < self.scale[1]:
+            raise ValueError(f"scale is {list(self.scale)}; give the worst score first")
+        if self.task == "read" and "scale" in self.model_fields_set:
+            raise ValueError("scale is set, but task is read, which gives no score of its own; leave scale out")
+        return self
+
+
 class HttpConfig(Strict):
     """Settings of `reward.name: http`, a scorer behind a URL. docs/rewards.md describes the protocols."""
 
@@ -90,9 +135,12 @@ class ScorerConfig(Strict):
     name: str = "ocr"
     """Name of the scorer, or `package.module:function` of the user's own. `ocr` and `ocr_strict` read images of at most
     48 x 144 pixels as one line of text, and find the lines first in larger images. `ocr_smooth` reads one line only.
-    `clip`, `pickscore` and `aesthetic` load a model from a local folder. `http` asks a server."""
+    `clip`, `pickscore` and `aesthetic` load a model from a local folder. `http` asks a server, `vlm` a vision-language
+    model."""
     http: HttpConfig | None = None
     """Settings of the scorer `http`, which needs at least `url`."""
+    vlm: VlmConfig | None = None
+    """Settings of the scorer `vlm`, which needs at least `url` and `model`."""
     model: LocalModelConfig | None = None
     """Model of the scorers `clip`, `pickscore` and `aesthetic`, which need at least `path`."""
 
@@ -102,6 +150,12 @@ class ScorerConfig(Strict):
             raise ValueError("reward.name is http, without an address; use reward: {name: http, http: {url: ...}}")
         if self.name != "http" and self.http is not None:
             raise ValueError(f"reward.http is set, but reward.name is {self.name}; use name: http, or leave http out")
+        if self.name == "vlm" and self.vlm is None:
+            raise ValueError(
+                "reward.name is vlm, without a model; use reward: {name: vlm, vlm: {url: ..., model: ...}}"
+            )
+        if self.name != "vlm" and self.vlm is not None:
+            raise ValueError(f"reward.vlm is set, but reward.name is {self.name}; use name: vlm, or leave vlm out")
         if self.name in LOCAL_MODELS and self.model is None:
             raise ValueError(
                 f"reward.name is {self.name}, without a model; use reward: {{name: {self.name}, model: {{path: ...}}}}"
@@ -162,7 +216,8 @@ class RewardConfig(ScorerConfig):
     @property
     def key_names(self) -> tuple[str, ...]:
         """Return the names of the environment variables that the scorers read."""
-        return tuple(one.http.key for one in self.scorers if one.http is not None and one.http.key is not None)
+        servers = (server for one in self.scorers for server in (one.http, one.vlm) if server is not None)
+        return tuple(server.key for server in servers if server.key is not None)
 
     def check_scores(self, model: str, *, is_video: bool) -> None:
         """Check that the reward can score the model's images or videos. Raises ValueError."""

@@ -23,6 +23,9 @@ from engine.rewards.reward import RewardError
 
 Answer = TypeVar("Answer")
 
+Around = Callable[[Callable[[], bytes]], bytes]
+"""Takes the function that sends a request once, and returns its answer. Raises what that function raises."""
+
 TRY_AGAIN = (408, 425, 429)
 """Status codes below 500 after which the same request may succeed."""
 
@@ -38,6 +41,10 @@ SHOWN = 300
 
 class BadAnswer(Exception):
     """An answer from which no scores can be taken. The request is repeated."""
+
+
+class Unanswered(BadAnswer):
+    """No whole answer to a request that the server may have received, and may have worked on."""
 
 
 class NoAnswer(Exception):
@@ -58,10 +65,17 @@ class HttpCall:
             limits=httpx.Limits(max_connections=connections),
         )
 
-    def post(self, body: bytes, headers: Mapping[str, str], read: Callable[[bytes], Answer]) -> Answer:
+    def post(
+        self,
+        body: bytes,
+        headers: Mapping[str, str],
+        read: Callable[[bytes], Answer],
+        around: Around = lambda send: send(),
+    ) -> Answer:
         """Send a request until `read` accepts the answer. `read` raises BadAnswer for a bad answer.
 
-        Raises NoAnswer after the last try, and RewardError if the server refuses the request.
+        `around`: wraps every single try, to count or to delay them. Raises NoAnswer after the last try, and RewardError
+        if the server refuses the request.
         """
         try:
             for attempt in stamina.retry_context(
@@ -72,7 +86,7 @@ class HttpCall:
                 wait_max=LONGEST_PAUSE,
             ):
                 with attempt:
-                    answer = read(self._one(body, headers))
+                    answer = read(around(lambda: self._one(body, headers)))
         except BadAnswer as error:
             times = "1 try" if self._tries == 1 else f"{self._tries} tries"
             raise NoAnswer(f"{self._url}: {times}, the last with {self._without_key(str(error))}") from None
@@ -87,13 +101,15 @@ class HttpCall:
                 for chunk in response.iter_bytes():
                     content += chunk
                     if time.monotonic() > deadline:
-                        raise BadAnswer(f"no whole answer in {self._timeout_seconds:g} s")
+                        raise Unanswered(f"no whole answer in {self._timeout_seconds:g} s")
                     if len(content) > LARGEST_ANSWER:
-                        raise BadAnswer(f"an answer of more than {LARGEST_ANSWER >> 20} MiB")
-        except httpx.TimeoutException:
-            raise BadAnswer(f"no whole answer in {self._timeout_seconds:g} s") from None
-        except httpx.HTTPError as error:
+                        raise Unanswered(f"an answer of more than {LARGEST_ANSWER >> 20} MiB")
+        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
             raise BadAnswer(f"{type(error).__name__}: {error}") from None
+        except httpx.TimeoutException:
+            raise Unanswered(f"no whole answer in {self._timeout_seconds:g} s") from None
+        except httpx.HTTPError as error:
+            raise Unanswered(f"{type(error).__name__}: {error}") from None
         if response.is_success:
             return bytes(content)
         fault = f"HTTP {response.status_code} and {shown(bytes(content))}"

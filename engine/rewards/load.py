@@ -13,7 +13,18 @@ from engine.rewards.reward import MetadataOfPrompts, Reward
 from engine.rewards.reward import RewardError as RewardError
 from engine.rewards.weighted_sum import Weighted, WeightedSum
 
-BUILT_IN = ("ocr", "ocr_strict", "ocr_smooth", "shapes", "shapes_strict", "clip", "pickscore", "aesthetic", "http")
+BUILT_IN = (
+    "ocr",
+    "ocr_strict",
+    "ocr_smooth",
+    "shapes",
+    "shapes_strict",
+    "clip",
+    "pickscore",
+    "aesthetic",
+    "http",
+    "vlm",
+)
 
 
 def load_reward_of_job(
@@ -55,6 +66,10 @@ def _load_scorer(
         from engine.rewards.http_reward import HttpReward
 
         return MetadataOfPrompts(HttpReward(config.http, must_answer=must_answer), metadata)
+    if config.vlm is not None:
+        from engine.rewards.vlm import VlmReward
+
+        return MetadataOfPrompts(VlmReward(config.vlm, must_answer=must_answer), metadata)
     if config.model is not None:
         return _reward_of_model(config.name, ClipFolder(config.model, workdir, device))
     return _reward_of_name(config, workdir, metadata)

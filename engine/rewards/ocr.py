@@ -86,7 +86,7 @@ class LineRecogniser:
 
     def _text(self, classes: Sequence[int]) -> str:
         merged = [new for old, new in zip([BLANK, *classes], classes, strict=False) if new != old]
-        return _normalised("".join(self.characters[index] for index in merged))
+        return normalised("".join(self.characters[index] for index in merged))
 
     def likelihood(self, probabilities: NDArray[np.float32], target: str) -> float:
         """Return exp(-CTC loss / n) of an image's probabilities [T, classes]: geometric mean over the n characters.
@@ -138,7 +138,7 @@ class PageReader:
         pixels = ((colour + 1.0) * 127.5).round().clamp(0.0, 255.0).to(torch.uint8).permute(0, 2, 3, 1)
         found = [self._read(one) for one in pixels.contiguous().numpy()]
         # Any other output type means boxes without any readable text.
-        return [_normalised("".join(getattr(one, "txts", None) or ())) for one in found]
+        return [normalised("".join(getattr(one, "txts", None) or ())) for one in found]
 
 
 class OcrReward:
@@ -182,7 +182,7 @@ class OcrReward:
 def target_text(prompt: str) -> str:
     """Return the requested text: the text in double quotes if present, else the whole prompt; no spaces, lower case."""
     quoted = re.search(r'"([^"]+)"', prompt)
-    target = _normalised(quoted.group(1) if quoted else prompt)
+    target = normalised(quoted.group(1) if quoted else prompt)
     if not target:
         raise ValueError(f"prompt {prompt!r} asks for no text; an ocr reward needs some, best in double quotes")
     return target
@@ -204,7 +204,8 @@ def edit_distance(a: str, b: str) -> int:
     return row[-1]
 
 
-def _normalised(text: str) -> str:
+def normalised(text: str) -> str:
+    """Return the text without spaces, in lower case."""
     return "".join(text.split()).lower()
 
 

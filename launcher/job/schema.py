@@ -26,7 +26,7 @@ from launcher.market.offers import CLOUDS
 SELF_CONTAINED = ("ocr", "ocr_strict", "ocr_smooth", "shapes", "shapes_strict")
 """Scorers without settings, models or servers of their own."""
 
-REWARDS = (*SELF_CONTAINED, *LOCAL_MODELS, "http")
+REWARDS = (*SELF_CONTAINED, *LOCAL_MODELS, "http", "vlm")
 """Scorers that ship with spotrl (engine/rewards/). A user's own scorer is written `package.module:function`."""
 
 PROMPTS = ("digits", "shapes")
@@ -36,8 +36,8 @@ METRICS = dict.fromkeys(SELF_CONTAINED, ("exact_match", "similarity", "reward"))
     "ocr_smooth": ("exact_match", "similarity", "smooth", "reward"),
     **dict.fromkeys(LOCAL_MODELS, ("reward",)),
 }
-"""Metrics of each scorer that computes its own. A server and a user's own scorer have `reward` and the metrics that
-they return."""
+"""Metrics of each scorer that computes its own. A server, a vision-language model and a user's own scorer have
+`reward` and the metrics that they return."""
 
 BOUNDED_METRICS = ("exact_match", "similarity")
 """Metrics that are shares and cannot exceed 1."""
@@ -156,10 +156,12 @@ class Job(EngineConfig):
     @model_check(mode="after")
     def _keys_are_secrets(self) -> Self:
         # The message does not repeat the value, because a user may have written the key itself.
-        if not set(self.reward.key_names) <= set(self.secrets):
+        unlisted = next((name for name in self.reward.key_names if name not in self.secrets), None)
+        if unlisted is not None:
+            of_vlm = any(one.vlm is not None and one.vlm.key == unlisted for one in self.reward.scorers)
             raise ValueError(
-                "reward.http.key names a variable that secrets does not list, so nodes would not get it; add it, like "
-                "secrets: [JUDGE_KEY]"
+                f"reward.{'vlm' if of_vlm else 'http'}.key names a variable that secrets does not list, so nodes would "
+                "not get it; add it, like secrets: [JUDGE_KEY]"
             )
         return self
 

@@ -57,7 +57,7 @@ class ScorerServer:
             fault = self.faults.pop(0) if self.faults else None
         asked = json.loads(content) if self.protocol == "json" else pickle.loads(content)
         self.asked.append(asked)
-        self.sizes.append(len(asked["images"]))
+        self.sizes.append(self._size(asked))
         if isinstance(fault, int):
             body = f"key was {request.headers.get('Authorization')}".encode()
             return self._send(request, body, fault, {"Retry-After": self.retry_after})
@@ -80,6 +80,9 @@ class ScorerServer:
             return self._send(request, b"<html>busy</html>")
         told = {"error": "the GPU is out of memory"} if fault == "error" else self._told(asked, fault)
         return self._send(request, json.dumps(told).encode() if self.protocol == "json" else pickle.dumps(told))
+
+    def _size(self, asked):
+        return len(asked["images"])
 
     def _told(self, asked, fault):
         scores = self._scores(asked)

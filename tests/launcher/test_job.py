@@ -215,6 +215,9 @@ def test_the_key_of_a_reward_must_be_a_secret(write):
     with pytest.raises(JobError, match=r"line 1: reward.http.key names a variable that secrets does not list.*add it"):
         load_job(write(text))
     assert load_job(write(f"{text}secrets: [JUDGE_KEY]\n")).job.engine().reward.key_names == ("JUDGE_KEY",)
+    judge = "reward: {name: vlm, vlm: {url: 'http://a', model: m, key: JUDGE_KEY}}\n"
+    with pytest.raises(JobError, match=r"line 1: reward.vlm.key names a variable that secrets does not list"):
+        load_job(write(judge))
 
 
 def test_a_list_of_rewards_is_short_for_their_sum(write):
@@ -410,4 +413,4 @@ def test_every_reward_of_the_engine_can_be_chosen():
     from launcher.job.schema import METRICS, REWARDS
 
     assert set(REWARDS) == set(BUILT_IN)
-    assert set(METRICS) == {*BUILT_IN} - {"http"}
+    assert set(METRICS) == {*BUILT_IN} - {"http", "vlm"}
