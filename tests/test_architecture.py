@@ -84,6 +84,7 @@ FLOORS = {
         "ledger",
         "services",
         "report",
+        "notifications",
         "clouds",
         "checks",
         "provision",

@@ -18,6 +18,7 @@ from typing import Any
 
 from launcher.exit_codes import Failure
 from launcher.job.checked import CheckedJob
+from launcher.notifications.webhook import url_problem
 
 FREE_BYTES = 1 << 30
 """Free bytes required for a local run. A few checkpoints of a small model and the nodes' logs need far less."""
@@ -67,6 +68,15 @@ def check_secrets(checked: CheckedJob, environ: Mapping[str, str]) -> None:
         if not environ.get(name):
             raise checked.error(
                 "secrets", f"secrets names {name}, which is not set here", f"export {name}=..., or leave it out"
+            )
+    webhook = checked.job.notifications.webhook
+    if webhook is not None:
+        problem = url_problem(environ[webhook]) if environ.get(webhook) else "is not set here"
+        if problem:
+            raise checked.error(
+                "notifications.webhook",
+                f"notifications.webhook names {webhook}, which {problem}",
+                f"export {webhook}=https://..., or leave it out",
             )
 
 

@@ -24,6 +24,8 @@ from launcher.ledger.store import (
     find_run,
     newest_ms,
 )
+from launcher.notifications.notifier import Notifier
+from launcher.notifications.webhook import url_problem
 from launcher.provision.provide import provisioner_of
 from launcher.provision.provisioner import Provisioner
 from launcher.storage.store_lease import LeaseLost, StoreLease
@@ -73,6 +75,7 @@ def run_controller(
         cloud_time.keep(clock, ended)
     if controller.sites:
         threading.Thread(target=watch_prices, args=(sessions, run, job, ended), name="prices", daemon=True).start()
+    notifier = _notifier(sessions, run, job, clock)
     trouble, pass_seconds = 0, CLOUD_PASS_SECONDS if controller.sites else PASS_SECONDS
     while True:
         started = time.monotonic()
@@ -94,7 +97,24 @@ def run_controller(
     if bucket_lease is not None:
         bucket_lease.give_up()
     controller.close()  # last: from now on no other process waits for this controller
+    if notifier is not None:
+        notifier.end()
     log.info("%s is over; nothing of it is left running", run.name)
+
+
+def _notifier(sessions: sessionmaker[Session], run: Run, job: Job, clock: Clock) -> Notifier | None:
+    """Start the messages to the job's webhook. None: the job has no webhook, or its URL is not in the environment."""
+    name = job.notifications.webhook
+    if name is None:
+        return None
+    url = os.environ.get(name, "")
+    problem = url_problem(url) if url else "is not set"
+    if problem:
+        log.warning("no notices are sent: %s %s where the controller was started", name, problem)
+        return None
+    notifier = Notifier(sessions, run.name, clock, url, job.notifications.no_progress)
+    notifier.start()
+    return notifier
 
 
 def _clock_of(sessions: sessionmaker[Session], run: Run, cloud_time: CloudTime | None) -> Clock:

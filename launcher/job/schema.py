@@ -19,7 +19,16 @@ from pydantic import model_validator as model_check
 from engine.config import DRIFT, EngineConfig
 from engine.reward_config import LOCAL_MODELS
 from launcher.job.company import Identity, Named, Network, named_in
-from launcher.job.sections import AllRuns, Budget, Discount, PreemptionConfig, PriceOverride, Recovery, Resources
+from launcher.job.sections import (
+    AllRuns,
+    Budget,
+    Discount,
+    Notifications,
+    PreemptionConfig,
+    PriceOverride,
+    Recovery,
+    Resources,
+)
 from launcher.job.values import Cidr, Infra, RunName, VariableNames
 from launcher.market.offers import CLOUDS
 
@@ -94,6 +103,8 @@ class Job(EngineConfig):
     """Failover settings of a run on real clouds."""
     secrets: VariableNames = ()
     """Names of environment variables that nodes get. The values are never stored."""
+    notifications: Notifications = Notifications()
+    """Messages to a webhook about the run."""
     preemptions: PreemptionConfig = Field(
         default=PreemptionConfig(), validation_alias=AliasChoices("preemptions", "reclaims")
     )

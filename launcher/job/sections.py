@@ -11,7 +11,7 @@ from pydantic import model_validator as model_check
 
 from engine.events import Market
 from engine.strict import Strict
-from launcher.job.values import DurationMs, MicroUsd, MicroUsdPerHour
+from launcher.job.values import DurationMs, MicroUsd, MicroUsdPerHour, VariableName
 
 
 def _names_of(value: Any) -> list[str]:
@@ -141,6 +141,18 @@ class Budget(Strict):
     """Maximum summed price of the run's nodes in dollars per hour, like `$4`. None: no limit."""
     deadline: DurationMs | None = None
     """Maximum duration of the run, on the run's own clock."""
+
+
+class Notifications(Strict):
+    """Messages to a webhook about the run: its start, its target, 50, 80 and 100 % of `budget.max_total`, three
+    preemptions within ten minutes, no progress, and its end."""
+
+    webhook: VariableName | None = None
+    """Name of the environment variable with the webhook's URL, like `SLACK_WEBHOOK`. Messages are in Slack's format:
+    a POST of `{"text": "..."}`. None: no messages."""
+    no_progress: DurationMs = Field(default=3_600_000, validate_default=False)
+    """Time without a finished iteration that is reported, on the run's clock. A run with long iterations is given at
+    least five of them."""
 
 
 class PreemptionConfig(Strict):

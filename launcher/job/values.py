@@ -120,7 +120,17 @@ def _variable_names(value: tuple[str, ...]) -> tuple[str, ...]:
     return value
 
 
+def _variable_name(value: str) -> str:
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value):
+        raise ValueError(
+            "webhook is no name of an environment variable; write the name only, like SLACK_WEBHOOK, and export the "
+            "URL where you run spotrl, because the URL of a webhook is its password"
+        )
+    return value
+
+
 RunName = Annotated[str, AfterValidator(_fits_every_cloud)]
 Infra = Annotated[str, AfterValidator(_known_infra)]
 Cidr = Annotated[str, AfterValidator(_cidr)]
+VariableName = Annotated[str, AfterValidator(_variable_name)]
 VariableNames = Annotated[tuple[str, ...], AfterValidator(_variable_names)]

@@ -89,6 +89,23 @@ class ControllerLease(Base):
     expires_wall_ms: Mapped[int]
 
 
+class NoticeRow(Base):
+    """A message about a run to its webhook (launcher/notifications). One row per cause.
+
+    Neither sent nor failed: the controller sends it. `failure`: why the webhook refused it for good.
+    """
+
+    __tablename__ = "notice"
+    __table_args__ = (UniqueConstraint("run_id", "key"),)
+    id: Mapped[int] = mapped_column(primary_key=True)
+    run_id: Mapped[int] = mapped_column(ForeignKey("run.id"))
+    key: Mapped[str]
+    at_ms: Mapped[int]
+    text: Mapped[str]
+    sent_wall_ms: Mapped[int | None]
+    failure: Mapped[str] = mapped_column(default="")
+
+
 class Node(Base):
     """A requested node, written before the call to the cloud: the intent, and the offer behind the purchase."""
 

@@ -36,7 +36,7 @@ from launcher.ledger.models import (
     RunStatus,
 )
 
-REVISION = "0005"
+REVISION = "0006"
 """The newest migration. A ledger at this revision opens without loading alembic. A test compares the value with the
 folder."""
 

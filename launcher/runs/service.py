@@ -88,7 +88,8 @@ def check_service(job: Job, environ: Mapping[str, str], platform: str = sys.plat
                 f"`loginctl enable-linger`, then try again, {instead}"
             )
     known = _names_in(environment_file())
-    missing = [name for name in (*job.secrets, *(key for key in ACCESS_KEYS if key in environ)) if name not in known]
+    names = (*job.secrets, *filter(None, [job.notifications.webhook]))
+    missing = [name for name in (*names, *(key for key in ACCESS_KEYS if key in environ)) if name not in known]
     if missing:
         raise NoService(
             f"a service does not have this shell's {', '.join(missing)}, and spotrl writes no secret to a file; put "

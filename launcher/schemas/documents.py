@@ -100,7 +100,8 @@ def job_schema() -> Schema:
     accelerators = schema["$defs"]["NodeResources"]["properties"]
     trainer_wait = schema["$defs"]["Recovery"]["properties"]["trainer_wait"]
     notice = schema["$defs"]["PreemptionConfig"]["properties"]["notice"]
-    for duration in (trainer_wait, notice):
+    no_progress = schema["$defs"]["Notifications"]["properties"]["no_progress"]
+    for duration in (trainer_wait, notice, no_progress):
         duration["default"] = exact_duration(duration["default"])
     counts = {"type": "object", "additionalProperties": {"type": "integer"}, "minProperties": 1, "maxProperties": 1}
     accelerators["accelerators"] = _or(accelerators["accelerators"], counts)

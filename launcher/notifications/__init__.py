@@ -1,0 +1,1 @@
+"""Messages about a run to a webhook (`notifications` in the job)."""
