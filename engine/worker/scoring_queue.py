@@ -1,5 +1,10 @@
-"""Sampled leases that wait for their scores. A thread scores them beside the next work; finished leases are sent."""
+"""Sampled leases that wait for their scores. Threads score them beside the next work; finished leases are sent.
 
+The worker keeps each lease until its scores are sent, and heartbeats renew the lease. A score therefore reaches the
+queue only with a valid lease: no image is finished twice, and none is finished unscored.
+"""
+
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
@@ -72,14 +77,23 @@ class ScoringQueue:
         """Drop a revoked lease."""
         self._unscored = [one for one in self._unscored if one.sampled.work.lease != lease]
 
-    def send(self, *, block: bool, keep: int = 0, held: Work | None = None) -> None:
+    def take_unscored(self) -> list[Sampled]:
+        """Remove and return the unscored leases. Their scores are dropped when they arrive."""
+        taken, self._unscored = [one.sampled for one in self._unscored], []
+        return taken
+
+    def send(
+        self, *, block: bool, keep: int = 0, held: Work | None = None, longest_seconds: float | None = None
+    ) -> None:
         """Send finished scores. With `block`, wait until at most `keep` leases are unscored.
 
-        `held`: leased work that starts only after the wait; heartbeats renew its lease.
+        `held`: leased work that starts only after the wait; heartbeats renew its lease. `longest_seconds`: of the wait;
+        None: no limit.
         """
+        until = float("inf") if longest_seconds is None else time.monotonic() + longest_seconds
         for one in list(self._unscored):
             if block and len(self._unscored) > keep:
-                self._wait_for(one, held)
+                self._wait_for(one, held, until)
             if not one.scoring.done() or one not in self._unscored:
                 continue
             self._unscored.remove(one)
@@ -93,15 +107,16 @@ class ScoringQueue:
                 continue
             self._finish(one.sampled, scores, images)
 
-    def _wait_for(self, one: _Unscored, held: Work | None) -> None:
-        """Wait until the lease is scored or revoked.
+    def _wait_for(self, one: _Unscored, held: Work | None, until: float) -> None:
+        """Wait until the lease is scored or revoked, at most until the monotonic time `until`.
 
         Scoring may last longer than a lease, so heartbeats renew all leases.
         """
         phase = PHASE_OF[one.sampled.work.attempts[0].request.kind]
         while one in self._unscored:
             with self._usage.measure(phase):
-                wait_for([one.scoring], timeout=self._heartbeat_seconds)
+                longest = max(0.0, min(self._heartbeat_seconds, until - time.monotonic()))
+                wait_for([one.scoring], timeout=longest)
             if one.scoring.done():
                 return
             leases = self.leases()
@@ -110,6 +125,8 @@ class ScoringQueue:
             reply = self._calls.heartbeat(leases)
             if isinstance(reply, Fenced):
                 self.drop(reply.lease)
+            if time.monotonic() >= until:
+                return
 
     def _finish(self, sampled: Sampled, scores: list[Score], images: Tensor) -> None:
         work = sampled.work

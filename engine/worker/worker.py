@@ -4,9 +4,10 @@
 
 The worker only makes calls and receives none. A thread beside the denoising steps commits in-flight state at an
 interval of steps. On a drain order, the worker commits the current step and takes no new work, so a preemption with
-notice loses no step. When a lease is revoked (`Fenced`), the worker drops the work at once. The worker always runs the
-full shape named by the work, padded with copies, so an image's bits do not depend on the worker. If the shape does not
-fit into memory, the worker gives the lease back and reports the largest shape that may fit.
+notice loses no step. Images that are sampled and still unscored are committed too, and another worker scores them. When
+a lease is revoked (`Fenced`), the worker drops the work at once. The worker always runs the full shape named by the
+work, padded with copies, so an image's bits do not depend on the worker. If the shape does not fit into memory, the
+worker gives the lease back and reports the largest shape that may fit.
 """
 
 import time
@@ -37,6 +38,10 @@ from engine.worker.scoring_queue import ScoringQueue
 from engine.worker.transport import Transport
 from engine.worker.usage import Usage
 from engine.worker.weight_source import FromCoordinator, WeightSource
+
+LAST_SCORES_SECONDS = 0.5
+"""Wall seconds a drained worker waits for scores. A preemption notice may leave few seconds, and a scoring server may
+take minutes."""
 
 
 @dataclass(kw_only=True)
@@ -165,7 +170,12 @@ class Worker:
                     return Wait()
                 with self.usage.measure(Phase.SYNC):
                     self._weights.load(reply)
-            case Wait() | Drain() | Exit():
+            case Wait():
+                # A slow scorer must not keep the worker from new work, so the next pull comes soon.
+                self._scores.send(block=True, longest_seconds=self.heartbeat_seconds)
+            case Drain():
+                self._give_up_scoring()
+            case Exit():
                 self._scores.send(block=True)
             case Regroup() if self.elastic is not None:
                 self.on_regroup(reply)
@@ -187,9 +197,18 @@ class Worker:
         Called after the node agent received a preemption notice, even if the coordinator does not know the notice yet.
         """
         self._group.leave()
-        self._scores.send(block=True)
+        self._give_up_scoring()
         reply = self.calls.heartbeat({})
         return reply if isinstance(reply, Exit) else Drain(deadline_ms=0)
+
+    def _give_up_scoring(self) -> None:
+        """Send the scores that arrive soon, and give the other sampled leases back.
+
+        The next worker resumes after the last step, so only the scoring is repeated.
+        """
+        self._scores.send(block=True, longest_seconds=LAST_SCORES_SECONDS)
+        for sampled in self._scores.take_unscored():
+            self._hand_back(sampled.work, sampled.trajectories)
 
     def _do(self, work: Work) -> None:
         """Sample the images of a lease, and leave them to be scored."""

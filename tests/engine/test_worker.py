@@ -316,6 +316,48 @@ def test_a_drained_worker_sends_scored_results_and_pulls_no_more():
     assert line.names() == ["pull", "finish"]
 
 
+def test_a_drained_worker_gives_unscored_images_back_whole():
+    let_go = threading.Event()
+
+    def slow(pictures, prompts):
+        let_go.wait(20)
+        return [Score(reward=0.0, metrics={}) for _ in prompts]
+
+    line = Line(order(2))
+    model = Toy()
+    serving = worker(line, model, overlap_scoring=True, draining=lambda: model.steps >= STEPS)
+    serving.scorer.reward = slow
+    serving.serve_once(wait=False)
+    began = time.monotonic()
+    assert isinstance(serving.serve_once(wait=False), Drain)
+    assert time.monotonic() - began < 10
+    let_go.set()
+    assert line.names() == ["pull", "commit", "give_back"]
+    assert steps_committed(line) == [STEPS]
+    names = [name for _, _, name in line.of("commit")[0]["states"]]
+    attempts = tuple(replace(a, step=STEPS, state=n) for a, n in zip(order(2).attempts, names, strict=True))
+    resumed, rested = Line(replace(order(2), attempts=attempts)), Toy()
+    resumed.blobs = dict(line.blobs)
+    worker(resumed, rested).serve()
+    assert rested.steps == 0
+    assert [made.step for made in trajectories(resumed)] == [STEPS, STEPS]
+
+
+def test_a_slow_scorer_keeps_no_worker_from_new_work():
+    let_go = threading.Event()
+
+    def slow(pictures, prompts):
+        let_go.wait(20)
+        return [Score(reward=float(picture.sum()), metrics={}) for picture in pictures]
+
+    line = Line(order(), Wait(), order(lease=LEASE + 1))
+    serving = worker(line, overlap_scoring=True, heartbeat_seconds=0.05)
+    serving.scorer.reward = slow
+    line.before = lambda head: let_go.set() if head["call"] == "pull" and len(line.of("pull")) == 3 else None
+    serving.serve()
+    assert [call["lease"] for call in line.of("finish")] == [LEASE, LEASE + 1]
+
+
 def test_a_drained_worker_still_obeys_an_exit_order():
     line = Line(heartbeat=Exit(reason="target"))
     assert worker(line, draining=lambda: True).serve() == "target"

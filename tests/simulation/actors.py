@@ -71,10 +71,20 @@ class Worker:
                 if self.may_load:
                     self.process.alive = False
                 return
+            elif do == "drain":
+                yield from self._give_up_scoring()
+                yield 60 + int(140 * self.world.random())
             else:
                 while self.pending:
                     yield from self._settle(block=True)
                 yield 60 + int(140 * self.world.random())
+
+    def _give_up_scoring(self) -> Body:
+        """Send the scored results, and give the other sampled leases back after their last step."""
+        yield from self._settle(block=False)
+        unscored, self.pending = self.pending, []
+        for work, trails, _ in unscored:
+            yield from self._hand_back(work, trails)
 
     def _load(self, order: Head) -> Body:
         answer, blobs = yield {"call": "weights", "weights": order["weights"]}, {}
