@@ -235,6 +235,27 @@ class NodeMissed:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Judged:
+    """Paid calls of a judge by one worker: (input tokens, output tokens, micro-dollars) of each call.
+
+    `unaccounted`: micro-dollars held for calls of a worker that died. The calls may have been made, so they count.
+    """
+
+    KIND: ClassVar[str] = "judged"
+    worker: str
+    calls: tuple[tuple[int, int, int], ...] = ()
+    unaccounted: int = 0
+
+    def __post_init__(self) -> None:
+        # JSON has no tuples.
+        object.__setattr__(self, "calls", tuple(tuple(call) for call in self.calls))
+
+    @property
+    def micro_usd(self) -> int:
+        return self.unaccounted + sum(micro_usd for _, _, micro_usd in self.calls)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Regrouped:
     """Change of a node's SP groups.
 
@@ -287,6 +308,7 @@ ProgressEvent = (
     | NodeSeen
     | NodeServed
     | NodeMissed
+    | Judged
     | Regrouped
     | TargetReached
     | Warned
@@ -305,6 +327,7 @@ _KINDS: dict[str, type[Any]] = {
         NodeSeen,
         NodeServed,
         NodeMissed,
+        Judged,
         Regrouped,
         TargetReached,
         Warned,

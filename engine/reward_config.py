@@ -1,6 +1,7 @@
 """Define the job file's `reward` section. The module does not import torch, like `engine/config.py`."""
 
 import re
+from math import ceil, floor
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
@@ -60,6 +61,15 @@ class VlmConfig(Strict):
     """Pixels of the longest side of a sent image. Larger images are made smaller."""
     max_tokens: Positive = 512
     """Most tokens of an answer."""
+    usd_per_million_input: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 0.0
+    """Price of a million tokens of the question, with its image. 0 with both prices: the judge is free."""
+    usd_per_million_output: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 0.0
+    """Price of a million tokens of the answer."""
+    most_input_tokens: Positive = 8192
+    """Most tokens of a question with its image. Before each call, money for so many tokens must be left."""
+    max_usd: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | None = None
+    """Budget of a paid judge in dollars, for the whole run and inside `budget.max_total`. No call is made after it is
+    used up, and the run then stops. The budgets of several judges are one sum. A judge with a price needs it."""
     concurrency: Positive = 8
     """Most requests of one worker at a time. A request holds one image."""
     requests_per_minute: Positive | None = None
@@ -69,6 +79,33 @@ class VlmConfig(Strict):
     tries: Positive = 8
     """Most requests for an image, with the pauses of `http`. An image without a score after the last try is skipped
     with its group."""
+
+    @property
+    def is_paid(self) -> bool:
+        return self.usd_per_million_input + self.usd_per_million_output > 0
+
+    def micro_usd(self, input_tokens: int, output_tokens: int) -> int:
+        """Return the price of a call, rounded up. A dollar per million tokens is a micro-dollar per token."""
+        return ceil(input_tokens * self.usd_per_million_input + output_tokens * self.usd_per_million_output)
+
+    @property
+    def most_micro_usd(self) -> int:
+        """Return the most that a call costs."""
+        return self.micro_usd(self.most_input_tokens, self.max_tokens)
+
+    @model_validator(mode="after")
+    def _paid_judges_have_a_budget(self) -> Self:
+        if self.is_paid != (self.max_usd is not None):
+            raise ValueError(
+                f"max_usd is {self.max_usd}, and the prices are ${self.usd_per_million_input:g} and "
+                f"${self.usd_per_million_output:g}; a judge with a price needs max_usd, and a free judge has none"
+            )
+        if self.max_usd is not None and self.max_usd * 1e6 < self.most_micro_usd:
+            raise ValueError(
+                f"max_usd is ${self.max_usd:g}, and one call may cost ${self.most_micro_usd / 1e6:g}; use more, or "
+                "fewer most_input_tokens"
+            )
+        return self
 
     @model_validator(mode="after")
     def _scale_is_ordered(self) -> Self:
@@ -218,6 +255,11 @@ class RewardConfig(ScorerConfig):
         """Return the names of the environment variables that the scorers read."""
         servers = (server for one in self.scorers for server in (one.http, one.vlm) if server is not None)
         return tuple(server.key for server in servers if server.key is not None)
+
+    @property
+    def judge_micro_usd(self) -> int:
+        """Return the budget of all paid judges in micro-dollars; 0 without paid judges."""
+        return sum(floor(one.vlm.max_usd * 1e6) for one in self.scorers if one.vlm is not None and one.vlm.max_usd)
 
     def check_scores(self, model: str, *, is_video: bool) -> None:
         """Check that the reward can score the model's images or videos. Raises ValueError."""

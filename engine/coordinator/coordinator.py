@@ -18,6 +18,7 @@ from engine.clock import Clock, run_ms
 from engine.coordinator import node_usage
 from engine.coordinator.exploration_desk import ExplorationDesk
 from engine.coordinator.journal import Journal
+from engine.coordinator.judge_desk import JudgeDesk
 from engine.coordinator.node_usage import UsageBook
 from engine.coordinator.recovery import recover
 from engine.coordinator.regrouping import Regrouping
@@ -25,11 +26,12 @@ from engine.coordinator.run_log import RunLog
 from engine.coordinator.run_state import RunState
 from engine.coordinator.weight_book import WeightBook, digest_of
 from engine.coordinator.worker_calls import WorkerCalls
-from engine.events import Capacity
+from engine.events import Capacity, ProgressEvent
 from engine.protocol.codec import Blobs
 from engine.protocol.messages import (
     Answer,
     BeginLineage,
+    BillJudge,
     Call,
     Collect,
     Commit,
@@ -41,6 +43,7 @@ from engine.protocol.messages import (
     Finish,
     GiveBack,
     Heartbeat,
+    HoldMoney,
     Known,
     Late,
     LeaseCall,
@@ -63,6 +66,7 @@ from engine.protocol.messages import (
 from engine.protocol.records import WeightsPublished, stored
 from engine.queue.pace import Rules
 from engine.queue.queue import Queue
+from engine.storage.judge_fund import JudgeFund
 from engine.storage.progress import ProgressLog
 
 Answered = tuple[Answer, Mapping[str, bytes]]
@@ -83,10 +87,11 @@ class Coordinator:
         rules: Rules,
         progress: ProgressLog | None = None,
         sp_degree: int | Literal["auto"] = 1,
+        fund: JudgeFund | None = None,
     ) -> None:
         """Restore the state from the journal.
 
-        `sp_degree`: number of workers of a node that share an image's sequence.
+        `sp_degree`: number of workers of a node that share an image's sequence. `fund`: the budget of paid judges.
         """
         self._clock = clock
         self._rules = rules
@@ -101,6 +106,7 @@ class Coordinator:
             run_ms=partial(run_ms, clock),
             first=self.state.first_lease,
         )
+        self._judges = JudgeDesk(self.log, fund, self._report)
         self._workers = WorkerCalls(self.log, self.groups, self.exploration)
 
     @property
@@ -131,6 +137,10 @@ class Coordinator:
         match call:
             case Pull() | Heartbeat() | Finish() | Commit() | GiveBack() | Fault():
                 return self._workers.answer(call, blobs, now_ms), {}
+            case HoldMoney():
+                return self._judges.hold(call, now_ms), {}
+            case BillJudge():
+                return self._judges.bill(call, now_ms), {}
             case FetchStates():
                 return States(), {name: self.journal.blob(name) for name in call.names}
             case FetchWeights():
@@ -142,6 +152,8 @@ class Coordinator:
                 return self._collect(call, now_ms)
             case WorkerDied() | NodeLost() | Notice():
                 self._workers.observe(call, now_ms)
+                if isinstance(call, WorkerDied):
+                    self._judges.died(call.worker, call.boot, now_ms)
                 return Done(), {}
             case BeginLineage() | Submit() | Explore() | Publish() | Withdraw() | Stop():
                 return self._obey(call, blobs, now_ms), {}
@@ -180,6 +192,10 @@ class Coordinator:
         if self._clock.wall_seconds(now_ms - self.usage.reported_ms) >= node_usage.EVERY_WALL_SECONDS:
             for event in self.usage.events(now_ms):
                 self._progress.write(self.lineage, event)
+
+    def _report(self, event: ProgressEvent) -> None:
+        if self._progress is not None:
+            self._progress.write(self.lineage, event)
 
     def _note_usage(self, call: Call) -> None:
         """Add the usage since the caller's last call. The trainer's calls name no worker."""

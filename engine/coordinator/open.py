@@ -3,18 +3,24 @@
 from pathlib import Path
 
 from engine.clock import Clock, run_ms
-from engine.config import RuntimeConfig
+from engine.config import RewardConfig, RuntimeConfig
 from engine.coordinator.coordinator import Coordinator
 from engine.coordinator.journal import Journal
 from engine.coordinator.weight_book import WeightBook
 from engine.queue.pace import Rules
+from engine.storage.judge_fund import JudgeFund
 from engine.storage.progress import ProgressLog
 
 
 def open_coordinator(
-    folder: Path, *, clock: Clock, runtime: RuntimeConfig, progress: ProgressLog | None = None
+    folder: Path,
+    *,
+    clock: Clock,
+    runtime: RuntimeConfig,
+    progress: ProgressLog | None = None,
+    fund: JudgeFund | None = None,
 ) -> Coordinator:
-    """Open the coordinator with its journal and weights in `folder`."""
+    """Open the coordinator with its journal and weights in `folder`. `fund`: the budget of paid judges, if any."""
     rules = Rules(
         lease_ms=run_ms(clock, runtime.lease_seconds),
         first_lease_ms=run_ms(clock, runtime.first_lease_seconds),
@@ -28,7 +34,13 @@ def open_coordinator(
         rules=rules,
         progress=progress,
         sp_degree=runtime.sp_degree,
+        fund=fund,
     )
+
+
+def fund_of(reward: RewardConfig, store: str) -> JudgeFund | None:
+    """Return the budget of a job's paid judges in the run's store, or None without a paid judge."""
+    return JudgeFund(store, reward.judge_micro_usd) if reward.judge_micro_usd else None
 
 
 def _commit_every(runtime: RuntimeConfig) -> int | None:

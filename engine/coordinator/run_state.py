@@ -14,11 +14,15 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import assert_never
 
+from engine.coordinator.judge_account import JudgeAccount
 from engine.exploration.batch import BatchExploration
 from engine.protocol.messages import BeginLineage, CommittedState, Explore, Result, Submit, Withdraw
 from engine.protocol.records import (
     CoordinatorStarted,
+    JudgeBilled,
+    JudgesFunded,
     LeaseRecord,
+    MoneyHeld,
     Record,
     RequestPoisoned,
     ResultsAccepted,
@@ -43,6 +47,7 @@ class RunState:
         """The highest lease number in the journal."""
         self.newest_order = (0, 0)
         """Boot and number of the trainer's newest order. A late order with a smaller number changes nothing."""
+        self.judges = JudgeAccount()
         self.exploration: BatchExploration | None = None
         self._tasks: list[Task] = []
         self._digests: dict[WeightsKey, str] = {}
@@ -87,6 +92,8 @@ class RunState:
                 self.queue.restore_poisoned(record.request, record.text)
                 if self.exploration is not None:
                     self.exploration.settled(record.request, math.nan)
+            case JudgesFunded() | MoneyHeld() | JudgeBilled():
+                self.judges.apply(record)
             case _:
                 assert_never(record)
         return dropped
@@ -115,6 +122,8 @@ class RunState:
         boot, seq = self.newest_order
         yield CoordinatorStarted(first_lease=self.first_lease), []
         yield BeginLineage(lineage=self.lineage, boot=boot, seq=seq), []
+        for fact in self.judges.records():
+            yield fact, []
         for weights, digest in self._digests.items():
             yield WeightsPublished(weights=weights, digest=digest), []
         if self.exploration is not None:  # before the tasks: each task's requests count as issued candidates

@@ -13,7 +13,7 @@ from typing import Any
 from engine.clock import Clock
 from engine.config import EngineConfig
 from engine.coordinator.coordinator import Coordinator
-from engine.coordinator.open import open_coordinator
+from engine.coordinator.open import fund_of, open_coordinator
 from engine.models.adapter import DiTAdapter
 from engine.models.compiled import compile_blocks
 from engine.models.load import load_adapter, trainable
@@ -74,7 +74,14 @@ def build_inproc(
     """
     make_adapter = make_adapter or (lambda: load_adapter(config.model, device_of(config.runtime.device, 0)))
     progress = ProgressLog(folder / "progress" / "coordinator.jsonl", run=run, source="coordinator", clock=clock)
-    coordinator = open_coordinator(folder / "coordinator", clock=clock, runtime=config.runtime, progress=progress)
+    store = f"file://{folder}/store"
+    coordinator = open_coordinator(
+        folder / "coordinator",
+        clock=clock,
+        runtime=config.runtime,
+        progress=progress,
+        fund=fund_of(config.reward, store),
+    )
     spot = []
     for number in range(workers):
         adapter = make_adapter()
@@ -100,7 +107,7 @@ def build_inproc(
         run=run,
         node="trainer",
         workers_of_node=1,
-        store=CheckpointStore(f"file://{folder}/store"),
+        store=CheckpointStore(store),
         transport=_Turns(coordinator, spot),
         progress=ProgressLog(folder / "progress" / "trainer.jsonl", run=run, source="trainer", clock=clock),
         metrics=MetricsLog(folder / "metrics"),

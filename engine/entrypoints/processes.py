@@ -16,7 +16,7 @@ import torch
 
 import engine.rewards.ocr  # noqa: F401  preloaded
 from engine.coordinator.coordinator import Coordinator
-from engine.coordinator.open import open_coordinator
+from engine.coordinator.open import fund_of, open_coordinator
 from engine.coordinator.rights import Rights
 from engine.coordinator.server import CoordinatorServer, Front, bind
 from engine.node.build_worker import load_model, make_worker
@@ -30,6 +30,7 @@ from engine.storage.progress import ProgressLog
 from engine.trainer.context import TrainerContext
 from engine.trainer.loop import Loop
 from engine.trainer.metrics import MetricsLog
+from engine.worker.coordinator_purse import CoordinatorPurse
 from engine.worker.device import device_of
 from engine.worker.node_weights import NodeMemory, NodeWeights
 from engine.worker.transport import HttpTransport, Transport
@@ -48,7 +49,13 @@ def run_coordinator(spec: NodeSpec, heartbeat: SharedHeartbeat, ready: Event) ->
     def open_it() -> Coordinator:
         path = folder / "progress" / "coordinator.jsonl"
         progress = ProgressLog(path, run=spec.run, source="coordinator", clock=clock)
-        return open_coordinator(folder / "coordinator", clock=clock, runtime=spec.engine.runtime, progress=progress)
+        return open_coordinator(
+            folder / "coordinator",
+            clock=clock,
+            runtime=spec.engine.runtime,
+            progress=progress,
+            fund=fund_of(spec.engine.reward, spec.store),
+        )
 
     coordinator = when_there_is_room(open_it, print)
     listener = bind(spec.coordinator_host, spec.coordinator_port)
@@ -73,7 +80,9 @@ def run_trainer(spec: NodeSpec, heartbeat: SharedHeartbeat, ready: Event) -> Non
         clock=clock,
     )
     adapter = load_model(spec, 0)
-    reward = load_reward_of_job(spec.engine, spec.workdir, device=device_of(spec.engine.runtime.device, 0))
+    purse = CoordinatorPurse(context.transport, worker=f"{spec.node}/trainer", node=spec.node)
+    device = device_of(spec.engine.runtime.device, 0)
+    reward = load_reward_of_job(spec.engine, spec.workdir, device=device, purse=purse)
     loop = Loop(spec.engine, context, adapter, reward, prompt_source(spec.engine, spec.workdir))
     ready.set()
     print(loop.run(), flush=True)

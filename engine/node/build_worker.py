@@ -18,6 +18,7 @@ from engine.node.node_store import join_groups
 from engine.node_spec import NodeSpec
 from engine.prompts import prompt_source, prompts_of_job
 from engine.rewards.load import load_reward_of_job, load_student
+from engine.worker.coordinator_purse import CoordinatorPurse
 from engine.worker.device import device_of
 from engine.worker.step_trace import step_trace
 from engine.worker.transport import Transport
@@ -48,7 +49,12 @@ def make_worker(
         transport=transport,
         adapter=adapter,
         parameters=trainable(adapter),
-        reward=load_reward_of_job(spec.engine, spec.workdir, device=device_of(spec.engine.runtime.device, number)),
+        reward=load_reward_of_job(
+            spec.engine,
+            spec.workdir,
+            device=device_of(spec.engine.runtime.device, number),
+            purse=CoordinatorPurse(transport, worker=f"{spec.node}/{number}", node=spec.node),
+        ),
         student=lambda: load_student(spec.engine),
         clock=spec.clock.clock(),
         heartbeat_seconds=spec.engine.runtime.heartbeat_seconds,

@@ -98,6 +98,14 @@ def _or_nan(value: float | None) -> float:
     return math.nan if value is None else value
 
 
+class PaidCall(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """A call of a paid judge. A call whose tokens are unknown has no tokens, and costs the most that it may cost."""
+
+    input_tokens: int
+    output_tokens: int
+    micro_usd: int
+
+
 # --- calls ------------------------------------------------------------------------------------------------
 
 
@@ -172,6 +180,24 @@ class Fault(_WorkerCall, frozen=True, kw_only=True, tag="fault"):
 
     lease: int
     text: str
+
+
+class HoldMoney(_WorkerCall, frozen=True, kw_only=True, tag="hold_money"):
+    """Ask for money for calls of a paid judge, before the calls. The answer is `Held`, `NoMoney`, or `Wait`.
+
+    `seq` grows with every hold of the process: a repeated call holds the money once. `micro_usd`: the most that the
+    calls may cost.
+    """
+
+    seq: int
+    micro_usd: int
+
+
+class BillJudge(_WorkerCall, frozen=True, kw_only=True, tag="bill_judge"):
+    """Report the calls that were paid from the money held under `seq`, and give the rest back."""
+
+    seq: int
+    calls: tuple[PaidCall, ...]
 
 
 class FetchStates(_ReportsUsage, frozen=True, kw_only=True, tag="states"):
@@ -266,7 +292,8 @@ class Stop(_Order, frozen=True, kw_only=True, tag="stop"):
 
 
 LeaseCall: TypeAlias = Pull | Heartbeat | Finish | Commit | GiveBack | Fault
-NodeCall: TypeAlias = LeaseCall | FetchStates | FetchWeights | Notice
+MoneyCall: TypeAlias = HoldMoney | BillJudge
+NodeCall: TypeAlias = LeaseCall | MoneyCall | FetchStates | FetchWeights | Notice
 """The calls that a spot node may make (engine/coordinator/rights.py)."""
 Observation: TypeAlias = WorkerDied | NodeLost
 Order: TypeAlias = BeginLineage | Submit | Explore | Publish | Withdraw | Stop
@@ -293,6 +320,16 @@ class _Answer(msgspec.Struct, frozen=True, kw_only=True, tag_field="do"):
 
 class Done(_Answer, frozen=True, kw_only=True, tag="done"):
     """The call took effect."""
+
+
+class Held(_Answer, frozen=True, kw_only=True, tag="held"):
+    """The money is held for the caller."""
+
+
+class NoMoney(_Answer, frozen=True, kw_only=True, tag="no_money"):
+    """The judges' budget is used up, and the run stops. No call of a paid judge may be made."""
+
+    text: str
 
 
 class Late(_Answer, frozen=True, kw_only=True, tag="late"):
@@ -335,7 +372,7 @@ class Results(_Answer, frozen=True, kw_only=True, tag="results"):
     exploring_seconds: float
 
 
-Answer: TypeAlias = Reply | Done | Late | Known | Published | States | WeightsBytes | Results
+Answer: TypeAlias = Reply | Done | Held | NoMoney | Late | Known | Published | States | WeightsBytes | Results
 
 
 def has_news(answer: Answer) -> bool:

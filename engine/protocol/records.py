@@ -65,9 +65,40 @@ class LeaseRecord(_Fact, frozen=True, kw_only=True, tag="lease"):
     copy: bool
 
 
+class JudgesFunded(_Fact, frozen=True, kw_only=True, tag="fund_judges"):
+    """Money of the judges' budget that this coordinator may spend, taken from the run's store."""
+
+    micro_usd: int
+
+
+class MoneyHeld(_Fact, frozen=True, kw_only=True, tag="hold_money"):
+    """Money held for the calls that a worker makes under `seq`."""
+
+    worker: str
+    boot: int = 0
+    seq: int = 0
+    micro_usd: int
+
+
+class JudgeBilled(_Fact, frozen=True, kw_only=True, tag="bill_judge"):
+    """Money spent from a hold. The rest of the hold is free again."""
+
+    worker: str
+    boot: int = 0
+    seq: int = 0
+    micro_usd: int
+
+
 StoredOrder: TypeAlias = BeginLineage | Submit | Explore | Withdraw
+MoneyFact: TypeAlias = JudgesFunded | MoneyHeld | JudgeBilled
 Fact: TypeAlias = (
-    CoordinatorStarted | WeightsPublished | ResultsAccepted | StatesCommitted | RequestPoisoned | LeaseRecord
+    CoordinatorStarted
+    | WeightsPublished
+    | ResultsAccepted
+    | StatesCommitted
+    | RequestPoisoned
+    | LeaseRecord
+    | MoneyFact
 )
 Record: TypeAlias = StoredOrder | Fact
 

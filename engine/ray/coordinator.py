@@ -23,7 +23,7 @@ import ray
 import stamina
 from ray.exceptions import RayError, RayTaskError
 
-from engine.coordinator.open import open_coordinator
+from engine.coordinator.open import fund_of, open_coordinator
 from engine.coordinator.rights import NotAllowed, Rights, WrongToken
 from engine.coordinator.server import CoordinatorServer, Front, bind
 from engine.coordinator.weight_book import digest_of
@@ -74,7 +74,11 @@ class CoordinatorActor:
             folder / "progress" / "coordinator.jsonl", run=spec.run, source="coordinator", clock=clock
         )
         coordinator = open_coordinator(
-            folder / "coordinator", clock=clock, runtime=spec.engine.runtime, progress=progress
+            folder / "coordinator",
+            clock=clock,
+            runtime=spec.engine.runtime,
+            progress=progress,
+            fund=fund_of(spec.engine.reward, spec.store),
         )
         self._shelf = _Shelf()
         self._loop = asyncio.new_event_loop()

@@ -92,12 +92,19 @@ class HttpCall:
             raise NoAnswer(f"{self._url}: {times}, the last with {self._without_key(str(error))}") from None
         return answer
 
-    def _one(self, body: bytes, headers: Mapping[str, str]) -> bytes:
+    def get(self) -> bytes:
+        """Get the address once. Raises NoAnswer for a fault that may pass, RewardError for a refusal."""
+        try:
+            return self._one(b"", {}, method="GET")
+        except BadAnswer as error:
+            raise NoAnswer(f"{self._url}: 1 try, with {self._without_key(str(error))}") from None
+
+    def _one(self, body: bytes, headers: Mapping[str, str], method: str = "POST") -> bytes:
         """Send a request once. Raises BadAnswer for a fault that may pass, RewardError for a refusal."""
         deadline = time.monotonic() + self._timeout_seconds
         content = bytearray()
         try:
-            with self._client.stream("POST", self._url, content=body, headers=dict(headers)) as response:
+            with self._client.stream(method, self._url, content=body, headers=dict(headers)) as response:
                 for chunk in response.iter_bytes():
                     content += chunk
                     if time.monotonic() > deadline:

@@ -9,6 +9,7 @@ from engine.prompts import metadata_of_job
 from engine.reward_config import ScorerConfig
 from engine.rewards.clip_folder import ClipFolder
 from engine.rewards.frames import FrameMeans
+from engine.rewards.purse import Purse
 from engine.rewards.reward import MetadataOfPrompts, Reward
 from engine.rewards.reward import RewardError as RewardError
 from engine.rewards.weighted_sum import Weighted, WeightedSum
@@ -28,14 +29,21 @@ BUILT_IN = (
 
 
 def load_reward_of_job(
-    config: EngineConfig, workdir: str | None, *, device: str = "cpu", must_answer: bool = False
+    config: EngineConfig,
+    workdir: str | None,
+    *,
+    device: str = "cpu",
+    purse: Purse | None = None,
+    must_answer: bool = False,
 ) -> Reward:
     """Return the job's scorer with the metadata of the job's prompts.
 
-    `device`: of a scorer's model. `must_answer`: a server that does not answer is an error after one try, for the
-    check before a launch. Raises RewardError, and ValueError for a prompt file that cannot be read.
+    `device`: of a scorer's model. `purse`: pays a paid judge. `must_answer`: a server that does not answer is an error
+    after one try, and a paid judge is not asked for a score, for the check before a launch. Raises RewardError, and
+    ValueError for a prompt file that cannot be read.
     """
-    return load_reward(config.reward, workdir, metadata_of_job(config, workdir), device=device, must_answer=must_answer)
+    metadata = metadata_of_job(config, workdir)
+    return load_reward(config.reward, workdir, metadata, device=device, purse=purse, must_answer=must_answer)
 
 
 def load_reward(
@@ -44,11 +52,16 @@ def load_reward(
     metadata: Mapping[str, Metadata] | None = None,
     *,
     device: str = "cpu",
+    purse: Purse | None = None,
     must_answer: bool = False,
 ) -> Reward:
     """Return a scorer. `workdir`: folder of a user's own module and of models. `metadata`: metadata by prompt."""
 
     def load(scorer: ScorerConfig) -> Reward:
+        if scorer.vlm is not None:
+            from engine.rewards.vlm import VlmReward
+
+            return MetadataOfPrompts(VlmReward(scorer.vlm, purse, must_answer=must_answer), metadata or {})
         return _load_scorer(scorer, workdir, metadata or {}, device, must_answer)
 
     if config.parts:
@@ -66,10 +79,6 @@ def _load_scorer(
         from engine.rewards.http_reward import HttpReward
 
         return MetadataOfPrompts(HttpReward(config.http, must_answer=must_answer), metadata)
-    if config.vlm is not None:
-        from engine.rewards.vlm import VlmReward
-
-        return MetadataOfPrompts(VlmReward(config.vlm, must_answer=must_answer), metadata)
     if config.model is not None:
         return _reward_of_model(config.name, ClipFolder(config.model, workdir, device))
     return _reward_of_name(config, workdir, metadata)

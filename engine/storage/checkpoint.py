@@ -181,10 +181,10 @@ class CheckpointStore:
 
     def load(self, name: str) -> Checkpoint:
         folder = f"checkpoints/{name}"
-        raw = json.loads(self._get(f"{folder}/manifest.json"))
+        raw = json.loads(self.get(f"{folder}/manifest.json"))
         files = {}
         for file, digest in raw["files"].items():
-            data = self._get(f"{folder}/{file}")
+            data = self.get(f"{folder}/{file}")
             if hashlib.sha256(data).hexdigest() != digest:
                 raise CheckpointDamaged(f"{folder}/{file} is not what its manifest names; delete {folder} to go back")
             files[file.removesuffix(".safetensors")] = data
@@ -205,8 +205,8 @@ class CheckpointStore:
     def start(self) -> Start:
         """Return the start weights of the run. Raises CheckpointDamaged if the weights are missing or incomplete."""
         try:
-            raw = json.loads(self._get(START_MANIFEST))
-            data, digest, text = self._get(START_WEIGHTS), str(raw["sha256"]), str(raw["text"])
+            raw = json.loads(self.get(START_MANIFEST))
+            data, digest, text = self.get(START_WEIGHTS), str(raw["sha256"]), str(raw["text"])
         except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
             raise CheckpointDamaged(
                 f"the start weights (model.from) are not in {self.url} ({error}); launch the run again under a new name"
@@ -230,7 +230,7 @@ class CheckpointStore:
             except FileNotFoundError:
                 return 0
 
-    def _get(self, path: str) -> bytes:
+    def get(self, path: str) -> bytes:
         with self._trouble_is_an_oserror():
             return bytes(obstore.get(self._store, path).bytes())
 

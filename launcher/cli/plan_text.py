@@ -54,6 +54,7 @@ def _plan_lines(job: Job, plan: Plan) -> Iterator[str]:
         yield f"  budget {dollars(plan.max_total_micro_usd)}: lasts {duration(plan.lasts_ms)} at the expected rate"
     else:
         yield "  no budget.max_total: the run ends with its iterations or target"
+    yield from judges_text(job)
     if job.target:
         yield f"  until {job.target.metric} {job.target.value:g}, or {job.iterations} iterations; how long is not known"
     yield f"  {algorithm_text(job)}"
@@ -63,6 +64,12 @@ def _plan_lines(job: Job, plan: Plan) -> Iterator[str]:
     sources = Counter((slot.placement.price_source, slot.placement.price_observed_at) for slot in plan.slots)
     for (source, observed_at), _ in sources.most_common():
         yield f"  prices ({plan.money_basis}): {source}, {observed_at}"
+
+
+def judges_text(job: Job) -> Iterator[str]:
+    """Yield a sentence on the budget of the job's paid judges, if it has any."""
+    if judges := job.reward.judge_micro_usd:
+        yield f"  judges: at most {dollars(judges)} of budget.max_total; the run stops when it is used up"
 
 
 def algorithm_text(job: Job) -> str:

@@ -283,7 +283,7 @@ def wanted_of(run: Run, job: Job, plan: Plan, clock: Clock) -> Wanted:
     return Wanted(
         run=run.name,
         slots=tuple({slot.name: slot for slot in plan.slots}.values()),
-        limits=budget_guard.Limits(max_total=run.max_total_micro_usd, max_hourly=run.max_hourly_micro_usd),
+        limits=_set_aside(run.max_total_micro_usd, run.max_hourly_micro_usd, job),
         deadline_ms=run.deadline_ms,
         allowance_ms=budget_guard.RELEASE_ALLOWANCE_MS if is_cloud else _run_ms(clock, STOP_SECONDS),
         settle_ms=CLOUD_SETTLE_MS if is_cloud else _run_ms(clock, SETTLE_SECONDS),
@@ -300,7 +300,14 @@ def move_rules(job: Job) -> MoveRules:
 
 
 def _limits_of_all(job: Job) -> budget_guard.Limits:
-    return budget_guard.Limits(max_total=job.all_runs.max_total, max_hourly=job.all_runs.max_hourly)
+    return _set_aside(job.all_runs.max_total, job.all_runs.max_hourly, job)
+
+
+def _set_aside(max_total: int | None, max_hourly: int | None, job: Job) -> budget_guard.Limits:
+    """Return limits for nodes: the judges' budget is set aside, whether spent or not. Workers spend it by themselves,
+    and the ledger learns of a call only later."""
+    judges = job.reward.judge_micro_usd
+    return budget_guard.Limits(max_total=None if max_total is None else max_total - judges, max_hourly=max_hourly)
 
 
 def log_tail(folder: Path) -> str:

@@ -15,7 +15,7 @@ from launcher.decide.facts import OVER, Facts, Others, Stage
 from launcher.decide.node_facts import NodeFact, NodeStatus
 from launcher.decide.run_budget import hourly_micro_usd, reserved_micro_usd
 from launcher.job.schema import Job
-from launcher.ledger.accounting import spent_micro_usd
+from launcher.ledger.accounting import judge_budget, judge_micro_usd, spent_micro_usd
 from launcher.ledger.billing import LOCAL
 from launcher.ledger.models import ProgressRow, Run, RunStatus
 from launcher.ledger.node_history import node_records
@@ -146,11 +146,13 @@ class FactsReader:
                 metered += known[1]
                 continue
             nodes = node_records(session, run)
-            spent = spent_micro_usd(session, run, now_ms)
+            judges = judge_micro_usd(session, run)
+            spent = spent_micro_usd(session, run, now_ms) + judges
             if status is not None and status.status in OVER and not any(node.is_live for node in nodes):
                 self._ended_runs[run.id] = (status.id, spent)  # an ended run costs no more
             else:
                 planned += max(hourly_micro_usd(nodes), self._planned_hourly_of(run))
+                reserved += max(0, judge_budget(run) - judges)
             metered += spent
             reserved += reserved_micro_usd(nodes, budget_guard.RELEASE_ALLOWANCE_MS, now_ms)
             per_hour += hourly_micro_usd(nodes)

@@ -176,6 +176,20 @@ class Job(EngineConfig):
             )
         return self
 
+    @property
+    def nodes_max_total(self) -> int | None:
+        """Return the part of `budget.max_total` for nodes, in micro-dollars. The judges' budget is set aside."""
+        return None if self.budget.max_total is None else self.budget.max_total - self.reward.judge_micro_usd
+
+    @model_check(mode="after")
+    def _judges_leave_money_for_nodes(self) -> Self:
+        if self.nodes_max_total is not None and self.nodes_max_total <= 0:
+            raise ValueError(
+                f"reward.vlm.max_usd is ${self.reward.judge_micro_usd / 1e6:.2f} in all, which leaves nodes no money "
+                f"in budget.max_total ${(self.budget.max_total or 0) / 1e6:.2f}; use less, or a larger max_total"
+            )
+        return self
+
     @model_check(mode="after")
     def _target_can_be_reached(self) -> Self:
         if self.target is None:

@@ -18,7 +18,8 @@ from functools import cached_property
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from engine.events import NodeSeen, NodeUsage, Phase
+from engine.events import Judged, NodeSeen, NodeUsage, Phase
+from engine.reward_config import RewardConfig
 from launcher.ledger.billing import LOCAL, interval_micro_usd, minimum_billed_ms, side_costs, stretches
 from launcher.ledger.models import BillingInterval, Node, NodeEvent, NodePrice, ProgressRow, Run, SideCost
 
@@ -355,6 +356,26 @@ def _side_costs(session: Session, run: Run, charges: Mapping[int, tuple[Charge, 
         if node.id not in recorded and charges[node.id]
         for cost in side_costs(run, node, charges[node.id][0].start_ms, charges[node.id][-1].end_ms)
     ]
+
+
+def judge_calls(session: Session, run: Run) -> list[Judged]:
+    """Return the paid calls of the run's judges. Calls of every lineage count, because they were paid."""
+    rows = session.scalars(
+        select(ProgressRow)
+        .where(ProgressRow.run_id == run.id, ProgressRow.kind == Judged.KIND)
+        .order_by(ProgressRow.id)
+    )
+    return [Judged(**row.event) for row in rows]
+
+
+def judge_budget(run: Run) -> int:
+    """Return the budget of the run's paid judges in micro-dollars."""
+    return RewardConfig.model_validate(run.job.get("reward", {})).judge_micro_usd
+
+
+def judge_micro_usd(session: Session, run: Run) -> int:
+    """Return the cost of the run's paid judges until now, in micro-dollars."""
+    return sum(event.micro_usd for event in judge_calls(session, run))
 
 
 def side_micro_usd(session: Session, run: Run, now_ms: int) -> int:

@@ -124,6 +124,8 @@ class CloudPlan:
     max_total_micro_usd: int | None
     max_hourly_micro_usd: int | None
     deadline_ms: int | None
+    judge_micro_usd: int = 0
+    """Most that paid judges may cost, a part of `max_total`."""
     sites: tuple[SiteOptions, ...] = ()
     """Regions where the run may be. The order of failover: the planned region, then regions of the same cloud, then
     the other cloud; cheapest first."""
@@ -140,6 +142,7 @@ class CloudPlan:
             region=self.region,
             slots=self.slots,
             max_total_micro_usd=self.max_total_micro_usd,
+            judge_micro_usd=self.judge_micro_usd,
             max_hourly_micro_usd=self.max_hourly_micro_usd,
             money_basis="metered",
             sites=self.sites,

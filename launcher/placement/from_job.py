@@ -43,7 +43,8 @@ def cloud_requirements(
         clouds=job.clouds,
         spot=Spot(job.spot) if job.rolls_out_on_spot else Spot.NEVER,
         max_hourly_micro_usd=job.budget.max_hourly,
-        max_total_micro_usd=job.budget.max_total,
+        max_total_micro_usd=job.nodes_max_total,
+        judge_micro_usd=job.reward.judge_micro_usd,
         deadline_ms=job.budget.deadline,
         policy=policy,
     )

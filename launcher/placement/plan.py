@@ -56,6 +56,8 @@ class Plan:
     slots: tuple[Slot, ...]
     max_total_micro_usd: int | None
     max_hourly_micro_usd: int | None
+    judge_micro_usd: int = 0
+    """Most that paid judges may cost, a part of `max_total`."""
     money_basis: str = "assumed"
     sites: tuple[SiteOptions, ...] = ()
     """Sites where the run may be, in order of preference. Empty on the local infra, which has one place."""
@@ -76,11 +78,11 @@ class Plan:
     def lasts_ms(self) -> int | None:
         """Return the time that `max_total` pays for at the expected rate; None without a limit or a rate.
 
-        The time to a target is not known beforehand.
+        The judges' budget is set aside. The time to a target is not known beforehand.
         """
         if self.max_total_micro_usd is None or not self.expected_micro_usd_per_hour:
             return None
-        return self.max_total_micro_usd * HOUR_MS // self.expected_micro_usd_per_hour
+        return (self.max_total_micro_usd - self.judge_micro_usd) * HOUR_MS // self.expected_micro_usd_per_hour
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
@@ -138,6 +140,7 @@ def plan_local(job: Job, offers: Sequence[Offer]) -> Plan:
         slots=slots,
         max_total_micro_usd=job.budget.max_total,
         max_hourly_micro_usd=job.budget.max_hourly,
+        judge_micro_usd=job.reward.judge_micro_usd,
     )
 
 

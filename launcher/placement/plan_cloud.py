@@ -67,7 +67,10 @@ def plan_cloud(needs: CloudRequirements, market: MarketView) -> CloudPlan:
         ),
         left_out=(*dearer_zones(choice), *choice.site.left_out, *no_sites),
         notes=notes_of(needs, choice),
-        max_total_micro_usd=needs.max_total_micro_usd,
+        max_total_micro_usd=None
+        if needs.max_total_micro_usd is None
+        else needs.max_total_micro_usd + needs.judge_micro_usd,
+        judge_micro_usd=needs.judge_micro_usd,
         max_hourly_micro_usd=needs.max_hourly_micro_usd,
         deadline_ms=needs.deadline_ms,
         sites=_site_options(needs, sites, choice),

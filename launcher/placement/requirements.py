@@ -86,6 +86,8 @@ class CloudRequirements:
     spot: Spot = Spot.AUTO
     max_hourly_micro_usd: int | None = None
     max_total_micro_usd: int | None = None
+    judge_micro_usd: int = 0
+    """Budget of paid judges, which is not part of `max_total_micro_usd`."""
     deadline_ms: int | None = None
     floor_nodes: int = 0
     """Smallest average number of rollout nodes at work. If spot alone gives fewer, on-demand nodes are added."""

@@ -6,10 +6,10 @@ from datetime import UTC, datetime
 from sqlalchemy.orm import Session
 
 from engine.events import Phase
-from launcher.ledger.accounting import NodeCost, RunCosts, side_costs_of_run
+from launcher.ledger.accounting import NodeCost, RunCosts, judge_calls, side_costs_of_run
 from launcher.ledger.billing import LOCAL, NOT_PRICED
 from launcher.ledger.models import Node, Run, SideCost
-from launcher.money import HOUR_MS
+from launcher.money import HOUR_MS, dollars
 from launcher.report.values import Costs, ExtraLine, NodeLine, PriceEffect, PriceSource
 
 BASIS = {
@@ -34,9 +34,10 @@ def costs_of(costs: RunCosts) -> Costs:
 
 
 def extra_lines(session: Session, run: Run, costs: RunCosts, now_ms: int) -> tuple[ExtraLine, ...]:
-    """Return the bill lines of a real cloud besides working nodes. The local infra has no lines."""
+    """Return the bill lines besides working nodes: paid judges, and the extras of a real cloud."""
+    judged = _judges(session, run)
     if run.infra == LOCAL:
-        return ()
+        return judged
     idlers = [node for node in costs.nodes if node.charges and node.seen_ms is None]
     refused = sum(not node.charges for node in costs.nodes)
     setup = costs.by_phase.get(Phase.COLD_START, 0)
@@ -66,7 +67,27 @@ def extra_lines(session: Session, run: Run, costs: RunCosts, now_ms: int) -> tup
     unpriced = [(kind, what) for kind, what in NOT_PRICED if kind not in by_kind]
     why = "not priced: no cloud says the amount before its bill"
     lines += [ExtraLine(kind=kind, amount=what, micro_usd=None, in_total=False, source=why) for kind, what in unpriced]
-    return tuple(lines)
+    return (*judged, *lines)
+
+
+def _judges(session: Session, run: Run) -> tuple[ExtraLine, ...]:
+    """Return the line of the run's paid judges; none if no call was paid."""
+    events = judge_calls(session, run)
+    if not events:
+        return ()
+    calls = [call for event in events for call in event.calls]
+    tokens = sum(asked + answered for asked, answered, _ in calls)
+    unaccounted = sum(event.unaccounted for event in events)
+    lost = f", and {dollars(unaccounted)} held by workers that died" if unaccounted else ""
+    return (
+        ExtraLine(
+            kind="judges",
+            amount=f"{len(calls)} calls, {tokens} tokens{lost}",
+            micro_usd=sum(event.micro_usd for event in events),
+            in_total=False,
+            source="tokens as the judge counted them x the job's prices; a call without an answer costs the most",
+        ),
+    )
 
 
 def _failed(came: int, refused: int) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from sqlalchemy.orm import Session
 
 from launcher.exit_codes import BudgetError
+from launcher.ledger.accounting import judge_budget
 from launcher.ledger.models import Run
 from launcher.ledger.node_history import metered_micro_usd
 from launcher.money import dollars, duration
@@ -31,11 +32,13 @@ class NewLimits:
 
         Only a controller that starts later reads them. Raises LimitTooLow if the run has spent `max_total_micro_usd`.
         """
-        spent = metered_micro_usd(session, run, now_ms)
+        judges = judge_budget(run)
+        spent = metered_micro_usd(session, run, now_ms) + judges
         if self.max_total_micro_usd is not None and self.max_total_micro_usd <= spent:
             raise LimitTooLow(
                 f"--max-total is {dollars(self.max_total_micro_usd)}, and {run.name} has already spent "
-                f"{dollars(spent)}; name a larger total, which includes the money spent"
+                f"{dollars(spent)}{' with the budget of its judges' if judges else ''}; name a larger total, which "
+                "includes the money spent"
             )
         changes = ", ".join(self._changes(run))
         if self.max_total_micro_usd is not None:

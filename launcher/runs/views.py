@@ -12,6 +12,7 @@ from engine.events import Evaluated, IterationDone, Regrouped
 from launcher.controller.lease import is_held
 from launcher.decide.facts import OVER, NodeRecord, Stage
 from launcher.harmless import harmless
+from launcher.ledger.accounting import judge_micro_usd
 from launcher.ledger.models import ControllerLease, Node, Removal, Run, RunStatus
 from launcher.ledger.node_history import metered_micro_usd, node_records
 from launcher.ledger.store import (
@@ -173,7 +174,7 @@ def _view(session: Session, run: Run) -> RunView:
         best_score=peak.smoothed if peak is not None else None,
         metric=metric,
         target=run.target_value,
-        spent_micro_usd=metered_micro_usd(session, run, now_ms),
+        spent_micro_usd=metered_micro_usd(session, run, now_ms) + judge_micro_usd(session, run),
         max_total_micro_usd=run.max_total_micro_usd,
         micro_usd_per_hour=sum(record.micro_usd_per_hour for record in records if record.is_live),
         nodes=tuple(

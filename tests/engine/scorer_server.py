@@ -16,12 +16,15 @@ from PIL import Image
 
 
 class ScorerServer:
-    """Counts its requests. `sizes`: images of each request. `heads`: the headers of each request."""
+    """Counts its requests. `sizes`: images of each request. `heads`: the headers of each request.
+
+    `listed`: number of requests to list models.
+    """
 
     def __init__(self, protocol, faults=()):
         self.protocol, self.faults = protocol, list(faults)
         self.sizes, self.heads, self.asked = [], [], []
-        self.retry_after = "0"
+        self.retry_after, self.listed = "0", 0
         self.closing = threading.Event()
         self._lock = threading.Lock()
         owner = self
@@ -31,6 +34,10 @@ class ScorerServer:
 
             def do_POST(self):
                 owner.answer(self)
+
+            def do_GET(self):
+                owner.listed += 1
+                owner._send(self, b'{"data": []}')
 
             def log_message(self, *_):
                 pass

@@ -19,6 +19,7 @@ from engine.protocol.exploration_order import ExplorationOrder
 from engine.protocol.messages import (
     Answer,
     BeginLineage,
+    BillJudge,
     Call,
     Collect,
     Commit,
@@ -32,11 +33,15 @@ from engine.protocol.messages import (
     GiveBack,
     GroupReport,
     Heartbeat,
+    Held,
     HeldWeights,
+    HoldMoney,
     Known,
     Late,
     NodeLost,
+    NoMoney,
     Notice,
+    PaidCall,
     Peek,
     Publish,
     Published,
@@ -53,7 +58,10 @@ from engine.protocol.messages import (
 )
 from engine.protocol.records import (
     CoordinatorStarted,
+    JudgeBilled,
+    JudgesFunded,
     LeaseRecord,
+    MoneyHeld,
     Record,
     RequestPoisoned,
     ResultsAccepted,
@@ -207,6 +215,8 @@ PLAN = ExplorationOrder(
     priors={"1234": {"count": 1.0, "mean": 0.5, "variance": 0.25}},
 )
 CALLS = [
+    HoldMoney(**CALLER, seq=3, micro_usd=10_120),
+    BillJudge(**CALLER, seq=3, calls=(PaidCall(input_tokens=1000, output_tokens=50, micro_usd=5500),)),
     Pull(
         **CALLER,
         seq=9,
@@ -242,6 +252,8 @@ CALLS = [
 ]
 ANSWERS = [
     Done(),
+    Held(),
+    NoMoney(text="the judges' budget is used up"),
     Late(),
     Known(lineage=2, version=None),
     Published(digest="abc"),
@@ -250,6 +262,9 @@ ANSWERS = [
     Results(results=(), stop=None, poisoned=("boom",), nodes=("a",), to_come=3, exploring_seconds=1.5),
 ]
 RECORDS = [
+    JudgesFunded(micro_usd=2_000_000),
+    MoneyHeld(worker="spot-0/0", boot=5, seq=3, micro_usd=10_120),
+    JudgeBilled(worker="spot-0/0", boot=5, seq=3, micro_usd=5500),
     CoordinatorStarted(first_lease=2_000_000_001),
     BeginLineage(lineage=2, boot=3, seq=4),
     WeightsPublished(weights=WEIGHTS, digest="abc", boot=3, seq=4),

@@ -1,0 +1,67 @@
+"""Give out the money of the judges' budget: hold before the calls, bill after them, stop the run when it is used up.
+
+Each step is in the journal before its answer leaves, so a restarted coordinator knows what is spent and held.
+"""
+
+from collections.abc import Callable
+
+from engine.coordinator.judge_account import Hold
+from engine.coordinator.run_log import RunLog
+from engine.events import Judged
+from engine.protocol.messages import BillJudge, Done, Held, HoldMoney, NoMoney
+from engine.protocol.records import JudgeBilled, JudgesFunded, MoneyHeld
+from engine.protocol.request import Wait
+from engine.storage.judge_fund import JudgeFund
+
+
+class JudgeDesk:
+    """Handler of calls about money. `fund`: None if the job has no paid judge. `report`: writes progress."""
+
+    def __init__(self, log: RunLog, fund: JudgeFund | None, report: Callable[[Judged], None]) -> None:
+        self._log, self._fund, self._report = log, fund, report
+
+    def hold(self, call: HoldMoney, now_ms: int) -> Held | NoMoney | Wait:
+        """Hold money, or let the caller wait for money that others hold. Raises OSError if disk or store is full."""
+        account, key = self._log.state.judges, (call.worker, call.boot, call.seq)
+        if account.is_known(key):
+            return Held()
+        self.died(call.worker, call.boot - 1, now_ms)
+        if self._fund is None or self._log.state.queue.stop_reason is not None:
+            return NoMoney(text=self._log.state.queue.stop_reason or "this job has no paid judge")
+        if account.free < call.micro_usd and (taken := self._fund.take(call.micro_usd - account.free)):
+            self._log.record_and_apply(JudgesFunded(micro_usd=taken), now_ms)
+        if account.free >= call.micro_usd:
+            held = MoneyHeld(worker=call.worker, boot=call.boot, seq=call.seq, micro_usd=call.micro_usd)
+            self._log.record_and_apply(held, now_ms)
+            return Held()
+        if account.funded - account.spent >= call.micro_usd:
+            return Wait()  # other workers hold the money, and may give some back
+        text = (
+            f"the judges' budget of ${self._fund.limit / 1e6:.2f} is used up: the next calls may cost "
+            f"${call.micro_usd / 1e6:.4f}, and less is left"
+        )
+        self._log.state.queue.stop(text)
+        self._log.state.changes += 1
+        return NoMoney(text=text)
+
+    def bill(self, call: BillJudge, now_ms: int) -> Done:
+        """Record the calls of a hold. A repeated bill, and the bill of a hold that counts as spent, change nothing."""
+        key = (call.worker, call.boot, call.seq)
+        if key in self._log.state.judges.holds:
+            calls = tuple((one.input_tokens, one.output_tokens, one.micro_usd) for one in call.calls)
+            self._spend(key, Judged(worker=call.worker, calls=calls), now_ms)
+        return Done()
+
+    def died(self, worker: str, boot: int, now_ms: int) -> None:
+        """Count money held by a dead process, or by earlier processes of the same worker, as spent."""
+        for key in self._log.state.judges.of_worker(worker, before_boot=boot + 1):
+            held = self._log.state.judges.holds[key]
+            self._spend(key, Judged(worker=worker, unaccounted=held), now_ms)
+
+    def _spend(self, key: Hold, event: Judged, now_ms: int) -> None:
+        # Report first: a crash between the lines reports money twice, and never too little.
+        if event.micro_usd:
+            self._report(event)
+        worker, boot, seq = key
+        self._log.record_and_apply(JudgeBilled(worker=worker, boot=boot, seq=seq, micro_usd=event.micro_usd), now_ms)
+        self._log.state.changes += 1

@@ -1,0 +1,35 @@
+"""Money of the judges' budget, asked from the coordinator (engine/coordinator/judge_desk.py)."""
+
+import threading
+import time
+from collections.abc import Sequence
+
+from engine.protocol.messages import BillJudge, HoldMoney, NoMoney, PaidCall
+from engine.protocol.request import Wait
+from engine.rewards.purse import BudgetUsedUp
+from engine.worker.transport import Transport, ask
+
+
+class CoordinatorPurse:
+    """Purse of one process. `worker`: name of the process's worker. Raises the errors of the transport."""
+
+    def __init__(self, transport: Transport, *, worker: str, node: str, boot: int | None = None) -> None:
+        self._transport, self._worker, self._node = transport, worker, node
+        self._boot = time.time_ns() if boot is None else boot
+        self._seq = 0
+        self._lock = threading.Lock()
+
+    def hold(self, micro_usd: int, *, wait: bool) -> int | None:
+        with self._lock:  # holds are asked for in order, so the coordinator recognises a repeated call
+            self._seq += 1
+            call = HoldMoney(worker=self._worker, node=self._node, boot=self._boot, seq=self._seq, micro_usd=micro_usd)
+            answer, _ = ask(self._transport, call, wait=wait)
+            while wait and isinstance(answer, Wait):
+                answer, _ = ask(self._transport, call, wait=True)
+            if isinstance(answer, NoMoney):
+                raise BudgetUsedUp(answer.text)
+            return None if isinstance(answer, Wait) else self._seq
+
+    def bill(self, hold: int, calls: Sequence[PaidCall]) -> None:
+        bill = BillJudge(worker=self._worker, node=self._node, boot=self._boot, seq=hold, calls=tuple(calls))
+        ask(self._transport, bill)
