@@ -9,6 +9,7 @@ from launcher.decide import budget_guard
 from launcher.decide.clock_doubt import Doubt
 from launcher.decide.failover import LaunchRate
 from launcher.decide.launch_history import MoveRules
+from launcher.decide.work_left import WorkLeft
 from launcher.market.side_prices import side_micro_usd_per_hour
 from launcher.placement.options import Option, SiteOptions
 from launcher.placement.plan import Slot
@@ -140,6 +141,8 @@ class Facts:
     early ends no run."""
     sites: Sequence[SiteOptions] = ()
     """The candidate sites with their current prices. Empty: each slot is bought as the plan says."""
+    work: WorkLeft | None = None
+    """The work left. None: the plan predicts no iteration times (the local infra, plans of older versions)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

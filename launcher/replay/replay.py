@@ -1,0 +1,119 @@
+"""Drive a policy through a trace: facts in, actions out, in passes, until the work is done.
+
+The shipped policy is `launcher.decide.reconcile.decide`, unchanged: a live run and a replay run the same lines. A
+baseline (baselines.py) is another function of the same facts. The same trace, start and seed give the same result.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from random import Random
+
+from launcher.decide.actions import Action, Buy, Enter, Release
+from launcher.decide.budget_guard import RELEASE_ALLOWANCE_MS, Limits
+from launcher.decide.facts import OVER, Facts, NodeRecord, Stage, Wanted
+from launcher.decide.failover import LaunchRate
+from launcher.decide.launch_history import MoveRules
+from launcher.decide.reconcile import decide
+from launcher.decide.work_left import WorkLeft
+from launcher.placement.plan import Plan
+from launcher.replay.trace import Trace
+from launcher.replay.world import World
+
+Policy = Callable[[Facts, Wanted], list[Action]]
+"""A policy: what to do now, from facts. Never sees the trace."""
+
+PASS_MS = 120_000
+"""Time between two passes, in milliseconds, while something happens."""
+
+QUIET_MS = 240_000
+"""Time between two passes in which nothing happened to a node."""
+
+LONGEST_MS = 120 * 3_600_000
+"""A replay ends after this time of the run's clock, finished or not."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replayed:
+    """The result of one replay."""
+
+    micro_usd: int
+    ms: int
+    reached: bool
+    """Whether the work was done; False if the trace, or the longest time, ended first."""
+    by_market: Mapping[str, int]
+    """Micro-dollars of the trainer, and of spot and on-demand rollout nodes."""
+    preemptions: int
+    refusals: int
+    share_at_work: float
+    """Average share of the slots at work."""
+    fleet: tuple[tuple[int, int, int], ...]
+    """(ms, spot nodes at work, on-demand rollout nodes at work), at each change."""
+    nodes: tuple[NodeRecord, ...]
+    """Every node with its events, as in the ledger."""
+
+
+def replay(
+    plan: Plan,
+    rules: MoveRules,
+    work: WorkLeft,
+    trace: Trace,
+    start_ms: int,
+    seed: int,
+    *,
+    deadline_ms: int | None = None,
+    policy: Policy = decide,
+) -> Replayed:
+    """Run a plan from `start_ms` of the trace. `deadline_ms`: on the run's clock, which starts at 0."""
+    world = World(trace=trace, start_ms=start_ms, work=work, random=Random(seed))
+    wanted = Wanted(
+        run="replay",
+        slots=plan.slots,
+        limits=Limits(max_total=plan.max_total_micro_usd, max_hourly=plan.max_hourly_micro_usd),
+        deadline_ms=deadline_ms,
+        allowance_ms=RELEASE_ALLOWANCE_MS,
+        settle_ms=0,
+        rules=rules,
+        launch_rate=LaunchRate(),
+    )
+    ends_ms = min(LONGEST_MS, trace.end_ms - start_ms)
+    stage, reason, passed_ms = Stage.PLANNED, "", -QUIET_MS
+    happened = True
+    while world.finished_ms is None and world.now_ms < ends_ms and stage not in OVER:
+        if happened or world.now_ms >= passed_ms + QUIET_MS:
+            passed_ms = world.now_ms
+            facts = Facts(
+                now_ms=world.now_ms,
+                stage=stage,
+                reason=reason,
+                stage_ms=0,
+                planned_ms=0,
+                nodes=world.records(),
+                metered=world.micro_usd,
+                advanced_ms=world.now_ms,
+                sites=plan.sites,
+                work=replace(work, done=world.done),
+            )
+            happened = False
+            for action in policy(facts, wanted):
+                happened = True
+                match action:
+                    case Enter():
+                        stage, reason = action.stage, action.reason
+                        happened = False
+                    case Buy():
+                        world.buy(action)
+                    case Release():
+                        world.release(action.nodes)
+        happened |= world.advance(min(ends_ms, world.now_ms + PASS_MS))
+    worked = world.counts["slot ms"] / max(1, world.now_ms * max(1, work.nodes))
+    return Replayed(
+        micro_usd=world.micro_usd,
+        ms=world.now_ms,
+        reached=world.finished_ms is not None,
+        by_market={name: round(amount) for name, amount in sorted(world.bill.items())},
+        preemptions=world.counts["preemptions"],
+        refusals=world.counts["refusals"],
+        share_at_work=worked,
+        fleet=tuple(world.fleet),
+        nodes=tuple(world.records()),
+    )

@@ -1,0 +1,267 @@
+"""A market on paper: answers the actions of a policy as a cloud would, from a trace.
+
+A launch is answered after one to two minutes, by the capacity of that moment. A node works `COLD_START_MS` after it
+came up. Capacity that falls preempts nodes of the zone at random, with the cloud's notice. A release takes half a
+minute. On demand is always there. A node is billed from `up` to its end, at the price of the moment.
+
+Progress is the planner's own model of an iteration: with n slots at work, and the trainer, an iteration takes
+`WorkLeft.iteration_ms[n]`. A preemption loses `LOST_WORK_MS` of the node's work. The world alone knows the future of
+the trace: it hands out facts of the past and answers actions.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from random import Random
+
+from engine.events import Market
+from launcher.decide.actions import Buy
+from launcher.decide.facts import NodeRecord
+from launcher.decide.launch_history import jitter
+from launcher.decide.work_left import WorkLeft
+from launcher.market.hazard import COLD_START_MS
+from launcher.money import HOUR_MS
+from launcher.placement.requirements import LOST_WORK_MS
+from launcher.replay.trace import PoolTrace, Trace
+
+ANSWER_MS = 60_000
+"""Shortest time to the answer of a launch; the longest is twice that. Milliseconds."""
+
+RELEASE_MS = 30_000
+"""Time from a release to the end of the instance, in milliseconds."""
+
+NOTICE_MS = {"aws": 120_000, "gcp": 30_000}
+"""Notice before a preemption, in milliseconds."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Instance:
+    """A node of the world. Times are of the run's clock; None: not yet."""
+
+    record: NodeRecord
+    pool: PoolTrace | None
+    """None: on demand."""
+    answered_ms: int
+    up_ms: int | None = None
+    releasing_ms: int | None = None
+    notice_ms: int | None = None
+    gone_ms: int | None = None
+    """Time of an announced preemption."""
+    ended_ms: int | None = None
+    billed_to_ms: int = 0
+    is_changed: bool = True
+
+    @property
+    def ready_ms(self) -> int | None:
+        return None if self.up_ms is None else self.up_ms + COLD_START_MS
+
+    def works_at(self, at_ms: int) -> bool:
+        return self.ended_ms is None and self.ready_ms is not None and self.ready_ms <= at_ms
+
+
+@dataclass(kw_only=True)
+class World:
+    """The clouds and the engine of one run. `now_ms` is the run's clock; the trace is at `start_ms + now_ms`."""
+
+    trace: Trace
+    start_ms: int
+    work: WorkLeft
+    random: Random
+    now_ms: int = 0
+    done: float = 0.0
+    finished_ms: int | None = None
+    instances: dict[str, Instance] = field(default_factory=dict)
+    bill: Counter[str] = field(default_factory=Counter)
+    """Dollars by capacity type of rollout nodes, and of the trainer, in micro-dollars; fractions are kept."""
+    counts: Counter[str] = field(default_factory=Counter)
+    fleet: list[tuple[int, int, int]] = field(default_factory=list)
+    """(time, spot nodes at work, on-demand rollout nodes at work), at each change."""
+    _live: dict[str, Instance] = field(default_factory=dict)
+    _records: dict[str, NodeRecord] = field(default_factory=dict)
+
+    @property
+    def micro_usd(self) -> int:
+        return round(sum(self.bill.values()))
+
+    def advance(self, until_ms: int) -> bool:
+        """Let the world run until a time, or until the work is done. Return whether anything happened to a node."""
+        happened = False
+        while self.now_ms < until_ms and self.finished_ms is None:
+            at_ms = min([until_ms, *self._next_events(until_ms)])
+            self._work(at_ms)
+            self.now_ms = at_ms if self.finished_ms is None else self.finished_ms
+            self._charge()
+            happened |= self._events()
+        return happened
+
+    def buy(self, action: Buy) -> None:
+        place = action.option.placement
+        pool = None
+        if place.market is Market.SPOT:
+            pool = self.trace.pool_of(place.cloud, place.region, place.zone)
+        record = NodeRecord(
+            name=action.name,
+            slot=action.slot.name,
+            generation=action.generation,
+            role=action.slot.role,
+            market=place.market,
+            micro_usd_per_hour=place.micro_usd_per_hour,
+            requested_ms=self.now_ms,
+            reserved_micro_usd=action.reserved_micro_usd,
+            happened={"requested": self.now_ms},
+            wanted=action.option,
+            zone=place.zone,
+            instance_type=place.instance_type,
+        )
+        answered_ms = self.now_ms + ANSWER_MS + round(jitter(action.name) * ANSWER_MS)
+        self.instances[action.name] = self._live[action.name] = Instance(
+            record=record, pool=pool, answered_ms=answered_ms
+        )
+        self.counts[f"requests {place.market}"] += 1
+
+    def release(self, names: Iterable[str]) -> None:
+        for name in names:
+            instance = self._live.get(name)
+            if instance is not None and instance.releasing_ms is None:
+                instance.releasing_ms, instance.is_changed = self.now_ms, True
+
+    def records(self) -> list[NodeRecord]:
+        """Return the nodes as the ledger would record them."""
+        for name, instance in self.instances.items():
+            if instance.is_changed or name in self._live:
+                self._records[name] = _recorded(instance, self.now_ms)
+                instance.is_changed = False
+        return list(self._records.values())
+
+    def _next_events(self, until_ms: int) -> list[int]:
+        times = []
+        for instance in self._live.values():
+            times += [
+                at_ms
+                for at_ms in (
+                    instance.answered_ms if instance.up_ms is None else instance.ready_ms,
+                    None if instance.releasing_ms is None else instance.releasing_ms + RELEASE_MS,
+                    instance.gone_ms,
+                )
+                if at_ms is not None and at_ms > self.now_ms
+            ]
+        for pool in {id(i.pool): i.pool for i in self._live.values() if i.pool is not None}.values():
+            notice_ms = NOTICE_MS[pool.cloud]
+            for drop_ms in pool.drops_between(self.start_ms + self.now_ms, self.start_ms + until_ms + notice_ms):
+                times += [drop_ms - self.start_ms - notice_ms, drop_ms - self.start_ms]
+        return [at_ms for at_ms in times if at_ms > self.now_ms]
+
+    def at_work(self) -> tuple[int, int, int]:
+        """Return the slots at work, and the spot and on-demand rollout nodes at work. A slot counts once."""
+        nodes = [i for i in self._live.values() if i.record.role == "rollout" and i.works_at(self.now_ms)]
+        spot = sum(i.record.market is Market.SPOT for i in nodes)
+        return len({i.record.slot for i in nodes}), spot, len(nodes) - spot
+
+    def _work(self, until_ms: int) -> None:
+        trains = any(i.record.role == "trainer" and i.works_at(self.now_ms) for i in self._live.values())
+        slots, spot, steady = self.at_work()
+        if not self.fleet or self.fleet[-1][1:] != (spot, steady):
+            self.fleet.append((self.now_ms, spot, steady))
+        if not trains:
+            return
+        iteration_ms = self.work.iteration_ms[min(slots, self.work.nodes)]
+        self.counts["slot ms"] += slots * (until_ms - self.now_ms)
+        self.done += (until_ms - self.now_ms) / iteration_ms
+        if self.done >= self.work.iterations:
+            self.finished_ms = until_ms - int((self.done - self.work.iterations) * iteration_ms)
+            self.done = self.work.iterations
+
+    def _charge(self) -> None:
+        for instance in self._live.values():
+            if instance.up_ms is None:
+                continue
+            record = instance.record
+            ms = self.now_ms - max(instance.billed_to_ms, instance.up_ms)
+            price = record.micro_usd_per_hour
+            if instance.pool is not None:
+                recorded = instance.pool.price_at(self.start_ms + instance.billed_to_ms)
+                price = price if recorded is None else recorded
+            whose = "trainer" if record.role == "trainer" else record.market.value
+            self.bill[whose] += ms * (price + record.beside_micro_usd_per_hour) / HOUR_MS  # type: ignore[assignment]
+            instance.billed_to_ms = self.now_ms
+
+    def _events(self) -> bool:
+        before = self.counts.total() - self.counts["slot ms"]
+        for instance in list(self._live.values()):
+            if instance.up_ms is None and instance.answered_ms <= self.now_ms and instance.ended_ms is None:
+                self._answer(instance)
+            if instance.gone_ms is not None and instance.gone_ms <= self.now_ms:
+                self._preempt(instance)
+            elif instance.releasing_ms is not None and instance.releasing_ms + RELEASE_MS <= self.now_ms:
+                self._end(instance, "released")
+            elif instance.ready_ms == self.now_ms:
+                self.counts["ready"] += 1
+        self._take_back()
+        return before != self.counts.total() - self.counts["slot ms"]
+
+    def _answer(self, instance: Instance) -> None:
+        if instance.pool is not None:
+            there = sum(i.pool is instance.pool and i.up_ms is not None for i in self._live.values())
+            if instance.pool.capacity_at(self.start_ms + self.now_ms) <= there:
+                self._end(instance, "refusals")
+                return
+        instance.up_ms = instance.billed_to_ms = self.now_ms
+        instance.is_changed = True
+        self.counts["up"] += 1
+
+    def _take_back(self) -> None:
+        """Announce preemptions of capacity that ends within the notice, and end nodes that the zone has no room for."""
+        pools: dict[int, list[Instance]] = {}
+        for instance in self._live.values():
+            if instance.pool is not None and instance.up_ms is not None:
+                pools.setdefault(id(instance.pool), []).append(instance)
+        for held in pools.values():
+            pool = held[0].pool
+            assert pool is not None
+            trace_ms = self.start_ms + self.now_ms
+            self._shrink(held, pool.capacity_at(trace_ms), self.now_ms)
+            staying = [i for i in held if i.ended_ms is None]
+            for drop_ms in pool.drops_between(trace_ms, trace_ms + NOTICE_MS[pool.cloud]):
+                self._shrink(staying, pool.capacity_at(drop_ms), drop_ms - self.start_ms)
+
+    def _shrink(self, held: list[Instance], capacity: int, gone_ms: int) -> None:
+        staying = [i for i in held if i.gone_ms is None and i.ended_ms is None]
+        leaving = sum(i.gone_ms is not None and i.ended_ms is None and i.gone_ms > gone_ms for i in held)
+        for instance in self.random.sample(staying, max(0, min(len(staying), len(staying) + leaving - capacity))):
+            instance.notice_ms, instance.gone_ms = self.now_ms, gone_ms
+            instance.is_changed = True
+            self.counts["notices"] += 1
+            if gone_ms <= self.now_ms:
+                self._preempt(instance)
+
+    def _preempt(self, instance: Instance) -> None:
+        if instance.works_at(self.now_ms):
+            slots = self.at_work()[0]
+            lost = self.work.per_hour(slots) - self.work.per_hour(max(0, slots - 1))
+            self.done = max(0.0, self.done - lost * LOST_WORK_MS / HOUR_MS)
+        self._end(instance, "preemptions")
+
+    def _end(self, instance: Instance, how: str) -> None:
+        if instance.ended_ms is not None:
+            return
+        instance.ended_ms, instance.is_changed = self.now_ms, True
+        self.counts[how] += 1
+        kinds = {"refusals": "no_capacity", "preemptions": "gone", "released": "released"}
+        happened = {**_recorded(instance, self.now_ms).happened, kinds[how]: self.now_ms}
+        instance.record = replace(instance.record, happened=happened, reclaimed=how == "preemptions")
+        del self._live[instance.record.name]
+
+
+def _recorded(instance: Instance, now_ms: int) -> NodeRecord:
+    if instance.ended_ms is not None and len(instance.record.happened) > 1:
+        return instance.record
+    happened = {"requested": instance.record.requested_ms}
+    if instance.up_ms is not None:
+        happened["up"] = instance.up_ms
+        if instance.ready_ms is not None and instance.ready_ms <= now_ms:
+            happened["ready"] = instance.ready_ms
+    if instance.notice_ms is not None:
+        happened["notice"] = instance.notice_ms
+    if instance.releasing_ms is not None:
+        happened["releasing"] = instance.releasing_ms
+    return replace(instance.record, happened=happened)

@@ -1,0 +1,112 @@
+"""Replays: hand-checked dollars, the same bytes for the same seed, and a lower bound that no policy goes below."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from launcher.decide.launch_history import MoveRules
+from launcher.decide.reconcile import decide
+from launcher.market.hazard import COLD_START_MS
+from launcher.money import HOUR_MS
+from launcher.placement.options import SiteOptions
+from launcher.replay.baselines import BASELINES
+from launcher.replay.optimum import hull, optimum
+from launcher.replay.replay import Replayed, replay
+from launcher.replay.trace import Trace
+from tests.launcher.replay.markets import ON_DEMAND, SPOT, market, plan, work
+
+POLICIES = {"shipped": decide, **BASELINES}
+ALWAYS = [4] * 6 * 40
+DAY_MS = 24 * HOUR_MS
+
+
+def run(trace: Trace, zones: str = "a", nodes: int = 2, policy=decide, seed: int = 1, **more) -> Replayed:
+    deadline_ms = more.pop("deadline_ms", None)
+    return replay(
+        plan(zones, nodes, **more), MoveRules(), work(nodes), trace, 0, seed, deadline_ms=deadline_ms, policy=policy
+    )
+
+
+def side(site: SiteOptions, index: int) -> int:
+    return site.rollout[index].placement.side_micro_usd_per_hour
+
+
+def test_a_calm_market_costs_the_work_and_one_start():
+    result = run(market({"a": ALWAYS}))
+    assert result.reached
+    assert (result.preemptions, result.refusals) == (0, 0)
+    hours = result.ms / HOUR_MS
+    assert 10 < hours < 10 + (COLD_START_MS * 2 + 360_000) / HOUR_MS
+    site = plan("a", 2).sites[0]
+    full = ON_DEMAND + side(site, 1) + 2 * (SPOT + side(site, 0))
+    assert result.micro_usd == pytest.approx(full * hours, rel=0.03)
+    assert result.micro_usd < full * hours
+    assert result.by_market.keys() == {"trainer", "spot"}
+
+
+def test_all_on_demand_buys_no_spot():
+    result = run(market({"a": ALWAYS}), policy=BASELINES["all-on-demand"])
+    assert result.by_market.keys() == {"trainer", "on_demand"}
+    assert result.reached
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_market_without_spot_is_survived_on_demand(policy):
+    result = run(market({"a": [0] * 6 * 40}), policy=POLICIES[policy], deadline_ms=20 * HOUR_MS)
+    assert result.reached == (policy != "spot-only")
+    assert "spot" not in result.by_market
+
+
+def test_capacity_that_falls_preempts_nodes_and_the_work_goes_on():
+    capacity = [2] * 12 + [0] * 3 + [2] * 6 * 30
+    result = run(market({"a": capacity}))
+    assert result.preemptions == 2
+    assert result.refusals > 0
+    assert result.reached
+
+
+def test_the_same_trace_and_seed_give_the_same_bytes():
+    trace = market({"a": [3, 3, 3, 1, 1, 1] * 40, "b": [0, 2, 2, 2, 2] * 48})
+    first, second = (run(trace, "ab", 3, seed=5) for _ in range(2))
+    assert first == second
+    assert run(trace, "ab", 3, seed=6) != first
+
+
+def test_a_hull_is_concave_and_above_its_points():
+    rates = [0.0, 1.0, 1.5, 3.0, 3.0]
+    lines = hull(rates)
+    for n, rate in enumerate(rates):
+        assert min(a + b * n for a, b in lines) >= rate - 1e-9
+    assert list(dict.fromkeys(lines)) == [(0.0, 1.0), (3.0, 0.0)]
+
+
+def test_the_optimum_of_a_calm_market_is_the_work_at_spot_prices():
+    nodes = 2
+    bought = plan("a", nodes)
+    found = optimum(bought.sites, nodes, work(nodes), market({"a": ALWAYS}), 0, 15 * HOUR_MS).micro_usd
+    site = bought.sites[0]
+    hourly = ON_DEMAND + side(site, 1) + nodes * (SPOT + side(site, 0))
+    assert found == pytest.approx(10 * hourly, rel=0.02)
+
+
+def test_a_deadline_below_the_work_has_no_optimum():
+    assert optimum(plan("a", 2).sites, 2, work(2), market({"a": ALWAYS}), 0, 9 * HOUR_MS).micro_usd is None
+
+
+spells = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 30)), min_size=8, max_size=20)
+
+
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(first=spells, second=spells, seed=st.integers(0, 9))
+def test_no_policy_is_cheaper_than_the_optimum(first, second, seed):
+    """Each policy that is done by the deadline pays at least the bound of that deadline."""
+    zones = {
+        zone: ([n for n, times in found for _ in range(times)] * 20)[: 6 * 30]
+        for zone, found in (("a", first), ("b", second))
+    }
+    trace, deadline_ms = market(zones), 16 * HOUR_MS
+    bound = optimum(plan("ab", 3).sites, 3, work(3), trace, 0, deadline_ms).micro_usd
+    for policy in POLICIES.values():
+        result = run(trace, "ab", 3, policy, seed, deadline_ms=deadline_ms)
+        if result.reached and result.ms <= deadline_ms:
+            assert result.micro_usd >= bound
