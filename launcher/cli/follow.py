@@ -1,7 +1,7 @@
-"""Follow a run from `spotrl launch` until its end, or until an interruption.
+"""Follow a run from `spotrl launch` or `spotrl attach` until its end, or until an interruption.
 
-Ctrl-C, a lost terminal or an error ends the following. In each case the last lines name the nodes that still run, and
-the command that stops the run.
+A key, Ctrl-C, a lost terminal or an error ends the following. In each case the last lines name the nodes that still
+run, and the command that stops the run.
 """
 
 import json
@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -20,14 +21,19 @@ from rich.console import Console
 from rich.live import Live
 from sqlalchemy.orm import Session, sessionmaker
 
-from launcher.cli.live import ENDED, money_text, panel, plain_line, score_text
+from engine.events import Regrouped
+from launcher.cli.keys import Keys, NoKeys, keys_of_terminal
+from launcher.cli.live import ENDED, HELP, Frame, money_text, plain_line, score_text
+from launcher.cli.live import still_running as still_running_nodes
 from launcher.cli.plan_text import header, plan_dict
+from launcher.cli.status import event_text
 from launcher.exit_codes import ExitCode, Failure
 from launcher.job.checked import CheckedJob
 from launcher.job.schema import Job
 from launcher.ledger.store import find_run
 from launcher.money import dollars
 from launcher.placement.plan import Plan
+from launcher.runs.event_lines import Seen, new_events
 from launcher.runs.runs import (
     bring_down,
     create_run,
@@ -38,7 +44,7 @@ from launcher.runs.runs import (
     still_running,
     wait_released,
 )
-from launcher.runs.views import RunView, run_clock, run_view
+from launcher.runs.views import RunView, newest_log, node_logs, run_clock, run_view
 
 LOOK_SECONDS = 0.5
 """Seconds between reads of the ledger. A read is one short query on this machine."""
@@ -50,6 +56,12 @@ ALONE_SECONDS = 10.0
 """Seconds without a controller until `launch` starts a new controller: the lease has expired without a successor."""
 
 SETTLE_SECONDS = 5.0
+
+RECENT_EVENTS = 5
+"""Events that the screen shows at most."""
+
+LOG_LINES = 200
+"""Lines read from the end of a log; the screen shows as many as fit."""
 
 
 def exit_code(view: RunView) -> ExitCode:
@@ -73,22 +85,38 @@ class Terminated(Exception):
     """This command received SIGTERM."""
 
 
+class NoController(Failure):
+    """The followed run has no controller, so nothing happens in it."""
+
+
+class Left(Exception):
+    """The user left the view with a key; the run goes on."""
+
+
+class StopAsked(Exception):
+    """The user stopped the run with a key, and confirmed it."""
+
+
 @dataclass(kw_only=True)
 class Follow:
-    """State of following a run: the output, the answer to an interruption, and the rewards so far."""
+    """State of following a run: the output, the answer to an interruption, and what is shown so far."""
 
     name: str
     out: Console
     on_exit: str
     release_seconds: float
+    restarts_controller: bool = True
     rewards: list[float] = field(default_factory=list)
+    events: deque[str] = field(default_factory=lambda: deque(maxlen=RECENT_EVENTS))
+    seen: Seen = field(default_factory=Seen)
+    keys: Keys = field(default_factory=NoKeys)
+    shows: str = ""
+    """The pressed key whose page is shown in place of nodes and events: `l`, `?`, `s`; "" for none."""
 
     def until_it_ends(self, sessions: sessionmaker[Session], header: str) -> RunView:
+        """Show the run until its end. Raises Left and StopAsked for keys."""
         if self.out.is_terminal:
-            with Live(console=self.out, auto_refresh=False) as live:
-                for view in self._views(sessions):
-                    live.update(panel(view, self.rewards, header), refresh=True)
-            return view
+            return self._on_screen(sessions, header)
         last: tuple[str, int, str] | None = None
         printed = 0.0
         for view in self._views(sessions):
@@ -97,6 +125,54 @@ class Follow:
                 self.say(plain_line(view))
                 last, printed = news, time.monotonic()
         return view
+
+    def _on_screen(self, sessions: sessionmaker[Session], header: str) -> RunView:
+        """Draw on the terminal's second screen, which a resize cannot tear, and leave the last view on the first."""
+        with keys_of_terminal() as self.keys:
+            try:
+                with Live(console=self.out, auto_refresh=False, screen=True) as live:
+                    for view in self._views(sessions):
+                        self._read_events(sessions)
+                        frame = Frame(
+                            view=view,
+                            rewards=self.rewards,
+                            events=tuple(self.events),
+                            header=header,
+                            note=self._page(sessions, view),
+                        )
+                        live.update(frame, refresh=True)
+            finally:
+                self.keys = NoKeys()
+        self.say(plain_line(view))
+        return view
+
+    def _read_events(self, sessions: sessionmaker[Session]) -> None:
+        with sessions() as session:
+            lines, self.seen = new_events(session, find_run(session, self.name), self.seen)
+        self.events.extend(event_text(line, self.name) for line in lines if line.kind != Regrouped.KIND)
+
+    def _page(self, sessions: sessionmaker[Session], view: RunView) -> tuple[str, ...]:
+        match self.shows:
+            case "?":
+                return HELP
+            case "l":
+                return newest_log(node_logs(sessions, self.name), LOG_LINES)
+            case "s":
+                count = len(still_running_nodes(view))
+                return ("", f"Stop {self.name}, and end its {count} nodes? y stops the run; any other key goes on.")
+            case _:
+                return ()
+
+    def _press(self, key: str) -> None:
+        """Act on a key. Raises Left and StopAsked."""
+        if self.shows == "s":
+            self.shows = ""
+            if key == "y":
+                raise StopAsked
+        elif key == "q":
+            raise Left
+        elif key in ("s", "l", "?"):
+            self.shows = "" if key == self.shows else key
 
     def _views(self, sessions: sessionmaker[Session]) -> Iterator[RunView]:
         """Yield views of the run until the run has ended; the last view shows the end. Restart a dead controller."""
@@ -111,10 +187,13 @@ class Follow:
                 return
             alone_since = None if view.controlled else alone_since or time.monotonic()
             if alone_since is not None and time.monotonic() - alone_since > ALONE_SECONDS:
+                if not self.restarts_controller:
+                    raise NoController(f"{self.name} has no controller; start one: spotrl resume {self.name}")
                 self.say(f"{self.name} has lost its controller; starting another")
                 start_controller(sessions, self.name)
                 alone_since = None
-            time.sleep(LOOK_SECONDS)
+            if key := self.keys.wait(LOOK_SECONDS):
+                self._press(key)
 
     def say(self, text: str) -> None:
         """Print a line. After the first failed write to a lost terminal, discard all output."""
@@ -137,24 +216,24 @@ def start_and_follow(
     name = create_run(sessions, checked, plan, follow.name)
     code = ExitCode.FAILURE
     try:
-        with _signals():
+        with signals():
             started = start(sessions, name)
             if isinstance(started, Path):
                 follow.say(f"{started} restarts its controller; past your logout only with `loginctl enable-linger`.")
             if detach:
-                follow.say(f"{name} has started. See it: spotrl status {name}, spotrl events {name} --follow")
+                follow.say(f"{name} has started. See it: spotrl attach {name}, spotrl status {name}")
                 code = ExitCode.OK
             else:
-                code = exit_code(follow.until_it_ends(sessions, header(checked.job, plan)))
-    except KeyboardInterrupt:
-        code = _interrupted(sessions, follow)
+                code = watch(sessions, follow, header(checked.job, plan))
+    except KeyboardInterrupt:  # during the start
+        code = interrupted(sessions, follow) or ExitCode.OK
     except Terminated:
-        code = _interrupted(sessions, follow, may_ask=False)
+        code = interrupted(sessions, follow, may_ask=False) or ExitCode.OK
     except Hangup:
         code = ExitCode.OK  # the run continues; only following ended
     except BaseException:
         if follow.on_exit == "down":
-            _stop(sessions, follow, "launch failed")
+            stop(sessions, follow, "launch failed")
         raise
     finally:
         view = run_view(sessions, name)
@@ -182,8 +261,23 @@ def _settle(sessions: sessionmaker[Session], follow: Follow, job: Job) -> None:
             bring_down(sessions, follow.name, release_seconds(job.infra))
 
 
-def _interrupted(sessions: sessionmaker[Session], follow: Follow, may_ask: bool = True) -> ExitCode:
-    """Keep or stop the run after an interruption.
+def watch(sessions: sessionmaker[Session], follow: Follow, header: str) -> ExitCode:
+    """Follow the run until it ends or the user leaves or stops it. Return the command's exit code."""
+    while True:
+        try:
+            return exit_code(follow.until_it_ends(sessions, header))
+        except KeyboardInterrupt:
+            code = interrupted(sessions, follow)
+            if code is not None:
+                return code
+        except Left:
+            return ExitCode.OK
+        except StopAsked:
+            return _stopped(stop(sessions, follow, "stopped by a key of the live view"))
+
+
+def interrupted(sessions: sessionmaker[Session], follow: Follow, may_ask: bool = True) -> ExitCode | None:
+    """Keep or stop the run after an interruption. Return None if the user wants to go on following.
 
     Without a user to ask, stop the run, because a stopped run costs nothing more.
     """
@@ -193,21 +287,26 @@ def _interrupted(sessions: sessionmaker[Session], follow: Follow, may_ask: bool 
         if may_ask and can_ask():
             try:
                 answer = click.prompt(
-                    f"\n{follow.name} is running. Keep it running, or stop it?",
-                    type=click.Choice(["keep", "stop"]),
+                    f"\n{follow.name} is running. Detach from it and let it run, continue to follow it, or stop it?",
+                    type=click.Choice(["detach", "continue", "stop"]),
                     default="stop",
                     err=True,
                 )
-                choice = "keep" if answer == "keep" else "down"
+                choice = {"detach": "keep", "continue": "continue", "stop": "down"}[answer]
             except (click.Abort, KeyboardInterrupt):
                 choice = "down"
+    if choice == "continue":
+        return None
     if choice == "keep":
         return ExitCode.OK
-    reason = "stopped by Ctrl-C" if may_ask else "launch was terminated"
-    return ExitCode.INTERRUPTED if _stop(sessions, follow, reason) else ExitCode.TEARDOWN_INCOMPLETE
+    return _stopped(stop(sessions, follow, "stopped by Ctrl-C" if may_ask else "launch was terminated"))
 
 
-def _stop(sessions: sessionmaker[Session], follow: Follow, reason: str) -> bool:
+def _stopped(is_complete: bool) -> ExitCode:
+    return ExitCode.INTERRUPTED if is_complete else ExitCode.TEARDOWN_INCOMPLETE
+
+
+def stop(sessions: sessionmaker[Session], follow: Follow, reason: str) -> bool:
     """Stop the run. Return True if every node was released in time."""
     request_stop(sessions, follow.name, reason)
     follow.say(f"Stopping {follow.name} (Ctrl-C again: do not wait) ...")
@@ -230,7 +329,7 @@ def last_words(view: RunView, left: Sequence[str]) -> Iterator[str]:
 
 
 @contextmanager
-def _signals() -> Iterator[None]:
+def signals() -> Iterator[None]:
     """Turn SIGHUP and SIGTERM into exceptions while following the run."""
 
     def hang_up(number: int, frame: Any) -> None:

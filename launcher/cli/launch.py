@@ -100,7 +100,7 @@ from launcher.settings import config_path, home, runs_folder
     default="ask",
     show_default=True,
     help="Action after Ctrl-C or SIGTERM. keep: leave the run running. down: stop the run and release its "
-    "nodes. ask: ask whether to keep or stop the run; without a terminal or after SIGTERM, stop the run.",
+    "nodes. ask: ask whether to detach, continue or stop; without a terminal or after SIGTERM, stop the run.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end. Progress goes to stderr.")
 @click.option(
@@ -129,8 +129,8 @@ def launch(
 ) -> int:
     """Check JOB, show its plan, start the run and follow it.
 
-    A separate controller process manages the run, so a run survives a closed terminal. Ctrl-C asks whether to keep or
-    stop the run; --on-exit gives the answer in advance.
+    A separate controller process manages the run, so a run survives a closed terminal. Ctrl-C asks whether to detach,
+    continue or stop; --on-exit gives the answer in advance. `spotrl attach` follows a run again.
 
     \b
     Example:

@@ -1,11 +1,9 @@
-"""The display of a live run: a panel on a terminal, plain lines in a pipe or log. Pure functions of a `RunView`."""
+"""The display of a live run: one screen on a terminal, plain lines in a pipe or log. Pure functions of a `RunView`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-from rich import box
-from rich.console import Group, RenderableType
-from rich.panel import Panel
-from rich.table import Table
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from launcher.money import dollars, duration, hourly
@@ -17,6 +15,11 @@ BARS = "▁▂▃▄▅▆▇█"
 ENDED = ("finished", "stopped", "failed")
 OVER = ("gone", "reclaimed", "released", "denied", "no_capacity")
 """Node states without further cost."""
+
+STATE_STYLES = {"ready": "green", "starting": "yellow", "draining": "magenta", "stopping": "magenta", "lost": "red"}
+"""Colour of a node's state. The state is also written, for terminals and people without colours."""
+
+KEYS_LINE = "q leave  s stop  l logs  ? help"
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
@@ -70,28 +73,103 @@ def plain_line(view: RunView) -> str:
     )
 
 
-def panel(view: RunView, rewards: Sequence[float], header: str) -> RenderableType:
-    """Return the run's state as a panel for a terminal."""
-    facts = Table.grid(padding=(0, 2))
-    facts.add_column(style="bold")
-    facts.add_column(overflow="fold")
-    reward = f"{view.reward:.3f}  " if view.reward is not None else "-"
-    facts.add_row("iteration", f"{view.iteration}/{view.iterations}")
-    facts.add_row("reward", Text(reward) + Text(sparkline(rewards), style="green"))
-    facts.add_row("score", score_text(view))
-    facts.add_row("money", money_text(view))
-    facts.add_row("time", time_text(view))
-    facts.add_row("last", Text(view.last_event or "-"))
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Frame:
+    """What a terminal shows of a run beside its view.
 
-    nodes = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    shares = any(node.groups for node in view.nodes)
-    for column in ("node", "market", "zone", "state", "age", "price", *(["groups"] if shares else [])):
-        nodes.add_column(column, justify="right" if column in ("age", "price") else "left")
-    for node in still_running(view) or view.nodes[-3:]:
-        age = duration(node.age_ms - node.age_ms % 1000) if node.age_ms and node.age_ms >= 1000 else "-"
-        price = hourly(node.micro_usd_per_hour)
+    `rewards`: mean reward of each iteration so far. `events`: the newest events, as lines. `header`: where the nodes
+    are. `note`: the text in place of nodes and events, for help, logs and questions; empty for none.
+    """
+
+    view: RunView
+    rewards: Sequence[float] = ()
+    events: Sequence[str] = ()
+    header: str = ""
+    note: Sequence[str] = ()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Draw at most the height of the terminal, so that nothing scrolls and a resize tears nothing."""
+        width, height = console.size
+        facts = list(_facts(self.view, self.rewards))
+        room = max(0, height - len(facts) - 2)
+        body = [Text(line) for line in self.note[:room]] if self.note else _body(self.view, self.events, room)
+        title = Text(f"{self.view.name}: {self.view.status}", style="bold")
+        title.append(f" ({self.view.reason})" if self.view.reason else "")
+        foot = Text(f"{KEYS_LINE}   {self.header}", style="dim")
+        for line in [title, *facts, *body, foot][:height]:
+            line.truncate(width, overflow="ellipsis")
+            yield line
+
+
+def _facts(view: RunView, rewards: Sequence[float]) -> Iterator[Text]:
+    def row(name: str, value: str | Text) -> Text:
+        return Text.assemble((f"{name:<10}", "bold"), value)
+
+    yield row("iteration", f"{view.iteration}/{view.iterations}{_progress_text(view)}")
+    reward = f"{view.reward:.3f}  " if view.reward is not None else "-"
+    yield row("reward", Text.assemble(reward, (sparkline(rewards), "green")))
+    yield row("score", score_text(view))
+    yield row("money", money_text(view) + savings_text(view))
+    yield row("time", time_text(view))
+    yield row("lost", f"{view.preemptions} preemption{'s' if view.preemptions != 1 else ''} so far")
+
+
+def _progress_text(view: RunView) -> str:
+    """Return how far the iteration is, judged by the time of the last ones: `  ▰▰▰▱▱▱▱▱▱▱ 40s of about 2m`."""
+    if view.usual_iteration_ms is None or view.status in ENDED:
+        return ""
+    done = min(1.0, view.iteration_ms / max(1, view.usual_iteration_ms))
+    bar = "▰" * round(done * 10) + "▱" * (10 - round(done * 10))
+    return f"  {bar} {_whole_seconds(view.iteration_ms)} of about {_whole_seconds(view.usual_iteration_ms)}"
+
+
+def _whole_seconds(ms: int) -> str:
+    return duration(ms - ms % 1000) if ms >= 1000 else "0s"
+
+
+def savings_text(view: RunView) -> str:
+    """Return the money saved by spot prices so far, or "" for none."""
+    saved = view.on_demand_micro_usd - view.spent_micro_usd
+    return f"; {dollars(saved)} less than on demand" if saved > 0 else ""
+
+
+def _body(view: RunView, events: Sequence[str], room: int) -> list[Text]:
+    """Return nodes and events in `room` lines. Events give way first, then nodes."""
+    nodes = list(_node_lines(view))
+    most_nodes = max(0, room - 1)
+    if len(nodes) > most_nodes:
+        hidden = len(nodes) - max(0, most_nodes - 1)
+        nodes = [*nodes[: max(0, most_nodes - 1)], Text(f"... and {hidden} more nodes", style="dim")]
+    lines = [Text(""), *nodes]
+    left = room - len(lines) - 1
+    if left > 0 and events:
+        lines += [Text(""), *(Text(event) for event in events[-left:])]
+    return lines[:room]
+
+
+def _node_lines(view: RunView) -> Iterator[Text]:
+    shown = still_running(view) or view.nodes[-3:]
+    shares = any(node.groups for node in shown)
+    rows = [("node", "market", "zone", "state", "age", "price", *(["groups"] if shares else []))]
+    for node in shown:
         groups = [groups_text(node.groups)] if shares else []
-        name = short_name(view.name, node.name)
-        nodes.add_row(name, node.market, node.zone, node.status, age, price, *groups)
-    title = Text(f"{view.name}: {view.status}{f' ({view.reason})' if view.reason else ''}")
-    return Panel(Group(facts, "", nodes), title=title, subtitle=Text(header), box=box.ROUNDED)
+        age, price = _whole_seconds(node.age_ms) if node.age_ms else "-", hourly(node.micro_usd_per_hour)
+        rows.append((short_name(view.name, node.name), node.market, node.zone, node.status, age, price, *groups))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for number, row in enumerate(rows):
+        line = Text(style="bold" if number == 0 else "")
+        for column, (cell, width) in enumerate(zip(row, widths, strict=True)):
+            text = cell.rjust(width) if column in (4, 5) else cell.ljust(width)
+            line.append(text + " ", style=STATE_STYLES.get(cell, "") if number and column == 3 else "")
+        line.rstrip()
+        yield line
+
+
+HELP = (
+    "",
+    "q  leave the view; the run goes on (spotrl attach comes back)",
+    "s  stop the run: asks first, keeps the last checkpoint, ends every node",
+    "l  logs: the end of the log that changed last; l again for the view",
+    "?  this help; ? again for the view",
+    "Ctrl-C  asks: detach, continue, or stop",
+)

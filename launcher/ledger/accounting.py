@@ -136,8 +136,7 @@ class NodeCost:
     @property
     def on_demand_micro_usd(self) -> int:
         """Return the cost of the same node-milliseconds at the on-demand price of the same offer."""
-        rate = self.on_demand_micro_usd_per_hour
-        return sum(interval_micro_usd(charge.start_ms, charge.end_ms, rate) for charge in self.charges)
+        return on_demand_micro_usd(self.charges, self.on_demand_micro_usd_per_hour)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -313,6 +312,11 @@ def charges_of(
         for stretch in stretches(node, start_ms, end_ms, prices, minimum_ms)
     )
     return (*closed, *running)
+
+
+def on_demand_micro_usd(charges: Iterable[Charge], micro_usd_per_hour: int) -> int:
+    """Return the cost of the same time at this on-demand price."""
+    return sum(interval_micro_usd(charge.start_ms, charge.end_ms, micro_usd_per_hour) for charge in charges)
 
 
 def charges_of_run(session: Session, run: Run, now_ms: int) -> dict[int, tuple[Charge, ...]]:

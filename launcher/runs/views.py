@@ -12,9 +12,9 @@ from engine.events import Evaluated, IterationDone, Regrouped
 from launcher.controller.lease import is_held
 from launcher.decide.facts import OVER, NodeRecord, Stage
 from launcher.harmless import harmless
-from launcher.ledger.accounting import judge_micro_usd
+from launcher.ledger.accounting import charges_of_run, judge_micro_usd, on_demand_micro_usd
 from launcher.ledger.models import ControllerLease, Node, Removal, Run, RunStatus
-from launcher.ledger.node_history import metered_micro_usd, node_records
+from launcher.ledger.node_history import node_records
 from launcher.ledger.store import (
     check_kept,
     current_status,
@@ -79,6 +79,14 @@ class RunView:
     """True if a controller manages the run now."""
     is_removed: bool = False
     """True if `spotrl rm` deleted the run's files."""
+    on_demand_micro_usd: int = 0
+    """Money spent, had the same node-time been paid at the on-demand price of the same offers."""
+    preemptions: int = 0
+    """Nodes preempted so far."""
+    iteration_ms: int = 0
+    """Age of the present iteration, on the run's clock."""
+    usual_iteration_ms: int | None = None
+    """Mean time of the last five iterations, on the run's clock. None before two iterations are done."""
 
     @property
     def lacks_controller(self) -> bool:
@@ -141,6 +149,18 @@ def node_logs(sessions: sessionmaker[Session], run_name: str, node: str | None =
     return [path for path in [*own, *found] if path.exists()]
 
 
+def newest_log(paths: Sequence[Path], lines: int) -> tuple[str, ...]:
+    """Return the name and the last lines of the log that changed last; a note without any log."""
+    if not paths:
+        return ("no log yet",)
+    path = max(paths, key=lambda one: one.stat().st_mtime_ns)
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - lines * 200))
+        text = file.read().decode(errors="replace")
+    name = path.name if path.name == "controller.log" else f"{path.parent.parent.name}/{path.name}"
+    return (f"==> {name} <==", *(harmless(line) for line in text.splitlines()[-lines:]))
+
+
 def _view(session: Session, run: Run) -> RunView:
     status = status_of(session, run)
     over = Stage(status.status) in OVER
@@ -162,7 +182,9 @@ def _view(session: Session, run: Run) -> RunView:
     # Groups may change many times a minute, and each node shows its own groups.
     lines = [line for line in event_lines(session, run) if line.kind != Regrouped.KIND]
     pace = [row.at_ms for row in done[-6:]]
-    eta_ms = (pace[-1] - pace[0]) / (len(pace) - 1) * (iterations - iteration) if len(pace) > 1 and not over else None
+    usual_ms = (pace[-1] - pace[0]) / (len(pace) - 1) if len(pace) > 1 else None
+    eta_ms = usual_ms * (iterations - iteration) if usual_ms is not None and not over else None
+    charges, judges = charges_of_run(session, run, now_ms), judge_micro_usd(session, run)
     return RunView(
         name=run.name,
         status=status.status,
@@ -174,7 +196,7 @@ def _view(session: Session, run: Run) -> RunView:
         best_score=peak.smoothed if peak is not None else None,
         metric=metric,
         target=run.target_value,
-        spent_micro_usd=metered_micro_usd(session, run, now_ms) + judge_micro_usd(session, run),
+        spent_micro_usd=sum(charge.micro_usd for of_node in charges.values() for charge in of_node) + judges,
         max_total_micro_usd=run.max_total_micro_usd,
         micro_usd_per_hour=sum(record.micro_usd_per_hour for record in records if record.is_live),
         nodes=tuple(
@@ -187,6 +209,13 @@ def _view(session: Session, run: Run) -> RunView:
         clock_factor=run.clock_factor,
         controlled=is_held(session.get(ControllerLease, run.id)),
         is_removed=session.get(Removal, run.id) is not None,
+        on_demand_micro_usd=judges
+        + sum(
+            on_demand_micro_usd(charges[node.id], node.on_demand_micro_usd_per_hour) for node in nodes_of(session, run)
+        ),
+        preemptions=sum(record.reclaimed for record in records),
+        iteration_ms=max(0, until_ms - (pace[-1] if pace else run.created_ms)),
+        usual_iteration_ms=round(usual_ms) if usual_ms is not None else None,
     )
 
 

@@ -38,6 +38,9 @@ meaning."""
 
 Schema = dict[str, Any]
 
+RUN_ADDED_LATER = frozenset({"on_demand_micro_usd", "preemptions", "iteration_ms", "usual_iteration_ms"})
+"""Keys of a run's state that are always printed. Outputs of version 1 from before the keys are valid all the same."""
+
 WITH_DOCSTRINGS = ConfigDict(use_attribute_docstrings=True)
 
 
@@ -129,6 +132,8 @@ def _schema(kind: Any) -> Schema:
     name = whole["items"]["$ref"].rpartition("/")[2]
     schema = _complete(_plain(definitions.pop(name) | ({"$defs": definitions} if definitions else {})))
     assert isinstance(schema, dict)
+    if kind is RunView:
+        schema["required"] = [name for name in schema["required"] if name not in RUN_ADDED_LATER]
     return schema
 
 
@@ -144,7 +149,8 @@ def _join(description: str, *parts: Schema) -> Schema:
         properties |= part["properties"]
         definitions |= part.get("$defs", {})
     schema: Schema = {"type": "object", "description": description, "properties": properties}
-    return schema | {"required": sorted(properties)} | ({"$defs": definitions} if definitions else {})
+    required = sorted(set(properties) - RUN_ADDED_LATER)
+    return schema | {"required": required} | ({"$defs": definitions} if definitions else {})
 
 
 def _either(description: str, *kinds: Any) -> Schema:

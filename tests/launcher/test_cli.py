@@ -17,7 +17,7 @@ from launcher.cli import follow as follow_module
 from launcher.cli import launch as launch_module
 from launcher.cli.init import EXAMPLES
 from launcher.cli.layout import table_rows
-from launcher.cli.live import panel, plain_line, sparkline
+from launcher.cli.live import Frame, plain_line, sparkline
 from launcher.cli.main import GROUPS, HIDDEN, CommandFolder, cli, run, summaries
 from launcher.cli.status import node_rows
 from launcher.exit_codes import ExitCode
@@ -453,13 +453,22 @@ def test_ctrl_c_stops_the_run_unless_it_is_to_be_kept(launch, on_exit, stops, co
     assert ("Still running" in result.output) == (on_exit == "keep")
 
 
-@pytest.mark.parametrize(("answer", "stops"), [("keep", []), ("stop", ["stopped by Ctrl-C"])])
-def test_at_a_terminal_ctrl_c_asks(launch, monkeypatch, answer, stops):
+@pytest.mark.parametrize(
+    ("answer", "stops", "code"),
+    [
+        ("detach", [], ExitCode.OK),
+        ("continue", [], ExitCode.OK),
+        ("stop", ["stopped by Ctrl-C"], ExitCode.INTERRUPTED),
+    ],
+)
+def test_at_a_terminal_ctrl_c_asks(launch, monkeypatch, answer, stops, code):
     monkeypatch.setattr(follow_module, "can_ask", lambda: True)
     monkeypatch.setattr(click, "prompt", lambda *args, **options: answer)
-    runs = FakeRuns([VIEW, KeyboardInterrupt(), VIEW])
-    launch(runs, "-y")
+    runs = FakeRuns([VIEW, KeyboardInterrupt(), VIEW, DONE])
+    result = launch(runs, "-y")
+    assert result.return_value == code
     assert runs.stops == stops
+    assert ("quickstart finished" in result.output) == (answer == "continue")
 
 
 def test_a_stop_that_leaves_resources_behind_reports_them(launch):
@@ -529,9 +538,9 @@ def node_lines(view):
     return "\n".join(line for (line,) in table_rows(node_rows(view), width=80))
 
 
-@pytest.mark.parametrize("drawn", [lambda: node_lines(LONG), lambda: panel(LONG, [0.1, 0.2], "local")])
+@pytest.mark.parametrize("drawn", [lambda: node_lines(LONG), lambda: Frame(view=LONG)])
 def test_80_columns_show_every_node_completely(drawn):
-    console = Console(width=80, file=StringIO(), color_system=None)
+    console = Console(width=80, height=24, file=StringIO(), color_system=None)
     console.print(drawn())
     text = console.file.getvalue()
     assert "trainer-g12" in text
@@ -558,7 +567,7 @@ def test_the_panel_honours_no_color(monkeypatch, no_color):
         monkeypatch.delenv("NO_COLOR", raising=False)
     console = Console(force_terminal=True, width=110, color_system="truecolor", legacy_windows=False)
     with console.capture() as capture:
-        console.print(panel(VIEW, [0.2, 0.5], "local: priced as X, nothing was bought"))
+        console.print(Frame(view=VIEW, rewards=[0.2, 0.5], header="local: priced as X, nothing was bought"))
     text = capture.get()
     assert "nothing was bought" in text
     assert "use2-az3" in text
@@ -569,9 +578,9 @@ def test_the_panel_shows_groups_only_of_a_run_that_shares():
     from rich.console import Console
 
     def text(view: RunView) -> str:
-        console = Console(width=140)
+        console = Console(width=140, height=40)
         with console.capture() as capture:
-            console.print(panel(view, [], ""))
+            console.print(Frame(view=view))
         return capture.get()
 
     shared = (("quickstart-spot-0-g1/0", "quickstart-spot-0-g1/1"), ("quickstart-spot-0-g1/2",))
