@@ -218,6 +218,25 @@ class WeightedScorer(ScorerConfig):
         return self.label or self.name.rpartition(":")[2]
 
 
+class PoolConfig(Strict):
+    """Scoring processes of a node (`reward.placed: pool`)."""
+
+    processes: Positive = 1
+    """Scoring processes of each node, the trainer's too. Each has its own copy of the scorer; on GPUs, the processes
+    share the node's GPUs with the workers, from the last GPU on."""
+    batch: Positive = 16
+    """Most images in one call of the scorer. Images of several workers share a call."""
+    tries: Positive = 3
+    """Most scoring processes that may end while they score the same images. Then the images have no score, and are
+    skipped with their groups."""
+    timeout_seconds: Annotated[float, Field(gt=0.0)] = 600.0
+    """Time in which a batch must be scored. A process that takes longer is ended, and a new one starts."""
+
+
+LEASES_AT_A_SERVER = 4
+"""Leases of a worker that a server scores at once. The worker keeps their latents in memory meanwhile."""
+
+
 class RewardConfig(ScorerConfig):
     """Training objective: one scorer, or the weighted sum of several. `reward: [...]` is short for a sum."""
 
@@ -225,9 +244,12 @@ class RewardConfig(ScorerConfig):
     """Frames of a video to score, evenly spaced from the first to the last: the score of a video is the mean of its
     frames' scores. None: the scorer gets whole videos, which only a function of the user's own can score. Image models
     have no frames."""
-    placed: Literal["with_rollout"] = "with_rollout"
-    """Place of the scorer. `with_rollout`: the worker that made the image scores the image, or asks the server for the
-    score. The only choice."""
+    placed: Literal["with_rollout", "pool", "http"] = "with_rollout"
+    """Place of the scorer. `with_rollout`: the worker that made the images scores them, or asks the server, while it
+    samples the next. `pool`: processes of their own on each node score, for slow scorers and for functions that hold
+    Python's lock. `http`: a server scores several leases of a worker at once; only for scorers behind a URL."""
+    pool: PoolConfig | None = None
+    """Settings of `placed: pool`. None: the defaults."""
     parts: tuple[WeightedScorer, ...] = ()
     """Scorers of `name: sum`, two or more. The reward is the sum of weight times score, and each score is a metric."""
 
@@ -244,6 +266,31 @@ class RewardConfig(ScorerConfig):
         if nested := next((part for part in self.parts if part.name == SUM or part.weight == 0), None):
             raise ValueError(f"reward.parts has {nested.name} with weight {nested.weight:g}; leave it out")
         return self
+
+    @model_validator(mode="after")
+    def _the_place_fits_the_scorers(self) -> Self:
+        asks_a_server = [one.http is not None or one.vlm is not None for one in self.scorers]
+        if self.placed == "pool" and any(asks_a_server):
+            raise ValueError(
+                "reward.placed is pool, and a scorer asks a server; a server needs no process beside it: use placed: "
+                "http if all scorers do, else with_rollout"
+            )
+        if self.placed == "http" and not all(asks_a_server):
+            raise ValueError("reward.placed is http, and a scorer runs on the node; use with_rollout or pool")
+        if self.pool is not None and self.placed != "pool":
+            raise ValueError(f"reward.pool is set, but reward.placed is {self.placed}; use placed: pool")
+        return self
+
+    @property
+    def scoring_pool(self) -> PoolConfig | None:
+        """Return the settings of the pool, or None if the scorer has no processes of its own."""
+        return self.pool or PoolConfig() if self.placed == "pool" else None
+
+    @property
+    def scored_beside(self) -> int:
+        """Return how many leases of a worker are scored while the worker samples the next."""
+        pool = self.scoring_pool
+        return LEASES_AT_A_SERVER if self.placed == "http" else 1 if pool is None else pool.processes
 
     @property
     def scorers(self) -> tuple[ScorerConfig, ...]:

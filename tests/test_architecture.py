@@ -65,6 +65,7 @@ FLOORS = {
         "diffusion",
         "queue",
         "rewards",
+        "pool",
         "tasks",
         "algorithm",
         "coordinator",

@@ -98,7 +98,7 @@ def build_inproc(
             student=lambda: load_student(config),
             clock=clock,
             heartbeat_seconds=config.runtime.heartbeat_seconds,
-            overlap_scoring=False,
+            scored_beside=0,
             overlap_commits=False,
             step_seconds=config.runtime.step_seconds,
         )

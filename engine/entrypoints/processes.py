@@ -19,9 +19,10 @@ from engine.coordinator.coordinator import Coordinator
 from engine.coordinator.open import fund_of, open_coordinator
 from engine.coordinator.rights import Rights
 from engine.coordinator.server import CoordinatorServer, Front, bind
-from engine.node.build_worker import load_model, make_worker
+from engine.node.build_worker import load_model, make_worker, reward_of_node
 from engine.node.child import SharedHeartbeat, begin
 from engine.node_spec import NodeSpec
+from engine.pool.server import ScoringProcess, listen
 from engine.prompts import prompt_source
 from engine.rewards.load import load_reward_of_job
 from engine.storage.checkpoint import CheckpointStore
@@ -30,7 +31,6 @@ from engine.storage.progress import ProgressLog
 from engine.trainer.context import TrainerContext
 from engine.trainer.loop import Loop
 from engine.trainer.metrics import MetricsLog
-from engine.worker.coordinator_purse import CoordinatorPurse
 from engine.worker.device import device_of
 from engine.worker.node_weights import NodeMemory, NodeWeights
 from engine.worker.transport import HttpTransport, Transport
@@ -80,9 +80,7 @@ def run_trainer(spec: NodeSpec, heartbeat: SharedHeartbeat, ready: Event) -> Non
         clock=clock,
     )
     adapter = load_model(spec, 0)
-    purse = CoordinatorPurse(context.transport, worker=f"{spec.node}/trainer", node=spec.node)
-    device = device_of(spec.engine.runtime.device, 0)
-    reward = load_reward_of_job(spec.engine, spec.workdir, device=device, purse=purse)
+    reward = reward_of_node(spec, 0, context.transport, worker=f"{spec.node}/trainer")
     loop = Loop(spec.engine, context, adapter, reward, prompt_source(spec.engine, spec.workdir))
     ready.set()
     print(loop.run(), flush=True)
@@ -100,6 +98,20 @@ def run_worker(
     threading.Thread(target=_transport(spec).stay_present, args=presence, daemon=True).start()
     ready.set()
     print("exit:", worker.serve(), flush=True)
+
+
+def run_scorer(spec: NodeSpec, heartbeat: SharedHeartbeat, number: int, ready: Event) -> None:
+    """Score the images of the node's workers until the agent ends this process."""
+    begin(spec, f"scorer-{number}", heartbeat)
+    torch.set_num_threads(1)
+    pool = spec.engine.reward.scoring_pool
+    assert pool is not None
+    # The workers take the GPUs from the first on, so the scorers take them from the last on.
+    device = device_of(spec.engine.runtime.device, -1 - number)
+    reward = load_reward_of_job(spec.engine, spec.workdir, device=device)
+    listener = listen(Path(spec.folder), number)
+    ready.set()
+    ScoringProcess(reward, batch=pool.batch, timeout_seconds=pool.timeout_seconds).serve(listener)
 
 
 def _transport_of_trainer(spec: NodeSpec) -> Transport:

@@ -78,6 +78,8 @@ class _Child:
     start: Callable[[], Any]
     heartbeat: Any
     past: Deaths
+    serves: bool = False
+    """The process serves the node's workers, and never ends by itself."""
     stillness: Stillness = field(default_factory=Stillness)
     process: Any = None
     started: float = 0.0
@@ -137,9 +139,9 @@ class Agent:
         self.ray = self.spec.engine.runtime.name == "ray"
         if self.ray:
             os.environ.update(ray_environment(self.spec))
-        # With Ray on a rollout node, the agent's processes need no torch: the raylet keeps processes ready with torch
+        # With Ray on a rollout node, only scoring processes need torch: the raylet keeps processes ready with torch
         # imported.
-        needs_torch = not self.ray or self.spec.role == "trainer"
+        needs_torch = not self.ray or self.spec.role == "trainer" or self.spec.engine.reward.placed == "pool"
         if self.context.get_start_method() == "forkserver":
             self.context.set_forkserver_preload(["engine.entrypoints.processes"] if needs_torch else [])
         os.environ.setdefault(MARK, str(self.folder))
@@ -229,18 +231,28 @@ class Agent:
             return [
                 self._child("ray", "run_ray_head"),
                 self._child("supervisor", "run_ray_supervisor"),
+                *self._scorers(),
                 self._child("trainer", "run_trainer"),
             ]
         if self.spec.role == "trainer":
-            return [self._child("coordinator", "run_coordinator"), self._child("trainer", "run_trainer")]
+            return [
+                self._child("coordinator", "run_coordinator"),
+                *self._scorers(),
+                self._child("trainer", "run_trainer"),
+            ]
         forget_store(self.spec)
-        store = [self._child("store", "run_store")] if may_share(self.spec) else []
+        beside = self._scorers() + ([self._child("store", "run_store")] if may_share(self.spec) else [])
         if self.ray:
-            return [*store, self._child("ray", "run_raylet")]
+            return [*beside, self._child("ray", "run_raylet")]
         workers = range(self.spec.workers)
-        return store + [
+        return beside + [
             self._child(f"worker-{number}", "run_worker", number, self.drain, self.memory) for number in workers
         ]
+
+    def _scorers(self) -> list[Any]:
+        """Register the node's scoring processes, if the job has any."""
+        pool = self.spec.engine.reward.scoring_pool
+        return [self._child(f"scorer-{n}", "run_scorer", n) for n in range(0 if pool is None else pool.processes)]
 
     def _child(self, name: str, runs: str, *arguments: Any) -> Any:
         """Register a process with this log name. Returns the event the process sets when ready."""
@@ -253,17 +265,18 @@ class Agent:
             return process
 
         past = Deaths(partial(progress_of, self.spec))
-        self.children.append(_Child(name=name, start=start, heartbeat=heartbeat, past=past))
+        serves = runs in ("run_store", "run_scorer")
+        self.children.append(_Child(name=name, start=start, heartbeat=heartbeat, past=past, serves=serves))
         return ready
 
     def _is_finished(self) -> bool:
         """Return True if the node's work is done: the trainer has ended, or all workers of a spot node have ended.
 
-        The weight store ends with the workers.
+        The weight store and the scoring processes end with the workers.
         """
         if self.spec.role == "trainer":
             return self.children[-1].done
-        return all(child.done for child in self.children if child.name != "store")
+        return all(child.done for child in self.children if not child.serves)
 
     def _is_money_spent(self) -> bool:
         """Return True if the spend deadline has passed, as set at the start or later by the controller."""

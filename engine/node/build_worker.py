@@ -16,8 +16,10 @@ from engine.node.alone import touch
 from engine.node.child import FINISHED_FILE
 from engine.node.node_store import join_groups
 from engine.node_spec import NodeSpec
+from engine.pool.client import PoolReward
 from engine.prompts import prompt_source, prompts_of_job
 from engine.rewards.load import load_reward_of_job, load_student
+from engine.rewards.reward import Reward
 from engine.worker.coordinator_purse import CoordinatorPurse
 from engine.worker.device import device_of
 from engine.worker.step_trace import step_trace
@@ -49,12 +51,9 @@ def make_worker(
         transport=transport,
         adapter=adapter,
         parameters=trainable(adapter),
-        reward=load_reward_of_job(
-            spec.engine,
-            spec.workdir,
-            device=device_of(spec.engine.runtime.device, number),
-            purse=CoordinatorPurse(transport, worker=f"{spec.node}/{number}", node=spec.node),
-        ),
+        reward=reward_of_node(spec, number, transport, worker=f"{spec.node}/{number}"),
+        scored_beside=spec.engine.reward.scored_beside,
+        scores_share_core=spec.engine.reward.placed == "with_rollout",
         student=lambda: load_student(spec.engine),
         clock=spec.clock.clock(),
         heartbeat_seconds=spec.engine.runtime.heartbeat_seconds,
@@ -67,6 +66,19 @@ def make_worker(
         on_regroup=trace.regrouped,
         elastic=elastic,
     )
+
+
+def reward_of_node(spec: NodeSpec, number: int, transport: Transport, *, worker: str) -> Reward:
+    """Return the reward for process `number` of a node: the node's scoring processes, or the scorer itself.
+
+    `worker`: name of the worker that pays a paid judge through `transport`.
+    """
+    pool = spec.engine.reward.scoring_pool
+    if pool is not None:
+        return PoolReward(Path(spec.folder), processes=pool.processes, tries=pool.tries, first=number)
+    purse = CoordinatorPurse(transport, worker=worker, node=spec.node)
+    device = device_of(spec.engine.runtime.device, number)
+    return load_reward_of_job(spec.engine, spec.workdir, device=device, purse=purse)
 
 
 def load_model(spec: NodeSpec, number: int) -> DiTAdapter:

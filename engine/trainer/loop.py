@@ -261,7 +261,7 @@ def own_worker(
         heartbeat_seconds=config.runtime.heartbeat_seconds,
         kinds=(Kind.TRAIN,),
         may_load=False,
-        overlap_scoring=False,
+        scored_beside=0,
         overlap_commits=False,
         step_seconds=config.runtime.step_seconds,
     )

@@ -14,7 +14,7 @@ import torch
 def device_of(wanted: Literal["auto", "cpu", "cuda"], number: int) -> str:
     """Return the device of process `number` of a node (the trainer is 0).
 
-    If processes outnumber GPUs, processes share GPUs.
+    If processes outnumber GPUs, processes share GPUs. A negative number counts from the last GPU: -1 is the last.
 
     Under Ray, a worker sees only the GPU assigned by Ray, always as number 0. Raises RuntimeError if a GPU is required
     and torch can use none.

@@ -39,7 +39,7 @@ class ScoringQueue:
     """The leases of one worker between the last step and `finish`.
 
     `reports_steps`: report the seconds of a step with each finished lease. `finished`: called after a lease is finished
-    and its results are durable.
+    and its results are durable. `at_once`: most leases that are scored at the same time.
     """
 
     def __init__(
@@ -52,11 +52,12 @@ class ScoringQueue:
         heartbeat_seconds: float,
         reports_steps: bool,
         finished: Callable[[], None],
+        at_once: int = 1,
     ) -> None:
         self._calls, self._usage, self._scorer, self._faults = calls, usage, scorer, faults
         self._heartbeat_seconds, self._reports_steps, self._finished = heartbeat_seconds, reports_steps, finished
         self._unscored: list[_Unscored] = []
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="score")
+        self._threads = ThreadPoolExecutor(max_workers=at_once, thread_name_prefix="score")
 
     def __len__(self) -> int:
         """Return the number of unscored leases."""
@@ -66,7 +67,7 @@ class ScoringQueue:
         """Start to score a lease."""
         latents = torch.stack([trajectory.x for trajectory in sampled.trajectories])
         prompts = [attempt.request.prompt for attempt in sampled.work.attempts]
-        scoring = self._thread.submit(self._scorer, latents, prompts, sampled.work.scorer)
+        scoring = self._threads.submit(self._scorer, latents, prompts, sampled.work.scorer)
         self._unscored.append(_Unscored(sampled=sampled, scoring=scoring))
 
     def leases(self) -> dict[int, int]:

@@ -1,6 +1,6 @@
 """Pull work, sample images, score the images and report the results. Every runtime uses the same worker class.
 
-    pull -> load weights | denoise, looking up between steps -> score (in a thread, beside the next work) -> finish
+    pull -> load weights | denoise, looking up between steps -> score (in threads, beside the next work) -> finish
 
 The worker only makes calls and receives none. A thread beside the denoising steps commits in-flight state at an
 interval of steps. On a drain order, the worker commits the current step and takes no new work, so a preemption with
@@ -48,8 +48,8 @@ take minutes."""
 class Worker:
     """Worker for one device. `may_load`: False for the trainer's own model, because only the trainer sets its weights.
 
-    Scoring and commits run in threads of their own, so `transport` must accept calls from several threads. With both
-    `overlap_...` fields False, all calls come from one thread, in a reproducible order.
+    Scoring and commits run in threads of their own, so `transport` must accept calls from several threads. With
+    `scored_beside` 0 and `overlap_commits` False, all calls come from one thread, in a reproducible order.
     """
 
     name: str
@@ -63,7 +63,10 @@ class Worker:
     heartbeat_seconds: float
     kinds: Sequence[Kind] = tuple(Kind)
     may_load: bool = True
-    overlap_scoring: bool = True
+    scored_beside: int = 1
+    """Leases that are scored while the next is sampled. 0: a lease is scored before the next is pulled."""
+    scores_share_core: bool = True
+    """Scoring uses the core of a worker that computes on a CPU. False: other processes or machines score."""
     overlap_commits: bool = True
     step_seconds: float = 0.0
     """Minimum wall seconds of a denoising step."""
@@ -118,6 +121,7 @@ class Worker:
             heartbeat_seconds=self.heartbeat_seconds,
             reports_steps=self.elastic is not None,
             finished=self.finished,
+            at_once=max(1, self.scored_beside),
         )
         self.sampler = ImageSampler(
             adapter=self.adapter,
@@ -213,7 +217,7 @@ class Worker:
     def _do(self, work: Work) -> None:
         """Sample the images of a lease, and leave them to be scored."""
         kind = work.attempts[0].request.kind
-        if kind in IDLE_KINDS and self.sampler.device.type == "cpu":
+        if kind in IDLE_KINDS and self.scores_share_core and self.sampler.device.type == "cpu":
             # Scoring would share the CPU core with the new work. The trainer waits for the pending scores, so scores go
             # first.
             self._scores.send(block=True, held=work)
@@ -223,7 +227,7 @@ class Worker:
                 if sampled is None:
                     return
                 self._scores.add(sampled)
-            self._scores.send(block=True, keep=1 if self.overlap_scoring else 0)
+            self._scores.send(block=True, keep=self.scored_beside)
             return
         except (ValueError, RuntimeError, ArithmeticError, MemoryError) as error:
             self._group.tore()  # otherwise the other workers would wait for this forward pass

@@ -116,7 +116,7 @@ def order(count=1, shape=None, *, commit_every=0, kind=Kind.TRAIN, lease=LEASE, 
 
 def worker(line, model=None, **options):
     model = model or Toy()
-    options = {"overlap_scoring": False, "overlap_commits": False, "heartbeat_seconds": 60.0} | options
+    options = {"scored_beside": 0, "overlap_commits": False, "heartbeat_seconds": 60.0} | options
     return Worker(
         name="spot/0",
         node="spot",
@@ -310,7 +310,7 @@ def test_a_drained_worker_waits_for_its_running_commit_before_the_last_one():
 def test_a_drained_worker_sends_scored_results_and_pulls_no_more():
     line = Line(order())
     model = Toy()
-    serving = worker(line, model, overlap_scoring=True, draining=lambda: model.steps >= STEPS)
+    serving = worker(line, model, scored_beside=1, draining=lambda: model.steps >= STEPS)
     serving.serve_once(wait=False)
     assert isinstance(serving.serve_once(wait=False), Drain)
     assert line.names() == ["pull", "finish"]
@@ -325,7 +325,7 @@ def test_a_drained_worker_gives_unscored_images_back_whole():
 
     line = Line(order(2))
     model = Toy()
-    serving = worker(line, model, overlap_scoring=True, draining=lambda: model.steps >= STEPS)
+    serving = worker(line, model, scored_beside=1, draining=lambda: model.steps >= STEPS)
     serving.scorer.reward = slow
     serving.serve_once(wait=False)
     began = time.monotonic()
@@ -351,7 +351,7 @@ def test_a_slow_scorer_keeps_no_worker_from_new_work():
         return [Score(reward=float(picture.sum()), metrics={}) for picture in pictures]
 
     line = Line(order(), Wait(), order(lease=LEASE + 1))
-    serving = worker(line, overlap_scoring=True, heartbeat_seconds=0.05)
+    serving = worker(line, scored_beside=1, heartbeat_seconds=0.05)
     serving.scorer.reward = slow
     line.before = lambda head: let_go.set() if head["call"] == "pull" and len(line.of("pull")) == 3 else None
     serving.serve()

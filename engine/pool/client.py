@@ -1,0 +1,96 @@
+"""A worker's reward when scorers have processes of their own (`reward.placed: pool`).
+
+An ask ends in one of these ways:
+
+    scores for exactly these images        returned
+    no process listens                     wait: the node's agent starts each process again, and gives the node up if
+                                           a process cannot start
+    the process ends before its answer,
+    or gives scores for other images       ask the next process, at most `tries` times; then the images have no score
+                                           (NaN), and the trainer skips their groups and counts the skips
+    the scorer raised an error             RewardError: the worker reports a fault of the lease
+
+A frozen process is killed by the node's agent, which ends the connection. No time limit is needed here: a scorer that
+hangs ends its process (server.py), and heartbeats of the worker keep its leases meanwhile.
+"""
+
+import itertools
+import os
+import socket
+import time
+from collections.abc import Sequence
+from math import nan
+from pathlib import Path
+
+from torch import Tensor
+
+from engine.pool.messages import Ask, Failed, Scores, address_in, digest_of, receive, send, socket_name
+from engine.protocol.request import Score
+from engine.rewards.reward import RewardError
+
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 2.0
+"""Pauses between two tries. Each pause is twice the pause before."""
+
+
+class WrongScores(Exception):
+    """An answer with scores of other images than the images sent."""
+
+
+class PoolReward:
+    """Asks the scoring processes in a node's folder. Threads may share a pool: each ask has its own connection."""
+
+    def __init__(self, folder: Path, *, processes: int, tries: int, first: int = 0) -> None:
+        """Create the pool. `first`: number of the process that is asked first, so workers start with different ones."""
+        self._folder, self._processes, self._tries = folder, processes, tries
+        self._turn = itertools.count(first)
+
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> list[Score]:
+        """Score images [B, C, H, W] or [B, C, F, H, W]. Raises RewardError if the scorer raised an error."""
+        wanted = [digest_of(image, prompt) for image, prompt in zip(images, prompts, strict=True)]
+        pause, failures = FIRST_PAUSE_SECONDS, 0
+        while failures < self._tries:
+            number = next(self._turn) % self._processes
+            try:
+                connection = self._connect(number)
+            except OSError:  # the process is starting, or starts again
+                connection = None
+            if connection is not None:
+                try:
+                    with connection:
+                        return self._ask(connection, images, prompts, wanted)
+                except (OSError, WrongScores) as error:
+                    failures += 1
+                    print(f"scorer-{number}: try {failures} of {self._tries}: {error}", flush=True)
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+        print(f"{len(prompts)} images have no score, and their groups are skipped", flush=True)
+        return [Score(reward=nan, metrics={}) for _ in prompts]
+
+    def _ask(
+        self, connection: socket.socket, images: Tensor, prompts: Sequence[str], wanted: Sequence[str]
+    ) -> list[Score]:
+        """Return the scores. Raises OSError, WrongScores and RewardError."""
+        send(connection, Ask(prompts=tuple(prompts)), images)
+        answer, _ = receive(connection)
+        match answer:
+            case Scores(scores=scores):
+                if [one.digest for one in scores] != list(wanted):
+                    raise WrongScores("the answer has scores of other images")
+                return [one.score() for one in scores]
+            case Failed(text=text):
+                raise RewardError(text)
+            case Ask():
+                raise WrongScores("the answer is a request")
+
+    def _connect(self, number: int) -> socket.socket:
+        """Return a connection to a process. Raises OSError if no process listens."""
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        folder_number = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            connection.connect(address_in(folder_number, socket_name(number)))
+        except OSError:
+            connection.close()
+            raise
+        finally:
+            os.close(folder_number)
+        return connection
