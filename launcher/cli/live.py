@@ -92,13 +92,19 @@ class Frame:
         width, height = console.size
         facts = list(_facts(self.view, self.rewards))
         room = max(0, height - len(facts) - 2)
-        body = [Text(line) for line in self.note[:room]] if self.note else _body(self.view, self.events, room)
+        body = _page(self.note, room) if self.note else _body(self.view, self.events, room)
         title = Text(f"{self.view.name}: {self.view.status}", style="bold")
         title.append(f" ({self.view.reason})" if self.view.reason else "")
         foot = Text(f"{KEYS_LINE}   {self.header}", style="dim")
         for line in [title, *facts, *body, foot][:height]:
             line.truncate(width, overflow="ellipsis")
             yield line
+
+
+def _page(note: Sequence[str], room: int) -> list[Text]:
+    """Return the first line, and as many of the last lines as fit."""
+    fitting = note if len(note) <= room else [note[0], *note[len(note) - max(0, room - 1) :]][:room]
+    return [Text(line) for line in fitting]
 
 
 def _facts(view: RunView, rewards: Sequence[float]) -> Iterator[Text]:

@@ -95,6 +95,14 @@ def test_nodes_that_do_not_fit_are_counted():
     assert f"... and {30 - shown} more nodes" in text
 
 
+def test_a_page_shows_its_title_and_its_end():
+    text = "\n".join(drawn(Frame(view=VIEW, note=("==> agent.log <==", *(f"line {n}." for n in range(200))))))
+    assert "==> agent.log <==" in text
+    assert "line 199." in text
+    assert "line 5." not in text
+    assert "line 0." in "\n".join(drawn(Frame(view=VIEW, note=("title", "line 0."))))
+
+
 def test_a_log_is_shown_from_its_end(tmp_path):
     old, new = tmp_path / "demo-spot-0-g0/logs/agent.log", tmp_path / "demo-spot-1-g0/logs/agent.log"
     for number, path in enumerate((old, new)):
