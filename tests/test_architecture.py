@@ -91,6 +91,7 @@ FLOORS = {
         "provision",
         "controller",
         "runs",
+        "web",
         "cleanup",
         "schemas",
         "cli",

@@ -20,6 +20,7 @@ EXTRAS = {
     "prices": ("boto3", "botocore", "google", "gpuhunt"),
     "sky": ("requests", "sky"),
     "ray": ("ray",),
+    "ui": ("uvicorn",),
 }
 """Packages missing after a plain `pip install spotrl`, by the extra to install."""
 

@@ -16,12 +16,14 @@ from datetime import UTC, datetime
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from sqlalchemy import create_engine, event, func, inspect, select
 from sqlalchemy.dialects.sqlite import insert
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session, sessionmaker
+from sqlalchemy.pool import NullPool
 
 from engine.events import EngineStarted, Progress
 from launcher.exit_codes import Failure
@@ -80,6 +82,20 @@ def open_ledger(path: Path, is_in_use: Callable[[ControllerLease], bool] = lambd
             if _revision(engine) != REVISION:
                 _check_unused(engine, is_in_use)
                 _migrate(engine)
+    return sessionmaker(engine, expire_on_commit=False)
+
+
+def open_read_only(path: Path, wait_ms: int = 1000) -> sessionmaker[Session]:
+    """Open the ledger in the file `path` to read only. The ledger must exist; the tables are not migrated.
+
+    Each session has a connection of its own, closed with the session, so an idle reader holds no lock and no file.
+    `wait_ms`: time that a read waits for a locked ledger before OperationalError.
+    """
+    engine = create_engine(
+        f"sqlite:///file:{quote(str(path))}?mode=ro&uri=true",
+        connect_args={"timeout": wait_ms / 1000},
+        poolclass=NullPool,
+    )
     return sessionmaker(engine, expire_on_commit=False)
 
 

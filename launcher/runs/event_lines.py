@@ -96,6 +96,23 @@ def event_lines(session: Session, run: Run, wanted: Wanted = ALL) -> list[EventL
     return new_events(session, run, Seen(), wanted)[0]
 
 
+def newest_events(session: Session, run: Run, count: int) -> list[EventLine]:
+    """Return the newest `count` events, oldest first. Engine events before them are not read."""
+    older = session.scalar(
+        select(ProgressRow.id)
+        .where(ProgressRow.run_id == run.id, or_(*(ProgressRow.kind == kind for kind in _WORDS)))
+        .order_by(ProgressRow.id.desc())
+        .offset(count)
+        .limit(1)
+    )
+    return new_events(session, run, Seen(progress=older or 0))[0][-count:]
+
+
+def newest_seen(session: Session, run: Run) -> Seen:
+    """Return the ids of the newest events: from there on, `new_events` returns only what comes later."""
+    return _newest(session, run, Seen())
+
+
 def new_events(session: Session, run: Run, after: Seen, wanted: Wanted = ALL) -> tuple[list[EventLine], Seen]:
     """Return the events after `after`, oldest first, and what to pass as `after` next time."""
     until = _newest(session, run, after)

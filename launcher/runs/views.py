@@ -24,9 +24,12 @@ from launcher.ledger.store import (
 )
 from launcher.provision.local.provisioner import node_folder
 from launcher.report.target import Evaluation, best, smoothed
-from launcher.runs.event_lines import event_lines
+from launcher.runs.event_lines import newest_events
 
 DEFAULT_METRIC = "exact_match"
+
+LOOKED_BACK = 200
+"""Events read to find the last one that is not a change of groups."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,7 +183,7 @@ def _view(session: Session, run: Run) -> RunView:
     zones = {node.name: node.zone for node in nodes_of(session, run)}
     groups = {row.event["node"]: row.event["groups"] for row in progress_of(session, run, Regrouped.KIND)}
     # Groups may change many times a minute, and each node shows its own groups.
-    lines = [line for line in event_lines(session, run) if line.kind != Regrouped.KIND]
+    lines = [line for line in newest_events(session, run, LOOKED_BACK) if line.kind != Regrouped.KIND]
     pace = [row.at_ms for row in done[-6:]]
     usual_ms = (pace[-1] - pace[0]) / (len(pace) - 1) if len(pace) > 1 else None
     eta_ms = usual_ms * (iterations - iteration) if usual_ms is not None and not over else None

@@ -36,6 +36,7 @@ MISTAKES = {
     "ssh": ("ssh", "nobody", "node"),
     "status": ("status", "nobody"),
     "trace": ("trace", "nobody", "-o", "no/such/trace.json"),
+    "ui": ("ui",),
 }
 
 

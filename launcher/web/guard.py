@@ -1,0 +1,41 @@
+"""Refuse every request that does not come from the user's own browser tab.
+
+The server listens on loopback only. Any program and any web page of the user's browser can still reach loopback, so:
+
+- `Host` must be a name of loopback. A page that points its own name at 127.0.0.1 (DNS rebinding) keeps its name here.
+- `Origin`, where a browser sends it, must be this server. A request that changes something must have it.
+- Every path with data needs the token that only the printed URL has.
+"""
+
+import secrets
+from collections.abc import Mapping
+
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+
+HEADERS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",  # the URL carries the token
+    "X-Content-Type-Options": "nosniff",
+}
+"""Headers of every answer."""
+
+
+def refusal(method: str, headers: Mapping[str, str], given: str, token: str, needs_token: bool) -> str | None:
+    """Return why a request is refused, or None. `given`: the token of the request, empty if it has none."""
+    host = headers.get("host", "")
+    name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
+    if name not in LOOPBACK:
+        return f"this server answers on loopback only, and the request names the host {name[:80]!r}"
+    origin = headers.get("origin")
+    if origin is not None and origin != f"http://{host}":
+        return "the request comes from another site"
+    if method not in ("GET", "HEAD") and origin is None:
+        return "a request that changes something must name its origin"
+    if needs_token and not secrets.compare_digest(given.encode(), token.encode()):
+        return "the token is missing or wrong; open the address that `spotrl ui` printed"
+    return None

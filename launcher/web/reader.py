@@ -1,0 +1,226 @@
+"""What the pages show, read from the ledger: all runs as rows, one run as a page, new events.
+
+Every function takes a session of its own, reads, and returns plain values for JSON. No session outlives a call, so a
+page that is open holds no lock and keeps no old pages of the write-ahead log alive. Every list is bounded.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import isfinite
+from typing import Any, TypeVar
+
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session, sessionmaker
+
+from engine.events import Evaluated, IterationDone
+from launcher.decide.facts import ENDS, OVER
+from launcher.harmless import harmless
+from launcher.ledger.models import BillingInterval, Node, NodeEvent, ProgressRow, Removal, Run, RunStatus
+from launcher.ledger.node_history import metered_micro_usd
+from launcher.ledger.store import find_run
+from launcher.money import HOUR_MS
+from launcher.report.build import build_report, clock_of
+from launcher.report.reached import by_iteration
+from launcher.report.values import Report
+from launcher.report.words import drift_words, headline
+from launcher.runs.event_lines import Seen, new_events, newest_events, newest_seen
+from launcher.runs.views import run_view
+
+EVENTS_SHOWN = 400
+"""Newest events on a page; `spotrl events` prints all of them."""
+
+POINTS_SHOWN = 600
+"""Most iterations of a curve. A longer run shows every n-th, because a chart is not wider than this many pixels."""
+
+Row = TypeVar("Row")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunRow:
+    """One run in the list. `score`: the newest evaluation; None before the first."""
+
+    name: str
+    status: str
+    reason: str
+    infra: str
+    created_ms: int
+    iteration: int
+    iterations: int
+    metric: str
+    score: float | None
+    target: float | None
+    micro_usd: int
+    max_total_micro_usd: int | None
+    money_basis: str
+    is_over: bool
+    is_removed: bool
+
+
+def run_rows(session: Session) -> list[RunRow]:
+    """Return every run, newest first. A few queries for all runs together, so that 200 runs are one screen quickly."""
+    status_ids = select(func.max(RunStatus.id)).group_by(RunStatus.run_id)
+    statuses = {row.run_id: row for row in session.scalars(select(RunStatus).where(RunStatus.id.in_(status_ids)))}
+    newest = _newest_progress(session)
+    bills = select(Node.run_id, func.sum(BillingInterval.micro_usd)).join(BillingInterval).group_by(Node.run_id)
+    billed = {run_id: int(micro_usd) for run_id, micro_usd in session.execute(bills)}
+    has_ended = select(NodeEvent.id).where(NodeEvent.node_id == Node.id, NodeEvent.kind.in_(ENDS)).exists()
+    with_nodes = set(session.scalars(select(Node.run_id).where(~has_ended).distinct()))
+    removed = set(session.scalars(select(Removal.run_id)))
+    rows = []
+    for run in session.scalars(select(Run).order_by(Run.id.desc())):
+        status = statuses.get(run.id)
+        word = status.status if status is not None else "unknown"
+        done, seen = newest.get((run.id, IterationDone.KIND)), newest.get((run.id, Evaluated.KIND))
+        metric = run.target_metric or next(iter(seen["metrics"] if seen else ()), "")
+        is_open = word not in OVER or run.id in with_nodes
+        rows.append(
+            RunRow(
+                name=run.name,
+                status=word,
+                reason=harmless(status.reason.partition("\n")[0]) if status is not None else "",
+                infra=run.infra,
+                created_ms=run.created_ms,
+                iteration=int(done["iteration"]) + 1 if done else 0,
+                iterations=int(run.job["iterations"]),
+                metric=metric,
+                score=seen["metrics"].get(metric) if seen else None,
+                target=run.target_value,
+                micro_usd=metered_micro_usd(session, run, clock_of(run).now_ms()) if is_open else billed.get(run.id, 0),
+                max_total_micro_usd=run.max_total_micro_usd,
+                money_basis=run.money_basis,
+                is_over=word in OVER,
+                is_removed=run.id in removed,
+            )
+        )
+    return rows
+
+
+def _newest_progress(session: Session) -> dict[tuple[int, str], Mapping[str, Any]]:
+    """Return the newest trained batch and the newest evaluation of every run, by run id and kind."""
+    kinds = (IterationDone.KIND, Evaluated.KIND)
+    ids = (
+        select(func.max(ProgressRow.id))
+        .where(ProgressRow.kind.in_(kinds))
+        .group_by(ProgressRow.run_id, ProgressRow.kind)
+    )
+    rows = session.scalars(select(ProgressRow).where(ProgressRow.id.in_(ids)))
+    return {(row.run_id, row.kind): row.event for row in rows}
+
+
+def newest_of_all(session: Session) -> Seen:
+    """Return the newest ids over all runs: they differ as soon as anything is new in the list of runs."""
+    return Seen(*(session.scalar(select(func.max(table.id))) or 0 for table in (RunStatus, NodeEvent, ProgressRow)))
+
+
+def run_page(sessions: sessionmaker[Session], name: str) -> dict[str, Any]:
+    """Return everything on the page of a run. Raises LookupError for an unknown run."""
+    view = run_view(sessions, name)
+    with sessions() as session:
+        run = find_run(session, name)
+        seen = newest_seen(session, run)
+        report = build_report(session, run, clock_of(run).now_ms())
+        return {
+            "ids": seen,
+            "headline": headline(report),
+            "drift": drift_words(report),
+            "money_note": report.money_note,
+            "view": asdict(view) | {"is_over": view.status in OVER, "lacks_controller": view.lacks_controller},
+            "run": asdict(report.run),
+            "target": asdict(report.target),
+            "costs": asdict(report.costs),
+            "nodes": [asdict(node) for node in report.nodes],
+            "preemptions": [asdict(line) for line in report.preemptions],
+            "saved": [asdict(saving) for saving in report.saved],
+            "prices": [asdict(source) for source in report.prices],
+            "start_ms": report.start_ms,
+            "end_ms": report.end_ms,
+            "curve": [asdict(moment) for moment in _thinned(report.curve)],
+            "iterations": _iterations(session, run, report),
+            "sheets": _sheets(session, run, report.target.metric),
+            "plan": _plan(run, report),
+            "events": [asdict(line) for line in newest_events(session, run, EVENTS_SHOWN)],
+            "job": run.job_yaml,
+        }
+
+
+def events_after(session: Session, name: str, after: Seen) -> tuple[Seen, list[dict[str, Any]]]:
+    """Return the events after `after`, oldest first and at most the newest `EVENTS_SHOWN`, and the ids to go on from.
+
+    Without anything new, nothing but three ids is read.
+    """
+    run = find_run(session, name)
+    seen = newest_seen(session, run)
+    if seen == after:
+        return after, []
+    lines, seen = new_events(session, run, after) if any(after) else (newest_events(session, run, EVENTS_SHOWN), seen)
+    return seen, [asdict(line) for line in lines[-EVENTS_SHOWN:]]
+
+
+def sheet_path(session: Session, name: str, iteration: int) -> tuple[Run, str]:
+    """Return the run, and the path of an evaluation's contact sheet in its store. Raises LookupError."""
+    run = find_run(session, name)
+    row = by_iteration(session, run, Evaluated.KIND).get(iteration)
+    if row is None or not row.event.get("pictures"):
+        raise LookupError(f"{name} has no image sheet of iteration {iteration}")
+    return run, str(row.event["pictures"])
+
+
+def _iterations(session: Session, run: Run, report: Report) -> list[dict[str, Any]]:
+    """Return reward, health and seconds of the trained batches, with the hours and micro-dollars until then."""
+    rows = _thinned(list(by_iteration(session, run, IterationDone.KIND).values()))
+    charges = sorted((charge for node in report.nodes for charge in node.charges), key=lambda charge: charge.start_ms)
+    return [
+        {
+            "iteration": row.event["iteration"],
+            "hours": (row.at_ms - run.created_ms) / HOUR_MS,
+            "micro_usd": sum(charge.until(row.at_ms) for charge in charges),
+            "reward": _finite(row.event["reward_mean"]),
+            "seconds": row.event["wall_seconds"],
+            "explored": row.event["explored"],
+            "health": {name: _finite(value) for name, value in row.event["health"].items()},
+        }
+        for row in rows
+    ]
+
+
+def _finite(value: float) -> float | None:
+    """Return the value, or None for a NaN or an infinity, which JSON does not have."""
+    return value if isfinite(value) else None
+
+
+def _sheets(session: Session, run: Run, metric: str) -> list[dict[str, Any]]:
+    """Return the evaluations with an image sheet, oldest first."""
+    rows = by_iteration(session, run, Evaluated.KIND).items()
+    return [
+        {"iteration": iteration, "score": row.event["metrics"].get(metric), "prompts": row.event["prompts"]}
+        for iteration, row in rows
+        if row.event.get("pictures")
+    ]
+
+
+def _plan(run: Run, report: Report) -> list[dict[str, Any]]:
+    """Return the planned nodes beside what happened in each slot."""
+    slots = []
+    for slot in run.plan.get("slots", ()):
+        had = [node for node in report.nodes if node.slot == slot["name"]]
+        taken = [line for line in report.preemptions if line.slot == slot["name"]]
+        slots.append(
+            {
+                "slot": slot["name"],
+                "planned": slot["placement"],
+                "nodes": len(had),
+                "preemptions": len(taken),
+                "hours": sum(node.hours for node in had),
+                "micro_usd": sum(node.micro_usd for node in had),
+                "zones": sorted({node.zone for node in had}),
+            }
+        )
+    return slots
+
+
+def _thinned(rows: Sequence[Row]) -> Sequence[Row]:
+    """Return at most about `POINTS_SHOWN` rows: every n-th, and the last."""
+    step = -(-len(rows) // POINTS_SHOWN)
+    if step <= 1:
+        return rows
+    return [*rows[: len(rows) - 1 : step], rows[-1]]

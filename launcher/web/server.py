@@ -1,0 +1,276 @@
+"""The web server of `spotrl ui`: pages and JSON over the ledger, on loopback, for one user.
+
+browser -> guard (host, origin, token) -> reader (read-only ledger) -> JSON, or server-sent events
+
+A read takes a connection of its own and closes it. The only change that a request can make is the stop of a run, which
+goes through the run's controller like `spotrl down`.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.orm import Session, sessionmaker
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from launcher.exit_codes import Failure
+from launcher.harmless import harmless
+from launcher.ledger.store import find_run
+from launcher.runs.event_lines import Seen
+from launcher.runs.views import node_logs
+from launcher.storage.stores import read_object, run_stores
+from launcher.web.guard import HEADERS, refusal
+from launcher.web.reader import events_after, newest_of_all, run_page, run_rows, sheet_path
+
+STATIC = {
+    "index.html": "text/html",
+    "app.css": "text/css",
+    "app.js": "text/javascript",
+    "charts.js": "text/javascript",
+    "dom.js": "text/javascript",
+    "list.js": "text/javascript",
+    "run.js": "text/javascript",
+    "server.js": "text/javascript",
+}
+"""Files of the page, with their types. They hold no data of the user, so they need no token."""
+
+LOOK_SECONDS = 0.25
+"""Seconds between two looks at the ledger for new events: an event is on the page within a second."""
+
+ALIVE_SECONDS = 15.0
+"""Seconds of silence after which a stream sends a comment, so that both ends notice a broken connection."""
+
+STREAMS = 32
+"""Most open streams. A browser tab needs one."""
+
+LOG_BYTES = 64 * 1024
+"""Bytes of the end of a log file that a page shows."""
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+Value = TypeVar("Value")
+
+
+class Look(Protocol):
+    """A look at the ledger: what is new after `seen`, and the ids to go on from."""
+
+    def __call__(self, session: Session, seen: Seen) -> tuple[Seen, list[dict[str, Any]]]: ...
+
+
+class Guarded:
+    """The application behind the guard: refused requests never reach a route. Adds the headers of every answer."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self._app, self._token = app, token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    headers[name] = value
+            await send(message)
+
+        request = Request(scope)
+        given = request.headers.get("authorization", "").removeprefix("Bearer ") or request.query_params.get(
+            "token", ""
+        )
+        needs_token = request.url.path.startswith("/api/")
+        why = refusal(request.method, request.headers, given, self._token, needs_token)
+        app = self._app if why is None else JSONResponse({"error": why}, status_code=403)
+        await app(scope, receive, send_with_headers)
+
+
+class Pages:
+    """The routes. `reading`: sessions that only read. `stop`: stops a run, and returns what is still there."""
+
+    def __init__(self, reading: sessionmaker[Session], stop: Callable[[str], list[str]]) -> None:
+        self._reading, self._stop_run = reading, stop
+        self._streams = 0
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/", _static("index.html")),
+            *(Route(f"/{name}", _static(name)) for name in STATIC),
+            Route("/api/runs", self._runs),
+            Route("/api/changes", self._changes),
+            Route("/api/runs/{name}", self._run),
+            Route("/api/runs/{name}/changes", self._run_changes),
+            Route("/api/runs/{name}/sheets/{iteration:int}", self._sheet),
+            Route("/api/runs/{name}/logs", self._logs),
+            Route("/api/runs/{name}/stop", self._stop, methods=["POST"]),
+        ]
+
+    async def _runs(self, _: Request) -> Response:
+        ids, rows = await self._read(lambda session: (newest_of_all(session), run_rows(session)))
+        return _json({"ids": ids, "runs": [{name: getattr(row, name) for name in row.__slots__} for row in rows]})
+
+    async def _run(self, request: Request) -> Response:
+        return _json(await run_in_threadpool(run_page, self._reading, request.path_params["name"]))
+
+    async def _sheet(self, request: Request) -> Response:
+        name, iteration = request.path_params["name"], request.path_params["iteration"]
+
+        def read() -> bytes | None:
+            with self._reading() as session:
+                run, path = sheet_path(session, name, iteration)
+            stores = run_stores(run.infra, run.job.get("store") or {}, run.name, Path(run.folder))
+            return read_object(stores, path)
+
+        data = await run_in_threadpool(read)
+        if data is None or not data.startswith(PNG):
+            raise LookupError(f"no store of {name} has the image sheet of iteration {iteration} any more")
+        return Response(data, media_type="image/png")
+
+    async def _logs(self, request: Request) -> Response:
+        name, wanted = request.path_params["name"], request.query_params.get("file", "")
+
+        def read() -> dict[str, Any]:
+            paths = {log_title(path): path for path in node_logs(self._reading, name)}
+            path = paths.get(wanted) or next(iter(paths.values()), None)
+            return {"files": list(paths), "file": log_title(path) if path else "", "text": tail(path) if path else ""}
+
+        return _json(await run_in_threadpool(read))
+
+    async def _stop(self, request: Request) -> Response:
+        """Stop a run. The body must repeat the run's name, so that a stray click stops nothing."""
+        name = request.path_params["name"]
+        try:
+            confirmed = json.loads(await request.body())["confirm"] == name
+        except (ValueError, KeyError, TypeError):
+            confirmed = False
+        if not confirmed:
+            return JSONResponse({"error": f'send {{"confirm": "{name}"}} to stop {name}'}, status_code=400)
+        left = await run_in_threadpool(self._stop_run, name)
+        return _json({"run": name, "left": left})
+
+    async def _changes(self, request: Request) -> Response:
+        return self._stream(request, lambda session, seen: (newest_of_all(session), []))
+
+    async def _run_changes(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        await self._read(lambda session: find_run(session, name))  # an unknown run is a 404, not an empty stream
+        return self._stream(request, lambda session, seen: events_after(session, name, seen))
+
+    def _stream(self, request: Request, look: Look) -> Response:
+        """Answer with server-sent events: one message with the ids and the new events after every change.
+
+        `after`, from the query, are the ids of the page that the browser shows. So nothing is lost between a page and
+        its stream, and a browser that comes back after an hour gets what it missed.
+        """
+        if self._streams >= STREAMS:
+            return JSONResponse({"error": f"{STREAMS} pages are open already; close one"}, status_code=503)
+        first = parse_ids(request.query_params.get("after", ""))
+
+        async def messages() -> AsyncIterator[str]:
+            seen, quiet = first, 0.0
+            self._streams += 1
+            try:
+                yield "retry: 1000\n\n"
+                while True:
+                    try:
+                        ids, news = await self._read(partial(look, seen=seen))
+                    except (SQLAlchemyError, LookupError) as error:  # locked or replaced: the next look may succeed
+                        yield f"event: trouble\ndata: {json.dumps({'error': sentence(error)})}\n\n"
+                        await asyncio.sleep(ALIVE_SECONDS / 5)
+                        continue
+                    if ids != seen:
+                        seen, quiet = ids, 0.0
+                        yield f"data: {json.dumps({'ids': ids, 'events': news})}\n\n"
+                    elif quiet >= ALIVE_SECONDS:
+                        quiet = 0.0
+                        yield ": alive\n\n"
+                    await asyncio.sleep(LOOK_SECONDS)
+                    quiet += LOOK_SECONDS
+            finally:
+                self._streams -= 1
+
+        return StreamingResponse(messages(), media_type="text/event-stream")
+
+    async def _read(self, read: Callable[[Session], Value]) -> Value:
+        def with_session() -> Value:
+            with self._reading() as session:
+                return read(session)
+
+        return await run_in_threadpool(with_session)
+
+
+def build_app(reading: sessionmaker[Session], stop: Callable[[str], list[str]], token: str) -> ASGIApp:
+    """Return the application.
+
+    `reading`: a ledger opened read-only. `stop`: stops a run, and returns what is still there.
+    """
+    app = Starlette(
+        routes=Pages(reading, stop).routes(),
+        exception_handlers={LookupError: _missing, Failure: _failed, SQLAlchemyError: _no_ledger, OSError: _no_ledger},
+    )
+    return Guarded(app, token)
+
+
+def log_title(path: Path) -> str:
+    """Return a log's name on the page: `controller.log`, or node and file."""
+    return path.name if path.name == "controller.log" else f"{path.parent.parent.name}/{path.name}"
+
+
+def tail(path: Path) -> str:
+    """Return the end of a log file, at most `LOG_BYTES`, from the start of a line."""
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(max(0, size - LOG_BYTES))
+        text = file.read(LOG_BYTES).decode(errors="replace")
+    return harmless(text if size <= LOG_BYTES else text.partition("\n")[2])
+
+
+def parse_ids(text: str) -> Seen:
+    """Parse `1,2,3`. Anything else counts as nothing seen."""
+    parts = text.split(",")
+    if len(parts) != 3 or not all(part.isdecimal() and len(part) < 19 for part in parts):
+        return Seen()
+    return Seen(*map(int, parts))
+
+
+def sentence(error: Exception) -> str:
+    """Return an error of the ledger as one sentence for the page."""
+    found = str(getattr(error, "orig", None) or error).splitlines()[0]
+    return f"the ledger cannot be read now ({found}); the page tries again"
+
+
+def _static(name: str) -> Callable[[Request], Awaitable[Response]]:
+    body = files("launcher.web").joinpath("static", name).read_bytes()
+
+    async def answer(_: Request) -> Response:
+        return Response(body, media_type=STATIC[name])
+
+    return answer
+
+
+def _json(value: object) -> Response:
+    return Response(json.dumps(value, separators=(",", ":"), allow_nan=False), media_type="application/json")
+
+
+async def _missing(_: Request, error: Exception) -> Response:
+    if type(error) is not LookupError:  # a KeyError is a bug of spotrl
+        raise error
+    return JSONResponse({"error": str(error.args[0])}, status_code=404)
+
+
+async def _failed(_: Request, error: Exception) -> Response:
+    return JSONResponse({"error": str(error)}, status_code=409)
+
+
+async def _no_ledger(_: Request, error: Exception) -> Response:
+    return JSONResponse({"error": sentence(error)}, status_code=503)

@@ -1,0 +1,46 @@
+// Talk to the server: JSON, and a stream of changes that comes back by itself. The token is in the page's own address.
+
+const token = new URLSearchParams(location.search).get("token") ?? "";
+
+export const withToken = (path) => path + (path.includes("?") ? "&" : "?") + "token=" + encodeURIComponent(token);
+
+export class Refused extends Error {
+  constructor(status, text) {
+    super(text);
+    this.status = status;
+  }
+}
+
+export async function read(path, options = {}) {
+  const headers = { Authorization: "Bearer " + token, ...(options.headers ?? {}) };
+  let answer;
+  try {
+    answer = await fetch(path, { ...options, headers });
+  } catch {
+    throw new Refused(0, "The server does not answer. Is `spotrl ui` still running?");
+  }
+  const value = await answer.json().catch(() => ({ error: "The server answered something that is no JSON." }));
+  if (!answer.ok) throw new Refused(answer.status, value.error ?? "HTTP " + answer.status);
+  return value;
+}
+
+// Follow changes from `path`. `ids`: returns the ids of what the page shows. Returns a function that ends it.
+export function follow(path, ids, onNews, onState) {
+  let source = null;
+  let timer = null;
+  let ended = false;
+  const open = () => {
+    if (ended) return;
+    source = new EventSource(withToken(path + "?after=" + ids().join(",")));
+    source.onopen = () => onState("live");
+    source.onmessage = (message) => { onState("live"); onNews(JSON.parse(message.data)); };
+    source.addEventListener("trouble", (message) => onState(JSON.parse(message.data).error));
+    source.onerror = () => {  // the address carries the ids, so a new source is opened with the newest of them
+      source.close();
+      onState("not connected; trying again");
+      timer = setTimeout(open, 1000);
+    };
+  };
+  open();
+  return () => { ended = true; clearTimeout(timer); source?.close(); };
+}

@@ -1,0 +1,168 @@
+"""`spotrl ui` in Debian's Chromium: every view, live events, the stop that asks, markup, keyboard, 400 px, axe-core.
+
+With SPOTRL_SCREENSHOTS set to a folder, the views are kept there as PNG files.
+"""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.launcher.made_ledger import HOUR_MS
+from tests.launcher.web.served import serving, two_runs
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: `pip install playwright`")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="there is no browser here: `apt-get install chromium`"),
+]
+
+AXE = (Path(__file__).parents[2] / "data" / "axe" / "axe.min.js").read_text("utf-8")
+RULES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa"]
+VIEWS = {"list": "", "run": "#/run/live", "over": "#/run/done", "unknown": "#/run/nobody"}
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with playwright.sync_playwright() as driver:
+        opened = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def served(tmp_path):
+    with serving(*two_runs(tmp_path)) as running:
+        yield running
+
+
+@pytest.fixture
+def open_page(browser):
+    """Open a page in a context of its own; an error of the page fails the test."""
+    contexts, errors = [], []
+
+    def open_page(url, width=1280, scheme="light", **more):
+        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, **more)
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(8000)
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.goto(url)
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert errors == []
+
+
+def ready(page, view: str) -> None:
+    """Wait until a view has been drawn from the ledger."""
+    page.wait_for_selector({"unknown": "[role=alert]", "list": "table"}.get(view, "#h-more"))
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 400])
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_view_has_no_violation_of_wcag_aa_and_fits_its_width(served, open_page, view, width, scheme):
+    page = open_page(served.page + VIEWS[view], width, scheme, bypass_csp=True)
+    ready(page, view)
+    page.evaluate(AXE)
+    found = page.evaluate("rules => axe.run({runOnly: rules})", RULES)
+    assert [(one["id"], one["nodes"][0]["html"]) for one in found["violations"]] == []
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    if folder := os.environ.get("SPOTRL_SCREENSHOTS"):
+        page.screenshot(path=f"{folder}/{view}-{scheme}-{width}.png", full_page=True)
+
+
+def test_a_run_is_reached_from_the_list_and_drawn_whole(served, open_page):
+    page = open_page(served.page)
+    page.fill("#filter", "liv")
+    page.click("text=live >> nth=-1")
+    ready(page, "run")
+    assert page.locator("h1").inner_text() == "live"
+    assert page.locator("figure.chart svg").count() >= 3
+    assert page.locator(".stretch").count() == 2
+    assert page.locator(".cross").count() == 1
+    assert page.title() == "live – spotrl"
+
+
+def test_markup_in_zones_and_logs_is_shown_as_text(served, open_page):
+    page = open_page(served.page + VIEWS["run"])
+    page.wait_for_selector("pre:has-text('first line')")
+    assert "<script>" in page.locator("pre[aria-label='End of the log']").inner_text()
+    assert page.locator("td:has-text('onerror')").count() > 0
+    assert page.title() == "live – spotrl"
+    assert page.locator("td img, pre img, li img").count() == 0
+
+
+def test_an_event_is_on_the_page_within_a_second(served, open_page):
+    page = open_page(served.page + VIEWS["run"])
+    page.wait_for_selector("#link.live")
+    page.wait_for_timeout(500)
+    with served.add() as made:
+        made.status("running", 2 * HOUR_MS, "a word of the test")
+    page.wait_for_selector(".events li:has-text('a word of the test')", timeout=1000)
+
+
+def test_a_run_is_stopped_only_after_the_question(served, open_page):
+    page = open_page(served.page + VIEWS["run"])
+    page.click("text=Drain and stop…")
+    page.keyboard.press("Escape")
+    page.wait_for_selector("dialog", state="hidden")
+    page.click("text=Drain and stop…")
+    page.click("text=Let it run")
+    assert served.stopped == []
+    page.click("text=Drain and stop…")
+    page.click("#stop-yes")
+    page.wait_for_selector(".state.stopping")
+    assert served.stopped == ["live"]
+
+
+def test_the_keyboard_reaches_every_control_and_moves_in_a_chart(served, open_page):
+    page = open_page(served.page + VIEWS["run"])
+    ready(page, "run")
+    reached = set()
+    for _ in range(60):
+        page.keyboard.press("Tab")
+        reached.add(page.evaluate("document.activeElement.id || document.activeElement.className || 'other'"))
+    assert {"home", "stop", "chart", "sheet", "events-filter", "events", "log", "wide"} <= reached
+    page.focus("figure.chart >> nth=0")
+    page.keyboard.press("ArrowRight")
+    assert "each evaluation 0.4" in page.locator("figure.chart .reading >> nth=0").inner_text()
+
+
+def test_the_slider_shows_every_sheet_and_names_a_lost_one(served, open_page):
+    page = open_page(served.page + VIEWS["run"])
+    page.wait_for_selector("img:not([hidden])")
+    assert "iteration 6" in page.locator("#sheet-label").inner_text()
+    assert page.evaluate("document.querySelector('img').naturalWidth") == 8
+    page.focus("#sheet")
+    page.keyboard.press("ArrowLeft")
+    page.wait_for_selector("#sheet-label:has-text('in no store any more')")
+    page.keyboard.press("Home")
+    page.wait_for_selector("img:not([hidden])")
+    assert "iteration 0" in page.locator("#sheet-label").inner_text()
+
+
+def test_a_wrong_token_is_told_and_shows_nothing(served, open_page):
+    page = open_page(served.url + "/?token=wrong")
+    page.wait_for_selector("h1:has-text('Refused')")
+    assert "live" not in page.locator("main").inner_text()
+
+
+def test_a_page_comes_back_after_the_server_was_away(tmp_path, open_page):
+    path, sessions = two_runs(tmp_path)
+    with serving(path, sessions) as first:
+        page = open_page(first.page + VIEWS["run"])
+        ready(page, "run")
+        port = int(first.url.rpartition(":")[2])
+    page.wait_for_selector("#link.trouble")
+    with serving(path, sessions, port) as again:
+        with again.add() as made:
+            made.status("running", 2 * HOUR_MS, "while it was away")
+        page.wait_for_selector(".events li:has-text('while it was away')")
+        page.wait_for_selector("#link.live")
+    assert page.locator(".events li:has-text('while it was away')").count() == 1

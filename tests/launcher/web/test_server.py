@@ -1,0 +1,214 @@
+"""The server of `spotrl ui`: refused requests, pages from the ledger, new events, and a ledger in trouble."""
+
+import json
+import os
+import sqlite3
+import time
+from contextlib import ExitStack
+
+import httpx
+import pytest
+
+from launcher.web.guard import refusal
+from launcher.web.server import LOG_BYTES, STATIC, STREAMS, parse_ids, tail
+from tests.launcher.made_ledger import HOUR_MS
+from tests.launcher.web.served import NASTY, TOKEN, Served, serving, two_runs
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """Serve a ledger that no test changes."""
+    with serving(*two_runs(tmp_path_factory.mktemp("served"))) as running:
+        yield running
+
+
+@pytest.fixture
+def fresh(tmp_path):
+    """Serve a ledger that the test may change."""
+    with serving(*two_runs(tmp_path)) as running:
+        yield running
+
+
+GOOD = {"host": "127.0.0.1:8642"}
+
+
+@pytest.mark.parametrize(
+    ("method", "headers", "given", "words"),
+    [
+        ("GET", {"host": "evil.example:8642"}, TOKEN, "loopback only"),
+        ("GET", {"host": "127.0.0.1.evil.example"}, TOKEN, "loopback only"),
+        ("GET", {}, TOKEN, "loopback only"),
+        ("GET", {**GOOD, "origin": "http://evil.example"}, TOKEN, "another site"),
+        ("GET", {**GOOD, "origin": "http://127.0.0.1:9999"}, TOKEN, "another site"),
+        ("GET", {**GOOD, "origin": "null"}, TOKEN, "another site"),
+        ("POST", GOOD, TOKEN, "must name its origin"),
+        ("GET", GOOD, "", "token is missing or wrong"),
+        ("GET", GOOD, "ä", "token is missing or wrong"),
+    ],
+)
+def test_a_request_that_is_not_the_users_own_page_is_refused(method, headers, given, words):
+    assert words in refusal(method, headers, given, TOKEN, needs_token=True)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:8642", "localhost:8642", "localhost", "[::1]:8642", "[::1]"])
+def test_the_users_own_page_is_answered_under_every_name_of_loopback(host):
+    assert refusal("POST", {"host": host, "origin": f"http://{host}"}, TOKEN, TOKEN, needs_token=True) is None
+
+
+def test_no_path_with_data_is_answered_without_the_token(served):
+    for path in ("/api/runs", "/api/changes", "/api/runs/live", "/api/runs/live/logs", "/api/runs/live/sheets/0"):
+        assert httpx.get(served.url + path).status_code == 403
+        assert httpx.get(f"{served.url}{path}?token=wrong").status_code == 403
+    assert httpx.post(f"{served.url}/api/runs/live/stop?token={TOKEN}").status_code == 403, "no origin"
+    assert served.stopped == []
+
+
+def test_every_file_of_the_page_has_its_type_and_no_foreign_source(served):
+    for name, kind in STATIC.items():
+        answer = served.get(f"/{name}")
+        assert answer.headers["content-type"].startswith(kind)
+        assert "http://www.w3.org/2000/svg" in answer.text or "http" not in answer.text.replace("HTTP", "")
+        assert "default-src 'none'" in answer.headers["content-security-policy"]
+        assert answer.headers["cache-control"] == "no-store"
+    assert served.get("/server.py").status_code == 404
+    assert served.get("/..%2fserver.py").status_code == 404
+
+
+def test_the_list_has_every_run_with_its_spend_and_score(served):
+    live, done = served.get("/api/runs").json()["runs"]
+    assert (live["name"], live["iteration"], live["iterations"], live["score"]) == ("live", 8, 45, 0.7)
+    assert (done["name"], done["status"], done["micro_usd"], done["is_over"]) == ("done", "finished", 2_000_000, True)
+
+
+def test_the_page_of_a_run_has_curves_nodes_plan_and_events(served):
+    page = served.get("/api/runs/live").json()
+    assert [row["iteration"] for row in page["iterations"]] == list(range(8))
+    assert page["iterations"][0]["micro_usd"] == (800_000 + 300_000) * 10 // 60
+    assert [sheet["iteration"] for sheet in page["sheets"]] == [0, 4, 6]
+    assert (page["plan"][0]["nodes"], page["plan"][0]["preemptions"]) == (1, 1)
+    assert page["view"]["lacks_controller"]
+    assert page["events"][-1]["kind"] == "iteration_done"
+
+
+def test_an_unknown_run_and_a_lost_sheet_are_told(served):
+    assert "did you mean live" in served.get("/api/runs/lives").json()["error"]
+    assert served.get("/api/runs/lives/changes").status_code == 404
+    assert "no image sheet" in served.get("/api/runs/live/sheets/2").json()["error"]
+    assert "in no store" not in served.get("/api/runs/live/sheets/0").text
+    assert served.get("/api/runs/live/sheets/4").json()["error"].startswith("no store of live has")
+    assert served.get("/api/runs/live/sheets/0").headers["content-type"] == "image/png"
+
+
+def test_a_log_is_read_from_its_end_without_control_characters(served):
+    log = served.get("/api/runs/live/logs?file=controller.log").json()
+    assert log["files"] == ["controller.log"]
+    assert log["text"].startswith("first line\n<img")
+    assert "\\x1b[31m" in log["text"]
+    other = served.get("/api/runs/live/logs?file=../../../../etc/passwd").json()
+    assert other["file"] == "controller.log"
+
+
+def test_the_tail_of_a_log_begins_with_a_whole_line(tmp_path):
+    path = tmp_path / "a.log"
+    path.write_text("x" * 50 + "\n" + "y" * (LOG_BYTES - 20) + "\nlast\n")
+    assert tail(path) == "y" * (LOG_BYTES - 20) + "\nlast\n"
+
+
+def news(served: Served, path: str, count: int, then=lambda: None) -> list[dict]:
+    """Return the first `count` messages of a stream. `then` is called after the stream has opened."""
+    found = []
+    with httpx.stream("GET", f"{served.url}{path}", headers={"Authorization": f"Bearer {TOKEN}"}, timeout=10) as stream:
+        then()
+        for line in stream.iter_lines():
+            if line.startswith("data: "):
+                found.append(json.loads(line[6:]))
+                if len(found) == count:
+                    return found
+    return found
+
+
+def test_a_new_event_arrives_within_a_second_and_only_once(fresh):
+    ids = ",".join(map(str, fresh.get("/api/runs/live").json()["ids"]))
+    wrote = []
+
+    def write() -> None:
+        time.sleep(0.3)
+        with fresh.add() as made:
+            made.trained(8, 2 * HOUR_MS)
+        wrote.append(time.monotonic())
+
+    (message,) = news(fresh, f"/api/runs/live/changes?after={ids}", 1, write)
+    assert time.monotonic() - wrote[0] < 1.0
+    assert [line["text"] for line in message["events"]] == ["iteration 8: reward 0.500, 0 explored"]
+
+
+def test_a_browser_that_comes_back_gets_what_it_missed(fresh):
+    ids = ",".join(map(str, fresh.get("/api/runs/live").json()["ids"]))
+    with fresh.add() as made:
+        made.status("running", 2 * HOUR_MS, "while away")
+    (message,) = news(fresh, f"/api/runs/live/changes?after={ids}", 1)
+    assert [line["text"] for line in message["events"]] == ["while away"]
+
+
+@pytest.mark.parametrize("text", ["", "1,2", "a,b,c", "1,2,-3", "1,2,3,4", "1,2," + "9" * 30])
+def test_ids_that_are_none_count_as_nothing_seen(text):
+    assert parse_ids(text) == (0, 0, 0)
+
+
+def test_more_streams_than_allowed_are_refused(served):
+    with httpx.Client(headers={"Authorization": f"Bearer {TOKEN}"}, timeout=10) as client, ExitStack() as opened:
+        for _ in range(STREAMS):
+            stream = opened.enter_context(client.stream("GET", f"{served.url}/api/changes"))
+            assert stream.status_code == 200
+        assert served.get("/api/changes").status_code == 503
+    until = time.monotonic() + 5
+    while time.monotonic() < until:
+        with httpx.stream("GET", f"{served.url}/api/changes?token={TOKEN}") as again:
+            if again.status_code == 200:
+                return
+        time.sleep(0.1)
+    pytest.fail("closed streams still count")
+
+
+def test_a_stop_needs_the_name_of_the_run(fresh):
+    headers = {"Authorization": f"Bearer {TOKEN}", "Origin": fresh.url}
+    for body in ("", "{}", '{"confirm": "done"}', "[]"):
+        assert httpx.post(f"{fresh.url}/api/runs/live/stop", headers=headers, content=body).status_code == 400
+    assert fresh.stopped == []
+    answer = httpx.post(f"{fresh.url}/api/runs/live/stop", headers=headers, content='{"confirm": "live"}')
+    assert answer.json() == {"run": "live", "left": ["live-trainer-g1"]}
+    assert fresh.stopped == ["live"]
+    assert fresh.get("/api/runs/live").json()["view"]["status"] == "stopping"
+
+
+def test_a_writer_is_never_kept_waiting_by_open_pages(served):
+    with httpx.stream("GET", f"{served.url}/api/changes?token={TOKEN}", timeout=10) as stream:
+        next(stream.iter_lines())
+        writer = sqlite3.connect(served.path, timeout=0)
+        writer.execute("BEGIN EXCLUSIVE")
+        writer.execute("COMMIT")
+        writer.close()
+
+
+def test_a_ledger_that_is_gone_is_told_and_read_again_when_it_is_back(fresh):
+    away = fresh.path.with_suffix(".away")
+    os.rename(fresh.path, away)
+    answer = fresh.get("/api/runs")
+    assert answer.status_code == 503
+    assert "the page tries again" in answer.json()["error"]
+    os.rename(away, fresh.path)
+    assert fresh.get("/api/runs").status_code == 200
+
+
+def test_a_reader_cannot_write(served):
+    from launcher.ledger.store import open_read_only
+
+    with open_read_only(served.path)() as session, pytest.raises(Exception, match="readonly"):
+        session.connection().exec_driver_sql("DELETE FROM run")
+
+
+def test_markup_in_the_ledger_is_data_in_the_answer(served):
+    page = served.get("/api/runs/live")
+    assert page.headers["content-type"] == "application/json"
+    assert page.headers["x-content-type-options"] == "nosniff"
+    assert page.json()["plan"][0]["zones"] == [NASTY]
