@@ -12,6 +12,7 @@ from launcher.cli.run_argument import run_argument
 from launcher.ledger.models import Removal, Run
 from launcher.ledger.store import find_run
 from launcher.report.build import build_report, clock_of
+from launcher.report.tables import write_tables
 from launcher.report.terminal import a_console, print_report
 from launcher.storage.stores import StoreError, read_object, run_stores
 
@@ -28,6 +29,9 @@ from launcher.storage.stores import StoreError, read_object, run_stores
     type=click.Path(dir_okay=False, path_type=Path),
     help="Also write the report to this file, as one HTML page that works offline.",
 )
+@click.option(
+    "--csv", type=click.Path(file_okay=False, path_type=Path), metavar="FOLDER", help="Also write each table as CSV."
+)
 @click.pass_obj
 def report(
     sessions: sessionmaker[Session],
@@ -36,6 +40,7 @@ def report(
     against: str | None,
     as_json: bool,
     html: Path | None,
+    csv: Path | None,
 ) -> None:
     """Show the dollars and hours that RUN took to its target.
 
@@ -60,6 +65,9 @@ def report(
         unfinished.write_text(render_html(built, image_reader(run)), encoding="utf-8")
         os.replace(unfinished, html)
         click.echo(f"wrote {html}", err=True)
+    if csv is not None:
+        for path in write_tables(built, csv):
+            click.echo(f"wrote {path}", err=True)
     if as_json:
         click.echo(json.dumps(built.to_dict(), indent=2, allow_nan=False))
     else:

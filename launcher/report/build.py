@@ -28,6 +28,7 @@ from launcher.report.reached import (
     drift_points,
     guard_limits,
     images_of,
+    learning_of,
     moment_of,
     per_hundredth,
     target_of,
@@ -111,6 +112,9 @@ def build_report(
         start_ms=run.created_ms,
         end_ms=max([end_ms, *(charge.end_ms for node in costs.nodes for charge in node.charges)]),
         notes=NOT_MODELLED if run.infra == LOCAL else NOT_MODELLED_ON_CLOUDS,
+        learning=learning_of(session, run),
+        pictures=tuple(images),
+        job_text=run.job_yaml,
     )
 
 

@@ -188,6 +188,46 @@ def timeline_chart(report: Report) -> Drawing:
     return _draw(alt.layer(*layers), height=max(60, 46 * len(slots)), prefix="timeline", key=key)
 
 
+LEARNING = {
+    "reward": "mean reward of the trained rollouts",
+    "kl": "KL divergence from the base model",
+    "clip_share": "share of samples clipped",
+    "gradient_norm": "norm of the gradient",
+    "velocity_change": "change of the velocity",
+    "reference_distance": "distance from the base model",
+}
+"""Curves of the learning chart that a run may have, with their titles."""
+
+
+def learning_chart(report: Report) -> Drawing | None:
+    """Draw small curves over the iterations, two in a row: reward, and the algorithm's figures that the run has.
+
+    A figure that never changed is left out. None: there is nothing to draw.
+    """
+    panels = []
+    for name, title in LEARNING.items():
+        rows = [
+            {"iteration": done.iteration, "value": value}
+            for done in report.learning
+            if (value := done.reward_mean if name == "reward" else done.health.get(name)) is not None
+        ]
+        if len({row["value"] for row in rows}) > 1:
+            panels.append(
+                alt.Chart(_data(rows), title=alt.Title(title, fontSize=12, fontWeight=500, color=INK, anchor="start"))
+                .mark_line(strokeWidth=1.8, color=BLUE)
+                .encode(
+                    x=alt.X("iteration:Q", title="iteration", axis=alt.Axis(grid=False, tickMinStep=1, tickCount=6)),
+                    y=alt.Y(
+                        "value:Q", title=None, scale=alt.Scale(zero=False), axis=alt.Axis(format="~g", tickCount=4)
+                    ),
+                )
+                .properties(width=WIDTH // 2 - 70, height=110)
+            )
+    if not panels:
+        return None
+    return _draw(alt.concat(*panels, columns=2), height=None, prefix="learning", key=())
+
+
 # --- rows ---------------------------------------------------------------------------------------------
 
 
@@ -261,10 +301,14 @@ def _money_format(top: float) -> str:
     return "$,.0f" if top > 50 else "$,.2f" if top > 0.1 else "$.4f"
 
 
-def _draw(chart: Any, *, height: int, prefix: str, key: Sequence[Key]) -> Drawing:
-    """Draw the chart as SVG. Give every id a prefix, because several charts share the page."""
+def _draw(chart: Any, *, height: int | None, prefix: str, key: Sequence[Key]) -> Drawing:
+    """Draw the chart as SVG. Give every id a prefix, because several charts share the page.
+
+    `height`: None for a chart of several parts, which have sizes of their own.
+    """
+    sized = chart if height is None else chart.properties(width=WIDTH, height=height)
     spec = (
-        chart.properties(width=WIDTH, height=height, background="transparent")
+        sized.properties(background="transparent")
         .configure(font=FONT)
         .configure_view(stroke=None)
         .configure_axis(

@@ -4,7 +4,7 @@ All text from a run (names, zones, evidence) is escaped. The page's content secu
 """
 
 import base64
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 
@@ -12,11 +12,25 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from launcher.money import dollars, duration, hourly
-from launcher.report.charts import Drawing, reward_chart, spend_chart, timeline_chart
+from launcher.report.charts import Drawing, learning_chart, reward_chart, spend_chart, timeline_chart
 from launcher.report.exploration import exploration_words
 from launcher.report.sharing import sharing_words
 from launcher.report.values import Pictures, Report
-from launcher.report.words import age, drift_words, headline, moment, phase_name, score, short_node
+from launcher.report.words import (
+    age,
+    drift_words,
+    headline,
+    how_lost,
+    moment,
+    phase_name,
+    saved_percent,
+    saving_words,
+    score,
+    short_node,
+)
+
+MOST_SHEETS = 16
+"""Contact sheets in the page. A sheet takes about 50 kB, and a browser shows the page at once."""
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -34,6 +48,7 @@ def render_html(report: Report, read: Callable[[str], bytes | None]) -> str:
     """Return the page. `read` returns an object from the run's stores (images of evaluations), or None if missing."""
     page = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     page.filters.update(dollars=dollars, duration=duration, hourly=hourly, score=score, age=age, moment=moment)
+    page.filters.update(how=how_lost)
     page.filters.update(phase=phase_name, short=lambda node: short_node(node, report.run.name))
     template = page.from_string(files("launcher.report").joinpath("report.html").read_text(encoding="utf-8"))
     costs = report.costs
@@ -54,12 +69,21 @@ def render_html(report: Report, read: Callable[[str], bytes | None]) -> str:
             },
             {"Phase": _shares(costs.by_phase, costs.total)},
         ],
+        learning=_figure(learning) if (learning := learning_chart(report)) is not None else None,
+        saved=saving_words(report),
+        saved_percent=saved_percent(report),
         pictures=[
-            (word, sheet, picture)
-            for word, sheet in (("Before", report.pictures_before), ("After", report.pictures_after))
-            if sheet is not None and (picture := _image_uri(sheet, read))
+            (sheet, picture) for sheet in _some(report.pictures, MOST_SHEETS) if (picture := _image_uri(sheet, read))
         ],
+        sheets=len(report.pictures),
     )
+
+
+def _some(sheets: Sequence[Pictures], most: int) -> list[Pictures]:
+    """Return at most this many sheets, evenly spread, with the first and the last."""
+    if len(sheets) <= most:
+        return list(sheets)
+    return [sheets[round(number * (len(sheets) - 1) / (most - 1))] for number in range(most)]
 
 
 KEY_SHAPES = {

@@ -5,13 +5,13 @@ from collections.abc import Iterable, Sequence
 from sqlalchemy.orm import Session
 
 from engine.config import DRIFT
-from engine.events import Evaluated
+from engine.events import Evaluated, IterationDone
 from launcher.ledger.accounting import RunCosts
 from launcher.ledger.models import ProgressRow, Run
 from launcher.ledger.store import progress_of
 from launcher.money import HOUR_MS
 from launcher.report.target import Evaluation, Point, best, crossing
-from launcher.report.values import DriftPoint, Factors, Guard, Moment, Pictures, Target
+from launcher.report.values import DriftPoint, Factors, Guard, Learning, Moment, Pictures, Target
 
 GAINS = 8
 
@@ -136,6 +136,21 @@ def _factors(run: Run, point: Point) -> Factors:
         seconds_per_iteration=ms / 1000 / iterations,
         micro_usd_per_hour=round(point.micro_usd * HOUR_MS / ms),
         micro_usd=point.micro_usd,
+    )
+
+
+def learning_of(session: Session, run: Run) -> tuple[Learning, ...]:
+    """Return every trained iteration with the figures of its update."""
+    return tuple(
+        Learning(
+            iteration=iteration,
+            hours=(row.at_ms - run.created_ms) / HOUR_MS,
+            reward_mean=row.event["reward_mean"],
+            reward_std=row.event["reward_std"],
+            explored=row.event["explored"],
+            health=row.event["health"],
+        )
+        for iteration, row in by_iteration(session, run, IterationDone.KIND).items()
     )
 
 

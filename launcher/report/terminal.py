@@ -10,7 +10,17 @@ from launcher.money import dollars, hourly
 from launcher.report.exploration import exploration_words
 from launcher.report.sharing import sharing_words
 from launcher.report.values import Factors, Report, Saving
-from launcher.report.words import age, drift_words, headline, moment, phase_name, score, seconds, short_node
+from launcher.report.words import (
+    age,
+    drift_words,
+    headline,
+    moment,
+    phase_name,
+    saving_words,
+    score,
+    seconds,
+    short_node,
+)
 
 PIPED_WIDTH = 80
 
@@ -34,6 +44,8 @@ def _print(report: Report, console: Console) -> None:
     run, target = report.run, report.target
     console.print(f"{run.name}  {run.infra}, {run.status}{f': {run.reason}' if run.reason else ''}", style="bold")
     console.print(headline(report), style="green" if target.reached else "yellow" if target.value is not None else "")
+    if saved := saving_words(report):
+        console.print(saved)
     if drifted := drift_words(report):
         console.print(drifted)
     if target.first is not None and target.first != target.confirmed:

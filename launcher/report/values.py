@@ -63,6 +63,18 @@ class DriftPoint:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Learning:
+    """One trained iteration. `health`: figures of the update by name, like kl, clip_share and gradient_norm."""
+
+    iteration: int
+    hours: float
+    reward_mean: float
+    reward_std: float
+    explored: int
+    health: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Guard:
     """A limit on a metric, required by the target. `value` is from the newest evaluation; None if not reported."""
 
@@ -262,6 +274,12 @@ class Report:
     start_ms: int
     end_ms: int
     notes: tuple[str, ...]
+    learning: tuple[Learning, ...] = ()
+    """Every trained iteration."""
+    pictures: tuple[Pictures, ...] = ()
+    """The contact sheet of every evaluation that kept one, oldest first."""
+    job_text: str = ""
+    """The job file as it was launched."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as a dictionary for JSON."""

@@ -25,6 +25,28 @@ def headline(report: Report) -> str:
     )
 
 
+def saving_words(report: Report) -> str:
+    """Return one sentence with the saving against the same nodes on demand; empty without a cost."""
+    saving = next((one for one in report.saved if one.kind == "counterfactual"), None)
+    percent = saved_percent(report)
+    if saving is None or saving.saved_micro_usd is None or percent is None:
+        return ""
+    word = "less" if saving.saved_micro_usd >= 0 else "more"
+    return f"{dollars(abs(saving.saved_micro_usd))} ({abs(percent):.0f} %) {word} than the same nodes on demand."
+
+
+def saved_percent(report: Report) -> float | None:
+    """Return the share of the on-demand cost that was saved, in percent; None without a cost."""
+    saving = next((one for one in report.saved if one.kind == "counterfactual"), None)
+    if saving is None or saving.saved_micro_usd is None or not saving.micro_usd:
+        return None
+    return 100 * saving.saved_micro_usd / saving.micro_usd
+
+
+def how_lost(notice: bool) -> str:
+    return "preemption with notice" if notice else "preemption without notice"
+
+
 def drift_words(report: Report) -> str:
     """Return sentences on the newest drift from the base model and on each guard; empty without drift and guards."""
     words = []

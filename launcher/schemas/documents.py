@@ -39,7 +39,9 @@ meaning."""
 Schema = dict[str, Any]
 
 RUN_ADDED_LATER = frozenset({"on_demand_micro_usd", "preemptions", "iteration_ms", "usual_iteration_ms"})
-"""Keys of a run's state that are always printed. Outputs of version 1 from before the keys are valid all the same."""
+REPORT_ADDED_LATER = frozenset({"learning", "pictures", "job_text"})
+"""Keys of a run's state and of a report that are always printed. Outputs of version 1 from before the keys are valid
+all the same."""
 
 WITH_DOCSTRINGS = ConfigDict(use_attribute_docstrings=True)
 
@@ -132,8 +134,9 @@ def _schema(kind: Any) -> Schema:
     name = whole["items"]["$ref"].rpartition("/")[2]
     schema = _complete(_plain(definitions.pop(name) | ({"$defs": definitions} if definitions else {})))
     assert isinstance(schema, dict)
-    if kind is RunView:
-        schema["required"] = [name for name in schema["required"] if name not in RUN_ADDED_LATER]
+    later = RUN_ADDED_LATER if kind is RunView else REPORT_ADDED_LATER if kind is Report else frozenset()
+    if later:
+        schema["required"] = [name for name in schema["required"] if name not in later]
     return schema
 
 
