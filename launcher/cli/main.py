@@ -44,7 +44,7 @@ OTHER_NAMES = {
 GROUPS: dict[str, tuple[str, ...]] = {
     "Start and end runs": ("init", "config", "check", "launch", "down", "resume"),
     "Look at runs": ("ls", "attach", "status", "events", "logs", "ui", "ssh"),
-    "Use results": ("report", "pull", "sample", "trace"),
+    "Use results": ("report", "compare", "pull", "sample", "trace"),
     "Prices and plans": ("prices", "catalog"),
     "Clean up": ("rm", "reap", "panic"),
 }

@@ -22,6 +22,7 @@ from launcher.market.prices import RawPrice
 from launcher.money import exact_duration
 from launcher.placement.cloud_plan import CloudPlan
 from launcher.placement.plan import Plan
+from launcher.report.comparison import Comparison
 from launcher.report.values import Report
 from launcher.runs.event_lines import EventLine
 from launcher.runs.views import RunView
@@ -53,6 +54,7 @@ def documents() -> dict[str, Schema]:
         "progress": _progress(),
         "capacity": _schema(Capacity),
         "report": _schema(Report),
+        "compare": _schema(Comparison),
         "result": _schema(outputs.Result),
         "launch": _launch(),
         "ls": _listed(_schema(RunView), "Output of `spotrl ls --json`: one object per run."),

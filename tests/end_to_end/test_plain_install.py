@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 MISTAKES = {
     "catalog": ("catalog", "refresh"),
     "check": ("check", "job.yaml", "--infra", "aws"),
+    "compare": ("compare", "nobody", "nothing"),
     "config": ("config", "show", "none.yaml"),
     "controller": ("controller", "nobody"),
     "down": ("down", "nobody"),

@@ -1,0 +1,103 @@
+"""A comparison as one offline HTML file: tables, and the curves as inline SVG. No script, no network."""
+
+from dataclasses import dataclass
+from importlib.resources import files
+
+from jinja2 import Environment, StrictUndefined
+
+from launcher.money import MICRO, dollars
+from launcher.report.comparison import ComparedRun, Comparison, SeedMean
+from launcher.report.values import Moment
+
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#882255", "#7a7f87")
+DASHES = ("", "7 3", "2 3", "9 3 2 3")
+"""Okabe and Ito's palette. Dashes tell curves apart without colours; both repeat after some runs."""
+
+WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 720, 280, 56, 34, 10
+TICKS = 5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Line:
+    """One run's curve. `points`: SVG points in pixels."""
+
+    name: str
+    colour: str
+    dash: str
+    points: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plot:
+    """Score against one axis. Ticks: pixel and text."""
+
+    axis: str
+    lines: tuple[Line, ...]
+    x_ticks: tuple[tuple[float, str], ...]
+    y_ticks: tuple[tuple[float, str], ...]
+    target: float | None
+    """Height of the target in pixels; None without a target."""
+
+
+def render_comparison(comparison: Comparison) -> str:
+    """Return the page. All text from runs is escaped."""
+    page = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    page.filters.update(dollars=dollars)
+    template = page.from_string(files("launcher.report").joinpath("comparison.html").read_text(encoding="utf-8"))
+    phases = dict.fromkeys(phase for run in comparison.runs for phase, amount in run.by_phase.items() if amount)
+    drawn = [run for run in comparison.runs if run.curve]
+    plots = [_plot(comparison, drawn, axis) for axis in ("dollars", "hours", "iterations")] if drawn else []
+    size = {"width": WIDTH, "height": HEIGHT, "left": LEFT, "bottom": HEIGHT - BOTTOM}
+    return template.render(comparison=comparison, plots=plots, phases=list(phases), spread=spread, size=size)
+
+
+def spread(value: SeedMean | None, kind: str) -> str:
+    """Return a mean with its interval as text. `kind`: `dollars`, or a format like `.2f`."""
+    if value is None:
+        return "–"
+
+    def text(number: float) -> str:
+        return dollars(round(number)) if kind == "dollars" else format(number, kind)
+
+    return (
+        text(value.mean)
+        if value.low is None or value.high is None
+        else (f"{text(value.mean)} ({text(value.low)} to {text(value.high)})")
+    )
+
+
+def _plot(comparison: Comparison, runs: list[ComparedRun], axis: str) -> Plot:
+    def x_of(point: Moment) -> float:
+        return {"dollars": point.micro_usd / MICRO, "hours": point.hours, "iterations": point.iteration}[axis]
+
+    last = max(x_of(point) for run in runs for point in run.curve) or 1.0
+    scores = [point.smoothed for run in runs for point in run.curve]
+    scores += [comparison.target] if comparison.target is not None else []
+    low, high = min(scores), max(scores)
+    if low == high:
+        low, high = low - 0.05, high + 0.05
+
+    def px(value: float) -> float:
+        return round(LEFT + value / last * (WIDTH - LEFT - 14), 1)
+
+    def py(value: float) -> float:
+        return round(TOP + (high - value) / (high - low) * (HEIGHT - BOTTOM - TOP), 1)
+
+    steps = [number / TICKS for number in range(TICKS + 1)]
+    return Plot(
+        axis=axis,
+        lines=tuple(
+            Line(
+                name=run.name,
+                colour=COLOURS[number % len(COLOURS)],
+                dash=DASHES[number // len(COLOURS) % len(DASHES)],
+                points=" ".join(f"{px(x_of(point))},{py(point.smoothed)}" for point in run.curve),
+            )
+            for number, run in enumerate(runs)
+        ),
+        x_ticks=tuple(
+            (px(last * step), f"${last * step:.2f}" if axis == "dollars" else f"{last * step:.3g}") for step in steps
+        ),
+        y_ticks=tuple((py(low + (high - low) * step), f"{low + (high - low) * step:.3g}") for step in steps),
+        target=None if comparison.target is None else py(comparison.target),
+    )
