@@ -75,5 +75,5 @@ class OldPolicy:
             self._kept[name].lerp_(parameter.detach(), 1.0 - decay)
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take the old policy of a checkpoint."""
-        self._kept = {name: tensors[name].to(value.device, copy=True) for name, value in self._parameters.items()}
+        """Take over the old policy of a checkpoint."""
+        self._kept = {name: tensors[name].to(value.device) for name, value in self._parameters.items()}

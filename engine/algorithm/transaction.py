@@ -188,13 +188,13 @@ class Trainer:
         return state
 
     def load_optimizer_state(self, state: dict[str, Tensor]) -> None:
-        """Restore the exact state returned by `optimizer_state`."""
+        """Restore the exact state returned by `optimizer_state`. Takes over tensors that are on the right device."""
         self.optimizer.state.clear()
         for full_name, value in state.items():
             name, key = full_name.rsplit("|", 1)
             parameter = self.parameters[name]
             # Fused AdamW keeps its step count beside the moments, on a GPU too.
-            self.optimizer.state[parameter][key] = value.to(parameter.device, copy=True)
+            self.optimizer.state[parameter][key] = value.to(parameter.device)
 
 
 class Transaction:

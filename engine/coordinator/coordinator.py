@@ -12,6 +12,7 @@ journal (engine/coordinator/recovery.py), leases included: a worker in the middl
 
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Literal, assert_never
 
 from engine.clock import Clock, run_ms
@@ -64,6 +65,7 @@ from engine.protocol.messages import (
     WorkerDied,
 )
 from engine.protocol.records import WeightsPublished, stored
+from engine.protocol.request import WeightsKey
 from engine.queue.pace import Rules
 from engine.queue.queue import Queue
 from engine.storage.judge_fund import JudgeFund
@@ -160,6 +162,12 @@ class Coordinator:
             case _:
                 assert_never(call)
 
+    def weights_file(self, weights: WeightsKey, digest: str) -> Path:
+        """Return the file of published weights. Raises KeyError if other or no weights have this key now."""
+        if self.queue.weights.digests.get(weights) != digest:
+            raise KeyError(f"weights {weights} with digest {digest} are not published")
+        return self._book.path(weights)
+
     def set_capacity(self, snapshot: Capacity) -> None:
         """Apply the launcher's snapshot of the nodes."""
         self.queue.capacity(snapshot, now_ms=self._clock.now_ms())
@@ -213,7 +221,7 @@ class Coordinator:
         answer: Answer = Done()
         match order:
             case Publish():
-                answer = self._publish(order, blobs["weights"], now_ms)
+                answer = self._publish(order, blobs, now_ms)
             case Stop():
                 self.queue.stop(order.reason)
             case Submit():
@@ -229,9 +237,13 @@ class Coordinator:
         self.state.changes += 1
         return answer
 
-    def _publish(self, order: Publish, data: bytes, now_ms: int) -> Published:
-        digest = digest_of(data)
-        self._book.write(order.weights, data)
+    def _publish(self, order: Publish, blobs: Blobs, now_ms: int) -> Published:
+        if order.file is not None:
+            digest = order.file.digest
+            self._book.adopt(order.weights, order.file)
+        else:
+            digest = digest_of(blobs["weights"])
+            self._book.write(order.weights, blobs["weights"])
         record = WeightsPublished(weights=order.weights, digest=digest, boot=order.boot, seq=order.seq)
         self.log.record_and_apply(record, now_ms)
         if not order.weights.average:

@@ -21,8 +21,8 @@ CALLS_OF_A_SPOT_NODE = frozenset(tag_of(call) for call in get_args(NodeCall))
 """Calls allowed to spot nodes. Only the trainer may make the coordinator's remaining calls."""
 
 ROUTES: Mapping[Role, frozenset[str]] = {
-    "trainer": frozenset({"/call", "/presence", "/ship", "/ray", "/health"}),
-    "rollout": frozenset({"/call", "/presence", "/ship", "/ray", "/health"}),
+    "trainer": frozenset({"/call", "/weights", "/presence", "/ship", "/ray", "/health"}),
+    "rollout": frozenset({"/call", "/weights", "/presence", "/ship", "/ray", "/health"}),
     "controller": frozenset({"/capacity", "/stop", "/health"}),
 }
 

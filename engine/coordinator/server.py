@@ -5,6 +5,7 @@ Callers that arrive during an fsync share the next fsync. `CoordinatorServer` sp
 address, with the token of a role on every call (engine/coordinator/rights.py), JSON and raw bytes:
 
     POST /call       workers and trainer (engine/protocol/codec.py frames)
+    GET  /weights    ?version=&average=&digest=, with a Range: a part of published weights; 404 if they are replaced
     GET  /presence   ?worker=&node=&boot=: open while the worker lives; its end reports the worker's death
     POST /capacity   the launcher's snapshot (engine/events.py, JSON)
     POST /stop       {"reason": ...}
@@ -35,9 +36,11 @@ from starlette.types import Receive, Scope, Send
 
 from engine.coordinator.coordinator import Answered, Coordinator
 from engine.coordinator.rights import NotAllowed, Rights, WrongToken
+from engine.coordinator.weights_part import WeightsPart
 from engine.events import Capacity
 from engine.protocol.codec import Blobs, decode_call, encode, pack, unpack
 from engine.protocol.messages import Call, WorkerDied, has_news, without_usage
+from engine.protocol.request import WeightsKey
 from engine.storage.ship import PIECE_BYTES, keep_piece
 
 TICK_SECONDS = 0.05
@@ -174,6 +177,7 @@ class CoordinatorServer:
         self._ray_address = ray_address
         routes = [
             Route("/call", self._call, methods=["POST"]),
+            Route("/weights", self._weights),
             Route("/presence", self._presence),
             Route("/capacity", self._capacity, methods=["POST"]),
             Route("/stop", self._stop, methods=["POST"]),
@@ -216,6 +220,19 @@ class CoordinatorServer:
         except OSError as error:
             return PlainTextResponse(f"the coordinator's disk: {error}", status_code=507)
         return Response(pack(encode(answer), blobs), media_type="application/octet-stream")
+
+    async def _weights(self, request: Request) -> Response:
+        if refused := self._refuse(request):
+            return refused
+        try:
+            query = request.query_params
+            weights = WeightsKey(version=int(query["version"]), average=query["average"] == "1")
+            file = self._front.coordinator.weights_file(weights, query["digest"])
+            return WeightsPart(file, request.headers.get("range", ""))
+        except (FileNotFoundError, KeyError) as error:
+            return PlainTextResponse(f"{type(error).__name__}: {error}", status_code=404)
+        except ValueError as error:
+            return PlainTextResponse(f"{type(error).__name__}: {error}", status_code=400)
 
     async def _presence(self, request: Request) -> Response:
         if refused := self._refuse(request):

@@ -107,6 +107,7 @@ def build_inproc(
         run=run,
         node="trainer",
         workers_of_node=1,
+        outbox=folder / "outbox",
         store=CheckpointStore(store),
         transport=_Turns(coordinator, spot),
         progress=ProgressLog(folder / "progress" / "trainer.jsonl", run=run, source="trainer", clock=clock),

@@ -29,6 +29,7 @@ from engine.parallel.ulysses import problem_with_degree
 from engine.prompts import FilePrompts, prompt_source
 from engine.protocol.request import Score
 from engine.rewards.load import load_reward_of_job
+from engine.storage.tensor_files import Stored
 
 READ_AT_ONCE = 512
 """Prompts per encode call of a shipped model, so a large file takes little memory."""
@@ -84,7 +85,7 @@ def _load_model(config: EngineConfig, start: Path | None) -> DiTAdapter:
         raise JobUnfit("model", str(error), "check model.name and model.path") from error
     if start is not None:
         try:
-            load_start(trainable(adapter), start.read_bytes())
+            load_start(trainable(adapter), Stored.of_path(start))
         except ValueError as error:
             found, _, remedy = str(error).partition("; ")
             raise JobUnfit("model.from", found, remedy) from error

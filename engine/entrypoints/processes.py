@@ -32,9 +32,9 @@ from engine.trainer.context import TrainerContext
 from engine.trainer.loop import Loop
 from engine.trainer.metrics import MetricsLog
 from engine.worker.device import device_of
+from engine.worker.download import Download
 from engine.worker.node_weights import NodeMemory, NodeWeights
 from engine.worker.transport import HttpTransport, Transport
-from engine.worker.weight_source import FromCoordinator
 
 PATIENCE_SECONDS = 60.0
 """Wall seconds a worker or trainer keeps calling a coordinator that does not answer."""
@@ -73,6 +73,7 @@ def run_trainer(spec: NodeSpec, heartbeat: SharedHeartbeat, ready: Event) -> Non
         run=spec.run,
         node=spec.node,
         workers_of_node=spec.workers,
+        outbox=folder / "outbox",
         store=when_there_is_room(lambda: CheckpointStore(spec.store), print),
         transport=_transport_of_trainer(spec),
         progress=ProgressLog(folder / "progress" / "trainer.jsonl", run=spec.run, source="trainer", clock=clock),
@@ -92,7 +93,8 @@ def run_worker(
     """Roll out and explore until ordered to exit. `memory`: the node's memory with the single copy of the weights."""
     begin(spec, f"worker-{number}", heartbeat)
     transport = _transport(spec)
-    source = NodeWeights(memory, FromCoordinator(transport).fetch)
+    download = Download(spec.coordinator_host, spec.coordinator_port, spec.own_token, patience_seconds=PATIENCE_SECONDS)
+    source = NodeWeights(memory, download)
     worker = make_worker(spec, number, transport, source, drain.is_set)
     presence = (worker.name, worker.node, worker.boot)
     threading.Thread(target=_transport(spec).stay_present, args=presence, daemon=True).start()

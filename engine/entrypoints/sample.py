@@ -22,6 +22,7 @@ from engine.diffusion.sampler import Plan, denoise, evaluation_plan
 from engine.models.adapter import DiTAdapter
 from engine.models.load import load_adapter, trainable
 from engine.models.weights import set_weights
+from engine.storage.tensor_files import Stored
 from engine.strict import Strict
 from engine.trainer.evaluation import to_rgb
 
@@ -50,7 +51,7 @@ def load_trained(model: ModelConfig, weights: Path | None, device: str) -> DiTAd
     """Return the model with these weights. Raises KeyError if the weights belong to another model."""
     adapter = load_adapter(model, device)
     if weights is not None:
-        set_weights(trainable(adapter), weights.read_bytes())
+        set_weights(trainable(adapter), Stored.of_path(weights))
     return adapter
 
 

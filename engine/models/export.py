@@ -10,12 +10,13 @@ from pathlib import Path
 from engine.config import ModelConfig
 from engine.models.load import load_adapter, trainable
 from engine.models.weights import set_weights
+from engine.storage.tensor_files import Stored
 
 
 def export(config: ModelConfig, weights: Path, folder: Path) -> None:
     """Write the diffusers folder. Raises KeyError if the weights belong to another model."""
     adapter = load_adapter(config)
-    set_weights(trainable(adapter), weights.read_bytes())
+    set_weights(trainable(adapter), Stored.of_path(weights))
     adapter.transformer.save_pretrained(folder)  # type: ignore[operator]
 
 

@@ -14,15 +14,14 @@ from typing import Any, assert_never
 import torch
 from peft import LoraConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
-from safetensors import SafetensorError
-from safetensors.torch import load
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from engine.config import SHIPPED, ModelConfig
 from engine.model_folder import ModelFolder, model_folder
 from engine.models.adapter import DiTAdapter
-from engine.models.weights import exchanged
+from engine.models.weights import exchanged, set_weights
+from engine.storage.tensor_files import Stored
 
 LORA_SEED = 0
 """Seed of the random start values of low-rank adapters. Every node draws the same values."""
@@ -154,16 +153,16 @@ def trainable(adapter: DiTAdapter) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in adapter.transformer.named_parameters() if parameter.requires_grad}
 
 
-def load_start(parameters: Mapping[str, nn.Parameter], data: bytes) -> None:
+def load_start(parameters: Mapping[str, nn.Parameter], data: bytes | Stored) -> None:
     """Load the start weights of a run into the parameters. Raises ValueError if the weights belong to another model.
 
     `data`: safetensors, in the format of checkpoints
     """
+    stored = data if isinstance(data, Stored) else Stored.of_bytes(data)
     try:
-        tensors = load(data)
-    except SafetensorError as error:
+        found = {name: entry.shape for name, entry in stored.entries().items()}
+    except ValueError as error:
         raise ValueError(f"the start weights cannot be read ({error}); pull them again") from None
-    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     wanted = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     for name in sorted(found.keys() | wanted.keys()):
         if found.get(name) != wanted.get(name):
@@ -171,9 +170,7 @@ def load_start(parameters: Mapping[str, nn.Parameter], data: bytes) -> None:
                 f"the start weights are of another model: {name} is {_shape(found.get(name))} there and "
                 f"{_shape(wanted.get(name))} in this model; name a run of the same model, weights and lora_rank"
             )
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(tensors[name])
+    set_weights(parameters, stored)
 
 
 def _shape(shape: tuple[int, ...] | None) -> str:

@@ -1,43 +1,104 @@
-"""Trained weights as safetensors bytes."""
+"""Trained weights as safetensors: bytes for small models and tests, files in pieces for everything else."""
 
-import json
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from safetensors.torch import save
+from torch import Tensor
 
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Dtypes of weights, by the names of safetensors."""
+from engine.storage.tensor_files import PIECE_BYTES, Stored, TensorEntry, TensorFile, header_of, write_pieces
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+}
+"""Dtypes of tensors, by the names of safetensors."""
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def get_weights(parameters: dict[str, torch.nn.Parameter]) -> bytes:
-    """Return the trained weights as safetensors bytes."""
+    """Return the trained weights as safetensors bytes: one copy of all weights, for small models."""
     return save({name: value.detach().contiguous().cpu() for name, value in parameters.items()})
 
 
-def set_weights(parameters: dict[str, torch.nn.Parameter], data: bytes | memoryview) -> None:
-    """Copy safetensors bytes into live parameters, in place and with one copy.
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> TensorFile:
+    """Write tensors durably to a file, one by one and each in pieces: the same bytes as safetensors writes.
 
-    Raises KeyError if a parameter is missing.
+    The tensors must not change meanwhile. Raises OSError, e.g. if the disk is full.
     """
-    header_size = int.from_bytes(data[:8], "little")
-    header = json.loads(bytes(data[8 : 8 + header_size]))
-    missing = parameters.keys() - header.keys()
+    header, names = header_of(
+        {name: (_NAMES[one.dtype], one.shape, one.numel() * one.element_size()) for name, one in tensors.items()}
+    )
+
+    def pieces() -> Iterator[bytes | memoryview]:
+        yield header
+        for name in names:
+            flat = tensors[name].detach().reshape(-1)  # copies one tensor if its memory has another order
+            step = PIECE_BYTES // flat.element_size()
+            for at in range(0, len(flat), step):
+                piece = flat[at : at + step].cpu().view(torch.uint8)
+                yield piece.numpy().data
+
+    return write_pieces(path, pieces())
+
+
+def set_weights(parameters: Mapping[str, torch.nn.Parameter], data: bytes | memoryview | Stored) -> None:
+    """Copy stored weights into live parameters, in place and in pieces.
+
+    Raises KeyError if a parameter is missing, ValueError if the data is not whole.
+    """
+    fill_tensors({name: parameter.detach() for name, parameter in parameters.items()}, data)
+
+
+def fill_tensors(tensors: Mapping[str, Tensor], data: bytes | memoryview | Stored) -> None:
+    """Copy stored tensors into these tensors, which may have another dtype, device or layout.
+
+    Raises as `set_weights`.
+    """
+    stored = data if isinstance(data, Stored) else Stored.of_bytes(data)
+    entries = stored.entries()
+    missing = tensors.keys() - entries.keys()
     if missing:
         raise KeyError(f"these weights lack {sorted(missing)}")
-    with torch.no_grad(), warnings.catch_warnings():
-        # The code only reads the views, so torch's warning about writable memory does not apply.
-        warnings.filterwarnings("ignore", message="The given buffer is not writable")
-        for name, parameter in parameters.items():
-            entry = header[name]
-            begin, end = entry["data_offsets"]
-            if end > begin:
-                dtype = DTYPES[entry["dtype"]]
-                start = 8 + header_size + begin
-                flat = torch.frombuffer(data, dtype=dtype, count=(end - begin) // dtype.itemsize, offset=start)
-                parameter.copy_(flat.view(entry["shape"]))
+    buffer = torch.empty(PIECE_BYTES, dtype=torch.uint8)
+    for name, target in tensors.items():
+        _fill(target, entries[name], stored, buffer)
+
+
+def read_tensors(data: bytes | memoryview | Stored, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+    """Return new tensors on a device with stored values. Raises ValueError if the data is not whole."""
+    stored = data if isinstance(data, Stored) else Stored.of_bytes(data)
+    found = {
+        name: torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device=device)
+        for name, entry in stored.entries().items()
+    }
+    fill_tensors(found, stored)
+    return found
+
+
+def _fill(target: Tensor, entry: TensorEntry, stored: Stored, buffer: Tensor) -> None:
+    dtype = DTYPES[entry.dtype]
+    if entry.shape != tuple(target.shape):
+        raise ValueError(f"a tensor of shape {list(entry.shape)} does not fit into {list(target.shape)}")
+    in_place = target.is_contiguous()
+    flat = (target if in_place else torch.empty(target.shape, dtype=dtype)).view(-1)
+    for begin in range(0, entry.size, PIECE_BYTES):
+        piece = buffer[: min(PIECE_BYTES, entry.size - begin)]
+        stored.read_into(entry.at + begin, piece.numpy().data)
+        first = begin // dtype.itemsize
+        flat[first : first + len(piece) // dtype.itemsize].copy_(piece.view(dtype))
+    if not in_place:
+        target.copy_(flat.view(target.shape))
 
 
 @contextmanager

@@ -146,7 +146,7 @@ class Agent:
             self.context.set_forkserver_preload(["engine.entrypoints.processes"] if needs_torch else [])
         os.environ.setdefault(MARK, str(self.folder))
         self.drain = self.context.Event()
-        self.memory = NodeMemory.make()
+        self.memory = NodeMemory.make(self.folder)
         self.noticed_ms: int | None = None
         self.on_cloud = self.spec.cloud != "local"
         self.sending: subprocess.Popen[bytes] | None = None

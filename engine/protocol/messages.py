@@ -273,10 +273,19 @@ class Explore(_Order, frozen=True, kw_only=True, tag="explore"):
     order: ExplorationOrder
 
 
+class WeightsFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A durable file of weights on the coordinator's disk. `digest`: names the bytes. `size`: in bytes."""
+
+    path: str
+    digest: str
+    size: int
+
+
 class Publish(_Order, frozen=True, kw_only=True, tag="publish"):
-    """Make weights available to workers. The bytes are the blob `weights`."""
+    """Make weights available to workers. The weights are in `file`; without it, they are the blob `weights`."""
 
     weights: WeightsKey
+    file: WeightsFile | None = None
 
 
 class Withdraw(_Order, frozen=True, kw_only=True, tag="withdraw"):

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import errno
 import fcntl
+import mmap
 import os
 import threading
 import time
@@ -26,21 +27,24 @@ from ray.exceptions import RayError, RayTaskError
 from engine.coordinator.open import fund_of, open_coordinator
 from engine.coordinator.rights import NotAllowed, Rights, WrongToken
 from engine.coordinator.server import CoordinatorServer, Front, bind
-from engine.coordinator.weight_book import digest_of
 from engine.node.child import note_start, open_log
 from engine.node_spec import NodeSpec
 from engine.protocol.codec import Blobs, Head, decode_call, encode
-from engine.protocol.messages import Call, FetchWeights, Publish, Published
+from engine.protocol.messages import Call, Publish, Published
 from engine.protocol.request import WeightsKey
 from engine.ray.cluster import NAMESPACE, die_with_raylet
 from engine.storage.disk import when_there_is_room
 from engine.storage.progress import ProgressLog
+from engine.storage.tensor_files import Stored
 from engine.worker.transport import WAIT_MS, Answer, CallRefused, CoordinatorLost
 
 NAME = "coordinator"
 
 ANSWER_SECONDS = 10.0
 """Seconds without an answer after which a call is repeated."""
+
+ARRIVAL_SECONDS = 600.0
+"""Seconds in which weights must arrive. The end of their owner ends the wait at once."""
 
 VERSIONS_KEPT = 2
 """Number of versions kept, of the live weights and of the averaged evaluation weights."""
@@ -120,7 +124,8 @@ class CoordinatorActor:
         except OSError as error:
             return "full", f"the coordinator's disk: {error}", None
         if isinstance(call, Publish) and isinstance(answer, Published):
-            await asyncio.to_thread(self._shelf.put, call.weights, answer.digest, blobs)
+            file = self._front.coordinator.weights_file(call.weights, answer.digest)
+            await asyncio.to_thread(self._shelf.put, call.weights, answer.digest, file)
         return "ok", encode(answer), {name: _array(data) for name, data in answer_blobs.items()}
 
     async def weights(self, weights: WeightsKey, digest: str) -> "list[ray.ObjectRef[Any]]":
@@ -131,10 +136,11 @@ class CoordinatorActor:
         found = self._shelf.find(weights, digest)
         if found is None:
             # This process started after the publish: read the weights from the book on disk.
-            reply, _, blobs = await self._answer(FetchWeights(weights=weights), {})
-            if reply != "ok" or digest_of(blobs["weights"]) != digest:
+            try:
+                file = self._front.coordinator.weights_file(weights, digest)
+                await asyncio.to_thread(self._shelf.put, weights, digest, file)
+            except (KeyError, FileNotFoundError):
                 return []
-            await asyncio.to_thread(self._shelf.put, weights, digest, blobs)
             found = self._shelf.find(weights, digest)
         return [] if found is None else [found]
 
@@ -149,10 +155,17 @@ class _Shelf:
         self._lock = threading.Lock()
         self._refs: dict[WeightsKey, tuple[str, ray.ObjectRef[Any]]] = {}
 
-    def put(self, weights: WeightsKey, digest: str, blobs: Mapping[str, Any]) -> None:
+    def put(self, weights: WeightsKey, digest: str, file: Path) -> None:
+        """Copy a file of weights into the object store, from its pages: Ray copies without Python's lock.
+
+        Raises FileNotFoundError if the weights are obsolete.
+        """
         with self._lock:
             if self.find(weights, digest) is None:
-                self._refs[weights] = (digest, ray.put(_array(blobs["weights"])))
+                with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ) as pages:
+                    array = _array(pages)
+                    self._refs[weights] = (digest, ray.put(array))
+                    del array  # the pages cannot be closed while an array shows them
             same = sorted((key for key in self._refs if key.average == weights.average), key=lambda key: key.version)
             for key in same[:-VERSIONS_KEPT]:
                 del self._refs[key]
@@ -211,18 +224,18 @@ class RayWeights:
         self._held: dict[str, np.ndarray] = {}
 
     @contextlib.contextmanager
-    def get(self, weights: WeightsKey, digest: str) -> Iterator[memoryview | None]:
+    def get(self, weights: WeightsKey, digest: str) -> Iterator[Stored | None]:
         array = self._held.get(digest)
         if array is None:
             array = self._fetch(weights, digest)
-        yield None if array is None else array.data
+        yield None if array is None else Stored.of_bytes(array.data)
 
     def _fetch(self, weights: WeightsKey, digest: str) -> np.ndarray | None:
         found: Sequence[ray.ObjectRef[Any]] = self._transport.request("weights", weights, digest)
         if not found:
             return None
         try:
-            array: np.ndarray = ray.get(found[0], timeout=ANSWER_SECONDS)
+            array: np.ndarray = ray.get(found[0], timeout=ARRIVAL_SECONDS)
         except RayError as error:
             print(f"weights {weights} did not come: {error}", flush=True)
             return None  # the coordinator died in the meantime; the next pull repeats the request

@@ -14,13 +14,15 @@ Writing raises OSError if the store is a full disk. Every call raises OSError if
 answer. The caller may then retry: nothing counts yet.
 """
 
-import hashlib
+import errno
 import json
 import re
+import tempfile
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import obstore
@@ -28,14 +30,19 @@ from obstore.exceptions import AlreadyExistsError, BaseError, GenericError
 from obstore.store import LocalStore, ObjectStore
 
 from engine.drift import Look
+from engine.durable import sync_folder, write_durably
 from engine.protocol.request import Manifest
 from engine.storage.bucket import open_store
 from engine.storage.disk import AWAY, FULL
+from engine.storage.tensor_files import Stored, TensorFile, copy_durably, link_durably, write_all
 
 SCHEMA = 1
 
 START_WEIGHTS, START_MANIFEST = "start/weights.safetensors", "start/manifest.json"
 """launcher/runs/start.py writes both; the manifest is {"sha256", "text"}."""
+
+READ_BYTES, READ_AT_ONCE = 16 << 20, 4
+"""Bytes of a part of a file that a bucket sends, and parts under way at once. A part that breaks is asked for again."""
 
 
 class CheckpointDamaged(Exception):
@@ -54,7 +61,8 @@ class RowsThatFit:
 class Checkpoint:
     """The state after `iteration` trained batches.
 
-    `files`: safetensors bytes by name: weights, ema, optimizer. `evaluations`: all (iteration, metrics) until now.
+    `files`: stored tensors by name: weights, ema, optimizer. Empty while the checkpoint is made. `evaluations`: all
+    (iteration, metrics) until now.
     `std`: the running reward std (std: ema), or None. `config_digest`: of the engine's config. `exploration`: the
     explorer's state as JSON values (engine/exploration/explorer.py); empty: no state yet. `base`: the look of the base
     model's evaluation images (engine/drift.py); None in checkpoints of earlier versions. `fits`: None also in
@@ -64,7 +72,7 @@ class Checkpoint:
     iteration: int
     lineage: int
     next_batch: Manifest
-    files: Mapping[str, bytes]
+    files: Mapping[str, Stored]
     evaluations: tuple[tuple[int, dict[str, float]], ...]
     std: float | None
     skipped_in_a_row: int
@@ -87,7 +95,7 @@ class Start:
     """Start weights of a run. `text`: the origin of the weights, in words."""
 
     text: str
-    weights: bytes
+    weights: Stored
 
 
 class CheckpointStore:
@@ -99,6 +107,8 @@ class CheckpointStore:
     def __init__(self, url: str) -> None:
         self.url = url
         self._store: ObjectStore = open_store(url)
+        self._folder = Path(url.removeprefix("file://")) if url.startswith("file://") else None
+        """The store as a folder; None: a bucket."""
 
     def claim_lineage(self) -> int:
         """Claim and return a new lineage number. The first lineage is 1."""
@@ -111,20 +121,44 @@ class CheckpointStore:
             except AlreadyExistsError:
                 lineage += 1
 
-    def write_files(self, name: str, files: Mapping[str, bytes]) -> dict[str, str]:
+    def write_files(self, name: str, files: Mapping[str, TensorFile | Stored]) -> dict[str, str]:
         """Write the files of a checkpoint and return their digests for `save`.
 
         The checkpoint counts only after `save`.
         """
 
-        def put(item: tuple[str, bytes]) -> tuple[str, str]:
+        def put(item: tuple[str, TensorFile | Stored]) -> tuple[str, str]:
             file, data = item
-            self.put(f"checkpoints/{name}/{file}.safetensors", data)
-            return file, hashlib.sha256(data).hexdigest()
+            path = f"checkpoints/{name}/{file}.safetensors"
+            if isinstance(data, TensorFile):
+                self.take_over(path, data)
+                return file, data.digest
+            self.put(path, data.to_bytes())
+            return file, data.digest()
 
-        # In parallel: hashing and writing both let further threads run, and the trainer only waits for them.
+        # In parallel: the trainer only waits for them.
         with ThreadPoolExecutor() as pool:
             return dict(pool.map(put, files.items()))
+
+    def take_over(self, path: str, file: TensorFile) -> None:
+        """Put a file into the store: by a second name on the same disk, else in pieces."""
+        if self._folder is not None:
+            try:
+                self._make_folder(self._folder / path)
+                link_durably(file.path, self._folder / path)
+                return
+            except OSError as error:
+                if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK):
+                    raise
+            copy_durably(file, self._folder / path)
+            return
+        with self._trouble_is_an_oserror():
+            obstore.put(self._store, path, file.path)
+
+    def _make_folder(self, path: Path) -> None:
+        if not path.parent.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            sync_folder(path.parent.parent)
 
     def save(self, checkpoint: Checkpoint, *, keep: int, digests: Mapping[str, str] | None = None) -> str:
         """Write a checkpoint, the manifest last, and return the digest of its weights.
@@ -184,8 +218,8 @@ class CheckpointStore:
         raw = json.loads(self.get(f"{folder}/manifest.json"))
         files = {}
         for file, digest in raw["files"].items():
-            data = self.get(f"{folder}/{file}")
-            if hashlib.sha256(data).hexdigest() != digest:
+            data = self._open(f"{folder}/{file}")
+            if data.digest() != digest:
                 raise CheckpointDamaged(f"{folder}/{file} is not what its manifest names; delete {folder} to go back")
             files[file.removesuffix(".safetensors")] = data
         return Checkpoint(
@@ -206,12 +240,12 @@ class CheckpointStore:
         """Return the start weights of the run. Raises CheckpointDamaged if the weights are missing or incomplete."""
         try:
             raw = json.loads(self.get(START_MANIFEST))
-            data, digest, text = self.get(START_WEIGHTS), str(raw["sha256"]), str(raw["text"])
+            data, digest, text = self._open(START_WEIGHTS), str(raw["sha256"]), str(raw["text"])
         except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
             raise CheckpointDamaged(
                 f"the start weights (model.from) are not in {self.url} ({error}); launch the run again under a new name"
             ) from None
-        if hashlib.sha256(data).hexdigest() != digest:
+        if data.digest() != digest:
             raise CheckpointDamaged(
                 f"{START_WEIGHTS} in {self.url} is not what its manifest names; launch the run again under a new name"
             )
@@ -219,6 +253,10 @@ class CheckpointStore:
 
     def put(self, path: str, data: bytes) -> None:
         """Write an object, for example an image to view beside the checkpoints: evaluation/000012.png."""
+        if self._folder is not None:
+            self._make_folder(self._folder / path)
+            write_durably(self._folder / path, data)
+            return
         with self._trouble_is_an_oserror():
             obstore.put(self._store, path, data)
 
@@ -229,6 +267,23 @@ class CheckpointStore:
                 return int(obstore.head(self._store, path)["size"])
             except FileNotFoundError:
                 return 0
+
+    def _open(self, path: str) -> Stored:
+        """Return a large object for reading in pieces: in place, or copied from the bucket to a file without a name.
+
+        Raises FileNotFoundError, or OSError if the bucket does not answer or the disk is full.
+        """
+        if self._folder is not None:
+            return Stored.of_path(self._folder / path)
+        with self._trouble_is_an_oserror():
+            size = int(obstore.head(self._store, path)["size"])
+            with tempfile.TemporaryFile(buffering=0) as file:
+                for at in range(0, size, READ_AT_ONCE * READ_BYTES):
+                    starts = range(at, min(size, at + READ_AT_ONCE * READ_BYTES), READ_BYTES)
+                    ends = [min(size, start + READ_BYTES) for start in starts]
+                    for piece in obstore.get_ranges(self._store, path, starts=list(starts), ends=ends):
+                        write_all(file, memoryview(piece))
+                return Stored.of_file(file)
 
     def get(self, path: str) -> bytes:
         with self._trouble_is_an_oserror():

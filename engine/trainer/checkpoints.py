@@ -7,6 +7,7 @@ from engine.config import CheckpointConfig
 from engine.events import CheckpointSaved
 from engine.storage.checkpoint import Checkpoint, Start, checkpoint_name
 from engine.storage.disk import when_there_is_room
+from engine.storage.tensor_files import TensorFile
 from engine.trainer.context import TrainerContext
 from engine.trainer.report import Reporter
 from engine.trainer.state import TrainerState
@@ -35,7 +36,7 @@ class Checkpoints:
     def put(self, path: str, data: bytes) -> None:
         self._patiently(lambda: self._context.store.put(path, data))
 
-    def write_files(self, iteration: int, files: dict[str, bytes]) -> dict[str, str]:
+    def write_files(self, iteration: int, files: dict[str, TensorFile]) -> dict[str, str]:
         """Write the large files of the checkpoint after `iteration` batches. Returns their digests."""
         name = checkpoint_name(self._state.lineage, iteration)
         return self._patiently(lambda: self._context.store.write_files(name, files))

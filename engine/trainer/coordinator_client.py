@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import msgspec
 
+from engine.coordinator.weight_book import DIGEST_CHARACTERS
 from engine.diffusion.sampler import Plan, plan_to_dict
 from engine.protocol.exploration_order import ExplorationOrder
 from engine.protocol.messages import (
@@ -32,10 +33,12 @@ from engine.protocol.messages import (
     Stop,
     Submit,
     TrainerCall,
+    WeightsFile,
     Withdraw,
 )
 from engine.protocol.request import Finished, Kind, RequestId, WeightsKey
 from engine.protocol.task import Task
+from engine.storage.tensor_files import TensorFile
 from engine.trainer.ending import Stopped, Unhealthy
 from engine.worker.transport import Transport, ask
 from engine.worker.usage import Usage
@@ -104,9 +107,13 @@ class CoordinatorClient:
         """Have spot workers explore candidates while they would be idle."""
         self._order(Explore(order=order))
 
-    def publish(self, weights: WeightsKey, data: bytes) -> str:
-        """Make a weight version available to workers. Returns the digest of its bytes."""
-        return self._ask(self._numbered(Publish(weights=weights)), Published, {"weights": data}).digest
+    def publish(self, weights: WeightsKey, file: TensorFile) -> str:
+        """Make a weight version available to workers. Returns the digest of its bytes.
+
+        `file`: on the coordinator's disk. The coordinator has taken it over when this method returns.
+        """
+        found = WeightsFile(path=str(file.path), digest=file.digest[:DIGEST_CHARACTERS], size=file.size)
+        return self._ask(self._numbered(Publish(weights=weights, file=found)), Published).digest
 
     def withdraw(self, batches: Sequence[tuple[Kind, int]]) -> None:
         """Remove batches and their results from the coordinator."""
@@ -148,16 +155,14 @@ class CoordinatorClient:
     def _numbered(self, order: Order) -> Order:
         return msgspec.structs.replace(order, boot=self._boot, seq=next(self._orders))
 
-    def _ask(self, call: TrainerCall, expected: type[A], blobs: dict[str, bytes] | None = None) -> A:
-        answer, _ = self._call(call, blobs)
+    def _ask(self, call: TrainerCall, expected: type[A]) -> A:
+        answer, _ = self._call(call)
         return _expect(answer, expected)
 
-    def _call(
-        self, call: TrainerCall, blobs: dict[str, bytes] | None = None, *, wait: bool = False
-    ) -> tuple[Answer, dict[str, bytes]]:
+    def _call(self, call: TrainerCall, *, wait: bool = False) -> tuple[Answer, dict[str, bytes]]:
         usage = tuple(self._usage.take())
         reported = msgspec.structs.replace(call, node=self._node, of=self._workers_of_node, usage=usage)
-        return ask(self.transport, reported, blobs, wait=wait)
+        return ask(self.transport, reported, wait=wait)
 
 
 def _expect(answer: Answer, expected: type[A]) -> A:

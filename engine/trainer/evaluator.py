@@ -23,11 +23,13 @@ from engine.events import Evaluated, Phase, TargetReached
 from engine.noise_schedule import ModelSchedule
 from engine.prompts import PromptSource
 from engine.protocol.request import Finished, Kind, RequestId, Stream, Wait, WeightsKey, seed_of
+from engine.storage.tensor_files import TensorFile
 from engine.trainer.checkpoints import Checkpoints
 from engine.trainer.coordinator_client import CoordinatorClient
 from engine.trainer.ending import Unhealthy
 from engine.trainer.evaluation import contact_sheet, held, mean_metrics
 from engine.trainer.model import TrainedModel
+from engine.trainer.outbox import Outbox
 from engine.trainer.report import Reporter
 from engine.trainer.state import TrainerState
 from engine.worker.worker import Worker
@@ -38,11 +40,11 @@ IMAGES_SHOWN = 24
 
 @dataclass(kw_only=True)
 class OpenEvaluation:
-    """An evaluation under way. `data`: safetensors bytes of the evaluated weights, the average after `iteration`."""
+    """An evaluation under way. `file`: the evaluated weights, the average after `iteration`."""
 
     iteration: int
     weights: WeightsKey
-    data: bytes
+    file: TensorFile
     digest: str
     requests: list[RequestId]
     results: dict[RequestId, Finished] = field(default_factory=dict)
@@ -73,6 +75,7 @@ class Evaluator:
         state: TrainerState,
         coordinator: CoordinatorClient,
         checkpoints: Checkpoints,
+        outbox: Outbox,
         reporter: Reporter,
     ) -> None:
         """`worker`: the trainer's own worker, which serves evaluations too. `schedule`: the model's noise levels."""
@@ -85,6 +88,7 @@ class Evaluator:
         self._state = state
         self._coordinator = coordinator
         self._checkpoints = checkpoints
+        self._outbox = outbox
         self._reporter = reporter
         self._open: OpenEvaluation | None = None
 
@@ -103,9 +107,9 @@ class Evaluator:
         first = None if last or iteration == 0 else self._config.evaluation.on_the_way
         weights = WeightsKey(version=iteration, average=True)
         with self._worker.usage.measure(Phase.EVALUATION):
-            data = self._model.average_weights()
-            digest = self._coordinator.publish(weights, data)
-            self._open = OpenEvaluation(iteration=iteration, weights=weights, data=data, digest=digest, requests=[])
+            file = self._model.average_weights("evaluated")
+            digest = self._coordinator.publish(weights, file)
+            self._open = OpenEvaluation(iteration=iteration, weights=weights, file=file, digest=digest, requests=[])
             self._submit(self._prompts.held_out()[:first], images=IMAGES_SHOWN)
 
     def finish(self) -> None:
@@ -123,6 +127,7 @@ class Evaluator:
             self._complete()
             metrics = self._record(evaluation)
         self._open = None
+        self._outbox.drop(evaluation.file)
         self._coordinator.withdraw([(Kind.EVALUATE, evaluation.iteration)])
         if target is not None and self.target_held():
             value = metrics[target.metric]
@@ -179,7 +184,7 @@ class Evaluator:
             self._collect(evaluation, wait=False)
             if evaluation.is_complete:
                 return
-            with self._model.exchanged(evaluation.data):
+            with self._model.exchanged(evaluation.file):
                 # Serve evaluations only. Training rollouts need the live weights, not the averaged weights.
                 self._worker.assume(evaluation.weights, evaluation.digest)
                 self._worker.kinds = (Kind.EVALUATE,)

@@ -26,6 +26,7 @@ from engine.protocol.request import Kind, Manifest, WeightsKey
 from engine.rewards.reward import Reward
 from engine.storage.checkpoint import Checkpoint
 from engine.storage.disk import ASK_AGAIN_SECONDS
+from engine.storage.tensor_files import TensorFile
 from engine.trainer.checkpoints import Checkpoints, is_due
 from engine.trainer.context import TrainerContext
 from engine.trainer.coordinator_client import Collected, CoordinatorClient
@@ -34,6 +35,7 @@ from engine.trainer.evaluator import Evaluator
 from engine.trainer.exploration import SeedExploration
 from engine.trainer.memory import TrainingMemory
 from engine.trainer.model import TrainedModel
+from engine.trainer.outbox import Outbox
 from engine.trainer.report import IterationReports, Reporter
 from engine.trainer.rollouts import Rollouts
 from engine.trainer.state import TrainerState, config_digest
@@ -56,7 +58,10 @@ class Loop:
         self.checkpoints = Checkpoints(context, self.state, self.reporter)
         start = None if config.model.start is None else self.checkpoints.start()
         self.started_from = "" if start is None else start.text
-        self.model = TrainedModel(adapter, config.algorithm, start, workers_compile=config.model.compile == "on")
+        self.outbox = Outbox(context.outbox, self.reporter.warn)
+        self.model = TrainedModel(
+            adapter, config.algorithm, start, self.outbox, workers_compile=config.model.compile == "on"
+        )
         self.memory = TrainingMemory(self.model.trainer, self.state, self.reporter)
         self.schedule = adapter.schedule
         self.worker = own_worker(config, context, adapter, self.model, reward)
@@ -77,6 +82,7 @@ class Loop:
             state=self.state,
             coordinator=self.coordinator,
             checkpoints=self.checkpoints,
+            outbox=self.outbox,
             reporter=self.reporter,
         )
 
@@ -210,33 +216,35 @@ class Loop:
             old_policy=self.model.trainer.old.active,
         )
 
-    def _write_files(self, weights: bytes) -> tuple[dict[str, bytes], dict[str, str]] | None:
+    def _write_files(self, weights: TensorFile) -> dict[str, str] | None:
         """Write the checkpoint's large files after this batch.
 
-        Returns files and digests, or None if no checkpoint is due.
+        Returns their digests, or None if no checkpoint is due.
         """
         iteration = self.state.iteration + 1
         with self.usage.measure(Phase.CHECKPOINT):
             if not is_due(self.config.checkpoint, iteration, self.config.iterations):
                 return None
             files = self.model.files(weights)
-            return files, self.checkpoints.write_files(iteration, files)
+            digests = self.checkpoints.write_files(iteration, files)
+            self.outbox.drop(*(file for file in files.values() if file is not weights))
+            return digests
 
-    def _save(self, written: tuple[dict[str, bytes], dict[str, str]] | None) -> None:
+    def _save(self, digests: dict[str, str] | None) -> None:
         with self.usage.measure(Phase.CHECKPOINT):
-            if written is not None:
-                files, digests = written
-                checkpoint = self.state.checkpoint(files, self.exploration.explorer.to_dict())
+            if digests is not None:
+                checkpoint = self.state.checkpoint(self.exploration.explorer.to_dict())
                 self.checkpoints.save(checkpoint, digests, keep=self.config.checkpoint.keep)
 
-    def _publish(self, data: bytes) -> None:
+    def _publish(self, file: TensorFile) -> None:
         """Publish the trained weights, and withdraw the batches that led to them: their results are in the checkpoint.
 
         The start of a run does the same, because a trainer may have died between checkpoint and withdrawal.
         """
         iteration = self.state.iteration
         weights = WeightsKey(version=iteration)
-        self.worker.assume(weights, self.coordinator.publish(weights, data))
+        self.worker.assume(weights, self.coordinator.publish(weights, file))
+        self.outbox.drop(file)
         trained: Sequence[tuple[Kind, int]] = [
             (Kind.TRAIN, iteration - 1),
             (Kind.CONTROL, iteration - 1),

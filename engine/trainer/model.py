@@ -3,15 +3,15 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from safetensors.torch import load, save
-
 from engine.algorithm.old_policy import decay_of
 from engine.algorithm.transaction import Average, Trainer
 from engine.algorithm_config import AlgorithmConfig
 from engine.models.adapter import DiTAdapter
 from engine.models.load import ReferencePolicy, load_start, trainable
-from engine.models.weights import exchanged, get_weights, set_weights
+from engine.models.weights import exchanged, fill_tensors, read_tensors, set_weights
 from engine.storage.checkpoint import Start
+from engine.storage.tensor_files import Stored, TensorFile
+from engine.trainer.outbox import Outbox
 
 OLD = "old"
 """File of a checkpoint with the old policy's weights, if the old policy is not the trained weights."""
@@ -21,7 +21,13 @@ class TrainedModel:
     """Trained parameters by name, the optimizer that changes them, and the average that evaluations use."""
 
     def __init__(
-        self, adapter: DiTAdapter, algorithm: AlgorithmConfig, start: Start | None, *, workers_compile: bool = False
+        self,
+        adapter: DiTAdapter,
+        algorithm: AlgorithmConfig,
+        start: Start | None,
+        outbox: Outbox,
+        *,
+        workers_compile: bool = False,
     ) -> None:
         """Load the start weights, if any, before the average and the reference of the KL divergence copy the weights.
 
@@ -29,6 +35,7 @@ class TrainedModel:
         `workers_compile`: rollout workers compile blocks.
         """
         self._algorithm = algorithm
+        self._outbox = outbox
         self.parameters = trainable(adapter)
         if start is not None:
             load_start(self.parameters, start.weights)
@@ -46,45 +53,43 @@ class TrainedModel:
         self.average.follow()
         self.trainer.old.advance(decay_of(self._algorithm.diffusion_nft.old_policy_decay, batch))
 
-    def rollout_weights(self) -> bytes:
-        """Return the weights that make the next batch's rollouts, as safetensors bytes."""
+    def rollout_weights(self) -> TensorFile:
+        """Write the weights that make the next batch's rollouts to a file."""
         with self.trainer.old.active():
-            return get_weights(self.parameters)
+            return self._outbox.write("rollout", self.parameters)
 
-    def average_weights(self) -> bytes:
-        """Return the averaged weights as safetensors bytes."""
-        return save(self.average.tensors)
+    def average_weights(self, name: str) -> TensorFile:
+        """Write the averaged weights to a file of this name."""
+        return self._outbox.write(name, self.average.tensors)
 
-    def files(self, rollout_weights: bytes) -> dict[str, bytes]:
-        """Return the large files of a checkpoint by name. `rollout_weights`: of `rollout_weights()`, not copied again.
+    def files(self, rollout_weights: TensorFile) -> dict[str, TensorFile]:
+        """Write the large files of a checkpoint. `rollout_weights`: of `rollout_weights()`, not written again.
 
         The file `old` exists only if the old policy differs from the trained weights.
         """
-        optimizer = {name: tensor.contiguous() for name, tensor in self.trainer.optimizer_state().items()}
-        files = {"ema": self.average_weights(), "optimizer": save(optimizer)}
+        optimizer = self._outbox.write("optimizer", self.trainer.optimizer_state())
+        files = {"ema": self.average_weights("ema"), "optimizer": optimizer}
         if self.trainer.old.differs:
-            return {**files, "weights": get_weights(self.parameters), OLD: rollout_weights}
+            return {**files, "weights": self._outbox.write("weights", self.parameters), OLD: rollout_weights}
         return {**files, "weights": rollout_weights}
 
-    def restore(self, files: Mapping[str, bytes], iteration: int) -> bool:
+    def restore(self, files: Mapping[str, Stored], iteration: int) -> bool:
         """Load the files of a checkpoint after `iteration` batches.
 
         Returns False if the job's old policy is an average, and the checkpoint has none. The trained weights then
         take its place.
         """
         set_weights(self.parameters, files["weights"])
-        average = load(files["ema"])
-        self.average.tensors = {name: average[name].to(value.device) for name, value in self.parameters.items()}
-        self.trainer.load_optimizer_state(load(files["optimizer"]))
+        fill_tensors(self.average.tensors, files["ema"])
+        self.trainer.optimizer.state.clear()  # before the new moments are read, not beside them
+        self.trainer.load_optimizer_state(read_tensors(files["optimizer"], self.device))
         if OLD in files:
-            self.trainer.old.restore(load(files[OLD]))
+            self.trainer.old.restore(read_tensors(files[OLD], self.device))
             return True
         return iteration == 0 or decay_of(self._algorithm.diffusion_nft.old_policy_decay, iteration - 1) == 0
 
     @contextmanager
-    def exchanged(self, data: bytes) -> Iterator[None]:
-        """Put other weights into the model inside the context. `data`: safetensors bytes of all trained parameters."""
-        tensors = load(data)
-        device = self.device
-        with exchanged(self.parameters, {name: tensors[name].to(device) for name in self.parameters}):
+    def exchanged(self, file: TensorFile) -> Iterator[None]:
+        """Put other weights into the model inside the context. `file`: of all trained parameters."""
+        with exchanged(self.parameters, read_tensors(file.open(), self.device)):
             yield

@@ -5,7 +5,6 @@ therefore belongs here, and into `checkpoint` and `restore`.
 """
 
 import hashlib
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,13 +47,13 @@ class TrainerState:
         self.base = checkpoint.base
         self.fits = checkpoint.fits
 
-    def checkpoint(self, files: Mapping[str, bytes], exploration: dict[str, Any]) -> Checkpoint:
-        """Return this state with the tensors' files and the explorer's state."""
+    def checkpoint(self, exploration: dict[str, Any]) -> Checkpoint:
+        """Return this state with the explorer's state. The tensors' files are written already."""
         return Checkpoint(
             iteration=self.iteration,
             lineage=self.lineage,
             next_batch=self.next_batch,
-            files=files,
+            files={},
             evaluations=tuple(self.evaluations),
             std=self.std.value,
             skipped_in_a_row=self.skipped_in_a_row,

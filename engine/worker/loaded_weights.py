@@ -29,11 +29,11 @@ class LoadedWeights:
 
         Loads nothing if other weights were published under the same key meanwhile: the next pull names the new digest.
         """
-        with self._source.get(order.weights, order.digest) as data:
-            if data is None:
+        with self._source.get(order.weights, order.digest) as stored:
+            if stored is None:
                 return
             self.key = None
-            set_weights(self._parameters, data)
+            set_weights(self._parameters, stored)
         if self._merged is not None:
             self._merged.merge()
         self.key = (order.weights, order.digest)

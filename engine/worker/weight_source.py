@@ -7,37 +7,34 @@ from typing import Protocol
 from engine.coordinator.weight_book import digest_of
 from engine.protocol.messages import FetchWeights
 from engine.protocol.request import WeightsKey
+from engine.storage.tensor_files import Stored
 from engine.worker.transport import CallRefused, Transport, ask
 
 
 class WeightSource(Protocol):
     """A source of published weights. Raises the errors of its transport."""
 
-    def get(self, weights: WeightsKey, digest: str) -> AbstractContextManager[memoryview | None]:
-        """Yield the safetensors bytes with this digest.
+    def get(self, weights: WeightsKey, digest: str) -> AbstractContextManager[Stored | None]:
+        """Yield the weights with this digest.
 
-        Read the bytes only inside the `with`, where the bytes never change.
+        Read the weights only inside the `with`, where the bytes never change.
 
         Yields None if other weights were published under this key in the meantime; the next pull names the new digest.
         """
 
 
 class FromCoordinator:
-    """Source that asks the coordinator every time."""
+    """Source that asks the coordinator every time, in one call: for weights that are small or in this process."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
 
     @contextmanager
-    def get(self, weights: WeightsKey, digest: str) -> Iterator[memoryview | None]:
-        data = self.fetch(weights, digest)
-        yield None if data is None else memoryview(data)
-
-    def fetch(self, weights: WeightsKey, digest: str) -> bytes | None:
-        """Return the bytes with this digest, or None as in `get`. The caller may keep the bytes."""
+    def get(self, weights: WeightsKey, digest: str) -> Iterator[Stored | None]:
         try:
             _, blobs = ask(self._transport, FetchWeights(weights=weights))
         except CallRefused:
-            return None  # the weights are no longer needed
+            yield None  # the weights are no longer needed
+            return
         data = blobs["weights"]
-        return data if digest_of(data) == digest else None
+        yield Stored.of_bytes(data) if digest_of(data) == digest else None

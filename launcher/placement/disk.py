@@ -25,9 +25,10 @@ ENVIRONMENT_GIB = 12
 RUN_GIB = 10
 """Rollouts on their way, the coordinator's journal, and logs. Assumed."""
 
-TRAINED_COPIES = 3
-"""Versions of the trained weights on the trainer's disk (engine/coordinator/weight_book.py): the live version, its
-predecessor, and a version being published. Checkpoints go from memory to the bucket."""
+TRAINED_COPIES = 6
+"""Copies of the trained weights on the trainer's disk: the live version, its predecessor and a version being published
+(engine/coordinator/weight_book.py), and, on their way to the bucket, the average and the optimiser's two moments
+(engine/trainer/outbox.py)."""
 
 MOST_PROMPTS = 20_000
 """Prompts that a node encodes beforehand (engine/node/build_worker.py)."""

@@ -147,9 +147,9 @@ def run_arm(
             curve = {iteration: metrics["exact_match"] for iteration, metrics in loop.state.evaluations}
             crossed = max(curve.values()) >= TARGET
             if loop.state.iteration == budget:
-                kept["budget"] = loop.model.average_weights()
+                kept["budget"] = loop.model.average_weights("kept").open().to_bytes()
             if crossed and "target" not in kept:
-                kept["target"] = loop.model.average_weights()
+                kept["target"] = loop.model.average_weights("kept").open().to_bytes()
             if loop.state.iteration >= (budget if crossed and until_target else cap):
                 break
             loop.run_iteration()

@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load
 from torch import Tensor
 
 from engine.algorithm.diffusion_nft import DiffusionNft
@@ -31,9 +30,10 @@ from engine.config import EngineConfig
 from engine.diffusion.sampler import Plan, batch_plan
 from engine.entrypoints.inproc import build_inproc
 from engine.models.adapter import DiTAdapter
-from engine.models.weights import exchanged
+from engine.models.weights import exchanged, read_tensors
 from engine.protocol.request import Kind, WeightsKey
 from engine.rewards.load import load_reward
+from engine.storage.tensor_files import TensorFile
 from engine.trainer.loop import Loop
 from tests.benchmarks.algorithm_runs import Arm as AlgorithmArm
 from tests.benchmarks.algorithm_runs import commit_now, config_of, this_computer
@@ -113,12 +113,13 @@ class StaleRollouts:
             assert isinstance(loop.model.trainer.objective, DiffusionNft)
             loop.model.trainer.objective = OldByGroup(loop.model.trainer.objective, self, loop.model.parameters)
 
-    def publish(self, data: bytes) -> None:
+    def publish(self, file: TensorFile) -> None:
         iteration = self._loop.state.iteration
         if iteration > 0:
             self._roll_out(iteration)
-        self._publish(data)
-        self.previous, self._published = self._published, load(data)
+        stored = file.open()
+        self._publish(file)
+        self.previous, self._published = self._published, read_tensors(stored)
 
     def _roll_out(self, batch: int) -> None:
         groups = self._loop.state.next_batch.groups

@@ -12,6 +12,7 @@ from engine.events import Progress, Warned
 from engine.storage import disk
 from engine.storage.checkpoint import CheckpointStore
 from engine.storage.progress import ProgressLog
+from engine.storage.tensor_files import Stored
 from tests.engine.test_checkpoint import FIRST, at
 from tests.engine.test_loop import TINY, build, progress
 
@@ -69,7 +70,7 @@ def test_a_checkpoint_on_a_full_disk_raises_oserror_and_does_not_count(small):
     store.save(FIRST, keep=3)
     rest = small / "rest"
     rest.write_bytes(b"x" * 40_000)
-    large = at(2).__class__(**{**vars(at(2)), "files": {"weights": b"w" * 40_000}})
+    large = at(2).__class__(**{**vars(at(2)), "files": {"weights": Stored.of_bytes(b"w" * 40_000)}})
     with pytest.raises(OSError) as full:
         store.save(large, keep=3)
     assert full.value.errno == errno.ENOSPC
@@ -89,6 +90,12 @@ class FullAtFirst(CheckpointStore):
             self.refusals -= 1
             raise OSError(errno.ENOSPC, "No space left on device")
         super().put(path, data)
+
+    def take_over(self, path, file):
+        if self.refusals and path.endswith(self.refused):
+            self.refusals -= 1
+            raise OSError(errno.ENOSPC, "No space left on device")
+        super().take_over(path, file)
 
 
 @pytest.mark.parametrize("refused", ["optimizer.safetensors", "manifest.json"])

@@ -414,6 +414,10 @@ def test_the_checkpoints_files_are_written_while_spot_nodes_explore(tmp_path):
             order.append(path.rsplit("/", 1)[1])
             store.put(path, data)
 
+        def take_over(self, path, file):
+            order.append(path.rsplit("/", 1)[1])
+            store.take_over(path, file)
+
     object.__setattr__(run.loop.context, "store", Watched(f"file://{tmp_path}/store"))
     collect = run.loop.coordinator.collect
 

@@ -13,6 +13,7 @@ from engine.models.digits import load_digits
 from engine.models.weights import get_weights, set_weights
 from engine.storage.checkpoint import CheckpointStore
 from engine.storage.ship import StoreCopy
+from engine.storage.tensor_files import Stored
 from engine.trainer.metrics import MetricsLog
 from launcher.cli.pull import pull
 from launcher.cli.report import report
@@ -66,7 +67,9 @@ def test_weights_of_a_cloud_run_are_pulled_and_load_in_the_engine(engine_store, 
     with torch.no_grad():
         parameters["proj_out.bias"] += 1.0
     weights = get_weights(parameters)
-    engine_store.save(replace(at(12), files={"weights": weights, "ema": weights, "optimizer": b"o"}), keep=3)
+    engine_store.save(
+        replace(at(12), files={name: Stored.of_bytes(weights) for name in ("weights", "ema", "optimizer")}), keep=3
+    )
     answer = pulled_to(sessions, tmp_path / "out")
     assert (answer["checkpoint"], answer["iteration"]) == ("l0001-i000012", 12)
     other = dict(fresh.transformer.named_parameters())
@@ -99,7 +102,10 @@ def test_the_newest_checkpoint_over_all_buckets_is_pulled(sessions, tmp_path):
     for cloud, name in (("aws", "l0001-i000012"), ("gcp", "l0002-i000003")):
         (tmp_path / cloud / "demo").mkdir(parents=True)
         CheckpointStore((tmp_path / cloud / "demo").as_uri()).save(
-            replace(at(int(name[-6:]), int(name[1:5])), files={"weights": name.encode(), "ema": b"", "optimizer": b""}),
+            replace(
+                at(int(name[-6:]), int(name[1:5])),
+                files={file: Stored.of_bytes(name.encode()) for file in ("weights", "ema", "optimizer")},
+            ),
             keep=3,
         )
     with sessions() as session, session.begin():

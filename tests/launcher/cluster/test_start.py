@@ -13,6 +13,7 @@ from engine.config import ModelConfig
 from engine.models.load import load_adapter, load_start, trainable
 from engine.models.weights import get_weights
 from engine.storage.checkpoint import CheckpointDamaged, CheckpointStore
+from engine.storage.tensor_files import Stored
 from launcher.cli.pull import pull
 from launcher.exit_codes import ExitCode
 from launcher.job.checked import JobError
@@ -41,7 +42,7 @@ def sessions(tmp_path):
 
 def save(tmp_path, weights):
     (tmp_path / "first" / "store").mkdir(parents=True, exist_ok=True)
-    files = {"weights": weights, "ema": weights, "optimizer": b""}
+    files = {name: Stored.of_bytes(weights) for name in ("weights", "ema", "optimizer")}
     CheckpointStore((tmp_path / "first" / "store").as_uri()).save(replace(at(7), files=files), keep=3)
 
 
@@ -71,7 +72,7 @@ def test_a_run_and_a_pulled_folder_give_the_trainer_the_same_bytes(sessions, tmp
     start = found(sessions, tmp_path, job)
     send_start(start, job.job, tmp_path / "second")
     trainer_reads = CheckpointStore((tmp_path / "second" / "store").as_uri()).start()
-    assert trainer_reads.weights == WEIGHTS
+    assert trainer_reads.weights.to_bytes() == WEIGHTS
     digest = hashlib.sha256(WEIGHTS).hexdigest()
     assert trainer_reads.text == f"first, checkpoint l0001-i000007, sha256 {digest[:12]}"
     copied = copy_start(run_stores("local", {}, "second", tmp_path / "second"), tmp_path / "copy")
@@ -84,7 +85,7 @@ def test_start_weights_of_a_run_on_clouds_are_in_each_of_its_buckets(sessions, t
     for cloud in urls:
         (tmp_path / cloud / "second").mkdir(parents=True)
     send_start(found(sessions, tmp_path, job), job.job.model_copy(update={"infra": "aws,gcp", "store": urls}), tmp_path)
-    assert [CheckpointStore(f"{url}/second").start().weights for url in urls.values()] == [WEIGHTS, WEIGHTS]
+    assert [CheckpointStore(f"{url}/second").start().weights.to_bytes() for url in urls.values()] == [WEIGHTS, WEIGHTS]
 
 
 @pytest.mark.parametrize(
