@@ -102,6 +102,11 @@ def ask_engine(checked: CheckedJob, start: Path | None = None) -> dict[str, Any]
             f"one call of the reward {checked.job.reward.name} took more than {ENGINE_SECONDS} s",
             "make it faster: it is called for every image",
         ) from None
+    return answer_of_engine(checked, done)
+
+
+def answer_of_engine(checked: CheckedJob, done: "subprocess.CompletedProcess[str]") -> dict[str, Any]:
+    """Return the JSON line of an engine process that has ended. Raises JobError or Failure like `ask_engine`."""
     answer = _last_json(done.stdout)
     if done.returncode == 0 and answer is not None:
         return answer

@@ -48,7 +48,7 @@ def compare(
     as_json: bool,
     html: Path | None,
 ) -> None:
-    """Compare two or more runs: dollars and hours to the target, scores, jobs, and where the dollars went.
+    """Compare two or more runs: dollars, hours, scores and jobs.
 
     Runs of one job with several seeds are a group, with means and 95 % intervals over the seeds.
 

@@ -20,7 +20,7 @@ STOP_SECONDS = 2.0
 @click.option("--open", "open_browser", is_flag=True, help="Open the page in the browser.")
 @click.pass_obj
 def ui(sessions: sessionmaker[Session], port: int, open_browser: bool) -> None:
-    """Show all runs in the browser: curves, nodes, events, images and logs, live.
+    """Show all runs in the browser, live: curves, nodes and images.
 
     The server listens on 127.0.0.1 only, and the printed address carries a token: without the token it shows nothing.
     It reads the ledger and changes nothing, except that it stops a run after a question. From another computer, forward

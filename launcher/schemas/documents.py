@@ -15,6 +15,7 @@ from typing import Any, get_args
 from pydantic import ConfigDict, TypeAdapter
 
 from engine.events import Capacity, Progress, ProgressEvent
+from launcher.checks.reward_check import RewardCheck
 from launcher.job.layers import SHORT_FORMS
 from launcher.job.schema import Job
 from launcher.market.offers import Offer
@@ -71,6 +72,7 @@ def documents() -> dict[str, Schema]:
         "config-show": _schema(outputs.ConfigShow),
         "init": _schema(outputs.Initialised),
         "check": _schema(outputs.Checks),
+        "check-reward": _joined("Output of `spotrl check-reward --json`.", RewardCheck, outputs.CheckedJobName),
         "cleanup": _schema(outputs.Cleanup),
         "catalog-show": _with_items(outputs.CatalogShow, "offers", _joined("An offer.", Offer, outputs.OfferAge)),
         "catalog-refresh": _with_items(outputs.CatalogRefresh, "changes", _schema(Change)),

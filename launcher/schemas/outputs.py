@@ -146,6 +146,11 @@ class Pulled(TypedDict):
     """Paths of the copied metrics files."""
 
 
+class CheckedJobName(TypedDict):
+    name: str
+    """Name of the job."""
+
+
 class SampledPicture(TypedDict):
     prompt: str
     seed: int
