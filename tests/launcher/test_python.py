@@ -1,0 +1,111 @@
+"""`import spotrl`: plan, runs, events and reports from Python, also beside a user's own engine.py."""
+
+import os
+import subprocess
+import sys
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+import spotrl
+from launcher.ledger.models import NodeEvent
+from launcher.ledger.store import open_ledger
+from spotrl.own_packages import take_own
+from tests.launcher.made_ledger import HOUR_MS, JOB, START_MS, a_run
+
+ROOT = Path(__file__).parents[2]
+QUICKSTART = Path(str(files("sky_yamls") / "quickstart.yaml"))
+
+
+@pytest.fixture
+def ledger(tmp_path, monkeypatch):
+    """Make a ledger with a finished run `done`, in a temporary home."""
+    monkeypatch.setenv("SPOTRL_HOME", str(tmp_path))
+    monkeypatch.setenv("SPOTRL_CONFIG", str(tmp_path / "config.yaml"))
+    with open_ledger(tmp_path / "ledger.sqlite")() as session, session.begin():
+        for name in ("older", "done"):
+            made = a_run(session, name, job={**JOB, "iterations": 10}, folder=str(tmp_path / name))
+            made.status("running", 0)
+            node = made.node("trainer", market="on_demand", rate=1_000_000, up=0, end=HOUR_MS)
+            session.add(NodeEvent(node_id=node.id, at_ms=START_MS + HOUR_MS, kind="released"))
+            made.trained(0, HOUR_MS // 2)
+            made.evaluated(0, 0.5, HOUR_MS // 2)
+            made.status("finished", HOUR_MS, "iterations")
+    return tmp_path
+
+
+def test_a_local_job_is_planned_with_settings_in_place_of_the_files(ledger):
+    plan = spotrl.plan(QUICKSTART, budget__max_total="$7")
+    assert isinstance(plan, spotrl.Plan)
+    assert plan.max_total_micro_usd == 7_000_000
+    assert [slot.name for slot in plan.slots] == ["trainer", "spot-0", "spot-1"]
+
+
+def test_a_job_on_clouds_is_planned_with_cost_and_time(ledger):
+    plan = spotrl.plan(QUICKSTART.with_name("sd3_5.yaml"))
+    assert isinstance(plan, spotrl.CloudPlan)
+    assert 0 < plan.cost.low < plan.cost.expected < plan.cost.high
+
+
+def test_a_run_is_read_by_its_name(ledger):
+    assert [run.name for run in spotrl.runs()] == ["done", "older"]
+    run = spotrl.run("done")
+    assert (run.status().status, run.status().iteration) == ("finished", 1)
+    assert {"evaluated", "finished", "released"} <= {event.kind for event in run.events()}
+    assert run.report().costs.total == 1_000_000
+    assert run.report(target_reward=0.4).target.value == 0.4
+    with pytest.raises(LookupError, match="did you mean done"):
+        spotrl.run("dune")
+
+
+def test_following_a_run_that_is_over_ends(ledger):
+    assert list(spotrl.run("done").events(follow=True)) == list(spotrl.run("done").events())
+
+
+def test_what_a_command_refuses_is_a_failure_with_its_sentence(ledger):
+    with pytest.raises(spotrl.Failure, match="a run called done exists already"):
+        spotrl.launch(QUICKSTART, name="done")
+    with pytest.raises(spotrl.Failure, match="checkpoint"):
+        spotrl.run("done").weights(ledger / "weights")
+
+
+def run_beside(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
+    """Run code like a notebook in `folder` does: the folder is the first place where Python looks."""
+    environ = {**os.environ, "SPOTRL_HOME": str(folder / "home"), "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, env=environ, capture_output=True, text=True, timeout=60
+    )
+
+
+@pytest.mark.parametrize("name", ["engine", "launcher"])
+def test_a_users_own_file_of_the_same_name_does_not_break_it(tmp_path, name):
+    (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong one was imported')\n")
+    done = run_beside(tmp_path, "import spotrl; print([run.name for run in spotrl.runs()])")
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+
+
+def test_a_users_own_file_that_was_imported_first_is_named(tmp_path):
+    (tmp_path / "engine.py").write_text("")
+    done = run_beside(tmp_path, "import engine, spotrl")
+    assert "was imported as `engine` before spotrl" in done.stderr
+
+
+def test_half_an_installation_is_told(tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "engine")
+    with pytest.raises(ImportError, match="not installed whole"):
+        take_own(tmp_path)
+
+
+def test_the_package_holds_the_public_interface_and_loads_no_torch(tmp_path):
+    assert all(hasattr(spotrl, name) for name in spotrl.__all__)
+    done = run_beside(tmp_path, "import sys, spotrl; print({'torch', 'ray', 'sky'} & set(sys.modules))")
+    assert done.stdout.strip() == "set()"
+
+
+def test_the_example_of_the_page_runs(ledger, monkeypatch):
+    page = (ROOT / "docs" / "python.md").read_text("utf-8")
+    code = page.split("```python\n")[1].split("```")[0]
+    monkeypatch.chdir(ledger)
+    (ledger / "job.yaml").write_text(QUICKSTART.read_text("utf-8"))
+    exec(compile(code, "docs/python.md", "exec"), {})
