@@ -112,7 +112,8 @@ class IterationDone:
     a memory error halves) and the figures of the algorithm: ratio_mean, ratio_max, clip_share, kl and dlogp_abs_mean,
     or velocity_change, positive_loss, negative_loss and reference_distance (engine/algorithm). Where workers merge
     adapters: worker_dlogp_abs_mean and worker_dlogp_abs_max, the distance of their log-probs from the trainer's.
-    `made_by`: number of the batch's rollouts finished by each node.
+    `made_by`: number of the batch's rollouts finished by each node. `scores`: mean of each metric of the reward over
+    the rollouts, such as the scores of a sum.
     """
 
     KIND: ClassVar[str] = "iteration_done"
@@ -126,6 +127,7 @@ class IterationDone:
     wall_seconds: float
     health: Mapping[str, float]
     made_by: Mapping[str, int] = field(default_factory=dict)
+    scores: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -252,6 +252,10 @@ class RewardConfig(ScorerConfig):
     """Settings of `placed: pool`. None: the defaults."""
     parts: tuple[WeightedScorer, ...] = ()
     """Scorers of `name: sum`, two or more. The reward is the sum of weight times score, and each score is a metric."""
+    combine: Literal["scores", "advantages"] = "scores"
+    """What the weights of `parts` multiply in training. `scores`: the scores as they are. `advantages`: each score less
+    its mean in the group and divided by its std in the group (GDPO, arXiv 2601.05242), so a scorer with a wide spread
+    does not outweigh the others. Evaluations and exploration use the sum of the scores in both cases."""
 
     @model_validator(mode="after")
     def _parts_make_a_sum(self) -> Self:
@@ -260,6 +264,8 @@ class RewardConfig(ScorerConfig):
                 f"reward.name is {self.name}, with {len(self.parts)} parts; use name: sum for two or more, like "
                 "reward: [{name: ocr}, {name: my_reward:look, weight: .5}]"
             )
+        if self.combine == "advantages" and not self.parts:
+            raise ValueError(f"reward.combine is advantages, but reward.name is {self.name}, one scorer; leave it out")
         names = [part.metric for part in self.parts]
         if repeated := next((name for name in names if names.count(name) > 1), None):
             raise ValueError(f"reward.parts has {repeated} twice; give each a label of its own")

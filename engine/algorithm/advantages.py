@@ -7,6 +7,7 @@ a running average over earlier batches, which allows streaming and still keeps t
 The promise: a group of equal rewards gives exactly 0 and adds nothing to a gradient.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -44,6 +45,21 @@ def group_advantages(
     advantages = (centred / (divisor + EPSILON)).clamp(-clip, clip)
     # Compare rewards instead of testing the centred values: rounding of the mean would leave a trace.
     return torch.where(varies(rewards)[:, None], advantages, torch.zeros_like(advantages))
+
+
+def decoupled(scores: Tensor, weights: Tensor, *, correction: int = 0) -> Tensor:
+    """Return the weighted sum of scores, each normalised within the group (GDPO, arXiv 2601.05242, equations 4 and 5).
+
+    scores   [M, K]  any scale; a row is one scorer's scores of the group
+    weights  [M]
+    returns  [K]  the group's rewards, with mean 0. A scorer with equal scores adds exactly 0; NaN wherever a score is
+             not finite
+
+    `group_advantages` of the result is GDPO's last step: with mode `batch` it divides by the std of the batch.
+    """
+    each = group_advantages(scores, "group", clip=math.inf, correction=correction)
+    total = (weights.float()[:, None] * each).sum(dim=0)
+    return torch.where(torch.isfinite(scores).all(), total, torch.full_like(total, math.nan))
 
 
 def varies(rewards: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ batch is trained, the trainer keeps the old weights beside the new ones, for its
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -22,7 +22,7 @@ from engine.events import EngineFinished, EngineStarted, Phase
 from engine.exploration.explorer import Explorer
 from engine.models.adapter import DiTAdapter
 from engine.prompts import PromptSource
-from engine.protocol.request import Kind, Manifest, WeightsKey
+from engine.protocol.request import Kind, Manifest, Score, WeightsKey
 from engine.rewards.reward import Reward
 from engine.storage.checkpoint import Checkpoint
 from engine.storage.disk import ASK_AGAIN_SECONDS
@@ -37,7 +37,7 @@ from engine.trainer.memory import TrainingMemory
 from engine.trainer.model import TrainedModel
 from engine.trainer.outbox import Outbox
 from engine.trainer.report import IterationReports, Reporter
-from engine.trainer.rollouts import Rollouts
+from engine.trainer.rollouts import Rollouts, normalised, reported
 from engine.trainer.state import TrainerState, config_digest
 from engine.trainer.updates import BatchUpdates
 from engine.versions import installed_versions
@@ -141,16 +141,24 @@ class Loop:
 
         rewards = torch.tensor(rollouts.rewards(), dtype=torch.float64)
         finite = rewards[torch.isfinite(rewards).all(dim=1)]
-        self.state.std = self.state.std.after(finite) if len(finite) else self.state.std
+        trained = torch.tensor(rollouts.trained_rewards(), dtype=torch.float64)
+        trained = trained[torch.isfinite(trained).all(dim=1)]
+        self.state.std = self.state.std.after(trained) if len(trained) else self.state.std
         # Report before the checkpoint is durable. A crash between the two repeats the batch and its report; the report
         # is never lost.
-        self.reports.report(manifest, finite, len(candidates), health, rollouts.made_by)
+        self.reports.report(manifest, finite, len(candidates), health, rollouts)
         self.state.iteration += 1
         self.state.next_batch = self.exploration.next_manifest(self.context.run, order, candidates)
         self._save(files)
         with self.usage.measure(Phase.SYNC):
             self._publish(weights)
         self.reports.end()
+
+    @property
+    def _trained_rewards(self) -> Callable[[Sequence[Score]], tuple[float, ...]]:
+        if self.config.reward.combine == "scores":
+            return reported
+        return normalised(self.config.reward, self.config.algorithm.std_correction)
 
     def begin(self) -> None:
         """Restore the newest checkpoint. If the coordinator lost the published weights, begin a new lineage."""
@@ -214,6 +222,7 @@ class Loop:
             self.worker,
             own_log_probs=lambda prompt, trajectory: self.model.trainer.with_own_log_probs(prompt, trajectory, plan),
             old_policy=self.model.trainer.old.active,
+            trained=self._trained_rewards,
         )
 
     def _write_files(self, weights: TensorFile) -> dict[str, str] | None:

@@ -28,6 +28,7 @@ class MetricsLog:
     def iteration(self, done: IterationDone) -> None:
         self._write({"kind": done.KIND, **asdict(done)})
         numbers = {"reward/mean": done.reward_mean, "reward/group_std": done.group_std_mean}
+        numbers |= {f"rollouts/{k}": v for k, v in done.scores.items()}
         self._scalars(numbers | {f"health/{k}": v for k, v in done.health.items()}, done.iteration)
 
     def evaluation(self, evaluated: Evaluated) -> None:

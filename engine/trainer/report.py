@@ -1,7 +1,7 @@
 """Report a run's events and metrics."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -10,6 +10,7 @@ from engine.events import Evaluated, IterationDone, ProgressEvent, Warned
 from engine.protocol.request import Manifest
 from engine.storage.progress import ProgressLog
 from engine.trainer.metrics import MetricsLog
+from engine.trainer.rollouts import Rollouts
 from engine.trainer.state import TrainerState
 from engine.worker.usage import Usage
 
@@ -62,7 +63,7 @@ class IterationReports:
         self._begun = time.perf_counter() - self._unreported_seconds
 
     def report(
-        self, manifest: Manifest, rewards: Tensor, explored: int, health: Sequence[Health], made_by: Mapping[str, int]
+        self, manifest: Manifest, rewards: Tensor, explored: int, health: Sequence[Health], rollouts: Rollouts
     ) -> None:
         """Report a trained batch. rewards [P, K]: rewards of the finite groups. `explored`: number of candidates."""
         spent = dict(self._usage.total)
@@ -79,7 +80,8 @@ class IterationReports:
             phase_ms=phase_ms,
             wall_seconds=self._reported - self._begun,
             health={**_merge(health), "staleness": 0.0},
-            made_by=dict(made_by),
+            made_by=dict(rollouts.made_by),
+            scores=rollouts.metrics(),
         )
         self._reporter.iteration_done(done)
 

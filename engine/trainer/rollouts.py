@@ -4,15 +4,17 @@ While no complete group waits for training, the trainer samples too: a waiting t
 """
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
+from engine.algorithm.advantages import decoupled
 from engine.algorithm.objective import FinishedGroup
+from engine.config import RewardConfig
 from engine.diffusion.trajectory import Trajectory
-from engine.protocol.request import Manifest, Wait
+from engine.protocol.request import Manifest, Score, Wait
 from engine.trainer.coordinator_client import Collected
 from engine.worker.worker import Worker
 
@@ -39,14 +41,19 @@ class Rollouts:
         *,
         own_log_probs: OwnLogProbs,
         old_policy: OldPolicy,
+        trained: Callable[[Sequence[Score]], tuple[float, ...]] | None = None,
     ) -> None:
-        """Start without results. `worker`: the trainer's own worker, which samples while no group can be trained."""
+        """Start without results. `worker`: the trainer's own worker, which samples while no group can be trained.
+
+        `trained`: the trained rewards of a group's scores; None: the rewards of the scores.
+        """
         self._manifest = manifest
         self._collect = collect
         self._worker = worker
         self._own_log_probs = own_log_probs
         self._old_policy = old_policy
-        self._found: dict[tuple[str, int], tuple[float, Trajectory]] = {}
+        self._trained = trained or reported
+        self._found: dict[tuple[str, int], tuple[Score, Trajectory]] = {}
         self.made_by: Counter[str] = Counter()
         """Number of finished rollouts by node."""
 
@@ -58,6 +65,7 @@ class Rollouts:
             self._worker,
             own_log_probs=self._own_log_probs,
             old_policy=self._old_policy,
+            trained=self._trained,
         )
         chosen._found, chosen.made_by = self._found, self.made_by
         return chosen
@@ -89,20 +97,36 @@ class Rollouts:
             prompt=group.prompt,
             seeds=group.seeds,
             trajectories=tuple(trajectory for _, trajectory in found),
-            rewards=tuple(reward for reward, _ in found),
+            rewards=self._trained([score for score, _ in found]),
         )
 
-    def rewards(self) -> list[tuple[float, ...]]:
-        """Return the rewards of every group, in the manifest's order."""
+    def trained_rewards(self) -> list[tuple[float, ...]]:
+        """Return the trained rewards of every group, in the manifest's order."""
         return [self.group(number).rewards for number in range(len(self._manifest.groups))]
+
+    def rewards(self) -> list[tuple[float, ...]]:
+        """Return the rewards of every group as scored, in the manifest's order."""
+        return [
+            tuple(self._found[group.prompt, seed][0].reward for seed in group.seeds) for group in self._manifest.groups
+        ]
+
+    def metrics(self) -> dict[str, float]:
+        """Return the mean of each metric of the scores, over the images that have the metric."""
+        values = defaultdict(list)
+        for group in self._manifest.groups:
+            for seed in group.seeds:
+                for name, value in self._found[group.prompt, seed][0].metrics.items():
+                    values[name].append(value)
+        finite = {name: [value for value in found if math.isfinite(value)] for name, found in values.items()}
+        return {name: sum(found) / len(found) for name, found in finite.items() if found}
 
     def reward_of(self) -> dict[tuple[str, int], float]:
         """Return the received rewards by (prompt, seed)."""
-        return {key: reward for key, (reward, _) in self._found.items()}
+        return {key: score.reward for key, (score, _) in self._found.items()}
 
     def std(self) -> float:
-        """Return the std of all finite rewards of the batch."""
-        finite = [reward for rewards in self.rewards() for reward in rewards if math.isfinite(reward)]
+        """Return the std of all finite trained rewards of the batch."""
+        finite = [reward for rewards in self.trained_rewards() for reward in rewards if math.isfinite(reward)]
         return float(torch.tensor(finite, dtype=torch.float64).std(correction=0)) if finite else 0.0
 
     def _take(self, *, wait: bool) -> bool:
@@ -113,8 +137,27 @@ class Rollouts:
             prompt, trajectory = result.request.prompt, Trajectory.from_bytes(new.blobs[result.trajectory])
             if trajectory.degree is None:
                 trajectory = self._own_log_probs(prompt, trajectory)
-            self._found[prompt, result.request.seed] = (result.score.reward, trajectory)
+            self._found[prompt, result.request.seed] = (result.score, trajectory)
         return bool(new.results)
+
+
+def reported(scores: Sequence[Score]) -> tuple[float, ...]:
+    """Return the rewards of the scores as they are."""
+    return tuple(score.reward for score in scores)
+
+
+def normalised(reward: RewardConfig, correction: int) -> Callable[[Sequence[Score]], tuple[float, ...]]:
+    """Return the function from a group's scores to its trained rewards, for `reward.combine: advantages`.
+
+    `correction`: of the std within a group (`group_advantages`).
+    """
+    names, weights = [part.metric for part in reward.parts], [part.weight for part in reward.parts]
+
+    def trained(scores: Sequence[Score]) -> tuple[float, ...]:
+        each = torch.tensor([[score.metrics.get(name, math.nan) for score in scores] for name in names])
+        return tuple(decoupled(each, torch.tensor(weights), correction=correction).tolist())
+
+    return trained
 
 
 @contextmanager

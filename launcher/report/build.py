@@ -31,6 +31,7 @@ from launcher.report.reached import (
     learning_of,
     moment_of,
     per_hundredth,
+    score_points,
     target_of,
 )
 from launcher.report.savings import NOT_MODELLED, NOT_MODELLED_ON_CLOUDS, saving_against, savings_of
@@ -93,6 +94,7 @@ def build_report(
         costs=costs_of(costs),
         curve=tuple(moment_of(run, point) for point in smoothed(curve)),
         drift=drift_points(session, run),
+        scores=score_points(session, run, costs),
         gains=dollars_per_gain(curve, step=max(0.01, climb_of(curve)[0] / GAINS)),
         micro_usd_per_hundredth=per_hundredth(curve),
         extras=extra_lines(session, run, costs, now_ms),

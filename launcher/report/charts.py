@@ -18,7 +18,7 @@ from launcher.money import HOUR_MS, MICRO, dollars
 from launcher.report.values import Moment, NodeLine, Report
 
 WIDTH = 760
-REWARD_HEIGHT = 300
+REWARD_HEIGHT, SCORE_HEIGHT = 300, 90
 FONT = "Helvetica Neue, Helvetica, Arial, sans-serif"
 INK, QUIET, RULE = "#1f2328", "#5b6470", "#e4e6e9"
 
@@ -125,6 +125,31 @@ def _marked(moment: Moment, height: float, x: Any, shape: str, text: str, top: f
         mark.mark_text(stroke="white", strokeWidth=5, **words).encode(y=at, text="text:N"),
         mark.mark_text(color=VERMILLION, **words).encode(y=at, text="text:N"),
     ]
+
+
+def scores_chart(report: Report) -> Drawing:
+    """Draw the score of each of several rewards against dollars, one panel below another, each with its own scale."""
+    names = list(dict.fromkeys(point.name for point in report.scores))
+    rows = [{"name": point.name, "dollars": point.micro_usd / MICRO, "score": point.score} for point in report.scores]
+    top = max(point.micro_usd for point in report.scores) / MICRO or 1
+    x = alt.X(
+        "dollars:Q",
+        title=None,
+        axis=alt.Axis(format=_money_format(top), grid=False, tickCount=8, labelFlush=False),
+        scale=alt.Scale(domain=[0, top], nice=True),
+    )
+    panels = [
+        alt.Chart(_data([row for row in rows if row["name"] == name]), width=WIDTH, height=SCORE_HEIGHT)
+        .mark_line(strokeWidth=2, color=BLUE, point=alt.OverlayMarkDef(color=SKY, size=30))
+        .encode(
+            x=x,
+            y=alt.Y(
+                "score:Q", title=name, scale=alt.Scale(zero=False, nice=True), axis=alt.Axis(format=".3~g", tickCount=4)
+            ),
+        )
+        for name in names
+    ]
+    return _draw(alt.vconcat(*panels, spacing=14), height=None, prefix="scores", key=())
 
 
 def spend_chart(report: Report) -> Drawing:

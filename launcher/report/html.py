@@ -12,7 +12,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from launcher.money import dollars, duration, hourly
-from launcher.report.charts import Drawing, learning_chart, reward_chart, spend_chart, timeline_chart
+from launcher.report.charts import Drawing, learning_chart, reward_chart, scores_chart, spend_chart, timeline_chart
 from launcher.report.exploration import exploration_words
 from launcher.report.sharing import sharing_words
 from launcher.report.values import Pictures, Report
@@ -59,6 +59,7 @@ def render_html(report: Report, read: Callable[[str], bytes | None]) -> str:
         exploration=exploration_words(report.exploration),
         sharing=sharing_words(report.sharing),
         reward=_figure(reward_chart(report)) if report.curve else None,
+        scores=_figure(scores_chart(report)) if report.scores else None,
         spend=_figure(spend_chart(report)) if costs.total else None,
         timeline=_figure(timeline_chart(report)) if costs.total else None,
         splits=[

@@ -6,12 +6,13 @@ from sqlalchemy.orm import Session
 
 from engine.config import DRIFT
 from engine.events import Evaluated, IterationDone
+from engine.reward_config import RewardConfig
 from launcher.ledger.accounting import RunCosts
 from launcher.ledger.models import ProgressRow, Run
 from launcher.ledger.store import progress_of
 from launcher.money import HOUR_MS
 from launcher.report.target import Evaluation, Point, best, crossing
-from launcher.report.values import DriftPoint, Factors, Guard, Learning, Moment, Pictures, Target
+from launcher.report.values import DriftPoint, Factors, Guard, Learning, Moment, Pictures, ScorePoint, Target
 
 GAINS = 8
 
@@ -96,6 +97,22 @@ def drift_points(session: Session, run: Run) -> tuple[DriftPoint, ...]:
         )
         for iteration, row in by_iteration(session, run, Evaluated.KIND).items()
         if DRIFT in row.event["metrics"]
+    )
+
+
+def score_points(session: Session, run: Run, costs: RunCosts) -> tuple[ScorePoint, ...]:
+    """Return the score of each of several rewards in each evaluation."""
+    names = [part.metric for part in RewardConfig.model_validate(run.job.get("reward", {})).parts]
+    return tuple(
+        ScorePoint(
+            name=name,
+            iteration=iteration,
+            micro_usd=costs.until(row.at_ms),
+            score=row.event["metrics"][name],
+        )
+        for name in names
+        for iteration, row in by_iteration(session, run, Evaluated.KIND).items()
+        if name in row.event["metrics"]
     )
 
 

@@ -75,6 +75,16 @@ class Learning:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ScorePoint:
+    """Score of one of several rewards in an evaluation, with the dollars spent until then."""
+
+    name: str
+    iteration: int
+    micro_usd: int
+    score: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Guard:
     """A limit on a metric, required by the target. `value` is from the newest evaluation; None if not reported."""
 
@@ -256,6 +266,8 @@ class Report:
     curve: tuple[Moment, ...]
     drift: tuple[DriftPoint, ...]
     """Drift of each evaluation with a drift metric."""
+    scores: tuple[ScorePoint, ...]
+    """Scores of each of several rewards (`reward: [...]`); empty for one reward."""
     gains: tuple[Gain, ...]
     """Cost of each part of the climb, in at most `GAINS` parts."""
     micro_usd_per_hundredth: int | None

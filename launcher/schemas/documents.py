@@ -14,7 +14,7 @@ from typing import Any, get_args
 
 from pydantic import ConfigDict, TypeAdapter
 
-from engine.events import Capacity, Progress, ProgressEvent
+from engine.events import Capacity, IterationDone, Progress, ProgressEvent
 from launcher.checks.reward_check import RewardCheck
 from launcher.job.layers import SHORT_FORMS
 from launcher.job.schema import Job
@@ -84,6 +84,8 @@ def documents() -> dict[str, Schema]:
         "prices-watch": _with_refused(outputs.PricesWatch),
         "error": _schema(outputs.ErrorOutput),
     }
+    # Outputs of version 1 from before several rewards have no scores.
+    found["report"]["required"].remove("scores")
     return {
         name: {"$schema": DIALECT, "$id": f"urn:spotrl:schema:{name}:{VERSION}", "title": f"spotrl {name}"} | schema
         for name, schema in found.items()
@@ -219,6 +221,8 @@ def _progress() -> Schema:
     lines = []
     for kind in get_args(ProgressEvent):
         event = _schema(kind)
+        if kind is IterationDone:
+            event["required"].remove("scores")  # lines of version 1 from before several rewards have none
         definitions |= event.pop("$defs", {}) | {kind.__name__: event}
         properties = {
             **{name: head["properties"][name] for name in ("run", "source", "lineage", "seq", "at_ms")},

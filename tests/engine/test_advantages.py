@@ -1,9 +1,11 @@
 """Advantages and losses, by hand-sized numbers."""
 
+import math
+
 import pytest
 import torch
 
-from engine.algorithm.advantages import EPSILON, RunningStd, batch_std, group_advantages, varies
+from engine.algorithm.advantages import EPSILON, RunningStd, batch_std, decoupled, group_advantages, varies
 from engine.algorithm.flow_grpo import clipped_loss, gaussian_kl, outside
 
 
@@ -86,3 +88,42 @@ def test_kl_is_that_of_two_gaussians():
     normal = torch.distributions.Normal
     exact = torch.distributions.kl_divergence(normal(mean, std), normal(reference, std)).mean(dim=1)
     torch.testing.assert_close(gaussian_kl(mean, reference, std), exact)
+
+
+SCORES = torch.tensor([[0.0, 1.0, 2.0, 3.0], [100.0, 0.0, 0.0, 100.0]])
+"""Two scorers of one group; the second has a hundred times the spread."""
+
+
+def test_decoupled_scores_weigh_the_same_whatever_their_spread():
+    by_hand = [[-1.3416, -0.4472, 0.4472, 1.3416], [1.0, -1.0, -1.0, 1.0]]
+    total = decoupled(SCORES, torch.tensor([1.0, 0.5]))
+    expected = [a + 0.5 * b for a, b in zip(*by_hand, strict=True)]
+    torch.testing.assert_close(total, torch.tensor(expected), atol=1e-3, rtol=0)
+    wider = decoupled(SCORES * torch.tensor([[1000.0], [1.0]]), torch.tensor([1.0, 0.5]))
+    torch.testing.assert_close(wider, total, atol=1e-3, rtol=0)
+    summed = SCORES[0] + 0.5 * SCORES[1]
+    assert torch.argsort(summed).tolist() != torch.argsort(total).tolist(), "a plain sum ranks the images otherwise"
+
+
+def test_a_scorer_without_variance_adds_exactly_nothing():
+    scores = torch.cat([SCORES[:1], torch.full((1, 4), 0.1)])
+    assert torch.equal(decoupled(scores, torch.tensor([1.0, 9.0])), decoupled(SCORES[:1], torch.tensor([1.0])))
+    assert (decoupled(torch.full((2, 4), 0.1), torch.ones(2)) == 0).all()
+
+
+def test_one_scorer_with_weight_1_trains_as_if_it_were_alone():
+    alone = group_advantages(SCORES[:1])
+    again = group_advantages(decoupled(SCORES[:1], torch.ones(1))[None])
+    torch.testing.assert_close(again, alone, atol=1e-3, rtol=0)
+
+
+def test_a_score_that_is_not_finite_leaves_no_value_for_the_group():
+    for value in (math.nan, math.inf):
+        scores = SCORES.clone()
+        scores[1, 2] = value
+        assert torch.isnan(decoupled(scores, torch.ones(2))).all()
+
+
+def test_with_the_std_of_the_batch_decoupled_advantages_have_std_1():
+    groups = torch.stack([decoupled(SCORES * scale, torch.tensor([1.0, 1.0])) for scale in (1.0, 3.0)])
+    assert float(group_advantages(groups, "batch").std(correction=0)) == pytest.approx(1.0, abs=1e-3)

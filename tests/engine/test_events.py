@@ -44,6 +44,7 @@ EVENTS = [
         wall_seconds=1.5,
         health={"kl": 0.0},
         made_by={"spot-0": 3, "trainer": 1},
+        scores={"ocr": 0.5, "look": -1.25},
     ),
     Evaluated(iteration=3, metrics={"exact_match": 0.25}, prompts=4, pictures="evaluation/l0001-i000003.png"),
     CheckpointSaved(iteration=3, path="checkpoints/l0001-i000003", digest="abc"),

@@ -5,12 +5,14 @@ import math
 import pytest
 import torch
 
-from engine.config import EngineConfig
+from engine.algorithm.advantages import decoupled
+from engine.config import EngineConfig, GuardConfig, TargetConfig
 from engine.protocol.request import Score
 from engine.reward_config import HttpConfig, RewardConfig, WeightedScorer
 from engine.rewards.load import load_reward
 from engine.rewards.reward import RewardError
 from engine.rewards.weighted_sum import Weighted, WeightedSum
+from engine.trainer.updates import BatchUpdates
 from tests.engine.test_loop import TINY, build, evaluated, progress
 
 
@@ -72,9 +74,52 @@ def test_a_run_reports_each_score_and_skips_groups_without_a_sum(tmp_path):
     assert next(iter(progress(tmp_path, "iteration_done"))).health["skipped_groups"] == 2
 
 
+PARTS = (
+    WeightedScorer(name="mine:bright", label="bright"),
+    WeightedScorer(name="mine:length", label="length", weight=0.5),
+)
+
+
+def test_normalised_rewards_are_trained_and_the_sum_is_reported(tmp_path, monkeypatch):
+    seen, train = [], BatchUpdates.train
+
+    def watched(self, manifest, plan, rollouts):
+        health = train(self, manifest, plan, rollouts)
+        seen.append((rollouts.trained_rewards(), rollouts.rewards(), rollouts.metrics()))
+        return health
+
+    monkeypatch.setattr(BatchUpdates, "train", watched)
+    config = RewardConfig(name="sum", combine="advantages", parts=PARTS)
+    job = TINY.model_copy(update={"iterations": 2, "reward": config})
+    build(job, tmp_path, reward=summed((bright, 1.0), (length, 0.5))).loop.run()
+    done = list(progress(tmp_path, "iteration_done"))
+    for (trained, sums, metrics), event in zip(seen, done, strict=True):
+        bright_scores = torch.tensor(sums) - 0.5 * 4  # each prompt has four digits
+        for row, scores in zip(trained, bright_scores, strict=True):
+            expected = decoupled(torch.stack([scores, torch.full_like(scores, 4.0)]), torch.tensor([1.0, 0.5]))
+            assert row == pytest.approx(expected.tolist(), abs=1e-3)
+            assert sum(row) == pytest.approx(0, abs=1e-4)
+        assert event.reward_mean == pytest.approx(float(torch.tensor(sums).mean()), abs=1e-6)
+        assert event.scores == metrics
+        assert event.scores["length"] == 4.0
+        assert event.scores["bright"] + 2.0 == pytest.approx(event.reward_mean, abs=1e-6)
+
+
+def test_a_target_and_a_guard_may_name_a_score_of_a_sum(tmp_path):
+    target = TargetConfig(metric="length", value=4.0, evaluations=1, guards=(GuardConfig(metric="bright", max=1.0),))
+    job = TINY.model_copy(update={"target": target})
+    held = build(job, tmp_path / "held", reward=summed((bright, 1.0), (length, 1.0))).loop.run()
+    assert held.reason == "target"
+    strict = target.model_copy(update={"guards": (GuardConfig(metric="bright", max=-1.0),)})
+    job = TINY.model_copy(update={"target": strict})
+    broken = build(job, tmp_path / "broken", reward=summed((bright, 1.0), (length, 1.0))).loop.run()
+    assert broken.reason == "iterations"
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
+        ({"name": "ocr", "combine": "advantages"}, "reward.combine is advantages, but reward.name is ocr"),
         ({"name": "sum"}, "with 0 parts; use name: sum for two or more"),
         ({"name": "ocr", "parts": ({"name": "ocr"}, {"name": "shapes"})}, "reward.name is ocr, with 2 parts"),
         ({"name": "sum", "parts": ({"name": "ocr"}, {"name": "ocr"})}, "has ocr twice; give each a label"),

@@ -6,10 +6,11 @@ from html.parser import HTMLParser
 
 import pytest
 
+from engine.events import Evaluated
 from launcher.report.build import build_report
 from launcher.report.html import PNG, render_html
 from launcher.storage.stores import open_store, read_object
-from tests.launcher.made_ledger import HOUR_MS, START_MS, a_long_run, a_run, a_session
+from tests.launcher.made_ledger import HOUR_MS, JOB, START_MS, a_long_run, a_run, a_session
 
 HOSTILE = '<script>alert("x")</script><img src=https://evil.test/a.png>{{ 7 * 7 }}'
 
@@ -106,3 +107,25 @@ def test_the_page_shows_if_money_is_real_and_what_savings_compare_to(session, tm
     assert "nothing was bought" in text
     assert "a counterfactual: all nodes on demand, no preemption cold starts" in " ".join(text.split())
     assert "5 days old" in text
+
+
+def test_each_of_several_rewards_has_a_panel_and_its_name_stays_text(session, tmp_path):
+    parts = [{"name": "ocr", "weight": 1.0}, {"name": "mine:look", "label": HOSTILE, "weight": 0.5}]
+    made = a_run(session, job={**JOB, "reward": {"name": "sum", "parts": parts}})
+    made.node("trainer", up=0, end=HOUR_MS)
+    for number, (text_score, look) in enumerate([(0.1, 30.0), (0.5, 20.0), (0.4, 60.0)]):
+        metrics = {"exact_match": 0.1, "ocr": text_score, HOSTILE: look}
+        made.record(Evaluated(iteration=number, metrics=metrics, prompts=8), number * HOUR_MS // 3)
+    report = build_report(session, made.run, START_MS + HOUR_MS)
+    assert [(point.name, point.score) for point in report.scores][:3] == [("ocr", 0.1), ("ocr", 0.5), ("ocr", 0.4)]
+    assert [point.micro_usd for point in report.scores[:3]] == [0, 1_200_000, 2_400_000]
+    text = a_page(session, made.run, tmp_path)
+    assert "Each of the rewards against dollars" in text
+    assert "alert(" in text
+    assert not {"script", "img"} & set(Page(text).tags)
+    ids = re.findall(r'\bid="([^"]+)"', text)
+    assert len(ids) == len(set(ids))
+
+
+def test_one_reward_has_no_chart_of_scores(session, tmp_path):
+    assert "Each of the rewards" not in a_page(session, a_long_run(session), tmp_path)
