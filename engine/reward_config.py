@@ -150,12 +150,12 @@ class HttpConfig(Strict):
 SUM = "sum"
 """Name of the reward that is a weighted sum of scorers."""
 
-LOCAL_MODELS = ("clip", "pickscore", "aesthetic")
+LOCAL_MODELS = ("clip", "pickscore", "aesthetic", "geneval")
 """Scorers that load a model from a local folder."""
 
 
 class LocalModelConfig(Strict):
-    """Model of the scorers `clip`, `pickscore` and `aesthetic`, in a local folder."""
+    """Model of a scorer in a local folder."""
 
     path: str
     """Folder of the model, relative to the job file or absolute. An absolute folder must exist on every node, such as
@@ -163,7 +163,7 @@ class LocalModelConfig(Strict):
     batch: Positive = 16
     """Images or prompts in one forward pass."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Number format. `auto`: bfloat16 on a GPU, float32 on a CPU."""
+    """Number format. `auto`: bfloat16 on a GPU, float32 on a CPU; float32 for the detector of `geneval`."""
 
 
 class ScorerConfig(Strict):
@@ -172,14 +172,16 @@ class ScorerConfig(Strict):
     name: str = "ocr"
     """Name of the scorer, or `package.module:function` of the user's own. `ocr` and `ocr_strict` read images of at most
     48 x 144 pixels as one line of text, and find the lines first in larger images. `ocr_smooth` reads one line only.
-    `clip`, `pickscore` and `aesthetic` load a model from a local folder. `http` asks a server, `vlm` a vision-language
-    model."""
+    `clip`, `pickscore`, `aesthetic` and `geneval` load a model from a local folder. `http` asks a server, `vlm` a
+    vision-language model."""
     http: HttpConfig | None = None
     """Settings of the scorer `http`, which needs at least `url`."""
     vlm: VlmConfig | None = None
     """Settings of the scorer `vlm`, which needs at least `url` and `model`."""
     model: LocalModelConfig | None = None
-    """Model of the scorers `clip`, `pickscore` and `aesthetic`, which need at least `path`."""
+    """Model of `clip`, `pickscore` and `aesthetic`, and detector of `geneval`. Each needs at least `path`."""
+    colours: LocalModelConfig | None = None
+    """CLIP model that names colours for `geneval`. None: no prompt asks for a colour."""
 
     @model_validator(mode="after")
     def _settings_belong_to_the_scorer(self) -> Self:
@@ -197,6 +199,8 @@ class ScorerConfig(Strict):
             raise ValueError(
                 f"reward.name is {self.name}, without a model; use reward: {{name: {self.name}, model: {{path: ...}}}}"
             )
+        if self.name != "geneval" and self.colours is not None:
+            raise ValueError(f"reward.colours is set, but reward.name is {self.name}; leave colours out")
         if self.name not in LOCAL_MODELS and self.model is not None:
             raise ValueError(
                 f"reward.model is set, but reward.name is {self.name}, which loads no model; leave model out"

@@ -108,8 +108,9 @@ def test_a_job_of_the_pages_loads(page, text, tmp_path):
     job = tmp_path / "job.yaml"
     job.write_text(text)
     for section in (values, values.get("reward")) if isinstance(values, dict) else ():
-        if isinstance(section, dict) and isinstance(section.get("model"), dict) and "path" in section["model"]:
-            (tmp_path / section["model"]["path"]).mkdir(exist_ok=True)
+        for model in (section.get("model"), section.get("colours")) if isinstance(section, dict) else ():
+            if isinstance(model, dict) and "path" in model:
+                (tmp_path / model["path"]).mkdir(exist_ok=True)
     load_job(job)
 
 

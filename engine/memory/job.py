@@ -16,6 +16,7 @@ from engine.memory.activations import parameters_of
 from engine.memory.architecture import FamilyName, architecture_from, text_of
 from engine.memory.budget import HALF, Budget, ModelSizes, Setting, rollout_budget, trainer_budget
 from engine.memory.published import EMBEDDED, PUBLISHED, PublishedModel
+from engine.memory.scorers import scorer_bytes
 from engine.memory.tally import FP32, Training
 from engine.model_folder import FAMILIES, ImageSize
 
@@ -73,8 +74,8 @@ def job_memory(
         model=sizes.name,
         size=setting.size,
         is_checkpointed=setting.is_checkpointed,
-        trainer=trainer_budget(sizes, setting),
-        rollout=rollout_budget(sizes, setting),
+        trainer=_with_scorers(trainer_budget(sizes, setting), scorer_bytes(config.reward, ranks)),
+        rollout=_with_scorers(rollout_budget(sizes, setting), scorer_bytes(config.reward, rollout_gpus)),
         is_published=published,
         model_bytes=((counts.transformer + counts.buffers) * HALF + sizes.text_encoder_bytes + sizes.vae_bytes)
         * file_bytes
@@ -82,6 +83,11 @@ def job_memory(
         prompt_bytes=setting.size.text_tokens * sizes.architecture.text_width * HALF,
         trained_bytes=weights_bytes(config.model, folder),
     )
+
+
+def _with_scorers(budget: Budget, scorers: int) -> Budget:
+    """Return the budget with the models of scorers. A waiting trainer scores too."""
+    return replace(budget, parts={**budget.parts, "scorers": scorers}) if scorers else budget
 
 
 def setting_of(config: EngineConfig, ranks: int = 1, rollout_gpus: int = 1) -> Setting:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -68,10 +69,14 @@ class ClipFolder:
 
     def image_embeddings(self, images: Tensor) -> Tensor:
         """Return the embeddings [B, D] in fp32 of images [B, 1 or 3, H, W] in [-1, 1]."""
+        return self.embeddings_of([as_pil(image) for image in images])
+
+    def embeddings_of(self, images: Sequence[Image.Image]) -> Tensor:
+        """Return the embeddings [B, D] in fp32 of images of any sizes."""
         model, found = self._model, []
         with torch.inference_mode():
             for part in _parts(images, self._batch):
-                pixels = self._processor(images=[as_pil(image) for image in part], return_tensors="pt")["pixel_values"]
+                pixels = self._processor(images=list(part), return_tensors="pt")["pixel_values"]
                 pooled = model.vision_model(pixel_values=pixels.to(self._device, self._dtype)).pooler_output
                 found.append(model.visual_projection(pooled).float().cpu())
         return normalize(torch.cat(found), dim=-1)

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from engine.config import EngineConfig, RewardConfig
 from engine.prompt_set import Metadata
 from engine.prompts import metadata_of_job
-from engine.reward_config import ScorerConfig
+from engine.reward_config import LocalModelConfig, ScorerConfig
 from engine.rewards.clip_folder import ClipFolder
 from engine.rewards.frames import FrameMeans
 from engine.rewards.purse import Purse
-from engine.rewards.reward import MetadataOfPrompts, Reward
+from engine.rewards.reward import MetadataOfPrompts, MetadataReward, Reward
 from engine.rewards.reward import RewardError as RewardError
 from engine.rewards.weighted_sum import Weighted, WeightedSum
 
@@ -23,6 +23,7 @@ BUILT_IN = (
     "clip",
     "pickscore",
     "aesthetic",
+    "geneval",
     "http",
     "vlm",
 )
@@ -79,9 +80,19 @@ def _load_scorer(
         from engine.rewards.http_reward import HttpReward
 
         return MetadataOfPrompts(HttpReward(config.http, must_answer=must_answer), metadata)
+    if config.model is not None and config.name == "geneval":
+        return MetadataOfPrompts(_geneval(config, config.model, workdir, device), metadata)
     if config.model is not None:
         return _reward_of_model(config.name, ClipFolder(config.model, workdir, device))
     return _reward_of_name(config, workdir, metadata)
+
+
+def _geneval(config: ScorerConfig, model: LocalModelConfig, workdir: str | None, device: str) -> MetadataReward:
+    from engine.rewards.detector import Mask2FormerFolder
+    from engine.rewards.geneval_reward import ColourNames, GenEvalReward
+
+    colours = None if config.colours is None else ColourNames(ClipFolder(config.colours, workdir, device))
+    return GenEvalReward(Mask2FormerFolder(model, workdir, device), colours)
 
 
 def _reward_of_model(name: str, clip: ClipFolder) -> Reward:

@@ -87,7 +87,7 @@ def config_digest(config: EngineConfig) -> str:
         "evaluation": {"on_the_way", "wait"},
         "exploration": {"wait", "keep"},
         "algorithm": {"grpo_guard", "diffusion_nft"},
-        "reward": {"frames", "http", "vlm", "model", "parts", "pool", "combine"},
+        "reward": {"frames", "http", "vlm", "model", "parts", "pool", "combine", "colours"},
         "runtime": {"cfg_parallel"},
     }
     unused = {section: _with_defaults(getattr(config, section), names) for section, names in newer.items()}

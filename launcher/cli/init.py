@@ -14,8 +14,11 @@ EXAMPLES = {
     "digits_ocr_shared": ("digits_ocr_shared.yaml",),
     "qwen_image_ocr": ("qwen_image_ocr.yaml", *OCR_PROMPTS),
     "sd3_5": ("sd3_5.yaml", *OCR_PROMPTS),
+    "sd3_5_geneval": ("sd3_5_geneval.yaml", "geneval_prompts.jsonl"),
     "flux": ("flux.yaml", *OCR_PROMPTS),
+    "flux_pickscore": ("flux_pickscore.yaml", "pickscore_prompts.txt"),
     "wan_video": ("wan_video.yaml", *OCR_PROMPTS),
+    "wan_video_http": ("wan_video_http.yaml", *OCR_PROMPTS),
 }
 """Files of each example in the package `sky_yamls`. The job file comes first."""
 
@@ -41,8 +44,11 @@ def init(file: Path | None, example: str | None, force: bool, as_json: bool) -> 
       digits_ocr_shared  the quickstart with sequence parallelism
       qwen_image_ocr     Qwen-Image (20 B) learns to write, on AWS or Google Cloud
       sd3_5              SD3.5-medium (2.2 B) learns to write, on AWS
+      sd3_5_geneval      SD3.5-medium learns GenEval's objects, counts and colours
       flux               FLUX.1-dev (12 B) learns to write, on AWS
+      flux_pickscore     FLUX.1-dev learns what people prefer (PickScore)
       wan_video          Wan2.1 (1.3 B) learns to write in videos, on AWS
+      wan_video_http     Wan2.1 learns from the scores of a server of yours
 
     \b
     Example:

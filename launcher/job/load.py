@@ -175,12 +175,15 @@ def _check_files(checked: CheckedJob) -> None:
     """Raise JobError if a file that the job names is missing here, before the first node misses the file."""
     job, folder = checked.job, checked.workdir
     _check_prompt_files(checked)
-    for scorer in (one.model.path for one in job.reward.scorers if one.model is not None):
+    models = [("model", one.model) for one in job.reward.scorers] + [
+        ("colours", one.colours) for one in job.reward.scorers
+    ]
+    for field, scorer in ((field, model.path) for field, model in models if model is not None):
         # On clouds, an absolute folder is a folder of the nodes.
         if not (job.clouds and Path(scorer).is_absolute()) and not (folder / scorer).is_dir():
             raise checked.error(
-                "reward.model.path",
-                f"reward.model.path is {scorer!r}, and there is no such folder",
+                f"reward.{field}.path",
+                f"reward.{field}.path is {scorer!r}, and there is no such folder",
                 "give the folder of the scorer's model, relative to the job file",
             )
     # On clouds the plan reports a missing model folder, and only `launch` needs the folder.

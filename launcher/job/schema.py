@@ -44,6 +44,7 @@ PROMPTS = ("digits", "shapes")
 METRICS = dict.fromkeys(SELF_CONTAINED, ("exact_match", "similarity", "reward")) | {
     "ocr_smooth": ("exact_match", "similarity", "smooth", "reward"),
     **dict.fromkeys(LOCAL_MODELS, ("reward",)),
+    "geneval": ("accuracy", "reward"),
 }
 """Metrics of each scorer that computes its own. A server, a vision-language model and a user's own scorer have
 `reward` and the metrics that they return."""

@@ -16,7 +16,15 @@ from launcher.job.load import load_job
 from launcher.placement.memory import check_memory, gpus_of_job, memory_of_job
 from tests.launcher.printed import printed
 
-PUBLISHED = ("qwen_image_ocr", "sd3_5", "flux", "wan_video")
+PUBLISHED = (
+    "qwen_image_ocr",
+    "sd3_5",
+    "sd3_5_geneval",
+    "flux",
+    "flux_pickscore",
+    "wan_video",
+    "wan_video_http",
+)
 
 
 def path_of(name: str) -> Path:

@@ -10,7 +10,7 @@ from launcher.cli.plan_screen import saving
 from launcher.exit_codes import ExitCode
 from launcher.placement.cloud_plan import Factors
 
-CLOUD_JOBS = ("flux", "qwen_image_ocr", "sd3_5", "wan_video")
+CLOUD_JOBS = ("flux", "flux_pickscore", "qwen_image_ocr", "sd3_5", "sd3_5_geneval", "wan_video", "wan_video_http")
 LINES, COLUMNS = 20, 80
 
 
@@ -21,7 +21,7 @@ def dry_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("SPOTRL_CONFIG", str(tmp_path / "config.yaml"))
     monkeypatch.chdir(tmp_path)
     for file in files("sky_yamls").iterdir():
-        if file.name.endswith((".yaml", ".txt")):
+        if file.name.endswith((".yaml", ".txt", ".jsonl")):
             shutil.copy(str(file), tmp_path / file.name)
 
     def dry_run(name: str, *arguments: str) -> list[str]:

@@ -1,0 +1,30 @@
+"""Bytes of the scorers' models on a GPU. The sizes are those of the published models; their passes are not counted."""
+
+from collections.abc import Iterator
+
+from engine.memory.tally import FP32
+from engine.reward_config import RewardConfig, ScorerConfig
+
+CLIP_L14, CLIP_H14, MASK2FORMER = 427_616_513, 986_109_441, 68_741_083
+"""Parameters of openai/clip-vit-large-patch14, PickScore_v1 and facebook/mask2former-swin-small-coco-instance."""
+
+HALF = 2
+"""Bytes of a bf16 number."""
+
+PARAMETERS = {"clip": CLIP_L14, "pickscore": CLIP_H14, "aesthetic": CLIP_L14}
+
+
+def scorer_bytes(reward: RewardConfig, gpus: int) -> int:
+    """Return the bytes of all scorers' models on one of a node's GPUs, which each hold as many scoring processes."""
+    pool = reward.scoring_pool
+    processes = 1 if pool is None else -(-pool.processes // gpus)
+    return processes * sum(size for scorer in reward.scorers for size in _bytes_of(scorer))
+
+
+def _bytes_of(scorer: ScorerConfig) -> Iterator[int]:
+    if scorer.model is not None and scorer.name == "geneval":
+        yield MASK2FORMER * (HALF if scorer.model.dtype == "bfloat16" else FP32)
+    elif scorer.model is not None:
+        yield PARAMETERS[scorer.name] * (FP32 if scorer.model.dtype == "float32" else HALF)
+    if scorer.colours is not None:
+        yield CLIP_L14 * (FP32 if scorer.colours.dtype == "float32" else HALF)
