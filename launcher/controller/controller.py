@@ -94,7 +94,7 @@ class Controller:
         """Candidate sites of the run; empty on the local infra."""
         self.wanted = wanted_of(run, self._job, plan, clock)
         self.recorder = Recorder(sessions, run, self._lease, bucket_lease, clock)
-        self.facts_reader = FactsReader(run, self._job, plan.sites, clock)
+        self.facts_reader = FactsReader(run, self._job, plan, clock)
         self.engine = EngineClient(run, {slot.name: slot for slot in plan.slots}, provisioner, clock)
         self.deadlines = SpendDeadlines(provisioner, is_cloud=bool(plan.sites))
         self._transfer = CheckpointTransfer(run, self._job, carry)

@@ -14,13 +14,13 @@ from launcher.decide.current_prices import PriceNow, repriced
 from launcher.decide.facts import OVER, Facts, Others, Stage
 from launcher.decide.node_facts import NodeFact, NodeStatus
 from launcher.decide.run_budget import hourly_micro_usd, reserved_micro_usd
+from launcher.decide.work_left import WorkLeft
 from launcher.job.schema import Job
 from launcher.ledger.accounting import judge_budget, judge_micro_usd, spent_micro_usd
 from launcher.ledger.billing import LOCAL
 from launcher.ledger.models import ProgressRow, Run, RunStatus
 from launcher.ledger.node_history import node_records
 from launcher.ledger.store import current_status
-from launcher.placement.options import SiteOptions
 from launcher.placement.plan import Plan
 from launcher.services.prices_now import prices_now
 
@@ -55,8 +55,8 @@ class FactsReader:
     Keeps only values that would otherwise need the whole history of a run in every pass.
     """
 
-    def __init__(self, run: Run, job: Job, sites: tuple[SiteOptions, ...], clock: Clock) -> None:
-        self._run, self._job, self._sites, self._clock = run, job, sites, clock
+    def __init__(self, run: Run, job: Job, plan: Plan, clock: Clock) -> None:
+        self._run, self._job, self._plan, self._sites, self._clock = run, job, plan, plan.sites, clock
         self.standstill = Standstill(clock.now_ms())
         self.prices, self._prices_at = PriceNow(), -PRICE_SECONDS
         self._ended_runs: dict[int, tuple[int, int]] = {}
@@ -96,6 +96,7 @@ class FactsReader:
             .order_by(ProgressRow.id.desc())
             .limit(1)
         )
+        advanced_ms = self._advanced_ms(session)
         return Facts(
             now_ms=now_ms,
             stage=stage,
@@ -106,13 +107,22 @@ class FactsReader:
             metered=spent_micro_usd(session, self._run, now_ms),
             finished=EngineFinished(**finished.event) if finished is not None else None,
             finished_ms=finished.at_ms if finished is not None else 0,
-            advanced_ms=self._advanced_ms(session),
+            advanced_ms=advanced_ms,
             still_since_ms=self.standstill.since_ms,
             trouble=trouble,
             others=self._others(session, limits_of_all, now_ms),
             doubt=doubt,
             sites=tuple(repriced(site, self.prices) for site in self._sites),
+            work=self._work(),
         )
+
+    def _work(self) -> WorkLeft | None:
+        """Return the work left. A run past the expected iterations counts on all iterations that its job allows."""
+        if not self._plan.pace_ms:
+            return None
+        done = self._advance[1] + 1
+        expected = self._plan.iterations if done < self._plan.iterations else float(self._job.iterations)
+        return WorkLeft(iterations=expected, done=done, iteration_ms=self._plan.pace_ms)
 
     def _advanced_ms(self, session: Session) -> int:
         """Return the time at which the run first reached its furthest iteration. Repeated iterations are no progress.

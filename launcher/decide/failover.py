@@ -9,6 +9,8 @@ not hang on a pool without capacity, and must not scatter over the world.
 - A pool that refused a request cools down. The cool-down doubles with each refusal, up to half an hour. Refusals of one
   burst count as one refusal. A pool that preempted a node is avoided for a while if another pool is ready. The cheapest
   ready pool comes first, with or without earlier attempts.
+- A slot without spot waits, or gets a stand-in, by the price of waiting (waiting.py). A plan without predicted times
+  buys a stand-in after `MoveRules.on_demand_after_ms`.
 - A stand-in (an on-demand node in a spot slot) works until a spot node has replaced the stand-in. One node at a time
   tests whether a pool has spot capacity again. The remaining slots follow after the test node has stayed for ten
   minutes.
@@ -24,13 +26,17 @@ not hang on a pool without capacity, and must not scatter over the world.
 Pure: no clock, no I/O. The result does not depend on the order of the attempts.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from engine.events import Market
 from launcher.decide.launch_history import AGAIN_MS, MoveRules, Tried, cooled_until_ms, end_text
 from launcher.placement.options import Option, SiteOptions
 from launcher.placement.value import COOL_MOST_MS, most_in_one_zone
+
+ASK_MS, ASK_MOST_MS = 240_000, 480_000
+"""First and longest cool-down of a pool that refused while the trainer waits for the node, in milliseconds. A request
+costs nothing and an idle trainer does. Fitted: replays of tests/benchmarks/replay.py."""
 
 GIVE_BACK_GAP_MS = 1_800_000
 """Minimum time between two give-backs of a slot, in milliseconds. Half an hour keeps the slot from going back and
@@ -53,6 +59,9 @@ class NothingLeft:
 
 
 Move = Option | Wait | NothingLeft
+
+WantsStandIn = Callable[[Sequence[Option], int], bool]
+"""(spot options that lack capacity, time since which all of them do): whether to buy a stand-in now."""
 
 
 def home_of(tried: Tried, sites: Sequence[SiteOptions]) -> SiteOptions:
@@ -91,11 +100,18 @@ def is_home_given_up(tried: Tried, rules: MoveRules, now_ms: int) -> bool:
 
 
 def next_rollout(
-    preferred: Option, nodes: int, tried: Tried, sites: Sequence[SiteOptions], rules: MoveRules, now_ms: int
+    preferred: Option,
+    nodes: int,
+    tried: Tried,
+    sites: Sequence[SiteOptions],
+    rules: MoveRules,
+    now_ms: int,
+    wants_stand_in: WantsStandIn | None = None,
 ) -> Move:
     """Return the option for the next rollout node of a plan with `nodes` rollout nodes.
 
-    The planned option `preferred` is taken if the pool is ready.
+    The planned option `preferred` is taken if the pool is ready. `wants_stand_in`: the price of waiting (waiting.py).
+    None: the plan predicts no iteration times, and stand-ins come after a fixed wait.
     """
     trainer = tried.trainer
     if trainer is None or (not trainer.was_up and tried.trainers_refused):
@@ -104,11 +120,17 @@ def next_rollout(
     options = [option for option in here.rollout if not tried.is_denied(option)] if here is not None else []
     wanted = preferred.placement.market
     of_market = [option for option in options if option.placement.market is wanted]
-    found = _cheapest_ready(preferred, nodes, of_market, tried, rules, now_ms)
+    often = wants_stand_in is not None and wanted is Market.SPOT
+    found = _cheapest_ready(preferred, nodes, of_market, tried, rules, now_ms, asks_often=often)
     if isinstance(found, Option) or wanted is Market.ON_DEMAND or not rules.on_demand:
         return found
-    firsts = (min((end_text(attempt)[0] for attempt in tried.refused(option)), default=0) for option in of_market)
-    if now_ms < max(firsts, default=0) + rules.on_demand_after_ms and of_market:
+    firsts = [min((end_text(attempt)[0] for attempt in tried.refused(option)), default=0) for option in of_market]
+    out_since_ms = max(firsts, default=0)
+    if wants_stand_in is None:
+        waits = now_ms < out_since_ms + rules.on_demand_after_ms
+    else:
+        waits = not wants_stand_in(of_market, out_since_ms)
+    if waits and of_market:
         return found
     steady = [option for option in options if option.placement.market is Market.ON_DEMAND]
     instead = _cheapest_ready(preferred, nodes, steady, tried, rules, now_ms)
@@ -179,18 +201,29 @@ def _least_refused(
 
 
 def _cheapest_ready(
-    preferred: Option, nodes: int, options: Sequence[Option], tried: Tried, rules: MoveRules, now_ms: int
+    preferred: Option,
+    nodes: int,
+    options: Sequence[Option],
+    tried: Tried,
+    rules: MoveRules,
+    now_ms: int,
+    *,
+    asks_often: bool = False,
 ) -> Move:
     """Return the planned option if its pool is ready, else the cheapest ready option.
 
     If no pool is ready, return a `Wait`.
 
-    With two zones or more, at most half of the nodes go to one zone.
+    With two zones or more, at most half of the nodes go to one zone. `asks_often`: the slot is empty and the trainer
+    waits for it, so a pool that refused is asked again soon.
     """
     if not options:
         return NothingLeft(why=tried.denials("rollout"))
     most = most_in_one_zone(nodes, len({option.placement.zone for option in options}))
-    refused_until = [tried.cools_until_ms(option, rules.cool_down_ms) for option in options]
+    first_ms, longest_ms = rules.cool_down_ms, COOL_MOST_MS
+    if asks_often:
+        first_ms, longest_ms = min(first_ms, ASK_MS), ASK_MOST_MS
+    refused_until = [tried.cools_until_ms(option, first_ms, longest_ms) for option in options]
     ready = [number for number, until_ms in enumerate(refused_until) if until_ms <= now_ms]
     if not ready:
         market = options[0].placement.market.value.replace("_", " ")
@@ -202,7 +235,7 @@ def _cheapest_ready(
         return (
             # A pool that preempted a node is avoided for a while. If every pool is avoided, take the pool whose wait
             # ends first.
-            max(0, tried.taken_until_ms(option, rules.cool_down_ms) - now_ms),
+            max(0, tried.taken_until_ms(option, first_ms) - now_ms),
             tried.live_in(option.placement.zone) >= most,
             option.place != preferred.place,
             option.placement.micro_usd_per_hour,

@@ -174,9 +174,9 @@ class Tried:
         """Return the refusals for lack of quota only."""
         return self._full.get(_quota(option), [])
 
-    def cools_until_ms(self, option: Option, cool_down_ms: int) -> int:
+    def cools_until_ms(self, option: Option, cool_down_ms: int, longest_ms: int = COOL_MOST_MS) -> int:
         """Return the end of the pool's cool-down after refusals, or after the run's own nodes used up the quota."""
-        lacking = cooled_until_ms(self._refused.get(option.place, []), cool_down_ms)
+        lacking = cooled_until_ms(self._refused.get(option.place, []), cool_down_ms, longest_ms)
         return max(lacking, cooled_until_ms(self.full(option), AGAIN_MS))
 
     def there_since_ms(self, option: Option) -> int | None:

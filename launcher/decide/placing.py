@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from launcher.decide.facts import Facts, NodeRecord, Wanted
-from launcher.decide.failover import Move, back_to_spot, next_rollout, next_trainer
+from launcher.decide.failover import Move, Wait, back_to_spot, next_rollout, next_trainer
 from launcher.decide.launch_history import Tried
 from launcher.decide.replacing import stays
 from launcher.decide.run_budget import beside, hourly_of
+from launcher.decide.waiting import Prices, may_risk_spot, price_of, wants_stand_in
 from launcher.placement.options import Option, SiteOptions
 from launcher.placement.plan import Slot
 
@@ -27,9 +29,25 @@ def place_of(slot: Slot, tried: Tried, after: Sequence[NodeRecord], facts: Facts
         return next_trainer(tried, sites, wanted.rules, facts.now_ms)
     sites = _within(facts, None if limit is None else limit - hourly_of(after))
     nodes = sum(slot.role == "rollout" for slot in wanted.slots)
-    replaces_stand_in = any(node.slot == slot.name and stays(node) for node in after)
-    where = back_to_spot if replaces_stand_in else next_rollout
-    return where(slot.option, nodes, tried, sites, wanted.rules, facts.now_ms)
+    if any(node.slot == slot.name and stays(node) for node in after):
+        if not may_risk_spot(facts, wanted):
+            return Wait(until_ms=None, why="the deadline leaves no time for another preemption")
+        return back_to_spot(slot.option, nodes, tried, sites, wanted.rules, facts.now_ms)
+    price = None if facts.work is None else partial(_wants_stand_in, slot, after, facts, wanted)
+    return next_rollout(slot.option, nodes, tried, sites, wanted.rules, facts.now_ms, price)
+
+
+def _wants_stand_in(
+    slot: Slot, after: Sequence[NodeRecord], facts: Facts, wanted: Wanted, lacking: Sequence[Option], out_since_ms: int
+) -> bool:
+    trainer = next(node for node in after if node.role == "trainer")
+    working = len({node.slot for node in after if node.role == "rollout" and stays(node)})
+    prices = Prices(
+        trainer=trainer.micro_usd_per_hour + trainer.beside_micro_usd_per_hour,
+        spot=min((price_of(option) for option in lacking), default=slot.on_demand_micro_usd_per_hour),
+        on_demand=slot.on_demand_micro_usd_per_hour + beside(slot.placement, facts),
+    )
+    return wants_stand_in(facts, wanted, prices, working, out_since_ms)
 
 
 def _within(facts: Facts, micro_usd_per_hour: int | None) -> Sequence[SiteOptions]:

@@ -131,6 +131,8 @@ class CloudPlan:
     the other cloud; cheapest first."""
     memory: tuple[GpuMemory, ...] = ()
     """Memory of each GPU by role. Empty for models that ship with spotrl, and for GPUs of unknown memory."""
+    pace_ms: tuple[int, ...] = ()
+    """Milliseconds of an iteration with 0, 1, 2, ... of the plan's rollout nodes at work."""
     trainer: TrainerRanks
     """Work of the GPUs of the trainer's node."""
     disk: Mapping[str, int] = field(default_factory=dict)
@@ -147,6 +149,8 @@ class CloudPlan:
             money_basis="metered",
             sites=self.sites,
             iteration_ms=round(self.seconds_per_iteration_alone * 1000),
+            iterations=self.iterations.expected,
+            pace_ms=self.pace_ms,
         )
 
 

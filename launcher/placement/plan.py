@@ -63,6 +63,11 @@ class Plan:
     """Sites where the run may be, in order of preference. Empty on the local infra, which has one place."""
     iteration_ms: int | None = None
     """Predicted time of an iteration with the trainer alone. None on the local infra, which costs nothing."""
+    iterations: float = 0.0
+    """Iterations that the target is expected to take. 0 on the local infra."""
+    pace_ms: tuple[int, ...] = ()
+    """Predicted time of one of these iterations with 0, 1, 2, ... rollout nodes at work; never rises. Empty on the
+    local infra and in plans of older versions: then waiting for spot has no price, only a fixed end."""
 
     @property
     def expected_micro_usd_per_hour(self) -> int:

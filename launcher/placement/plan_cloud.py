@@ -16,7 +16,12 @@ from launcher.exit_codes import BudgetError
 from launcher.placement.alternatives import elsewhere, fewer_or_more, other_policies, with_nodes
 from launcher.placement.cloud_plan import CloudPlan, ExplorationShare, Factors, PoolShare, Span
 from launcher.placement.forecast import Choice, Outlook, at_the_end, on_demand_outlook, outlook, share_at_work
-from launcher.placement.iteration_time import WhenSpotPays, iterations_share
+from launcher.placement.iteration_time import (
+    WhenSpotPays,
+    candidates_per_prompt,
+    iteration_seconds,
+    iterations_share,
+)
 from launcher.placement.no_plan import nowhere, too_tight
 from launcher.placement.options import Option, SiteOptions
 from launcher.placement.plan import PlacementError, Slot, placement_of, slot_of, zone_text
@@ -74,7 +79,23 @@ def plan_cloud(needs: CloudRequirements, market: MarketView) -> CloudPlan:
         max_hourly_micro_usd=needs.max_hourly_micro_usd,
         deadline_ms=needs.deadline_ms,
         sites=_site_options(needs, sites, choice),
+        pace_ms=_pace_ms(needs, choice, expected),
     )
+
+
+def _pace_ms(needs: CloudRequirements, choice: Choice, expected: Outlook) -> tuple[int, ...]:
+    """Return the time of an iteration of the plan with 0, 1, 2, ... rollout nodes at work.
+
+    With fewer nodes fewer candidates fit, and the target takes more iterations: their time is counted in here.
+    """
+    recipe = needs.recipe.on(choice.site.trainer.gpus)
+    gpus = max((pool.offer.gpus for pool, _ in choice.pools), default=0)
+    pace: list[int] = []
+    for nodes in range(choice.nodes + 1):
+        share = iterations_share(recipe, candidates_per_prompt(recipe, nodes * gpus), recipe.gain_exponent.mean)
+        ms = round(1000 * iteration_seconds(recipe.cost, nodes * gpus) * share / expected.iterations_share)
+        pace.append(min([ms, *pace[-1:]]))
+    return tuple(pace)
 
 
 def _span(expected: int, *ends: int) -> Span:

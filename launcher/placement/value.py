@@ -218,15 +218,6 @@ def marginal_node(hours_now: float, hours_then: float, rate_now: float, rate_the
     return Marginal(saved=round((hours_now - hours_then) * rate_now), paid=round(hours_then * (rate_then - rate_now)))
 
 
-def on_demand_fallback(ready: int, floor: int, most: int) -> int:
-    """Return how many nodes to buy on demand so that `floor` nodes are ready, but no more than `most`.
-
-    With 2 nodes ready and a floor of 4, the result is 2. With a floor of 0 (the default of `floor_nodes`) the result is
-    0, because a run may be without spot nodes for a time.
-    """
-    return min(most, max(0, floor - ready))
-
-
 # --- zones ---------------------------------------------------------------------------------------------
 
 

@@ -28,7 +28,7 @@ PASS_MS = 120_000
 QUIET_MS = 240_000
 """Time between two passes in which nothing happened to a node."""
 
-LONGEST_MS = 120 * 3_600_000
+LONGEST_MS = 80 * 3_600_000
 """A replay ends after this time of the run's clock, finished or not."""
 
 

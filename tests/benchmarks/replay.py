@@ -40,7 +40,7 @@ FITTED_ON = ("h100_gcp_13_zones_days_0_to_9 part 1",)
 
 NODES = 6
 IDEAL_MS, DEADLINE_MS, TIGHT_MS = 40 * HOUR_MS, 60 * HOUR_MS, 50 * HOUR_MS
-STARTS = 4
+STARTS = 3
 TIGHT_STARTS = 100
 TIMED_STARTS = 30
 TIMED_POLICIES = ("shipped", "all-on-demand", "uniform-progress", "greedy-net")

@@ -167,7 +167,7 @@ def test_the_reference_plan_states_what_its_dearer_iterations_must_save():
 def test_without_hazards_an_iteration_costs_as_much_as_in_the_notes():
     """Papers 6.2: 8 spot GPUs at a discount of 69 % beside 4 GPUs make an iteration cost x1.30."""
     market = steady(TRAINER, offer("a", 7 * 0.31), offer("b", 7 * 0.31))
-    needs = requirements(recipe=replace(qwen_image_512(), copy_bytes=0), policy="spothedge")
+    needs = requirements(recipe=replace(qwen_image_512(), copy_bytes=0), policy="spread")
     plan = plan_cloud(needs, market)
     assert sum(where(plan).values()) == 8
     assert plan.spot_pays is not None
@@ -491,16 +491,16 @@ def test_a_gpu_that_no_cloud_sells_is_refused_with_the_searched_places():
 
 
 def test_an_unknown_policy_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match="cheapest-failover"):
+    with pytest.raises(ValueError, match="one-zone"):
         build_policy("magic")
 
 
 # --- policies -----------------------------------------------------------------------------------------
 
 
-def chosen(name: str, needs: CloudRequirements, *offers: Offer, **more: Any) -> Counter[str]:
+def chosen(name: str, needs: CloudRequirements, *offers: Offer) -> Counter[str]:
     sites, _ = sites_of(needs, view(*offers))
-    choice = build_policy(name).choose(Situation(needs=needs, sites=sites, **more))
+    choice = build_policy(name).choose(Situation(needs=needs, sites=sites))
     assert choice is not None
     return Counter({f"{pool.offer.region} {pool.offer.zone}".strip(): count for pool, count in choice.pools})
 
@@ -508,34 +508,8 @@ def chosen(name: str, needs: CloudRequirements, *offers: Offer, **more: Any) -> 
 def test_each_policy_chooses_its_own_zones():
     needs = requirements(max_rollout_nodes=4)
     assert chosen("all-on-demand", needs, *EAST) == {"east": 4}
-    assert chosen("cheapest-failover", needs, *EAST) == {"east a": 4}
-    assert chosen("skypilot-like", needs, *EAST) == {"east a": 4}
-    assert chosen("spothedge", needs, *EAST) == {"east a": 2, "east b": 1, "east c": 1}
-
-
-def test_each_policy_avoids_a_zone_after_a_loss():
-    needs = requirements(max_rollout_nodes=4)
-    west = tuple(replace(each, region="west", micro_usd_per_hour=each.micro_usd_per_hour + 1) for each in EAST)
-    lost = (pool_of_offer(EAST[2]),)
-    both = (*EAST, *west)
-    assert chosen("cheapest-failover", needs, *both, lost=lost) == {"west a": 4}
-    assert chosen("skypilot-like", needs, *both, lost=lost) == {"west a": 4}
-    assert chosen("spothedge", needs, *EAST, lost=lost) == {"east b": 2, "east c": 2}
-    assert "east a" not in chosen("ours", needs, *EAST, lost=lost)
-
-
-def test_spothedge_bridges_on_demand_until_spot_nodes_are_ready():
-    needs = requirements(max_rollout_nodes=4)
-    assert chosen("spothedge", needs, *EAST, missing=4)["east"] == 3  # min(N, missing), N = 4 - 1
-    assert chosen("spothedge", needs, *EAST, missing=1)["east"] == 1
-    assert chosen("spothedge", needs, *EAST)["east"] == 0
-
-
-def test_ours_bridges_on_demand_only_below_the_floor():
-    needs = requirements(max_rollout_nodes=6, floor_nodes=2)
-    nodes = sum(chosen("ours", needs, *EAST).values())
-    assert chosen("ours", needs, *EAST, missing=nodes - 1)["east"] == 1
-    assert chosen("ours", replace(needs, floor_nodes=0), *EAST, missing=nodes)["east"] == 0
+    assert chosen("one-zone", needs, *EAST) == {"east a": 4}
+    assert chosen("spread", needs, *EAST) == {"east a": 2, "east b": 1, "east c": 1}
 
 
 def test_every_policy_keeps_the_caps():

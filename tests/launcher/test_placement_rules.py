@@ -37,7 +37,6 @@ from launcher.placement.value import (
     micro_usd_per_slot_hour,
     micro_usd_per_useful_hour,
     most_in_one_zone,
-    on_demand_fallback,
     outage_hours,
     square_root_rule,
     useful_hours,
@@ -193,13 +192,6 @@ def test_a_node_pays_if_finishing_earlier_saves_more_than_it_costs(rate, pays):
     assert marginal.saved == 200 * USD
     assert marginal.paid == pytest.approx((rate - 10) * 80 * USD)
     assert marginal.pays is pays
-
-
-def test_on_demand_nodes_fill_up_to_the_floor_and_no_further():
-    assert on_demand_fallback(ready=2, floor=4, most=5) == 2
-    assert on_demand_fallback(ready=2, floor=4, most=1) == 1
-    assert on_demand_fallback(ready=0, floor=0, most=5) == 0
-    assert on_demand_fallback(ready=6, floor=4, most=5) == 0
 
 
 # --- zones --------------------------------------------------------------------------------------------
