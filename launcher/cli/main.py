@@ -45,7 +45,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Start and end runs": ("init", "config", "check", "check-reward", "launch", "down", "resume"),
     "Look at runs": ("ls", "attach", "status", "events", "logs", "ui", "ssh"),
     "Use results": ("report", "compare", "pull", "sample", "trace"),
-    "Prices and plans": ("prices", "catalog"),
+    "Prices and plans": ("prices", "catalog", "simulate"),
     "Clean up": ("rm", "reap", "panic"),
 }
 """Headings of `spotrl --help` with their commands, in the order of a typical session."""

@@ -23,6 +23,7 @@ from launcher.market.prices import RawPrice
 from launcher.money import exact_duration
 from launcher.placement.cloud_plan import CloudPlan
 from launcher.placement.plan import Plan
+from launcher.replay.simulate import Simulated
 from launcher.report.comparison import Comparison
 from launcher.report.values import Report
 from launcher.runs.event_lines import EventLine
@@ -63,6 +64,7 @@ def documents() -> dict[str, Schema]:
         "events": _schema(EventLine),
         "logs": _schema(outputs.LogLine),
         "trace": _schema(outputs.TraceOutput),
+        "simulate": _schema(Simulated),
         "down": _schema(outputs.Down),
         "resume": _schema(outputs.Resumed),
         "rm": _schema(outputs.Removed),

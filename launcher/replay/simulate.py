@@ -1,0 +1,162 @@
+"""Replay a plan over many starts: dollars, hours and misses of each policy, with intervals.
+
+Starts are at equal distances of a recorded trace, or one generated market each. `seconds` bounds the time: fewer
+starts ran then, and `Simulated.starts` says how many. Every number is replayed or simulated, and `market` says which.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from engine.events import Market
+from launcher.decide.launch_history import MoveRules
+from launcher.decide.reconcile import decide
+from launcher.decide.work_left import WorkLeft
+from launcher.money import HOUR_MS, duration
+from launcher.placement.plan import PlacementError, Plan
+from launcher.replay.baselines import BASELINES
+from launcher.replay.generator import MarketRule, generate
+from launcher.replay.replay import Policy, Replayed, replay
+from launcher.replay.trace import Trace
+
+POLICIES: Mapping[str, Policy] = {"ours": decide, **BASELINES}
+
+INTERVAL = 0.9
+"""Share of the starts that an interval holds."""
+
+ROOM = 2.0
+"""A market is made for this many times the deadline, or the ideal time."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Range:
+    """Mean over starts, and the ends of the middle 90 % of them."""
+
+    mean: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Range":
+        ranked = sorted(values)
+        cut = int(len(ranked) * (1 - INTERVAL) / 2)
+        return cls(mean=fmean(ranked), low=ranked[cut], high=ranked[len(ranked) - 1 - cut])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyResult:
+    """The starts of one policy."""
+
+    policy: str
+    starts: int
+    dollars: Range
+    hours: Range
+    finished: int
+    misses: int
+    """Starts that were not done at the deadline; unfinished starts without one."""
+    preemptions: float
+    on_demand_dollars: float
+    """Mean dollars of on-demand rollout nodes: stand-ins, or the whole plan."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Simulated:
+    """The result of a simulation."""
+
+    market: str
+    """What the market was: a recording, or the rule of a generated one."""
+    starts: int
+    asked_starts: int
+    ideal_ms: int
+    deadline_ms: int | None
+    policies: tuple[PolicyResult, ...]
+    example: tuple[tuple[int, int, int], ...]
+    """The fleet of the first start of the first policy: (ms, spot nodes at work, on-demand nodes at work)."""
+    example_ms: int
+
+
+Markets = Callable[[int], tuple[Trace, int]]
+"""The market of a start, and the start within it in milliseconds."""
+
+
+def work_of(plan: Plan) -> WorkLeft:
+    """Return the work of a plan. Raises PlacementError for a plan without predicted times (the local infra)."""
+    if not plan.pace_ms:
+        raise PlacementError("the plan predicts no iteration times; simulate a job on clouds (--infra aws,gcp)")
+    return WorkLeft(iterations=plan.iterations, done=0.0, iteration_ms=plan.pace_ms)
+
+
+def generated_markets(plan: Plan, deadline_ms: int | None, rule: MarketRule | None = None) -> tuple[Markets, str]:
+    """Return markets by rule for the spot zones of the plan's region, one for each start."""
+    used = rule or MarketRule()
+    spot = [option for option in plan.sites[0].rollout if option.placement.market is Market.SPOT]
+    work = work_of(plan)
+    hours = ROOM * max(deadline_ms or 0, work.left_ms(0)) / HOUR_MS
+    return (lambda start: (generate(spot, hours, work.nodes, start, used), 0)), f"generated: {used.describe()}"
+
+
+def recorded_markets(plan: Plan, trace: Trace, starts: int, deadline_ms: int | None) -> tuple[Markets, str]:
+    """Return starts at equal distances of a recording. Raises PlacementError if it lacks the plan's zones or length."""
+    spot = [option.placement for option in plan.sites[0].rollout if option.placement.market is Market.SPOT]
+    if not any(trace.pool_of(place.cloud, place.region, place.zone) for place in spot):
+        zones = ", ".join(sorted({place.zone for place in spot})) or "none"
+        there = ", ".join(pool.zone for pool in trace.pools)
+        raise PlacementError(f"the trace has {there}, the plan has {zones}; use a trace of these zones, or --generate")
+    needs_ms = deadline_ms or round(work_of(plan).left_ms(0))
+    room_ms = trace.end_ms - needs_ms
+    if room_ms < 0:
+        raise PlacementError(
+            f"the trace is {duration(trace.end_ms)} long, and a run may take {duration(needs_ms)}; use a longer trace, "
+            "a shorter --deadline, or --generate"
+        )
+    return (lambda start: (trace, room_ms * start // max(1, starts - 1))), f"recorded: {trace.name}"
+
+
+def simulate(
+    plan: Plan,
+    rules: MoveRules,
+    markets: tuple[Markets, str],
+    *,
+    starts: int,
+    policies: Sequence[str] = ("ours",),
+    deadline_ms: int | None = None,
+    seconds: float | None = None,
+) -> Simulated:
+    """Return the results of each policy on the same starts. `seconds`: begin no further start after this time."""
+    work, (market_of, what) = work_of(plan), markets
+    begun = time.monotonic()
+    found: dict[str, list[Replayed]] = {name: [] for name in policies}
+    for start in range(starts):
+        if start and seconds is not None and time.monotonic() - begun > seconds * start / (start + 1):
+            break  # one more start would probably end after the time
+        trace, start_ms = market_of(start)
+        for name in policies:
+            found[name].append(
+                replay(plan, rules, work, trace, start_ms, start, deadline_ms=deadline_ms, policy=POLICIES[name])
+            )
+    first = found[policies[0]][0]
+    return Simulated(
+        market=what,
+        starts=len(found[policies[0]]),
+        asked_starts=starts,
+        ideal_ms=round(work.left_ms(work.nodes)),
+        deadline_ms=deadline_ms,
+        policies=tuple(_result(name, results, deadline_ms) for name, results in found.items()),
+        example=first.fleet,
+        example_ms=first.ms,
+    )
+
+
+def _result(name: str, results: Sequence[Replayed], deadline_ms: int | None) -> PolicyResult:
+    late = [not r.reached or (deadline_ms is not None and r.ms > deadline_ms) for r in results]
+    return PolicyResult(
+        policy=name,
+        starts=len(results),
+        dollars=Range.of([r.micro_usd / 1e6 for r in results]),
+        hours=Range.of([r.ms / HOUR_MS for r in results]),
+        finished=sum(r.reached for r in results),
+        misses=sum(late),
+        preemptions=fmean(r.preemptions for r in results),
+        on_demand_dollars=fmean(r.by_market.get("on_demand", 0) / 1e6 for r in results),
+    )

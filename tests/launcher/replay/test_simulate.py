@@ -1,0 +1,97 @@
+"""`spotrl simulate`: figures of many starts, and what is refused."""
+
+import json
+import shutil
+from dataclasses import replace
+from importlib.resources import files
+
+import pytest
+
+from launcher.cli.main import run
+from launcher.decide.launch_history import MoveRules
+from launcher.exit_codes import ExitCode
+from launcher.market.hazard import COLD_START_MS
+from launcher.money import HOUR_MS
+from launcher.placement.plan import PlacementError
+from launcher.replay.generator import MarketRule, generate
+from launcher.replay.simulate import Range, generated_markets, recorded_markets, simulate
+from tests.launcher.replay.markets import market, plan, work
+
+JOB = "qwen_image_ocr.yaml"
+
+
+def a_plan(nodes: int = 2):
+    left = work(nodes, 3.0)
+    pace = tuple(round(ms) for ms in left.iteration_ms)
+    return replace(plan("ab", nodes), iterations=left.iterations, pace_ms=pace)
+
+
+def test_a_generated_market_is_its_seed_and_has_outages():
+    spot = a_plan().sites[0].rollout[:2]
+    one, same, other = (generate(spot, 200, 4, seed, MarketRule()) for seed in (1, 1, 2))
+    assert one == same != other
+    assert 0.3 < one.share_with_capacity() < 1
+    for pool in one.pools:
+        assert list(pool.t_ms) == sorted(set(pool.t_ms))
+        assert set(pool.capacity) <= {0, 2, 4}
+
+
+def test_a_range_holds_the_middle_ninety_percent():
+    assert Range.of([float(n) for n in range(1, 41)]) == Range(mean=20.5, low=2.0, high=39.0)
+
+
+def test_a_calm_recording_gives_the_same_dollars_at_each_start():
+    trace = market({"a": [9] * 6 * 40, "b": [9] * 6 * 40})
+    markets = recorded_markets(a_plan(), trace, 3, 6 * HOUR_MS)
+    found = simulate(a_plan(), MoveRules(), markets, starts=3, deadline_ms=6 * HOUR_MS)
+    (ours,) = found.policies
+    assert (ours.misses, ours.finished, ours.starts) == (0, 3, 3)
+    assert ours.dollars.high - ours.dollars.low < 0.02 * ours.dollars.mean
+    assert 3 < ours.hours.mean < 3 + (2 * COLD_START_MS + 400_000) / HOUR_MS
+
+
+def test_a_bound_on_the_time_runs_fewer_starts_and_says_so():
+    markets = generated_markets(a_plan(), 6 * HOUR_MS)
+    found = simulate(a_plan(), MoveRules(), markets, starts=500, deadline_ms=6 * HOUR_MS, seconds=0.0)
+    assert (found.starts, found.asked_starts) == (1, 500)
+
+
+def test_a_trace_of_other_zones_or_too_short_is_refused():
+    with pytest.raises(PlacementError, match="the trace has us-test-1c, the plan has us-test-1a, us-test-1b"):
+        recorded_markets(a_plan(), market({"c": [1] * 600}), 3, HOUR_MS)
+    with pytest.raises(PlacementError, match="2h long, and a run may take 6h"):
+        recorded_markets(a_plan(), market({"a": [1] * 12}), 3, 6 * HOUR_MS)
+
+
+@pytest.fixture
+def spotrl(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("SPOTRL_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("SPOTRL_CONFIG", str(tmp_path / "config.yaml"))
+    for name in (JOB, "qwen_image_ocr_prompts.txt", "qwen_image_ocr_test_prompts.txt", "quickstart.yaml"):
+        shutil.copy(str(files("sky_yamls") / name), tmp_path / name)
+
+    def spotrl(job: str, *arguments: str) -> tuple[int, str, str]:
+        code = run(["simulate", str(tmp_path / job), *arguments])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return spotrl
+
+
+def test_the_command_prints_every_policy_and_writes_a_page(spotrl, tmp_path):
+    page = tmp_path / "s.html"
+    more = ("--infra", "gcp,aws", "--starts", "2", "--policy", "ours", "--policy", "all-on-demand")
+    code, out, _ = spotrl(JOB, *more, "--html", str(page), "--json")
+    found = json.loads(out)
+    assert code == ExitCode.OK
+    assert [result["policy"] for result in found["policies"]] == ["ours", "all-on-demand"]
+    assert found["market"].startswith("generated: ")
+    text = page.read_text()
+    assert "<svg" in text
+    assert "<script" not in text
+
+
+def test_a_job_of_this_machine_has_no_market(spotrl):
+    code, _, error = spotrl("quickstart.yaml")
+    assert code == ExitCode.INVALID_JOB
+    assert "--infra aws,gcp" in error
