@@ -287,15 +287,23 @@ class RuntimeConfig(Strict):
     """Trace of steps: every worker logs finished steps with their times to `traces/` in the node's folder."""
     trainer_threads: Annotated[int, Field(ge=0)] = 0
     """torch threads of the trainer on a CPU; 0: one thread if spot workers explore on the same machine, else one per
-    core. Bit-identical repetition of a run needs the same number."""
+    core, divided by the ranks. Bit-identical repetition of a run needs the same number."""
+    trainer_ranks: Literal["auto"] | Positive = "auto"
+    """Processes of the trainer, each with a GPU of its own, that share the groups of an optimiser step. More than 1
+    needs `model.weights: lora`, and as many groups in a step. `auto`: 1, because several ranks were only run on CPUs.
+    Several ranks never ran on GPUs."""
 
     @model_validator(mode="after")
-    def _leases_outlive_heartbeats(self) -> Self:
+    def _agree(self) -> Self:
         if self.heartbeat_seconds > self.lease_seconds / 2:
             raise ValueError(
                 f"runtime.heartbeat_seconds is {self.heartbeat_seconds:g}, more than half of lease_seconds "
                 f"({self.lease_seconds:g}); a worker must call in at least twice per lease: use "
                 f"{self.lease_seconds / 4:g}, or a longer lease"
+            )
+        if self.name == "inproc" and self.trainer_ranks not in ("auto", 1):
+            raise ValueError(
+                f"runtime.trainer_ranks is {self.trainer_ranks}, and runtime.name inproc is one process: use 1 or auto"
             )
         return self
 

@@ -39,6 +39,7 @@ class Phase(StrEnum):
     ROLLOUT = "rollout"
     EXPLORATION = "exploration"
     TRAINING = "training"
+    COLLECTIVE = "collective"
     EVALUATION = "evaluation"
     SYNC = "sync"
     CHECKPOINT = "checkpoint"

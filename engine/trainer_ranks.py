@@ -6,10 +6,13 @@ and each rank trains whole groups, so there are never more ranks than groups.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from engine.config import EngineConfig
 
 Asked = Literal["auto"] | int
-"""Ranks that a job asks for. `auto`: a rank for each GPU of the node."""
+"""Ranks that a job asks for. `auto`: a rank for each GPU of the node, up to `RankLimits.auto`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,6 +21,8 @@ class RankLimits:
 
     most: int
     """Most ranks of a trainer."""
+    auto: int | None = None
+    """Most ranks of a trainer whose job does not name a number. None: `most`."""
     sampling: int = 1
     """Most ranks that sample rollouts while no complete group waits for training. The other ranks wait."""
 
@@ -29,7 +34,7 @@ class RankLimits:
         """
         most = min(self.most, gpus, groups)
         if asked == "auto":
-            return most
+            return most if self.auto is None else min(most, self.auto)
         if asked > most:
             raise ValueError(
                 f"runtime.trainer_ranks is {asked}, and at most {most} can train: the node has {gpus} GPUs, an "
@@ -39,10 +44,23 @@ class RankLimits:
 
 
 ONE = RankLimits(most=1)
-"""The engine trains on one GPU of the trainer's node (engine/node/agent.py)."""
+"""The engine trains on one GPU of the trainer's node."""
 
-LIMITS: Mapping[Literal["lora", "full"], RankLimits] = {"lora": ONE, "full": ONE}
-"""Numbers of ranks that this engine can run, by the weights that are trained."""
+LIMITS: Mapping[Literal["lora", "full"], RankLimits] = {"lora": RankLimits(most=8, auto=1), "full": ONE}
+"""Numbers of ranks that this engine can run, by the weights that are trained.
+
+LoRA: a job must name the number, because ranks were only run on CPUs. `auto` is every GPU once ranks have run on two.
+"""
+
+
+def ranks_of(config: "EngineConfig") -> int:
+    """Return the ranks that a trainer's node starts. Raises ValueError for more than the engine or the groups allow.
+
+    The launcher compares the number with the node's GPUs. On a CPU, and on fewer GPUs, ranks share the device.
+    """
+    asked = config.runtime.trainer_ranks
+    groups = groups_of_step(config.algorithm.prompts_per_batch, config.algorithm.updates_per_batch)
+    return LIMITS[config.model.weights].ranks(asked, gpus=1 if asked == "auto" else asked, groups=groups)
 
 
 def groups_of_step(prompts_per_batch: int, updates_per_batch: int) -> int:

@@ -48,6 +48,11 @@ class OldPolicy:
         """Return True if the old policy is a copy of its own, not the trained weights."""
         return self._kept is not None
 
+    @property
+    def tensors(self) -> Mapping[str, Tensor] | None:
+        """Return the old policy's own copy by name, or None if the old policy is the trained weights."""
+        return self._kept
+
     def keep(self) -> None:
         """Keep a copy of the trained weights, unless a copy is kept. Call before every optimiser step."""
         if self._kept is None:

@@ -73,6 +73,14 @@ class Health:
         for name, value in more.largest.items():
             self.largest[name] = max(self.largest.get(name, value), value)
 
+    def merge(self, other: "Health") -> None:
+        """Add another share of the same step."""
+        self.add(other)
+        self.groups += other.groups
+        self.without_variance += other.without_variance
+        self.skipped += other.skipped
+        self.rows_per_forward = min(self.rows_per_forward, other.rows_per_forward)
+
     def summary(self) -> dict[str, float]:
         means = {name: value / self.rows for name, value in self.sums.items()}
         return {
@@ -123,12 +131,21 @@ class Trainer:
             fused=True,
         )
 
-    def begin(self, manifest: Manifest, minibatch: int, plan: Plan, *, std: float | None = None) -> "Transaction":
+    def begin(
+        self,
+        manifest: Manifest,
+        minibatch: int,
+        plan: Plan,
+        *,
+        std: float | None = None,
+        share: Sequence[int] | None = None,
+    ) -> "Transaction":
         """Begin an optimiser step over the groups of a mini-batch.
 
-        `std`: of the batch or of earlier batches, by mode.
+        `std`: of the batch or of earlier batches, by mode. `share`: groups that this process trains; None: all. The
+        caller adds the gradients of the other groups before `commit`.
         """
-        return Transaction(self, manifest, minibatch, plan, std)
+        return Transaction(self, manifest, minibatch, plan, std, share)
 
     def with_own_log_probs(self, prompt: str, trajectory: Trajectory, plan: Plan) -> Trajectory:
         """Recompute the trajectory's log-probs with the weights that made the rollout, if the loss uses them.
@@ -200,18 +217,25 @@ class Trainer:
 class Transaction:
     """The update of a mini-batch. Single use. See the module docstring."""
 
-    def __init__(self, trainer: Trainer, manifest: Manifest, minibatch: int, plan: Plan, std: float | None) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        manifest: Manifest,
+        minibatch: int,
+        plan: Plan,
+        std: float | None,
+        share: Sequence[int] | None = None,
+    ) -> None:
         self._trainer = trainer
         self._manifest = manifest
         self._plan = plan
         self._std = std
-        self._wanted = manifest.minibatches[minibatch]
-        images = sum(len(manifest.groups[number].seeds) for number in self._wanted)
+        self._step = manifest.minibatches[minibatch]
+        self._wanted = self._step if share is None else tuple(share)
+        images = sum(len(manifest.groups[number].seeds) for number in self._step)
         rows_per_image = trainer.objective.rows_per_image(plan)
         self._planned_rows = images * rows_per_image
-        self._rows_of_largest_group = rows_per_image * max(
-            len(manifest.groups[number].seeds) for number in self._wanted
-        )
+        self._rows_of_largest_group = rows_per_image * max(len(manifest.groups[number].seeds) for number in self._step)
         self._groups: dict[int, FinishedGroup] = {}
         """All groups added, in the order of arrival. Kept until the end, to start again after a memory error."""
         self._taken: set[int] = set()
@@ -284,7 +308,7 @@ class Transaction:
             trainer.optimizer.step()
         else:
             self.health.gradient_norm = 0.0
-            self.health.skipped = list(self._wanted)
+            self.health.skipped = list(self._step)
         trainer.optimizer.zero_grad(set_to_none=True)
         return self.health
 

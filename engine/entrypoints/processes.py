@@ -15,12 +15,15 @@ from pathlib import Path
 import torch
 
 import engine.rewards.ocr  # noqa: F401  preloaded
+from engine.algorithm.transaction import Trainer
 from engine.coordinator.coordinator import Coordinator
 from engine.coordinator.open import fund_of, open_coordinator
 from engine.coordinator.rights import Rights
 from engine.coordinator.server import CoordinatorServer, Front, bind
+from engine.models.load import trainable
 from engine.node.build_worker import load_model, make_worker, reward_of_node
 from engine.node.child import SharedHeartbeat, begin
+from engine.node.rank_rendezvous import forget_ranks, joined_group, leaves_torn_group, led_group
 from engine.node_spec import NodeSpec
 from engine.pool.server import ScoringProcess, listen
 from engine.prompts import prompt_source
@@ -31,6 +34,9 @@ from engine.storage.progress import ProgressLog
 from engine.trainer.context import TrainerContext
 from engine.trainer.loop import Loop
 from engine.trainer.metrics import MetricsLog
+from engine.trainer.model import reference_of
+from engine.trainer.ranks import Follower, take_start
+from engine.trainer_ranks import ranks_of
 from engine.worker.device import device_of
 from engine.worker.download import Download
 from engine.worker.node_weights import NodeMemory, NodeWeights
@@ -66,8 +72,8 @@ def run_coordinator(spec: NodeSpec, heartbeat: SharedHeartbeat, ready: Event) ->
 def run_trainer(spec: NodeSpec, heartbeat: SharedHeartbeat, ready: Event) -> None:
     """Train until the run is finished. A return means the engine is finished."""
     begin(spec, "trainer", heartbeat)
-    alone = spec.engine.exploration.mode == "none"
-    torch.set_num_threads(spec.engine.runtime.trainer_threads or (os.cpu_count() or 1 if alone else 1))
+    forget_ranks(spec)
+    _use_threads(spec)
     folder, clock = Path(spec.folder), spec.clock.clock()
     context = TrainerContext(
         run=spec.run,
@@ -82,9 +88,33 @@ def run_trainer(spec: NodeSpec, heartbeat: SharedHeartbeat, ready: Event) -> Non
     )
     adapter = load_model(spec, 0)
     reward = reward_of_node(spec, 0, context.transport, worker=f"{spec.node}/trainer")
-    loop = Loop(spec.engine, context, adapter, reward, prompt_source(spec.engine, spec.workdir))
+    prompts = prompt_source(spec.engine, spec.workdir)
+    with leaves_torn_group(), led_group(spec, torch.device(device_of(spec.engine.runtime.device, 0))) as group:
+        loop = Loop(spec.engine, context, adapter, reward, prompts, group)
+        ready.set()
+        print(loop.run(), flush=True)
+
+
+def run_trainer_rank(spec: NodeSpec, heartbeat: SharedHeartbeat, rank: int, ready: Event) -> None:
+    """Compute the gradients of this rank's groups until the agent ends this process."""
+    begin(spec, f"trainer-rank-{rank}", heartbeat)
+    _use_threads(spec)
+    adapter, config = load_model(spec, rank), spec.engine
+    parameters = trainable(adapter)
     ready.set()
-    print(loop.run(), flush=True)
+    with leaves_torn_group():
+        group = joined_group(spec, rank, torch.device(device_of(config.runtime.device, rank)))
+        reference = reference_of(adapter, config.algorithm, is_started=take_start(group, parameters.values()))
+        compiles = config.model.compile == "on"
+        trainer = Trainer(adapter, parameters, config.algorithm, reference, workers_compile=compiles)
+        Follower(group, trainer).follow()
+
+
+def _use_threads(spec: NodeSpec) -> None:
+    """Set the torch threads of a trainer's rank (runtime.trainer_threads)."""
+    alone = spec.engine.exploration.mode == "none"
+    cores = max(1, (os.cpu_count() or 1) // ranks_of(spec.engine))
+    torch.set_num_threads(spec.engine.runtime.trainer_threads or (cores if alone else 1))
 
 
 def run_worker(

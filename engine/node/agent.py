@@ -39,7 +39,7 @@ from engine.durable import write_durably
 from engine.events import Market
 from engine.mark import MARK, marked
 from engine.node.alone import start_ticks
-from engine.node.child import EXIT_UNANSWERED, Deaths, exit_in_words, last_line, progress_of
+from engine.node.child import EXIT_TORN, EXIT_UNANSWERED, Deaths, exit_in_words, last_line, progress_of
 from engine.node.environment import begin_sending
 from engine.node.frozen import FROZEN_SECONDS, Stillness
 from engine.node.local_disk import use_local_disk
@@ -55,6 +55,7 @@ from engine.protocol.codec import encode, pack
 from engine.protocol.messages import Notice
 from engine.storage.disk import log_to
 from engine.storage.ship import begin_shipping
+from engine.trainer_ranks import ranks_of
 from engine.worker.node_weights import NodeMemory
 
 LOOK_SECONDS = 0.05
@@ -66,6 +67,9 @@ LAST_WORDS_SECONDS = 3.0
 
 ENDING_SECONDS = 2.0
 """Maximum seconds a stopping agent waits for killed processes."""
+
+TRAINER = "trainer"
+"""Name of the process that runs the training loop. The node's work is done when this process is done."""
 
 EXIT_FINISHED, EXIT_BROKEN, EXIT_MONEY, EXIT_REFUSED = 0, 1, 7, 9
 
@@ -106,9 +110,11 @@ class _Child:
             if self.process.exitcode == 0:
                 self.done = True
                 return None
-            if not leaving and self.process.exitcode != EXIT_UNANSWERED:
+            if self.process.exitcode == EXIT_TORN:
+                self.past.add_torn()
+            elif not leaving and self.process.exitcode != EXIT_UNANSWERED:
                 self.past.add("a freeze" if frozen else exit_in_words(self.process.exitcode))
-            deaths = len(self.past.exits)
+            deaths = len(self.past.exits) + self.past.torn // 2
             print(f"{self.name} ended with {exit_in_words(self.process.exitcode)}, death {deaths}", flush=True)
             if (why := self.past.give_up()) is not None:
                 return f"{self.name} {why}"
@@ -232,13 +238,13 @@ class Agent:
                 self._child("ray", "run_ray_head"),
                 self._child("supervisor", "run_ray_supervisor"),
                 *self._scorers(),
-                self._child("trainer", "run_trainer"),
+                *self._ranks(),
             ]
         if self.spec.role == "trainer":
             return [
                 self._child("coordinator", "run_coordinator"),
                 *self._scorers(),
-                self._child("trainer", "run_trainer"),
+                *self._ranks(),
             ]
         forget_store(self.spec)
         beside = self._scorers() + ([self._child("store", "run_store")] if may_share(self.spec) else [])
@@ -253,6 +259,14 @@ class Agent:
         """Register the node's scoring processes, if the job has any."""
         pool = self.spec.engine.reward.scoring_pool
         return [self._child(f"scorer-{n}", "run_scorer", n) for n in range(0 if pool is None else pool.processes)]
+
+    def _ranks(self) -> list[Any]:
+        """Register the trainer, which is rank 0, and its other ranks."""
+        others = range(1, ranks_of(self.spec.engine))
+        return [
+            self._child(TRAINER, "run_trainer"),
+            *(self._child(f"trainer-rank-{rank}", "run_trainer_rank", rank) for rank in others),
+        ]
 
     def _child(self, name: str, runs: str, *arguments: Any) -> Any:
         """Register a process with this log name. Returns the event the process sets when ready."""
@@ -275,7 +289,7 @@ class Agent:
         The weight store and the scoring processes end with the workers.
         """
         if self.spec.role == "trainer":
-            return self.children[-1].done
+            return next(child.done for child in self.children if child.name == TRAINER)
         return all(child.done for child in self.children if not child.serves)
 
     def _is_money_spent(self) -> bool:

@@ -33,6 +33,12 @@ SAME_EXITS, MOST_DEATHS = 3, 5
 """Limits on deaths without progress in between: three equal exits, or five exits of any kind, end the node. The length
 of each life does not count. Another start would cost as much and end the same way."""
 
+MOST_TORN = 20
+"""Exits with EXIT_TORN in a row, without progress, that end the node. Then the ranks of its trainer cannot meet."""
+
+EXIT_TORN = 76
+"""Exit code of a trainer's rank whose group lost another rank. The exit is not the rank's fault."""
+
 EXIT_UNANSWERED = 75
 """Exit code of a process whose coordinator did not answer for too long. The exit is not the process's fault and never
 counts."""
@@ -75,17 +81,29 @@ class Deaths:
     progress: Callable[[], object]
     """Progress function: its return value changes after progress (`progress_of`)."""
     exits: list[str] = field(default_factory=list)
+    torn: int = 0
+    """Exits because another rank was lost. They count apart, because the rank that was lost counts its own exit."""
     _last_progress: object = None
 
     def add(self, how: str) -> None:
         """Count an exit. Progress since the previous exit clears all earlier exits."""
+        self._clear_after_progress()
+        self.exits.append(how)
+
+    def add_torn(self) -> None:
+        """Count an exit because another rank was lost."""
+        self._clear_after_progress()
+        self.torn += 1
+
+    def _clear_after_progress(self) -> None:
         now = self.progress()
         if now != self._last_progress:
-            self.exits, self._last_progress = [], now
-        self.exits.append(how)
+            self.exits, self.torn, self._last_progress = [], 0, now
 
     def give_up(self) -> str | None:
         """Return the reason why the node gives up, in words, or None if another start is worthwhile."""
+        if self.torn >= MOST_TORN:
+            return f"lost another rank of the trainer {self.torn} times without progress"
         if not self.exits:
             return None
         last, same = self.exits[-1], self.exits.count(self.exits[-1])

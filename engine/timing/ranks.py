@@ -7,7 +7,7 @@
 Bytes that a rank receives in an optimiser step:
 
     LoRA          2 x (ranks - 1) / ranks x gradients in fp32: every rank adds a part of the sums of all ranks, in the
-                  order of the ranks, and gets the other parts
+                  order of the ranks, and gets the other parts. And the new weights in fp32, from rank 0
     full weights  (ranks - 1) / ranks x passes x (2 x weights in bf16 + gradients in fp32): FSDP2 gathers the weights
                   for the forward and for the backward pass, and reduces the gradients after each pass
 
@@ -42,7 +42,8 @@ class StepWork:
     def received_bytes(self, ranks: int) -> float:
         """Return the bytes that a rank receives from the other ranks in a step."""
         if not self.is_sharded:
-            return 2 * (ranks - 1) / ranks * self.trained_bytes
+            weights = self.trained_bytes if ranks > 1 else 0
+            return 2 * (ranks - 1) / ranks * self.trained_bytes + weights
         gathered = 2 * self.trained_bytes / 2  # twice the weights in bf16, half of their bytes in fp32
         passes = self.rounds(ranks) * self.passes_of_group
         return (ranks - 1) / ranks * passes * (gathered + self.trained_bytes)

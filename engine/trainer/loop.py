@@ -21,6 +21,7 @@ from engine.diffusion.sampler import batch_plan
 from engine.events import EngineFinished, EngineStarted, Phase
 from engine.exploration.explorer import Explorer
 from engine.models.adapter import DiTAdapter
+from engine.parallel.rank_group import RankGroup
 from engine.prompts import PromptSource
 from engine.protocol.request import Kind, Manifest, Score, WeightsKey
 from engine.rewards.reward import Reward
@@ -36,6 +37,7 @@ from engine.trainer.exploration import SeedExploration
 from engine.trainer.memory import TrainingMemory
 from engine.trainer.model import TrainedModel
 from engine.trainer.outbox import Outbox
+from engine.trainer.ranks import Ranks
 from engine.trainer.report import IterationReports, Reporter
 from engine.trainer.rollouts import Rollouts, normalised, reported
 from engine.trainer.state import TrainerState, config_digest
@@ -49,8 +51,15 @@ class Loop:
     """The parts of the trainer. `run` continues from the newest checkpoint until the run is finished."""
 
     def __init__(
-        self, config: EngineConfig, context: TrainerContext, adapter: DiTAdapter, reward: Reward, prompts: PromptSource
+        self,
+        config: EngineConfig,
+        context: TrainerContext,
+        adapter: DiTAdapter,
+        reward: Reward,
+        prompts: PromptSource,
+        group: RankGroup | None = None,
     ) -> None:
+        """Load the start weights. `group`: this process is rank 0 of several; None: the trainer has one rank."""
         self.config = config
         self.context = context
         self.state = TrainerState(config_digest=config_digest(config))
@@ -71,7 +80,8 @@ class Loop:
         self.exploration = SeedExploration(
             config, Explorer(config, context.run), prompts, self.state, self.coordinator, self.reporter, self.schedule
         )
-        self.updates = BatchUpdates(config, self.model.trainer, self.state, self.usage, self.reporter)
+        ranks = Ranks(group, self.model.trainer, self.usage, is_started=start is not None)
+        self.updates = BatchUpdates(config, ranks, self.state, self.usage, self.reporter)
         self.evaluator = Evaluator(
             config,
             prompts,

@@ -17,6 +17,13 @@ OLD = "old"
 """File of a checkpoint with the old policy's weights, if the old policy is not the trained weights."""
 
 
+def reference_of(adapter: DiTAdapter, algorithm: AlgorithmConfig, *, is_started: bool) -> ReferencePolicy | None:
+    """Return the model as reference, if the loss has a term that holds the weights near it (`ReferencePolicy.of`)."""
+    if algorithm.kl_beta > 0 or algorithm.diffusion_nft.reference_weight > 0:
+        return ReferencePolicy.of(adapter, is_started=is_started)
+    return None
+
+
 class TrainedModel:
     """Trained parameters by name, the optimizer that changes them, and the average that evaluations use."""
 
@@ -39,8 +46,7 @@ class TrainedModel:
         self.parameters = trainable(adapter)
         if start is not None:
             load_start(self.parameters, start.weights)
-        needs_reference = algorithm.kl_beta > 0 or algorithm.diffusion_nft.reference_weight > 0
-        reference = ReferencePolicy.of(adapter, is_started=start is not None) if needs_reference else None
+        reference = reference_of(adapter, algorithm, is_started=start is not None)
         self.trainer = Trainer(adapter, self.parameters, algorithm, reference, workers_compile=workers_compile)
         self.average = Average(self.parameters, algorithm.ema_decay)
 

@@ -67,9 +67,9 @@ class TrainerState:
 def config_digest(config: EngineConfig) -> str:
     """Return a digest that is equal for equal jobs.
 
-    The device is excluded: a job is the same on every device. A field newer than some checkpoints is excluded while
-    it has its default, so old checkpoints keep their digest. For the same reason `shift: auto` of a shipped model
-    counts as 1: both mean no shift.
+    Device and ranks are excluded: a job is the same on every device, and with any number of ranks. A field newer than
+    some checkpoints is excluded while it has its default, so old checkpoints keep their digest. For the same reason
+    `shift: auto` of a shipped model counts as 1: both mean no shift.
     """
     if config.model.name in SHIPPED and config.sampler.shift == "auto":
         config = config.model_copy(update={"sampler": config.sampler.model_copy(update={"shift": 1.0})})
@@ -91,7 +91,7 @@ def config_digest(config: EngineConfig) -> str:
         "runtime": {"cfg_parallel"},
     }
     unused = {section: _with_defaults(getattr(config, section), names) for section, names in newer.items()}
-    unused["runtime"].add("device")
+    unused["runtime"] |= {"device", "trainer_ranks"}
     job = config.model_dump_json(exclude=unused)
     return hashlib.sha256(job.encode()).hexdigest()[:16]
 

@@ -2,15 +2,16 @@
 
 Groups are trained while workers still roll out other groups. A step is committed once its own groups are trained, and
 rollouts of later steps may still be under way: the trainer keeps the weights that make the rollouts (`old_policy.py`).
-A step that fails is aborted, and the weights stay as they were.
+A step that fails is aborted, and the weights stay as they were. Ranks may share the groups of a step (`ranks.py`).
 """
 
-from engine.algorithm.transaction import Health, Trainer, Transaction
+from engine.algorithm.transaction import Health
 from engine.config import EngineConfig
 from engine.diffusion.sampler import Plan
 from engine.events import Phase
 from engine.protocol.request import Manifest
 from engine.trainer.ending import Unhealthy
+from engine.trainer.ranks import Ranks, Step
 from engine.trainer.report import Reporter
 from engine.trainer.rollouts import Rollouts, torch_threads
 from engine.trainer.state import TrainerState
@@ -24,10 +25,10 @@ class BatchUpdates:
     """Trains batches. Raises Unhealthy after BAD_GROUPS_IN_A_ROW groups without a finite reward and loss."""
 
     def __init__(
-        self, config: EngineConfig, trainer: Trainer, state: TrainerState, usage: Usage, reporter: Reporter
+        self, config: EngineConfig, ranks: Ranks, state: TrainerState, usage: Usage, reporter: Reporter
     ) -> None:
         self._config = config
-        self._trainer = trainer
+        self._ranks = ranks
         self._state = state
         self._usage = usage
         self._reporter = reporter
@@ -37,7 +38,7 @@ class BatchUpdates:
         std = self._std(rollouts)
         finished = []
         for minibatch in range(len(manifest.minibatches)):
-            step = self._trainer.begin(manifest, minibatch, plan, std=std)
+            step = self._ranks.begin(manifest, minibatch, plan, std=std)
             try:
                 while step.missing:
                     ready = [number for number in step.missing if rollouts.is_complete(number)]
@@ -61,7 +62,7 @@ class BatchUpdates:
             return rollouts.std()
         return self._state.std.value if self._config.algorithm.std == "ema" else None
 
-    def _commit(self, manifest: Manifest, minibatch: int, step: Transaction) -> Health:
+    def _commit(self, manifest: Manifest, minibatch: int, step: Step) -> Health:
         health = step.commit()
         for number in manifest.minibatches[minibatch]:
             bad = number in health.skipped

@@ -74,9 +74,8 @@ def ranks_of_node(recipe: Recipe, gpus: int) -> TrainerRanks:
 
 
 def asked_ranks(job: Job) -> Asked:
-    """Return the ranks that a job asks for. Engines without the field run as many as they can: `auto`."""
-    asked: Asked = getattr(job.runtime, "trainer_ranks", "auto")
-    return asked
+    """Return the ranks that a job asks for."""
+    return job.runtime.trainer_ranks
 
 
 def groups_of(job: Job) -> int:
@@ -87,10 +86,13 @@ def groups_of(job: Job) -> int:
 def wanted_ranks(job: Job, limits: RankLimits | None = None) -> int:
     """Return the ranks on a node with the GPUs that the job names: the least GPUs of a trainer node.
 
-    `limits`: None: of this engine. Raises ValueError for a job that `check_ranks` refuses.
+    Ranks of the local infra need no GPUs. `limits`: None: of this engine. Raises ValueError for a job that
+    `check_ranks` refuses.
     """
     limits = limits or LIMITS[job.model.weights]
-    return limits.ranks(asked_ranks(job), gpus=job.resources.trainer.gpus, groups=groups_of(job))
+    asked = asked_ranks(job)
+    gpus = job.resources.trainer.gpus if job.clouds or asked == "auto" else asked
+    return limits.ranks(asked, gpus=gpus, groups=groups_of(job))
 
 
 def check_ranks(checked: CheckedJob, limits: RankLimits | None = None) -> None:
@@ -126,8 +128,8 @@ def check_ranks(checked: CheckedJob, limits: RankLimits | None = None) -> None:
     if asked > limits.most:
         raise checked.error(
             field,
-            f"{field} is {asked}, and this version trains with {limits.most} rank{'s' if limits.most > 1 else ''} at "
-            "most",
+            f"{field} is {asked}, and this version trains model.weights {job.model.weights} with {limits.most} "
+            f"rank{'s' if limits.most > 1 else ''} at most",
             f"use {limits.most} or auto",
         )
 

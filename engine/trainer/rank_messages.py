@@ -1,0 +1,133 @@
+"""Messages between rank 0 of a trainer, which runs the loop, and the other ranks. msgpack, checked by type; no pickle.
+
+    Start -> (BeginStep -> TrainGroup* -> EndStep -> Share)*
+
+Weights follow `Start` and `BeginStep` as tensors, and gradients follow a `Share` without an error (ranks.py).
+"""
+
+from collections.abc import Mapping
+from typing import TypeAlias
+
+import msgspec
+
+from engine.algorithm.objective import FinishedGroup
+from engine.algorithm.transaction import Health
+from engine.diffusion.sampler import Plan
+from engine.diffusion.trajectory import Trajectory
+from engine.protocol.request import Manifest
+
+
+class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The first weights of the run follow: the reference of the KL divergence.
+
+    `is_started`: the run has start weights, so the base without adapters is no reference.
+    """
+
+    is_started: bool
+
+
+class BeginStep(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """An optimiser step begins. A step that was not ended before is void. Weights follow.
+
+    `with_old`: the old policy's weights follow too. False: the old policy is the trained weights.
+    """
+
+    manifest: Manifest
+    minibatch: int
+    plan: Plan
+    std: float | None
+    rows_per_forward: int
+    with_old: bool
+
+
+class TrainGroup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A finished group of the rank's share. `trajectories`: safetensors bytes, one a seed."""
+
+    number: int
+    prompt: str
+    seeds: tuple[int, ...]
+    trajectories: tuple[bytes, ...]
+    rewards: tuple[float, ...]
+
+    @classmethod
+    def of(cls, number: int, group: FinishedGroup) -> "TrainGroup":
+        trajectories = tuple(trajectory.to_bytes() for trajectory in group.trajectories)
+        return cls(
+            number=number, prompt=group.prompt, seeds=group.seeds, trajectories=trajectories, rewards=group.rewards
+        )
+
+    @property
+    def group(self) -> FinishedGroup:
+        trajectories = tuple(Trajectory.from_bytes(data) for data in self.trajectories)
+        return FinishedGroup(prompt=self.prompt, seeds=self.seeds, trajectories=trajectories, rewards=self.rewards)
+
+
+class EndStep(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """All groups of the share were sent."""
+
+
+Order: TypeAlias = Start | BeginStep | TrainGroup | EndStep
+
+
+class Share(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A rank's answer to `EndStep`.
+
+    neutral, rows, ...  fields of the share's `Health`
+    memory_error        first line of the last memory error of the step, or empty
+    does_not_fit        text of `DoesNotFit`, or empty; no gradients follow then
+    """
+
+    neutral: Mapping[str, float]
+    rows: int
+    sums: dict[str, float]
+    largest: dict[str, float]
+    groups: int
+    without_variance: int
+    skipped: list[int]
+    rows_per_forward: int
+    memory_error: str = ""
+    does_not_fit: str = ""
+
+    @classmethod
+    def of(cls, health: Health, *, memory_error: str, does_not_fit: str) -> "Share":
+        return cls(
+            neutral=health.neutral,
+            rows=health.rows,
+            sums=health.sums,
+            largest=health.largest,
+            groups=health.groups,
+            without_variance=health.without_variance,
+            skipped=health.skipped,
+            rows_per_forward=health.rows_per_forward,
+            memory_error=memory_error,
+            does_not_fit=does_not_fit,
+        )
+
+    @property
+    def health(self) -> Health:
+        return Health(
+            neutral=self.neutral,
+            rows=self.rows,
+            sums=self.sums,
+            largest=self.largest,
+            groups=self.groups,
+            without_variance=self.without_variance,
+            skipped=self.skipped,
+            rows_per_forward=self.rows_per_forward,
+        )
+
+
+def encoded(message: Order | Share) -> bytes:
+    """Return a message as bytes. Numbers that are not finite survive."""
+    return msgspec.msgpack.encode(message)
+
+
+def decoded_order(data: bytes) -> Order:
+    """Return the order in these bytes. Raises msgspec.ValidationError for anything else."""
+    order: Order = msgspec.msgpack.decode(data, type=Order)
+    return order
+
+
+def decoded_share(data: bytes) -> Share:
+    """Return the share in these bytes. Raises msgspec.ValidationError for anything else."""
+    return msgspec.msgpack.decode(data, type=Share)

@@ -1,0 +1,92 @@
+"""A trainer of two ranks trains every batch exactly once, whichever rank is killed or frozen: real processes."""
+
+import os
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from engine.algorithm_config import AlgorithmConfig
+from engine.config import EngineConfig, EvaluationConfig, ExplorationConfig, ModelConfig, RuntimeConfig
+from tests.engine.fleet import Fleet
+from tests.engine.nursery import NurseryFleet
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+BATCHES = 8
+RUNTIME = RuntimeConfig(shape=8, lease_seconds=1.5, heartbeat_seconds=0.3, trainer_threads=1, trainer_ranks=2)
+CONFIG = EngineConfig(
+    iterations=BATCHES,
+    model=ModelConfig(weights="lora", lora_rank=4),
+    algorithm=AlgorithmConfig(
+        name="diffusion-nft", prompts_per_batch=4, images_per_prompt=4, updates_per_batch=2, order="fixed"
+    ),
+    exploration=ExplorationConfig(mode="none"),
+    evaluation=EvaluationConfig(prompts=16, every=100),
+    runtime=RUNTIME,
+)
+
+Disturbance = Callable[[Fleet], None]
+
+
+def trained_by(folder: Path, disturbances: Sequence[Disturbance]) -> tuple[dict[int, str], str]:
+    """Run with a disturbance after every batch. Return the manifests by batch and the last checkpoint's digest."""
+    fleet = NurseryFleet(folder, CONFIG)
+    try:
+        for node in ("trainer", "spot-0", "spot-1"):
+            fleet.start(node)
+        for number, disturb in enumerate(disturbances):
+            fleet.wait_for_iteration(1 + number)
+            disturb(fleet)
+        assert fleet.wait_until_finished(seconds=400).reason == "iterations", fleet.logs()
+        done = fleet.events("iteration_done")
+        assert sorted({event.iteration for event in done}) == list(range(BATCHES))
+        assert all(event.phase_ms["collective"] > 0 for event in done)
+        return fleet.manifests(), fleet.events("checkpoint_saved")[-1].digest
+    finally:
+        fleet.close()
+
+
+def rank(name: str, number: signal.Signals) -> Disturbance:
+    return lambda fleet: os.kill(fleet.pid_of("trainer", name), number)
+
+
+def lose_spot(fleet: Fleet) -> None:
+    fleet.signal_node("spot-0", signal.SIGKILL)
+    fleet.start("spot-0-successor")
+
+
+def one_rank_instead(fleet: Fleet) -> None:
+    """Lose the trainer's node. Its successor has one rank."""
+    fleet.signal_node("trainer", signal.SIGKILL)
+    fleet.engine = CONFIG.model_copy(update={"runtime": RUNTIME.model_copy(update={"trainer_ranks": 1})})
+    fleet.start("trainer-g2")
+
+
+def test_killed_and_frozen_ranks_change_no_batch_and_no_weight(tmp_path: Path) -> None:
+    calm = trained_by(tmp_path / "calm", [])
+    in_turn = [
+        rank("trainer-rank-1", signal.SIGKILL),
+        rank("trainer-rank-1", signal.SIGSTOP),
+        lose_spot,
+        rank("trainer", signal.SIGKILL),
+        rank("trainer", signal.SIGSTOP),
+    ]
+    assert trained_by(tmp_path / "disturbed", in_turn) == calm
+    log = (tmp_path / "disturbed/nodes/trainer/logs/agent.log").read_text()
+    assert "trainer-rank-1 is frozen: killed" in log
+    assert "exit code 76" in log, "a rank that lost another rank says so"
+
+
+def test_a_run_continues_with_another_number_of_ranks(tmp_path: Path) -> None:
+    fleet = NurseryFleet(tmp_path, CONFIG)
+    try:
+        fleet.start("trainer")
+        fleet.wait_for_iteration(2)
+        one_rank_instead(fleet)
+        assert fleet.wait_until_finished(seconds=400).reason == "iterations", fleet.logs()
+        assert sorted(fleet.manifests()) == list(range(BATCHES))
+        assert not fleet.events("warned"), "a job with another number of ranks is the same job"
+    finally:
+        fleet.close()
