@@ -13,7 +13,7 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8
 DASHES = ("", "7 3", "2 3", "9 3 2 3")
 """Okabe and Ito's palette. Dashes tell curves apart without colours; both repeat after some runs."""
 
-WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 720, 280, 56, 34, 10
+WIDTH, HEIGHT, LEFT, RIGHT, BOTTOM, TOP = 720, 280, 56, 34, 34, 10
 TICKS = 5
 
 
@@ -47,7 +47,7 @@ def render_comparison(comparison: Comparison) -> str:
     phases = dict.fromkeys(phase for run in comparison.runs for phase, amount in run.by_phase.items() if amount)
     drawn = [run for run in comparison.runs if run.curve]
     plots = [_plot(comparison, drawn, axis) for axis in ("dollars", "hours", "iterations")] if drawn else []
-    size = {"width": WIDTH, "height": HEIGHT, "left": LEFT, "bottom": HEIGHT - BOTTOM}
+    size = {"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": WIDTH - RIGHT, "bottom": HEIGHT - BOTTOM}
     return template.render(comparison=comparison, plots=plots, phases=list(phases), spread=spread, size=size)
 
 
@@ -78,7 +78,7 @@ def _plot(comparison: Comparison, runs: list[ComparedRun], axis: str) -> Plot:
         low, high = low - 0.05, high + 0.05
 
     def px(value: float) -> float:
-        return round(LEFT + value / last * (WIDTH - LEFT - 14), 1)
+        return round(LEFT + value / last * (WIDTH - LEFT - RIGHT), 1)
 
     def py(value: float) -> float:
         return round(TOP + (high - value) / (high - low) * (HEIGHT - BOTTOM - TOP), 1)
