@@ -15,9 +15,11 @@ pytestmark = pytest.mark.slow  # creates an environment
 ROOT = Path(__file__).parents[2]
 
 MISTAKES = {
+    "attach": ("attach", "nobody"),
     "catalog": ("catalog", "refresh"),
     "check": ("check", "job.yaml", "--infra", "aws"),
     "compare": ("compare", "nobody", "nothing"),
+    "check-reward": ("check-reward", "none.yaml"),
     "config": ("config", "show", "none.yaml"),
     "controller": ("controller", "nobody"),
     "down": ("down", "nobody"),
