@@ -34,6 +34,7 @@ from launcher.decide import budget_guard
 from launcher.decide.actions import Action, Buy, Enter, Release, RepeatRequest, StopEngine
 from launcher.decide.facts import OVER, Facts, Stage, Wanted
 from launcher.decide.failover import LaunchRate
+from launcher.decide.known_nodes import KnownNodes
 from launcher.decide.launch_history import MoveRules
 from launcher.decide.node_facts import NodeFact, NodeStatus
 from launcher.decide.reconcile import decide
@@ -99,6 +100,8 @@ class Controller:
         self.deadlines = SpendDeadlines(provisioner, is_cloud=bool(plan.sites))
         self._transfer = CheckpointTransfer(run, self._job, carry)
         self._limits_at = -PRICE_SECONDS
+        self._known = KnownNodes()
+        """The nodes of the ledger again, indexed: a pass indexes only nodes that ended since the last pass."""
 
     def one_pass(self) -> bool:
         """Observe, compare, act. Return True when the run is over and none of its nodes and resources is left.
@@ -117,7 +120,7 @@ class Controller:
         self.facts_reader.standstill.watch(self._clock.now_ms(), cloud.get(self.engine.trainer or ""), is_excused)
         facts = self.facts()
         self.engine.find_trainer(facts.nodes)
-        actions = decide(facts, self.wanted)
+        actions = decide(replace(facts, nodes=self._known.update(facts.nodes)), self.wanted)
         unknown = [name for name, fact in cloud.items() if _is_unknown(name, fact, facts)]
         if unknown:
             log.warning("nobody asked for %s: released", ", ".join(unknown))

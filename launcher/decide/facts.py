@@ -73,9 +73,15 @@ class NodeRecord:
         return side_micro_usd_per_hour(self.wanted.placement.cloud, self.market, self.wanted.placement.disk_gib)
 
     @property
+    def site(self) -> tuple[str, str] | None:
+        """Return the requested cloud and region. None on the local infra."""
+        return None if self.wanted is None else (self.wanted.placement.cloud, self.wanted.placement.region)
+
+    @property
     def ended_ms(self) -> int | None:
-        for kind in self.happened.keys() & ENDS:
-            return self.happened[kind]
+        for kind in ENDS:
+            if kind in self.happened:
+                return self.happened[kind]
         return None
 
     @property

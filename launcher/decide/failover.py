@@ -166,12 +166,16 @@ class LaunchRate:
     per_minute: int = 10
     burst: int = 5
 
+    @property
+    def spacing_ms(self) -> int:
+        return -(-60_000 // self.per_minute)
+
     def next_ms(self, requested_ms: Iterable[int]) -> int:
         """Return the earliest time at which one more launch keeps the rate.
 
         With 10 a minute and a burst of 5, the sixth launch waits 6 s.
         """
-        spacing_ms = -(-60_000 // self.per_minute)
+        spacing_ms = self.spacing_ms
         earned_ms = 0  # end of the time that the launches so far use up
         for at_ms in sorted(requested_ms):
             earned_ms = max(earned_ms, at_ms) + spacing_ms

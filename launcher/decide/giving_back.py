@@ -7,7 +7,7 @@ from launcher.decide.facts import Facts, NodeRecord, Wanted
 from launcher.decide.failover import is_home_given_up
 from launcher.decide.launch_history import GIVE_BACK_AFTER_MS, Tried
 from launcher.decide.placing import place_of
-from launcher.decide.replacing import attempt_of, is_stand_in, needs_successor
+from launcher.decide.replacing import is_stand_in, needs_successor
 from launcher.decide.run_budget import beside, hourly_of
 from launcher.placement.options import Option
 from launcher.placement.plan import Slot
@@ -28,9 +28,7 @@ def nodes_to_release(facts: Facts, wanted: Wanted, live: Sequence[NodeRecord], t
     elsewhere = [
         node
         for node in staying
-        if trainer is not None
-        and node.name != trainer.name
-        and (node.role == "trainer" or attempt_of(node).site != trainer.site)
+        if trainer is not None and node.name != trainer.name and (node.role == "trainer" or node.site != trainer.site)
     ]
     gone = {node.name for node in elsewhere}
     kept = [node for node in staying if node.name not in gone]

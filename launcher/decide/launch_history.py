@@ -1,10 +1,12 @@
 """The earlier launches of a run as evidence on zones and quotas: refusals, cool-downs, quotas used up."""
 
-from collections import Counter, defaultdict
+from bisect import insort
+from collections import ChainMap, Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from hashlib import blake2b
+from typing import Self
 
 from launcher.market.hazard import BURST_MS, bursts
 from launcher.placement.options import Option
@@ -17,6 +19,9 @@ as soon as another node of the run has ended."""
 
 GIVE_BACK_AFTER_MS = 600_000
 """Time in ms for which spot capacity must be back before the capacity is expected to stay."""
+
+MOST_IN_A_ROW = 21
+"""Bursts of refusals after which a cool-down doubles no more. The longest cool-down is reached long before."""
 
 QUOTA_LAG_MS = 300_000
 """Time after a node's end during which the cloud may still count the node against a quota, in milliseconds."""
@@ -96,67 +101,148 @@ class MoveRules:
         return 3 * self.cool_down_ms
 
 
-class Tried:
-    """Index of all attempts, built once for every question at one moment. The order of the attempts does not matter.
+class EndedAttempts:
+    """Index of the ended attempts of a run. Attempts may be added in any order, each once; the index is the same.
 
     Attempts that ended before `since_ms`, when the run was resumed, do not count as refusals, preemptions or denials.
     """
 
-    def __init__(self, attempts: Iterable[Attempt] = (), since_ms: int = 0) -> None:
-        self.trainer: Attempt | None = None
-        """The newest trainer that is running or requested."""
-        self.home: tuple[str, str] | None = None
-        """Cloud and region of the last trainer that came up; None before the first trainer."""
+    def __init__(self, since_ms: int = 0) -> None:
+        self.since_ms = since_ms
+        self.trainer_that_came: Attempt | None = None
+        """The newest trainer that came up."""
         self.trainers_refused: list[Attempt] = []
-        """Trainer requests that were refused since the last trainer came up."""
-        self._since_ms = since_ms
-        self._refused: defaultdict[tuple[str, ...], list[Attempt]] = defaultdict(list)
-        self._full: defaultdict[tuple[str, ...], list[Attempt]] = defaultdict(list)
-        self._live: defaultdict[tuple[str, ...], list[Attempt]] = defaultdict(list)
-        self._lacked_ms: dict[tuple[str, ...], int] = {}
-        self._taken: dict[tuple[str, ...], Attempt] = {}
-        self._denied: dict[tuple[str, ...], Attempt] = {}
-        self._live_in: Counter[str] = Counter()
-        known = sorted(attempts, key=lambda attempt: (attempt.requested_ms, attempt.name))
-        for attempt in known:
-            waits = attempt.outcome is Outcome.DENIED and _is_full(attempt, known)
-            self.add(replace(attempt, outcome=Outcome.FULL) if waits else attempt)
+        """Trainer requests that were refused since that trainer. All refusals are kept by their end, oldest first."""
+        self.refused: defaultdict[tuple[str, ...], list[Attempt]] = defaultdict(list)
+        """Refusals of a pool since the pool last gave a node."""
+        self.full: defaultdict[tuple[str, ...], list[Attempt]] = defaultdict(list)
+        """Refusals of a quota used up by nodes of the run, since the quota last allowed a node."""
+        self.lacked_ms: dict[tuple[str, ...], int] = {}
+        self.taken: dict[tuple[str, ...], Attempt] = {}
+        self.denied: dict[tuple[str, ...], Attempt] = {}
+        """The first denial of each quota or zone."""
+        self.undecided: list[Attempt] = []
+        """Denials by a quota that no ended node held: final, unless a live node holds the quota."""
+        self._came: dict[tuple[str, ...], tuple[int, str]] = {}
+        self._held: defaultdict[tuple[str, ...], list[Attempt]] = defaultdict(list)
 
     def add(self, attempt: Attempt) -> None:
-        """Add an attempt. The attempt must be the newest so far."""
-        if attempt.role == "trainer":
-            if attempt.outcome is Outcome.LIVE:
-                self.trainer = attempt
-            if attempt.was_up:
-                self.home = attempt.site
-                self.trainers_refused.clear()
+        """Add an attempt that has ended."""
         if attempt.was_up:
-            self._refused.pop(attempt.place, None)
-            self._full.pop(_quota(attempt.option), None)
-        if attempt.ended_ms is not None and attempt.ended_ms < self._since_ms:
+            self._came_up(attempt)
+        if attempt.ended_ms is not None and attempt.ended_ms < self.since_ms:
             return
         match attempt.outcome:
-            case Outcome.LIVE:
-                self._live_in[attempt.option.placement.zone] += attempt.role == "rollout"
-                self._live[attempt.place].append(attempt)
-            case Outcome.REFUSED | Outcome.FULL:
-                if attempt.outcome is Outcome.REFUSED:
-                    self._refused[attempt.place].append(attempt)
-                    self._lacked(attempt)
-                else:
-                    self._full[_quota(attempt.option)].append(attempt)
-                if attempt.role == "trainer":
-                    self.trainers_refused.append(attempt)
+            case Outcome.REFUSED:
+                self._lacked(attempt)
+                self._keep(self.refused[attempt.place], attempt, attempt.place)
+            case Outcome.FULL:
+                self._keep(self.full[_quota(attempt.option)], attempt, _quota(attempt.option))
             case Outcome.RECLAIMED:
                 self._lacked(attempt)
-                last = self._taken.get(attempt.place, attempt)
-                self._taken[attempt.place] = max(last, attempt, key=end_text)
+                last = self.taken.get(attempt.place, attempt)
+                self.taken[attempt.place] = max(last, attempt, key=end_text)
+            case Outcome.DENIED if not attempt.is_quota_used_up:
+                deny(self.denied, attempt)
             case Outcome.DENIED:
-                held = attempt.place if attempt.holds_in_its_zone_alone else _quota(attempt.option)
-                self._denied.setdefault(held, attempt)
+                if any(_holds(held, attempt) for held in reversed(self._held[_account(attempt)])):
+                    self.add(replace(attempt, outcome=Outcome.FULL))
+                else:
+                    self.undecided.append(attempt)
+
+    def _came_up(self, attempt: Attempt) -> None:
+        for key, refusals in ((attempt.place, self.refused), (_quota(attempt.option), self.full)):
+            self._came[key] = max(order_of(attempt), self._came.get(key, order_of(attempt)))
+            if key in refusals:
+                refusals[key] = _since(refusals[key], self._came[key])
+        last = self.trainer_that_came
+        if attempt.role == "trainer" and (last is None or order_of(last) < order_of(attempt)):
+            self.trainer_that_came = attempt
+            self.trainers_refused = _since(self.trainers_refused, order_of(attempt))
+        self._held[_account(attempt)].append(attempt)
+        decided = [denied for denied in self.undecided if _holds(attempt, denied)]
+        self.undecided = [denied for denied in self.undecided if not _holds(attempt, denied)]
+        for denied in decided:
+            self.add(replace(denied, outcome=Outcome.FULL))
+
+    def _keep(self, refusals: list[Attempt], attempt: Attempt, key: tuple[str, ...]) -> None:
+        if order_of(attempt) >= self._came.get(key, (-1, "")):
+            insort(refusals, attempt, key=end_text)
+        last = self.trainer_that_came
+        if attempt.role == "trainer" and (last is None or order_of(attempt) >= order_of(last)):
+            insort(self.trainers_refused, attempt, key=end_text)
 
     def _lacked(self, attempt: Attempt) -> None:
-        self._lacked_ms[attempt.place] = max(end_text(attempt)[0], self._lacked_ms.get(attempt.place, 0))
+        self.lacked_ms[attempt.place] = max(end_text(attempt)[0], self.lacked_ms.get(attempt.place, 0))
+
+
+class Tried:
+    """All attempts of a run at one moment, for every question: the ended ones, and the live ones over them."""
+
+    def __init__(self, attempts: Iterable[Attempt] = (), since_ms: int = 0) -> None:
+        """Build the index from all attempts. The order of the attempts does not matter."""
+        known = list(attempts)
+        ended = EndedAttempts(since_ms)
+        for attempt in known:
+            if attempt.outcome is not Outcome.LIVE:
+                ended.add(attempt)
+        self._look(ended, [attempt for attempt in known if attempt.outcome is Outcome.LIVE])
+
+    @classmethod
+    def over(cls, ended: EndedAttempts, live: Iterable[Attempt]) -> Self:
+        """Return the index of ended attempts that are known already, and of live ones. `ended` is not changed."""
+        tried = cls.__new__(cls)
+        tried._look(ended, live)
+        return tried
+
+    def _look(self, ended: EndedAttempts, live: Iterable[Attempt]) -> None:
+        self._lacked_ms, self._taken = ended.lacked_ms, ended.taken
+        self._live: defaultdict[tuple[str, ...], list[Attempt]] = defaultdict(list)
+        self._live_in: Counter[str] = Counter()
+        self.trainer: Attempt | None = None
+        """The newest trainer that is running or requested."""
+        came = ended.trainer_that_came
+        up = []
+        for attempt in sorted(live, key=order_of):
+            self.add(attempt)
+            if attempt.was_up:
+                up.append(attempt)
+                if attempt.role == "trainer" and (came is None or order_of(came) < order_of(attempt)):
+                    came = attempt
+        self.home: tuple[str, str] | None = None if came is None else came.site
+        """Cloud and region of the last trainer that came up; None before the first trainer."""
+        self._denied = dict(ended.denied)
+        waits: list[Attempt] = []
+        for denied in ended.undecided:
+            if any(_holds(held, denied) for held in up):
+                waits.append(replace(denied, outcome=Outcome.FULL))
+            else:
+                deny(self._denied, denied)
+        refused_now: dict[tuple[str, ...], list[Attempt]] = {}
+        full_now: dict[tuple[str, ...], list[Attempt]] = {}
+        for attempt in waits:
+            quota = _quota(attempt.option)
+            full_now[quota] = sorted([*full_now.get(quota, ended.full.get(quota, [])), attempt], key=end_text)
+        for attempt in up:
+            quota = _quota(attempt.option)
+            if attempt.place in ended.refused:
+                refused_now[attempt.place] = _since(ended.refused[attempt.place], order_of(attempt))
+            if quota in full_now or quota in ended.full:
+                full_now[quota] = _since(full_now.get(quota, ended.full.get(quota, [])), order_of(attempt))
+        # Live nodes change few of the lists; the others are those of the ended attempts.
+        self._refused = ChainMap(refused_now, ended.refused)
+        self._full = ChainMap(full_now, ended.full)
+        full = [attempt for attempt in waits if attempt.role == "trainer"]
+        refused = sorted(ended.trainers_refused + full, key=end_text) if full else ended.trainers_refused
+        self.trainers_refused = refused if came is None else _since(refused, order_of(came))
+        """Trainer requests that were refused since the last trainer came up."""
+
+    def add(self, attempt: Attempt) -> None:
+        """Add a live attempt. The attempt must be the newest so far."""
+        if attempt.role == "trainer":
+            self.trainer = attempt
+        self._live_in[attempt.option.placement.zone] += attempt.role == "rollout"
+        self._live[attempt.place].append(attempt)
 
     @property
     def out_since_ms(self) -> int | None:
@@ -214,7 +300,7 @@ class Tried:
 
     def denials(self, role: str) -> str:
         """Return the cloud's message for each denied quota or permission, joined to one text."""
-        words = (attempt.evidence for attempt in self._denied.values() if attempt.role == role)
+        words = (attempt.evidence for attempt in sorted(self._denied.values(), key=order_of) if attempt.role == role)
         return "; ".join(dict.fromkeys(filter(None, words))) or "nothing on offer fits"
 
     def live_in(self, zone: str) -> int:
@@ -235,7 +321,8 @@ def gap_ms(refusals: int, first_ms: int, name: str, longest_ms: int = COOL_MOST_
 
     With a first wait of 10 minutes: 10 to 15, 20 to 30, 30, 30, ...
     """
-    return min(longest_ms, round(first_ms * (1 + jitter(name) / 2)) << min(refusals - 1, 20)) if refusals else 0
+    doubled = min(refusals, MOST_IN_A_ROW) - 1
+    return min(longest_ms, round(first_ms * (1 + jitter(name) / 2)) << doubled) if refusals else 0
 
 
 def end_text(attempt: Attempt) -> tuple[int, str]:
@@ -247,28 +334,51 @@ def _quota(option: Option) -> tuple[str, ...]:
     return cloud, region, instance_type, market
 
 
-def _is_full(denied: Attempt, known: Iterable[Attempt]) -> bool:
-    """Return whether the run's own nodes used up the quota named in a denial, or may have.
+def order_of(attempt: Attempt) -> tuple[int, str]:
+    """Return the order of the requests."""
+    return attempt.requested_ms, attempt.name
+
+
+def _since(refusals: Iterable[Attempt], came: tuple[int, str]) -> list[Attempt]:
+    return [attempt for attempt in refusals if order_of(attempt) >= came]
+
+
+def deny(denied: dict[tuple[str, ...], Attempt], attempt: Attempt) -> None:
+    """Record a denial of its quota, or of its zone alone. The earliest denial of each is kept."""
+    held = attempt.place if attempt.holds_in_its_zone_alone else _quota(attempt.option)
+    denied[held] = min(denied.get(held, attempt), attempt, key=order_of)
+
+
+def _account(attempt: Attempt) -> tuple[str, ...]:
+    return (*attempt.site, attempt.option.placement.market)
+
+
+def _holds(held: Attempt, denied: Attempt) -> bool:
+    """Return whether a node of the run used up the quota named in a denial, or may have.
 
     Types of a family share a quota, so any node of the same region and market counts, until `QUOTA_LAG_MS` after the
     node's end. With a quota of 0 no node can hold the quota, and the denial is final.
     """
-    if not denied.is_quota_used_up:
-        return False
-    return any(
-        held.site == denied.site
-        and held.option.placement.market is denied.option.placement.market
+    return (
+        denied.is_quota_used_up
+        and _account(held) == _account(denied)
         and held.requested_ms <= end_text(denied)[0]
         and (held.ended_ms is None or held.ended_ms + QUOTA_LAG_MS > denied.requested_ms)
-        for held in known
-        if held.was_up
     )
 
 
 def cooled_until_ms(refused: Sequence[Attempt], first_ms: int, longest_ms: int = COOL_MOST_MS) -> int:
-    """Return the end of the newest refusal plus a gap that grows with each burst of refusals; 0 without refusals."""
+    """Return the end of the newest refusal plus a gap that grows with each burst of refusals; 0 without refusals.
+
+    `refused`: by their end, oldest first. After `MOST_IN_A_ROW` bursts the gap grows no more, so older refusals are not
+    read.
+    """
     if not refused:
         return 0
-    at_ms, name = max(map(end_text, refused))
-    in_a_row = bursts(((attempt.requested_ms, end_text(attempt)[0]) for attempt in refused), min(BURST_MS, first_ms))
+    at_ms, name = end_text(refused[-1])
+    in_a_row, newest = 0, 2 * MOST_IN_A_ROW
+    while in_a_row < MOST_IN_A_ROW and newest < 2 * len(refused) + 2 * MOST_IN_A_ROW:
+        read = refused[-newest:]
+        in_a_row = bursts(((attempt.requested_ms, end_text(attempt)[0]) for attempt in read), min(BURST_MS, first_ms))
+        newest *= 2
     return at_ms + gap_ms(in_a_row, first_ms, name, longest_ms)

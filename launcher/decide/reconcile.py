@@ -9,12 +9,14 @@ The functions keep no state. Equal facts give equal answers, and every action ma
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 
 from engine.events import EngineFinished
 from launcher.decide import budget_guard
 from launcher.decide.actions import Action, Buy, Enter, Release, RepeatRequest, StopEngine
 from launcher.decide.facts import FAILING, OVER, Facts, NodeRecord, Stage, Wanted
 from launcher.decide.giving_back import nodes_to_release
+from launcher.decide.known_nodes import KnownNodes
 from launcher.decide.launch_history import Tried
 from launcher.decide.placing import place_of
 from launcher.decide.replacing import attempt_of, needs_successor, stays
@@ -27,21 +29,23 @@ from launcher.placement.plan import Slot
 
 def decide(facts: Facts, wanted: Wanted) -> list[Action]:
     """Return the actions that turn the existing nodes into the wanted nodes."""
-    live = [node for node in facts.nodes if node.is_live]
+    known = KnownNodes.of(facts.nodes)
+    live = known.live
     if facts.stage in OVER:
         return [_release(live)] if live else []
     if facts.finished is not None:
         return _wind_up(facts, wanted, facts.finished, live)
     if facts.stage in (Stage.STOPPING, Stage.DRAINING):
         return _stop(facts, wanted, live)
-    tried = Tried((attempt_of(node) for node in facts.nodes) if facts.sites else (), facts.planned_ms)
-    stop = must_stop(facts, wanted, live, tried)
+    tried = known.tried(facts.planned_ms) if facts.sites else Tried()
+    recent = replace(facts, nodes=known.decisive())
+    stop = must_stop(recent, wanted, live, tried)
     if stop is not None and not (facts.doubt is not None and facts.doubt.is_ahead):
         return [stop]
     if facts.doubt is not None:
         is_recorded = facts.stage is Stage.RUNNING and facts.reason == facts.doubt.text
         return [] if is_recorded else [Enter(stage=Stage.RUNNING, reason=facts.doubt.text)]
-    return _fill(facts, wanted, live, tried)
+    return _fill(facts, recent, known, wanted, tried)
 
 
 def _release(nodes: Sequence[NodeRecord]) -> Release:
@@ -83,23 +87,27 @@ def _stop(facts: Facts, wanted: Wanted, live: Sequence[NodeRecord]) -> list[Acti
     return [_release(live)]
 
 
-def _fill(facts: Facts, wanted: Wanted, live: Sequence[NodeRecord], tried: Tried) -> list[Action]:
-    """Repeat unsent requests, release surplus nodes, and buy a successor for every empty or soon empty slot."""
+def _fill(facts: Facts, recent: Facts, known: KnownNodes, wanted: Wanted, tried: Tried) -> list[Action]:
+    """Repeat unsent requests, release surplus nodes, and buy a successor for every empty or soon empty slot.
+
+    `recent`: the facts with only those nodes that can change a decision on a slot.
+    """
+    live = known.live
     actions: list[Action] = [RepeatRequest(node=node.name) for node in live if "requested" not in node.happened]
-    let_go = nodes_to_release(facts, wanted, live, tried)
+    let_go = nodes_to_release(recent, wanted, live, tried)
     if let_go:
         actions.append(_release(let_go))
-    after, launches = list(live), [node.requested_ms for node in facts.nodes]
+    after, launches = list(live), _launches(known, wanted, facts.now_ms)
     refusals: list[str] = []
     by_slot: defaultdict[str, list[NodeRecord]] = defaultdict(list)
-    for node in facts.nodes:
+    for node in recent.nodes:
         by_slot[node.slot].append(node)
     for slot in wanted.slots:
         held = by_slot[slot.name]
         latest = max(held, key=lambda node: node.generation, default=None)
-        if latest is not None and not needs_successor(slot, latest, held, facts):
+        if latest is not None and not needs_successor(slot, latest, held, recent):
             continue
-        if slot.role == "rollout" and (evidence := is_given_up(facts, slot)) is not None:
+        if slot.role == "rollout" and (evidence := is_given_up(recent, slot)) is not None:
             refusals.append(f"{slot.name} is left empty, its last {SAME_ENDS} nodes ended in the same way: {evidence}")
             continue
         works = any(stays(node) for node in held)  # a stand-in counts as working; the slot's next node may be on spot
@@ -131,6 +139,13 @@ def _fill(facts: Facts, wanted: Wanted, live: Sequence[NodeRecord], tried: Tried
     if facts.stage is not Stage.RUNNING or facts.reason != reason:
         actions.append(Enter(stage=Stage.RUNNING, reason=reason))
     return actions
+
+
+def _launches(known: KnownNodes, wanted: Wanted, now_ms: int) -> list[int]:
+    """Return the launches that may delay the next one: n launches use up n spacings at most, so older ones do not."""
+    if wanted.launch_rate is None:
+        return []
+    return known.requested_after(now_ms - len(known) * wanted.launch_rate.spacing_ms - 1)
 
 
 def _steady(refusal: str) -> str:

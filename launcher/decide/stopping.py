@@ -52,9 +52,10 @@ def must_stop(facts: Facts, wanted: Wanted, live: Sequence[NodeRecord], tried: T
     if len(lost) >= TRAINER_TRIES:
         reason = f"the trainer was lost {len(lost)} times without a new iteration; the last one: {lost[-1].evidence}"
         return Enter(stage=Stage.DRAINING, reason=FAILING + reason, log_of=lost[-1].name)
-    given_up = [is_given_up(facts, slot) for slot in wanted.slots if slot.role == "rollout"]
-    if given_up and all(given_up):
-        reason = f"no rollout node works, the last {SAME_ENDS} of each slot ended in the same way: {given_up[0]}"
+    rollouts = [slot for slot in wanted.slots if slot.role == "rollout"]
+    if rollouts and all(is_given_up(facts, slot) for slot in rollouts):
+        evidence = is_given_up(facts, rollouts[0])
+        reason = f"no rollout node works, the last {SAME_ENDS} of each slot ended in the same way: {evidence}"
         return Enter(stage=Stage.DRAINING, reason=FAILING + reason)
     return _standstill(facts, wanted)
 

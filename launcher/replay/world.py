@@ -17,6 +17,7 @@ from random import Random
 from engine.events import Market
 from launcher.decide.actions import Buy
 from launcher.decide.facts import NodeRecord
+from launcher.decide.known_nodes import KnownNodes
 from launcher.decide.launch_history import jitter
 from launcher.decide.work_left import WorkLeft
 from launcher.market.hazard import COLD_START_MS
@@ -49,7 +50,6 @@ class Instance:
     """Time of an announced preemption."""
     ended_ms: int | None = None
     billed_to_ms: int = 0
-    is_changed: bool = True
 
     @property
     def ready_ms(self) -> int | None:
@@ -77,16 +77,20 @@ class World:
     fleet: list[tuple[int, int, int]] = field(default_factory=list)
     """(time, spot nodes at work, on-demand rollout nodes at work), at each change."""
     _live: dict[str, Instance] = field(default_factory=dict)
-    _records: dict[str, NodeRecord] = field(default_factory=dict)
+    _known: KnownNodes = field(default_factory=KnownNodes)
+    _just_ended: list[Instance] = field(default_factory=list)
 
     @property
     def micro_usd(self) -> int:
         return round(sum(self.bill.values()))
 
-    def advance(self, until_ms: int) -> bool:
-        """Let the world run until a time, or until the work is done. Return whether anything happened to a node."""
+    def advance(self, until_ms: int, *, to_next_event: bool = False) -> bool:
+        """Let the world run until a time, or until the work is done. Return whether anything happened to a node.
+
+        `to_next_event`: stop as soon as something has happened.
+        """
         happened = False
-        while self.now_ms < until_ms and self.finished_ms is None:
+        while self.now_ms < until_ms and self.finished_ms is None and not (to_next_event and happened):
             at_ms = min([until_ms, *self._next_events(until_ms)])
             self._work(at_ms)
             self.now_ms = at_ms if self.finished_ms is None else self.finished_ms
@@ -123,15 +127,15 @@ class World:
         for name in names:
             instance = self._live.get(name)
             if instance is not None and instance.releasing_ms is None:
-                instance.releasing_ms, instance.is_changed = self.now_ms, True
+                instance.releasing_ms = self.now_ms
 
-    def records(self) -> list[NodeRecord]:
-        """Return the nodes as the ledger would record them."""
-        for name, instance in self.instances.items():
-            if instance.is_changed or name in self._live:
-                self._records[name] = _recorded(instance, self.now_ms)
-                instance.is_changed = False
-        return list(self._records.values())
+    def records(self) -> KnownNodes:
+        """Return the nodes as the ledger would record them, until the next call."""
+        for instance in self._live.values():
+            instance.record = _recorded(instance, self.now_ms)
+        self._known.update(instance.record for instance in (*self._just_ended, *self._live.values()))
+        self._just_ended.clear()
+        return self._known
 
     def _next_events(self, until_ms: int) -> list[int]:
         times = []
@@ -206,7 +210,6 @@ class World:
                 self._end(instance, "refusals")
                 return
         instance.up_ms = instance.billed_to_ms = self.now_ms
-        instance.is_changed = True
         self.counts["up"] += 1
 
     def _take_back(self) -> None:
@@ -229,7 +232,6 @@ class World:
         leaving = sum(i.gone_ms is not None and i.ended_ms is None and i.gone_ms > gone_ms for i in held)
         for instance in self.random.sample(staying, max(0, min(len(staying), len(staying) + leaving - capacity))):
             instance.notice_ms, instance.gone_ms = self.now_ms, gone_ms
-            instance.is_changed = True
             self.counts["notices"] += 1
             if gone_ms <= self.now_ms:
                 self._preempt(instance)
@@ -244,17 +246,16 @@ class World:
     def _end(self, instance: Instance, how: str) -> None:
         if instance.ended_ms is not None:
             return
-        instance.ended_ms, instance.is_changed = self.now_ms, True
+        instance.ended_ms = self.now_ms
         self.counts[how] += 1
         kinds = {"refusals": "no_capacity", "preemptions": "gone", "released": "released"}
         happened = {**_recorded(instance, self.now_ms).happened, kinds[how]: self.now_ms}
         instance.record = replace(instance.record, happened=happened, reclaimed=how == "preemptions")
         del self._live[instance.record.name]
+        self._just_ended.append(instance)
 
 
 def _recorded(instance: Instance, now_ms: int) -> NodeRecord:
-    if instance.ended_ms is not None and len(instance.record.happened) > 1:
-        return instance.record
     happened = {"requested": instance.record.requested_ms}
     if instance.up_ms is not None:
         happened["up"] = instance.up_ms
@@ -264,4 +265,4 @@ def _recorded(instance: Instance, now_ms: int) -> NodeRecord:
         happened["notice"] = instance.notice_ms
     if instance.releasing_ms is not None:
         happened["releasing"] = instance.releasing_ms
-    return replace(instance.record, happened=happened)
+    return instance.record if happened == instance.record.happened else replace(instance.record, happened=happened)

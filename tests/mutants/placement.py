@@ -112,7 +112,7 @@ FAULTS = {
         Fault(
             name="full-quota-is-a-denial",
             forgets="that nodes of ours use up the quota and will end",
-            patches=((launch_history, "_is_full", never_full),),
+            patches=((launch_history, "_holds", never_full),),
             found_by=f"{DECISIONS}::test_a_spot_node_preempted_at_a_tight_quota_is_requested_again",
         ),
         Fault(
