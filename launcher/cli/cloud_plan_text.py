@@ -119,6 +119,8 @@ def _sums(job: Job, plan: CloudPlan) -> Iterator[str]:
         f"  to {goal}: {_money(plan.cost)}, {_time(plan.time)}; {_count(plan.iterations)} iterations of "
         f"{plan.seconds_per_iteration:.0f} s"
     )
+    if plan.schedule is not None:
+        yield f"  {plan.schedule.text()}"
     yield f"  basis: {plan.basis}"
     yield from judges_text(job)
     yield f"  {_largest(plan)}"

@@ -12,6 +12,7 @@ from launcher.placement.options import SiteOptions
 from launcher.placement.plan import Plan, Slot
 from launcher.placement.ranks import TrainerRanks
 from launcher.placement.requirements import LeftOut
+from launcher.placement.schedule import PlanSchedule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,6 +138,8 @@ class CloudPlan:
     """Work of the GPUs of the trainer's node."""
     disk: Mapping[str, int] = field(default_factory=dict)
     """Bytes of what the boot disk of each node must hold (launcher/placement/disk.py)."""
+    schedule: PlanSchedule | None = None
+    """Forecast of an iteration, played forward. None: no rates, or too large a batch."""
 
     def as_plan(self) -> Plan:
         """Return the plan in the form that the run's controller keeps."""

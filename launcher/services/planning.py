@@ -20,6 +20,7 @@ from launcher.placement.memory import check_memory, gpus_of_job, memory_of_job
 from launcher.placement.plan import PlacementError
 from launcher.placement.plan_cloud import plan_cloud
 from launcher.placement.requirements import market_view
+from launcher.placement.schedule import plan_schedule
 from launcher.services.on_offer import on_offer
 from launcher.services.own_prices import as_you_pay
 from launcher.storage.weights import bytes_of
@@ -47,7 +48,8 @@ def cloud_plan(
     offers = as_you_pay(reached, job.price_overrides, job.discounts, now_ms)
     market = market_view(offers, histories.values(), now_ms=now_ms, priors=advice.priors, believed_odds=advice.odds)
     try:
-        plan = plan_cloud(cloud_requirements(job, folder=folder), market)
+        needs = cloud_requirements(job, folder=folder)
+        plan = plan_cloud(needs, market)
     except PlacementError as error:
         named = [f"{cloud} {region}" for cloud in job.clouds for region in job.network.regions(cloud)]
         if not named:
@@ -56,6 +58,10 @@ def cloud_plan(
             f"{error}; the job's network is in {', '.join(named)}, so no other region counts"
         ) from None
     plan = with_disk(plan, disk)
+    recipe = needs.recipe.on(plan.trainer.gpus)
+    useful = plan.spot_pays.gpus if plan.pools and plan.spot_pays is not None else 0.0
+    schedule = plan_schedule(job, recipe, trainer=plan.trainer.sampling, rollout=round(useful))
+    plan = replace(plan, schedule=schedule)
     ranks = plan.trainer.ranks
     memory = memory_of_job(job, folder, ranks)
     return plan if memory is None else replace(plan, memory=gpus_of_job(job, memory, ranks))

@@ -1,0 +1,277 @@
+"""Play a schedule forward: rollout GPUs and the trainer, event by event. Deterministic unless a `Disturbance` is given.
+
+    rollout GPU   free -> lease of images -> free
+    trainer       next_action: train a unit | help | wait; after the last unit: commit, the next batch begins
+
+An early group is sampled with the weights of one version, the version before. A group whose early sampling has begun
+ends with that version; the other groups are sampled anew. So no group has images of two versions, no group is older
+than one version, and no image is sampled twice.
+"""
+
+import heapq
+import math
+from collections import Counter, defaultdict, deque
+from dataclasses import replace
+from typing import Protocol
+
+from engine.schedule.decide import Help, Train, next_action
+from engine.schedule.state import SCORER, Image, Lease, State
+from engine.schedule.values import Gpus, Knobs, Rates, Timeline, Work, pass_seconds, train_seconds
+
+WAITS, SWITCH, WEIGHTS, NOTHING_LEFT = (
+    "trainer waits for rollouts",
+    "switch",
+    "rollout GPU waits for weights",
+    "rollout GPU has no rollouts",
+)
+
+
+class Disturbance(Protocol):
+    """The difference between rates and facts: factors of durations, 1 if the rates are right."""
+
+    def rollout(self) -> float: ...
+
+    def training(self) -> float: ...
+
+
+class Undisturbed:
+    def rollout(self) -> float:
+        return 1.0
+
+    def training(self) -> float:
+        return 1.0
+
+
+class World:
+    """The GPUs and the queue of a run."""
+
+    def __init__(self, rates: Rates, state: State, knobs: Knobs, facts: Disturbance | None = None) -> None:
+        self.rates, self.work, self.gpus, self.knobs = rates, state.work, state.gpus, knobs
+        self.facts = facts or Undisturbed()
+        self.now, self.batch, self.trained = state.now, state.batch, state.trained
+        self.waiting, self.early = deque(state.waiting), deque(state.early)
+        self.free = list(state.free)
+        self.doing = [(lease.ends, lease) for lease in state.leases]
+        heapq.heapify(self.free)
+        heapq.heapify(self.doing)
+        self.done: Counter[tuple[int, int]] = Counter(state.done)
+        self.weights_at, self.help_left = state.weights_at, state.help_left
+        self.begun_early: set[tuple[int, int]] = set()
+        self.idle: defaultdict[str, float] = defaultdict(float)
+        self.sampled: Counter[tuple[int, int]] = Counter()
+        self.helped = self.stale = self.committed = 0
+        self.collectives = 0.0
+
+    def state(self) -> State:
+        """Return the facts as the trainer knows them."""
+        return State(
+            work=self.work,
+            gpus=self.gpus,
+            batch=self.batch,
+            now=self.now,
+            waiting=tuple(self.waiting),
+            early=tuple(self.early),
+            leases=tuple(lease for _, lease in self.doing),
+            free=tuple(self.free),
+            done=dict(self.done),
+            trained=self.trained,
+            weights_at=self.weights_at,
+            help_left=self.help_left,
+        )
+
+    # --- rollout GPUs
+
+    def _deal(self) -> None:
+        while self.free and self.free[0][0] <= self.now and (self.waiting or self.early):
+            since, gpu = heapq.heappop(self.free)
+            queue = self.waiting or self.early
+            is_old, images = queue[0].is_old, [queue.popleft()]
+            while len(images) < self.work.lease and queue and queue[0].is_old == is_old:
+                images.append(queue.popleft())
+            # The GPU still holds the weights of a group that was begun early.
+            begins = self.now if is_old else max(self.now, self.weights_at)
+            self.idle[WEIGHTS] += begins - self.now
+            self.idle[NOTHING_LEFT] += self.now - since
+            groups = tuple((image.batch, image.group) for image in images)
+            if queue is self.early:
+                self.begun_early.update(groups)
+            seconds = self.rates.image.value * max(image.rest for image in images) * len(images)
+            self._push(begins + seconds * self.facts.rollout(), Lease(ends=begins + seconds, gpu=gpu, groups=groups))
+
+    def _push(self, ends: float, lease: Lease) -> None:
+        heapq.heappush(self.doing, (ends, lease))
+
+    def _finish(self, ended: float, lease: Lease) -> None:
+        """Free the GPU of a lease. Count the images as done once they are scored."""
+        if lease.gpu != SCORER:
+            heapq.heappush(self.free, (ended, lease.gpu))
+            self.sampled.update(lease.groups)
+        if lease.gpu == SCORER or not self.rates.score.value:
+            self.done.update(lease.groups)
+        else:
+            known = ended + self.rates.score.value
+            self._push(known, Lease(ends=known, gpu=SCORER, groups=lease.groups))
+
+    def _next_event(self) -> float:
+        """Return the moment of the next finished lease or free GPU. Infinite: nothing will happen."""
+        ends = self.doing[0][0] if self.doing else math.inf
+        deals = self.free[0][0] if self.free and (self.waiting or self.early) else math.inf
+        return min(ends, deals)
+
+    def _advance(self, until: float) -> None:
+        while True:
+            self._deal()
+            moment = self._next_event()
+            if moment > until:
+                break
+            self.now = max(self.now, moment)
+            while self.doing and self.doing[0][0] <= self.now:
+                self._finish(*heapq.heappop(self.doing))
+        self.now = max(self.now, until)
+
+    # --- trainer
+
+    def train_batch(self, leases_of_help: int | None = None) -> None:
+        """Train the open batch. `leases_of_help`: a fixed plan; None: as `next_action` decides."""
+        knobs = self.knobs if leases_of_help is None else _without_search(self.knobs)
+        left = math.inf if leases_of_help is None else leases_of_help
+        while (state := self.state()).wanted():
+            action = next_action(self.rates, state, knobs, finish)
+            match action:
+                case Train(groups=groups):
+                    self._train(groups)
+                case Help(left=planned) if left > 0:
+                    self.help_left = planned
+                    left -= 1
+                    self._help()
+                case _:
+                    self.help_left = action.left
+                    self._wait()
+        self._commit()
+
+    def _train(self, groups: tuple[int, ...]) -> None:
+        ranks, rows = self.gpus.trainer, self.knobs.rows
+        seconds = train_seconds(self.rates, self.work, ranks, len(groups), rows)
+        each = math.ceil(len(groups) * self.work.images * self.work.rows_of_image / ranks)
+        passes, largest = math.ceil(each / rows), min(rows, each)
+        shown = pass_seconds(self.rates, largest) - largest * self.rates.row.value - self.rates.launch.value
+        self.collectives += ranks * passes * max(0.0, shown)
+        self._advance(self.now + seconds * self.facts.training())
+        self.trained |= set(groups)
+        self.help_left = None
+
+    def _wait(self) -> None:
+        self._deal()
+        moment = max(self._next_event(), self.now)
+        if moment == math.inf:
+            raise RuntimeError(
+                f"batch {self.batch} waits for ever: {len(self.waiting)} images wait, and no GPU is free"
+            )
+        self.idle[WAITS] += (moment - self.now) * self.gpus.trainer
+        self._advance(moment)
+
+    def _help(self) -> None:
+        """Sample a lease on each trainer GPU. Except with `greedy`, stop between steps once a unit is complete."""
+        work, trainer = self.work, self.gpus.trainer
+        images = [image for image in self.waiting if not image.is_old][: trainer * work.lease]
+        for image in images:
+            self.waiting.remove(image)
+        busy = math.ceil(len(images) / work.lease)
+        step = self.rates.image.value * min(work.lease, len(images)) / work.steps
+        self._pause(self.rates.switch.value)
+        most = round(max(image.rest for image in images) * work.steps)
+        made = 0
+        while made < most and (self.knobs.help == "greedy" or not self.state().ready(self.knobs.unit)):
+            seconds = step * self.facts.rollout()
+            self._advance(self.now + seconds)
+            self.idle[WAITS] += seconds * (trainer - busy)
+            made += 1
+        self._give_back(images, made)
+        self._pause(self.rates.switch.value)
+
+    def _give_back(self, images: list[Image], made: int) -> None:
+        """Finish the images whose steps are all made, and queue the others first, at the step where they stand."""
+        left = [replace(image, rest=image.rest - made / self.work.steps) for image in images]
+        half_a_step = 0.5 / self.work.steps
+        finished = tuple((image.batch, image.group) for image in left if image.rest < half_a_step)
+        self.sampled.update(finished)
+        self.helped += len(finished)
+        known = self.now + self.rates.score.value
+        self._push(known, Lease(ends=known, gpu=SCORER, groups=finished))
+        self.waiting.extendleft(reversed([image for image in left if image.rest >= half_a_step]))
+
+    def _pause(self, seconds: float) -> None:
+        self.idle[SWITCH] += seconds * self.gpus.trainer
+        self._advance(self.now + seconds)
+
+    def _commit(self) -> None:
+        """Take the last optimiser step of the batch, publish, and open the next batch."""
+        self.stale += sum(batch == self.batch for batch, _ in self.begun_early)
+        self.batch += 1
+        self.committed += 1
+        self.trained, self.help_left = frozenset(), None
+        self.weights_at = self.now + self.rates.publish.value + self.rates.load.value
+        self.done = Counter({key: count for key, count in self.done.items() if key[0] >= self.batch})
+        self.begun_early = {key for key in self.begun_early if key[0] >= self.batch}
+        begun = [replace(image, is_old=True) for image in self.early if (image.batch, image.group) in self.begun_early]
+        fresh = [
+            image for image in images_of(self.work, self.batch) if (image.batch, image.group) not in self.begun_early
+        ]
+        self.waiting, self.early = deque([*begun, *fresh]), deque(self._early_images())
+
+    def _early_images(self) -> list[Image]:
+        groups = math.floor(self.knobs.early * self.work.groups)
+        return [image for image in images_of(self.work, self.batch + 1) if image.group < groups]
+
+
+def images_of(work: Work, batch: int) -> list[Image]:
+    """Return the images of a batch, group by group: idle GPUs share the images of a group."""
+    return [Image(batch, group) for group in range(work.groups) for _ in range(work.images)]
+
+
+def start(work: Work, gpus: Gpus) -> State:
+    """Return the state before the first rollout of a run."""
+    return State(
+        work=work,
+        gpus=gpus,
+        batch=0,
+        now=0.0,
+        waiting=tuple(images_of(work, 0)),
+        early=(),
+        leases=(),
+        free=tuple((0.0, gpu) for gpu in range(gpus.rollout)),
+        done={},
+        trained=frozenset(),
+        weights_at=0.0,
+    )
+
+
+def _without_search(knobs: Knobs) -> Knobs:
+    return Knobs(unit=knobs.unit, rows=knobs.rows, help="feedback", early=knobs.early)
+
+
+def finish(rates: Rates, state: State, knobs: Knobs, leases_of_help: int) -> float:
+    """Return the moment at which the open batch is trained, with a fixed amount of help."""
+    world = World(rates, state, knobs)
+    world.train_batch(leases_of_help)
+    return world.now
+
+
+def play(world: World, *, batches: int, warm: int) -> Timeline:
+    """Train some batches and return the average after the first `warm`."""
+    for _ in range(warm):
+        world.train_batch()
+    began, committed = world.now, world.committed
+    idle, collectives = dict(world.idle), world.collectives
+    helped, stale = world.helped, world.stale
+    for _ in range(batches):
+        world.train_batch()
+    number = world.committed - committed
+    return Timeline(
+        seconds=(world.now - began) / number,
+        gpus=world.gpus.number,
+        idle={cause: (seconds - idle.get(cause, 0.0)) / number for cause, seconds in sorted(world.idle.items())},
+        collectives=(world.collectives - collectives) / number,
+        helped=(world.helped - helped) / number,
+        stale_share=(world.stale - stale) / (number * world.work.groups),
+    )

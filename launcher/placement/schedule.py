@@ -1,0 +1,106 @@
+"""The schedule of a plan: an iteration played forward event by event, and the setting that would shorten it. Pure.
+
+The plan's price counts rollouts as shared without loss, and training after the last rollout. The schedule
+(`engine/schedule/`) instead plays the engine as it is: leases of whole images, units of groups, a trainer that helps
+with whole leases. The schedule shows where GPUs wait, and does not change the price.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil
+
+from engine.schedule.choose import Allowed, best, predict
+from engine.schedule.values import Gpus, Knobs, Rates, Work, lower_bound
+from engine.timing.figures import Figure, Source
+from engine.timing.job import rows_of_an_image
+from launcher.job.schema import Job
+from launcher.placement.iteration_time import Recipe
+
+MOST_IMAGES = 2048
+"""Images of a batch above which no schedule is played: a plan answers within seconds."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanSchedule:
+    """A forecast of an iteration, with all nodes at work."""
+
+    rollout_gpus: int
+    """Rollout GPUs: the average number at work, rounded."""
+    unit: int
+    """Groups that train together: as many whole groups as fit into `algorithm.rows_per_forward` rows."""
+    seconds: float
+    seconds_at_least: float
+    """Seconds that no schedule can beat."""
+    bubble_share: float
+    """Idle GPU-seconds over all GPU-seconds."""
+    idle: Mapping[str, float]
+    """Idle GPU-seconds of an iteration by cause."""
+    better_unit: int
+    """The unit with the shortest iteration."""
+    better_rows: int
+    """The `algorithm.rows_per_forward` that gives `better_unit`."""
+    better_seconds: float
+
+    def text(self) -> str:
+        """Return the forecast in words."""
+        groups = f"{self.unit} group{'s' if self.unit > 1 else ''} train{'' if self.unit > 1 else 's'} at a time"
+        parts = [
+            f"schedule: with {self.rollout_gpus} rollout GPUs at work an iteration takes {self.seconds:.0f} s "
+            f"(no schedule takes less than {self.seconds_at_least:.0f} s); {groups}; "
+            f"without exploration {self.bubble_share:.0%} idle"
+        ]
+        most = max(self.idle, key=lambda cause: self.idle[cause], default=None)
+        if most is not None and self.idle[most] > 0:
+            parts[-1] += f", mostly because the {most}"
+        if self.better_unit != self.unit:
+            parts.append(f"algorithm.rows_per_forward: {self.better_rows} would make it {self.better_seconds:.0f} s")
+        return "; ".join(parts)
+
+
+def plan_schedule(job: Job, recipe: Recipe, *, trainer: int, rollout: int) -> PlanSchedule | None:
+    """Return the schedule of a job. None: no usable rates, or more than `MOST_IMAGES` images.
+
+    recipe   as it is on the trainer's node
+    trainer  GPUs of the trainer that sample
+    rollout  rollout GPUs at work
+    """
+    cost, algorithm, gpus = recipe.cost, job.algorithm, Gpus(trainer=trainer, rollout=rollout)
+    rows = rows_of_an_image(job)
+    images = cost.prompts * cost.images_per_prompt
+    source = Source(basis="assumed", text=recipe.source)
+    # The training seconds are those of all ranks together, which the schedule takes for one GPU of the trainer.
+    row_seconds = cost.train_seconds * trainer / (images * rows)
+    rates = Rates(
+        image=Figure(value=cost.rollout_gpu_seconds, source=source),
+        row=Figure(value=row_seconds, source=source),
+        publish=Figure(value=cost.sync_seconds, source=source),
+    )
+    if images > MOST_IMAGES or rates.problems():
+        return None
+    work = Work(
+        groups=cost.prompts,
+        images=cost.images_per_prompt,
+        rows_of_image=rows,
+        updates=algorithm.updates_per_batch,
+        steps=job.sampler.steps,
+        lease=job.runtime.shape,
+    )
+    of_group = rows * cost.images_per_prompt
+    whole_step = work.groups_of_step
+    unit = min(whole_step, max(1, algorithm.rows_per_forward // of_group))
+    now = Knobs(unit=unit, rows=algorithm.rows_per_forward, help="greedy")
+    timeline = predict(rates, work, gpus, now)
+    smaller = tuple(dict.fromkeys((unit, *(ceil(unit / part) for part in (2, 4, 8)), 1)))
+    better = best(rates, work, gpus, Allowed(units=smaller, rows=(now.rows,), helps=("greedy",)))
+    assert better.timeline is not None
+    return PlanSchedule(
+        rollout_gpus=gpus.rollout,
+        unit=unit,
+        seconds=timeline.seconds,
+        seconds_at_least=lower_bound(rates, work, gpus),
+        bubble_share=timeline.bubble_share,
+        idle=dict(timeline.idle),
+        better_unit=better.knobs.unit,
+        better_rows=better.knobs.unit * of_group,
+        better_seconds=better.timeline.seconds,
+    )
