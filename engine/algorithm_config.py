@@ -100,8 +100,10 @@ class AlgorithmConfig(Strict):
     rows_per_forward: Positive = 168
     """Most (image, step) or (image, noise level) pairs in one training forward pass (time-step parallelism, TSP). A
     pass that runs out of memory halves the number for the rest of the run, and its optimiser step starts again."""
-    order: Literal["fixed", "arrival"] = "fixed"
-    """Order of gradient accumulation. `fixed` accumulates by group number, so a repeated run is bit-identical."""
+    order: Literal["fixed", "arrival", "exact"] = "fixed"
+    """Order of gradient accumulation. `fixed` accumulates by group number, so a repeated run is bit-identical. `exact`
+    is bit-identical too, and trains units of groups as they complete: gradients are added in 64-bit fixed point, for
+    8 bytes of memory a trained weight. `arrival` differs by rounding."""
 
     @field_validator("images_per_prompt")
     @classmethod

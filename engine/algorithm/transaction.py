@@ -7,6 +7,9 @@ update in every order of arrival. With `order: fixed`, gradients are added by gr
 result is equal bit for bit. A group without variance adds nothing but stays in the denominator. A group with a
 non-finite reward or loss is skipped and counted. `abort` leaves no trace.
 
+With `order: exact`, fixed slices of the step's groups are trained as they complete, as many groups each as fit into a
+pass. Their gradients are added in fixed point (`gradient_sum.py`), so the bits are equal too.
+
 All trained steps of a group go through the network together (time-step parallelism, TSP): the rows of a forward
 pass are (image, step) pairs, or (image, noise level) pairs. The loss is the algorithm's (`objective.py`).
 
@@ -18,7 +21,7 @@ the sum over rows has another order.
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
@@ -27,6 +30,7 @@ from torch import Tensor, nn
 
 from engine.algorithm.advantages import group_advantages
 from engine.algorithm.choice import objective_of
+from engine.algorithm.gradient_sum import GradientSum
 from engine.algorithm.objective import FinishedGroup, Rows
 from engine.algorithm.old_policy import OldPolicy
 from engine.algorithm_config import AlgorithmConfig
@@ -247,7 +251,14 @@ class Transaction:
         rows_per_forward = self._trainer.rows_per_forward
         self._groups_per_forward = max(1, rows_per_forward // max(1, self._rows_of_largest_group))
         self.health = Health(neutral=self._trainer.objective.neutral, rows_per_forward=rows_per_forward)
+        self._sum = self._gradient_sum()
         self._trainer.optimizer.zero_grad(set_to_none=True)
+
+    def _gradient_sum(self) -> GradientSum | None:
+        """Return the sum of `order: exact`. Each group is an addend at most."""
+        if self._trainer.config.order != "exact":
+            return None
+        return GradientSum(list(self._trainer.parameters.values()), most=len(self._wanted))
 
     @property
     def missing(self) -> list[int]:
@@ -275,18 +286,33 @@ class Transaction:
 
     def _train_ready(self) -> None:
         """Train the groups that may be trained now: whole bundles, and at the end of the step the rest."""
-        waiting = [number for number in self._groups if number not in self._taken]
+        for bundle in list(self._bundles()):
+            self._accumulate({number: self._groups[number] for number in bundle})
+            self._taken.update(bundle)
+        if self._sum is not None and not self.missing:
+            self._sum.write()
+
+    def _bundles(self) -> Iterator[Sequence[int]]:
+        """Yield the bundles that may be trained now.
+
+        With `order: exact` a bundle is a fixed slice of the step's groups, so its gradient has the same bits whichever
+        groups came first.
+        """
+        size = self._groups_per_forward
+        if self._sum is not None:
+            units = (self._wanted[first : first + size] for first in range(0, len(self._wanted), size))
+            yield from (unit for unit in units if self._taken.isdisjoint(unit) and self._groups.keys() >= set(unit))
+            return
         if self._trainer.config.order == "arrival":
-            ready = waiting
+            ready = [number for number in self._groups if number not in self._taken]
         else:
             behind = [number for number in self._wanted if number not in self._taken]
             ready = list(itertools.takewhile(lambda number: number in self._groups, behind))
         last = not self.missing
-        for first in range(0, len(ready), self._groups_per_forward):
-            bundle = ready[first : first + self._groups_per_forward]
-            if len(bundle) == self._groups_per_forward or last:
-                self._accumulate({number: self._groups[number] for number in bundle})
-                self._taken.update(bundle)
+        for first in range(0, len(ready), size):
+            bundle = ready[first : first + size]
+            if len(bundle) == size or last:
+                yield bundle
 
     def commit(self) -> Health:
         """Take the optimiser step. Raises ValueError while groups are missing.
@@ -315,6 +341,7 @@ class Transaction:
     def abort(self) -> None:
         """Discard all gradients. Weights and optimiser are unchanged."""
         self._groups.clear()
+        self._sum = self._gradient_sum()
         self._trainer.optimizer.zero_grad(set_to_none=True)
 
     def _accumulate(self, groups: Mapping[int, FinishedGroup]) -> None:
@@ -368,6 +395,10 @@ class Transaction:
                     if part is not None:
                         gradient.add_(part)
                 seen.add(health)
+        if self._sum is not None:
+            self._sum.add(gradients)
+            self.health.add(seen)
+            return True
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         self.health.add(seen)

@@ -37,6 +37,9 @@ GRADIENT_SETS = 2
 """Sets of gradients beside the activations: the sum of the pass and the sum of the optimiser step
 (engine/algorithm/transaction.py)."""
 
+FIXED_POINT_SETS = 1
+"""Further sets with `algorithm.order: exact`: the sum of the step has 64 bits (engine/algorithm/gradient_sum.py)."""
+
 COPIES = 2
 """Copies of the trained weights: the running average, and the old policy after the first optimiser step of a batch."""
 
@@ -153,6 +156,12 @@ class Setting:
     """True if both branches of guidance are one batch of twice the rows."""
     keeps_reference: bool = False
     """True if the loss compares with a copy of the weights before training. Adapters are switched off instead."""
+    sums_exactly: bool = False
+    """True with `algorithm.order: exact`."""
+
+    @property
+    def gradient_sets(self) -> int:
+        return GRADIENT_SETS + (FIXED_POINT_SETS if self.sums_exactly else 0)
 
 
 def trainer_budget(model: ModelSizes, setting: Setting) -> Budget:
@@ -179,7 +188,7 @@ def trainer_budget(model: ModelSizes, setting: Setting) -> Budget:
                 "trained weights in fp32" if training.is_full else "adapters": masters,
                 "optimiser": MOMENTS * trained,
                 "average, old policy": copies * trained,
-                "gradients": GRADIENT_SETS * trained,
+                "gradients": setting.gradient_sets * trained,
             }
         ),
         unit="row",
@@ -218,7 +227,7 @@ def _sharded_budget(model: ModelSizes, setting: Setting) -> Budget:
                 "VAE": model.vae_bytes,
                 "optimiser": MOMENTS * shard,
                 "average, old policy": (COPIES + (1 if setting.keeps_reference else 0)) * shard,
-                "gradients": GRADIENT_SETS * shard,
+                "gradients": setting.gradient_sets * shard,
             }
         ),
         unit="row",

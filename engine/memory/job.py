@@ -108,6 +108,7 @@ def setting_of(config: EngineConfig, ranks: int = 1, rollout_gpus: int = 1) -> S
         ranks=ranks,
         communicators=_communicators(config, rollout_gpus),
         keeps_reference=algorithm.kl_beta > 0 or algorithm.diffusion_nft.reference_weight > 0,
+        sums_exactly=algorithm.order == "exact",
     )
 
 

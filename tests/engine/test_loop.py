@@ -512,6 +512,7 @@ WAYS = {
     "cps": {"sampler": SamplerConfig(steps=3, name="cps")},
     "window": {"sampler": SamplerConfig(steps=4, window=WindowConfig(size=1))},
     "arrival": {"algorithm": {"order": "arrival"}},
+    "exact": {"algorithm": {"order": "exact"}},
     "idle-seconds": {"exploration": ExplorationConfig(profiles=(ProfileConfig(shape=4),))},
     "bayes": {"exploration": TINY.exploration.model_copy(update={"policy": "bayes"})},
 }
@@ -533,7 +534,7 @@ def test_every_way_to_train_moves_the_weights_and_stays_sound(tmp_path, way):
         assert event.health["dlogp_before_update"] == pytest.approx(0.0, abs=1e-4)
 
 
-@pytest.mark.parametrize("way", ["std-ema", "lora-kl", "window"])
+@pytest.mark.parametrize("way", ["std-ema", "lora-kl", "window", "exact"])
 def test_every_way_to_train_goes_on_exactly_where_it_was(tmp_path, way):
     changes = {**WAYS[way], "iterations": 2}
     if "algorithm" in changes:

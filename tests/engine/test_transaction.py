@@ -252,6 +252,48 @@ def test_in_fixed_order_every_order_of_arrival_gives_the_same_bits(model, groups
     assert len(weights) == 1
 
 
+@pytest.mark.parametrize("rows", [1, 6, 12, 168])
+def test_in_exact_order_every_order_of_arrival_gives_the_same_bits(model, groups, rows):
+    """Units of one, one, two and three groups (6 rows each)."""
+    found = []
+    for order in itertools.permutations(range(3)):
+        trainer = trainer_of(model, order="exact", rows_per_forward=rows)
+        added(trainer, groups, order).commit()
+        found.append(get_weights(trainer.parameters))
+    assert len(set(found)) == 1
+
+
+def test_in_exact_order_a_unit_trains_before_the_groups_of_earlier_units_are_there(model, groups):
+    step = trainer_of(model, order="exact", rows_per_forward=6).begin(MANIFEST, 0, PLAN)
+    step.add(2, groups[2])
+    assert step.health.groups == 1
+    fixed = trainer_of(model, order="fixed", rows_per_forward=6).begin(MANIFEST, 0, PLAN)
+    fixed.add(2, groups[2])
+    assert fixed.health.groups == 0
+
+
+def test_the_exact_gradient_is_the_fixed_gradient_but_for_rounding(model, groups):
+    found = []
+    for order in ("fixed", "exact"):
+        trainer = trainer_of(model, order=order, rows_per_forward=6)
+        health = added(trainer, groups).commit()
+        found.append(health.gradient_norm)
+    assert found[0] > 0
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+def test_an_aborted_exact_step_leaves_no_trace(model, groups):
+    trainer = trainer_of(model, order="exact", rows_per_forward=6)
+    before = get_weights(trainer.parameters)
+    added(trainer, groups, order=(0, 1)).abort()
+    assert get_weights(trainer.parameters) == before
+    added(trainer, groups).commit()
+    after = get_weights(trainer.parameters)
+    again = trainer_of(model, order="exact", rows_per_forward=6)
+    added(again, groups).commit()
+    assert get_weights(again.parameters) == after
+
+
 def test_in_order_of_arrival_the_gradient_is_equal_but_for_rounding(model, groups):
     expected = one_shot_gradients(trainer_of(model), groups)
     trainer = trainer_of(model, order="arrival")
