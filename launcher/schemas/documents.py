@@ -194,9 +194,10 @@ def _launch() -> Schema:
     local = _joined("Plan of a local run.", Plan, outputs.PlanRates)
     on_clouds = _joined("Plan of a run on clouds.", CloudPlan, outputs.CloudPlanBound)
     # These keys are always printed. Outputs of version 1 from before the keys are valid all the same.
-    for added_later in ("memory", "disk", "trainer", "judge_micro_usd", "schedule"):
+    for added_later in ("memory", "disk", "trainer", "judge_micro_usd", "schedule", "pace_ms"):
         on_clouds["required"].remove(added_later)
-    local["required"].remove("judge_micro_usd")
+    for added_later in ("judge_micro_usd", "iterations", "pace_ms"):
+        local["required"].remove(added_later)
     added = (
         ("Factors", outputs.FactorsCost),
         ("WhenSpotPays", outputs.SpotPaysVerdict),

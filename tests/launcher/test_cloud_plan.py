@@ -297,11 +297,11 @@ def ranked(gpus: int, *, groups: int = 16, least: int | None = 1, **more: Any) -
 
 
 def test_every_gpu_of_a_larger_node_trains_and_the_time_follows():
-    """16 groups of 30 s on 8 ranks: 2 rounds of 30 s, and 7/4 of 1.70 GB at 225 GB/s."""
+    """16 groups of 30 s on 8 ranks: 2 rounds of 30 s, and 11/4 of 1.70 GB at 225 GB/s: gradients and weights."""
     plan = plan_cloud(ranked(4), view(offer("", 55, gpus=8)))
     trainer = plan.trainer
     assert (trainer.gpus, trainer.ranks, trainer.idle, trainer.rounds) == (8, 8, 0, 2)
-    seconds = 2 * 30 + 2 * 7 / 8 * 1.698693120 / 225
+    seconds = 2 * 30 + (2 * 7 / 8 + 1) * 1.698693120 / 225
     assert trainer.efficiency == pytest.approx(16 * 30 / (8 * seconds))
     assert plan.seconds_per_iteration == pytest.approx(107 * 4 + 253 * 4 / (8 * trainer.efficiency))
     assert not any("idle" in note for note in plan.notes)
