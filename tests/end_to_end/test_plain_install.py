@@ -39,6 +39,7 @@ MISTAKES = {
     "ssh": ("ssh", "nobody", "node"),
     "status": ("status", "nobody"),
     "trace": ("trace", "nobody", "-o", "no/such/trace.json"),
+    "simulate": ("simulate", "none.yaml"),
     "ui": ("ui",),
 }
 

@@ -9,11 +9,13 @@ functions run on the CPU with narrow models. Weights and inputs are random: seco
 
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +33,7 @@ from engine.models.weights import get_weights, set_weights
 from engine.out_of_memory import free_memory, is_out_of_memory
 from engine.protocol.request import Group, Manifest
 from engine.trainer.model import TrainedModel
+from engine.trainer.outbox import Outbox
 from tests.gpu.device import GIB
 from tests.gpu.figures import describe_device, keep_figure
 from tests.gpu.published import MODELS, Random
@@ -132,7 +135,9 @@ class EngineStep:
         recompute_blocks(transformer)
         sampler = SamplerConfig(steps=10, noise_level=1.2, shift=1.0, guidance=guidance, window=WindowConfig(size=1))
         algorithm = AlgorithmConfig(rows_per_forward=1, learning_rate=1e-5)
-        return cls(model=TrainedModel(adapter, algorithm, None), plan=rollout_plan(sampler, run_seed=0, batch=0))
+        outbox = Outbox(Path(tempfile.mkdtemp()), print)  # the measurement publishes nothing
+        model = TrainedModel(adapter, algorithm, None, outbox)
+        return cls(model=model, plan=rollout_plan(sampler, run_seed=0, batch=0))
 
     def once(self, adapter: Any, rows: int) -> Callable[[], None]:
         """Return a call that trains a batch: at least two images, so that rewards can differ, and one optimiser step.

@@ -138,7 +138,7 @@ def test_the_slider_shows_every_sheet_and_names_a_lost_one(served, open_page):
     page = open_page(served.page + VIEWS["run"])
     page.wait_for_selector("img:not([hidden])")
     assert "iteration 6" in page.locator("#sheet-label").inner_text()
-    assert page.evaluate("document.querySelector('img').naturalWidth") == 8
+    page.wait_for_function("document.querySelector('img').naturalWidth == 8")
     page.focus("#sheet")
     page.keyboard.press("ArrowLeft")
     page.wait_for_selector("#sheet-label:has-text('in no store any more')")
