@@ -23,7 +23,7 @@ from torch import Tensor
 from engine.pool.messages import Ask, Failed, Scored, Scores, address_in, digest_of, receive, send, socket_name
 from engine.rewards.reward import Reward, RewardError
 
-EXIT_HANGS = 76
+EXIT_HANGS = 77
 """Exit code of a scoring process whose scorer took longer than its time limit."""
 
 LOOK_SECONDS = 0.5

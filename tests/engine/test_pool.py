@@ -13,6 +13,8 @@ from math import isnan, nan
 import pytest
 import torch
 
+from engine.node.child import EXIT_TORN, EXIT_UNANSWERED
+from engine.node_spec import EXIT_UNFIT
 from engine.pool.client import PoolReward
 from engine.pool.messages import Failed, Scored, Scores, digest_of, receive, send
 from engine.pool.server import EXIT_HANGS, Request, ScoringProcess, listen
@@ -311,3 +313,8 @@ def wait_for(path):
     while not path.exists():
         assert time.monotonic() < until
         time.sleep(0.01)
+
+
+def test_a_scorer_that_hangs_is_not_taken_for_a_rank_that_lost_another():
+    """The agent counts exits by code: only a hanging scorer may use up the tries of its process."""
+    assert len({EXIT_HANGS, EXIT_TORN, EXIT_UNANSWERED, EXIT_UNFIT}) == 4
