@@ -16,6 +16,7 @@ from engine.clock import Clock
 from engine.events import IterationDone, TargetReached
 from launcher.decide.facts import Stage
 from launcher.harmless import harmless
+from launcher.ledger.accounting import judge_micro_usd
 from launcher.ledger.models import Node, NoticeRow, Preemption, ProgressRow, Run, RunStatus
 from launcher.ledger.node_history import metered_micro_usd
 from launcher.ledger.store import find_run, writing
@@ -140,6 +141,6 @@ def facts_of(session: Session, run: Run, now_ms: int) -> RunFacts:
         done_ms=sorted(done),
         preempted_ms=sorted(preempted),
         reached="{metric} {value:.3f} at iteration {iteration}".format(**reached.event) if reached is not None else "",
-        spent_micro_usd=metered_micro_usd(session, run, now_ms),
+        spent_micro_usd=metered_micro_usd(session, run, now_ms) + judge_micro_usd(session, run),
         max_total_micro_usd=run.max_total_micro_usd,
     )
