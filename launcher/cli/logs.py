@@ -10,7 +10,7 @@ from sqlalchemy.orm import Session, sessionmaker
 from launcher.cli.run_argument import run_argument
 from launcher.harmless import harmless
 from launcher.runs.runs import still_running
-from launcher.runs.views import node_logs
+from launcher.runs.views import log_title, node_logs
 
 LOOK_SECONDS = 0.5
 
@@ -45,9 +45,9 @@ def logs(
             lines = _fresh(path, offsets)
             lines = lines[-tail:] if tail is not None else lines
             if lines and not as_json and path != shown:
-                click.echo(f"==> {_title(path)} <==")
+                click.echo(f"==> {log_title(path)} <==")
             for line in lines:
-                click.echo(json.dumps({"file": _title(path), "line": line}) if as_json else harmless(line))
+                click.echo(json.dumps({"file": log_title(path), "line": line}) if as_json else harmless(line))
             shown = path if lines else shown
         tail = None
         if is_over:
@@ -61,7 +61,3 @@ def _fresh(path: Path, offsets: dict[Path, int]) -> list[str]:
         text = file.read()
     offsets[path] = offsets.get(path, 0) + len(text)
     return text.decode(errors="replace").splitlines()
-
-
-def _title(path: Path) -> str:
-    return path.name if path.name == "controller.log" else f"{path.parent.parent.name}/{path.name}"

@@ -152,6 +152,11 @@ def node_logs(sessions: sessionmaker[Session], run_name: str, node: str | None =
     return [path for path in [*own, *found] if path.exists()]
 
 
+def log_title(path: Path) -> str:
+    """Return a log's name for people: `controller.log`, or node and file."""
+    return path.name if path.name == "controller.log" else f"{path.parent.parent.name}/{path.name}"
+
+
 def newest_log(paths: Sequence[Path], lines: int) -> tuple[str, ...]:
     """Return the name and the last lines of the log that changed last; a note without any log."""
     if not paths:
@@ -160,8 +165,7 @@ def newest_log(paths: Sequence[Path], lines: int) -> tuple[str, ...]:
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - lines * 200))
         text = file.read().decode(errors="replace")
-    name = path.name if path.name == "controller.log" else f"{path.parent.parent.name}/{path.name}"
-    return (f"==> {name} <==", *(harmless(line) for line in text.splitlines()[-lines:]))
+    return (f"==> {log_title(path)} <==", *(harmless(line) for line in text.splitlines()[-lines:]))
 
 
 def _view(session: Session, run: Run) -> RunView:

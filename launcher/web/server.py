@@ -28,7 +28,7 @@ from launcher.exit_codes import Failure
 from launcher.harmless import harmless
 from launcher.ledger.store import find_run
 from launcher.runs.event_lines import Seen
-from launcher.runs.views import node_logs
+from launcher.runs.views import log_title, node_logs
 from launcher.storage.stores import read_object, run_stores
 from launcher.web.guard import HEADERS, refusal
 from launcher.web.reader import events_after, newest_of_all, run_page, run_rows, sheet_path
@@ -219,11 +219,6 @@ def build_app(reading: sessionmaker[Session], stop: Callable[[str], list[str]], 
         exception_handlers={LookupError: _missing, Failure: _failed, SQLAlchemyError: _no_ledger, OSError: _no_ledger},
     )
     return Guarded(app, token)
-
-
-def log_title(path: Path) -> str:
-    """Return a log's name on the page: `controller.log`, or node and file."""
-    return path.name if path.name == "controller.log" else f"{path.parent.parent.name}/{path.name}"
 
 
 def tail(path: Path) -> str:
