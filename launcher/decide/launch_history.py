@@ -82,7 +82,7 @@ class MoveRules:
     trainer_wait_ms: int = 600_000
     """A run leaves a region that has had no trainer capacity for this long."""
     on_demand: bool = True
-    """True if rollout nodes may be bought on demand after a long outage of spot in every zone of the region."""
+    """True if rollout nodes may be bought on demand while no zone of the region has spot (waiting.py)."""
 
     @property
     def cool_down_ms(self) -> int:
