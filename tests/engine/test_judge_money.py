@@ -279,7 +279,7 @@ def test_a_retry_without_money_leaves_the_image_unscored_while_others_hold_it(tm
 
 def test_a_frozen_judge_costs_the_most_of_each_try_and_no_more(tmp_path):
     bank = Bank(tmp_path, 1_000_000)
-    command = [sys.executable, "-P", "-m", "tests.engine.judge_server"]
+    command = [sys.executable, "-m", "tests.engine.judge_server"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             frozen = VlmConfig(**{**judge(Address(process.stdout.readline().strip())).model_dump(), "tries": 3})

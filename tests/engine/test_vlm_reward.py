@@ -113,7 +113,7 @@ def test_a_server_that_answers_byte_by_byte_is_cut_at_the_deadline(capsys):
 
 
 def test_a_frozen_server_leaves_images_unscored_and_scores_again_when_it_goes_on(capsys):
-    command = [sys.executable, "-P", "-m", "tests.engine.judge_server"]
+    command = [sys.executable, "-m", "tests.engine.judge_server"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             reward = VlmReward(config(process.stdout.readline().strip(), timeout_seconds=0.3, tries=3))
