@@ -250,6 +250,9 @@ class Transaction:
         self._taken.clear()
         rows_per_forward = self._trainer.rows_per_forward
         self._groups_per_forward = max(1, rows_per_forward // max(1, self._rows_of_largest_group))
+        if self._manifest.unit:
+            of_share = math.ceil(self._manifest.unit * len(self._wanted) / len(self._step))
+            self._groups_per_forward = min(self._groups_per_forward, of_share)
         self.health = Health(neutral=self._trainer.objective.neutral, rows_per_forward=rows_per_forward)
         self._sum = self._gradient_sum()
         self._trainer.optimizer.zero_grad(set_to_none=True)

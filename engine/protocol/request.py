@@ -96,6 +96,9 @@ class Manifest:
     """The content of a batch, made durable before the batch's first rollout.
 
     `minibatches` lists group numbers per optimiser step. The trained multiset always equals the manifest.
+
+    `unit`: groups that train together, cut from the start of each optimiser step; 0: as many as fit into a pass. A
+    repeated batch has the same units, so its gradients have the same bits.
     """
 
     run: str
@@ -105,6 +108,7 @@ class Manifest:
     sampler: str
     groups: tuple[Group, ...]
     minibatches: tuple[tuple[int, ...], ...]
+    unit: int = 0
 
     @property
     def digest(self) -> str:
@@ -114,15 +118,16 @@ class Manifest:
         return hashlib.blake2b(json.dumps(body, sort_keys=True).encode(), digest_size=16).hexdigest()
 
     def requests(self) -> list[RequestId]:
-        """Return the requests in group order.
+        """Return the requests in the order of training: step by step, and within a step group by group.
 
-        The groups then complete one after another, and the trainer can train a group while other groups are sampled.
+        The first unit then completes first, and trains while other units are sampled. All idle workers share the images
+        of a group, if a lease holds fewer images than a group.
         """
         return [
             RequestId(
                 run=self.run, lineage=self.lineage, batch=self.batch, prompt=group.prompt, seed=seed, kind=Kind.TRAIN
             )
-            for group in self.groups
+            for group in (self.groups[number] for step in self.minibatches for number in step)
             for seed in group.seeds
         ]
 

@@ -131,6 +131,7 @@ class SeedExploration:
             sampler=batch_plan(self._config, batch, self._schedule).signature,
             groups=groups,
             minibatches=tuple(tuple(range(i, i + share)) for i in range(0, len(groups), share)),
+            unit=0 if algorithm.unit == "rows" else algorithm.unit,
         )
 
     def _is_alone(self) -> bool:

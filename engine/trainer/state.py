@@ -86,7 +86,7 @@ def config_digest(config: EngineConfig) -> str:
         },
         "evaluation": {"on_the_way", "wait"},
         "exploration": {"wait", "keep"},
-        "algorithm": {"grpo_guard", "diffusion_nft"},
+        "algorithm": {"grpo_guard", "diffusion_nft", "unit"},
         "reward": {"frames", "http", "vlm", "model", "parts", "pool", "combine", "colours"},
         "runtime": {"cfg_parallel"},
     }

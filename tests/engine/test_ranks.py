@@ -80,6 +80,13 @@ def test_in_fp32_gradients_are_those_of_one_rank_and_a_repetition_has_equal_bits
     assert bits(trainings.run(other_order, 2)) == bits(shared), "fixed order: arrival does not matter"
 
 
+@pytest.mark.slow
+def test_in_exact_order_two_ranks_give_the_same_bits_for_every_order_of_arrival(trainings):
+    job = Job(family=FAMILIES[0], double=False, algorithm=FLOW_GRPO.model_copy(update={"order": "exact"}), batches=1)
+    other_order = replace(job, order=(7, 2, 5, 0, 3, 6, 1, 4))
+    assert bits(trainings.run(other_order, 2)) == bits(trainings.run(job, 2))
+
+
 def test_a_rank_is_not_blamed_for_the_loss_of_another():
     progress = iter([None] * (MOST_TORN + 2))
     deaths = Deaths(lambda: next(progress))
