@@ -75,6 +75,8 @@ class NodeSpec(Strict):
     node running alone would have used up the run's money by then. None: the run has no limit."""
     cloud: Literal["local", "aws", "gcp"] = "local"
     """Cloud of the node. On `local`, the node is a process session on a machine shared with other programs."""
+    notice_ms: Positive | None = None
+    """Notice of a preemption that Google Cloud granted this VM, in milliseconds. None: the cloud's usual notice."""
     digest: str = ""
     """Digest of the node's setup (launcher/provision/sky/bundle.py). An agent with another digest does not start."""
 

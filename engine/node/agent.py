@@ -163,7 +163,7 @@ class Agent:
         if (refusal := other_setup(self.spec)) is not None:
             return EXIT_REFUSED, refusal
         if self.spec.cloud != "local" and self.spec.market == Market.SPOT:
-            watch_notice(self.spec.cloud, self.folder, self.spec.clock.clock())
+            watch_notice(self.spec.cloud, self.folder, self.spec.clock.clock(), self.spec.notice_ms)
         if self.on_cloud and (verdict := unfit(self.spec.engine.runtime.device, self.folder)) is not None:
             return EXIT_UNFIT, verdict
         if self.on_cloud and self.spec.digest:  # only on a machine that our set-up made into a node

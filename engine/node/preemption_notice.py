@@ -2,10 +2,10 @@
 
 metadata service reports a preemption -> `notice.json` {"deadline_ms", "source"} in the node's folder -> agent drains
 
-AWS gives the time of the preemption (two minutes ahead). Google only reports the event, and gives 30 s. The earliest
-deadline written by any source wins. AWS's rebalance recommendation and Google's maintenance event are hints: hints are
-recorded in `hint.json`, and never cause a drain. If the service does not answer, the watcher asks again; the failure is
-harmless.
+AWS gives the time of the preemption (two minutes ahead). Google only reports the event, and gives 30 s, or what the
+launcher asked for and Google granted (`notice_ms`). The earliest deadline written by any source wins. AWS's rebalance
+recommendation and Google's maintenance event are hints: hints are recorded in `hint.json`, and never cause a drain. If
+the service does not answer, the watcher asks again; the failure is harmless.
 """
 
 import contextlib
@@ -29,7 +29,8 @@ WAIT_SECONDS = 60
 """Maximum seconds for which Google's service may keep a request open."""
 
 GCE_NOTICE_MS = 30_000
-"""Milliseconds Google gives from the preemption signal to the end (Google's page on spot VMs); a "best effort"."""
+"""Milliseconds Google gives from the preemption signal to the end (Google's page on spot VMs); a "best effort". A VM
+with `scheduling.preemptionNoticeDuration` has that time before the signal."""
 
 INSTANCE_ACTION = "meta-data/spot/instance-action"
 REBALANCE = "meta-data/events/recommendations/rebalance"
@@ -37,13 +38,14 @@ PREEMPTED = "instance/preempted"
 MAINTENANCE = "instance/maintenance-event"
 
 
-def watch_notice(cloud: Literal["aws", "gcp"], folder: Path, clock: Clock) -> None:
-    """Start to watch, in daemon threads."""
+def watch_notice(cloud: Literal["aws", "gcp"], folder: Path, clock: Clock, notice_ms: int | None = None) -> None:
+    """Start to watch, in daemon threads. `notice_ms`: what Google granted this VM; None: `GCE_NOTICE_MS`."""
     if cloud == "aws":
         imds = Imds()
         watches = [lambda: _ask_aws(imds, folder, clock)]
     else:
-        watches = [_Gce(PREEMPTED, folder, clock).ask, _Gce(MAINTENANCE, folder, clock).ask]
+        granted_ms = GCE_NOTICE_MS if notice_ms is None else notice_ms
+        watches = [_Gce(path, folder, clock, granted_ms).ask for path in (PREEMPTED, MAINTENANCE)]
     for ask in watches:
         threading.Thread(target=_keep_asking, args=(ask,), daemon=True).start()
 
@@ -75,14 +77,14 @@ def _ask_aws(imds: Imds, folder: Path, clock: Clock) -> None:
 class _Gce:
     """Watcher of one metadata value, by long polling."""
 
-    def __init__(self, path: str, folder: Path, clock: Clock) -> None:
-        self._path, self._folder, self._clock = path, folder, clock
+    def __init__(self, path: str, folder: Path, clock: Clock, notice_ms: int) -> None:
+        self._path, self._folder, self._clock, self._notice_ms = path, folder, clock, notice_ms
         self._metadata, self._etag = GceMetadata(), ""
 
     def ask(self) -> None:
         text, etag = self._metadata.watch(self._path, self._etag, WAIT_SECONDS)
         if self._path == PREEMPTED and text == "TRUE":
-            write_notice(self._folder, self._clock.now_ms() + GCE_NOTICE_MS, "gcp instance/preempted")
+            write_notice(self._folder, self._clock.now_ms() + self._notice_ms, "gcp instance/preempted")
         if self._path == MAINTENANCE and text != "NONE":
             write_hint(self._folder, f"gcp {MAINTENANCE}: {text}", self._clock)
         if not etag or etag == self._etag:

@@ -44,6 +44,7 @@ class Instance:
     `identity`: the VM's instance profile or service account, like `RegionSetup.identity`; empty: not known.
     `reason`: the cloud's own text about the end. `reclaimed`: the cloud reports a spot preemption.
     `launched_ms`, `ended_ms`: UTC milliseconds, None if the cloud does not say.
+    `notice_ms`: the notice that Google Cloud granted this spot VM; None: the cloud's usual notice.
     """
 
     cloud: str
@@ -63,6 +64,7 @@ class Instance:
     ended_ms: int | None = None
     reason: str = ""
     reclaimed: bool = False
+    notice_ms: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

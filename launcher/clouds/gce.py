@@ -77,7 +77,7 @@ class GceApi:
         return replace(
             instance,
             state=InstanceState.GONE,
-            ended_ms=end_ms(last) or instance.ended_ms,
+            ended_ms=end_ms(last, instance.notice_ms) or instance.ended_ms,
             reason=reason or instance.reason or "Google Cloud does not list it any more",
             reclaimed=bool(preempted) or instance.reclaimed,
         )

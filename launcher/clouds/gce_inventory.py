@@ -20,8 +20,8 @@ STATES: Mapping[str, InstanceState] = {
 }
 """States by Google status. Every other status means stopping; a deleted instance is not listed."""
 
-PREEMPTED, NOTICE_MS = "compute.instances.preempted", 30_000
-"""The operation of a preemption, and the longest time that a VM continues after the operation's start."""
+PREEMPTED, SHUTDOWN_MS = "compute.instances.preempted", 30_000
+"""The operation of a preemption, and the longest time from the shutdown signal to the end of a spot VM."""
 
 
 def instance_of(found: Mapping[str, Any]) -> Instance:
@@ -30,9 +30,9 @@ def instance_of(found: Mapping[str, Any]) -> Instance:
     interface = (found.get("networkInterfaces") or [{}])[0]
     access = (interface.get("accessConfigs") or [{}])[0]
     state = STATES.get(found["status"], InstanceState.STOPPING)
-    spot = found.get("scheduling", {}).get("provisioningModel") == "SPOT" or found.get("scheduling", {}).get(
-        "preemptible"
-    )
+    scheduling = found.get("scheduling", {})
+    spot = scheduling.get("provisioningModel") == "SPOT" or scheduling.get("preemptible")
+    notice = scheduling.get("preemptionNoticeDuration", {})
     return Instance(
         cloud="gcp",
         region=zone.rpartition("-")[0],
@@ -50,6 +50,7 @@ def instance_of(found: Mapping[str, Any]) -> Instance:
         launched_ms=_utc_ms(found.get("lastStartTimestamp") or found.get("creationTimestamp")),
         ended_ms=_utc_ms(found.get("lastStopTimestamp")) if state is InstanceState.STOPPING else None,
         reason=found["status"] if state is InstanceState.STOPPING else "",
+        notice_ms=int(notice.get("seconds", 0)) * 1000 or None,  # the API writes 64-bit numbers as text
     )
 
 
@@ -94,11 +95,14 @@ def belongs_to(one: Instance | Resource, owner: str | None, run: str | None) -> 
     return owner in (None, one.owner) and run in (None, one.run)
 
 
-def end_ms(operation: Mapping[str, Any]) -> int | None:
-    """Return the time at which billing of a VM stopped. A preemption's operation records the start of the notice."""
+def end_ms(operation: Mapping[str, Any], notice_ms: int | None) -> int | None:
+    """Return the latest time at which billing of a VM stopped. A preemption's operation has the start of the notice.
+
+    `notice_ms`: the notice that the VM had before the shutdown signal; None: none.
+    """
     begun_ms = _utc_ms(operation.get("insertTime"))
     if begun_ms is not None and operation["operationType"] == PREEMPTED:
-        return begun_ms + NOTICE_MS
+        return begun_ms + (notice_ms or 0) + SHUTDOWN_MS
     return _utc_ms(operation.get("endTime")) or begun_ms
 
 

@@ -106,6 +106,13 @@ def test_a_google_notice_gives_30_seconds(gce, tmp_path):
     assert notice["source"] == "gcp instance/preempted"
 
 
+def test_a_google_notice_gives_what_was_granted(gce, tmp_path):
+    began = CLOCK.now_ms()
+    gce.set_text("instance/preempted", "TRUE")
+    watch_notice("gcp", tmp_path, CLOCK, notice_ms=120_000)
+    assert 0 <= wait_for(lambda: note(tmp_path))["deadline_ms"] - began - 120_000 < 5000
+
+
 def test_a_google_preemption_before_the_first_poll_is_noticed(gce, tmp_path):
     gce.set_text("instance/preempted", "TRUE")
     watch_notice("gcp", tmp_path, CLOCK)

@@ -26,7 +26,7 @@ NEVER_FOUND_LOOKS = 15
 """Inventory reads after which a VM that SkyPilot logged in to, and no read found, counts as gone."""
 
 STOPPING_NOTICE_MS = 30_000
-"""Assumed time left if a stopping VM is the first sign of a preemption (Google Cloud's notice)."""
+"""Assumed time left if a stopping VM is the first sign of a preemption (Google Cloud's usual notice)."""
 
 
 @dataclass(slots=True)
@@ -90,11 +90,11 @@ class CloudReports:
             node.sightings.stopping_since = now
         # Before the login, SkyPilot itself stops VMs of a failed launch.
         if not node.files.has("stopping") and node.files.has("login"):
-            deadline_ms = self.around.clock.now_ms() + STOPPING_NOTICE_MS
+            deadline_ms = self.around.clock.now_ms() + (instance.notice_ms or STOPPING_NOTICE_MS)
             node.files.write(StoppingRecord(deadline_ms=deadline_ms, reason=instance.reason))
             if node.agent.link is not None:
                 node.agent.link.notice(deadline_ms)
-        if now - node.sightings.stopping_since > STOPPED_SECONDS:
+        if now - node.sightings.stopping_since > STOPPED_SECONDS + (instance.notice_ms or 0) / 1000:
             self.tasks.do(node.name, partial(self._learn_end, node, instance, False))
 
     def _end_doubles(self, node: CloudNode, instances: Sequence[Instance]) -> None:

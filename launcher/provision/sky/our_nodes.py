@@ -1,7 +1,8 @@
 """`OurNodes`, the plugin of SkyPilot's API server named in sky_plugins.yaml. It changes only clusters with our label.
 
 - No credential file of any cloud is uploaded.
-- On Google Cloud, nodes run as the run's own service account, not as SkyPilot's wide one.
+- On Google Cloud, nodes run as the run's own service account, not as SkyPilot's wide one. Spot nodes ask for a notice
+  of 120 s before a preemption (google_notice.py).
 - No Ray of SkyPilot's runs on nodes. That Ray serves SkyPilot's jobs, and nodes have none. Starting it took 20 s of a
   core, and each end of a node waited for its stop over SSH. The record of the cluster says so (`has_ray`), and
   SkyPilot's own timer on the VM needs no Ray.
@@ -12,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from launcher.clouds.base import NODE_LABEL, OWNER_LABEL, RUN_LABEL
+from launcher.provision.sky.google_notice import with_notice
 from launcher.provision.sky.task import IDENTITY_LABEL, IDENTITY_PROJECT_LABEL
 
 
@@ -97,7 +99,10 @@ class _OnGoogle:
     def run_instances(region: str, cluster_name: str, cluster_name_on_cloud: str, config: Any) -> Any:
         from sky.provision.gcp import instance
 
-        return _without_ray(instance.run_instances(region, cluster_name, cluster_name_on_cloud, config), config)
+        if RUN_LABEL not in labels_of(config.node_config):
+            return instance.run_instances(region, cluster_name, cluster_name_on_cloud, config)
+        run = partial(instance.run_instances, region, cluster_name, cluster_name_on_cloud, config)
+        return _without_ray(with_notice(run, config.node_config), config)
 
     @staticmethod
     def bootstrap_instances(region: str, cluster_name_on_cloud: str, config: Any) -> Any:

@@ -114,7 +114,7 @@ class AgentWatch:
             or (node.agent.last_sent is not None and node.agent.last_sent.coordinator_host == host)
         ):
             return
-        deadline_ms = node.agent.deadline_ms or spec.money_deadline_ms
+        deadline_ms, instance = node.agent.deadline_ms or spec.money_deadline_ms, node.files.instance
         home = f"{login.home}/spotrl"
         node.agent.last_sent, node.agent.sent_at = (
             spec.model_copy(
@@ -123,6 +123,7 @@ class AgentWatch:
                     "cloud": region[0],
                     "folder": f"{home}/node",
                     "workdir": f"{home}/work" if spec.workdir else None,
+                    "notice_ms": None if instance is None else instance.notice_ms,
                     "digest": self.around.purchases.bundle.digest,
                     "weights": self.around.purchases.weights.get(region[0], ""),
                     "money_deadline_ms": None,

@@ -28,6 +28,8 @@ class Kind(StrEnum):
     """The object store answers 503."""
     DENIED = "denied"
     """A missing permission, named by `code`: `ec2:RunInstances` or `compute.instances.create`."""
+    NO_NOTICE = "no_notice"
+    """Google Cloud's API does not know the field for a longer notice before a preemption."""
     NO_BOOT = "no_boot"
     """The instance is created and never comes up."""
 

@@ -311,6 +311,7 @@ class Gce:
         scheduling = body.get("scheduling") or {}
         if isinstance(scheduling, list):
             scheduling = {key: value for one in scheduling for key, value in one.items()}
+        _grant_notice(scheduling, is_known=self.faults.met(Kind.NO_NOTICE, f"gcp/{region}/{zone}") is None)
         market = (
             "spot" if scheduling.get("provisioningModel") == "SPOT" or scheduling.get("preemptible") else "on_demand"
         )
@@ -801,6 +802,20 @@ class Gce:
 
 
 # --- reading -----------------------------------------------------------------------------------------
+
+
+def _grant_notice(scheduling: Json, is_known: bool) -> None:
+    """Write the notice that was asked for as the API answers it, or refuse it."""
+    notice = scheduling.get("preemptionNoticeDuration")
+    if notice is None:
+        return
+    if not is_known:
+        text = "Invalid JSON payload received. Unknown name \"preemptionNoticeDuration\" at 'resource.scheduling'"
+        raise Refused(400, "badRequest", text)
+    if scheduling.get("provisioningModel") != "SPOT":
+        text = "Invalid value for field 'resource.scheduling.preemptionNoticeDuration': only for Spot VMs."
+        raise Refused(400, "invalid", text)
+    scheduling["preemptionNoticeDuration"] = {"seconds": str(int(notice["seconds"]))}
 
 
 def _missing(what: str) -> Refused:

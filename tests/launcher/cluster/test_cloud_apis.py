@@ -478,7 +478,7 @@ def gcp(google):
     return GceApi({f"SPOTRL_GCP_{name}_ENDPOINT": google.url for name in endpoints} | {"GOOGLE_CLOUD_PROJECT": PROJECT})
 
 
-def insert(gcp, node="run-rollout-0-g0", run="run", zone=ZONE, spot=True, owner="me"):
+def insert(gcp, node="run-rollout-0-g0", run="run", zone=ZONE, spot=True, owner="me", more=None):
     labels = {"spotrl-run": run, "spotrl-node": node, "spotrl-owner": owner}
     scheduling = {"provisioningModel": "SPOT", "preemptible": True, "instanceTerminationAction": "DELETE"}
     body = {
@@ -486,7 +486,7 @@ def insert(gcp, node="run-rollout-0-g0", run="run", zone=ZONE, spot=True, owner=
         "machineType": f"zones/{zone}/machineTypes/n2-standard-2",
         "labels": labels,
         "disks": [{"boot": True, "autoDelete": True, "initializeParams": {"labels": labels, "diskSizeGb": 100}}],
-        "scheduling": scheduling if spot else {},
+        "scheduling": (scheduling if spot else {}) | (more or {}),
         "networkInterfaces": [{"network": "default", "accessConfigs": [{}]}],
         "serviceAccounts": [{"email": "spotrl-run@p.iam.gserviceaccount.com", "scopes": []}],
     }
@@ -529,6 +529,33 @@ def test_gcp_operations_distinguish_a_preemption_from_a_deletion(gcp, google):
     assert taken.reason.startswith("compute.instances.preempted")
     assert (ended.reclaimed, ended.reason) == (False, "delete")
     assert taken.ended_ms is not None
+
+
+LONGER = {"preemptionNoticeDuration": {"seconds": 120}}
+
+
+def test_gcp_reads_back_the_notice_that_was_granted(gcp, google):
+    insert(gcp, more=LONGER)
+    insert(gcp, node="run-rollout-1-g0")
+    longer, usual = gcp.instances("us-central1", run="run")
+    assert (longer.notice_ms, usual.notice_ms) == (120_000, None)
+    ends = []
+    for instance in (longer, usual):
+        (found,) = [one for one in google.gce._instances() if one["name"] == instance.id]
+        google.gce._preempt(found["id"])
+        google.gce._preempted(found["id"])
+        ends.append(gcp.end_of(instance).ended_ms - time.time() * 1000)
+    assert 149_000 < ends[0] <= 150_000  # the latest end: the notice, and then the shutdown
+    assert 29_000 < ends[1] <= 30_000
+
+
+@pytest.mark.parametrize(("spot", "is_known"), [(False, True), (True, False)])
+def test_gcp_refuses_a_notice_with_the_name_of_its_field(gcp, google, spot, is_known):
+    if not is_known:
+        google.gce.faults.add("no_notice", "gcp/us-central1")
+    with pytest.raises(Answer, match="preemptionNoticeDuration"):
+        insert(gcp, spot=spot, more=LONGER)
+    assert gcp.instances("us-central1", run="run") == []
 
 
 def test_gcp_creates_a_network_and_an_identity_for_a_run_and_deletes_them(gcp, google):

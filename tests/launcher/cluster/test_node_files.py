@@ -24,7 +24,7 @@ GOLDEN = Path(__file__).parents[2] / "data/released/0.1.0/node_files.json"
 NODES_OWN = ("spec", "agent", "ready", "notice", "exit")
 """Files outside this test: the start instructions follow the engine's settings, the agent writes the others."""
 
-ADDED = {"want": {"disk_gib": DISK_GIB}}
+ADDED = {"want": {"disk_gib": DISK_GIB}, "machine": {"notice_ms": None}}
 """Fields that later code adds, by file, and the value that a file without the field means."""
 
 

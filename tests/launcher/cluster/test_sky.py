@@ -149,6 +149,51 @@ for node_config, has_ray in ((ours, False), (others, True)):
     record = SimpleNamespace(runtime_metadata=SimpleNamespace(has_ray=True))
     found = _without_ray(record, SimpleNamespace(node_config=node_config)).runtime_metadata
     assert found.has_ray is has_ray
+
+from launcher.provision.sky.google_notice import with_notice
+from sky.provision import common
+from sky.provision.gcp import instance
+
+FIELD = "preemptionNoticeDuration"
+asked = []
+
+def run(config, refusal=""):
+    asked.append(config["scheduling"])
+    if refusal and (refusal != FIELD or FIELD in config["scheduling"]):
+        error = common.ProvisionerError("Failed to launch instances.")
+        error.errors = [{"code": "badRequest", "message": f"Unknown name {refusal} at resource.scheduling"}]
+        raise error
+    return "made"
+
+spot, notice = {"provisioningModel": "SPOT"}, {FIELD: {"seconds": 120}}
+for refusal, tries in (("", [spot | notice]), (FIELD, [spot | notice, spot])):
+    for given in (dict(spot), [dict(spot)]):
+        config = {"scheduling": given}
+        assert with_notice(lambda: run(config, refusal), config) == "made"
+        assert asked == tries, asked
+        asked.clear()
+config = {"scheduling": dict(spot)}
+try:
+    with_notice(lambda: run(config, "QUOTA_EXCEEDED"), config)
+except common.ProvisionerError as error:
+    assert asked == [spot | notice], "another refusal is not asked again"
+else:
+    raise AssertionError("another refusal is an error")
+
+made = []
+def run_instances(region, cluster_name, cluster_name_on_cloud, config):
+    made.append(config.node_config["scheduling"])
+    return SimpleNamespace(runtime_metadata=None)
+
+instance.run_instances = run_instances
+on_google = provision.get_registered_provisioner("gcp").module
+for labels, scheduling in (
+    ({"spotrl-run": "run"}, spot),
+    ({"spotrl-run": "run"}, {}),
+    ({"team": "b"}, spot),
+):
+    on_google.run_instances("r", "c", "c-1", SimpleNamespace(node_config={"labels": labels, "scheduling": scheduling}))
+assert made == [spot | notice, {}, spot], made
 """
 
 

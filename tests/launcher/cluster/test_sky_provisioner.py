@@ -151,6 +151,7 @@ class FakeCloud:
     unreachable: bool = False
     refuses: str = ""
     ends_slowly: bool = False
+    granted_notice_ms: int | None = None
     end_words: dict[str, dict] = field(default_factory=dict)
     ended: list[str] = field(default_factory=list)
 
@@ -170,6 +171,7 @@ class FakeCloud:
             address=f"10.0.0.{number}",
             public_address=f"198.51.100.{number}",
             launched_ms=self.time.ms,
+            notice_ms=self.granted_notice_ms,
         )
         self.there.append(instance)
         self.disks.append(
@@ -853,6 +855,16 @@ def test_a_stopping_instance_counts_as_a_notice(stage):
     stage.cloud.vanish(NODE, reclaimed=True, reason="compute.instances.preempted")
     fact = stage.passes(6)[NODE]
     assert (fact.status, fact.reclaimed, fact.with_notice) == (NodeStatus.GONE, True, False)
+
+
+def test_a_node_is_told_the_notice_that_the_cloud_granted(stage):
+    stage.cloud.granted_notice_ms = 120_000
+    stage.bring_up(TRAINER)
+    stage.bring_up(NODE)
+    assert stage.links[NODE].specs[-1].notice_ms == 120_000
+    stage.cloud.change(NODE, state=InstanceState.STOPPING, reason="STOPPING")
+    fact = stage.passes(4)[NODE]
+    assert 110_000 < fact.notice_deadline_ms - stage.time.ms <= 120_000
 
 
 def test_an_agent_that_exits_ends_its_node(stage):
