@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # A test run starts hundreds of Python processes. Without bytecode files each would compile all of our code again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: env tools bench docs quickstart fake-clouds-demo test test-slow test-long test-properties test-gpu gpu-wheels test-clouds test-clouds-run test-clouds-parts test-clouds-faults test-clouds-faults-runs test-clouds-faults-parts format clean
+.PHONY: env tools bench docs quickstart fake-clouds-demo test test-slow test-long test-properties test-sinks test-gpu gpu-wheels test-clouds test-clouds-run test-clouds-parts test-clouds-faults test-clouds-faults-runs test-clouds-faults-parts format clean
 
 env: $(VENV)/.everything
 
@@ -104,6 +104,16 @@ test-long: env tools
 test-properties: env tools
 	$(PYTEST) -n $(WORKERS) -m 'hypothesis and not slow and not long' --hypothesis-profile new $(if $(SEED),--hypothesis-seed $(SEED))
 
+# W&B and MLflow through their own clients, in an environment without the lock: MLflow wants older packages than it pins.
+$(VENV)-sinks/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)-sinks
+	$(VENV)-sinks/bin/python -m pip install --quiet --disable-pip-version-check \
+	  --editable '.[wandb,mlflow]' 'mlflow>=3.1' pillow pytest pytest-timeout pytest-xdist hypothesis
+	@touch $@
+
+test-sinks: $(VENV)-sinks/.ready
+	$(VENV)-sinks/bin/pytest --durations 15 -m slow tests/launcher/cluster/test_sink_clients.py
+
 test-gpu: env tools
 	$(PYTEST) -m gpu
 
@@ -145,4 +155,4 @@ format: env
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis test-results site docs/javascripts result.json report.html fake-clouds-demo
+	rm -rf $(VENV) $(VENV)-sinks build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis test-results site docs/javascripts result.json report.html fake-clouds-demo

@@ -92,6 +92,7 @@ FLOORS = {
         "services",
         "report",
         "notifications",
+        "sinks",
         "clouds",
         "checks",
         "provision",
@@ -111,6 +112,7 @@ HEAVY = {"torch", "ray", "sky", "diffusers", "transformers"}
 INSTALLED_AS = {
     "PIL": "pillow",
     "google": "google-cloud-compute",
+    "mlflow": "mlflow-skinny",
     "sky": "skypilot",
     "vl_convert": "vl-convert-python",
     "xdist": "pytest-xdist",

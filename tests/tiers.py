@@ -41,6 +41,7 @@ class Tier:
 TIERS = (
     Tier(name="test", parts=("test",), limit_s=600),
     Tier(name="test-slow", parts=("test-slow",), limit_s=900),
+    Tier(name="test-sinks", parts=("test-sinks",), limit_s=60),
     Tier(name="test-long", parts=("test-long",), limit_s=600),
     Tier(name="test-clouds", parts=("test-clouds-run", "test-clouds-parts"), limit_s=2400),
     Tier(name="test-clouds-faults-runs", parts=("test-clouds-faults-runs",), limit_s=2400),

@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 
 from launcher.checks.check import Check, Verdict, failed
-from launcher.checks.preflight import check_disk, check_secrets
+from launcher.checks.preflight import check_disk, check_secrets, check_sinks
 from launcher.checks.ready import check_job
 from launcher.exit_codes import ExitCode, Failure
 from launcher.job.checked import CheckedJob
@@ -18,6 +18,7 @@ def job_lines(checked: CheckedJob, plan: Plan, environ: Mapping[str, str], runs:
     looks: list[Callable[[], None]] = [
         partial(check_job, checked, plan.slots),
         partial(check_secrets, checked, environ),
+        partial(check_sinks, checked),
         partial(check_disk, runs),
     ]
     found = []

@@ -11,7 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ def preflight(
     check_platform()
     check_disk(folder)
     check_secrets(checked, environ)
+    check_sinks(checked)
     return ask_engine(checked, start)
 
 
@@ -77,6 +78,30 @@ def check_secrets(checked: CheckedJob, environ: Mapping[str, str]) -> None:
                 "notifications.webhook",
                 f"notifications.webhook names {webhook}, which {problem}",
                 f"export {webhook}=https://..., or leave it out",
+            )
+    wandb = checked.job.logging.wandb
+    if wandb is not None and wandb.mode == "online" and not environ.get(wandb.key):
+        raise checked.error(
+            "logging.wandb.mode",
+            f"logging.wandb.mode is online, and {wandb.key} is not set here",
+            f"export {wandb.key}=..., or write offline, and `wandb sync` later",
+        )
+
+
+def _is_installed(package: str) -> bool:
+    """Return whether Python finds the package. A plain folder, like the `wandb` that W&B makes, is no package."""
+    spec = find_spec(package)
+    return spec is not None and spec.origin is not None
+
+
+def check_sinks(checked: CheckedJob, is_installed: Callable[[str], bool] = _is_installed) -> None:
+    """Raise JobError if the client of a sink is not installed. During a run, a missing client only leaves a warning."""
+    for sink in checked.job.logging.model_dump(exclude_none=True):
+        if not is_installed(sink):
+            raise checked.error(
+                f"logging.{sink}",
+                f"logging.{sink} needs the package {sink}, which is not installed here",
+                f"pip install 'spotrl[{sink}]', or leave it out",
             )
 
 

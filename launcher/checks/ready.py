@@ -16,7 +16,7 @@ from pathlib import Path
 from engine.config import SHIPPED
 from engine.model_folder import FolderError, check_folder
 from launcher.checks.gcloud import GcloudMissing, check_gcloud
-from launcher.checks.preflight import check_disk, check_secrets
+from launcher.checks.preflight import check_disk, check_secrets, check_sinks
 from launcher.clouds.base import CallerIdentity, CloudApi, InstanceState, refuse_wrong, wrong_of
 from launcher.exit_codes import Failure
 from launcher.job.checked import CheckedJob, JobError
@@ -118,6 +118,7 @@ def check_here(checked: CheckedJob, environ: Mapping[str, str]) -> None:
         _check_gcloud(checked.job.clouds, environ)
     check_disk(runs_folder())
     check_secrets(checked, environ)
+    check_sinks(checked)
 
 
 def _check_gcloud(clouds: Sequence[str], environ: Mapping[str, str]) -> None:

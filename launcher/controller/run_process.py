@@ -28,6 +28,7 @@ from launcher.notifications.notifier import Notifier
 from launcher.notifications.webhook import url_problem
 from launcher.provision.provide import provisioner_of
 from launcher.provision.provisioner import Provisioner
+from launcher.sinks.shipper import end_shippers, start_shippers
 from launcher.storage.store_lease import LeaseLost, StoreLease
 from launcher.storage.stores import open_store, run_store
 
@@ -76,6 +77,7 @@ def run_controller(
     if controller.sites:
         threading.Thread(target=watch_prices, args=(sessions, run, job, ended), name="prices", daemon=True).start()
     notifier = _notifier(sessions, run, job, clock)
+    shippers = start_shippers(sessions, run, job.logging, clock)
     trouble, pass_seconds = 0, CLOUD_PASS_SECONDS if controller.sites else PASS_SECONDS
     while True:
         started = time.monotonic()
@@ -99,6 +101,7 @@ def run_controller(
     controller.close()  # last: from now on no other process waits for this controller
     if notifier is not None:
         notifier.end()
+    end_shippers(shippers)
     log.info("%s is over; nothing of it is left running", run.name)
 
 

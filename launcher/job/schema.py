@@ -23,6 +23,7 @@ from launcher.job.sections import (
     AllRuns,
     Budget,
     Discount,
+    Logging,
     Notifications,
     PreemptionConfig,
     PriceOverride,
@@ -106,6 +107,8 @@ class Job(EngineConfig):
     """Names of environment variables that nodes get. The values are never stored."""
     notifications: Notifications = Notifications()
     """Messages to a webhook about the run."""
+    logging: Logging = Logging()
+    """Copies of the run's numbers in W&B and MLflow."""
     preemptions: PreemptionConfig = Field(
         default=PreemptionConfig(), validation_alias=AliasChoices("preemptions", "reclaims")
     )

@@ -11,7 +11,7 @@ from pydantic import model_validator as model_check
 
 from engine.events import Market
 from engine.strict import Strict
-from launcher.job.values import DurationMs, MicroUsd, MicroUsdPerHour, VariableName
+from launcher.job.values import DurationMs, KeyName, MicroUsd, MicroUsdPerHour, VariableName
 
 
 def _names_of(value: Any) -> list[str]:
@@ -153,6 +153,50 @@ class Notifications(Strict):
     no_progress: DurationMs = Field(default=3_600_000, validate_default=False)
     """Time without a finished iteration that is reported, on the run's clock. A run with long iterations is given at
     least five of them."""
+
+
+class WandbLogging(Strict):
+    """The run's numbers in W&B. Needs the extra: `pip install 'spotrl[wandb]'`."""
+
+    project: str = "spotrl"
+    """Project in W&B."""
+    entity: str | None = None
+    """User or team in W&B. None: the default of the key."""
+    mode: Literal["online", "offline"] | None = None
+    """`offline`: files in the run's folder, which `wandb sync` uploads. None: `online` if the key is set where the
+    controller is started, else `offline`."""
+    key: KeyName = "WANDB_API_KEY"
+    """Name of the environment variable with the key. The key is stored nowhere, and no node gets it."""
+
+
+class MlflowLogging(Strict):
+    """The run's numbers in MLflow. Needs the extra: `pip install 'spotrl[mlflow]'`."""
+
+    tracking_uri: str | None = None
+    """Address of the tracking server, without a password. None: MLFLOW_TRACKING_URI where the controller is started,
+    else a database in the run's folder, which needs the whole package `mlflow`."""
+    experiment: str = "spotrl"
+    """Experiment in MLflow."""
+
+    @field_validator("tracking_uri")
+    @classmethod
+    def _without_a_password(cls, value: str | None) -> str | None:
+        if value is not None and "@" in value.partition("://")[2].partition("/")[0]:
+            raise ValueError(
+                "tracking_uri holds a user or a password; write the address only, and export "
+                "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
+            )
+        return value
+
+
+class Logging(Strict):
+    """Copies of the run's numbers in the tools where a team keeps its runs. The controller sends them; a tool that is
+    down, slow or frozen delays nothing."""
+
+    wandb: WandbLogging | None = None
+    """W&B: `wandb: {}` is enough. None: nothing is sent."""
+    mlflow: MlflowLogging | None = None
+    """MLflow: `mlflow: {tracking_uri: http://...}`. None: nothing is sent."""
 
 
 class PreemptionConfig(Strict):

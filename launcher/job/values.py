@@ -129,8 +129,18 @@ def _variable_name(value: str) -> str:
     return value
 
 
+def _key_name(value: str) -> str:
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value):
+        raise ValueError(
+            "key is no name of an environment variable; write the name only, like WANDB_API_KEY, and export the key "
+            "where you run spotrl"
+        )
+    return value
+
+
 RunName = Annotated[str, AfterValidator(_fits_every_cloud)]
 Infra = Annotated[str, AfterValidator(_known_infra)]
 Cidr = Annotated[str, AfterValidator(_cidr)]
 VariableName = Annotated[str, AfterValidator(_variable_name)]
+KeyName = Annotated[str, AfterValidator(_key_name)]
 VariableNames = Annotated[tuple[str, ...], AfterValidator(_variable_names)]

@@ -88,7 +88,10 @@ def check_service(job: Job, environ: Mapping[str, str], platform: str = sys.plat
                 f"`loginctl enable-linger`, then try again, {instead}"
             )
     known = _names_in(environment_file())
-    names = (*job.secrets, *filter(None, [job.notifications.webhook]))
+    names = [*job.secrets, *filter(None, [job.notifications.webhook])]
+    wandb = job.logging.wandb
+    if wandb is not None and (wandb.mode == "online" or (wandb.mode is None and wandb.key in environ)):
+        names.append(wandb.key)
     missing = [name for name in (*names, *(key for key in ACCESS_KEYS if key in environ)) if name not in known]
     if missing:
         raise NoService(

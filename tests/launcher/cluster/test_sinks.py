@@ -1,0 +1,243 @@
+"""Copies of a run's numbers: whole, without a double, and without a delay for the run."""
+
+import os
+import signal
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from engine.events import IterationDone, Judged
+from launcher.checks.preflight import check_secrets, check_sinks
+from launcher.controller.run_process import run_controller
+from launcher.job.checked import JobError
+from launcher.job.load import load_job
+from launcher.ledger.models import NodeEvent, ProgressRow
+from launcher.ledger.store import find_run, open_ledger, writing
+from launcher.provision.local.provisioner import LocalProvisioner
+from launcher.runs.views import run_clock
+from launcher.sinks import shipper as shipping
+from launcher.sinks.connection import Connection
+from launcher.sinks.messages import Close, Refused
+from launcher.sinks.records import count_records, read_records
+from launcher.sinks.shipper import Shipper, end_shippers, run_id
+from tests.launcher.cluster.file_sink import command, lines_of
+from tests.launcher.cluster.stage import FAKE_AGENT, ledger, made_run
+from tests.launcher.made_ledger import HOUR_MS, JOB, MINUTE_MS, START_MS, a_run
+
+
+@pytest.fixture
+def sessions(tmp_path):
+    """Return a ledger with a run `done` of 30 iterations, an evaluation every ten, and two nodes."""
+    opened = open_ledger(tmp_path / "ledger.sqlite")
+    with opened() as session, session.begin():
+        made = a_run(session, "done", job={**JOB, "iterations": 30}, folder=str(tmp_path / "done"))
+        made.status("running", 0)
+        trainer = made.node("trainer", market="on_demand", rate=1_000_000, up=0, end=HOUR_MS)
+        session.add(NodeEvent(node_id=trainer.id, at_ms=START_MS + HOUR_MS, kind="released"))
+        spot = made.node("spot-0", rate=300_000, up=0, end=HOUR_MS // 2)
+        session.add(NodeEvent(node_id=spot.id, at_ms=START_MS + HOUR_MS // 2, kind="gone"))
+        for n in range(30):
+            made.trained(n, (n + 1) * MINUTE_MS)
+            if n % 10 == 9:
+                made.evaluated(n + 1, n / 30, (n + 1) * MINUTE_MS)
+        made.status("finished", HOUR_MS, "iterations")
+    return opened
+
+
+def run_of(sessions, name="done"):
+    with sessions() as session:
+        return find_run(session, name)
+
+
+def records_of(sessions, first=0, most=1000):
+    run = run_of(sessions)
+    with sessions() as session:
+        return read_records(session, run, first, most, run_clock(run).now_ms())
+
+
+def shipper(sessions, path: Path, manner="good", name="done", answer_seconds=20.0):
+    run = run_of(sessions, name)
+    return Shipper(
+        sessions, name, run_clock(run), "file", {}, command=command(path, manner), answer_seconds=answer_seconds
+    )
+
+
+def in_a_moment():
+    until = time.monotonic() + 0.3
+    return lambda: until
+
+
+def stored(path):
+    return [line for line in lines_of(path) if "number" in line]
+
+
+# --- records -----------------------------------------------------------------------------------------
+
+
+def test_a_record_has_reward_policy_seconds_money_and_nodes(sessions):
+    event = IterationDone(
+        iteration=30,
+        reward_mean=0.75,
+        reward_std=0.1,
+        group_std_mean=0.2,
+        explored=3,
+        manifest_digest="m",
+        phase_ms={"training": 1500, "rollout": 2500},
+        wall_seconds=4.0,
+        health={"kl": 0.01, "clip_share": 0.2, "gradient_norm": 1.5, "staleness": 1.0},
+        scores={"aesthetic": 5.5},
+    )
+    paid = Judged(worker="w", calls=((1, 1, 500_000),))
+    with writing(sessions) as session:
+        for seq, (kind, body) in enumerate([(Judged.KIND, asdict(paid)), (IterationDone.KIND, asdict(event))]):
+            session.add(
+                ProgressRow(
+                    run_id=run_of(sessions).id,
+                    source="trainer",
+                    lineage=1,
+                    seq=1000 + seq,
+                    at_ms=START_MS + 45 * MINUTE_MS,
+                    kind=kind,
+                    event=body,
+                )
+            )
+    (record,) = records_of(sessions, first=33)
+    assert (record.number, record.iteration, record.at_ms) == (33, 30, START_MS + 45 * MINUTE_MS)
+    # 45 minutes of the trainer at $1/h, 30 of the spot node at $0.30/h, and a paid judge.
+    assert record.values == {
+        "reward/mean": 0.75,
+        "reward/std": 0.1,
+        "reward/group_std": 0.2,
+        "rollouts/aesthetic": 5.5,
+        "explored": 3.0,
+        "health/kl": 0.01,
+        "health/clip_share": 0.2,
+        "health/gradient_norm": 1.5,
+        "health/staleness": 1.0,
+        "seconds/training": 1.5,
+        "seconds/rollout": 2.5,
+        "cost/dollars": pytest.approx(0.75 + 0.15 + 0.5),
+        "cost/dollars_per_hour": 1.0,
+        "nodes": 1.0,
+        "hours": 0.75,
+        "lineage": 1.0,
+    }
+
+
+def test_record_n_is_the_same_row_at_every_call(sessions):
+    whole = records_of(sessions)
+    assert [record.number for record in whole] == list(range(33))
+    assert records_of(sessions, first=9, most=3) == whole[9:12]
+    evaluation = whole[10]
+    assert (evaluation.iteration, evaluation.values["evaluation/exact_match"]) == (10, pytest.approx(0.3))
+    assert records_of(sessions, first=33) == []
+
+
+# --- sending -----------------------------------------------------------------------------------------
+
+
+def test_a_sink_gets_every_record_once_also_after_a_restart(sessions, tmp_path):
+    path = tmp_path / "sink.jsonl"
+    shipper(sessions, path).look()
+    one = stored(path)
+    assert [line["number"] for line in one] == list(range(33))
+    again = shipper(sessions, path)
+    again.look()
+    again.look()
+    assert stored(path) == one
+    opened = {line["open"] for line in lines_of(path) if "open" in line}
+    assert opened == {run_id(run_of(sessions))}
+
+
+def test_an_answer_that_is_lost_leaves_neither_a_gap_nor_a_double(sessions, tmp_path, caplog):
+    path = tmp_path / "sink.jsonl"
+    one = shipper(sessions, path, "lost-answer")
+    one.look()
+    assert len(stored(path)) == 20  # stored, and the controller does not know it
+    assert "its process ended with 3" in caplog.text
+    one.look()
+    assert [line["number"] for line in stored(path)] == list(range(33))
+
+
+@pytest.mark.parametrize("manner", ["silent", "dead", "full"])
+def test_a_sink_that_is_frozen_dead_or_full_ends_in_time_and_says_so(sessions, tmp_path, manner, caplog):
+    path = tmp_path / "sink.jsonl"
+    one = shipper(sessions, path, manner)
+    one.start()
+    began = time.monotonic()
+    end_shippers([one], 1.0 if manner == "silent" else 20.0)
+    assert time.monotonic() - began < 22.0
+    assert "file has 0 of the 33 records of done" in caplog.text
+    found = {"silent": "no answer within", "dead": "its process ended with 1", "full": "no space left"}[manner]
+    assert found in caplog.text
+    assert found in (tmp_path / "done" / "logging" / "file.json").read_text()
+
+
+def test_a_frozen_process_is_ended_with_its_children(tmp_path):
+    connection = Connection(command(tmp_path / "sink.jsonl", "good"), tmp_path / "sink.log")
+    os.kill(connection.pid, signal.SIGSTOP)
+    answer = connection.ask(Close(state="finished"), until=in_a_moment())
+    assert isinstance(answer, Refused)
+    assert "no answer within" in answer.text
+    assert not Path(f"/proc/{connection.pid}").exists()
+
+
+def test_a_question_larger_than_the_pipe_to_a_frozen_process_times_out(tmp_path, sessions):
+    connection = Connection(command(tmp_path / "sink.jsonl", "good"), tmp_path / "sink.log")
+    os.kill(connection.pid, signal.SIGSTOP)
+    large = shipping.Records(records=tuple(records_of(sessions) * 10), known=330)
+    assert len(large.model_dump_json()) > 1 << 16
+    assert "no answer within" in connection.ask(large, until=in_a_moment()).text
+
+
+# --- a whole run --------------------------------------------------------------------------------------
+
+
+def test_a_frozen_sink_neither_slows_nor_stops_a_run(home, monkeypatch, caplog):
+    monkeypatch.setenv("FAKE_SECONDS", "0.1")
+    monkeypatch.setattr(shipping, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(shipping, "END_SECONDS", 1.0)
+    monkeypatch.setattr(shipping, "command_of", lambda sink: command(home / f"{sink}.jsonl", "silent"))
+    opened = ledger(home)
+    run = made_run(opened, spot=1, iterations=5, factor=3000.0, logging={"wandb": {}, "mlflow": {}})
+    run_to_its_end(opened, run)
+    with opened() as session:
+        assert count_records(session, run) == 10
+    assert caplog.text.count("has 0 of the 10 records of demo") == 2
+
+
+def run_to_its_end(sessions, run):
+    nodes = LocalProvisioner(Path(run.folder), run_clock(run), None, FAKE_AGENT)
+    run_controller(sessions, run.name, provisioner=nodes)
+
+
+# --- the job ------------------------------------------------------------------------------------------
+
+
+def test_a_job_with_a_sink_that_cannot_work_is_refused_before_it_costs(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text("logging: {wandb: {mode: online}, mlflow: {experiment: team}}\n")
+    checked = load_job(path)
+    check_secrets(checked, {"WANDB_API_KEY": "k"})
+    with pytest.raises(JobError, match="WANDB_API_KEY is not set here"):
+        check_secrets(checked, {})
+    check_sinks(checked, lambda name: True)
+    with pytest.raises(JobError, match=r"pip install 'spotrl\[mlflow\]'"):
+        check_sinks(checked, lambda name: name == "wandb")
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("logging: {wandb: {key: 0123-SECRETPART}}", "write the name only, like WANDB_API_KEY"),
+        ("logging: {mlflow: {tracking_uri: 'https://me:SECRETPART@host'}}", "MLFLOW_TRACKING_PASSWORD"),
+    ],
+)
+def test_a_secret_in_the_job_is_refused_and_not_printed(tmp_path, text, found):
+    path = tmp_path / "job.yaml"
+    path.write_text(text + "\n")
+    with pytest.raises(JobError, match=found) as refused:
+        load_job(path)
+    assert "SECRETPART" not in str(refused.value)
