@@ -10,6 +10,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from engine.algorithm_config import AlgorithmConfig, recommended
+from engine.early_config import EarlyConfig, why_not_early
 from engine.model_config import GUIDANCE as GUIDANCE
 from engine.model_config import SHIPPED as SHIPPED
 from engine.model_config import VIDEO as VIDEO
@@ -323,6 +324,8 @@ class EngineConfig(Strict):
     """Training algorithm. Short form: the name."""
     exploration: ExplorationConfig = ExplorationConfig()
     """Choice of the seeds to train. Short form: the mode."""
+    early: EarlyConfig = EarlyConfig()
+    """Groups of the next batch that are sampled one weight version early."""
     reward: RewardConfig = RewardConfig()
     """Training objective. Short form: the name."""
     prompts: str = "digits"
@@ -427,6 +430,18 @@ class EngineConfig(Strict):
         if self.algorithm.name == "auto":
             name = recommended(self.model.name).name
             self.__dict__["algorithm"] = self.algorithm.model_copy(update={"name": name})
+        return self
+
+    @model_validator(mode="after")
+    def _early_groups_are_of_use(self) -> Self:
+        model, recomputes = self.model, ""
+        if model.compile == "on":
+            recomputes = "model.compile is on"
+        elif model.weights == "lora" and model.name not in SHIPPED:
+            recomputes = "model.weights is lora, and workers merge adapters in half precision"
+        why = why_not_early(algorithm=self.algorithm.name, exploration=self.exploration.mode, recomputes=recomputes)
+        if self.early.share and why is not None:
+            raise ValueError(f"early.share is {self.early.share:g}, but {why}")
         return self
 
     @model_validator(mode="after")

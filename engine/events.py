@@ -109,12 +109,13 @@ class IterationDone:
     """End of one batch: the batch is trained, its checkpoint is durable, version `iteration` + 1 is published.
 
     `manifest_digest` names the trained multiset. `phase_ms` is the trainer's own time by phase. `health` holds
-    zero_variance_share, gradient_norm, staleness, skipped_groups, rows_per_forward (most rows of a training pass, which
-    a memory error halves) and the figures of the algorithm: ratio_mean, ratio_max, clip_share, kl and dlogp_abs_mean,
-    or velocity_change, positive_loss, negative_loss and reference_distance (engine/algorithm). Where workers merge
-    adapters: worker_dlogp_abs_mean and worker_dlogp_abs_max, the distance of their log-probs from the trainer's.
-    `made_by`: number of the batch's rollouts finished by each node. `scores`: mean of each metric of the reward over
-    the rollouts, such as the scores of a sum.
+    zero_variance_share, gradient_norm, staleness (mean weight versions behind), skipped_groups, rows_per_forward (most
+    rows of a training pass, which a memory error halves), for batches with early groups stale_share and
+    early_outside_share (of their training rows, outside the clip range), and the figures of the algorithm: ratio_mean,
+    ratio_max, clip_share, kl and dlogp_abs_mean, or velocity_change, positive_loss, negative_loss and
+    reference_distance (engine/algorithm). Where workers merge adapters: worker_dlogp_abs_mean and worker_dlogp_abs_max,
+    the distance of their log-probs from the trainer's. `made_by`: number of the batch's rollouts finished by each node.
+    `scores`: mean of each metric of the reward over the rollouts, such as the scores of a sum.
     """
 
     KIND: ClassVar[str] = "iteration_done"

@@ -21,12 +21,16 @@ from engine.models.adapter import rows as rows_of
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedGroup:
-    """A prompt's finished rollouts, in the order of its seeds in the manifest."""
+    """A prompt's finished rollouts, in the order of its seeds in the manifest.
+
+    `is_early`: all of them were sampled one weight version early.
+    """
 
     prompt: str
     seeds: tuple[int, ...]
     trajectories: tuple[Trajectory, ...]
     rewards: tuple[float, ...]
+    is_early: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

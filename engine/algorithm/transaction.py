@@ -42,6 +42,9 @@ from engine.models.merge import merges
 from engine.out_of_memory import first_line, free_memory, is_out_of_memory, memory_of
 from engine.protocol.request import Manifest
 
+EARLY = "is_early"
+"""Tensor [R] of a pass with early groups: True for their rows."""
+
 LEAST_ROWS_OF_A_THREAD = 64
 """Fewest rows per thread on a CPU. With fewer rows, a further thread gains nothing."""
 
@@ -68,10 +71,15 @@ class Health:
     """Numbers of the groups skipped because of a non-finite value."""
     rows_per_forward: int = 0
     """Most rows of a pass in this step. Only a step's own health has the number, not the health of a pass."""
+    early_rows: float = 0.0
+    """Rows of early groups, and those of them outside the clip range."""
+    early_outside: float = 0.0
 
     def add(self, more: "Health") -> None:
         """Add the rows of another forward pass."""
         self.rows += more.rows
+        self.early_rows += more.early_rows
+        self.early_outside += more.early_outside
         for name, value in more.sums.items():
             self.sums[name] = self.sums.get(name, 0.0) + value
         for name, value in more.largest.items():
@@ -371,7 +379,8 @@ class Transaction:
             self.health.without_variance += 1
             if not objective.trains_equal_rewards:
                 return None
-        return _GroupRows(number=number, prompt=group.prompt, tensors=objective.rows(group, advantages, self._plan))
+        tensors = objective.rows(group, advantages, self._plan)
+        return _GroupRows(number=number, prompt=group.prompt, is_early=group.is_early, tensors=tensors)
 
     def _backward(self, groups: Sequence["_GroupRows"]) -> bool:
         """Backpropagate the rows of some groups. If a loss is not finite, add nothing and return False."""
@@ -388,6 +397,9 @@ class Transaction:
             # Only the rows of one pass lie on the device.
             moved = {name: value.to(device) for name, value in rows(tensors, some).items()}
             batch = Rows(conditioning=rows(encoded, whose[some].to(device)), tensors=moved)
+            if any(group.is_early for group in groups):
+                early = torch.tensor([group.is_early for group in groups])[whose[some]]
+                batch = batch.with_tensors({EARLY: early.to(device)})
             with torch.no_grad():
                 batch = batch.with_tensors(objective.constants(trainer.adapter, self._plan, batch))
             for result in self._side_by_side(batch):
@@ -438,6 +450,9 @@ class Transaction:
             sums={name: float(values.sum()) for name, values in found.means.items()},
             largest={name: float(values.max()) for name, values in found.largest.items()},
         )
+        if EARLY in batch.tensors:
+            seen.early_rows = float(batch[EARLY].sum())
+            seen.early_outside = float(found.means["clip_share"][batch[EARLY]].sum())
         total = found.loss.sum() / self._planned_rows
         # Clipping can hide a non-finite ratio from the loss, but not from the loss's gradient.
         if not torch.isfinite(total) or not all(math.isfinite(value) for value in seen.largest.values()):
@@ -451,6 +466,7 @@ class _GroupRows:
 
     number: int
     prompt: str
+    is_early: bool
     tensors: Mapping[str, Tensor]
 
     def __len__(self) -> int:

@@ -116,10 +116,28 @@ class Explorer:
             rule=self._config.exploration.keep,
         )
 
+    def preview(
+        self, order: ExplorationOrder | None, prompts: Sequence[str], results: Sequence[Finished], *, batch: int
+    ) -> tuple[Group, ...]:
+        """Return the groups that `choose` would return for these results, without any effect on the state."""
+        rewards = {} if order is None else {(r.request.prompt, r.request.seed): r.score.reward for r in results}
+        return choose_groups(
+            prompts,
+            rewards,
+            run_seed=self._config.seed,
+            batch=batch,
+            keep=self._config.algorithm.images_per_prompt,
+            rule=self._config.exploration.keep,
+        )
+
     def control(self, manifest: Manifest) -> tuple[RequestId, ...]:
-        """Return the control requests: unchosen candidates of the open batch, rolled out afresh and not trained."""
+        """Return the control requests: unchosen candidates of the open batch, rolled out afresh and not trained.
+
+        Candidates of early groups are left out, as in `judge`.
+        """
         chosen = {(group.prompt, seed) for group in manifest.groups for seed in group.seeds}
-        unselected = [candidate for candidate in self._stale if candidate not in chosen]
+        early = {manifest.groups[number].prompt for number in manifest.early}
+        unselected = [one for one in self._stale if one not in chosen and one[0] not in early]
         fraction = self._config.exploration.random_fraction
         return tuple(
             RequestId(
@@ -138,7 +156,8 @@ class Explorer:
     ) -> RankingReport | None:
         """Compare a batch's fresh rewards with its stale rewards.
 
-        Return the ranking report; None: the batch was not explored.
+        Return the ranking report; None: the batch was not explored. Early groups are left out: their rewards come from
+        the same weights as the stale rewards.
         """
         if not self._stale:
             return None
@@ -148,7 +167,8 @@ class Explorer:
                 stale={seed: reward for (prompt, seed), reward in self._stale.items() if prompt == group.prompt},
                 fresh={seed: rewards[group.prompt, seed] for seed in group.seeds},
             )
-            for group in manifest.groups
+            for number, group in enumerate(manifest.groups)
+            if number not in manifest.early
         ]
         batch, version, sampler = manifest.batch, manifest.version, manifest.sampler
         self.monitor.add(batch, visits, version=version, sampler=sampler)

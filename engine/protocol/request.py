@@ -7,7 +7,7 @@ again at another version with the same noise. Only the worker with a valid lease
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any, Literal
@@ -19,12 +19,18 @@ class Kind(StrEnum):
     """The purpose of a rollout, in order of importance to the open batch."""
 
     TRAIN = "train"
+    EARLY = "early"
+    """Rollouts of the next batch, made with the weights of one version before (TCSS). Their groups are trained."""
     EVALUATE = "evaluate"
     CONTROL = "control"
     """Rollouts of rejected candidates, sampled like the chosen candidates, to measure the quality of the choice."""
     EXPLORE = "explore"
 
     __hash__ = str.__hash__
+
+
+TRAINED = (Kind.TRAIN, Kind.EARLY)
+"""Kinds of rollouts that are trained: workers record their trajectories and commit them between steps."""
 
 
 def request_class(shape: int, dtype: str) -> str:
@@ -99,6 +105,9 @@ class Manifest:
 
     `unit`: groups that train together, cut from the start of each optimiser step; 0: as many as fit into a pass. A
     repeated batch has the same units, so its gradients have the same bits.
+
+    `early`: numbers of the groups that are sampled with version `version - 1`. An early group that cannot be completed
+    is made anew with `version`, whole, so `early` is no part of `digest`.
     """
 
     run: str
@@ -109,6 +118,7 @@ class Manifest:
     groups: tuple[Group, ...]
     minibatches: tuple[tuple[int, ...], ...]
     unit: int = 0
+    early: tuple[int, ...] = ()
 
     @property
     def digest(self) -> str:
@@ -117,17 +127,24 @@ class Manifest:
         body["groups"] = [[group.prompt, list(group.seeds)] for group in self.groups]
         return hashlib.blake2b(json.dumps(body, sort_keys=True).encode(), digest_size=16).hexdigest()
 
-    def requests(self) -> list[RequestId]:
+    def requests(self, kind: Kind = Kind.TRAIN) -> list[RequestId]:
         """Return the requests in the order of training: step by step, and within a step group by group.
+
+        Of the early groups for `Kind.EARLY`, else of all other groups.
 
         The first unit then completes first, and trains while other units are sampled. All idle workers share the images
         of a group, if a lease holds fewer images than a group.
         """
+        return self.requests_of(
+            [number for step in self.minibatches for number in step if (number in self.early) == (kind is Kind.EARLY)],
+            kind,
+        )
+
+    def requests_of(self, numbers: Iterable[int], kind: Kind = Kind.TRAIN) -> list[RequestId]:
+        """Return the requests of some groups."""
         return [
-            RequestId(
-                run=self.run, lineage=self.lineage, batch=self.batch, prompt=group.prompt, seed=seed, kind=Kind.TRAIN
-            )
-            for group in (self.groups[number] for step in self.minibatches for number in step)
+            RequestId(run=self.run, lineage=self.lineage, batch=self.batch, prompt=group.prompt, seed=seed, kind=kind)
+            for group in (self.groups[number] for number in numbers)
             for seed in group.seeds
         ]
 
@@ -138,7 +155,8 @@ class Manifest:
     def from_dict(cls, raw: Mapping[str, Any]) -> "Manifest":
         groups = tuple(Group(prompt=g["prompt"], seeds=tuple(g["seeds"])) for g in raw["groups"])
         minibatches = tuple(tuple(m) for m in raw["minibatches"])
-        return cls(**{**raw, "groups": groups, "minibatches": minibatches})
+        early = tuple(raw.get("early", ()))  # missing in checkpoints of earlier versions
+        return cls(**{**raw, "groups": groups, "minibatches": minibatches, "early": early})
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

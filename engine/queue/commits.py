@@ -3,7 +3,7 @@
 The promise: only training rollouts are committed between two steps. Other work is committed on a preemption notice.
 """
 
-from engine.protocol.request import Kind
+from engine.protocol.request import TRAINED
 from engine.queue.pace import Rules, commit_interval
 from engine.queue.task import Submission
 
@@ -24,7 +24,7 @@ class CommitTimer:
     def steps_between(self, of: Submission, first_step: int) -> int:
         """Return the number of steps between commits. 0 means commit on a preemption notice only."""
         task, step_ms = of.task, of.pace.slowest_ms or of.pace.step_ms
-        if task.requests[0].kind is not Kind.TRAIN:
+        if task.requests[0].kind not in TRAINED:
             return 0
         if self._rules.commit_every is not None:
             every = self._rules.commit_every

@@ -6,8 +6,9 @@ No I/O, no torch, no Ray and no clock. Workers only call in. The queue answers e
 - every request of a manifest finishes exactly once, even if workers are killed, frozen, delayed or repeat a call;
 - the queue issues each lease number once and rejects calls with a revoked number;
 - a worker samples an attempt only with the weights named in the attempt;
-- training rollouts come before evaluation, and evaluation comes before exploration; when no request waits, an idle
-  worker makes a speculative copy of the lease with the latest predicted end, and the first result to arrive counts;
+- rollouts of the open batch come first, then early rollouts of the next batch, evaluation and exploration; when no
+  request waits, an idle worker makes a speculative copy of the lease with the latest predicted end, and the first
+  result to arrive counts;
 - a poisoned request (every worker crashes on the request) is reported and no longer retried; requests leased together
   with the poisoned request are cleared.
 
@@ -49,7 +50,7 @@ from engine.queue.state import REPORTED_LOST, QueueState
 from engine.queue.task import QueuedRequest, Submission
 from engine.queue.weights import PublishedWeights
 
-PRIORITY = (Kind.TRAIN, Kind.EVALUATE, Kind.CONTROL, Kind.EXPLORE)
+PRIORITY = (Kind.TRAIN, Kind.EARLY, Kind.EVALUATE, Kind.CONTROL, Kind.EXPLORE)
 
 MISSED = "missed its lease"
 
@@ -413,7 +414,7 @@ class Queue:
             if kind not in kinds:
                 continue
             items, copy = self._backlog.next_batch(kind, most_images, self.weights.digests), False
-            if items is None and kind not in (Kind.CONTROL, Kind.EXPLORE):
+            if items is None and kind in (Kind.TRAIN, Kind.EVALUATE):
                 items = slowest_requests(self._leases.open.values(), self.rules, kind, member.name, now_ms, most_images)
                 copy = True
             if items is None:

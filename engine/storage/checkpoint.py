@@ -31,6 +31,7 @@ from obstore.store import LocalStore, ObjectStore
 
 from engine.drift import Look
 from engine.durable import sync_folder, write_durably
+from engine.protocol.draft import Draft
 from engine.protocol.request import Manifest
 from engine.storage.bucket import open_store
 from engine.storage.disk import AWAY, FULL
@@ -80,10 +81,16 @@ class Checkpoint:
     exploration: Mapping[str, Any]
     base: Look | None = None
     fits: RowsThatFit | None = None
+    early_off_until: int = 0
+    """First batch that may have early groups; 0 also in checkpoints of earlier versions."""
 
     @property
     def name(self) -> str:
         return checkpoint_name(self.lineage, self.iteration)
+
+
+def _draft_path(lineage: int, batch: int) -> str:
+    return f"drafts/{checkpoint_name(lineage, batch)}.json"
 
 
 def checkpoint_name(lineage: int, iteration: int) -> str:
@@ -182,6 +189,7 @@ class CheckpointStore:
             "exploration": checkpoint.exploration,
             "base": checkpoint.base.to_dict() if checkpoint.base is not None else None,
             "fits": asdict(checkpoint.fits) if checkpoint.fits is not None else None,
+            "early_off_until": checkpoint.early_off_until,
             "files": {f"{name}.safetensors": digest for name, digest in digests.items()},
         }
         self.put(f"{folder}/manifest.json", json.dumps(manifest, indent=1).encode())
@@ -234,6 +242,7 @@ class CheckpointStore:
             exploration=raw.get("exploration", {}),  # missing in checkpoints of earlier versions
             base=Look.from_dict(raw["base"]) if raw.get("base") is not None else None,
             fits=RowsThatFit(**raw["fits"]) if raw.get("fits") is not None else None,
+            early_off_until=raw.get("early_off_until", 0),
         )
 
     def start(self) -> Start:
@@ -259,6 +268,22 @@ class CheckpointStore:
             return
         with self._trouble_is_an_oserror():
             obstore.put(self._store, path, data)
+
+    def put_draft(self, draft: Draft) -> None:
+        """Write a draft of early groups, and delete drafts of earlier batches."""
+        path = _draft_path(draft.lineage, draft.batch)
+        self.put(path, draft.to_bytes())
+        for old in self._paths("drafts/"):
+            if old < _draft_path(draft.lineage, draft.batch - 1):
+                with self._trouble_is_an_oserror():
+                    obstore.delete(self._store, old)
+
+    def draft(self, lineage: int, batch: int) -> Draft | None:
+        """Return a batch's draft, or None. A draft that cannot be read counts as absent."""
+        try:
+            return Draft.from_bytes(self.get(_draft_path(lineage, batch)))
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            return None
 
     def size(self, path: str) -> int:
         """Return an object's size in bytes, or 0 if the object does not exist."""

@@ -5,6 +5,7 @@ from typing import TypeVar
 
 from engine.config import CheckpointConfig
 from engine.events import CheckpointSaved
+from engine.protocol.draft import Draft
 from engine.storage.checkpoint import Checkpoint, Start, checkpoint_name
 from engine.storage.disk import when_there_is_room
 from engine.storage.tensor_files import TensorFile
@@ -35,6 +36,14 @@ class Checkpoints:
 
     def put(self, path: str, data: bytes) -> None:
         self._patiently(lambda: self._context.store.put(path, data))
+
+    def draft(self, batch: int) -> Draft | None:
+        """Return the draft of a batch that this lineage made durable, or None."""
+        return self._patiently(lambda: self._context.store.draft(self._state.lineage, batch))
+
+    def put_draft(self, draft: Draft) -> None:
+        """Make a draft durable."""
+        self._patiently(lambda: self._context.store.put_draft(draft))
 
     def write_files(self, iteration: int, files: dict[str, TensorFile]) -> dict[str, str]:
         """Write the large files of the checkpoint after `iteration` batches. Returns their digests."""

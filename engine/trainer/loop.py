@@ -31,6 +31,7 @@ from engine.storage.tensor_files import TensorFile
 from engine.trainer.checkpoints import Checkpoints, is_due
 from engine.trainer.context import TrainerContext
 from engine.trainer.coordinator_client import Collected, CoordinatorClient
+from engine.trainer.early_groups import EarlyGroups
 from engine.trainer.ending import Stopped, Unhealthy
 from engine.trainer.evaluator import Evaluator
 from engine.trainer.exploration import SeedExploration
@@ -79,6 +80,17 @@ class Loop:
         self.coordinator = CoordinatorClient(context.transport, context.node, context.workers_of_node, self.usage)
         self.exploration = SeedExploration(
             config, Explorer(config, context.run), prompts, self.state, self.coordinator, self.reporter, self.schedule
+        )
+        self.early = EarlyGroups(
+            config,
+            context.run,
+            prompts,
+            self.schedule,
+            state=self.state,
+            exploration=self.exploration,
+            coordinator=self.coordinator,
+            checkpoints=self.checkpoints,
+            reporter=self.reporter,
         )
         ranks = Ranks(group, self.model.trainer, self.usage, is_started=start is not None)
         self.updates = BatchUpdates(config, ranks, self.state, self.usage, self.reporter)
@@ -136,6 +148,7 @@ class Loop:
         rollouts = self._roll_out(manifest)
         self.evaluator.begin_if_due()
         order = self.exploration.order(manifest.batch + 1)
+        self.early.begin(order)
         if self.config.exploration.mode == "in-path":
             manifest, rollouts = self.exploration.choose_in_path(manifest, rollouts)
         plan = batch_plan(self.config, manifest.batch, self.schedule)
@@ -147,7 +160,9 @@ class Loop:
         weights = self.model.rollout_weights()
         files = self._write_files(weights)  # while spot nodes still explore
         candidates = self.exploration.collect(order)
-        self.exploration.judge(manifest, rollouts)
+        self.early.finish()
+        self.exploration.judge(replace(manifest, early=rollouts.early), rollouts)
+        self.early.judge(manifest.batch, health)
 
         rewards = torch.tensor(rollouts.rewards(), dtype=torch.float64)
         finite = rewards[torch.isfinite(rewards).all(dim=1)]
@@ -158,7 +173,7 @@ class Loop:
         # is never lost.
         self.reports.report(manifest, finite, len(candidates), health, rollouts)
         self.state.iteration += 1
-        self.state.next_batch = self.exploration.next_manifest(self.context.run, order, candidates)
+        self.state.next_batch = self.early.merge(self.exploration.next_manifest(self.context.run, order, candidates))
         self._save(files)
         with self.usage.measure(Phase.SYNC):
             self._publish(weights)
@@ -178,7 +193,10 @@ class Loop:
         self.state.lineage = self._settle_lineage(newest)
         if newest is None:
             self.state.next_batch = self.exploration.next_manifest(self.context.run, None, ())
-        self.state.next_batch = replace(self.state.next_batch, run=self.context.run, lineage=self.state.lineage)
+        manifest = self.state.next_batch
+        # The coordinator of another lineage has no old weights: its early groups are made anew, whole.
+        early = manifest.early if manifest.lineage == self.state.lineage else ()
+        self.state.next_batch = replace(manifest, run=self.context.run, lineage=self.state.lineage, early=early)
         started = EngineStarted(
             iteration=self.state.iteration,
             config_digest=self.state.config_digest,
@@ -224,7 +242,14 @@ class Loop:
         self.coordinator.submit(control, plan, weights=weights, shape=min(shape, len(control)))
 
         def collect(batch: int, have: int, wait: bool) -> Collected:
+            self.early.look()
             return self.coordinator.collect(Kind.TRAIN, batch, have, wait=wait)
+
+        def remake(numbers: Sequence[int]) -> None:
+            self.coordinator.submit(manifest.requests_of(numbers), plan, weights=weights, shape=shape)
+            prompts = ", ".join(repr(manifest.groups[number].prompt) for number in numbers)
+            text = f"batch {manifest.batch}: early groups of {prompts} cannot be completed"
+            self.reporter.warn(f"{text}; they are made anew with version {weights}")
 
         return Rollouts(
             manifest,
@@ -233,6 +258,7 @@ class Loop:
             own_log_probs=lambda prompt, trajectory: self.model.trainer.with_own_log_probs(prompt, trajectory, plan),
             old_policy=self.model.trainer.old.active,
             trained=self._trained_rewards,
+            early=self.early.rollouts(manifest, remake),
         )
 
     def _write_files(self, weights: TensorFile) -> dict[str, str] | None:
@@ -266,6 +292,7 @@ class Loop:
         self.outbox.drop(file)
         trained: Sequence[tuple[Kind, int]] = [
             (Kind.TRAIN, iteration - 1),
+            (Kind.EARLY, iteration - 1),
             (Kind.CONTROL, iteration - 1),
             (Kind.EXPLORE, iteration),
         ]

@@ -48,18 +48,30 @@ class TrainGroup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     seeds: tuple[int, ...]
     trajectories: tuple[bytes, ...]
     rewards: tuple[float, ...]
+    is_early: bool = False
 
     @classmethod
     def of(cls, number: int, group: FinishedGroup) -> "TrainGroup":
         trajectories = tuple(trajectory.to_bytes() for trajectory in group.trajectories)
         return cls(
-            number=number, prompt=group.prompt, seeds=group.seeds, trajectories=trajectories, rewards=group.rewards
+            number=number,
+            prompt=group.prompt,
+            seeds=group.seeds,
+            trajectories=trajectories,
+            rewards=group.rewards,
+            is_early=group.is_early,
         )
 
     @property
     def group(self) -> FinishedGroup:
         trajectories = tuple(Trajectory.from_bytes(data) for data in self.trajectories)
-        return FinishedGroup(prompt=self.prompt, seeds=self.seeds, trajectories=trajectories, rewards=self.rewards)
+        return FinishedGroup(
+            prompt=self.prompt,
+            seeds=self.seeds,
+            trajectories=trajectories,
+            rewards=self.rewards,
+            is_early=self.is_early,
+        )
 
 
 class EndStep(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -85,6 +97,8 @@ class Share(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     without_variance: int
     skipped: list[int]
     rows_per_forward: int
+    early_rows: float = 0.0
+    early_outside: float = 0.0
     memory_error: str = ""
     does_not_fit: str = ""
 
@@ -99,6 +113,8 @@ class Share(msgspec.Struct, frozen=True, kw_only=True, tag=True):
             without_variance=health.without_variance,
             skipped=health.skipped,
             rows_per_forward=health.rows_per_forward,
+            early_rows=health.early_rows,
+            early_outside=health.early_outside,
             memory_error=memory_error,
             does_not_fit=does_not_fit,
         )
@@ -114,6 +130,8 @@ class Share(msgspec.Struct, frozen=True, kw_only=True, tag=True):
             without_variance=self.without_variance,
             skipped=self.skipped,
             rows_per_forward=self.rows_per_forward,
+            early_rows=self.early_rows,
+            early_outside=self.early_outside,
         )
 
 

@@ -63,9 +63,15 @@ class IterationReports:
         self._begun = time.perf_counter() - self._unreported_seconds
 
     def report(
-        self, manifest: Manifest, rewards: Tensor, explored: int, health: Sequence[Health], rollouts: Rollouts
+        self,
+        manifest: Manifest,
+        rewards: Tensor,
+        explored: int,
+        health: Sequence[Health],
+        rollouts: Rollouts,
     ) -> None:
         """Report a trained batch. rewards [P, K]: rewards of the finite groups. `explored`: number of candidates."""
+        stale_share = len(rollouts.early) / len(manifest.groups)
         spent = dict(self._usage.total)
         phase_ms = {phase: round(ms - self._usage_before.get(phase, 0.0)) for phase, ms in spent.items()}
         self._usage_before = spent
@@ -79,7 +85,7 @@ class IterationReports:
             manifest_digest=manifest.digest,
             phase_ms=phase_ms,
             wall_seconds=self._reported - self._begun,
-            health={**_merge(health), "staleness": 0.0},
+            health={**_merge(health), "staleness": stale_share, **early_figures(stale_share, health)},
             made_by=dict(rollouts.made_by),
             scores=rollouts.metrics(),
         )
@@ -87,6 +93,24 @@ class IterationReports:
 
     def end(self) -> None:
         self._unreported_seconds = time.perf_counter() - self._reported
+
+
+def early_figures(stale_share: float, health: Sequence[Health]) -> dict[str, float]:
+    """Return the health of a batch's early groups. Empty without early groups.
+
+    stale_share           share of the groups that were sampled one version early
+    early_outside_share   share of their training rows outside the clip range; absent if all rewards were equal
+    """
+    if not stale_share:
+        return {}
+    outside = outside_share(health)
+    return {"stale_share": stale_share, **({} if outside is None else {"early_outside_share": outside})}
+
+
+def outside_share(health: Sequence[Health]) -> float | None:
+    """Return the share of the training rows of early groups outside the clip range. None: no such row."""
+    rows = sum(step.early_rows for step in health)
+    return sum(step.early_outside for step in health) / rows if rows else None
 
 
 BEFORE_UPDATE = {"dlogp_abs_mean": "dlogp_before_update", "velocity_change": "velocity_change_before_update"}

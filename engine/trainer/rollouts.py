@@ -16,6 +16,7 @@ from engine.config import RewardConfig
 from engine.diffusion.trajectory import Trajectory
 from engine.protocol.request import Manifest, Score, Wait
 from engine.trainer.coordinator_client import Collected
+from engine.trainer.early_rollouts import EarlyRollouts
 from engine.worker.worker import Worker
 
 Collect = Callable[[int, int, bool], Collected]
@@ -42,10 +43,12 @@ class Rollouts:
         own_log_probs: OwnLogProbs,
         old_policy: OldPolicy,
         trained: Callable[[Sequence[Score]], tuple[float, ...]] | None = None,
+        early: EarlyRollouts | None = None,
     ) -> None:
         """Start without results. `worker`: the trainer's own worker, which samples while no group can be trained.
 
-        `trained`: the trained rewards of a group's scores; None: the rewards of the scores.
+        `trained`: the trained rewards of a group's scores; None: the rewards of the scores. `early`: the results of
+        the manifest's early groups; None: it has none.
         """
         self._manifest = manifest
         self._collect = collect
@@ -53,6 +56,11 @@ class Rollouts:
         self._own_log_probs = own_log_probs
         self._old_policy = old_policy
         self._trained = trained or reported
+        self._early = early
+        self._received = 0
+        """Number of results received, without those of early groups."""
+        self.early: tuple[int, ...] = ()
+        """Complete groups that were sampled one version early."""
         self._found: dict[tuple[str, int], tuple[Score, Trajectory]] = {}
         self.made_by: Counter[str] = Counter()
         """Number of finished rollouts by node."""
@@ -67,7 +75,7 @@ class Rollouts:
             old_policy=self._old_policy,
             trained=self._trained,
         )
-        chosen._found, chosen.made_by = self._found, self.made_by
+        chosen._found, chosen._received, chosen.made_by = self._found, self._received, self.made_by
         return chosen
 
     def look(self) -> bool:
@@ -98,6 +106,7 @@ class Rollouts:
             seeds=group.seeds,
             trajectories=tuple(trajectory for _, trajectory in found),
             rewards=self._trained([score for score, _ in found]),
+            is_early=number in self.early,
         )
 
     def trained_rewards(self) -> list[tuple[float, ...]]:
@@ -130,7 +139,9 @@ class Rollouts:
         return float(torch.tensor(finite, dtype=torch.float64).std(correction=0)) if finite else 0.0
 
     def _take(self, *, wait: bool) -> bool:
-        new = self._collect(self._manifest.batch, len(self._found), wait)
+        early = self._take_early(wait=wait and self._waits_for_early_groups())
+        new = self._collect(self._manifest.batch, self._received, wait and not early)
+        self._received += len(new.results)
         for result in new.results:
             assert result.trajectory is not None, "a rollout to train always carries its trajectory"
             self.made_by[result.node] += 1
@@ -138,7 +149,29 @@ class Rollouts:
             if trajectory.degree is None:
                 trajectory = self._own_log_probs(prompt, trajectory)
             self._found[prompt, result.request.seed] = (result.score, trajectory)
-        return bool(new.results)
+        return bool(new.results) or early
+
+    def _take_early(self, *, wait: bool) -> bool:
+        """Take new complete early groups. Return True if there was one. Their log-probs stay as the workers sent them.
+
+        The trainer's weights are of a later version than those of the rollout.
+        """
+        if self._early is None:
+            return False
+        new = self._early.take(wait=wait)
+        for number, images in new.items():
+            self.early = tuple(sorted((*self.early, number)))
+            for result, trajectory in images:
+                self.made_by[result.node] += 1
+                self._found[result.request.prompt, result.request.seed] = (result.score, trajectory)
+        return bool(new)
+
+    def _waits_for_early_groups(self) -> bool:
+        """Return True if nothing but early groups is missing."""
+        if self._early is None:
+            return False
+        numbers = range(len(self._manifest.groups))
+        return all(number in self._early.open or self.is_complete(number) for number in numbers)
 
 
 def reported(scores: Sequence[Score]) -> tuple[float, ...]:

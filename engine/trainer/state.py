@@ -11,6 +11,7 @@ from typing import Any
 from engine.algorithm.advantages import RunningStd
 from engine.config import SHIPPED, EngineConfig
 from engine.drift import Look
+from engine.early_config import EarlyConfig
 from engine.protocol.request import Manifest
 from engine.storage.checkpoint import Checkpoint, RowsThatFit
 from engine.strict import Strict
@@ -24,7 +25,7 @@ class TrainerState:
     coordinator lost the published weights. `evaluations`: all (iteration, metrics) until now. `std`: running reward std
     (algorithm.std: ema). `skipped_in_a_row`: groups in a row with a reward or loss that is not finite. `base`: look of
     the base model's evaluation images; None before the first evaluation. `fits`: rows of a training pass found after
-    memory errors; None: no pass ran out of memory.
+    memory errors; None: no pass ran out of memory. `early_off_until`: first batch that may have early groups.
     """
 
     config_digest: str
@@ -36,6 +37,7 @@ class TrainerState:
     skipped_in_a_row: int = 0
     base: Look | None = None
     fits: RowsThatFit | None = None
+    early_off_until: int = 0
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Take the state of a checkpoint. The lineage is settled with the coordinator afterwards."""
@@ -46,6 +48,7 @@ class TrainerState:
         self.skipped_in_a_row = checkpoint.skipped_in_a_row
         self.base = checkpoint.base
         self.fits = checkpoint.fits
+        self.early_off_until = checkpoint.early_off_until
 
     def checkpoint(self, exploration: dict[str, Any]) -> Checkpoint:
         """Return this state with the explorer's state. The tensors' files are written already."""
@@ -61,6 +64,7 @@ class TrainerState:
             exploration=exploration,
             base=self.base,
             fits=self.fits,
+            early_off_until=self.early_off_until,
         )
 
 
@@ -90,8 +94,12 @@ def config_digest(config: EngineConfig) -> str:
         "reward": {"frames", "http", "vlm", "model", "parts", "pool", "combine", "colours"},
         "runtime": {"cfg_parallel"},
     }
-    unused = {section: _with_defaults(getattr(config, section), names) for section, names in newer.items()}
-    unused["runtime"] |= {"device", "trainer_ranks"}
+    unused: dict[str, set[str] | bool] = {
+        section: _with_defaults(getattr(config, section), names) for section, names in newer.items()
+    }
+    unused["runtime"] = {*_with_defaults(config.runtime, newer["runtime"]), "device", "trainer_ranks"}
+    if config.early == EarlyConfig():
+        unused["early"] = True
     job = config.model_dump_json(exclude=unused)
     return hashlib.sha256(job.encode()).hexdigest()[:16]
 

@@ -14,7 +14,7 @@ import msgspec
 from engine.clock import Clock
 from engine.diffusion.trajectory import Trajectory
 from engine.protocol.messages import CommittedState
-from engine.protocol.request import Kind, Reply, RequestId, Work
+from engine.protocol.request import TRAINED, Reply, RequestId, Work
 from engine.worker.coordinator_calls import CoordinatorCalls
 
 
@@ -44,7 +44,7 @@ class CommitSender:
             return False
         lease, committed = self.last
         since = step - (committed if lease == work.lease else work.attempts[0].step)
-        return work.attempts[0].request.kind is Kind.TRAIN and since >= work.commit_every
+        return work.attempts[0].request.kind in TRAINED and since >= work.commit_every
 
     def begin(self, work: Work, trajectories: list[Trajectory]) -> None:
         """Send the current state of the lease.

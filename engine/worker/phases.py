@@ -7,6 +7,7 @@ from engine.protocol.request import (
 
 PHASE_OF = {
     Kind.TRAIN: Phase.ROLLOUT,
+    Kind.EARLY: Phase.ROLLOUT,
     Kind.EVALUATE: Phase.EVALUATION,
     Kind.CONTROL: Phase.EXPLORATION,
     Kind.EXPLORE: Phase.EXPLORATION,

@@ -19,7 +19,7 @@ from engine.diffusion.trajectory import Trajectory
 from engine.models.adapter import DiTAdapter
 from engine.models.half import precision
 from engine.parallel.communicator import TornGroup
-from engine.protocol.request import Kind, Work
+from engine.protocol.request import TRAINED, Work
 from engine.worker.coordinator_calls import CoordinatorCalls
 from engine.worker.group_member import GroupMember
 from engine.worker.image_inputs import ImageInputs
@@ -102,7 +102,7 @@ class ImageSampler:
     def _record(
         self, plan: Plan, work: Work, trajectories: list[Trajectory], x: Tensor, log_probs: Tensor
     ) -> list[Trajectory]:
-        if work.attempts[0].request.kind is not Kind.TRAIN:
+        if work.attempts[0].request.kind not in TRAINED:
             return [
                 replace(t, step=t.step + 1, x=row)  # never resumed, and only the final latents are used
                 for t, row in zip(trajectories, x, strict=False)

@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.diffusion.images import as_bytes
 from engine.out_of_memory import is_out_of_memory
 from engine.protocol.messages import Result, StepTime
-from engine.protocol.request import Fenced, Finished, Kind, Score, Work, request_class
+from engine.protocol.request import TRAINED, Fenced, Finished, Score, Work, request_class
 from engine.worker.commits import blob_name
 from engine.worker.coordinator_calls import CoordinatorCalls
 from engine.worker.faults import LeaseFaults
@@ -134,7 +134,7 @@ class ScoringQueue:
         results, blobs = [], {}
         for i, (attempt, score) in enumerate(zip(work.attempts, scores, strict=True)):
             name = None
-            if attempt.request.kind is Kind.TRAIN:
+            if attempt.request.kind in TRAINED:
                 name = blob_name(attempt.request, sampled.trajectories[i].step)
                 blobs[name] = sampled.trajectories[i].to_bytes()
             elif work.images[i]:

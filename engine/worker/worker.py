@@ -24,7 +24,19 @@ from engine.models.adapter import DiTAdapter
 from engine.models.merge import MergedAdapters, merges
 from engine.out_of_memory import is_out_of_memory
 from engine.parallel.elastic import Elastic
-from engine.protocol.request import Drain, Exit, Fenced, Kind, LoadWeights, Regroup, Reply, Wait, WeightsKey, Work
+from engine.protocol.request import (
+    TRAINED,
+    Drain,
+    Exit,
+    Fenced,
+    Kind,
+    LoadWeights,
+    Regroup,
+    Reply,
+    Wait,
+    WeightsKey,
+    Work,
+)
 from engine.rewards.reward import Reward
 from engine.worker.commits import CommitSender
 from engine.worker.coordinator_calls import CoordinatorCalls
@@ -268,7 +280,7 @@ class Worker:
 
     def _hand_back(self, work: Work, trajectories: list[Trajectory]) -> None:
         """Make the in-flight state durable, then give the lease back. The next worker resumes from this step."""
-        if work.attempts[0].request.kind is Kind.TRAIN and self.resume != "restart":
+        if work.attempts[0].request.kind in TRAINED and self.resume != "restart":
             with self.usage.measure(Phase.SYNC):
                 self._commits.answer(wait=True)
                 if self._commits.last != (work.lease, trajectories[0].step):

@@ -76,7 +76,8 @@ class Line:
         self.answers = []
 
     def call(self, head, blobs=None, *, wait=False):
-        names = [head["call"], f"{head['call']}-{head.get('kind')}"]
+        kind = head["task"]["requests"][0][5] if head["call"] == "submit" else head.get("kind")
+        names = [head["call"], f"{head['call']}-{kind}"]
         self.calls += names
         mine = self._at in [(name, self.calls.count(name)) for name in names]
         if mine and not self._answered:
