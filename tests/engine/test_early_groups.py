@@ -1,6 +1,8 @@
 """Early groups: sampled one version early, trained once, with the log-probs of their own version."""
 
 import shutil
+import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,12 +10,15 @@ import torch
 from engine.algorithm.transaction import Health, Trainer, Transaction
 from engine.config import EngineConfig, ExplorationConfig
 from engine.diffusion.sampler import batch_plan, log_prob, policy
+from engine.diffusion.trajectory import Trajectory
 from engine.early_config import EarlyConfig
 from engine.models.adapter import rows
 from engine.protocol.draft import Draft, early_groups, has_pool, with_draft
 from engine.protocol.request import Finished, Group, Kind, Manifest, RequestId, Score
 from engine.storage.checkpoint import CheckpointStore
+from engine.trainer.coordinator_client import Collected
 from engine.trainer.early_groups import MOST_OUTSIDE, PAUSE_BATCHES
+from engine.trainer.early_rollouts import EarlyRollouts
 from engine.trainer.report import early_figures
 from tests.engine.test_loop import (
     TINY,
@@ -54,6 +59,8 @@ def test_half_of_the_groups_of_every_batch_but_the_first_are_early(tmp_path, str
     health = [event.health for event in progress(tmp_path, "iteration_done")]
     assert "stale_share" not in health[0]
     assert all(0 <= one["early_outside_share"] <= 1 and one["stale_share"] == 0.5 for one in health[1:])
+    # A fresh group has two chosen seeds.
+    assert [event.pairs for event in progress(tmp_path, "ranked")] == [2, 4, 6], "early groups are no evidence"
     assert sum(run.coordinator.queue.wanted(kind) for kind in Kind) == 0
     assert run.coordinator.queue.finished == {}
 
@@ -162,10 +169,11 @@ def test_every_step_trains_exactly_its_mini_batch(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_without_any_spot_node_early_groups_are_made_anew_whole(tmp_path, monkeypatch):
-    """All spot is gone after the draft: the trainer makes every image itself, with the weights that it has."""
+@pytest.mark.parametrize("at", [("submit-early", 1), ("publish", 3)], ids=["after-the-draft", "during-publish"])
+def test_without_any_spot_node_early_groups_are_made_anew_whole(tmp_path, monkeypatch, at):
+    """All spot is gone, and the trainer dies with it: it makes every image itself, with the weights that it has."""
     with pytest.raises(Killed):
-        build(EARLY, tmp_path, at=("submit-early", 1), answered=True).loop.run()
+        build(EARLY, tmp_path, at=at, answered=True).loop.run()
     added, committed = groups_trained(monkeypatch)
     alone = EARLY.model_copy(update={"runtime": EARLY.runtime.model_copy(update={"lease_seconds": 0.01})})
     run = build(alone, tmp_path, workers=0)
@@ -195,8 +203,8 @@ def test_a_lost_machine_makes_early_groups_anew_under_the_next_lineage(tmp_path,
 
 
 @pytest.mark.slow
-def test_a_restarted_trainer_keeps_its_draft_although_it_knows_more_candidates(tmp_path):
-    """The draft decides: more candidates after the restart choose other seeds, and would waste the early images."""
+def test_a_restarted_trainer_keeps_its_draft_and_chooses_no_other(tmp_path):
+    """The draft decides: seeds that are chosen again could be others, and would waste the early images."""
     config = EARLY.model_copy(update={"exploration": ExplorationConfig(mode="none")})
     with pytest.raises(Killed):
         build(config, tmp_path, at=("submit-early", 1), answered=True).loop.run()
@@ -226,6 +234,7 @@ def test_an_evaluation_beside_early_groups_has_the_figures_of_its_own_version(tm
     finish(waits, tmp_path / "waits")
     assert evaluated(tmp_path / "beside") == evaluated(tmp_path / "waits")
     values = evaluated(tmp_path / "waits")
+    assert sorted(values) == list(range(EARLY.iterations + 1))
     assert len({tuple(metrics.items()) for metrics in values.values()}) == len(values), "versions can be told apart"
 
 
@@ -246,6 +255,73 @@ def test_health_tells_early_rows_from_fresh_ones():
     assert early_figures(0.5, [Health(neutral={})]) == {"stale_share": 0.5}
     assert early_figures(0.0, [health]) == {}
     assert MOST_OUTSIDE < 0.75
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", [{"std": "batch"}, {"std": "ema"}, {"name": "grpo-guard"}], ids=str)
+def test_early_groups_train_with_every_std_and_with_grpo_guard(tmp_path, change):
+    config = EARLY.model_copy(update={"algorithm": ALGORITHM.model_copy(update=change), "iterations": 2})
+    finish(config, tmp_path)
+    assert stale_shares(tmp_path) == [0.0, 0.5]
+    last = progress(tmp_path, "iteration_done")[-1].health
+    assert last["gradient_norm"] > 0
+    assert last["skipped_groups"] == 0
+
+
+# --- a group whole, or anew
+
+
+class Found:
+    """A coordinator that has these early results. `alone_since`: as of `CoordinatorClient`."""
+
+    def __init__(self, results=(), *, blobs=None, poisoned=0, alone_since=None):
+        self.found = Collected(results=list(results), blobs=blobs or {}, to_come=False, poisoned=poisoned)
+        self.alone_since = alone_since
+
+    def collect(self, kind, batch, have, *, wait):
+        assert (kind, batch) == (Kind.EARLY, 3)
+        return self.found
+
+
+def early_result(prompt, seed, degrees):
+    trajectory = replace(Trajectory.begin(torch.zeros(1, 1)), degrees=torch.tensor(degrees, dtype=torch.uint8))
+    request = RequestId(run="r", lineage=1, batch=3, prompt=prompt, seed=seed, kind=Kind.EARLY)
+    finished = Finished(request=request, score=Score(reward=1.0, metrics={}), trajectory=f"{prompt}{seed}")
+    return finished, trajectory.to_bytes()
+
+
+def taken(coordinator):
+    """Return the groups that a manifest with the early groups 0 and 1 takes, and those made anew."""
+    anew = []
+    rollouts = EarlyRollouts(with_draft(MANIFEST, DRAFT), coordinator, anew.extend, patience_seconds=0.01)
+    found = rollouts.take(wait=False)
+    assert rollouts.open == {0, 1} - found.keys() - set(anew)
+    return sorted(found), anew
+
+
+def results_of(degrees):
+    made = [early_result(prompt, seed, found) for (prompt, seed), found in degrees.items()]
+    return [one for one, _ in made], {one.trajectory: data for one, data in made}
+
+
+WHOLE = {("a", 8): (1,), ("a", 9): (1,)}
+
+
+def test_a_group_is_taken_when_it_is_whole():
+    results, blobs = results_of({**WHOLE, ("b", 6): (1,)})
+    assert taken(Found(results, blobs=blobs)) == ([0], [])
+
+
+def test_an_image_finished_with_another_number_of_gpus_makes_its_group_anew():
+    results, blobs = results_of({**WHOLE, ("a", 9): (1, 2)})
+    assert taken(Found(results, blobs=blobs)) == ([], [0])
+
+
+def test_groups_that_cannot_be_completed_are_made_anew_and_whole_ones_are_kept():
+    results, blobs = results_of({**WHOLE, ("b", 6): (1,)})
+    assert taken(Found(results, blobs=blobs, poisoned=1)) == ([0], [1])
+    assert taken(Found(results, blobs=blobs, alone_since=time.monotonic() - 1)) == ([0], [1])
+    assert taken(Found(results, blobs=blobs, alone_since=time.monotonic() + 1)) == ([0], [])
 
 
 # --- values

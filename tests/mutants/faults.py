@@ -21,7 +21,7 @@ import pytest
 
 from tests.mutants.planted_bug import PlantedBug
 
-AREAS = ("money", "placement", "node", "data", "scores")
+AREAS = ("money", "placement", "node", "data", "scores", "early")
 """Modules of this folder that hold a dict FAULTS."""
 
 FOUND, MISSED = "found", "MISSED"

@@ -17,7 +17,10 @@ Head = dict[str, Any]
 Body = Generator[Any, Any, Any]
 
 HEARTBEAT_MS = 300
-PRIORITY = ["train", "evaluate", "explore"]
+PRIORITY = ["train", "evaluate", "explore", "early"]
+TRAINED = ("train", "early")
+EARLY_PATIENCE = 40
+"""Looks for early groups, 60 ms apart, after which the trainer makes the missing groups anew."""
 
 
 class Worker:
@@ -155,7 +158,7 @@ class Worker:
     def _hand_back(self, work: Head, trails: list[Trail]) -> Body:
         while self.commit_lane is not None:
             yield 20
-        if work["attempts"][0][0][5] == "train":
+        if work["attempts"][0][0][5] in TRAINED:
             yield from self._call(*self._state(work, trails))
         yield from self._call({"call": "give_back", "lease": work["lease"]})
 
@@ -188,7 +191,7 @@ class Worker:
             results, blobs = [], {}
             for attempt, trail in zip(work["attempts"], trails, strict=True):
                 raw = attempt[0]
-                name = blob_name(raw, len(trail)) if raw[5] == "train" else None
+                name = blob_name(raw, len(trail)) if raw[5] in TRAINED else None
                 if name is not None:
                     blobs[name] = trail
                 made = trail[-1] // STEPS_MAX
@@ -256,20 +259,59 @@ class Trainer:
             yield 20
 
     def _withdraw_trained(self, iteration: int) -> Body:
-        yield from self._call({"call": "withdraw", "batches": [["train", iteration - 1], ["explore", iteration]]})
+        batches = [["train", iteration - 1], ["early", iteration - 1], ["explore", iteration]]
+        yield from self._call({"call": "withdraw", "batches": batches})
 
     def _iterate(self, batch: int) -> Body:
         version = batch
         wanted = self._requests(batch, "train", 4 + batch % 3)
         self.worker.kinds = ["train"]
         yield from self._submit(wanted, version, "train")
+        early = self.world.drafts.get((self.lineage, batch), [])
+        yield from self._submit(early, version - 1, "early")
         explored = self._requests(batch + 1, "explore", 3) if batch % 2 == 0 else []
         if explored:
             yield from self._submit(explored, version, "explore")
+        yield from self._draft(batch + 1, version)
         yield from self._collect(wanted, batch, "train", version)
+        yield int(100 * self.world.random())  # the first optimiser step, while early groups are under way
+        yield from self._train_early(wanted, early, batch)
         if explored:
             call = {"call": "collect", "kind": "explore", "batch": batch + 1, "have": 0, "poisoned": 0}
             yield from self._call(call)
+
+    def _draft(self, batch: int, version: int) -> Body:
+        """Freeze some groups of the next batch, two images each, and submit them. An earlier draft stays."""
+        if (self.lineage, batch) not in self.world.drafts:
+            if self.world.random() < 0.4:
+                return
+            self.world.drafts[self.lineage, batch] = self._requests(batch, "early", 2 * (1 + batch % 2))
+        yield from self._submit(self.world.drafts[self.lineage, batch], version, "early")
+
+    def _train_early(self, wanted: list[Any], early: list[Any], batch: int) -> Body:
+        """Take the early groups that are whole, and make the others anew, whole, with the weights at hand."""
+        got: set[Key] = set()
+        keys = {key_of(raw) for raw in early}
+        patience = EARLY_PATIENCE
+        while len(got) < len(keys) and patience:
+            self.worker.paused = False
+            call = {"call": "collect", "kind": "early", "batch": batch, "have": len(got), "poisoned": 0}
+            answer, blobs = yield from self._call(call)
+            for result in answer["results"]:
+                key = key_of(result["request"])
+                if key not in keys or key in got:
+                    raise Broken(f"the trainer got {key} early, which it has or never asked for")
+                got.add(key)
+                self._judge(key, result, blobs, batch)
+            patience = 0 if answer["poisoned"] else patience - 1
+            yield 60
+        lost = [one for one in zip(early[::2], early[1::2], strict=True) if not {key_of(raw) for raw in one} <= got]
+        if lost:
+            anew = self._requests(batch, "train", 2 * len(lost), first=50)
+            assert self.worker.holds is not None
+            version = self.worker.holds[0]  # the newest: the batch may have been asked for at the next version
+            yield from self._submit(anew, version, "train")
+            yield from self._collect([*wanted, *anew], batch, "train", version)
 
     def _evaluate(self, batch: int) -> Body:
         wanted = self._requests(batch, "evaluate", 2)
@@ -316,12 +358,17 @@ class Trainer:
         weights = self.world.oracle.finished.get(key)
         if weights is None or result["reward"] != reward_of(key, weights):
             raise Broken(f"the trainer got {result} for {key}, which was made with {weights}")
+        kind = result["request"][5]
+        if kind == "early" and weights != made_with(self.lineage, batch - 1, False):
+            raise Broken(f"{key} of batch {batch} is early, and was made with {weights}")
+        if kind == "train" and weights < made_with(self.lineage, batch, False):
+            raise Broken(f"{key} of batch {batch} is fresh, and was made with {weights}")
         name = result["trajectory"]
         if name is not None and blobs[name] != whole(weights, self.world.oracle.steps):
             raise Broken(f"the trainer got {blobs[name]} for {key}, which was made with {weights}")
 
-    def _requests(self, batch: int, kind: str, count: int) -> list[Any]:
-        first = batch * 1000 + 100 * PRIORITY.index(kind)
+    def _requests(self, batch: int, kind: str, count: int, first: int = 0) -> list[Any]:
+        first += batch * 1000 + 100 * PRIORITY.index(kind)
         wanted = [["run", self.lineage, batch, "1234", first + number, kind] for number in range(count)]
         for raw in wanted:
             if kind != "evaluate":
@@ -329,6 +376,8 @@ class Trainer:
         return wanted
 
     def _submit(self, requests: list[Any], version: int, kind: str, *, average: bool = False) -> Body:
+        if not requests:
+            return
         task = {
             "requests": requests,
             "weights": [version, average],

@@ -61,6 +61,7 @@ def test_the_schedules_contain_every_fault():
         " fault ",
         "'poisoned': ('",
         " commit ",
+        "'kind': 'early'",
     ):
         assert sign in text, sign
 

@@ -108,6 +108,8 @@ class World:
         self.disk = Disk(self.oracle.wrote, self.oracle.wrote_anew)
         self.stored = {"iteration": 0, "lineage": 0, "claimed": 0}
         """The checkpoint store, which survives the loss of every node."""
+        self.drafts: dict[tuple[int, int], list[Any]] = {}
+        """Early requests of a lineage's batch, in the checkpoint store."""
         self.poison: dict[Key, tuple[int, bool]] = {}
         """Request -> (step at which it crashes its worker, by a fault or by death)."""
         self.deaths_of_poison: dict[Key, int] = {}

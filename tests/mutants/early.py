@@ -1,0 +1,90 @@
+"""Planted bugs of early groups: a wrong version, a forgotten draft, a step that does not wait."""
+
+from engine.algorithm.transaction import Transaction
+from engine.exploration.explorer import Explorer
+from engine.trainer.checkpoints import Checkpoints
+from engine.trainer.early_groups import EarlyGroups
+from engine.trainer.evaluator import Evaluator
+from engine.trainer.rollouts import Rollouts
+from engine.trainer.updates import BatchUpdates
+from tests.mutants.faults import Fault
+from tests.mutants.planted_bug import changed
+
+EARLY = "tests/engine/test_early_groups.py"
+
+FAULTS: dict[str, Fault] = {
+    fault.name: fault
+    for fault in (
+        Fault(
+            name="an-early-group-counts-as-fresh",
+            forgets="which groups are early, when it reports health",
+            patches=((Rollouts, "group", changed(Rollouts.group, "number in self.early", "False")),),
+            found_by=f"{EARLY}::test_half_of_the_groups_of_every_batch_but_the_first_are_early",
+        ),
+        Fault(
+            name="early-rewards-judge-the-ranking",
+            forgets="that early and stale rewards come from the same weights",
+            patches=((Explorer, "judge", changed(Explorer.judge, "if number not in manifest.early", "")),),
+            found_by=f"{EARLY}::test_half_of_the_groups_of_every_batch_but_the_first_are_early",
+        ),
+        Fault(
+            name="a-draft-is-forgotten-at-restart",
+            forgets="to read the draft of an earlier process",
+            patches=((Checkpoints, "draft", lambda self, batch: None),),
+            found_by=f"{EARLY}::test_a_restarted_trainer_keeps_its_draft_and_chooses_no_other",
+        ),
+        Fault(
+            name="a-version-before-the-last-is-served",
+            forgets="that staleness is never 2",
+            patches=(
+                (
+                    EarlyGroups,
+                    "_order_rollouts",
+                    changed(EarlyGroups._order_rollouts, "version=version", "version=max(0, version - 1)"),
+                ),
+            ),
+            found_by=f"{EARLY}::test_old_log_probs_are_those_of_the_version_that_sampled_the_group",
+        ),
+        Fault(
+            name="the-old-policy-is-of-the-wrong-version",
+            forgets="which version sampled an early group, when it needs log-probs",
+            patches=(
+                (
+                    Rollouts,
+                    "_take_early",
+                    changed(
+                        Rollouts._take_early,
+                        "(result.score, trajectory)",
+                        "(result.score, self._own_log_probs(result.request.prompt, trajectory))",
+                    ),
+                ),
+            ),
+            found_by=f"{EARLY}::test_old_log_probs_are_those_of_the_version_that_sampled_the_group",
+        ),
+        Fault(
+            name="an-evaluation-is-charged-to-the-wrong-version",
+            forgets="which version was evaluated beside a batch with early groups",
+            patches=(
+                (
+                    Evaluator,
+                    "_record",
+                    changed(
+                        Evaluator._record,
+                        "self._state, evaluation.iteration,",
+                        "self._state, evaluation.iteration + bool(self._state.next_batch.early),",
+                    ),
+                ),
+            ),
+            found_by=f"{EARLY}::test_an_evaluation_beside_early_groups_has_the_figures_of_its_own_version",
+        ),
+        Fault(
+            name="a-step-does-not-wait-for-its-mini-batch",
+            forgets="that the last group of a mini-batch is missing",
+            patches=(
+                (BatchUpdates, "train", changed(BatchUpdates.train, "while step.missing:", "while step.missing[1:]:")),
+                (Transaction, "commit", changed(Transaction.commit, "if self.missing:", "if False:")),
+            ),
+            found_by=f"{EARLY}::test_every_step_trains_exactly_its_mini_batch",
+        ),
+    )
+}
