@@ -14,7 +14,9 @@ from sqlalchemy.orm import Session
 
 from engine.events import Market
 from launcher.ledger.models import Node, NodeEvent, Preemption, ProgressRow, Run
-from launcher.market.hazard import Life, Pool, PoolHistory, bursts
+from launcher.market.evidence import Life
+from launcher.market.hazard import PoolHistory, bursts
+from launcher.market.pools import Pool
 
 LOCAL = "local"
 
@@ -71,7 +73,7 @@ def _history(
             continue
         ends = [events[kind] for kind in ENDED if kind in events]
         end_ms = reclaimed.get(node.id, min(ends, default=watched_to_ms.get(node.run_id, up_ms)))
-        lives.append(Life(ms=max(0, end_ms - up_ms), reclaimed=node.id in reclaimed))
+        lives.append(Life(ms=max(0, end_ms - up_ms), reclaimed=node.id in reclaimed, ended_ms=max(up_ms, end_ms)))
     return PoolHistory(
         pool=pool,
         lives=tuple(lives),

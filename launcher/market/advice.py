@@ -13,11 +13,11 @@ from launcher.market.hazard import (
     POOLED,
     HazardPrior,
     LaunchOdds,
-    Pool,
     odds_of_obtainability,
     prior_of_preemption_rate,
     prior_of_uptime,
 )
+from launcher.market.pools import Pool
 from launcher.market.prices import AdviceKind, CapacityAdvice
 from launcher.money import HOUR_MS
 

@@ -3,32 +3,54 @@
 observations (lives, launches) + prior (with its weight) -> estimate, interval, evidence
 
 Young nodes die most: the hazard falls from 1.3 an hour to .06 after 16 h (research notes cost 3). The model therefore
-has one hazard per age bucket and never a mean time between failures. Each hazard is Gamma-Poisson: the prior counts as
-`PRIOR_RECLAIMS` preemptions, and the preemptions and node-hours seen at the same age are added. Ages and lives are in
-hours inside this module.
+has one hazard per age bucket and never a mean time between failures.
+
+    hazard of a pool at an age = factor of the pool x the prior's hazard at that age
+
+The factor is learnt first, because pools differ in level more than in the shape over age. It is Gamma-Poisson: the
+pools of the same region and instance type say where it may lie, and the pool's own evidence says the rest. Then each
+age bucket learns, with `BUCKET_PREEMPTIONS` as the weight of the factor. Ages and lives are in hours in this module.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import pairwise
 from math import exp, expm1, inf, log, sqrt
-from typing import Self
 
 from launcher.market.estimate import Basis, Estimate
+from launcher.market.evidence import BUCKET_HOURS, BUCKET_STARTS_MS, Evidence, Exposure, Life, weighed
+from launcher.market.pools import NOTES, Pool
 from launcher.money import HOUR_MS
-
-BUCKET_STARTS_MS = tuple(minutes * 60_000 for minutes in (0, 15, 30, 60, 120, 240, 480, 960))
-"""Start of each age bucket in milliseconds. The last bucket has no end; the research notes watched nodes up to 48 h."""
-
-BUCKET_HOURS = (*((end - start) / HOUR_MS for start, end in pairwise(BUCKET_STARTS_MS)), inf)
 
 POOLED_HAZARDS = (1.27, 1.09, 0.76, 0.42, 0.21, 0.15, 0.11, 0.06)
 """Preemptions per node-hour by age, pooled over nine AWS V100 zones, 2022-23 (research notes cost 3)."""
 
-PRIOR_PREEMPTIONS = 1.0
-"""Weight of the prior of a bucket, in preemptions. Nodes of the nine zones lived .7 to 10.5 h on average. The spread
-is about as wide as the spread of an exponential distribution, which is a Gamma of shape 1."""
+H100_HAZARDS = (1.73, 1.20, 1.22, 0.60, 0.20, 0.13, 0.10, 0.11)
+"""Preemptions per node-hour by age of one-GPU H100 nodes: 12 Google Cloud zones, 5 days of October 2025. The recording
+is of probes: how many of 16 nodes could be created every ten minutes. A life is read from it as a run that holds six
+nodes would see it: node k lives while k nodes could be created. Fitted: tests/benchmarks/calibration.py."""
+
+EIGHT_GPU_FACTOR = 1.65
+"""Hazard of a node with eight GPUs over that of a node with one. The whole host must be free. Two AWS zones of V100 x8
+had .8 to 1.2 node-hours per loss (research notes cost 3), and `POOLED_HAZARDS` times this factor has a mean life of
+1 h. Assumed for other GPUs."""
+
+PRIOR_PREEMPTIONS = 2.0
+"""Weight of a prior's factor, in preemptions. Nine in ten pools are then within .18 and 2.4 times the prior. Zones of
+V100 ranged from .33 to 2.5 times (survival of an hour: .73 to .09), those of H100 from .5 to 1.8."""
+
+SAME_REGION_PREEMPTIONS = 3.0
+"""Weight of the factor that the other pools of a region and instance type suggest, however much they have seen. Zones
+of one region differ about as much as regions: .5 and 1.0 times the prior in us-east4, .65 and 1.2 in
+asia-southeast1."""
+
+MOST_LEARNT = 2.0
+"""Preemptions by which evidence can narrow an interval, however much there is. A pool of next week is not the pool of
+last week. With 1, 2 and 4 intervals hold equally well on the first part of the H100 recording; with 2 they also hold on
+the second (tests/benchmarks/calibration.py)."""
+
+BUCKET_PREEMPTIONS = 8.0
+"""Weight of a pool's factor in each age bucket, in preemptions (research notes market_replay 3)."""
 
 TRACE_UPTIME = 0.64
 """Mean share of time with spot capacity in the nine zones; the prior odds of a successful launch."""
@@ -63,54 +85,6 @@ BURST_MS = 60_000
 
 Z90 = 1.6449
 """Standard normal quantile at 95 %."""
-
-NOTES = "research notes cost 3: nine AWS V100 zones, 2022-23"
-
-
-@dataclass(frozen=True, order=True, kw_only=True, slots=True)
-class Pool:
-    """Nodes with a shared fate: one instance type in one zone. `zone` is empty for on-demand nodes."""
-
-    cloud: str
-    region: str
-    zone: str
-    instance_type: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Life:
-    """Watched time of a node, from `up` on.
-
-    `reclaimed` is False if the node still runs or the launcher ended the node.
-    """
-
-    ms: int
-    reclaimed: bool
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Exposure:
-    """Node-milliseconds watched and preemptions seen, by age bucket."""
-
-    ms: tuple[int, ...] = (0,) * len(BUCKET_STARTS_MS)
-    reclaims: tuple[int, ...] = (0,) * len(BUCKET_STARTS_MS)
-
-    @classmethod
-    def of(cls, lives: Iterable[Life]) -> Self:
-        watched, reclaims = [0] * len(BUCKET_STARTS_MS), [0] * len(BUCKET_STARTS_MS)
-        for life in lives:
-            ends = (*BUCKET_STARTS_MS[1:], max(life.ms, BUCKET_STARTS_MS[-1]))
-            for bucket, (start, end) in enumerate(zip(BUCKET_STARTS_MS, ends, strict=True)):
-                watched[bucket] += max(0, min(life.ms, end) - start)
-            if life.reclaimed:
-                reclaims[max(bucket for bucket, start in enumerate(BUCKET_STARTS_MS) if start <= life.ms)] += 1
-        return cls(ms=tuple(watched), reclaims=tuple(reclaims))
-
-    def __add__(self, other: "Exposure") -> "Exposure":
-        return Exposure(
-            ms=tuple(map(sum, zip(self.ms, other.ms, strict=True))),
-            reclaims=tuple(map(sum, zip(self.reclaims, other.reclaims, strict=True))),
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,7 +148,7 @@ STEADY = HazardCurve(per_hour=(0.0,) * len(BUCKET_STARTS_MS))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HazardPrior:
-    """A prior hazard for each age bucket. The weight of every bucket is `reclaims` preemptions."""
+    """A prior hazard for each age bucket. The factor of a pool has the weight of `reclaims` preemptions."""
 
     curve: HazardCurve
     reclaims: float
@@ -185,6 +159,24 @@ class HazardPrior:
 POOLED = HazardPrior(
     curve=HazardCurve(per_hour=POOLED_HAZARDS), reclaims=PRIOR_PREEMPTIONS, basis=Basis.PRIOR, source=NOTES
 )
+
+H100 = HazardPrior(
+    curve=HazardCurve(per_hour=H100_HAZARDS),
+    reclaims=PRIOR_PREEMPTIONS,
+    basis=Basis.PRIOR,
+    source="probes of one-GPU H100 nodes in 12 Google Cloud zones, October 2025",
+)
+
+
+def prior_of(accelerator: str, gpus: int) -> HazardPrior:
+    """Return the prior of a kind of node. A kind without a recording of its own gets that of the nearest kind."""
+    prior = H100 if accelerator.upper().startswith(("H100", "H200", "B200", "B300")) else POOLED
+    if gpus < 8:
+        return prior
+    source = f"{prior.source}; eight GPUs: times {EIGHT_GPU_FACTOR:g}, from two AWS zones of eight V100, 2022"
+    return HazardPrior(
+        curve=prior.curve.scaled(EIGHT_GPU_FACTOR), reclaims=prior.reclaims, basis=Basis.PRIOR, source=source
+    )
 
 
 def prior_after(prior: HazardPrior, replayed: Exposure, source: str) -> HazardPrior:
@@ -210,20 +202,22 @@ def prior_of_preemption_rate(prior: HazardPrior, rate: float, mean_run_hours: fl
     """Return `prior` scaled to GCP's preemption rate: the preempted share of the spot VMs that stopped.
 
     A share is no hazard; the conversion needs the mean run time r of the VMs. The factor m with P(L < r) = rate is m =
-    -ln(1 - rate) / (integral of h to r). Example: rate = 1/2 and r = 1 h give m = .71, as above. A rate of 0 counts as
-    .001.
+    -ln(1 - rate) / (integral of h to r). Example: rate = 1/2 and r = 1 h give m = .71, as above.
     """
-    taken = min(0.999, max(0.001, rate))
+    taken = min(0.999, rate)
     return _scaled(prior, -log(1 - taken) / prior.curve.expected_preemptions(mean_run_hours), source)
 
 
 def _scaled(prior: HazardPrior, factor: float, source: str) -> HazardPrior:
-    """Return `prior` scaled by `factor`, with no more node-hours of weight than `prior` has.
+    """Return `prior` scaled by a factor that a cloud's figure suggests, within the prior's own 90 % interval.
 
-    Observed preemptions then correct a rate near 0 as quickly as the prior itself.
+    A cloud's figure is weak evidence and never certainty. The scaled prior has no more node-hours of weight than
+    `prior` has, so that preemptions correct a low figure as quickly as the prior itself.
     """
-    reclaims = prior.reclaims * min(1.0, factor)
-    return HazardPrior(curve=prior.curve.scaled(factor), reclaims=reclaims, basis=Basis.REPORTED, source=source)
+    least, most = (gamma_quantile(prior.reclaims, z) / prior.reclaims for z in (-Z90, Z90))
+    within = min(most, max(least, factor))
+    reclaims = prior.reclaims * min(1.0, within)
+    return HazardPrior(curve=prior.curve.scaled(within), reclaims=reclaims, basis=Basis.REPORTED, source=source)
 
 
 # --- estimates -----------------------------------------------------------------------------------------
@@ -231,56 +225,38 @@ def _scaled(prior: HazardPrior, factor: float, source: str) -> HazardPrior:
 
 @dataclass(frozen=True, kw_only=True)
 class Survival:
-    """The hazard of each age bucket as a Gamma distribution, with its evidence."""
+    """The hazards of a pool, with the uncertainty of the pool's factor, and the evidence behind both."""
 
-    shapes: tuple[float, ...]
-    """Preemptions, including the weight of the prior."""
-    hours: tuple[float, ...]
-    """Node-hours, including the weight of the prior."""
+    mean: HazardCurve
+    shape: float
+    """Shape of the Gamma distribution of the pool's factor in time to come."""
     evidence: Exposure
+    """What was seen, every life counted fully."""
     basis: Basis
     source: str
 
     @cached_property
-    def mean(self) -> HazardCurve:
-        return self._curve(lambda shape: shape)
-
-    @cached_property
     def low(self) -> HazardCurve:
-        """Return the curve with every hazard at its 5 % end."""
-        return self._curve(lambda shape: gamma_quantile(shape, -Z90))
+        """Return the curve with the factor at its 5 % end."""
+        return self.mean.scaled(gamma_quantile(self.shape, -Z90) / self.shape)
 
     @cached_property
     def high(self) -> HazardCurve:
-        """Return the curve with every hazard at its 95 % end."""
-        return self._curve(_high_end)
-
-    def _curve(self, quantile: Callable[[float], float]) -> HazardCurve:
-        rates = (quantile(shape) / hours for shape, hours in zip(self.shapes, self.hours, strict=True))
-        return HazardCurve(per_hour=tuple(rates))
+        """Return the curve with the factor at its 95 % end."""
+        return self.mean.scaled(_high_end(self.shape) / self.shape)
 
     def taken_within(self, hours: float) -> Estimate:
-        """Return P(L < hours), the probability that a node is preempted before this age. `hours` is above 0.
-
-        The expected number of preemptions is a sum of Gammas. The interval comes from a single Gamma of the same mean
-        and variance.
-        """
-        mean = self.mean.expected_preemptions(hours)
-        parts = zip(self.shapes, self.hours, _parts(hours), strict=True)
-        variance = sum(shape * (part / watched) ** 2 for shape, watched, part in parts)
-        shape = mean**2 / variance
-        low, high = (end * mean / shape for end in (gamma_quantile(shape, -Z90), _high_end(shape)))
-        ends = (1 - exp(-mean), 1 - exp(-low), 1 - exp(-high))
-        return self._estimate(ends, sum(self.evidence.reclaims), sum(self.evidence.ms))
+        """Return P(L < hours), the probability that a node is preempted before this age. `hours` is above 0."""
+        ends = (curve.taken_within(hours) for curve in (self.mean, self.low, self.high))
+        return self._estimate(*ends, events=sum(self.evidence.reclaims), exposure_ms=sum(self.evidence.ms))
 
     def hazard(self, age_hours: float) -> Estimate:
         """Return the preemptions per node-hour at an age."""
         bucket = max(index for index, start in enumerate(BUCKET_STARTS_MS) if start <= age_hours * HOUR_MS)
-        ends = (self.mean.per_hour[bucket], self.low.per_hour[bucket], self.high.per_hour[bucket])
-        return self._estimate(ends, self.evidence.reclaims[bucket], self.evidence.ms[bucket])
+        ends = (curve.per_hour[bucket] for curve in (self.mean, self.low, self.high))
+        return self._estimate(*ends, events=self.evidence.reclaims[bucket], exposure_ms=self.evidence.ms[bucket])
 
-    def _estimate(self, ends: tuple[float, float, float], events: int, exposure_ms: int) -> Estimate:
-        mean, low, high = ends
+    def _estimate(self, mean: float, low: float, high: float, *, events: int, exposure_ms: int) -> Estimate:
         return Estimate(
             mean=mean,
             low=low,
@@ -292,23 +268,81 @@ class Survival:
         )
 
 
-def learn(
-    prior: HazardPrior, seen: Exposure, basis: Basis = Basis.MEASURED, source: str = "our own ledger"
-) -> Survival:
-    """Update a prior by Gamma-Poisson, bucket by bucket: (k0 + k) preemptions in (k0 / h0 + t) node-hours.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Factor:
+    """The level of a pool's hazards over a prior's: a Gamma distribution of this shape and mean."""
 
-    With one prior preemption at 1.27/h and five seen in one hour: 6 / (1 / 1.27 + 1) = 3.36/h.
+    shape: float
+    mean: float = 1.0
+
+    def after(self, preemptions: float, expected: float) -> "Factor":
+        """Return the factor after so many preemptions, where the prior expects `expected`."""
+        shape = self.shape + preemptions
+        return Factor(shape=shape, mean=shape / (self.shape / self.mean + expected))
+
+
+def learn(
+    prior: HazardPrior,
+    seen: Exposure,
+    own: Evidence | None = None,
+    around: Iterable[Evidence] = (),
+    basis: Basis = Basis.MEASURED,
+    source: str = "our own ledger",
+) -> Survival:
+    """Update a prior by a pool's evidence.
+
+    `own`: the evidence in `seen`, weighed (evidence.py); None: every life counts fully. `around`: weighed evidence of
+    the other pools of the region and instance type. With the prior 1.27/h of weight 2, and five preemptions in one
+    hour at that age: the factor is (2 + 5) / (2 + 1.27) = 2.14, and the hazard (8 + 5) / (8 / (2.14 x 1.27) + 1) =
+    3.30/h.
     """
+    own = Evidence.of(seen) if own is None else own
+    factor = _before(prior, around).after(sum(own.preemptions), _expected(prior, own))
+    hazards = (
+        (BUCKET_PREEMPTIONS + count) / (BUCKET_PREEMPTIONS / (factor.mean * hazard) + hours)
+        for hazard, count, hours in zip(prior.curve.per_hour, own.preemptions, own.hours, strict=True)
+    )
     is_observed = any(seen.ms) or any(seen.reclaims)
     return Survival(
-        shapes=tuple(prior.reclaims + count for count in seen.reclaims),
-        hours=tuple(
-            prior.reclaims / hazard + ms / HOUR_MS for hazard, ms in zip(prior.curve.per_hour, seen.ms, strict=True)
-        ),
+        mean=HazardCurve(per_hour=tuple(hazards)),
+        shape=_shape_to_come(prior, factor),
         evidence=seen,
         basis=basis if is_observed else prior.basis,
         source=f"{source}; before that {prior.source}" if is_observed else prior.source,
     )
+
+
+def _shape_to_come(prior: HazardPrior, factor: Factor) -> float:
+    """Return the shape of a pool's factor in time to come: a + e m / (e + m), with m = `MOST_LEARNT`.
+
+    a: the prior's weight. e: what was learnt beside it. The more was learnt, the less another preemption adds.
+    """
+    learnt = max(0.0, factor.shape - prior.reclaims)
+    return prior.reclaims + learnt * MOST_LEARNT / (learnt + MOST_LEARNT)
+
+
+def _before(prior: HazardPrior, around: Iterable[Evidence]) -> Factor:
+    """Return the factor of a pool before its own evidence, from the prior and the pools around it.
+
+    The factor of the region has the shape r, and a pool's factor over its region's the shape z =
+    `SAME_REGION_PREEMPTIONS`. Without evidence both make the prior's weight a: 1 / a = 1 / r + 1 / z + 1 / (r z). Where
+    the prior expects e preemptions of a pool, the pool says as much of its region as z / (z + e) of them.
+    """
+    known = [each for each in around if any(each.hours)]
+    z = SAME_REGION_PREEMPTIONS
+    if not known or prior.reclaims >= z:
+        return Factor(shape=prior.reclaims)
+    region = Factor(shape=prior.reclaims * (1 + z) / (z - prior.reclaims))
+    for each in known:
+        expected = _expected(prior, each)
+        part = z / (z + expected)
+        region = region.after(part * sum(each.preemptions), part * expected)
+    return Factor(shape=1 / (1 / region.shape + 1 / z + 1 / (region.shape * z)), mean=region.mean)
+
+
+def _expected(prior: HazardPrior, seen: Evidence) -> float:
+    """Return the preemptions that the prior expects in the hours of the evidence."""
+    return sum(hazard * hours for hazard, hours in zip(prior.curve.per_hour, seen.hours, strict=True))
 
 
 def gamma_quantile(shape: float, z: float) -> float:
@@ -393,38 +427,6 @@ def cold_start(seen_ms: Iterable[int] = ()) -> Estimate:
     )
 
 
-# --- correlation ---------------------------------------------------------------------------------------
-
-SAME_ZONE = Estimate(
-    mean=0.59,
-    low=0.42,
-    high=1.0,
-    basis=Basis.ASSUMED,
-    source="no lower than the most alike zones of one region (research notes cost 3); the ends are assumed",
-)
-SAME_REGION = Estimate(
-    mean=0.42,
-    low=0.25,
-    high=0.59,
-    basis=Basis.PRIOR,
-    source=f"{NOTES}: range over pairs of zones, and its middle",
-)
-OTHER_REGION = Estimate(
-    mean=0.14,
-    low=0.0,
-    high=0.25,
-    basis=Basis.PRIOR,
-    source=f"{NOTES}: mean; the ends are no correlation, and the least inside one region",
-)
-
-
-def correlation(one: Pool, other: Pool) -> Estimate:
-    """Return the correlation between two nodes being available, by zone and region."""
-    if (one.cloud, one.region) != (other.cloud, other.region):
-        return OTHER_REGION
-    return SAME_ZONE if one.zone == other.zone else SAME_REGION
-
-
 # --- observations --------------------------------------------------------------------------------------
 
 
@@ -441,8 +443,10 @@ class PoolHistory:
     """Times at which the cloud had no capacity, oldest first."""
     cold_starts_ms: tuple[int, ...] = ()
 
-    def survival(self, prior: HazardPrior = POOLED) -> Survival:
-        return learn(prior, Exposure.of(self.lives))
+    def survival(self, prior: HazardPrior, now_ms: int, around: Iterable["PoolHistory"] = ()) -> Survival:
+        """Return the pool's hazards at `now_ms`. `around`: the histories of its region and instance type."""
+        others = [weighed(each.lives, now_ms) for each in around if each.pool != self.pool]
+        return learn(prior, Exposure.of(self.lives), weighed(self.lives, now_ms), others)
 
     def odds(self, believed: LaunchOdds | None = None) -> LaunchOdds:
         """Return the launch odds.
@@ -463,20 +467,3 @@ class PoolHistory:
 def odds_of_obtainability(obtainability: float, source: str) -> LaunchOdds:
     """Return GCP's obtainability, 0 to 1 (AdviceClient.capacity), as the prior before the first launch."""
     return LaunchOdds(prior=min(0.99, max(0.01, obtainability)), prior_basis=Basis.REPORTED, prior_source=source)
-
-
-def lives_of_trace(lines: Iterable[str]) -> tuple[Life, ...]:
-    """Return the lives in a recorded trace of `milliseconds,add|remove,node`.
-
-    Nodes alive at the end of the trace were not preempted.
-    """
-    added: dict[str, int] = {}
-    lives, last = [], 0
-    for line in filter(None, map(str.strip, lines)):
-        at, what, node = line.split(",")
-        last = max(last, int(at))
-        if what == "add":
-            added[node] = int(at)
-        elif node in added:
-            lives.append(Life(ms=int(at) - added.pop(node), reclaimed=True))
-    return (*lives, *(Life(ms=last - since, reclaimed=False) for since in added.values()))

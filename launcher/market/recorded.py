@@ -6,7 +6,8 @@ The only reader of `catalogs/traces` in this folder.
 from functools import cache
 from importlib.resources import files
 
-from launcher.market.hazard import POOLED, Exposure, HazardPrior, Life, lives_of_trace, prior_after
+from launcher.market.evidence import Exposure, Life, lives_of_trace
+from launcher.market.hazard import POOLED, HazardPrior, prior_after
 
 BAMBOO = "p3-trace.csv"
 

@@ -193,7 +193,7 @@ def _moved(pool: PricedPool, end: End) -> PricedPool:
         hazards=hazards,
         launch_odds=pool.odds.high if is_good else pool.odds.low,
         cold_start_hours=(pool.cold_start.low if is_good else pool.cold_start.high) / HOUR_MS,
-        outage_hours=outage_hours(share.high if is_good else share.low) if is_spot else 0.0,
+        outage_hours=outage_hours(share.high if is_good else share.low, pool.usual) if is_spot else 0.0,
     )
     value = value_of(terms)
     return replace(pool, terms=terms, value=value, gpu_spread=pool.offer.gpus * value.spread if is_spot else 0.0)
@@ -207,7 +207,7 @@ def share_at_work(pool: PricedPool) -> Estimate:
     if pool.offer.market is not Market.SPOT:
         return replace(pool.odds, mean=pool.value.useful_share, low=pool.value.useful_share, high=1.0)
     low, high = (
-        useful_share(replace(pool.terms, outage_hours=outage_hours(share)))
+        useful_share(replace(pool.terms, outage_hours=outage_hours(share, pool.usual)))
         for share in (SHARE_AT_WORK.low, SHARE_AT_WORK.high)
     )
     return replace(SHARE_AT_WORK, mean=pool.value.useful_share, low=low, high=high)

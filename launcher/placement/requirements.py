@@ -10,21 +10,23 @@ from enum import StrEnum
 
 from engine.events import Market
 from launcher.market.estimate import Estimate
+from launcher.market.evidence import Exposure
 from launcher.market.hazard import (
     ON_DEMAND,
     POOLED,
     SHARE_AT_WORK,
     STEADY,
-    Exposure,
+    HazardCurve,
     HazardPrior,
     LaunchOdds,
-    Pool,
     PoolHistory,
     Survival,
     cold_start,
     learn,
+    prior_of,
 )
 from launcher.market.offers import Offer
+from launcher.market.pools import Pool
 from launcher.market.quality import USABLE
 from launcher.money import HOUR_MS, hourly
 from launcher.placement.iteration_time import Recipe
@@ -113,7 +115,8 @@ class MarketView:
     cold_start: Mapping[Pool, Estimate] = field(default_factory=dict)
     cooling: frozenset[Pool] = frozenset()
     """Pools in cool-down, because a recent request found no capacity."""
-    prior: HazardPrior = POOLED
+    prior: HazardPrior | None = None
+    """Prior of every spot pool. None: that of the kind of node."""
 
 
 def market_view(
@@ -121,7 +124,7 @@ def market_view(
     histories: Iterable[PoolHistory] = (),
     *,
     now_ms: int,
-    prior: HazardPrior = POOLED,
+    prior: HazardPrior | None = None,
     priors: Mapping[Pool, HazardPrior] | None = None,
     believed_odds: Mapping[Pool, LaunchOdds] | None = None,
 ) -> MarketView:
@@ -129,12 +132,17 @@ def market_view(
 
     `priors`, `believed_odds`: a cloud's own estimates for some pools.
     """
+    offers = tuple(offers)
     seen = {history.pool: history for history in histories}
+    kinds = {pool_of_offer(offer): prior_of(offer.accelerator, offer.gpus) for offer in offers}
     priors, believed_odds = priors or {}, believed_odds or {}
     return MarketView(
-        offers=tuple(offers),
+        offers=offers,
         survival={
-            pool: seen.get(pool, PoolHistory(pool=pool)).survival(priors.get(pool, prior)) for pool in {*seen, *priors}
+            pool: seen.get(pool, PoolHistory(pool=pool)).survival(
+                priors.get(pool) or prior or kinds.get(pool, POOLED), now_ms, _around(pool, seen.values())
+            )
+            for pool in {*seen, *priors, *kinds}
         },
         odds={
             pool: seen.get(pool, PoolHistory(pool=pool)).odds(believed_odds.get(pool, None if pool.zone else ON_DEMAND))
@@ -150,6 +158,12 @@ def market_view(
     )
 
 
+def _around(pool: Pool, histories: Iterable[PoolHistory]) -> list[PoolHistory]:
+    """Return the histories of a pool's region and instance type."""
+    group = (pool.cloud, pool.region, pool.instance_type)
+    return [one for one in histories if (one.pool.cloud, one.pool.region, one.pool.instance_type) == group]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PricedPool:
     """A kind of rollout node, with its expected value."""
@@ -158,6 +172,8 @@ class PricedPool:
     on_demand_micro_usd_per_hour: int
     survival: Survival | None
     """None: the cloud never preempts the node."""
+    usual: HazardCurve
+    """Hazards of the kind of node, before any evidence."""
     odds: Estimate
     cold_start: Estimate
     terms: NodeTerms
@@ -237,7 +253,8 @@ def pool_of_offer(offer: Offer) -> Pool:
 def priced(needs: CloudRequirements, market: MarketView, offer: Offer, on_demand_micro_usd_per_hour: int) -> PricedPool:
     """Return an offer with the estimates for its pool."""
     pool, is_spot = pool_of_offer(offer), offer.market is Market.SPOT
-    survival = (market.survival.get(pool) or learn(market.prior, Exposure())) if is_spot else None
+    prior = market.prior or prior_of(offer.accelerator, offer.gpus)
+    survival = (market.survival.get(pool) or learn(prior, Exposure())) if is_spot else None
     odds = market.odds.get(pool, LaunchOdds() if is_spot else ON_DEMAND).estimate()
     cold = market.cold_start.get(pool) or cold_start()
     terms = NodeTerms(
@@ -248,13 +265,14 @@ def priced(needs: CloudRequirements, market: MarketView, offer: Offer, on_demand
         horizon_hours=needs.horizon_ms / HOUR_MS,
         lost_work_hours=needs.lost_work_ms / HOUR_MS,
         first_hour_free=is_first_hour_free(offer.cloud, offer.market),
-        outage_hours=outage_hours(SHARE_AT_WORK.mean) if is_spot else 0.0,
+        outage_hours=outage_hours(SHARE_AT_WORK.mean, prior.curve) if is_spot else 0.0,
     )
     value = value_of(terms)
     return PricedPool(
         offer=offer,
         on_demand_micro_usd_per_hour=on_demand_micro_usd_per_hour,
         survival=survival,
+        usual=prior.curve,
         odds=odds,
         cold_start=cold,
         terms=terms,

@@ -13,7 +13,8 @@ from functools import cache
 from math import ceil, inf, sqrt
 
 from engine.events import Market
-from launcher.market.hazard import COLD_START_MS, POOLED, SAME_REGION, SAME_ZONE, TRACE_UPTIME, HazardCurve, bursts
+from launcher.market.hazard import COLD_START_MS, TRACE_UPTIME, HazardCurve, bursts
+from launcher.market.pools import SAME_REGION, SAME_ZONE
 from launcher.money import HOUR_MS
 
 RETRY_HOURS = 12.5 / 60
@@ -116,14 +117,15 @@ def cycle_hours(terms: NodeTerms) -> float:
 
 
 @cache
-def outage_hours(share_at_work: float) -> float:
+def outage_hours(share_at_work: float, usual: HazardCurve) -> float:
     """Return the hours that a slot waits after a preemption if the slot is at work for this share of the time.
 
-    Computed for the nodes of the prior, over a day. A share of .53: 2.1 h; .91: 0.
+    Computed over a day, for nodes with the hazards `usual` of their kind (`prior_of`). V100 at a share of .53: 1.9 h;
+    at .91: 0.
     """
     terms = NodeTerms(
         micro_usd_per_hour=0,
-        hazards=POOLED.curve,
+        hazards=usual,
         launch_odds=TRACE_UPTIME,
         cold_start_hours=COLD_START_MS / HOUR_MS,
         horizon_hours=24.0,

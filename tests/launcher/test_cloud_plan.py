@@ -21,8 +21,10 @@ from launcher.exit_codes import BudgetError
 from launcher.ledger.exposure import pool_histories
 from launcher.ledger.models import NodeEvent
 from launcher.market.estimate import Basis, Estimate
-from launcher.market.hazard import POOLED, Exposure, LaunchOdds, Life, Pool, PoolHistory, learn
+from launcher.market.evidence import Exposure, Life
+from launcher.market.hazard import POOLED, LaunchOdds, PoolHistory, learn
 from launcher.market.offers import Offer
+from launcher.market.pools import Pool
 from launcher.market.quality import Quality
 from launcher.market.side_prices import side_micro_usd_per_hour
 from launcher.money import HOUR_MS
@@ -556,7 +558,7 @@ def test_five_preemptions_move_the_plan_to_another_zone():
 
     assert where(before) == {"us-east-1a": 1}
     assert where(after) == {"us-east-1b": 1}
-    quiet, learnt = before.pools[0].reclaimed_in_first_hour, history.survival().taken_within(1.0)
+    quiet, learnt = before.pools[0].reclaimed_in_first_hour, history.survival(POOLED, now_ms).taken_within(1.0)
     assert quiet is not None
     assert (quiet.events, quiet.exposure_ms) == (0, 60 * MINUTE_MS)
     assert learnt.mean > quiet.mean + 0.1
@@ -580,7 +582,8 @@ def markets(draw: st.DrawFn, regions: int = 2) -> MarketView:
             spot = replace(offer(zone, 1, region=region, cloud=cloud), micro_usd_per_hour=draw(prices))
             offers.append(spot)
             lives = [
-                Life(ms=draw(st.integers(1, 300)) * MINUTE_MS, reclaimed=True) for _ in range(draw(st.integers(0, 4)))
+                Life(ms=draw(st.integers(1, 300)) * MINUTE_MS, reclaimed=True, ended_ms=START_MS)
+                for _ in range(draw(st.integers(0, 4)))
             ]
             survival[pool_of_offer(spot)] = learn(POOLED, Exposure.of(lives))
             odds[pool_of_offer(spot)] = LaunchOdds(successes=draw(st.integers(0, 9)), failures=draw(st.integers(0, 9)))
@@ -647,7 +650,10 @@ def test_the_plan_is_the_cheapest_of_all_within_the_caps(needs, market):
 def test_the_plan_is_the_cheapest_in_four_zones_with_eight_nodes_too(seed):
     draw = random.Random(seed)
     zones = [offer(zone, round(draw.uniform(1.0, 3.0), 2)) for zone in "abcd"]
-    lived = {each: [Life(ms=draw.randint(1, 300) * MINUTE_MS, reclaimed=True) for _ in range(4)] for each in zones}
+    lived = {
+        each: [Life(ms=draw.randint(1, 300) * MINUTE_MS, reclaimed=True, ended_ms=START_MS) for _ in range(4)]
+        for each in zones
+    }
     market = view(
         TRAINER,
         ON_DEMAND,

@@ -14,8 +14,9 @@ import pytest
 from launcher.cli.main import run
 from launcher.exit_codes import ExitCode
 from launcher.market.advice import STALE_MS, cloud_priors
-from launcher.market.hazard import POOLED, Pool
+from launcher.market.hazard import POOLED
 from launcher.market.offers import read_catalog
+from launcher.market.pools import Pool
 from launcher.market.prices import AdviceKind, CapacityAdvice, iso
 from launcher.money import HOUR_MS
 from launcher.services.refresh_catalog import replace_tables

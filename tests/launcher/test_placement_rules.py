@@ -12,7 +12,8 @@ from engine.exploration import value as closed_form
 from engine.trainer_ranks import RankLimits
 from launcher.job.schema import Job
 from launcher.market.estimate import Basis, Estimate
-from launcher.market.hazard import POOLED, SHARE_AT_WORK, STEADY, Exposure, HazardCurve, Life, learn
+from launcher.market.evidence import Exposure, Life
+from launcher.market.hazard import POOLED, SHARE_AT_WORK, STEADY, HazardCurve, learn
 from launcher.money import HOUR_MS
 from launcher.placement.from_job import cloud_requirements, recipe_of
 from launcher.placement.iteration_time import (
@@ -135,7 +136,7 @@ def test_a_higher_hazard_makes_a_useful_hour_dearer(one, other):
 def test_a_useful_hour_never_gets_cheaper_with_a_higher_hazard():
     """All of 100 nodes were preempted within 15 minutes, on a cloud that does not bill them."""
     before = replace(QUIET, hazards=learn(POOLED, Exposure()).mean, launch_odds=0.64, first_hour_free=True)
-    lives = [Life(ms=899_000, reclaimed=True)] * 100
+    lives = [Life(ms=899_000, reclaimed=True, ended_ms=899_000)] * 100
     after = replace(before, hazards=learn(POOLED, Exposure.of(lives)).mean, launch_odds=0.99)
     assert micro_usd_per_useful_hour(after) > micro_usd_per_useful_hour(before)
 
@@ -145,8 +146,8 @@ def test_a_slots_working_share_matches_the_measured_one():
     terms = replace(QUIET, hazards=POOLED.curve, launch_odds=0.64, horizon_hours=24.0, cold_start_hours=8 / 60)
     assert useful_share(terms) == pytest.approx(0.91, abs=0.01)
     for share in (SHARE_AT_WORK.low, SHARE_AT_WORK.mean, SHARE_AT_WORK.high):
-        assert useful_share(replace(terms, outage_hours=outage_hours(share))) == pytest.approx(share)
-    measured = replace(terms, outage_hours=outage_hours(SHARE_AT_WORK.mean))
+        assert useful_share(replace(terms, outage_hours=outage_hours(share, POOLED.curve))) == pytest.approx(share)
+    measured = replace(terms, outage_hours=outage_hours(SHARE_AT_WORK.mean, POOLED.curve))
     assert useful_share(replace(measured, hazards=STEADY)) > 0.98  # no preemption, no outage
     assert micro_usd_per_slot_hour(measured) / useful_share(measured) == pytest.approx(
         micro_usd_per_slot_hour(terms) / useful_share(terms)
