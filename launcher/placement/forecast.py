@@ -14,7 +14,7 @@ from typing import Literal
 
 from engine.events import Market
 from launcher.market.estimate import Estimate
-from launcher.market.hazard import SHARE_AT_WORK
+from launcher.market.hazard import usual_share_at_work
 from launcher.money import HOUR_MS
 from launcher.placement.iteration_time import (
     Recipe,
@@ -186,7 +186,7 @@ def at_the_end(needs: CloudRequirements, choice: Choice, end: End) -> tuple[int,
 
 def _moved(pool: PricedPool, end: End) -> PricedPool:
     is_good, survival = end == "good", pool.survival
-    is_spot, share = pool.offer.market is Market.SPOT, SHARE_AT_WORK
+    is_spot, share = pool.offer.market is Market.SPOT, usual_share_at_work(pool.offer.gpus)
     hazards = pool.terms.hazards if survival is None else survival.low if is_good else survival.high
     terms = replace(
         pool.terms,
@@ -206,11 +206,12 @@ def share_at_work(pool: PricedPool) -> Estimate:
     """
     if pool.offer.market is not Market.SPOT:
         return replace(pool.odds, mean=pool.value.useful_share, low=pool.value.useful_share, high=1.0)
+    usual = usual_share_at_work(pool.offer.gpus)
     low, high = (
         useful_share(replace(pool.terms, outage_hours=outage_hours(share, pool.usual)))
-        for share in (SHARE_AT_WORK.low, SHARE_AT_WORK.high)
+        for share in (usual.low, usual.high)
     )
-    return replace(SHARE_AT_WORK, mean=pool.value.useful_share, low=low, high=high)
+    return replace(usual, mean=pool.value.useful_share, low=low, high=high)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,7 +14,6 @@ from launcher.market.evidence import Exposure
 from launcher.market.hazard import (
     ON_DEMAND,
     POOLED,
-    SHARE_AT_WORK,
     STEADY,
     HazardCurve,
     HazardPrior,
@@ -24,6 +23,7 @@ from launcher.market.hazard import (
     cold_start,
     learn,
     prior_of,
+    usual_share_at_work,
 )
 from launcher.market.offers import Offer
 from launcher.market.pools import Pool
@@ -265,7 +265,7 @@ def priced(needs: CloudRequirements, market: MarketView, offer: Offer, on_demand
         horizon_hours=needs.horizon_ms / HOUR_MS,
         lost_work_hours=needs.lost_work_ms / HOUR_MS,
         first_hour_free=is_first_hour_free(offer.cloud, offer.market),
-        outage_hours=outage_hours(SHARE_AT_WORK.mean, prior.curve) if is_spot else 0.0,
+        outage_hours=outage_hours(usual_share_at_work(offer.gpus).mean, prior.curve) if is_spot else 0.0,
     )
     value = value_of(terms)
     return PricedPool(

@@ -13,7 +13,15 @@ from engine.trainer_ranks import RankLimits
 from launcher.job.schema import Job
 from launcher.market.estimate import Basis, Estimate
 from launcher.market.evidence import Exposure, Life
-from launcher.market.hazard import POOLED, SHARE_AT_WORK, STEADY, HazardCurve, learn
+from launcher.market.hazard import (
+    POOLED,
+    SHARE_AT_WORK,
+    STEADY,
+    HazardCurve,
+    learn,
+    prior_of,
+    usual_share_at_work,
+)
 from launcher.money import HOUR_MS
 from launcher.placement.from_job import cloud_requirements, recipe_of
 from launcher.placement.iteration_time import (
@@ -139,6 +147,14 @@ def test_a_useful_hour_never_gets_cheaper_with_a_higher_hazard():
     lives = [Life(ms=899_000, reclaimed=True, ended_ms=899_000)] * 100
     after = replace(before, hazards=learn(POOLED, Exposure.of(lives)).mean, launch_odds=0.99)
     assert micro_usd_per_useful_hour(after) > micro_usd_per_useful_hour(before)
+
+
+@pytest.mark.parametrize(("accelerator", "gpus", "share"), [("V100", 1, 0.53), ("H100", 1, 0.53), ("H100", 8, 0.33)])
+def test_a_kind_of_node_has_its_usual_share_before_evidence(accelerator, gpus, share):
+    usual = prior_of(accelerator, gpus).curve
+    outage = outage_hours(usual_share_at_work(gpus).mean, usual)
+    terms = replace(QUIET, hazards=usual, launch_odds=0.64, horizon_hours=24.0, cold_start_hours=8 / 60)
+    assert useful_share(replace(terms, outage_hours=outage)) == pytest.approx(share)
 
 
 def test_a_slots_working_share_matches_the_measured_one():
