@@ -1,7 +1,9 @@
 """`spotrl ui`: show all runs in the browser, live."""
 
+import logging
 import secrets
 import socket
+from types import FrameType
 
 import click
 from sqlalchemy.orm import Session, sessionmaker
@@ -33,10 +35,12 @@ def ui(sessions: sessionmaker[Session], port: int, open_browser: bool) -> None:
     """
     import uvicorn  # of the extra `ui`
 
-    from launcher.web.server import build_app
+    from launcher.web.server import build_app, warm
 
     token = secrets.token_urlsafe(24)
-    app = build_app(open_read_only(ledger_path()), lambda run: bring_down(sessions, run, STOP_SECONDS), token)
+    reading = open_read_only(ledger_path())
+    app = build_app(reading, lambda run: bring_down(sessions, run, STOP_SECONDS), token)
+    warm(reading, token)
     listening = socket.socket()
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -51,4 +55,11 @@ def ui(sessions: sessionmaker[Session], port: int, open_browser: bool) -> None:
     config = uvicorn.Config(
         app, log_level="error", access_log=False, lifespan="off", ws="none", timeout_graceful_shutdown=1
     )
-    uvicorn.Server(config).run(sockets=[listening])
+
+    class Ended(uvicorn.Server):
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            # Pages that are open are cut off, and say so themselves. The terminal shows no stack trace of each.
+            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+            super().handle_exit(sig, frame)
+
+    Ended(config).run(sockets=[listening])

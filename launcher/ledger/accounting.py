@@ -428,10 +428,10 @@ def _reported_by_engine(session: Session, run: Run) -> tuple[dict[str, int], def
     """
     seen: dict[str, int] = {}
     usages: defaultdict[str, list[Usage]] = defaultdict(list)
-    wanted = select(ProgressRow).where(
-        ProgressRow.run_id == run.id, ProgressRow.kind.in_([NodeSeen.KIND, NodeUsage.KIND])
-    )
-    for row in session.scalars(wanted):
+    # Columns, because a long run has tens of thousands of windows, and an object for each takes most of the time.
+    columns = (ProgressRow.kind, ProgressRow.lineage, ProgressRow.at_ms, ProgressRow.event)
+    wanted = select(*columns).where(ProgressRow.run_id == run.id, ProgressRow.kind.in_([NodeSeen.KIND, NodeUsage.KIND]))
+    for row in session.execute(wanted):
         node = row.event["node"]
         if row.kind == NodeSeen.KIND:
             seen[node] = min(row.at_ms, seen.get(node, row.at_ms))

@@ -47,6 +47,8 @@ BUSY_MS = 10_000
 takes longer."""
 
 
+_READ_ONCE = "progress read once"
+
 CHECKPOINT_PAGES = 1
 """Pages written by a transaction after which SQLite copies the write-ahead log into the ledger's file, as far as
 readers allow. A ledger that lost its `-wal` file, or was copied without the file, must still name every node. The
@@ -200,6 +202,31 @@ def progress_of(session: Session, run: Run, kind: str) -> list[ProgressRow]:
     from the checkpoint's iteration on, because the iterations were redone or will be. If an iteration was reported
     twice, the newest report counts. Kinds without an iteration are returned unchanged.
     """
+    kept: dict[tuple[int, str], list[ProgressRow]] | None = session.info.get(_READ_ONCE)
+    if kept is None:
+        return _progress_of(session, run, kind)
+    if (run.id, kind) not in kept:
+        kept[run.id, kind] = _progress_of(session, run, kind)
+    return list(kept[run.id, kind])
+
+
+@contextmanager
+def reading_once(session: Session) -> Iterator[None]:
+    """Within the block, `progress_of` reads the events of each kind once. The block must not add events.
+
+    A report asks for the same events many times, and a long run has thousands.
+    """
+    if _READ_ONCE in session.info:
+        yield
+        return
+    session.info[_READ_ONCE] = {}
+    try:
+        yield
+    finally:
+        del session.info[_READ_ONCE]
+
+
+def _progress_of(session: Session, run: Run, kind: str) -> list[ProgressRow]:
     rows = session.scalars(
         select(ProgressRow)
         .where(ProgressRow.run_id == run.id, ProgressRow.kind.in_([kind, EngineStarted.KIND]))

@@ -15,7 +15,7 @@ from engine.events import EngineStarted, Evaluated, IterationDone, Phase, Ranked
 from launcher.ledger.accounting import run_costs
 from launcher.ledger.billing import LOCAL
 from launcher.ledger.models import Run
-from launcher.ledger.store import current_status, nodes_of, progress_of
+from launcher.ledger.store import current_status, nodes_of, progress_of, reading_once
 from launcher.money import HOUR_MS
 from launcher.report.costs import BASIS, costs_of, extra_lines, node_line_of, price_effect_of, price_sources_of
 from launcher.report.exploration import exploration_of
@@ -52,6 +52,11 @@ def build_report(
 
     `target_reward` replaces the target of the job. `against` is another run, the baseline of a saving.
     """
+    with reading_once(session):
+        return _report(session, run, now_ms, target_reward, against)
+
+
+def _report(session: Session, run: Run, now_ms: int, target_reward: float | None, against: Run | None) -> Report:
     costs = run_costs(session, run, now_ms)
     end_ms = _ended_ms(session, run) or now_ms
     target, curve = target_of(session, run, costs, target_reward)

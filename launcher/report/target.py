@@ -8,6 +8,7 @@ the target.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from statistics import mean
 
@@ -69,11 +70,17 @@ def smoothed(curve: Sequence[Evaluation]) -> tuple[Point, ...]:
             iteration=here.iteration,
             at_ms=here.at_ms,
             score=here.score,
-            smoothed=mean(past.score for past in curve[max(0, number + 1 - WINDOW) : number + 1]),
+            smoothed=_exact_mean(tuple(past.score for past in curve[max(0, number + 1 - WINDOW) : number + 1])),
             micro_usd=here.micro_usd,
         )
         for number, here in enumerate(curve)
     )
+
+
+@lru_cache(maxsize=8192)
+def _exact_mean(scores: tuple[float, ...]) -> float:
+    """Return the mean, computed as a fraction. That is slow, and a report smooths the same curve several times."""
+    return mean(scores)
 
 
 def crossing(curve: Sequence[Evaluation], value: float, hold: int = 3) -> Crossing:

@@ -116,13 +116,13 @@ def last_moment_ms(session: Session, run: Run) -> int:
 def run_view(sessions: sessionmaker[Session], run_name: str) -> RunView:
     """Return the run's state from the ledger alone."""
     with sessions() as session:
-        return _view(session, find_run(session, run_name))
+        return view_of(session, find_run(session, run_name))
 
 
 def run_views(sessions: sessionmaker[Session]) -> list[RunView]:
     """Return every run's state, newest first."""
     with sessions() as session:
-        return [_view(session, run) for run in session.scalars(select(Run).order_by(Run.id.desc()))]
+        return [view_of(session, run) for run in session.scalars(select(Run).order_by(Run.id.desc()))]
 
 
 def short_name(run_name: str, node_name: str) -> str:
@@ -168,7 +168,8 @@ def newest_log(paths: Sequence[Path], lines: int) -> tuple[str, ...]:
     return (f"==> {log_title(path)} <==", *(harmless(line) for line in text.splitlines()[-lines:]))
 
 
-def _view(session: Session, run: Run) -> RunView:
+def view_of(session: Session, run: Run) -> RunView:
+    """Return the run's state from the ledger alone."""
     status = status_of(session, run)
     over = Stage(status.status) in OVER
     records = node_records(session, run)

@@ -25,6 +25,11 @@ HEADERS = {
 """Headers of every answer."""
 
 
+def is_token(given: str, token: str) -> bool:
+    """Return whether a request gave the token, in a time that does not depend on the given text."""
+    return secrets.compare_digest(given.encode(), token.encode())
+
+
 def refusal(method: str, headers: Mapping[str, str], given: str, token: str, needs_token: bool) -> str | None:
     """Return why a request is refused, or None. `given`: the token of the request, empty if it has none."""
     host = headers.get("host", "")
@@ -36,6 +41,6 @@ def refusal(method: str, headers: Mapping[str, str], given: str, token: str, nee
         return "the request comes from another site"
     if method not in ("GET", "HEAD") and origin is None:
         return "a request that changes something must name its origin"
-    if needs_token and not secrets.compare_digest(given.encode(), token.encode()):
+    if needs_token and not is_token(given, token):
         return "the token is missing or wrong; open the address that `spotrl ui` printed"
     return None

@@ -1,30 +1,27 @@
-"""What the pages show, read from the ledger: all runs as rows, one run as a page, new events.
+"""The page of one run and its new events, read from the ledger.
 
 Every function takes a session of its own, reads, and returns plain values for JSON. No session outlives a call, so a
 page that is open holds no lock and keeps no old pages of the write-ahead log alive. Every list is bounded.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from math import isfinite
 from typing import Any, TypeVar
 
-from sqlalchemy import func, select
 from sqlalchemy.orm import Session, sessionmaker
 
 from engine.events import Evaluated, IterationDone
-from launcher.decide.facts import ENDS, OVER
-from launcher.harmless import harmless
-from launcher.ledger.models import BillingInterval, Node, NodeEvent, ProgressRow, Removal, Run, RunStatus
-from launcher.ledger.node_history import metered_micro_usd
-from launcher.ledger.store import find_run
+from launcher.decide.facts import OVER
+from launcher.ledger.models import Run
+from launcher.ledger.store import find_run, reading_once
 from launcher.money import HOUR_MS
 from launcher.report.build import build_report, clock_of
 from launcher.report.reached import by_iteration
 from launcher.report.values import Report
 from launcher.report.words import drift_words, headline
 from launcher.runs.event_lines import Seen, new_events, newest_events, newest_seen
-from launcher.runs.views import run_view
+from launcher.runs.views import view_of
 
 EVENTS_SHOWN = 400
 """Newest events on a page; `spotrl events` prints all of them."""
@@ -35,89 +32,11 @@ POINTS_SHOWN = 600
 Row = TypeVar("Row")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunRow:
-    """One run in the list. `score`: the newest evaluation; None before the first."""
-
-    name: str
-    status: str
-    reason: str
-    infra: str
-    created_ms: int
-    iteration: int
-    iterations: int
-    metric: str
-    score: float | None
-    target: float | None
-    micro_usd: int
-    max_total_micro_usd: int | None
-    money_basis: str
-    is_over: bool
-    is_removed: bool
-
-
-def run_rows(session: Session) -> list[RunRow]:
-    """Return every run, newest first. A few queries for all runs together, so that 200 runs are one screen quickly."""
-    status_ids = select(func.max(RunStatus.id)).group_by(RunStatus.run_id)
-    statuses = {row.run_id: row for row in session.scalars(select(RunStatus).where(RunStatus.id.in_(status_ids)))}
-    newest = _newest_progress(session)
-    bills = select(Node.run_id, func.sum(BillingInterval.micro_usd)).join(BillingInterval).group_by(Node.run_id)
-    billed = {run_id: int(micro_usd) for run_id, micro_usd in session.execute(bills)}
-    has_ended = select(NodeEvent.id).where(NodeEvent.node_id == Node.id, NodeEvent.kind.in_(ENDS)).exists()
-    with_nodes = set(session.scalars(select(Node.run_id).where(~has_ended).distinct()))
-    removed = set(session.scalars(select(Removal.run_id)))
-    rows = []
-    for run in session.scalars(select(Run).order_by(Run.id.desc())):
-        status = statuses.get(run.id)
-        word = status.status if status is not None else "unknown"
-        done, seen = newest.get((run.id, IterationDone.KIND)), newest.get((run.id, Evaluated.KIND))
-        metric = run.target_metric or next(iter(seen["metrics"] if seen else ()), "")
-        is_open = word not in OVER or run.id in with_nodes
-        rows.append(
-            RunRow(
-                name=run.name,
-                status=word,
-                reason=harmless(status.reason.partition("\n")[0]) if status is not None else "",
-                infra=run.infra,
-                created_ms=run.created_ms,
-                iteration=int(done["iteration"]) + 1 if done else 0,
-                iterations=int(run.job["iterations"]),
-                metric=metric,
-                score=seen["metrics"].get(metric) if seen else None,
-                target=run.target_value,
-                micro_usd=metered_micro_usd(session, run, clock_of(run).now_ms()) if is_open else billed.get(run.id, 0),
-                max_total_micro_usd=run.max_total_micro_usd,
-                money_basis=run.money_basis,
-                is_over=word in OVER,
-                is_removed=run.id in removed,
-            )
-        )
-    return rows
-
-
-def _newest_progress(session: Session) -> dict[tuple[int, str], Mapping[str, Any]]:
-    """Return the newest trained batch and the newest evaluation of every run, by run id and kind."""
-    kinds = (IterationDone.KIND, Evaluated.KIND)
-    ids = (
-        select(func.max(ProgressRow.id))
-        .where(ProgressRow.kind.in_(kinds))
-        .group_by(ProgressRow.run_id, ProgressRow.kind)
-    )
-    rows = session.scalars(select(ProgressRow).where(ProgressRow.id.in_(ids)))
-    return {(row.run_id, row.kind): row.event for row in rows}
-
-
-def newest_of_all(session: Session) -> Seen:
-    """Return the newest ids over all runs: they differ as soon as anything is new in the list of runs."""
-    return Seen(*(session.scalar(select(func.max(table.id))) or 0 for table in (RunStatus, NodeEvent, ProgressRow)))
-
-
 def run_page(sessions: sessionmaker[Session], name: str) -> dict[str, Any]:
     """Return everything on the page of a run. Raises LookupError for an unknown run."""
-    view = run_view(sessions, name)
-    with sessions() as session:
+    with sessions() as session, reading_once(session):
         run = find_run(session, name)
-        seen = newest_seen(session, run)
+        view, seen = view_of(session, run), newest_seen(session, run)
         report = build_report(session, run, clock_of(run).now_ms())
         return {
             "ids": seen,

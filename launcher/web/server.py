@@ -9,6 +9,7 @@ goes through the run's controller like `spotrl down`.
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
@@ -20,7 +21,7 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -30,11 +31,12 @@ from launcher.ledger.store import find_run
 from launcher.runs.event_lines import Seen
 from launcher.runs.views import log_title, node_logs
 from launcher.storage.stores import read_object, run_stores
-from launcher.web.guard import HEADERS, refusal
-from launcher.web.reader import events_after, newest_of_all, run_page, run_rows, sheet_path
+from launcher.web.guard import HEADERS, is_token, refusal
+from launcher.web.page import list_page, list_part, refused_page, run_shell
+from launcher.web.reader import events_after, run_page, sheet_path
+from launcher.web.run_list import COUNT, newest_of_all, run_list, run_row
 
 STATIC = {
-    "index.html": "text/html",
     "app.css": "text/css",
     "app.js": "text/javascript",
     "charts.js": "text/javascript",
@@ -96,17 +98,20 @@ class Guarded:
 
 
 class Pages:
-    """The routes. `reading`: sessions that only read. `stop`: stops a run, and returns what is still there."""
+    """The routes. `reading`: sessions that only read. `stop`: stops a run, and returns what is still there.
 
-    def __init__(self, reading: sessionmaker[Session], stop: Callable[[str], list[str]]) -> None:
-        self._reading, self._stop_run = reading, stop
+    `token`: goes into the links of the pages.
+    """
+
+    def __init__(self, reading: sessionmaker[Session], stop: Callable[[str], list[str]], token: str) -> None:
+        self._reading, self._stop_run, self._token = reading, stop, token
         self._streams = 0
 
     def routes(self) -> list[Route]:
         return [
-            Route("/", _static("index.html")),
+            Route("/", self._page),
             *(Route(f"/{name}", _static(name)) for name in STATIC),
-            Route("/api/runs", self._runs),
+            Route("/api/list", self._list),
             Route("/api/changes", self._changes),
             Route("/api/runs/{name}", self._run),
             Route("/api/runs/{name}/changes", self._run_changes),
@@ -115,9 +120,26 @@ class Pages:
             Route("/api/runs/{name}/stop", self._stop, methods=["POST"]),
         ]
 
-    async def _runs(self, _: Request) -> Response:
-        ids, rows = await self._read(lambda session: (newest_of_all(session), run_rows(session)))
-        return _json({"ids": ids, "runs": [{name: getattr(row, name) for name in row.__slots__} for row in rows]})
+    async def _page(self, request: Request) -> Response:
+        """Answer with the page, drawn as far as it can be without a long read. A locked ledger delays no page."""
+        given, name = request.query_params.get("token", ""), request.query_params.get("run", "")
+        if not is_token(given, self._token):
+            return HTMLResponse(refused_page(), status_code=403)
+        try:
+            if name:
+                row = await self._read(lambda session: run_row(session, name))
+                return HTMLResponse(run_shell(self._token, name, row))
+            ids, runs = await self._read(lambda session: (newest_of_all(session), run_list(session)))
+        except (SQLAlchemyError, OSError):
+            return HTMLResponse(run_shell(self._token, name, None) if name else list_page(self._token, Seen(), None))
+        return HTMLResponse(list_page(self._token, ids, runs))
+
+    async def _list(self, request: Request) -> Response:
+        """Answer with the rows of the list as HTML, and the ids of the ledger that they show."""
+        word, count = request.query_params.get("contains", ""), request.query_params.get("count", "")
+        wanted = int(count) if count.isdecimal() and len(count) < 6 else COUNT
+        ids, runs = await self._read(lambda session: (newest_of_all(session), run_list(session, word, wanted)))
+        return _json({"ids": ids, "html": list_part(self._token, runs)})
 
     async def _run(self, request: Request) -> Response:
         return _json(await run_in_threadpool(run_page, self._reading, request.path_params["name"]))
@@ -215,10 +237,16 @@ def build_app(reading: sessionmaker[Session], stop: Callable[[str], list[str]], 
     `reading`: a ledger opened read-only. `stop`: stops a run, and returns what is still there.
     """
     app = Starlette(
-        routes=Pages(reading, stop).routes(),
+        routes=Pages(reading, stop, token).routes(),
         exception_handlers={LookupError: _missing, Failure: _failed, SQLAlchemyError: _no_ledger, OSError: _no_ledger},
     )
     return Guarded(app, token)
+
+
+def warm(reading: sessionmaker[Session], token: str) -> None:
+    """Draw the list once, so that the first page does not wait for compiled queries and templates."""
+    with suppress(SQLAlchemyError), reading() as session:
+        list_page(token, newest_of_all(session), run_list(session))
 
 
 def tail(path: Path) -> str:

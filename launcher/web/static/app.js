@@ -1,11 +1,8 @@
-// Start the page: show the list or a run, by the part of the address after #.
-
-import { showList } from "./list.js";
-import { showRun } from "./run.js";
+// Make the page live: the list, or the run that the address names.
 
 const main = document.getElementById("main");
 const link = document.getElementById("link");
-let end = () => {};
+const name = new URLSearchParams(location.search).get("run");
 
 function onState(text) {
   if (link.textContent === text) return;
@@ -13,14 +10,5 @@ function onState(text) {
   link.className = text === "live" ? "live" : "trouble";
 }
 
-function route() {
-  const name = location.hash.match(/^#\/run\/(.+)$/)?.[1];
-  if (location.hash === "#main") return;
-  end();
-  window.scrollTo(0, 0);
-  document.title = name ? decodeURIComponent(name) + " – spotrl" : "spotrl";
-  end = name ? showRun(main, decodeURIComponent(name), onState) : showList(main, onState);
-}
-
-window.addEventListener("hashchange", () => { route(); if (location.hash !== "#main") main.focus(); });
-route();
+if (name) import("./run.js").then(({ showRun }) => showRun(main, name, onState));
+else import("./list.js").then(({ keepList }) => keepList(onState));

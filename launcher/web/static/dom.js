@@ -1,4 +1,4 @@
-// Build elements, and format numbers. Text from a run is only ever set as text, so markup in it is shown, not run.
+// Build elements, and format numbers. Text from a run is only ever set as text, so markup in it is shown, not run. (The list's rows come escaped from the server.)
 
 const SVG = "http://www.w3.org/2000/svg";
 const DRAWN = new Set(["svg", "g", "path", "line", "rect", "circle", "text", "title", "polyline"]);
@@ -36,8 +36,6 @@ export function duration(ms) {
 }
 
 export const score = (value) => (value == null ? "–" : value.toFixed(3));
-
-export const utc = (ms) => new Date(ms).toISOString().slice(0, 16).replace("T", " ") + " UTC";
 
 export const short = (run, node) => (node.startsWith(run + "-") ? node.slice(run.length + 1) : node);
 

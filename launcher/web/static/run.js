@@ -5,7 +5,7 @@ import { dollars, duration, h, hourly, score, short, table } from "./dom.js";
 import { follow, read, withToken } from "./server.js";
 
 const REDRAW_MS = 2000;
-const PAUSE = 10;  // A page takes at most this part of the time to read: a long run's page is read less often.
+const PAUSE = 50;  // A page takes at most a 50th of the time to read: a long run's page is read less often.
 const EVENTS_KEPT = 400;
 const HEALTH = {
   kl: "KL to the reference", reference_distance: "Distance to the reference", clip_share: "Clip share",
@@ -19,25 +19,18 @@ const AXES = {
 };
 
 export function showRun(main, name, onState) {
-  return new RunPage(main, name, onState).start();
+  new RunPage(main, name, onState).start();
 }
 
 class RunPage {
   constructor(main, name, onState) {
-    Object.assign(this, { main, name, onState, page: null, axis: "dollars", timer: null, ended: false, charts: {}, events: [] });
+    Object.assign(this, { main, name, onState, page: null, axis: "dollars", timer: null, charts: {}, events: [] });
   }
 
   start() {
-    this.main.replaceChildren(h("h1", {}, this.name), h("p", {}, "Reading the ledger."));
     this.load();
     this.onResize = () => { clearTimeout(this.resizing); this.resizing = setTimeout(() => this.page && this.drawCharts(), 150); };
     window.addEventListener("resize", this.onResize);
-    return () => {
-      this.ended = true;
-      clearTimeout(this.timer);
-      this.unfollow?.();
-      window.removeEventListener("resize", this.onResize);
-    };
   }
 
   async load() {
@@ -46,7 +39,6 @@ class RunPage {
     try {
       const page = await read("api/runs/" + encodeURIComponent(this.name));
       this.pause = Math.max(REDRAW_MS, PAUSE * (performance.now() - begun));
-      if (this.ended) return;
       const isFirst = this.page === null;
       this.page = page;
       if (isFirst) this.build();
@@ -56,7 +48,6 @@ class RunPage {
       this.due = performance.now() + 5 * this.pause;
       if (!page.view.is_over) this.timer ??= setTimeout(() => this.load(), 5 * this.pause);
     } catch (error) {
-      if (this.ended) return;
       this.onState(error.message);
       if (this.page === null) this.main.replaceChildren(h("h1", {}, this.name), h("p", { role: "alert" }, error.message));
       if (error.status === 0 || error.status === 503) this.timer ??= setTimeout(() => this.load(), REDRAW_MS);

@@ -24,23 +24,18 @@ export async function read(path, options = {}) {
   return value;
 }
 
-// Follow changes from `path`. `ids`: returns the ids of what the page shows. Returns a function that ends it.
+// Follow changes from `path` until the page is left. `ids`: returns the ids of what the page shows.
 export function follow(path, ids, onNews, onState) {
-  let source = null;
-  let timer = null;
-  let ended = false;
   const open = () => {
-    if (ended) return;
-    source = new EventSource(withToken(path + "?after=" + ids().join(",")));
+    const source = new EventSource(withToken(path + "?after=" + ids().join(",")));
     source.onopen = () => onState("live");
     source.onmessage = (message) => { onState("live"); onNews(JSON.parse(message.data)); };
     source.addEventListener("trouble", (message) => onState(JSON.parse(message.data).error));
     source.onerror = () => {  // the address carries the ids, so a new source is opened with the newest of them
       source.close();
       onState("not connected; trying again");
-      timer = setTimeout(open, 1000);
+      setTimeout(open, 1000);
     };
   };
   open();
-  return () => { ended = true; clearTimeout(timer); source?.close(); };
 }

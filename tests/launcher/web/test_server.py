@@ -8,10 +8,13 @@ from contextlib import ExitStack
 
 import httpx
 import pytest
+from sqlalchemy import event
 
+from launcher.ledger.store import open_read_only
 from launcher.web.guard import refusal
+from launcher.web.run_list import COUNT, run_list
 from launcher.web.server import LOG_BYTES, STATIC, STREAMS, parse_ids, tail
-from tests.launcher.made_ledger import HOUR_MS
+from tests.launcher.made_ledger import HOUR_MS, JOB, a_run
 from tests.launcher.web.served import NASTY, TOKEN, Served, serving, two_runs
 
 
@@ -56,9 +59,19 @@ def test_the_users_own_page_is_answered_under_every_name_of_loopback(host):
 
 
 def test_no_path_with_data_is_answered_without_the_token(served):
-    for path in ("/api/runs", "/api/changes", "/api/runs/live", "/api/runs/live/logs", "/api/runs/live/sheets/0"):
+    for path in (
+        "/",
+        "/?run=live",
+        "/api/list",
+        "/api/changes",
+        "/api/runs/live",
+        "/api/runs/live/logs",
+        "/api/runs/live/sheets/0",
+    ):
         assert httpx.get(served.url + path).status_code == 403
-        assert httpx.get(f"{served.url}{path}?token=wrong").status_code == 403
+        wrong = httpx.get(f"{served.url}{path}{'&' if '?' in path else '?'}token=wrong")
+        assert wrong.status_code == 403
+        assert "45" not in wrong.text
     assert httpx.post(f"{served.url}/api/runs/live/stop?token={TOKEN}").status_code == 403, "no origin"
     assert served.stopped == []
 
@@ -75,9 +88,43 @@ def test_every_file_of_the_page_has_its_type_and_no_foreign_source(served):
 
 
 def test_the_list_has_every_run_with_its_spend_and_score(served):
-    live, done = served.get("/api/runs").json()["runs"]
-    assert (live["name"], live["iteration"], live["iterations"], live["score"]) == ("live", 8, 45, 0.7)
-    assert (done["name"], done["status"], done["micro_usd"], done["is_over"]) == ("done", "finished", 2_000_000, True)
+    with open_read_only(served.path)() as session:
+        live, done = run_list(session).rows
+    assert (live.name, live.iteration, live.iterations, live.score) == ("live", 8, 45, 0.7)
+    assert (done.name, done.status, done.micro_usd, done.is_over) == ("done", "finished", 2_000_000, True)
+
+
+def test_a_part_of_the_list_is_drawn_by_the_server_and_the_rest_is_asked_for(fresh):
+    with fresh.sessions() as session, session.begin():
+        for number in range(COUNT):
+            a_run(session, f"more-{number}", job={**JOB, "iterations": 45}).status("running", 0)
+    page = httpx.get(fresh.page).text
+    assert page.count('<td data-head="Run">') == COUNT
+    assert f"{COUNT} of {COUNT + 2} runs" in page
+    assert fresh.get(f"/api/list?count={COUNT + 2}").json()["html"].count('<td data-head="Run">') == COUNT + 2
+    assert fresh.get("/api/list?contains=FINISHED").json()["html"].count('<td data-head="Run">') == 1
+    assert "0 of 0 runs that match" in fresh.get("/api/list?contains=%3Cb%3E").json()["html"]
+    for count in ("0", "-1", "x", "9" * 30):
+        assert fresh.get(f"/api/list?count={count}").status_code == 200
+
+
+def test_the_title_of_a_run_is_drawn_before_its_curves_are_read(served):
+    assert "iteration 8 of 45; exact_match 0.700" in httpx.get(f"{served.page}&run=live").text
+    nobody = httpx.get(f"{served.page}&run=%3Cscript%3E").text
+    assert "<h1>&lt;script&gt;</h1>" in nobody
+
+
+def test_the_newest_event_is_found_without_reading_older_ones(served):
+    """Let SQLite say that the list walks the index of the run, and not the index of the kinds."""
+    asked = []
+    reading = open_read_only(served.path)
+    with reading() as session:
+        event.listen(session.get_bind(), "before_cursor_execute", lambda *args: asked.append(args[2:4]))
+        run_list(session)
+        (statement, values), *_ = [one for one in asked if "ORDER BY progress.id DESC" in one[0]]
+        plan = session.connection().exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", values).all()
+    assert any("progress USING INDEX ix_progress_run_id (run_id=?)" in row[-1] for row in plan)
+    assert not any("TEMP B-TREE" in row[-1] for row in plan)
 
 
 def test_the_page_of_a_run_has_curves_nodes_plan_and_events(served):
@@ -193,16 +240,15 @@ def test_a_writer_is_never_kept_waiting_by_open_pages(served):
 def test_a_ledger_that_is_gone_is_told_and_read_again_when_it_is_back(fresh):
     away = fresh.path.with_suffix(".away")
     os.rename(fresh.path, away)
-    answer = fresh.get("/api/runs")
+    assert "Reading the ledger" in httpx.get(fresh.page).text
+    answer = fresh.get("/api/list")
     assert answer.status_code == 503
     assert "the page tries again" in answer.json()["error"]
     os.rename(away, fresh.path)
-    assert fresh.get("/api/runs").status_code == 200
+    assert fresh.get("/api/list").status_code == 200
 
 
 def test_a_reader_cannot_write(served):
-    from launcher.ledger.store import open_read_only
-
     with open_read_only(served.path)() as session, pytest.raises(Exception, match="readonly"):
         session.connection().exec_driver_sql("DELETE FROM run")
 

@@ -1,0 +1,56 @@
+"""The HTML of the page. Its first paint waits for no script and no large read: the list's first rows, or a run's title.
+
+All text from the ledger is escaped. The scripts of the page replace the parts that are live.
+"""
+
+from datetime import UTC, datetime
+from functools import cache
+from importlib.resources import files
+
+from jinja2 import Environment, FunctionLoader, StrictUndefined, Template
+
+from launcher.money import dollars
+from launcher.runs.event_lines import Seen
+from launcher.web.run_list import RunList, RunRow
+
+
+def list_page(token: str, ids: Seen, runs: RunList | None) -> str:
+    """Return the page of all runs. `ids`: the newest ids of the ledger. `runs`: None if the ledger cannot be read."""
+    return _template("page.html").render(token=token, refused=False, run="", ids=ids, list=runs)
+
+
+def run_shell(token: str, name: str, row: RunRow | None) -> str:
+    """Return the page of a run before its curves are read. `row`: None if the ledger does not show the run."""
+    return _template("page.html").render(token=token, refused=False, run=name, row=row)
+
+
+def refused_page() -> str:
+    """Return the page for a request with a wrong token. It has no data."""
+    return _template("page.html").render(token="", refused=True, run="")
+
+
+def list_part(token: str, runs: RunList) -> str:
+    """Return the table of runs, which the page puts in place of the one it shows."""
+    return _template("runs.html").render(token=token, list=runs)
+
+
+def _utc(at_ms: int) -> str:
+    return f"{datetime.fromtimestamp(at_ms / 1000, UTC):%Y-%m-%d %H:%M} UTC"
+
+
+@cache
+def _environment() -> Environment:
+    page = Environment(
+        loader=FunctionLoader(lambda name: files("launcher.web").joinpath(name).read_text(encoding="utf-8")),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        auto_reload=False,
+    )
+    page.filters.update(dollars=dollars, utc=_utc, score="{:.3f}".format)
+    return page
+
+
+def _template(name: str) -> Template:
+    return _environment().get_template(name)
