@@ -37,3 +37,8 @@ def ledger_path() -> Path:
 def runs_folder() -> Path:
     """Return the folder where a run of the local infra keeps the nodes' disks and the checkpoints."""
     return home() / "runs"
+
+
+def simulations_path() -> Path:
+    """Return the folder of the kept results of `spotrl simulate`."""
+    return home() / "simulations"

@@ -1,7 +1,6 @@
 """`spotrl ui`: show all runs in the browser, live."""
 
 import logging
-import secrets
 import socket
 from types import FrameType
 
@@ -11,7 +10,8 @@ from sqlalchemy.orm import Session, sessionmaker
 from launcher.exit_codes import Failure
 from launcher.ledger.store import open_read_only
 from launcher.runs.runs import bring_down
-from launcher.settings import ledger_path
+from launcher.settings import home, ledger_path, simulations_path
+from launcher.web.token import kept_token
 
 STOP_SECONDS = 2.0
 """Seconds that the request to stop a run waits. The page shows the rest of the stop."""
@@ -25,7 +25,9 @@ def ui(sessions: sessionmaker[Session], port: int, open_browser: bool) -> None:
     """Show all runs in the browser, live: curves, nodes and images.
 
     The server listens on 127.0.0.1 only, and the printed address carries a token: without the token it shows nothing.
-    It reads the ledger and changes nothing, except that it stops a run after a question. From another computer, forward
+    The token is kept in SPOTRL_HOME/ui-token, so that open pages come back after a restart on the same port; delete
+    the file for a new one. The server reads the ledger and changes nothing, except that it stops a run after a
+    question. From another computer, forward
     the port: `ssh -L 8642:127.0.0.1:8642 HOST`, with --port 8642.
 
     \b
@@ -37,9 +39,9 @@ def ui(sessions: sessionmaker[Session], port: int, open_browser: bool) -> None:
 
     from launcher.web.server import build_app, warm
 
-    token = secrets.token_urlsafe(24)
+    token = kept_token(home() / "ui-token")
     reading = open_read_only(ledger_path())
-    app = build_app(reading, lambda run: bring_down(sessions, run, STOP_SECONDS), token)
+    app = build_app(reading, lambda run: bring_down(sessions, run, STOP_SECONDS), token, simulations_path())
     warm(reading, token)
     listening = socket.socket()
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

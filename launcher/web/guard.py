@@ -16,13 +16,17 @@ HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        "base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
     ),
     "Cross-Origin-Resource-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",  # the URL carries the token
     "X-Content-Type-Options": "nosniff",
 }
 """Headers of every answer."""
+
+
+FROZEN = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+"""Content policy of a page that is also written as one file: its style is in the page, and it has no script."""
 
 
 def is_token(given: str, token: str) -> bool:

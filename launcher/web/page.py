@@ -3,30 +3,41 @@
 All text from the ledger is escaped. The scripts of the page replace the parts that are live.
 """
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import cache
 from importlib.resources import files
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined, Template
 
-from launcher.money import dollars
+from launcher.money import dollars, duration
 from launcher.runs.event_lines import Seen
+from launcher.web.market import PoolRow
 from launcher.web.run_list import RunList, RunRow
+from launcher.web.simulations import Kept, fleet_of
 
 
 def list_page(token: str, ids: Seen, runs: RunList | None) -> str:
     """Return the page of all runs. `ids`: the newest ids of the ledger. `runs`: None if the ledger cannot be read."""
-    return _template("page.html").render(token=token, refused=False, run="", ids=ids, list=runs)
+    return _template("list.html").render(token=token, ids=ids, list=runs)
 
 
 def run_shell(token: str, name: str, row: RunRow | None) -> str:
     """Return the page of a run before its curves are read. `row`: None if the ledger does not show the run."""
-    return _template("page.html").render(token=token, refused=False, run=name, row=row)
+    return _template("run.html").render(token=token, run=name, row=row)
 
 
-def refused_page() -> str:
-    """Return the page for a request with a wrong token. It has no data."""
-    return _template("page.html").render(token="", refused=True, run="")
+def notice_page(token: str, title: str, text: str) -> str:
+    """Return a page with one sentence. `token`: empty for a request without the right one."""
+    return _template("notice.html").render(token=token, title=title, text=text)
+
+
+def prices_page(token: str, pools: Sequence[PoolRow], total: int, at_ms: int) -> str:
+    return _template("prices.html").render(token=token, pools=pools, total=total, at_ms=at_ms)
+
+
+def simulations_page(token: str, kept: Sequence[Kept]) -> str:
+    return _template("simulations.html").render(token=token, kept=kept)
 
 
 def list_part(token: str, runs: RunList) -> str:
@@ -48,7 +59,7 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         auto_reload=False,
     )
-    page.filters.update(dollars=dollars, utc=_utc, score="{:.3f}".format)
+    page.filters.update(dollars=dollars, duration=duration, fleet=fleet_of, utc=_utc, score="{:.3f}".format)
     return page
 
 

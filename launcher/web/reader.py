@@ -55,7 +55,7 @@ def run_page(sessions: sessionmaker[Session], name: str) -> dict[str, Any]:
             "end_ms": report.end_ms,
             "curve": [asdict(moment) for moment in _thinned(report.curve)],
             "iterations": _iterations(session, run, report),
-            "sheets": _sheets(session, run, report.target.metric),
+            "sheets": _thinned(_sheets(session, run, report.target.metric)),
             "plan": _plan(run, report),
             "events": [asdict(line) for line in newest_events(session, run, EVENTS_SHOWN)],
             "job": run.job_yaml,

@@ -8,6 +8,7 @@ goes through the run's controller like `spotrl down`.
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from functools import partial
@@ -28,13 +29,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from launcher.exit_codes import Failure
 from launcher.harmless import harmless
 from launcher.ledger.store import find_run
+from launcher.report.comparison import compare_runs
+from launcher.report.comparison_html import render_comparison
 from launcher.runs.event_lines import Seen
 from launcher.runs.views import log_title, node_logs
 from launcher.storage.stores import read_object, run_stores
-from launcher.web.guard import HEADERS, is_token, refusal
-from launcher.web.page import list_page, list_part, refused_page, run_shell
+from launcher.web.guard import FROZEN, HEADERS, is_token, refusal
+from launcher.web.market import pool_rows
+from launcher.web.page import list_page, list_part, notice_page, prices_page, run_shell, simulations_page
 from launcher.web.reader import events_after, run_page, sheet_path
 from launcher.web.run_list import COUNT, newest_of_all, run_list, run_row
+from launcher.web.simulations import simulations
 
 STATIC = {
     "app.css": "text/css",
@@ -58,6 +63,9 @@ STREAMS = 32
 
 LOG_BYTES = 64 * 1024
 """Bytes of the end of a log file that a page shows."""
+
+COMPARED = 12
+"""Most runs of a comparison on a page."""
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -84,7 +92,7 @@ class Guarded:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 for name, value in HEADERS.items():
-                    headers[name] = value
+                    headers.setdefault(name, value)
             await send(message)
 
         request = Request(scope)
@@ -100,16 +108,19 @@ class Guarded:
 class Pages:
     """The routes. `reading`: sessions that only read. `stop`: stops a run, and returns what is still there.
 
-    `token`: goes into the links of the pages.
+    `token`: goes into the links of the pages. `kept`: folder of the simulations.
     """
 
-    def __init__(self, reading: sessionmaker[Session], stop: Callable[[str], list[str]], token: str) -> None:
-        self._reading, self._stop_run, self._token = reading, stop, token
+    def __init__(
+        self, reading: sessionmaker[Session], stop: Callable[[str], list[str]], token: str, kept: Path
+    ) -> None:
+        self._reading, self._stop_run, self._token, self._kept = reading, stop, token, kept
         self._streams = 0
 
     def routes(self) -> list[Route]:
         return [
             Route("/", self._page),
+            Route("/compare", self._compare),
             *(Route(f"/{name}", _static(name)) for name in STATIC),
             Route("/api/list", self._list),
             Route("/api/changes", self._changes),
@@ -122,17 +133,41 @@ class Pages:
 
     async def _page(self, request: Request) -> Response:
         """Answer with the page, drawn as far as it can be without a long read. A locked ledger delays no page."""
-        given, name = request.query_params.get("token", ""), request.query_params.get("run", "")
-        if not is_token(given, self._token):
-            return HTMLResponse(refused_page(), status_code=403)
+        name, view = request.query_params.get("run", ""), request.query_params.get("view", "")
+        if not is_token(request.query_params.get("token", ""), self._token):
+            return _refused()
+        if view == "simulations":
+            return HTMLResponse(simulations_page(self._token, await run_in_threadpool(simulations, self._kept)))
         try:
+            if view == "prices":
+                at_ms = time.time_ns() // 1_000_000
+                pools, total = await self._read(lambda session: pool_rows(session, at_ms))
+                return HTMLResponse(prices_page(self._token, pools, total, at_ms))
             if name:
                 row = await self._read(lambda session: run_row(session, name))
                 return HTMLResponse(run_shell(self._token, name, row))
             ids, runs = await self._read(lambda session: (newest_of_all(session), run_list(session)))
-        except (SQLAlchemyError, OSError):
+        except (SQLAlchemyError, OSError) as error:
+            if view:
+                return HTMLResponse(notice_page(self._token, "Trouble", sentence(error)), status_code=503)
             return HTMLResponse(run_shell(self._token, name, None) if name else list_page(self._token, Seen(), None))
         return HTMLResponse(list_page(self._token, ids, runs))
+
+    async def _compare(self, request: Request) -> Response:
+        """Answer with the page that `spotrl compare --html` writes."""
+        if not is_token(request.query_params.get("token", ""), self._token):
+            return _refused()
+        names = list(dict.fromkeys(request.query_params.getlist("run")))
+        if not 2 <= len(names) <= COMPARED:
+            found = f"Pick 2 to {COMPARED} runs in the list; {len(names)} were picked."
+            return HTMLResponse(notice_page(self._token, "Not compared", found), status_code=400)
+        try:
+            compared = await self._read(
+                lambda session: compare_runs(session, [find_run(session, one) for one in names])
+            )
+        except (LookupError, Failure) as error:
+            return HTMLResponse(notice_page(self._token, "Not compared", str(error.args[0])), status_code=404)
+        return HTMLResponse(render_comparison(compared), headers={"Content-Security-Policy": FROZEN})
 
     async def _list(self, request: Request) -> Response:
         """Answer with the rows of the list as HTML, and the ids of the ledger that they show."""
@@ -231,13 +266,14 @@ class Pages:
         return await run_in_threadpool(with_session)
 
 
-def build_app(reading: sessionmaker[Session], stop: Callable[[str], list[str]], token: str) -> ASGIApp:
+def build_app(reading: sessionmaker[Session], stop: Callable[[str], list[str]], token: str, kept: Path) -> ASGIApp:
     """Return the application.
 
-    `reading`: a ledger opened read-only. `stop`: stops a run, and returns what is still there.
+    `reading`: a ledger opened read-only. `stop`: stops a run, and returns what is still there. `kept`: folder of the
+    simulations.
     """
     app = Starlette(
-        routes=Pages(reading, stop, token).routes(),
+        routes=Pages(reading, stop, token, kept).routes(),
         exception_handlers={LookupError: _missing, Failure: _failed, SQLAlchemyError: _no_ledger, OSError: _no_ledger},
     )
     return Guarded(app, token)
@@ -279,6 +315,11 @@ def _static(name: str) -> Callable[[Request], Awaitable[Response]]:
         return Response(body, media_type=STATIC[name])
 
     return answer
+
+
+def _refused() -> Response:
+    text = "The token is missing or wrong. Open the address that `spotrl ui` printed."
+    return HTMLResponse(notice_page("", "Refused", text), status_code=403)
 
 
 def _json(value: object) -> Response:

@@ -41,7 +41,7 @@ def test_no_line_of_a_piped_report_is_longer_than_80_columns(sessions):
     assert max(map(len, lines)) <= 80
     assert [line for line in lines if line != line.rstrip()] == []
     lost = [line.split() for line in lines if line.strip().startswith("spot-1-g1")]
-    assert ["spot-1-g1", "us-central1-a", "SIGSTOP,", "no", "notice", "1.97"] in lost
+    assert ["spot-1-g1", "us-central1-a", "without", "notice", "1.97"] in lost
     assert ["spot-1-g1", "412", "29m", "(29s", "wall)", "$0.02", "$0.03"] in lost
 
 

@@ -13,9 +13,11 @@ export function keepList(onState) {
   let timer = null;
 
   function take(html) {
-    const focused = place.contains(document.activeElement) ? document.activeElement.getAttribute("href") ?? document.activeElement.id : null;
+    const picked = new Set([...place.querySelectorAll("input:checked")].map((box) => box.value));
+    const focused = place.contains(document.activeElement) ? document.activeElement.getAttribute("href") ?? document.activeElement.getAttribute("aria-label") ?? document.activeElement.id : null;
     place.innerHTML = html;  // escaped by the server
-    if (focused) (document.getElementById(focused) ?? place.querySelector(`a[href="${CSS.escape(focused)}"]`))?.focus();
+    for (const box of place.querySelectorAll("input")) box.checked = picked.has(box.value);
+    if (focused) [...place.querySelectorAll("a, button, input")].find((one) => [one.getAttribute("href"), one.getAttribute("aria-label"), one.id].includes(focused))?.focus();
     watchMore();
   }
 

@@ -50,6 +50,7 @@ class RunPage {
     } catch (error) {
       this.onState(error.message);
       if (this.page === null) this.main.replaceChildren(h("h1", {}, this.name), h("p", { role: "alert" }, error.message));
+      if (error.status === 403) return;  // another token: no reading will succeed
       if (error.status === 0 || error.status === 503) this.timer ??= setTimeout(() => this.load(), REDRAW_MS);
     }
   }
@@ -57,11 +58,12 @@ class RunPage {
   onNews(news) {
     this.page.ids = news.ids;
     this.addEvents(news.events);
-    const due = performance.now() + this.pause;
+    const isChange = news.events.some((line) => line.source === "run");  // started, stopping, ended: rare, and shown at once
+    const due = performance.now() + (isChange ? 0 : this.pause);
     if (this.timer !== null && this.due <= due) return;
     clearTimeout(this.timer);
     this.due = due;
-    this.timer = setTimeout(() => this.load(), this.pause);
+    this.timer = setTimeout(() => this.load(), isChange ? 0 : this.pause);
   }
 
   build() {
@@ -103,10 +105,11 @@ class RunPage {
 
   drawHead() {
     const { view, page } = { view: this.page.view, page: this.page };
+    const running = page.nodes.filter((node) => node.running).length;
     const saved = page.saved.find((one) => one.saved_micro_usd != null);
     const facts = [
       ["Spent", dollars(view.spent_micro_usd), view.max_total_micro_usd == null ? "no limit" : "of " + dollars(view.max_total_micro_usd)],
-      ["Now", hourly(view.micro_usd_per_hour), `${page.nodes.filter((node) => node.running).length} nodes`],
+      ["Now", hourly(view.micro_usd_per_hour), running === 1 ? "1 node" : `${running} nodes`],
       [view.metric, score(view.score), view.target == null ? "no target" : "target " + view.target],
       ["Iteration", `${view.iteration}/${view.iterations}`, view.eta_seconds == null ? "" : duration(view.eta_seconds * 1000) + " left at most"],
       ["Time", duration(view.elapsed_ms), view.clock_factor === 1 ? "" : `clock x${view.clock_factor}, ${duration(view.wall_seconds * 1000)} by the wall`],
@@ -120,10 +123,18 @@ class RunPage {
       h("div", { class: "title" }, h("h1", {}, this.name), h("span", { class: "state " + view.status }, view.status + (view.reason ? ": " + view.reason : "")), stop ?? ""),
       h("p", { class: "verdict" }, page.headline, " ", page.drift), trouble ?? "",
       h("progress", { max: view.iterations, value: view.iteration, "aria-label": `iteration ${view.iteration} of ${view.iterations}` }),
+      this.inside(view),
       h("dl", { class: "facts" }, facts.map(([term, value, note]) => h("div", {}, h("dt", {}, term), h("dd", {}, value, h("small", {}, note))))),
       h("p", { class: "note" }, "Money is " + page.money_note));
     if (focused) this.head.querySelector(".stop")?.focus();
     if (view.is_over && this.dialog.open) this.dialog.close();
+  }
+
+  // How far the present iteration is, judged by the time of the last ones.
+  inside(view) {
+    if (view.is_over || view.lacks_controller || view.usual_iteration_ms == null) return "";
+    const text = `This iteration: ${duration(view.iteration_ms)} of about ${duration(view.usual_iteration_ms)}`;
+    return h("p", { class: "inside" }, h("progress", { max: view.usual_iteration_ms || 1, value: view.iteration_ms, "aria-label": text }), h("small", {}, text));
   }
 
   buildDialog() {

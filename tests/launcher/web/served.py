@@ -14,11 +14,13 @@ import uvicorn
 from sqlalchemy import select
 from sqlalchemy.orm import Session, sessionmaker
 
-from launcher.ledger.models import Run
+from launcher.ledger.models import PriceRow, Run
 from launcher.ledger.store import open_ledger, open_read_only
+from launcher.replay.simulate import PolicyResult, Range, Simulated
 from launcher.runs.runs import request_stop
 from launcher.web.server import build_app
-from tests.launcher.made_ledger import HOUR_MS, JOB, MINUTE_MS, MadeLedger, a_run
+from launcher.web.simulations import Kept, keep
+from tests.launcher.made_ledger import HOUR_MS, JOB, MINUTE_MS, START_MS, MadeLedger, a_run
 
 TOKEN = "a-token-of-the-tests"
 NASTY = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
@@ -74,7 +76,7 @@ def serving(path: Path, sessions: sessionmaker[Session], port: int = 0) -> Itera
         served.stopped.append(name)
         return [f"{name}-trainer-g1"]
 
-    app = build_app(open_read_only(path), stop, TOKEN)
+    app = build_app(open_read_only(path), stop, TOKEN, path.parent / "simulations")
     config = uvicorn.Config(
         app, log_level="error", access_log=False, lifespan="off", ws="none", timeout_graceful_shutdown=1
     )
@@ -90,7 +92,10 @@ def serving(path: Path, sessions: sessionmaker[Session], port: int = 0) -> Itera
 
 
 def two_runs(folder: Path) -> tuple[Path, sessionmaker[Session]]:
-    """Make a ledger with a finished run `done` and a running one `live`, with image sheets, a log and nasty text."""
+    """Make a ledger with a finished run `done` and a running one `live`, with image sheets, a log and nasty text.
+
+    The ledger has spot prices of one zone, and the folder a kept simulation.
+    """
     path = folder / "ledger.sqlite"
     sessions = open_ledger(path)
     store = folder / "runs" / "live" / "store"
@@ -99,7 +104,9 @@ def two_runs(folder: Path) -> tuple[Path, sessionmaker[Session]]:
     (store / "sheet-0.png").write_bytes(a_png())
     (store / "sheet-6.png").write_bytes(a_png())
     job = {**JOB, "iterations": 45}
+    keep(folder / "simulations", a_simulation())
     with sessions() as session, session.begin():
+        session.add_all(a_price(market, zone) for market, zone in (("spot", "us-east-1a"), ("on_demand", "")))
         done = a_run(session, "done", job=job)
         done.status("running", 0)
         done.node("trainer", market="on_demand", rate=2_000_000, up=0, end=HOUR_MS)
@@ -132,6 +139,50 @@ def two_runs(folder: Path) -> tuple[Path, sessionmaker[Session]]:
                 pictures = f"sheet-{iteration}.png" if iteration in (0, 4, 6) else None
                 live.evaluated(iteration, 0.4 + iteration / 20, at, pictures=pictures)
     return path, sessions
+
+
+def a_price(market: str, zone: str) -> PriceRow:
+    return PriceRow(
+        cloud="aws",
+        region="us-east-1",
+        zone=zone,
+        zone_id="",
+        instance_type="g6.xlarge",
+        market=market,
+        micro_usd_per_hour=350_000 if market == "spot" else 800_000,
+        currency="USD",
+        source="test",
+        source_id="",
+        effective_ms=START_MS,
+        observed_ms=START_MS,
+        last_seen_ms=START_MS,
+    )
+
+
+def a_simulation() -> Kept:
+    """Return a simulation of four hours in which a stand-in works for an hour."""
+    ours = PolicyResult(
+        policy="ours",
+        starts=3,
+        dollars=Range(mean=4.0, low=3.5, high=4.5),
+        hours=Range(mean=4.0, low=3.8, high=4.3),
+        finished=3,
+        misses=1,
+        preemptions=1.7,
+        on_demand_dollars=0.8,
+    )
+    example = ((0, 2, 0), (HOUR_MS, 1, 1), (2 * HOUR_MS, 2, 0))
+    result = Simulated(
+        market=f"recorded {NASTY}",
+        starts=3,
+        asked_starts=3,
+        ideal_ms=4 * HOUR_MS,
+        deadline_ms=5 * HOUR_MS,
+        policies=(ours,),
+        example=example,
+        example_ms=4 * HOUR_MS,
+    )
+    return Kept(job="ocr", at_ms=START_MS, result=result)
 
 
 def a_png() -> bytes:

@@ -21,7 +21,14 @@ pytestmark = [
 
 AXE = (Path(__file__).parents[2] / "data" / "axe" / "axe.min.js").read_text("utf-8")
 RULES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa"]
-VIEWS = {"list": "", "run": "&run=live", "over": "&run=done", "unknown": "&run=nobody"}
+VIEWS = {
+    "list": "",
+    "run": "&run=live",
+    "over": "&run=done",
+    "unknown": "&run=nobody",
+    "prices": "&view=prices",
+    "simulations": "&view=simulations",
+}
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +67,9 @@ def open_page(browser):
 
 def ready(page, view: str) -> None:
     """Wait until a view has been drawn from the ledger."""
-    page.wait_for_selector({"unknown": "[role=alert]", "list": "table"}.get(view, "#h-more"))
+    page.wait_for_selector(
+        {"unknown": "[role=alert]", "list": "table", "prices": "table", "simulations": "svg"}.get(view, "#h-more")
+    )
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -89,6 +98,25 @@ def test_a_run_is_reached_from_the_list_and_drawn_whole(served, open_page):
     assert page.locator(".stretch").count() == 2
     assert page.locator(".cross").count() == 1
     assert page.title() == "live – spotrl"
+
+
+def test_picked_runs_are_compared(served, open_page):
+    page = open_page(served.page, 400, bypass_csp=True)
+    page.wait_for_selector("#link.live")
+    page.check("[aria-label='Compare live']")
+    with served.add("done") as made:
+        made.status("finished", HOUR_MS, "while the list is open")
+    page.wait_for_selector("[title='while the list is open']")
+    page.check("[aria-label='Compare done']")
+    page.click("#compare")
+    page.wait_for_selector("h1:has-text('live, done')")
+    page.evaluate(AXE)
+    assert page.evaluate("rules => axe.run({runOnly: rules})", RULES)["violations"] == []
+    assert page.evaluate("document.documentElement.scrollWidth") <= 400
+    page.go_back()
+    page.uncheck("[aria-label='Compare done']")
+    page.click("#compare")
+    page.wait_for_selector("[role=alert]:has-text('Pick 2 to')")
 
 
 def test_markup_in_zones_and_logs_is_shown_as_text(served, open_page):

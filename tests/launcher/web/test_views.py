@@ -1,0 +1,119 @@
+"""Views of `spotrl ui` beside the list and a run: prices and hazards, simulations, comparisons; and faults of each."""
+
+import stat
+from dataclasses import replace
+
+import httpx
+import pytest
+from sqlalchemy import text
+
+from launcher.ledger.store import open_read_only
+from launcher.money import HOUR_MS
+from launcher.web.market import pool_rows
+from launcher.web.reader import POINTS_SHOWN
+from launcher.web.simulations import KEPT, LANE, WIDTH, fleet_of, keep, simulations
+from launcher.web.token import kept_token
+from tests.launcher.made_ledger import MINUTE_MS, START_MS, a_run
+from tests.launcher.web.served import NASTY, TOKEN, a_simulation, serving, two_runs
+
+
+@pytest.fixture
+def served(tmp_path):
+    with serving(*two_runs(tmp_path)) as running:
+        yield running
+
+
+def test_a_pool_has_its_prices_and_the_hazard_that_its_nodes_showed(served):
+    with served.sessions() as session, session.begin():
+        made = a_run(session, "bought")
+        made.run.infra = "aws"
+        taken = made.node("spot-0", up=0, end=30 * MINUTE_MS, zone="us-east-1a")
+        taken.cloud, taken.region, taken.instance_type = "aws", "us-east-1", "g6.xlarge"
+        made.preempted(taken, 30 * MINUTE_MS)
+    with open_read_only(served.path)() as session:
+        (pool,), total = pool_rows(session, START_MS + HOUR_MS)
+    assert (pool.zone, pool.instance_type, total) == ("us-east-1a", "g6.xlarge", 1)
+    assert (pool.spot_micro_usd, pool.on_demand_micro_usd) == (350_000, 800_000)
+    assert (pool.preempted, pool.watched_hours, pool.launches, pool.basis) == (1, 0.5, 1, "measured")
+    mean, low, high = pool.hazard
+    assert 0 < low < mean < high
+    page = served.get(f"/?token={TOKEN}&view=prices").text
+    assert "aws us-east-1a" in page
+    assert f"{mean:.2f} ({low:.2f} to {high:.2f})" in page
+
+
+def test_kept_simulations_are_shown_newest_first_and_the_oldest_are_deleted(served, tmp_path):
+    folder = tmp_path / "simulations"
+    for number in range(KEPT + 3):
+        keep(folder, replace(a_simulation(), job=f"job {number}", at_ms=START_MS + number))
+    (folder / "9999999999999-torn.json").write_text('{"job": "torn"')
+    assert [kept.job for kept in simulations(folder)][:2] == [f"job {KEPT + 2}", f"job {KEPT + 1}"]
+    assert len(list(folder.glob("*.json"))) == KEPT + 1
+    page = served.get(f"/?token={TOKEN}&view=simulations").text
+    assert "$4.00 ($3.50 to $4.50)" in page
+    assert NASTY not in page
+
+
+def test_a_fleet_is_drawn_without_gaps():
+    fleet = fleet_of(a_simulation())
+    assert (fleet.most, fleet.hours) == (2, "4.0")
+    assert sum(bar.width * bar.height for bar in fleet.bars) == pytest.approx(WIDTH * 2 * LANE)
+    assert [bar.market for bar in fleet.bars] == ["spot", "spot", "on_demand", "spot"]
+
+
+def test_a_comparison_is_the_page_of_the_command_and_needs_two_known_runs(served):
+    both = httpx.get(f"{served.url}/compare?token={TOKEN}&run=live&run=done")
+    assert both.status_code == 200
+    assert "What differs in the jobs" in both.text
+    assert "script-src" not in both.headers["content-security-policy"]
+    for query, code, words in (
+        ("&run=live", 400, "Pick 2 to"),
+        ("&run=live&run=live", 400, "1 were picked"),
+        ("&run=live&run=%3Cb%3E", 404, "no run is called &lt;b&gt;"),
+        ("".join(f"&run=r{n}" for n in range(99)), 400, "99 were picked"),
+    ):
+        answer = httpx.get(f"{served.url}/compare?token={TOKEN}{query}")
+        assert (answer.status_code, words in answer.text) == (code, True), answer.text
+    assert httpx.get(f"{served.url}/compare?run=live&run=done").status_code == 403
+    assert (
+        httpx.get(f"{served.url}/compare?token=x&run=live&run=done", headers={"Origin": "http://a.b"}).status_code
+        == 403
+    )
+
+
+def test_a_ledger_that_migrates_is_told_by_every_view_and_read_again(served):
+    def rename(before: str, after: str) -> None:
+        with served.sessions() as session, session.begin():
+            session.execute(text(f"ALTER TABLE node RENAME COLUMN {before} TO {after}"))
+
+    rename("slot", "other")
+    assert served.get(f"/?token={TOKEN}&run=live").status_code == 200, "the shell stays, and the page tries again"
+    for path in ("/api/runs/live", f"/?token={TOKEN}&view=prices", f"/compare?token={TOKEN}&run=live&run=done"):
+        answer = served.get(path)
+        assert answer.status_code == 503
+        assert "the ledger cannot be read now" in answer.text
+    rename("other", "slot")
+    assert served.get("/api/runs/live").status_code == 200
+
+
+def test_ten_thousand_image_sheets_are_bounded(served):
+    with served.add() as made:
+        for iteration in range(10_000):
+            made.evaluated(100 + iteration, 0.5, HOUR_MS + iteration, pictures="sheet-0.png")
+    page = served.get("/api/runs/live")
+    sheets = page.json()["sheets"]
+    assert POINTS_SHOWN / 2 < len(sheets) <= POINTS_SHOWN + 1
+    assert (sheets[0]["iteration"], sheets[-1]["iteration"]) == (0, 10_099)
+    assert len(page.content) < 1_000_000
+
+
+def test_a_token_is_kept_for_its_owner_alone(tmp_path):
+    path = tmp_path / "home" / "ui-token"
+    first = kept_token(path)
+    assert kept_token(path) == first
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    path.chmod(0o644)
+    second = kept_token(path)
+    assert second != first
+    path.write_text("short")
+    assert len(kept_token(path)) == len(second)
