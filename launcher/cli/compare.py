@@ -21,6 +21,10 @@ STEPS = 5
 AXES = {"dollars": "micro_usd", "hours": "hours", "iterations": "iteration"}
 
 
+LONGEST = 28
+"""Characters of a value in the table of differences. One longer value would break every row of the table in two."""
+
+
 @click.command()
 @click.argument("run_names", metavar="RUN RUN...", nargs=-1, required=True, shell_complete=names_of_runs)
 @click.option(
@@ -98,8 +102,12 @@ def _print(found: Comparison, over: str) -> None:
     print_table([(over, *names), *_scores(found, over)], numbers=(over, *names))
     if found.differences:
         click.echo()
-        fields = [(one.field, *(one.values[name] for name in names)) for one in found.differences]
-        print_table([("in the job", *names), *fields])
+        short = [one for one in found.differences if max(map(len, one.values.values())) <= LONGEST]
+        if short:
+            fields = [(one.field, *(one.values[name] for name in names)) for one in short]
+            print_table([("in the job", *names), *fields])
+        for one in (one for one in found.differences if one not in short):
+            print_text(f"{one.field} of {name}: {one.values[name]}" for name in names)
     click.echo()
     print_table([("dollars", *names), *_phases(found)], numbers=names)
     if found.notes:

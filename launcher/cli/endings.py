@@ -51,10 +51,19 @@ def ending(error: BaseException, argv: Sequence[str]) -> int:
         error.show()
     else:
         text = sentence(error) or _own_fault(error, argv)
-        click.echo(f"Error: {text}", err=True)
+        _tell(f"Error: {text}")
     if "--json" in argv:
         click.echo(json.dumps({"error": text, "exit_code": int(code)}))
     return int(code)
+
+
+def _tell(text: str) -> None:
+    """Print to stderr. A terminal would break words at its edge; a log keeps one line, so that a program finds it."""
+    if sys.stderr.isatty():
+        from launcher.cli.layout import fitted  # rich takes a while, and most commands succeed
+
+        text = "\n".join(fitted([text]))
+    click.echo(text, err=True)
 
 
 def sentence(error: BaseException) -> str | None:

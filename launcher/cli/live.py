@@ -19,6 +19,9 @@ OVER = ("gone", "reclaimed", "released", "denied", "no_capacity")
 STATE_STYLES = {"ready": "green", "starting": "yellow", "draining": "magenta", "stopping": "magenta", "lost": "red"}
 """Colour of a node's state. The state is also written, for terminals and people without colours."""
 
+EVENTS, ROOM_FOR_BOTH = 5, 12
+"""Events that nodes leave room for, on screens with at least so many lines for both."""
+
 KEYS_LINE = "q leave  s stop  l logs  ? help"
 
 
@@ -140,9 +143,10 @@ def savings_text(view: RunView) -> str:
 
 
 def _body(view: RunView, events: Sequence[str], room: int) -> list[Text]:
-    """Return nodes and events in `room` lines. Events give way first, then nodes."""
+    """Return nodes and events in `room` lines. Many nodes leave the events their lines if there is room for both."""
     nodes = list(_node_lines(view))
-    most_nodes = max(0, room - 1)
+    kept = min(len(events), EVENTS) + 1 if events and room >= ROOM_FOR_BOTH else 0
+    most_nodes = max(0, room - 1 - kept)
     if len(nodes) > most_nodes:
         hidden = len(nodes) - max(0, most_nodes - 1)
         nodes = [*nodes[: max(0, most_nodes - 1)], Text(f"... and {hidden} more nodes", style="dim")]
@@ -166,7 +170,7 @@ def _node_lines(view: RunView) -> Iterator[Text]:
         line = Text(style="bold" if number == 0 else "")
         for column, (cell, width) in enumerate(zip(row, widths, strict=True)):
             text = cell.rjust(width) if column in (4, 5) else cell.ljust(width)
-            line.append(text + " ", style=STATE_STYLES.get(cell, "") if number and column == 3 else "")
+            line.append(text + "  ", style=STATE_STYLES.get(cell, "") if number and column == 3 else "")
         line.rstrip()
         yield line
 

@@ -149,6 +149,14 @@ def test_the_terminal_shows_results_scores_jobs_and_dollars_in_80_columns(ledger
     assert max(map(len, result.output.splitlines())) <= 80
 
 
+def test_a_long_value_does_not_break_the_table_of_differences(ledger):
+    with ledger() as session, session.begin():
+        climbing(session, "c", SLOW, algorithm="a" * 60, seed=1)
+    lines = CliRunner().invoke(compare, ["a", "c"], obj=ledger).output.splitlines()
+    assert any(line.startswith("algorithm.name of c:") for line in lines)
+    assert "a" * 60 in "".join(lines)
+
+
 def test_the_json_keeps_its_schema(ledger):
     result = CliRunner().invoke(compare, ["a", "b", "--json"], obj=ledger)
     found = printed("compare", result.stdout)

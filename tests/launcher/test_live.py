@@ -67,6 +67,14 @@ def test_nodes_that_do_not_fit_are_counted():
     assert f"... and {30 - shown} more nodes" in text
 
 
+def test_many_nodes_leave_room_for_five_events():
+    lines = drawn(Frame(view=VIEW, events=[f"event {n}" for n in range(9)]))
+    assert [line for line in lines if line.startswith("event")] == [f"event {n}" for n in range(4, 9)]
+    assert any("more nodes" in line for line in lines)
+    small = "\n".join(drawn(Frame(view=VIEW, events=["event"]), height=14))
+    assert "event" not in small
+
+
 def test_a_page_shows_its_title_and_its_end():
     text = "\n".join(drawn(Frame(view=VIEW, note=("==> agent.log <==", *(f"line {n}." for n in range(200))))))
     assert "==> agent.log <==" in text
