@@ -272,6 +272,8 @@ class RuntimeConfig(Strict):
     """Initial estimate of a spot node's mean life for `auto` (run's clock). The run adds its own observations."""
     step_seconds: Annotated[float, Field(ge=0.0)] = 0.0
     """Minimum duration of a denoising step, for drills and benchmarks."""
+    row_seconds: Annotated[float, Field(ge=0.0)] = 0.0
+    """Minimum duration of a training row, a trained (image, step) pair, for drills and benchmarks."""
     sp_degree: Literal["auto"] | Positive = 1
     """Workers of a spot node that share an image's sequence (Ulysses). Workers left over on a node use smaller degrees.
     `auto`: chosen from the waiting requests and the measured step times (engine/parallel/groups.py)."""
@@ -284,6 +286,12 @@ class RuntimeConfig(Strict):
     5e-7; the trainer then recomputes the log-probs. `restart`: always restart."""
     sp_timeout_seconds: Annotated[float, Field(gt=0.0)] = 5.0
     """Time a worker waits for a peer of its group that neither answers nor dies."""
+    help: Literal["auto", "off", "greedy", "feedback", "search"] = "auto"
+    """Rollouts made by a trainer that waits for a group. `greedy`: whole leases, whenever no group is ready.
+    `feedback`: the same, but the trainer gives its lease back between two steps once it can train; no step is repeated.
+    `search`: as `feedback`, for the number of leases that ends the batch soonest. `off`: none, while a rollout GPU
+    lives. `auto`: `search` if help makes an iteration shorter by the rates measured in the run, else `off`; `feedback`
+    before the rates are known, and with `sp_degree` above 1."""
     trace_steps: bool = False
     """Trace of steps: every worker logs finished steps with their times to `traces/` in the node's folder."""
     trainer_threads: Annotated[int, Field(ge=0)] = 0

@@ -115,7 +115,9 @@ class IterationDone:
     ratio_max, clip_share, kl and dlogp_abs_mean, or velocity_change, positive_loss, negative_loss and
     reference_distance (engine/algorithm). Where workers merge adapters: worker_dlogp_abs_mean and worker_dlogp_abs_max,
     the distance of their log-probs from the trainer's. `made_by`: number of the batch's rollouts finished by each node.
-    `scores`: mean of each metric of the reward over the rollouts, such as the scores of a sum.
+    `scores`: mean of each metric of the reward over the rollouts, such as the scores of a sum. `schedule`, in
+    wall seconds: seconds (of training the batch, with rollouts, and of the last publishing before), waited_seconds,
+    helped_seconds and switch_seconds of the trainer; with known rates expected_seconds and expected_waiting.
     """
 
     KIND: ClassVar[str] = "iteration_done"
@@ -130,6 +132,7 @@ class IterationDone:
     health: Mapping[str, float]
     made_by: Mapping[str, int] = field(default_factory=dict)
     scores: Mapping[str, float] = field(default_factory=dict)
+    schedule: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

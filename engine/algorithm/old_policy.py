@@ -42,6 +42,7 @@ class OldPolicy:
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._parameters = parameters
         self._kept: dict[str, Tensor] | None = None
+        self._is_active = False
 
     @property
     def differs(self) -> bool:
@@ -60,12 +61,19 @@ class OldPolicy:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Put the old policy into the model inside the context. No gradient and no optimiser step may happen there."""
-        if self._kept is None:
+        """Put the old policy into the model inside the context. No gradient and no optimiser step may happen there.
+
+        Contexts may be nested: between the steps of a rollout, the trainer computes log-probs of another.
+        """
+        if self._kept is None or self._is_active:
             yield
             return
-        with exchanged(self._parameters, self._kept):
-            yield
+        self._is_active = True
+        try:
+            with exchanged(self._parameters, self._kept):
+                yield
+        finally:
+            self._is_active = False
 
     @torch.no_grad()
     def advance(self, decay: float) -> None:

@@ -21,6 +21,7 @@ the sum over rows has another order.
 
 import itertools
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -130,6 +131,8 @@ class Trainer:
         self.config = config
         self.rows_per_forward = config.rows_per_forward
         """Most rows of a pass. Starts at the job's number, and halves whenever a pass runs out of memory."""
+        self.row_seconds = 0.0
+        """Minimum seconds of a row, for drills and benchmarks."""
         self.on_fewer_rows: Callable[[int, str], None] = lambda rows, error: None
         """Called after every halving, with the new number and the text of the memory error."""
         self.old = OldPolicy(parameters)
@@ -298,7 +301,10 @@ class Transaction:
     def _train_ready(self) -> None:
         """Train the groups that may be trained now: whole bundles, and at the end of the step the rest."""
         for bundle in list(self._bundles()):
+            begun = time.perf_counter()
             self._accumulate({number: self._groups[number] for number in bundle})
+            least = self._trainer.row_seconds * self._rows_of_largest_group * len(bundle)
+            time.sleep(max(0.0, begun + least - time.perf_counter()))
             self._taken.update(bundle)
         if self._sum is not None and not self.missing:
             self._sum.write()

@@ -48,6 +48,7 @@ from engine.protocol.messages import (
     Known,
     Late,
     LeaseCall,
+    LookAhead,
     NodeLost,
     Notice,
     Order,
@@ -152,6 +153,8 @@ class Coordinator:
                 return Known(lineage=self.lineage, version=live.version if live else None), {}
             case Collect():
                 return self._collect(call, now_ms)
+            case LookAhead():
+                return self.queue.outlook(call.batch, now_ms=now_ms), {}
             case WorkerDied() | NodeLost() | Notice():
                 self._workers.observe(call, now_ms)
                 if isinstance(call, WorkerDied):

@@ -248,6 +248,12 @@ class Collect(_ReportsUsage, frozen=True, kw_only=True, tag="collect"):
     poisoned: int = 0
 
 
+class LookAhead(_ReportsUsage, frozen=True, kw_only=True, tag="look_ahead"):
+    """Ask for the rollouts of a batch that wait or are under way."""
+
+    batch: int
+
+
 class _Order(_ReportsUsage, frozen=True, kw_only=True):
     """A numbered order of the trainer. An order with a smaller (boot, seq) than an earlier order is late."""
 
@@ -306,7 +312,7 @@ NodeCall: TypeAlias = LeaseCall | MoneyCall | FetchStates | FetchWeights | Notic
 """The calls that a spot node may make (engine/coordinator/rights.py)."""
 Observation: TypeAlias = WorkerDied | NodeLost
 Order: TypeAlias = BeginLineage | Submit | Explore | Publish | Withdraw | Stop
-TrainerCall: TypeAlias = Order | Peek | Collect
+TrainerCall: TypeAlias = Order | Peek | Collect | LookAhead
 Call: TypeAlias = NodeCall | Observation | TrainerCall
 
 
@@ -381,7 +387,42 @@ class Results(_Answer, frozen=True, kw_only=True, tag="results"):
     exploring_seconds: float
 
 
-Answer: TypeAlias = Reply | Done | Held | NoMoney | Late | Known | Published | States | WeightsBytes | Results
+class Waiting(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """An image that waits for a worker. `step`: number of committed denoising steps. `is_old`: of an early group."""
+
+    prompt: str
+    seed: int
+    step: int
+    is_old: bool = False
+
+
+class UnderWay(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """A worker's lease. `left_ms`: expected milliseconds of the run's clock until its end.
+
+    `steps_left`: 0 if the images only wait for their score. `images`: (prompt, seed) of the asked batch; other work has
+    none.
+    """
+
+    worker: str
+    left_ms: float
+    steps_left: int
+    images: tuple[tuple[str, int], ...]
+
+
+class Outlook(_Answer, frozen=True, kw_only=True, tag="outlook"):
+    """The work of a batch that waits, in the order of leases, and all open leases.
+
+    `idle`: live workers without a lease. `step_ms`: milliseconds of a denoising step of a full lease, scoring included;
+    0: unknown, because no lease of this kind has finished.
+    """
+
+    waiting: tuple[Waiting, ...]
+    leases: tuple[UnderWay, ...]
+    idle: tuple[str, ...]
+    step_ms: float
+
+
+Answer: TypeAlias = Reply | Done | Held | NoMoney | Late | Known | Published | States | WeightsBytes | Results | Outlook
 
 
 def has_news(answer: Answer) -> bool:

@@ -66,6 +66,11 @@ class Backlog:
         """Return True if a request of this kind waits."""
         return bool(self._slots[kind])
 
+    def items(self, kind: Kind) -> Iterator[tuple[RequestId, QueuedRequest]]:
+        """Yield the waiting requests of a kind, in the order of leases."""
+        for bucket in self._slots[kind].values():
+            yield from bucket.items()
+
     def next_batch(
         self, kind: Kind, most_images: int | None, published: Collection[WeightsKey]
     ) -> list[QueuedRequest] | None:

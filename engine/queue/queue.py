@@ -25,6 +25,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from engine.events import Capacity, Market, NodeSeen, NodeServed, NodeState, Warned
 from engine.parallel.forecast import Demand
+from engine.protocol.messages import Outlook
 from engine.protocol.records import LeaseRecord
 from engine.protocol.request import (
     Attempt,
@@ -44,6 +45,7 @@ from engine.queue import recovery
 from engine.queue.commits import CommitTimer
 from engine.queue.leases import Lease
 from engine.queue.members import WorkerRecord
+from engine.queue.outlook import outlook
 from engine.queue.pace import STEPS_PER_LEASE, Pace, Rules
 from engine.queue.speculation import slowest_requests
 from engine.queue.state import REPORTED_LOST, QueueState
@@ -336,6 +338,10 @@ class Queue:
     def demand(self, now_ms: int) -> Demand:
         """Return the waiting and in-flight work, as input for planning SP groups."""
         return self.state.demand(now_ms)
+
+    def outlook(self, batch: int, *, now_ms: int) -> Outlook:
+        """Return the rollouts of a batch that wait or are under way."""
+        return outlook(self.state, batch, now_ms=now_ms, silence_ms=2 * self.rules.lease_ms)
 
     def live_nodes(self, now_ms: int, within_ms: int) -> list[str]:
         """Return the nodes with a lease or a recent call. Draining and lost nodes are left out."""

@@ -8,6 +8,9 @@
                         -> Help
     help `search`       -> roll the schedule forward for several amounts of help; keep the best plan until a unit trains
 
+A plan of help stops for a complete unit, or goes ahead: its leases come before any training, which pays where a switch
+is dear.
+
 Invariant: an answer of Wait means that a rollout GPU is at work or will be, so nobody waits for ever.
 """
 
@@ -23,6 +26,10 @@ MARGIN = 0.03
 The margin counts once for a plan, not for each of its leases (research notes pipeline 2d)."""
 
 
+MOST_SEARCHED = 1024
+"""Waiting images above which no plan is searched: a decision must take less time than a denoising step."""
+
+
 @dataclass(frozen=True, slots=True)
 class Train:
     groups: tuple[int, ...]
@@ -30,9 +37,13 @@ class Train:
 
 @dataclass(frozen=True, slots=True)
 class Help:
-    """Sample one lease on each trainer GPU. `left`: further leases of the plan; None: no plan."""
+    """Sample one lease on each trainer GPU that can sample.
+
+    `left`: further leases of the plan; None: no plan. `ahead`: the leases of the plan come before any training.
+    """
 
     left: int | None = None
+    ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +55,14 @@ class Wait:
 
 Action = Train | Help | Wait
 
-Finish = Callable[[Rates, State, Knobs, int], float]
-"""(rates, state, knobs, leases of help) -> the moment at which the batch is trained."""
+Finish = Callable[[Rates, State, Knobs, int, bool], float]
+"""(rates, state, knobs, leases of help, ahead of training) -> the moment at which the batch is trained."""
 
 
 def next_action(rates: Rates, state: State, knobs: Knobs, finish: Finish) -> Action:
-    """Return what the trainer does next. Rates that are unusable lead to `feedback`, which needs none."""
+    """Return what the trainer does next. Rates or facts that are unusable lead to `feedback`, which needs none."""
+    if state.help_ahead and state.help_left and state.may_help():
+        return Help(state.help_left - 1, ahead=True)
     if groups := state.ready(knobs.unit):
         return Train(groups)
     if not state.may_help():
@@ -58,19 +71,26 @@ def next_action(rates: Rates, state: State, knobs: Knobs, finish: Finish) -> Act
         return Help()
     if knobs.help == "off":
         return Wait()
-    if knobs.help != "search" or rates.problems():
+    if knobs.help != "search" or rates.problems() or state.problems() or len(state.waiting) > MOST_SEARCHED:
         return Help()
     if state.help_left is None:
-        state_left = _leases_of_help(rates, state, knobs, finish)
-        return Help(state_left - 1) if state_left else Wait(0)
+        leases, ahead = _leases_of_help(rates, state, knobs, finish)
+        return Help(leases - 1, ahead) if leases else Wait(0)
     return Help(state.help_left - 1) if state.help_left else Wait(0)
 
 
-def _leases_of_help(rates: Rates, state: State, knobs: Knobs, finish: Finish) -> int:
-    """Return the number of leases with the earliest end of the batch, 0 if help gains less than the margin."""
-    most = ceil(len(state.waiting) / (state.gpus.trainer * state.work.lease))
-    without = finish(rates, state, knobs, 0)
-    amounts = sorted({1, 2, 4, 8, most // 2, most} & set(range(1, most + 1)))
-    ends = [(finish(rates, state, knobs, leases), leases) for leases in amounts]
-    soonest, leases = min(ends)
-    return leases if without - soonest > MARGIN * (without - state.now) else 0
+def _leases_of_help(rates: Rates, state: State, knobs: Knobs, finish: Finish) -> tuple[int, bool]:
+    """Return the number of leases with the earliest end of the batch, and whether they go ahead of training.
+
+    0 leases if help gains less than the margin.
+    """
+    most = ceil(len(state.waiting) / (state.gpus.helping * state.work.lease))
+    without = finish(rates, state, knobs, 0, False)
+    amounts = sorted({1, 2, 4, 8, most // 8, most // 4, 3 * most // 8, most // 2, most} & set(range(1, most + 1)))
+    worth = MARGIN * (without - state.now)
+    chosen, end = (0, False), without
+    for ahead in (False, True) if rates.switch.value else (False,):  # without a switch, stopping costs nothing
+        soonest, leases = min((finish(rates, state, knobs, leases, ahead), leases) for leases in amounts)
+        if end - soonest > worth:
+            chosen, end = (leases, ahead), soonest
+    return chosen

@@ -55,7 +55,8 @@ class World:
         heapq.heapify(self.free)
         heapq.heapify(self.doing)
         self.done: Counter[tuple[int, int]] = Counter(state.done)
-        self.weights_at, self.help_left = state.weights_at, state.help_left
+        self.weights_at, self.samples = state.weights_at, state.samples
+        self.help_left, self.help_ahead = state.help_left, state.help_ahead
         self.begun_early: set[tuple[int, int]] = set()
         self.idle: defaultdict[str, float] = defaultdict(float)
         self.sampled: Counter[tuple[int, int]] = Counter()
@@ -77,6 +78,8 @@ class World:
             trained=self.trained,
             weights_at=self.weights_at,
             help_left=self.help_left,
+            help_ahead=self.help_ahead,
+            samples=self.samples,
         )
 
     # --- rollout GPUs
@@ -95,7 +98,7 @@ class World:
             groups = tuple((image.batch, image.group) for image in images)
             if queue is self.early:
                 self.begun_early.update(groups)
-            seconds = self.rates.image.value * max(image.rest for image in images) * len(images)
+            seconds = self.rates.image.value * max(image.rest for image in images) * self.work.lease
             self._push(begins + seconds * self.facts.rollout(), Lease(ends=begins + seconds, gpu=gpu, groups=groups))
 
     def _push(self, ends: float, lease: Lease) -> None:
@@ -131,25 +134,31 @@ class World:
 
     # --- trainer
 
-    def train_batch(self, leases_of_help: int | None = None) -> None:
-        """Train the open batch. `leases_of_help`: a fixed plan; None: as `next_action` decides."""
+    def train_batch(self, leases_of_help: int | None = None, *, ahead: bool = False) -> None:
+        """Train the open batch. `leases_of_help`: a fixed plan; None: as `next_action` decides.
+
+        `ahead`: the leases of the fixed plan come before any training.
+        """
         knobs = self.knobs if leases_of_help is None else _without_search(self.knobs)
         left = math.inf if leases_of_help is None else leases_of_help
+        if ahead:
+            self.help_left, self.help_ahead = leases_of_help, True
         while (state := self.state()).wanted():
             action = next_action(self.rates, state, knobs, finish)
             match action:
                 case Train(groups=groups):
                     self._train(groups)
-                case Help(left=planned) if left > 0:
-                    self.help_left = planned
+                case Help() if left > 0:
+                    self.help_left, self.help_ahead = action.left, action.ahead
                     left -= 1
                     self._help()
                 case _:
-                    self.help_left = action.left
+                    self.help_left, self.help_ahead = action.left, False
                     self._wait()
         self._commit()
 
     def _train(self, groups: tuple[int, ...]) -> None:
+        self._switch(samples=False)
         ranks, rows = self.gpus.trainer, self.knobs.rows
         seconds = train_seconds(self.rates, self.work, ranks, len(groups), rows)
         each = math.ceil(len(groups) * self.work.images * self.work.rows_of_image / ranks)
@@ -158,7 +167,7 @@ class World:
         self.collectives += ranks * passes * max(0.0, shown)
         self._advance(self.now + seconds * self.facts.training())
         self.trained |= set(groups)
-        self.help_left = None
+        self.help_left, self.help_ahead = None, False
 
     def _wait(self) -> None:
         self._deal()
@@ -171,23 +180,23 @@ class World:
         self._advance(moment)
 
     def _help(self) -> None:
-        """Sample a lease on each trainer GPU. Except with `greedy`, stop between steps once a unit is complete."""
+        """Sample a lease on each trainer GPU that can. Stop between steps once a unit is complete, except `greedy`."""
         work, trainer = self.work, self.gpus.trainer
-        images = [image for image in self.waiting if not image.is_old][: trainer * work.lease]
+        images = [image for image in self.waiting if not image.is_old][: self.gpus.helping * work.lease]
         for image in images:
             self.waiting.remove(image)
         busy = math.ceil(len(images) / work.lease)
-        step = self.rates.image.value * min(work.lease, len(images)) / work.steps
-        self._pause(self.rates.switch.value)
+        step = self.rates.image.value * work.lease / work.steps
+        self._switch(samples=True)
         most = round(max(image.rest for image in images) * work.steps)
         made = 0
-        while made < most and (self.knobs.help == "greedy" or not self.state().ready(self.knobs.unit)):
+        to_the_end = self.knobs.help == "greedy" or self.help_ahead
+        while made < most and (to_the_end or not self.state().ready(self.knobs.unit)):
             seconds = step * self.facts.rollout()
             self._advance(self.now + seconds)
             self.idle[WAITS] += seconds * (trainer - busy)
             made += 1
         self._give_back(images, made)
-        self._pause(self.rates.switch.value)
 
     def _give_back(self, images: list[Image], made: int) -> None:
         """Finish the images whose steps are all made, and queue the others first, at the step where they stand."""
@@ -200,16 +209,19 @@ class World:
         self._push(known, Lease(ends=known, gpu=SCORER, groups=finished))
         self.waiting.extendleft(reversed([image for image in left if image.rest >= half_a_step]))
 
-    def _pause(self, seconds: float) -> None:
-        self.idle[SWITCH] += seconds * self.gpus.trainer
-        self._advance(self.now + seconds)
+    def _switch(self, *, samples: bool) -> None:
+        """Prepare the trainer for sampling or training. Leases in a row need one switch."""
+        if samples != self.samples:
+            self.samples = samples
+            self.idle[SWITCH] += self.rates.switch.value * self.gpus.trainer
+            self._advance(self.now + self.rates.switch.value)
 
     def _commit(self) -> None:
         """Take the last optimiser step of the batch, publish, and open the next batch."""
         self.stale += sum(batch == self.batch for batch, _ in self.begun_early)
         self.batch += 1
         self.committed += 1
-        self.trained, self.help_left = frozenset(), None
+        self.trained, self.help_left, self.help_ahead = frozenset(), None, False
         self.weights_at = self.now + self.rates.publish.value + self.rates.load.value
         self.done = Counter({key: count for key, count in self.done.items() if key[0] >= self.batch})
         self.begun_early = {key for key in self.begun_early if key[0] >= self.batch}
@@ -250,10 +262,10 @@ def _without_search(knobs: Knobs) -> Knobs:
     return Knobs(unit=knobs.unit, rows=knobs.rows, help="feedback", early=knobs.early)
 
 
-def finish(rates: Rates, state: State, knobs: Knobs, leases_of_help: int) -> float:
+def finish(rates: Rates, state: State, knobs: Knobs, leases_of_help: int, ahead: bool) -> float:
     """Return the moment at which the open batch is trained, with a fixed amount of help."""
     world = World(rates, state, knobs)
-    world.train_batch(leases_of_help)
+    world.train_batch(leases_of_help, ahead=ahead)
     return world.now
 
 

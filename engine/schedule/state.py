@@ -1,5 +1,6 @@
 """The state of a batch, as a schedule sees it: rollouts that wait, are under way and are done, and trained groups."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -59,6 +60,11 @@ class State:
     help_left: int | None = None
     """Leases of help that the kept plan still has. None: no plan was made for the present facts."""
 
+    help_ahead: bool = False
+    """The leases of the kept plan come before any training."""
+    samples: bool = False
+    """The trainer is prepared for sampling, and not for training."""
+
     def may_help(self) -> bool:
         """Return whether an image waits that the trainer's weights may sample."""
         return any(not image.is_old for image in self.waiting)
@@ -88,4 +94,16 @@ class State:
                 slice_ = tuple(range(first, min(first + unit, groups.stop)))
                 if left.issuperset(slice_) and all(map(self.is_complete, slice_)):
                     return slice_
+                if self.work.in_order and left.intersection(slice_):
+                    return ()
         return ()
+
+    def problems(self) -> tuple[str, ...]:
+        """Return the images that nobody will ever sample, in words. Empty: the facts are whole."""
+        known = Counter(self.done)
+        known.update((image.batch, image.group) for image in self.waiting)
+        for lease in self.leases:
+            known.update(lease.groups)
+        wanted = (group for group in range(self.work.groups) if group not in self.trained)
+        missing = {group: self.work.images - known[self.batch, group] for group in wanted}
+        return tuple(f"{count} images of group {group} are nowhere" for group, count in missing.items() if count > 0)

@@ -67,9 +67,12 @@ class Work:
     updates: int = 1
     """Optimiser steps. Each trains `groups / updates` groups, in order."""
     lease: int = 1
-    """Images that a GPU samples together, in as many seconds as one after another."""
+    """Images that a GPU samples together, in as many seconds as one after another. A lease with fewer images takes as
+    long, because a worker fills it up with copies."""
     steps: int = 10
     """Denoising steps of an image: the points at which help can stop."""
+    in_order: bool = False
+    """The units of an optimiser step train in order only (`algorithm.order: fixed`)."""
 
     def minibatch(self, number: int) -> range:
         """Return the groups of an optimiser step."""
@@ -86,6 +89,12 @@ class Gpus:
 
     trainer: int
     rollout: int
+    helpers: int | None = None
+    """GPUs of the trainer that can sample. None: all."""
+
+    @property
+    def helping(self) -> int:
+        return self.trainer if self.helpers is None else self.helpers
 
     @property
     def number(self) -> int:

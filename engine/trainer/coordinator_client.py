@@ -25,7 +25,9 @@ from engine.protocol.messages import (
     Explore,
     Known,
     Late,
+    LookAhead,
     Order,
+    Outlook,
     Peek,
     Publish,
     Published,
@@ -75,6 +77,10 @@ class CoordinatorClient:
     def peek(self) -> Known:
         """Return the coordinator's lineage, and the newest published weight version or None."""
         return self._ask(Peek(), Known)
+
+    def look_ahead(self, batch: int) -> Outlook:
+        """Return the rollouts of a batch that wait or are under way."""
+        return self._ask(LookAhead(batch=batch), Outlook)
 
     def begin_lineage(self, lineage: int) -> None:
         """Have the coordinator forget all requests of earlier lineages."""

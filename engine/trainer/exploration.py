@@ -94,8 +94,10 @@ class SeedExploration:
                 return results
 
     def choose_in_path(self, manifest: Manifest, rollouts: Rollouts) -> tuple[Manifest, Rollouts]:
-        """Roll out the whole manifest, and keep the groups that are worth training (exploration.mode: in-path)."""
-        rollouts.wait_for_all()
+        """Keep the groups that are worth training (exploration.mode: in-path).
+
+        Every rollout of the manifest is there.
+        """
         chosen = self.explorer.choose_in_path(manifest, rollouts.reward_of())
         return chosen, rollouts.only(chosen)
 
@@ -114,8 +116,10 @@ class SeedExploration:
         )
         self._reporter.write(event)
 
-    def next_manifest(self, run: str, order: ExplorationOrder | None, candidates: Sequence[Finished]) -> Manifest:
-        """Return the manifest of the next batch: its groups, and the optimiser step of each group."""
+    def next_manifest(
+        self, run: str, order: ExplorationOrder | None, candidates: Sequence[Finished], *, unit: int
+    ) -> Manifest:
+        """Return the manifest of the next batch: its groups, and the optimiser step and unit of each group."""
         algorithm, batch = self._config.algorithm, self._state.iteration
         total = self._coordinator.exploring_seconds
         spent, self._seconds_before = total - self._seconds_before, total
@@ -131,7 +135,7 @@ class SeedExploration:
             sampler=batch_plan(self._config, batch, self._schedule).signature,
             groups=groups,
             minibatches=tuple(tuple(range(i, i + share)) for i in range(0, len(groups), share)),
-            unit=0 if algorithm.unit == "rows" else algorithm.unit,
+            unit=unit,
         )
 
     def _is_alone(self) -> bool:

@@ -4,9 +4,10 @@
     meanwhile, spot workers explore seeds for the next batch with the weights from before the batch
     choose the next batch's seeds -> checkpoint -> publish
 
-The trainer never waits while a group is ready to train. With no group ready, the trainer makes rollouts too, so a run
-without any spot node continues. The trainer takes an optimiser step once the groups of the step are trained. Until the
-batch is trained, the trainer keeps the old weights beside the new ones, for its own rollouts (`old_policy.py`).
+The trainer never waits while a group is ready to train. With no group ready, the schedule decides
+(`batch_schedule.py`): the trainer waits, or makes rollouts too. A run without any spot node therefore continues. The
+trainer takes an optimiser step once the groups of the step are trained. Until the batch is trained, the trainer keeps
+the old weights beside the new ones, for its own rollouts (`old_policy.py`).
 """
 
 import time
@@ -28,6 +29,7 @@ from engine.rewards.reward import Reward
 from engine.storage.checkpoint import Checkpoint
 from engine.storage.disk import ASK_AGAIN_SECONDS
 from engine.storage.tensor_files import TensorFile
+from engine.trainer.batch_schedule import BatchSchedule
 from engine.trainer.checkpoints import Checkpoints, is_due
 from engine.trainer.context import TrainerContext
 from engine.trainer.coordinator_client import Collected, CoordinatorClient
@@ -72,6 +74,7 @@ class Loop:
         self.model = TrainedModel(
             adapter, config.algorithm, start, self.outbox, workers_compile=config.model.compile == "on"
         )
+        self.model.trainer.row_seconds = config.runtime.row_seconds
         self.memory = TrainingMemory(self.model.trainer, self.state, self.reporter)
         self.schedule = adapter.schedule
         self.worker = own_worker(config, context, adapter, self.model, reward)
@@ -93,7 +96,16 @@ class Loop:
             reporter=self.reporter,
         )
         ranks = Ranks(group, self.model.trainer, self.usage, is_started=start is not None)
-        self.updates = BatchUpdates(config, ranks, self.state, self.usage, self.reporter)
+        self.batch_schedule = BatchSchedule(
+            config,
+            self.coordinator,
+            self.model.trainer,
+            self.reporter,
+            context.clock,
+            own_worker=self.worker.name,
+            ranks=1 if group is None else group.ranks,
+        )
+        self.updates = BatchUpdates(config, ranks, self.state, self.usage, self.reporter, self.batch_schedule)
         self.evaluator = Evaluator(
             config,
             prompts,
@@ -149,10 +161,13 @@ class Loop:
         self.evaluator.begin_if_due()
         order = self.exploration.order(manifest.batch + 1)
         self.early.begin(order)
-        if self.config.exploration.mode == "in-path":
-            manifest, rollouts = self.exploration.choose_in_path(manifest, rollouts)
         plan = batch_plan(self.config, manifest.batch, self.schedule)
+        if self.config.exploration.mode == "in-path":
+            self.batch_schedule.begin(manifest, plan)
+            self.batch_schedule.fill_time_for_all(rollouts)
+            manifest, rollouts = self.exploration.choose_in_path(manifest, rollouts)
         health = self.updates.train(manifest, plan, rollouts)  # groups train while other groups are still sampled
+        trained_at = time.perf_counter()
         self.evaluator.finish()
         if self.evaluator.target_held():
             return  # the evaluated version stays the newest: its weights are what `spotrl pull` copies
@@ -171,12 +186,15 @@ class Loop:
         self.state.std = self.state.std.after(trained) if len(trained) else self.state.std
         # Report before the checkpoint is durable. A crash between the two repeats the batch and its report; the report
         # is never lost.
-        self.reports.report(manifest, finite, len(candidates), health, rollouts)
+        self.reports.report(manifest, finite, len(candidates), health, rollouts, self.batch_schedule.figures())
         self.state.iteration += 1
-        self.state.next_batch = self.early.merge(self.exploration.next_manifest(self.context.run, order, candidates))
+        unit = self.batch_schedule.unit()
+        fresh = self.exploration.next_manifest(self.context.run, order, candidates, unit=unit)
+        self.state.next_batch = self.early.merge(fresh)
         self._save(files)
         with self.usage.measure(Phase.SYNC):
             self._publish(weights)
+        self.batch_schedule.measured.publish(time.perf_counter() - trained_at)
         self.reports.end()
 
     @property
@@ -192,7 +210,8 @@ class Loop:
             self._restore(newest)
         self.state.lineage = self._settle_lineage(newest)
         if newest is None:
-            self.state.next_batch = self.exploration.next_manifest(self.context.run, None, ())
+            unit = self.batch_schedule.unit()
+            self.state.next_batch = self.exploration.next_manifest(self.context.run, None, (), unit=unit)
         manifest = self.state.next_batch
         # The coordinator of another lineage has no old weights: its early groups are made anew, whole.
         early = manifest.early if manifest.lineage == self.state.lineage else ()

@@ -1,7 +1,7 @@
 """Report a run's events and metrics."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -69,8 +69,12 @@ class IterationReports:
         explored: int,
         health: Sequence[Health],
         rollouts: Rollouts,
+        schedule: Mapping[str, float],
     ) -> None:
-        """Report a trained batch. rewards [P, K]: rewards of the finite groups. `explored`: number of candidates."""
+        """Report a trained batch. rewards [P, K]: rewards of the finite groups. `explored`: number of candidates.
+
+        `schedule`: of the event.
+        """
         stale_share = len(rollouts.early) / len(manifest.groups)
         spent = dict(self._usage.total)
         phase_ms = {phase: round(ms - self._usage_before.get(phase, 0.0)) for phase, ms in spent.items()}
@@ -88,6 +92,7 @@ class IterationReports:
             health={**_merge(health), "staleness": stale_share, **early_figures(stale_share, health)},
             made_by=dict(rollouts.made_by),
             scores=rollouts.metrics(),
+            schedule=dict(schedule),
         )
         self._reporter.iteration_done(done)
 

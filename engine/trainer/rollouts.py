@@ -1,6 +1,7 @@
 """The rollouts of a batch on arrival, sorted into groups: complete groups can be trained at once (GAP).
 
-While no complete group waits for training, the trainer samples too: a waiting trainer is a normal worker.
+While no complete group waits for training, the trainer may sample too (TAG). Help stops between denoising steps: the
+trainer commits the images' state and gives its lease back, and another worker goes on from that step.
 """
 
 import math
@@ -83,16 +84,26 @@ class Rollouts:
         return self._take(wait=False)
 
     def wait(self) -> None:
-        """Take new results, or sample with the trainer's own worker, or wait for results."""
-        if self.look():
-            return
-        with torch_threads(1), self._old_policy():
-            reply = self._worker.serve_once(wait=False)
-        self._take(wait=isinstance(reply, Wait))
+        """Wait for a new result, a moment at most."""
+        self._take(wait=True)
 
-    def wait_for_all(self) -> None:
-        while not all(self.is_complete(number) for number in range(len(self._manifest.groups))):
-            self.wait()
+    def help(self, stop: Callable[[], bool]) -> bool:
+        """Sample a lease with the trainer's own worker. Returns False if there is no work for it.
+
+        `stop`: called between denoising steps; True gives the lease back at that step.
+        """
+        with torch_threads(1), self._old_policy():
+            reply = self._worker.serve_once(wait=False, interrupted=stop)
+        self._take(wait=False)
+        return not isinstance(reply, Wait)
+
+    def are_complete(self) -> bool:
+        return all(map(self.is_complete, range(len(self._manifest.groups))))
+
+    def count(self, number: int) -> int:
+        """Return the number of received images of a group."""
+        group = self._manifest.groups[number]
+        return sum((group.prompt, seed) in self._found for seed in group.seeds)
 
     def is_complete(self, number: int) -> bool:
         group = self._manifest.groups[number]

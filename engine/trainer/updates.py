@@ -5,11 +5,14 @@ rollouts of later steps may still be under way: the trainer keeps the weights th
 A step that fails is aborted, and the weights stay as they were. Ranks may share the groups of a step (`ranks.py`).
 """
 
+import time
+
 from engine.algorithm.transaction import Health
 from engine.config import EngineConfig
 from engine.diffusion.sampler import Plan
 from engine.events import Phase
 from engine.protocol.request import Manifest
+from engine.trainer.batch_schedule import BatchSchedule
 from engine.trainer.ending import Unhealthy
 from engine.trainer.ranks import Ranks, Step
 from engine.trainer.report import Reporter
@@ -25,40 +28,55 @@ class BatchUpdates:
     """Trains batches. Raises Unhealthy after BAD_GROUPS_IN_A_ROW groups without a finite reward and loss."""
 
     def __init__(
-        self, config: EngineConfig, ranks: Ranks, state: TrainerState, usage: Usage, reporter: Reporter
+        self,
+        config: EngineConfig,
+        ranks: Ranks,
+        state: TrainerState,
+        usage: Usage,
+        reporter: Reporter,
+        schedule: BatchSchedule,
     ) -> None:
         self._config = config
         self._ranks = ranks
         self._state = state
         self._usage = usage
         self._reporter = reporter
+        self._schedule = schedule
 
     def train(self, manifest: Manifest, plan: Plan, rollouts: Rollouts) -> list[Health]:
         """Take all optimiser steps of a batch. Returns the health of each step."""
+        self._schedule.begin(manifest, plan)
         std = self._std(rollouts)
         finished = []
         for minibatch in range(len(manifest.minibatches)):
             step = self._ranks.begin(manifest, minibatch, plan, std=std)
+            seconds = 0.0
             try:
                 while step.missing:
                     ready = [number for number in step.missing if rollouts.is_complete(number)]
-                    if not ready:
-                        rollouts.wait()
+                    if not ready or self._schedule.goes_ahead:
+                        if not rollouts.look() or self._schedule.goes_ahead:
+                            self._schedule.fill_time(rollouts)
                         continue
+                    begun = time.perf_counter()
                     with self._usage.measure(Phase.TRAINING), torch_threads(self._config.runtime.trainer_threads):
                         step.add(ready[0], rollouts.group(ready[0]))
+                    seconds += time.perf_counter() - begun
+                    self._schedule.group_added()
                     rollouts.look()
             except BaseException:
                 step.abort()
                 raise
+            begun = time.perf_counter()
             with self._usage.measure(Phase.TRAINING):
                 finished.append(self._commit(manifest, minibatch, step))
+            self._schedule.trained(seconds + time.perf_counter() - begun, rows=finished[-1].rows)
         return finished
 
     def _std(self, rollouts: Rollouts) -> float | None:
         """Return the reward std that normalises advantages, or None for the std of each group (algorithm.std)."""
         if self._config.algorithm.std == "batch":
-            rollouts.wait_for_all()
+            self._schedule.fill_time_for_all(rollouts)
             return rollouts.std()
         return self._state.std.value if self._config.algorithm.std == "ema" else None
 

@@ -115,6 +115,7 @@ class Worker:
             boot=self.boot,
         )
         self._faults = LeaseFaults(self.calls)
+        self._interrupted: Callable[[], bool] = lambda: False
         transformer, source = self.adapter.transformer, self.source or FromCoordinator(self.transport)
         merged = None
         if self.may_load and merges(transformer):
@@ -162,8 +163,13 @@ class Worker:
                 # drain.
                 time.sleep(min(0.2, self.heartbeat_seconds))
 
-    def serve_once(self, *, wait: bool) -> Reply:
-        """Pull once and follow the answer. Returns the order that was followed."""
+    def serve_once(self, *, wait: bool, interrupted: Callable[[], bool] = lambda: False) -> Reply:
+        """Pull once and follow the answer. Returns the order that was followed.
+
+        `interrupted`: called between denoising steps. True gives the lease back, and the next worker resumes from this
+        step.
+        """
+        self._interrupted = interrupted
         if self.draining():
             return self._wind_up()
         if self._group.follows:
@@ -253,7 +259,8 @@ class Worker:
     # --- between denoising steps --------------------------------------------------------------------------
 
     def _go_on(self, work: Work, trajectories: list[Trajectory]) -> bool:
-        """Return True if the worker may take the next step. Gives the work back when the node drains."""
+        """Return True if the worker may take the next step. Gives the work back when the node drains, or other work is
+        more urgent."""
         self._scores.send(block=False)
         drain = self.draining()
         replies = [self._commits.answer(wait=False)]
@@ -271,6 +278,7 @@ class Worker:
                     drain = True
                 case _:
                     pass
+        drain = drain or self._interrupted()
         if drain:
             self._hand_back(work, trajectories)
         elif self._commits.is_due(work, trajectories[0].step):

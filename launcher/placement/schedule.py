@@ -1,16 +1,16 @@
 """The schedule of a plan: an iteration played forward event by event, and the setting that would shorten it. Pure.
 
 The plan's price counts rollouts as shared without loss, and training after the last rollout. The schedule
-(`engine/schedule/`) instead plays the engine as it is: leases of whole images, units of groups, a trainer that helps
-with whole leases. The schedule shows where GPUs wait, and does not change the price.
+(`engine/schedule/`) instead plays the engine as it is: leases of whole images, units of groups, a trainer that helps as
+`runtime.help` says. The schedule shows where GPUs wait, and does not change the price.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
 
-from engine.schedule.choose import Allowed, best, predict
-from engine.schedule.values import Gpus, Knobs, Rates, Work, lower_bound
+from engine.schedule.choose import Allowed, best
+from engine.schedule.values import Gpus, Help, Rates, Work, lower_bound
 from engine.timing.figures import Figure, Source
 from engine.timing.job import rows_of_an_image
 from launcher.job.schema import Job
@@ -18,6 +18,9 @@ from launcher.placement.iteration_time import Recipe
 
 MOST_IMAGES = 2048
 """Images of a batch above which no schedule is played: a plan answers within seconds."""
+
+MOST_SEARCHED = 512
+"""Images of a batch above which a plan plays `feedback` for `search`, which takes seconds to play."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +56,7 @@ class PlanSchedule:
         if most is not None and self.idle[most] > 0:
             parts[-1] += f", mostly because the {most}"
         if self.better_unit != self.unit:
-            parts.append(f"algorithm.rows_per_forward: {self.better_rows} would make it {self.better_seconds:.0f} s")
+            parts.append(f"algorithm.unit: {self.better_unit} would make it {self.better_seconds:.0f} s")
         return "; ".join(parts)
 
 
@@ -84,14 +87,20 @@ def plan_schedule(job: Job, recipe: Recipe, *, trainer: int, rollout: int) -> Pl
         updates=algorithm.updates_per_batch,
         steps=job.sampler.steps,
         lease=job.runtime.shape,
+        in_order=algorithm.order == "fixed",
     )
     of_group = rows * cost.images_per_prompt
     whole_step = work.groups_of_step
     unit = min(whole_step, max(1, algorithm.rows_per_forward // of_group))
-    now = Knobs(unit=unit, rows=algorithm.rows_per_forward, help="greedy")
-    timeline = predict(rates, work, gpus, now)
+    if isinstance(algorithm.unit, int):
+        unit = min(unit, algorithm.unit)
+    search: Help = "search" if images <= MOST_SEARCHED else "feedback"
+    helps: tuple[Help, ...] = ("off", search) if job.runtime.help == "auto" else (job.runtime.help,)
+    now = best(rates, work, gpus, Allowed(units=(unit,), rows=(algorithm.rows_per_forward,), helps=helps))
+    timeline = now.timeline
+    assert timeline is not None
     smaller = tuple(dict.fromkeys((unit, *(ceil(unit / part) for part in (2, 4, 8)), 1)))
-    better = best(rates, work, gpus, Allowed(units=smaller, rows=(now.rows,), helps=("greedy",)))
+    better = best(rates, work, gpus, Allowed(units=smaller, rows=(now.knobs.rows,), helps=helps), now)
     assert better.timeline is not None
     return PlanSchedule(
         rollout_gpus=gpus.rollout,

@@ -39,6 +39,8 @@ def test_only_a_trajectory_whose_degree_changed_on_the_way_is_computed_again():
         return Collected(results=results[have:], blobs=blobs, to_come=False, poisoned=0)
 
     rollouts = Rollouts(MANIFEST, collect, None, own_log_probs=own, old_policy=nullcontext)
-    rollouts.wait_for_all()
+    rollouts.wait()
+    assert rollouts.are_complete()
+    assert rollouts.count(0) == 3
     assert asked == ["1234"]
     assert [t.log_probs.tolist() for t in rollouts.group(0).trajectories] == [[-1.0] * 2, [-1.0] * 2, [-2.0] * 2]

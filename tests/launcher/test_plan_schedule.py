@@ -39,7 +39,7 @@ def test_a_unit_of_the_whole_step_is_named_with_the_rows_that_would_be_better():
     assert found.better_unit < found.unit
     assert found.better_seconds < found.seconds * 0.98
     assert found.better_rows == found.better_unit * 16
-    assert f"algorithm.rows_per_forward: {found.better_rows} would make it" in found.text()
+    assert f"algorithm.unit: {found.better_unit} would make it" in found.text()
     better = schedule_of(job(rows=found.better_rows))
     assert better.seconds == pytest.approx(found.better_seconds)
     assert "would make it" not in better.text()

@@ -6,6 +6,7 @@ from engine import durable, prompts
 from engine.coordinator import journal, weight_book
 from engine.node import agent
 from engine.storage.checkpoint import CheckpointStore
+from engine.worker.worker import Worker
 from launcher.clouds import aws
 from launcher.controller import lease, price_watch, recorder, run_process
 from launcher.ledger import node_history, store
@@ -29,6 +30,12 @@ def write_without_sync(path: Path, data: bytes) -> None:
 FAULTS: dict[str, Fault] = {
     fault.name: fault
     for fault in (
+        Fault(
+            name="help-is-not-given-back",
+            forgets="that a trainer that can train has no time for rollouts",
+            patches=((Worker, "_go_on", changed(Worker._go_on, "drain or self._interrupted()", "drain")),),
+            found_by="tests/engine/test_help.py::test_help_stops_between_steps_and_another_worker_goes_on_from_there",
+        ),
         Fault(
             name="the-last-lines-are-held-out",
             forgets="that a file of prompts may be sorted by subject",
