@@ -35,6 +35,7 @@ from launcher.report.reached import (
     target_of,
 )
 from launcher.report.savings import NOT_MODELLED, NOT_MODELLED_ON_CLOUDS, saving_against, savings_of
+from launcher.report.schedule import schedule_of
 from launcher.report.sharing import sharing_of
 from launcher.report.target import dollars_per_gain, smoothed
 from launcher.report.values import SCHEMA, Report, RunFacts
@@ -122,6 +123,7 @@ def _report(session: Session, run: Run, now_ms: int, target_reward: float | None
         learning=learning_of(session, run),
         pictures=tuple(images),
         job_text=run.job_yaml,
+        schedule=schedule_of([row.event for row in by_iteration(session, run, IterationDone.KIND).values()]),
     )
 
 

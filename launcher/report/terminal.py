@@ -8,6 +8,7 @@ from rich.table import Table
 
 from launcher.money import dollars, hourly
 from launcher.report.exploration import exploration_words
+from launcher.report.schedule import schedule_words
 from launcher.report.sharing import sharing_words
 from launcher.report.values import Factors, Report, Saving
 from launcher.report.words import (
@@ -65,6 +66,8 @@ def _print(report: Report, console: Console) -> None:
     _gains(report, console)
     _preemptions(report, console)
     console.print(exploration_words(report.exploration))
+    if report.schedule is not None:
+        console.print(schedule_words(report.schedule))
     if report.sharing is not None:
         console.print(sharing_words(report.sharing))
     _compared(report, console)

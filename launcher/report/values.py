@@ -9,6 +9,7 @@ from typing import Any
 
 from launcher.ledger.accounting import Charge
 from launcher.report.exploration import Exploration
+from launcher.report.schedule import ScheduleResult
 from launcher.report.sharing import Sharing
 from launcher.report.target import Gain
 
@@ -292,6 +293,8 @@ class Report:
     """The contact sheet of every evaluation that kept one, oldest first."""
     job_text: str = ""
     """The job file as it was launched."""
+    schedule: ScheduleResult | None = None
+    """Expected and measured iterations; None for a run without a forecast."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as a dictionary for JSON."""

@@ -42,7 +42,7 @@ meaning."""
 Schema = dict[str, Any]
 
 RUN_ADDED_LATER = frozenset({"on_demand_micro_usd", "preemptions", "iteration_ms", "usual_iteration_ms"})
-REPORT_ADDED_LATER = frozenset({"learning", "pictures", "job_text"})
+REPORT_ADDED_LATER = frozenset({"learning", "pictures", "job_text", "schedule"})
 """Keys of a run's state and of a report that are always printed. Outputs of version 1 from before the keys are valid
 all the same."""
 
