@@ -8,7 +8,7 @@ import random
 from dataclasses import dataclass
 
 from engine.schedule.simulate import Disturbance
-from engine.schedule.values import Gpus, Rates, Work
+from engine.schedule.values import Gpus, Rates, Work, train_seconds
 from engine.timing.figures import Figure, Source
 
 
@@ -73,6 +73,10 @@ def assumed(seconds: float, text: str) -> Figure:
     return Figure(value=seconds, source=Source(basis="assumed", text=text))
 
 
+def published(seconds: float, text: str) -> Figure:
+    return Figure(value=seconds, source=Source(basis="published", text=text))
+
+
 def cells() -> list[Setting]:
     return [cell(name, model, bed) for name, model, bed in CELLS]
 
@@ -123,6 +127,33 @@ def drawn(number: int, seed: int = 0) -> list[tuple[Setting, Gpus]]:
         setting = Setting(name=f"drawn {place}", rates=rates, work=work, number=gpus, rows=draw.choice([2, 4, 8]))
         found.append((setting, setting.split(trainer)))
     return found
+
+
+def rollout_bound(number: int) -> list[tuple[Setting, Gpus]]:
+    """Return the first drawn splits whose rollouts take longer than their training: where help can gain at all."""
+    found = []
+    for setting, gpus in drawn(8 * number):
+        images = setting.work.groups * setting.work.images
+        training = train_seconds(setting.rates, setting.work, gpus.trainer, setting.work.groups, setting.rows)
+        if images * setting.rates.image.value / gpus.rollout > training:
+            found.append((setting, gpus))
+    return found[:number]
+
+
+def of_verl_omni_575() -> Setting:
+    """Return the setting of verl-omni #575: 128 videos a step on two trainer GPUs and one generator.
+
+    Published: 377.9 s a step with one generator, which is then the bottleneck, and 250.4 s with two, of which the
+    trainer waits 0.1 s; 9.1 s to switch to rollouts and 3.3 s back. The group size is not published.
+    """
+    source = "verl-omni #575"
+    work = Work(groups=16, images=8, rows_of_image=10, steps=20)
+    rates = Rates(
+        image=published(377.9 / 128, source),
+        row=published(250.3 * 2 / 128 / work.rows_of_image, source),
+        switch=published((9.1 + 3.3) / 2, source),
+    )
+    return Setting(name=source, rates=rates, work=work, number=3, rows=work.groups * work.images * work.rows_of_image)
 
 
 class Wrong(Disturbance):
