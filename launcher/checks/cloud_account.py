@@ -64,12 +64,16 @@ def clock(limits: CloudLimits, now_ms: Callable[[], int]) -> Check:
 
 
 def permissions(limits: CloudLimits, named: Named = NOTHING_NAMED) -> Check:
-    what, remedy = f"{limits.cloud} permissions", f"`spotrl check --print-policy {limits.cloud}` prints what is needed"
-    result: Permissions = limits.permissions(named)
+    remedy = f"`spotrl check --print-policy {limits.cloud}` prints what is needed"
+    return of_permissions(f"{limits.cloud} permissions", limits.permissions(named), "launching", remedy)
+
+
+def of_permissions(what: str, result: Permissions, purpose: str, remedy: str) -> Check:
+    """Convert the result of a permission check to a line. `purpose`: what the permissions are for."""
     if result.missing:
         found = f"not allowed: {some(result.missing)}"
         return Check(what=what, verdict=Verdict.FAIL, found=found, remedy=remedy, code=ExitCode.CREDENTIALS)
     if result.unchecked:
         found = f"what could be tried is allowed; {len(result.unchecked)} could not be asked about ({result.why})"
         return Check(what=what, verdict=Verdict.WARN, found=found, remedy=remedy)
-    return Check(what=what, verdict=Verdict.OK, found="everything that launching needs is allowed")
+    return Check(what=what, verdict=Verdict.OK, found=f"everything that {purpose} needs is allowed")

@@ -13,7 +13,7 @@ from launcher.placement.plan import Plan
 
 def identity(api: CloudApi, named: Named) -> list[Check]:
     """Check the identity that an administrator made for nodes."""
-    return [_of_finding(f"{api.cloud} identity", one) for one in api.check_identity(named)]
+    return [of_finding(f"{api.cloud} identity", one) for one in api.check_identity(named)]
 
 
 def networks(job: Job, plan: Plan, apis: Mapping[str, CloudApi], ssh_from: Callable[[], str]) -> list[Check]:
@@ -42,12 +42,13 @@ def networks(job: Job, plan: Plan, apis: Mapping[str, CloudApi], ssh_from: Calla
 
 
 def _in_region(what: str, api: CloudApi, region: str, named: Named, ssh_from: str) -> list[Check]:
-    return [_of_finding(what, one) for one in api.check_network(region, named, ssh_from)]
+    return [of_finding(what, one) for one in api.check_network(region, named, ssh_from)]
 
 
 VERDICTS = {Look.OK: Verdict.OK, Look.WRONG: Verdict.FAIL, Look.UNSURE: Verdict.WARN}
 
 
-def _of_finding(what: str, finding: Finding) -> Check:
+def of_finding(what: str, finding: Finding) -> Check:
+    """Convert a finding about a resource that an administrator made to a line."""
     found, _, remedy = finding.text.partition("; ")
     return Check(what=what, verdict=VERDICTS[finding.look], found=found, remedy=remedy)

@@ -8,7 +8,7 @@ cannot run prints its error, and the remaining checks still run.
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,9 +19,11 @@ from launcher.checks.cloud_account import cloud_lines, gcloud
 from launcher.checks.job_and_prices import job_lines, prices
 from launcher.checks.named import identity, networks
 from launcher.checks.quotas import quotas
+from launcher.checks.selftest_needs import selftest_lines
 from launcher.checks.this_machine import address, programs, skypilot, skypilot_config
 from launcher.clouds.base import CloudApi
 from launcher.clouds.limits import CloudLimits
+from launcher.clouds.preempting import Preempter
 from launcher.exit_codes import ExitCode
 from launcher.job.checked import CheckedJob
 from launcher.job.company import NOTHING_NAMED, Named
@@ -56,6 +58,11 @@ def of_clouds(
         if cloud == "gcp":
             groups.append(("gcp gcloud", partial(gcloud, environ, Path.cwd())))
     return groups
+
+
+def of_selftest(preempters: Iterable[Preempter]) -> list[tuple[str, CheckGroup]]:
+    """Return the checks of what `spotrl selftest` needs beside a launch."""
+    return [(f"{one.cloud} selftest", partial(selftest_lines, one)) for one in preempters]
 
 
 def one_will_do(checks: Sequence[Check]) -> list[Check]:

@@ -10,10 +10,11 @@ from pathlib import Path
 import click
 
 from launcher.checks.check import Check, CheckGroup, Verdict, ending, failed, run_checks
-from launcher.checks.spotrl_check import of_clouds, of_job, one_will_do, without_a_job
+from launcher.checks.spotrl_check import of_clouds, of_job, of_selftest, one_will_do, without_a_job
 from launcher.cli.launch import overrides
 from launcher.cli.layout import print_table
 from launcher.clouds.limits import CloudLimits, build_limits
+from launcher.clouds.preempting import build_preempter
 from launcher.controller.lease import is_held
 from launcher.exit_codes import ExitCode, Failure
 from launcher.job.checked import CheckedJob, JobError
@@ -44,6 +45,7 @@ from launcher.settings import config_path, home, ledger_path, runs_folder
     type=click.Choice(CLOUDS),
     help="Print the minimal permissions for your credentials on this cloud, and check nothing.",
 )
+@click.option("--selftest", is_flag=True, help="Check or print also what `spotrl selftest` needs to preempt a node.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def check(
     job: Path | None,
@@ -53,6 +55,7 @@ def check(
     max_hourly: str | None,
     settings: tuple[str, ...],
     policy: str | None,
+    selftest: bool,
     as_json: bool,
 ) -> ExitCode:
     """Check whether JOB can run on real clouds. Nothing is bought.
@@ -66,13 +69,16 @@ def check(
       spotrl check
       spotrl check qwen_image_ocr.yaml --infra aws,gcp
       spotrl check --print-policy aws > policy.json
+      spotrl check --selftest --infra aws
     """
     if policy is not None:
-        _print_policy(policy, job)
+        _print_policy(policy, job, selftest)
         return ExitCode.OK
     flags = {"infra": infra, "name": name, "max_total": max_total, "max_hourly": max_hourly}
     if job is None:
-        checks = run_checks([*without_a_job(), *_clouds(infra.split(",") if infra else CLOUDS)])
+        clouds = infra.split(",") if infra else CLOUDS
+        more = of_selftest(map(build_preempter, clouds)) if selftest else []
+        checks = run_checks([*without_a_job(), *_clouds(clouds), *more])
         return _end(checks if infra else one_will_do(checks), as_json)
     try:
         checked = load_job(job, overrides(flags, settings), environ=os.environ, user_config=config_path())
@@ -83,13 +89,14 @@ def check(
             f"{checked.job.name} runs on this machine, which needs no cloud; `spotrl launch {job} --dry-run` checks it"
         )
         return _end([Check(what="job", verdict=Verdict.OK, found=found)], as_json)
-    return _end(_on_clouds(checked), as_json)
+    return _end(_on_clouds(checked, selftest), as_json)
 
 
-def _on_clouds(checked: CheckedJob) -> list[Check]:
+def _on_clouds(checked: CheckedJob, selftest: bool) -> list[Check]:
     limits = {cloud: build_limits(cloud) for cloud in checked.job.clouds}
     named = {cloud: checked.job.named_on(cloud) for cloud in checked.job.clouds}
     asks = [*without_a_job(), *_clouds(checked.job.clouds, limits, named)]
+    asks += of_selftest(map(build_preempter, checked.job.clouds)) if selftest else []
     try:
         plan = _plan(checked)
     except Failure as failure:  # without a plan, the job has no regions to check
@@ -145,19 +152,22 @@ def _end(checks: Sequence[Check], as_json: bool) -> ExitCode:
     return code
 
 
-def _print_policy(cloud: str, job: Path | None) -> None:
+def _print_policy(cloud: str, job: Path | None, selftest: bool) -> None:
     """Print the policy alone on stdout, so the output can go to a file. Print notes on the AWS policy on stderr."""
     from launcher.clouds.aws_role import node_policy
     from launcher.clouds.policies import AWS_NAMED_NOTES, AWS_NOTES, BUCKETS, aws_policy, gcp_role
+    from launcher.clouds.selftest_policies import SIMULATE, fis_notes, fis_statements
 
     loaded = load_job(job, environ=os.environ, user_config=config_path()).job if job else None
     named = loaded.named_on(cloud) if loaded else NOTHING_NAMED
     if cloud == "gcp":
-        click.echo(gcp_role(named), nl=False)
+        click.echo(gcp_role(named) + (f"- {SIMULATE}\n" if selftest else ""), nl=False)
         return
     buckets = [*loaded.store.values()] if loaded else []
-    click.echo(json.dumps(aws_policy(buckets=buckets or BUCKETS, named=named), indent=2))
-    click.echo(AWS_NOTES, nl=False, err=True)
+    policy = aws_policy(buckets=buckets or BUCKETS, named=named)
+    policy["Statement"] += fis_statements() if selftest else []
+    click.echo(json.dumps(policy, indent=2))
+    click.echo(AWS_NOTES + (fis_notes() if selftest else ""), nl=False, err=True)
     if named.identity:
         click.echo(AWS_NAMED_NOTES.format(identity=named.identity), nl=False, err=True)
         click.echo(json.dumps(node_policy(None, buckets or BUCKETS), indent=2), err=True)

@@ -48,17 +48,19 @@ DRY_RUN: Mapping[str, tuple[str, dict[str, Any]]] = {
 }
 """Actions with a dry run, used if IAM does not tell the caller's permissions."""
 
-CONTEXT = [
-    {"ContextKeyName": key, "ContextKeyValues": [value], "ContextKeyType": "string"}
-    for key, value in (
+EC2_SERVICE, SPOT_SERVICE = "ec2.amazonaws.com", "spot.amazonaws.com"
+
+
+def context(passed_to: str) -> list[dict[str, Any]]:
+    """Return tags and services of our own calls. IAM's simulation evaluates the policy's conditions with these."""
+    values = (
         (f"aws:RequestTag/{RUN_LABEL}", "any"),
         (f"aws:ResourceTag/{RUN_LABEL}", "any"),
         ("ec2:CreateAction", "RunInstances"),
-        ("iam:PassedToService", "ec2.amazonaws.com"),
-        ("iam:AWSServiceName", "spot.amazonaws.com"),
+        ("iam:PassedToService", passed_to),
+        ("iam:AWSServiceName", SPOT_SERVICE if passed_to == EC2_SERVICE else passed_to),
     )
-]
-"""Tags and services of our own calls. IAM's simulation evaluates the policy's conditions with these values."""
+    return [{"ContextKeyName": key, "ContextKeyValues": [value], "ContextKeyType": "string"} for key, value in values]
 
 
 def quota_code(instance_type: str, market: Market) -> str | None:
@@ -104,12 +106,15 @@ class AwsLimits(AwsApi):
 
     def permissions(self, named: Named = NOTHING_NAMED) -> Permissions:
         """Return the caller's missing permissions, by IAM's simulation if allowed, else by dry runs."""
-        caller = self.caller()
-        role = re.fullmatch(r"arn:(aws[a-z-]*):sts::(\d+):assumed-role/([^/]+)/.+", caller.identity)
-        source = f"arn:{role[1]}:iam::{role[2]}:role/{role[3]}" if role else caller.identity
-        wanted = aws_policy(caller.account, named=named, role=self._role_of(named))["Statement"]
+        return self.missing(aws_policy(self.caller().account, named=named, role=self._role_of(named))["Statement"])
+
+    def missing(self, wanted: Sequence[Mapping[str, Any]], passed_to: str = EC2_SERVICE) -> Permissions:
+        """Return which actions of policy statements the caller lacks. `passed_to`: the service that gets a role."""
+        identity = self.caller().identity
+        role = re.fullmatch(r"arn:(aws[a-z-]*):sts::(\d+):assumed-role/([^/]+)/.+", identity)
+        source = f"arn:{role[1]}:iam::{role[2]}:role/{role[3]}" if role else identity
         try:
-            return Permissions(missing=tuple(dict.fromkeys(self._simulated(source, wanted))))
+            return Permissions(missing=tuple(dict.fromkeys(self._simulated(source, wanted, passed_to))))
         except (CloudRefused, CloudUnreachable, ResponseParserError) as refused:
             actions = [action for statement in wanted for action in statement["Action"]]
             unchecked = [action for action in actions if action not in DRY_RUN]
@@ -136,7 +141,7 @@ class AwsLimits(AwsApi):
     def bucket_region(self, url: str) -> str:
         return bucket_region(url)
 
-    def _simulated(self, source: str, wanted: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    def _simulated(self, source: str, wanted: Sequence[Mapping[str, Any]], passed_to: str) -> Iterator[str]:
         """Yield the denied actions of each policy statement, simulated with the statement's resources and our tags."""
         with errors_named("aws iam SimulatePrincipalPolicy"):
             pages = self._client("iam", HOME_REGION).get_paginator("simulate_principal_policy")
@@ -145,7 +150,7 @@ class AwsLimits(AwsApi):
                 asked = {
                     "PolicySourceArn": source,
                     "ActionNames": statement["Action"],
-                    "ContextEntries": CONTEXT,
+                    "ContextEntries": context(passed_to),
                     **({"ResourceArns": resources} if resources else {}),
                 }
                 for page in pages.paginate(**asked):

@@ -4,7 +4,7 @@ Quotas of GPUs are counted in GPUs, by model and capacity type in each region, a
 without a preemptible GPU quota may use its ordinary quota for spot; the check does not rely on the rule.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from email.utils import parsedate_to_datetime
 
 from engine.events import Market
@@ -52,11 +52,14 @@ class GceLimits(GceApi):
         return round(parsedate_to_datetime(date).timestamp() * 1000)
 
     def permissions(self, named: Named = NOTHING_NAMED) -> Permissions:
-        wanted = gcp_permissions(named)
+        return self.missing(gcp_permissions(named))
+
+    def missing(self, wanted: Sequence[str]) -> Permissions:
+        """Return which of these permissions the caller lacks in the project."""
         granted: set[str] = set()
         with errors_named("gcp projects.testIamPermissions"):
             for start in range(0, len(wanted), AT_ONCE):
-                body = {"permissions": wanted[start : start + AT_ONCE]}
+                body = {"permissions": list(wanted[start : start + AT_ONCE])}
                 granted |= set(self.calls.ask("POST", PROJECTS, ":testIamPermissions", body).get("permissions", ()))
         return Permissions(missing=tuple(one for one in wanted if one not in granted))
 

@@ -73,9 +73,9 @@ def aws_policy(
     ours, profile = f"arn:aws:iam::{account}:role/spotrl/*", f"arn:aws:iam::{account}:instance-profile/spotrl/*"
     labelled, with_label = ({"Null": {f"aws:{kind}/{RUN_LABEL}": "false"}} for kind in ("ResourceTag", "RequestTag"))
     statements: list[dict[str, Any]] = [
-        _allow("See", SEE, "*"),
-        _allow("StartOnlyWithOurLabel", ["ec2:RunInstances"], [f"{here}:instance/*", f"{here}:volume/*"], with_label),
-        _allow(
+        allow("See", SEE, "*"),
+        allow("StartOnlyWithOurLabel", ["ec2:RunInstances"], [f"{here}:instance/*", f"{here}:volume/*"], with_label),
+        allow(
             "StartFrom",
             ["ec2:RunInstances"],
             [
@@ -86,22 +86,22 @@ def aws_policy(
                 f"{here}:subnet/*",
             ],
         ),
-        _allow(
+        allow(
             "LabelWhatIsNew",
             ["ec2:CreateTags"],
             [f"{here}:instance/*", f"{here}:volume/*", *([] if named.network else [f"{here}:security-group/*"])],
             {"StringEquals": {"ec2:CreateAction": ["RunInstances", *([] if named.network else [MAKE_GROUP])]}},
         ),
-        _allow(
+        allow(
             "ChangeAndEndOurOwn",
             ["ec2:CreateTags", "ec2:TerminateInstances"],
             [f"{here}:instance/*"],
             labelled,
         ),
-        _allow("OurDisks", ["ec2:CreateTags", "ec2:DeleteVolume"], [f"{here}:volume/*"], labelled),
+        allow("OurDisks", ["ec2:CreateTags", "ec2:DeleteVolume"], [f"{here}:volume/*"], labelled),
         *([] if named.network else _groups(here, with_label, labelled)),
         *(_named_role(account, named.identity, role) if named.identity else _roles(ours, profile)),
-        _allow(
+        allow(
             "FirstSpotInstance",
             ["iam:CreateServiceLinkedRole"],
             "*",
@@ -112,8 +112,8 @@ def aws_policy(
         bucket, prefix = bucket_of(url)
         inside = f"arn:aws:s3:::{bucket}/{prefix}/*" if prefix else f"arn:aws:s3:::{bucket}/*"
         statements += [
-            _allow(f"Bucket{number}", ["s3:GetBucketLocation", "s3:ListBucket"], [f"arn:aws:s3:::{bucket}"]),
-            _allow(
+            allow(f"Bucket{number}", ["s3:GetBucketLocation", "s3:ListBucket"], [f"arn:aws:s3:::{bucket}"]),
+            allow(
                 f"Objects{number}",
                 ["s3:AbortMultipartUpload", "s3:DeleteObject", "s3:GetObject", "s3:PutObject"],
                 [inside],
@@ -125,18 +125,18 @@ def aws_policy(
 def _groups(here: str, with_label: dict[str, Any], labelled: dict[str, Any]) -> list[dict[str, Any]]:
     changes = ["ec2:AuthorizeSecurityGroupIngress", "ec2:DeleteSecurityGroup", "ec2:RevokeSecurityGroupIngress"]
     return [
-        _allow("MakeGroups", ["ec2:CreateSecurityGroup"], [f"{here}:vpc/*"]),
-        _allow("MakeGroupsWithOurLabel", ["ec2:CreateSecurityGroup"], [f"{here}:security-group/*"], with_label),
-        _allow("OurGroups", changes, [f"{here}:security-group/*"], labelled),
+        allow("MakeGroups", ["ec2:CreateSecurityGroup"], [f"{here}:vpc/*"]),
+        allow("MakeGroupsWithOurLabel", ["ec2:CreateSecurityGroup"], [f"{here}:security-group/*"], with_label),
+        allow("OurGroups", changes, [f"{here}:security-group/*"], labelled),
     ]
 
 
 def _roles(role: str, profile: str) -> list[dict[str, Any]]:
     return [
-        _allow("OurRoles", ROLES, [role]),
-        _allow("OurProfiles", PROFILES, [profile]),
-        _allow("RolesInProfiles", BOTH, [profile]),
-        _allow("GiveNodesOurRoles", ["iam:PassRole"], [role], TO_EC2),
+        allow("OurRoles", ROLES, [role]),
+        allow("OurProfiles", PROFILES, [profile]),
+        allow("RolesInProfiles", BOTH, [profile]),
+        allow("GiveNodesOurRoles", ["iam:PassRole"], [role], TO_EC2),
     ]
 
 
@@ -144,14 +144,15 @@ def _named_role(account: str, identity: str, role: str) -> list[dict[str, Any]]:
     """Return the statements for a named role. An unknown role is assumed to have its instance profile's name."""
     role = role or f"arn:aws:iam::{account}:role/{identity}"
     return [
-        _allow("SeeTheProfile", ["iam:GetInstanceProfile", "iam:ListRoleTags"], "*"),
-        _allow("GiveNodesTheNamedRole", ["iam:PassRole"], [role], TO_EC2),
+        allow("SeeTheProfile", ["iam:GetInstanceProfile", "iam:ListRoleTags"], "*"),
+        allow("GiveNodesTheNamedRole", ["iam:PassRole"], [role], TO_EC2),
     ]
 
 
-def _allow(
+def allow(
     sid: str, actions: Sequence[str], resources: str | Sequence[str], condition: dict[str, Any] | None = None
 ) -> dict[str, Any]:
+    """Return a statement that allows actions on resources."""
     statement = {
         "Sid": sid,
         "Effect": "Allow",

@@ -24,6 +24,9 @@ from google.cloud import compute_v1
 from obstore.auth.boto3 import Boto3CredentialProvider
 from obstore.store import GCSStore, S3Store
 
+from launcher.clouds.aws_fis import AwsPreempter
+from launcher.clouds.aws_inventory import instance_of as described_instance
+from launcher.clouds.selftest_policies import FIS_ROLE, fis_role_policy, fis_trust
 from launcher.market.instance_types import instance_type_of
 from launcher.market.sources.gcp import GcpAdvice, GcpCatalog
 from tests.fakes.clouds import addresses
@@ -290,6 +293,37 @@ def test_a_spot_instance_reports_its_market_and_its_preemption(site: Site, group
     after = site.world.call(lambda: described(instance.id))
     assert (after["State"]["Name"], after["StateReason"]["Code"]) == ("terminated", "Server.SpotInstanceTermination")
     assert not [one for one in site.world.inventory() if one["id"] in (volume, instance.id)]
+
+
+def test_fis_interrupts_a_spot_instance_if_its_role_allows_it(site: Site, group: str) -> None:
+    instance = site.aws(groups=[group], InstanceMarketOptions={"MarketType": "spot"})
+    site.world.notice(1)
+    before = site.world.call(lambda: ordered(instance.id))
+    assert before == ("failed", "failed: The role cannot be assumed by the Fault Injection Service.")
+    site.world.call(make_fis_role)
+    assert site.world.call(lambda: ordered(instance.id)) == ("done", "completed: Experiment completed")
+    assert json.loads(imds(site, instance, "meta-data/spot/instance-action"))["action"] == "terminate"
+    wait_for(lambda: instance.id not in site.world.hosts())
+    after = site.world.call(lambda: described(instance.id))
+    assert (after["State"]["Name"], after["StateReason"]["Code"]) == ("terminated", "Server.SpotInstanceTermination")
+    assert site.world.call(lambda: ordered(instance.id))[0] == "failed", "nothing is left to interrupt"
+    site.world.notice(120)
+
+
+def test_a_simulated_maintenance_event_preempts_a_spot_vm(site: Site) -> None:
+    instance = site.gcp(
+        "test-maintained", scheduling={"provisioning_model": "SPOT", "instance_termination_action": "STOP"}
+    )
+    site.world.notice(1)
+    site.world.call(
+        lambda: compute_v1.InstancesClient().simulate_maintenance_event(
+            project=addresses.PROJECT, zone="us-central1-a", instance="test-maintained"
+        )
+    )
+    wait_for(lambda: instance.id not in site.world.hosts())
+    assert instance.id in site.world.call(preemptions)
+    site.world.notice(30)
+    site.end(instance)
 
 
 def test_a_repeated_client_token_creates_one_instance(site: Site, group: str) -> None:
@@ -751,6 +785,20 @@ def imds(site: Site, instance: HostInstance, path: str, more: str = "") -> str:
 
 def described(instance: str) -> dict[str, Any]:
     return dict(boto3.client("ec2").describe_instances(InstanceIds=[instance])["Reservations"][0]["Instances"][0])
+
+
+def make_fis_role() -> None:
+    iam = boto3.client("iam")
+    iam.create_role(RoleName=FIS_ROLE, AssumeRolePolicyDocument=json.dumps(fis_trust()))
+    iam.put_role_policy(RoleName=FIS_ROLE, PolicyName="interrupt", PolicyDocument=json.dumps(fis_role_policy()))
+
+
+def ordered(instance_id: str) -> tuple[str, str]:
+    """Order an interruption with spotrl's own calls. Return its state."""
+    preempter = AwsPreempter()
+    found = described(instance_id)
+    state = preempter.state(preempter.preempt(described_instance("us-east-1", found)))
+    return state.progress.value, state.text
 
 
 def instance_of(name: str, zone: str = "us-central1-a", **more: Any) -> Any:

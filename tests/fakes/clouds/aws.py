@@ -28,7 +28,7 @@ from urllib.parse import parse_qs
 from urllib.request import Request, urlopen
 from xml.sax.saxutils import escape
 
-from tests.fakes.clouds import addresses
+from tests.fakes.clouds import addresses, fis
 from tests.fakes.clouds.faults import Faults, Kind, later
 from tests.fakes.clouds.hosts import HostSpec
 from tests.fakes.clouds.metadata import ec2_time, role_credentials
@@ -108,6 +108,8 @@ class Aws:
         self.tokens: dict[tuple[str, str], Any] = {}
         self.booting: dict[str, bool] = {}
         self.quota_lag_s = 0.0
+        self.notice_s = fis.NOTICE_S
+        """Seconds between the notice of an interruption by FIS and the end; EC2 gives two minutes."""
         self.ran_at: dict[str, float] = {}
         """Monotonic seconds at which an instance was last seen running."""
         self.calls: dict[str, int] = {}
@@ -163,6 +165,8 @@ class Aws:
             target = environ.get("HTTP_X_AMZ_TARGET", "")
             form = _form(environ)
             action = form.get("Action", target.rpartition(".")[2])
+            if service == "fis":
+                action = fis.action_of(environ["REQUEST_METHOD"], environ["PATH_INFO"])
             with self.lock:
                 self.calls[action] = self.calls.get(action, 0) + 1
             where = f"aws/{region}" if region else "aws"
@@ -180,6 +184,8 @@ class Aws:
                 return self._spot_requests(region, start)
             if action == "DescribeSpotPriceHistory" or service == "pricing":
                 return self._market(environ, start)
+            if service == "fis":
+                return self._fault_injection(environ, start, region, action, moto)
             if service == "servicequotas":
                 return self._quota(environ, start, action)
             while action == "RunInstances" and self.faults.met(Kind.STALLED, where):
@@ -218,6 +224,29 @@ class Aws:
         return _xml(
             start, f'<SimulatePrincipalPolicyResponse xmlns="{space}">{inner}</SimulatePrincipalPolicyResponse>'
         )
+
+    def _fault_injection(
+        self, environ: dict[str, Any], start: Callable[..., Any], region: str, action: str, moto: Wsgi
+    ) -> Iterable[bytes]:
+        """Answer a call to the Fault Injection Service, and carry out a started experiment."""
+        body = environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+        environ["wsgi.input"] = io.BytesIO(body)
+        try:
+            if action == "CreateExperimentTemplate":
+                fis.check_template(body)
+        except fis.Refused as refused:
+            # The client reads the kind of an error from this header or from the body.
+            return _json(start, "400 Bad Request", {"__type": "ValidationException", "message": str(refused)})
+        answer = b"".join(moto(environ, start))
+        if action == "StartExperiment" and b'"experiment"' in answer:
+            spot = {
+                f"arn:aws:ec2:{region}:{addresses.ACCOUNT}:instance/{one.id}": one.state
+                for _, one in _instances()
+                if one.region_name == region and one.lifecycle == "spot"
+            }
+            experiment = json.loads(answer)["experiment"]["id"]
+            fis.carry_out(region, experiment, spot, lambda one: self.reclaim(one, self.notice_s, notice=True))
+        return [answer]
 
     def _spot_requests(self, region: str, start: Callable[..., Any]) -> Iterable[bytes]:
         """Return one spot request per spot instance without filters; its status code shows the outcome."""

@@ -86,6 +86,8 @@ class Gce:
     """Monotonic seconds at which an instance was deleted, by id."""
     quota_lag_s: float = 0.0
     """Seconds for which an ended instance still counts against quotas."""
+    notice_s: float = 30.0
+    """Seconds between the notice of a simulated maintenance event and the end of a Spot VM."""
     booting: dict[str, bool] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=dict)
     counter: int = 1_000_000_000_000_000_000
@@ -447,7 +449,8 @@ class Gce:
             case "disks", "resize":
                 thing["sizeGb"] = body["sizeGb"]
             case "instances", "simulateMaintenanceEvent":
-                self._preempt(thing["id"])
+                if thing["scheduling"]["provisioningModel"] == "SPOT":  # any other one migrates, and goes on
+                    self.reclaim(thing["id"], self.notice_s, notice=True)
             case _:
                 raise _unknown("POST", f"{scope}/{collection}/{verb}")
         return self._operation(scope, verb, thing)

@@ -183,6 +183,10 @@ class Server:
         """Count an instance against quotas for this long after its end."""
         self.aws.quota_lag_s = self.gce.quota_lag_s = seconds
 
+    def notice(self, seconds: float) -> None:
+        """Set the time between notice and end of a preemption that a client orders from its cloud."""
+        self.aws.notice_s = self.gce.notice_s = seconds
+
     def machines(self) -> list[dict[str, Any]]:
         """Return every instance since the start, as the clouds remember it."""
         return [*self.aws.all_instances(), *self.gce.all_instances()]
@@ -221,7 +225,10 @@ class Server:
     def first(self, node: str) -> int:
         return self.hosts.hosts[self.find(node)].first
 
-    ORDERS = ("reclaim", "rebalance", "freeze", "thaw", "unplug", "fault", "clear", "price", "quota", "quota_lag")
+    ORDERS = (
+        *("reclaim", "rebalance", "freeze", "thaw", "unplug", "fault", "clear", "price", "quota", "quota_lag"),
+        "notice",
+    )
     QUESTIONS = ("told_faults", "machines", "all_hosts", "inventory", "calls", "first")
 
     def listen(self) -> None:

@@ -430,6 +430,10 @@ class World:
         """Count an instance against quotas for this long after its end; the default is 0."""
         self.ask("quota_lag", seconds)
 
+    def notice(self, seconds: float) -> None:
+        """Set the time between notice and end of a preemption that a client orders; AWS gives 120 s, Google 30 s."""
+        self.ask("notice", seconds)
+
     # --- remains
 
     def leftovers(self) -> dict[str, int]:
