@@ -133,7 +133,7 @@ test-clouds-run:
 	$(PYTEST) -v -m clouds --timeout 900 $(FIRST_HALF)
 
 test-clouds-parts:
-	$(PYTEST) -v -m clouds --timeout 900 tests/clouds $(addprefix --ignore ,$(FIRST_HALF) $(FAULTS_OF_RUNS) $(FAULTS_OF_PARTS))
+	$(PYTEST) -v -m clouds --timeout 900 tests/clouds $(addprefix --ignore ,$(FIRST_HALF) $(FAULTS_OF_RUNS) $(FAULTS_OF_PARTS) $(SELFTESTS))
 
 # What seldom happens, to runs and to single nodes. Both halves take most of an hour, so `.ci/run` leaves them out. They
 # run one after the other: eight nodes set up at once take so long on two cores that runs come to their deadlines.
@@ -143,12 +143,20 @@ FAULTS_OF_PARTS := tests/clouds/test_quota.py tests/clouds/test_bastion.py
 test-clouds-faults: env tools
 	@$(MAKE) --no-print-directory test-clouds-faults-runs
 	@$(MAKE) --no-print-directory test-clouds-faults-parts
+	@$(MAKE) --no-print-directory test-clouds-selftest
 
 test-clouds-faults-runs:
 	$(PYTEST) -v -m clouds --timeout 1500 $(FAULTS_OF_RUNS)
 
 test-clouds-faults-parts:
 	$(PYTEST) -v -m clouds --timeout 1500 $(FAULTS_OF_PARTS)
+
+# `spotrl selftest` from launch to cleanup: each takes a whole run with a preemption, a stop and a resume.
+SELFTESTS := tests/clouds/test_selftest.py
+
+.PHONY: test-clouds-selftest
+test-clouds-selftest: env tools
+	$(PYTEST) -v -m clouds --timeout 1500 $(SELFTESTS)
 
 format: env
 	$(BIN)/ruff format .

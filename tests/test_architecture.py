@@ -100,6 +100,7 @@ FLOORS = {
         "runs",
         "web",
         "cleanup",
+        "selftest",
         "schemas",
         "cli",
     ],

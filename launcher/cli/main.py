@@ -42,7 +42,7 @@ OTHER_NAMES = {
 """Command names of other tools, and the matching `spotrl` command for the error message."""
 
 GROUPS: dict[str, tuple[str, ...]] = {
-    "Start and end runs": ("init", "config", "check", "check-reward", "launch", "down", "resume"),
+    "Start and end runs": ("init", "config", "check", "selftest", "check-reward", "launch", "down", "resume"),
     "Look at runs": ("ls", "attach", "status", "events", "logs", "ui", "ssh"),
     "Use results": ("report", "compare", "pull", "sample", "trace"),
     "Prices and plans": ("prices", "catalog", "simulate"),

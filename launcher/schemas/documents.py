@@ -29,6 +29,7 @@ from launcher.report.values import Report
 from launcher.runs.event_lines import EventLine
 from launcher.runs.views import RunView
 from launcher.schemas import outputs
+from launcher.selftest.outcome import SelftestOutcome
 from launcher.services.refresh_catalog import Change
 
 FOLDER = Path(__file__).parent
@@ -76,6 +77,7 @@ def documents() -> dict[str, Schema]:
         "check": _schema(outputs.Checks),
         "check-reward": _joined("Output of `spotrl check-reward --json`.", RewardCheck, outputs.CheckedJobName),
         "cleanup": _schema(outputs.Cleanup),
+        "selftest": _either("Output of `spotrl selftest --json`.", SelftestOutcome, outputs.SelftestPlan),
         "catalog-show": _with_items(outputs.CatalogShow, "offers", _joined("An offer.", Offer, outputs.OfferAge)),
         "catalog-refresh": _with_items(outputs.CatalogRefresh, "changes", _schema(Change)),
         "catalog-validate": _schema(outputs.CatalogValidate),
@@ -165,7 +167,11 @@ def _join(description: str, *parts: Schema) -> Schema:
 
 
 def _either(description: str, *kinds: Any) -> Schema:
-    return {"description": description, "anyOf": [_schema(kind) for kind in kinds]}
+    choices: list[Schema] = [_schema(kind) for kind in kinds]
+    definitions: Schema = {}
+    for choice in choices:
+        definitions |= choice.pop("$defs", {})
+    return {"description": description, "anyOf": choices} | ({"$defs": definitions} if definitions else {})
 
 
 def _listed(item: Schema, description: str) -> Schema:

@@ -25,6 +25,26 @@ class ErrorOutput(TypedDict):
     exit_code: int
 
 
+class SelftestStep(TypedDict):
+    step: str
+    purpose: str
+
+
+class SelftestPlan(TypedDict):
+    """Output of `spotrl selftest --dry-run --json`. Nothing was started."""
+
+    run: str
+    cloud: str
+    started: Literal[False]
+    gpu: str
+    """GPU of both nodes."""
+    max_total_micro_usd: int
+    on_demand_micro_usd_per_hour: int
+    """Lowest price of an on-demand node with this GPU."""
+    spot_micro_usd_per_hour: int
+    steps: list[SelftestStep]
+
+
 # --- runs --------------------------------------------------------------------------------------------
 
 

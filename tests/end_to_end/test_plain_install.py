@@ -37,6 +37,7 @@ MISTAKES = {
     "rm": ("rm", "nobody", "-y"),
     "sample": ("sample", "nobody", "1234"),
     "ssh": ("ssh", "nobody", "node"),
+    "selftest": ("selftest", "--infra", "aws", "--max-total", "$6"),
     "status": ("status", "nobody"),
     "trace": ("trace", "nobody", "-o", "no/such/trace.json"),
     "simulate": ("simulate", "none.yaml"),

@@ -1,0 +1,173 @@
+"""Conduct a selftest: act, read the facts, judge, step by step; clean up in every case.
+
+The run is a launch like any other: `spotrl launch` has started it, its controller buys, replaces and ends nodes within
+its budget, and this module only orders what a user or the cloud could order: a preemption, a stop, a resume. Ctrl-C, a
+failed step and an error all lead to the cleanup, which stops the run and asks the cloud what is left.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+from launcher.clouds.base import CloudUnreachable
+from launcher.clouds.preempting import Order, OrderState, Progress
+from launcher.exit_codes import Failure
+from launcher.selftest.acting import Acts
+from launcher.selftest.facts import Facts, Preempted
+from launcher.selftest.reading import Seen
+from launcher.selftest.steps import ALWAYS, Judgement, Step, Verdict, judge
+
+MINUTES: Mapping[Step, float] = {
+    Step.BUY: 30,
+    Step.TRAIN: 15,
+    Step.PUBLISH: 10,
+    Step.PREEMPT: 10,
+    Step.NOTICE: 10,
+    Step.DRAIN: 15,
+    Step.REPLACE: 30,
+    Step.CHECKPOINT: 15,
+    Step.RESUME: 30,
+    Step.CLEANUP: 15,
+    Step.BILL: 1,
+}
+"""Longest time of each step. A node takes minutes to come up, and a cloud minutes to report its end. A run that is slow
+in every step ends at its deadline."""
+
+LOOK_SECONDS, SAY_SECONDS = 1.0, 30.0
+"""Seconds between two looks at the facts, and between two lines about a step that still waits for the same."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """A judged step with the time that it took."""
+
+    step: Step
+    judgement: Judgement
+    seconds: float
+
+
+@dataclass(kw_only=True)
+class Conductor:
+    """One selftest. `say(step, text)`: print a line of progress."""
+
+    run: Acts
+    say: Callable[[Step, str], None]
+    seen: Seen = field(default_factory=Seen)
+    results: list[Result] = field(default_factory=list)
+    minutes: Mapping[Step, float] = field(default_factory=lambda: MINUTES)
+    interrupts: tuple[type[BaseException], ...] = (KeyboardInterrupt,)
+    """Exceptions with which a user ends the selftest: Ctrl-C, SIGTERM, a closed terminal."""
+    look_seconds: float = LOOK_SECONDS
+    is_interrupted: bool = False
+    order: Order | None = None
+    """The accepted order to preempt."""
+
+    def conduct(self) -> None:
+        """Take every step. Never raises: an error of a step is its failure, and the cleanup follows."""
+        try:
+            for step in (one for one in Step if one not in ALWAYS):
+                if not self._take(step):
+                    break
+        except self.interrupts:
+            self.is_interrupted = True
+            self.say(Step.CLEANUP, "interrupted; cleaning up (Ctrl-C again: do not wait)")
+        self.clean_up()
+
+    def clean_up(self) -> None:
+        """Take the steps that are always taken. A second interruption ends the waiting; the step has failed then."""
+        for step in ALWAYS:
+            try:
+                self._take(step)
+            except self.interrupts:
+                self.is_interrupted = True
+                self._keep(step, Judgement(verdict=Verdict.FAILED, text="interrupted before it was done"), 0.0)
+
+    def fail(self, step: Step, text: str) -> None:
+        """Record a failure outside the steps' own checks."""
+        self._keep(step, Judgement(verdict=Verdict.FAILED, text=text), 0.0)
+
+    @property
+    def failed(self) -> list[Result]:
+        return [result for result in self.results if result.judgement.verdict is Verdict.FAILED]
+
+    def facts(self) -> Facts:
+        return self.run.facts(self.seen)
+
+    def _take(self, step: Step) -> bool:
+        """Act, and wait until the step is judged. Return True unless the step failed."""
+        began = time.monotonic()
+        try:
+            self._act(step)
+            judgement = self._judged(step, began + self.minutes[step] * 60)
+        except self.interrupts:
+            raise
+        except Failure as failure:
+            judgement = Judgement(verdict=Verdict.FAILED, text=str(failure))
+        except Exception as error:  # whatever a step meets, the cleanup must follow
+            judgement = Judgement(verdict=Verdict.FAILED, text=f"{type(error).__name__}: {error}")
+        self._keep(step, judgement, time.monotonic() - began)
+        return judgement.verdict is not Verdict.FAILED
+
+    def _keep(self, step: Step, judgement: Judgement, seconds: float) -> None:
+        self.results.append(Result(step=step, judgement=judgement, seconds=round(seconds, 1)))
+        self.say(step, f"{judgement.verdict.value}: {judgement.text}")
+
+    def _judged(self, step: Step, until: float) -> Judgement:
+        said, said_at = "", 0.0
+        while True:
+            self._look(step)
+            found = judge(step, self.facts())
+            if found.verdict is not Verdict.WAITING:
+                return found
+            if time.monotonic() > until:
+                return replace(
+                    found, verdict=Verdict.FAILED, text=f"not within {self.minutes[step]:g} min: {found.text}"
+                )
+            if found.text != said or time.monotonic() - said_at > SAY_SECONDS:
+                self.say(step, found.text)
+                said, said_at = found.text, time.monotonic()
+            time.sleep(self.look_seconds)
+
+    def _act(self, step: Step) -> None:
+        match step:
+            case Step.PREEMPT:
+                self._preempt()
+            case Step.CHECKPOINT:
+                self.say(step, "stopping the run")
+                self.run.stop()
+                self.seen.stopped_ms = self.run.now_ms()
+                self.seen.stored = self.run.newest_checkpoint()
+            case Step.RESUME:
+                self.seen.resumed_ms = self.run.now_ms()
+                self.run.resume()
+            case Step.CLEANUP:
+                self.say(step, "stopping the run, and looking for what is left")
+                self.run.stop()
+            case _:
+                pass
+
+    def _look(self, step: Step) -> None:
+        """Refresh what the ledger does not hold, and restart a controller that died."""
+        if step is Step.PREEMPT and self.order is not None and self.seen.order is not None:
+            with suppress(CloudUnreachable):
+                self.seen.order = replace(self.seen.order, state=self.run.order_state(self.order))
+        if step is Step.CLEANUP:
+            with suppress(CloudUnreachable):
+                self.seen.in_cloud = self.run.left_in_cloud()
+        elif step is not Step.BILL and self.run.ensure_controller():
+            self.say(step, "the controller had ended; another is started")
+
+    def _preempt(self) -> None:
+        spot = self.facts().spot
+        if spot is None:
+            raise Failure("no spot node is ready, so none can be preempted")
+        at_ms = self.run.now_ms()
+        self.order = self.run.preempt(spot.name)
+        self.seen.order = Preempted(
+            node=spot.name,
+            at_ms=at_ms,
+            means=self.run.means,
+            notice_ms=self.run.notice_ms,
+            state=OrderState(progress=Progress.RUNNING),
+        )

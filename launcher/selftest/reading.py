@@ -1,0 +1,150 @@
+"""Read the facts of a selftest: from the ledger, and what is left from the cloud itself."""
+
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session, sessionmaker
+
+from engine.events import CheckpointSaved, EngineStarted, IterationDone, NodeMissed, NodeServed
+from launcher.clouds.base import CloudApi, Instance, InstanceState
+from launcher.ledger.accounting import charges_of_run, side_costs_of_run
+from launcher.ledger.billing import minimum_billed_ms
+from launcher.ledger.models import BillingInterval, Run
+from launcher.ledger.node_history import node_records
+from launcher.ledger.store import current_status, find_run, nodes_of, progress_of
+from launcher.runs.runs import still_running
+from launcher.runs.views import last_moment_ms, run_view
+from launcher.selftest.facts import Batch, Facts, NodeFacts, Paid, Preempted, Saved, Start
+
+
+@dataclass(kw_only=True)
+class Seen:
+    """What the selftest itself did and saw, beside the ledger."""
+
+    order: Preempted | None = None
+    stored: str | None = None
+    stopped_ms: int | None = None
+    resumed_ms: int | None = None
+    in_cloud: tuple[str, ...] | None = field(default=None)
+
+
+def read_facts(sessions: sessionmaker[Session], name: str, seen: Seen) -> Facts:
+    """Return the facts of now. Asks no cloud."""
+    left, view = still_running(sessions, name), run_view(sessions, name)
+    with sessions() as session:
+        run = find_run(session, name)
+        status = current_status(session, run)
+        algorithm, now_ms = run.job["algorithm"], last_moment_ms(session, run)
+        done = progress_of(session, run, IterationDone.KIND)
+        return Facts(
+            cloud=run.infra,
+            stage=status.status if status is not None else "",
+            reason=status.reason if status is not None else "",
+            max_total_micro_usd=run.max_total_micro_usd or 0,
+            batch_size=int(algorithm["prompts_per_batch"]) * int(algorithm["images_per_prompt"]),
+            spent_micro_usd=view.spent_micro_usd,
+            beside_micro_usd=sum(cost.micro_usd or 0 for cost in side_costs_of_run(session, run, now_ms)),
+            nodes=_nodes(session, run),
+            batches=[
+                Batch(
+                    iteration=row.event["iteration"],
+                    lineage=row.lineage,
+                    at_ms=row.at_ms,
+                    made_by=row.event["made_by"],
+                )
+                for row in done
+            ],
+            starts=[
+                Start(iteration=row.event["iteration"], lineage=row.lineage, at_ms=row.at_ms)
+                for row in progress_of(session, run, EngineStarted.KIND)
+            ],
+            saved=[
+                Saved(iteration=row.event["iteration"], name=PurePosixPath(row.event["path"]).name)
+                for row in progress_of(session, run, CheckpointSaved.KIND)
+            ],
+            paid=_paid(session, run, now_ms),
+            order=seen.order,
+            stored=seen.stored,
+            stopped_ms=seen.stopped_ms,
+            resumed_ms=seen.resumed_ms,
+            still_running=left,
+            in_cloud=seen.in_cloud,
+        )
+
+
+def left_in_cloud(api: CloudApi, run: str, regions: list[str]) -> tuple[str, ...]:
+    """Return what the cloud itself lists of a run, in the regions of its nodes and for resources without a region."""
+    found: list[str] = []
+    for region in sorted({*regions, api.home}):
+        found += [
+            f"machine {one.name}" for one in api.instances(region, run=run) if one.state is not InstanceState.GONE
+        ]
+        found += [f"{one.kind} in {one.region or 'all regions'}" for one in api.resources(region, run=run)]
+    return tuple(found)
+
+
+def instance_of_node(api: CloudApi, region: str, run: str, node: str) -> Instance | None:
+    """Return the running VM of a node, by its label."""
+    alive = (one for one in api.instances(region, run=run) if one.state is InstanceState.RUNNING)
+    return next((one for one in alive if one.name == node), None)
+
+
+def regions_of(sessions: sessionmaker[Session], name: str) -> list[str]:
+    with sessions() as session:
+        return sorted({node.region for node in nodes_of(session, find_run(session, name))})
+
+
+def _nodes(session: Session, run: Run) -> list[NodeFacts]:
+    served = {row.event["node"]: row.at_ms for row in reversed(progress_of(session, run, NodeServed.KIND))}
+    lost: dict[str, int] = {}
+    for row in progress_of(session, run, NodeMissed.KIND):
+        lost[row.event["node"]] = lost.get(row.event["node"], 0) + int(row.event["lost_steps"])
+    return [
+        NodeFacts(
+            name=record.name,
+            slot=record.slot,
+            generation=record.generation,
+            role=record.role,
+            market=record.market.value,
+            zone=record.zone,
+            instance_type=record.instance_type,
+            micro_usd_per_hour=record.micro_usd_per_hour,
+            requested_ms=record.requested_ms,
+            happened=record.happened,
+            ended_ms=record.ended_ms,
+            evidence=record.evidence,
+            reclaimed=record.reclaimed,
+            served_ms=served.get(record.name),
+            lost_steps=lost.get(record.name),
+        )
+        for record in node_records(session, run)
+    ]
+
+
+def _paid(session: Session, run: Run, now_ms: int) -> list[Paid]:
+    """Return the billed stretches. The last stretch of a node includes what is missing of the minimum billed time."""
+    names = {node.id: node.name for node in nodes_of(session, run)}
+    free = {
+        (row.node_id, row.start_ms)
+        for row in session.scalars(select(BillingInterval).where(BillingInterval.node_id.in_(names)))
+        if "not billed" in row.basis
+    }
+    found = []
+    for node_id, charges in charges_of_run(session, run, now_ms).items():
+        began_ms = min((charge.start_ms for charge in charges), default=0)
+        for number, charge in enumerate(charges):
+            is_last = number == len(charges) - 1
+            minimum_ms = max(0, minimum_billed_ms(run) - (charge.start_ms - began_ms)) if is_last else 0
+            found.append(
+                Paid(
+                    node=names[node_id],
+                    ms=charge.ms,
+                    micro_usd_per_hour=charge.micro_usd_per_hour,
+                    micro_usd=charge.micro_usd,
+                    minimum_ms=minimum_ms,
+                    is_free=(node_id, charge.start_ms) in free,
+                    is_closed=charge.closed,
+                )
+            )
+    return found
