@@ -299,8 +299,8 @@ class RuntimeConfig(Strict):
     core, divided by the ranks. Bit-identical repetition of a run needs the same number."""
     trainer_ranks: Literal["auto"] | Positive = "auto"
     """Processes of the trainer, each with a GPU of its own, that share the groups of an optimiser step. More than 1
-    needs `model.weights: lora`, and as many groups in a step. `auto`: 1, because several ranks were only run on CPUs.
-    Several ranks never ran on GPUs."""
+    needs as many groups in a step. With `model.weights: full`, each rank holds a part of the weights (FSDP2). `auto`:
+    1, because several ranks were only run on CPUs, and never on GPUs."""
 
     @model_validator(mode="after")
     def _agree(self) -> Self:

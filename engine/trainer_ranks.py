@@ -46,10 +46,13 @@ class RankLimits:
 ONE = RankLimits(most=1)
 """The engine trains on one GPU of the trainer's node."""
 
-LIMITS: Mapping[Literal["lora", "full"], RankLimits] = {"lora": RankLimits(most=8, auto=1), "full": ONE}
+LIMITS: Mapping[Literal["lora", "full"], RankLimits] = {
+    "lora": RankLimits(most=8, auto=1),
+    "full": RankLimits(most=8, auto=1),
+}
 """Numbers of ranks that this engine can run, by the weights that are trained.
 
-LoRA: a job must name the number, because ranks were only run on CPUs. `auto` is every GPU once ranks have run on two.
+A job must name the number, because ranks were only run on CPUs. `auto` is every GPU once ranks have run on two.
 """
 
 

@@ -2,7 +2,7 @@
 
 import gc
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,8 +19,8 @@ from engine.models.load import freeze_but_trained, trainable
 from engine.parallel.communicator import join_store, serve_store
 from engine.parallel.rank_group import RankGroup
 from engine.protocol.request import Group, Manifest
-from engine.trainer.model import reference_of
 from engine.trainer.ranks import Follower, Ranks, take_start
+from engine.trainer.reference import reference_of
 from engine.worker.usage import Usage
 from tests.benchmarks.sp_parity import Member
 from tests.benchmarks.sp_parity import Ranks as Processes
@@ -38,6 +38,7 @@ class Job:
     double: bool
     algorithm: AlgorithmConfig
     batches: int = 2
+    weights: Literal["lora", "full"] = "lora"
     order: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7)
     """Order in which groups become complete."""
 
@@ -64,7 +65,7 @@ def manifest_of(batch: int) -> Manifest:
 def adapter_of(job: Job) -> DiTAdapter:
     torch.manual_seed(0)
     adapter = FAMILIES[job.family].build()
-    freeze_but_trained(adapter, ModelConfig(weights="lora", lora_rank=2))
+    freeze_but_trained(adapter, ModelConfig(weights=job.weights, lora_rank=2))
     if job.double:
         adapter.transformer.double()
         adapter._text._model.double()

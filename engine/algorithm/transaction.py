@@ -24,7 +24,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from engine.algorithm.advantages import group_advantages
 from engine.algorithm.choice import objective_of
 from engine.algorithm.gradient_sum import GradientSum
+from engine.algorithm.health import EARLY, Health, figures_of, is_finite
 from engine.algorithm.objective import FinishedGroup, Rows
 from engine.algorithm.old_policy import OldPolicy
 from engine.algorithm_config import AlgorithmConfig
@@ -41,10 +42,8 @@ from engine.models.adapter import DiTAdapter, rows
 from engine.models.load import ReferencePolicy
 from engine.models.merge import merges
 from engine.out_of_memory import first_line, free_memory, is_out_of_memory, memory_of
+from engine.parallel.sharding import whole_of
 from engine.protocol.request import Manifest
-
-EARLY = "is_early"
-"""Tensor [R] of a pass with early groups: True for their rows."""
 
 LEAST_ROWS_OF_A_THREAD = 64
 """Fewest rows per thread on a CPU. With fewer rows, a further thread gains nothing."""
@@ -52,59 +51,6 @@ LEAST_ROWS_OF_A_THREAD = 64
 
 class DoesNotFit(Exception):
     """A training pass of a single row does not fit into the memory of its device."""
-
-
-@dataclass(kw_only=True)
-class Health:
-    """Diagnostics of training, summed over the groups of a step. Rows are (image, step) or (image, noise level) pairs.
-
-    `neutral`: names and values of the algorithm's figures for an update without any row (`Objective.neutral`).
-    """
-
-    neutral: Mapping[str, float]
-    rows: int = 0
-    sums: dict[str, float] = field(default_factory=dict)
-    largest: dict[str, float] = field(default_factory=dict)
-    gradient_norm: float = 0.0
-    groups: int = 0
-    without_variance: int = 0
-    skipped: list[int] = field(default_factory=list)
-    """Numbers of the groups skipped because of a non-finite value."""
-    rows_per_forward: int = 0
-    """Most rows of a pass in this step. Only a step's own health has the number, not the health of a pass."""
-    early_rows: float = 0.0
-    """Rows of early groups, and those of them outside the clip range."""
-    early_outside: float = 0.0
-
-    def add(self, more: "Health") -> None:
-        """Add the rows of another forward pass."""
-        self.rows += more.rows
-        self.early_rows += more.early_rows
-        self.early_outside += more.early_outside
-        for name, value in more.sums.items():
-            self.sums[name] = self.sums.get(name, 0.0) + value
-        for name, value in more.largest.items():
-            self.largest[name] = max(self.largest.get(name, value), value)
-
-    def merge(self, other: "Health") -> None:
-        """Add another share of the same step."""
-        self.add(other)
-        self.groups += other.groups
-        self.without_variance += other.without_variance
-        self.skipped += other.skipped
-        self.rows_per_forward = min(self.rows_per_forward, other.rows_per_forward)
-
-    def summary(self) -> dict[str, float]:
-        means = {name: value / self.rows for name, value in self.sums.items()}
-        return {
-            **self.neutral,
-            **means,
-            **self.largest,
-            "gradient_norm": self.gradient_norm,
-            "zero_variance_share": self.without_variance / max(1, self.groups),
-            "skipped_groups": float(len(self.skipped)),
-            "rows_per_forward": float(self.rows_per_forward),
-        }
 
 
 class Trainer:
@@ -211,6 +157,23 @@ class Trainer:
         self.rows_per_forward = largest // 2
         self.on_fewer_rows(self.rows_per_forward, error)
 
+    def take_step(self) -> float | None:
+        """Clip the gradients, take an optimiser step with them, and clear them. Keep the old policy before.
+
+        Returns the norm of the gradients before clipping. None: a gradient is not finite, so no step was taken.
+        """
+        parameters = self.parameters.values()
+        norm = float(whole_of(torch.nn.utils.clip_grad_norm_(parameters, self.config.gradient_clip)))
+        if math.isfinite(norm):
+            # Give every parameter a gradient: the step must not depend on the groups that happened to have variance.
+            for parameter in parameters:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+            self.old.keep()
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm if math.isfinite(norm) else None
+
     def optimizer_state(self) -> dict[str, Tensor]:
         """Return AdamW's moments by parameter name. Empty before the first step."""
         state = {}
@@ -227,6 +190,16 @@ class Trainer:
             parameter = self.parameters[name]
             # Fused AdamW keeps its step count beside the moments, on a GPU too.
             self.optimizer.state[parameter][key] = value.to(parameter.device)
+
+    def fill_moment(self, name: str, value: Tensor, fill: Callable[[Tensor, Tensor], None]) -> None:
+        """Restore one tensor of `optimizer_state` with `fill(target, value)`. The target may be divided over ranks."""
+        name, key = name.rsplit("|", 1)
+        parameter = self.parameters[name]
+        state = self.optimizer.state[parameter]
+        if key not in state:
+            empty = torch.zeros_like(parameter.detach())
+            state[key] = empty if value.shape == empty.shape else torch.zeros_like(value, device=empty.device)
+        fill(state[key], value)
 
 
 class Transaction:
@@ -249,7 +222,7 @@ class Transaction:
         self._wanted = self._step if share is None else tuple(share)
         images = sum(len(manifest.groups[number].seeds) for number in self._step)
         rows_per_image = trainer.objective.rows_per_image(plan)
-        self._planned_rows = images * rows_per_image
+        self.planned_rows = images * rows_per_image
         self._rows_of_largest_group = rows_per_image * max(len(manifest.groups[number].seeds) for number in self._step)
         self._groups: dict[int, FinishedGroup] = {}
         """All groups added, in the order of arrival. Kept until the end, to start again after a memory error."""
@@ -260,10 +233,10 @@ class Transaction:
         """Begin the step without gradients. Groups added before count as waiting."""
         self._taken.clear()
         rows_per_forward = self._trainer.rows_per_forward
-        self._groups_per_forward = max(1, rows_per_forward // max(1, self._rows_of_largest_group))
+        self.groups_per_forward = max(1, rows_per_forward // max(1, self._rows_of_largest_group))
         if self._manifest.unit:
             of_share = math.ceil(self._manifest.unit * len(self._wanted) / len(self._step))
-            self._groups_per_forward = min(self._groups_per_forward, of_share)
+            self.groups_per_forward = min(self.groups_per_forward, of_share)
         self.health = Health(neutral=self._trainer.objective.neutral, rows_per_forward=rows_per_forward)
         self._sum = self._gradient_sum()
         self._trainer.optimizer.zero_grad(set_to_none=True)
@@ -295,7 +268,7 @@ class Transaction:
                 if not is_out_of_memory(error):
                     raise
                 text = first_line(error)
-            self._trainer.halve(min(self._planned_rows, self._groups_per_forward * self._rows_of_largest_group), text)
+            self._trainer.halve(min(self.planned_rows, self.groups_per_forward * self._rows_of_largest_group), text)
             self._start()
 
     def _train_ready(self) -> None:
@@ -315,7 +288,7 @@ class Transaction:
         With `order: exact` a bundle is a fixed slice of the step's groups, so its gradient has the same bits whichever
         groups came first.
         """
-        size = self._groups_per_forward
+        size = self.groups_per_forward
         if self._sum is not None:
             units = (self._wanted[first : first + size] for first in range(0, len(self._wanted), size))
             yield from (unit for unit in units if self._taken.isdisjoint(unit) and self._groups.keys() >= set(unit))
@@ -338,21 +311,11 @@ class Transaction:
         """
         if self.missing:
             raise ValueError(f"groups {self.missing} of batch {self._manifest.batch} have not been added")
-        trainer = self._trainer
-        parameters = trainer.parameters.values()
-        norm = torch.nn.utils.clip_grad_norm_(parameters, trainer.config.gradient_clip)
-        self.health.gradient_norm = float(norm)
-        if math.isfinite(self.health.gradient_norm):
-            # Give every parameter a gradient: the step must not depend on the groups that happened to have variance.
-            for parameter in parameters:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-            trainer.old.keep()
-            trainer.optimizer.step()
-        else:
-            self.health.gradient_norm = 0.0
+        norm = self._trainer.take_step()
+        if norm is None:
             self.health.skipped = list(self._step)
-        trainer.optimizer.zero_grad(set_to_none=True)
+        else:
+            self.health.gradient_norm = norm
         return self.health
 
     def abort(self) -> None:
@@ -363,14 +326,14 @@ class Transaction:
 
     def _accumulate(self, groups: Mapping[int, FinishedGroup]) -> None:
         """Add the gradients of some groups: together if all losses are finite, otherwise group by group."""
-        found = (self._rows_of(number, group) for number, group in groups.items())
+        found = (self.rows_of(number, group) for number, group in groups.items())
         together = [one for one in found if one is not None]
         if together and not self._backward(together):
             for alone in together:
                 if len(together) == 1 or not self._backward([alone]):
                     self.health.skipped.append(alone.number)
 
-    def _rows_of(self, number: int, group: FinishedGroup) -> "_GroupRows | None":
+    def rows_of(self, number: int, group: FinishedGroup) -> "GroupRows | None":
         """Return a group as training rows, or None if the group adds nothing."""
         self.health.groups += 1
         if not all(math.isfinite(reward) for reward in group.rewards):
@@ -386,9 +349,9 @@ class Transaction:
             if not objective.trains_equal_rewards:
                 return None
         tensors = objective.rows(group, advantages, self._plan)
-        return _GroupRows(number=number, prompt=group.prompt, is_early=group.is_early, tensors=tensors)
+        return GroupRows(number=number, prompt=group.prompt, is_early=group.is_early, tensors=tensors)
 
-    def _backward(self, groups: Sequence["_GroupRows"]) -> bool:
+    def _backward(self, groups: Sequence["GroupRows"]) -> bool:
         """Backpropagate the rows of some groups. If a loss is not finite, add nothing and return False."""
         trainer, objective, device = self._trainer, self._trainer.objective, self._trainer.device
         parameters = list(trainer.parameters.values())
@@ -450,24 +413,15 @@ class Transaction:
         """
         trainer = self._trainer
         found = trainer.objective.losses(trainer.adapter, self._plan, batch)
-        seen = Health(
-            neutral=trainer.objective.neutral,
-            rows=len(batch),
-            sums={name: float(values.sum()) for name, values in found.means.items()},
-            largest={name: float(values.max()) for name, values in found.largest.items()},
-        )
-        if EARLY in batch.tensors:
-            seen.early_rows = float(batch[EARLY].sum())
-            seen.early_outside = float(found.means["clip_share"][batch[EARLY]].sum())
-        total = found.loss.sum() / self._planned_rows
-        # Clipping can hide a non-finite ratio from the loss, but not from the loss's gradient.
-        if not torch.isfinite(total) or not all(math.isfinite(value) for value in seen.largest.values()):
+        seen = figures_of(trainer.objective, batch, found)
+        total = found.loss.sum() / self.planned_rows
+        if not is_finite(total, seen):
             return None
         return torch.autograd.grad(total, list(trainer.parameters.values()), allow_unused=True), seen
 
 
 @dataclass(frozen=True, kw_only=True)
-class _GroupRows:
+class GroupRows:
     """A group as training rows, on the CPU: the tensors of `Objective.rows`."""
 
     number: int
@@ -477,18 +431,3 @@ class _GroupRows:
 
     def __len__(self) -> int:
         return len(next(iter(self.tensors.values())))
-
-
-class Average:
-    """Exponential moving average of the trained weights, used by evaluation and `spotrl pull`."""
-
-    def __init__(self, parameters: dict[str, nn.Parameter], decay: float) -> None:
-        self._parameters = parameters
-        self._decay = decay
-        self.tensors = {name: value.detach().clone() for name, value in parameters.items()}
-
-    @torch.no_grad()
-    def follow(self) -> None:
-        """Move the average towards the live weights. Call once per iteration."""
-        for name, value in self._parameters.items():
-            self.tensors[name].lerp_(value.detach(), 1.0 - self._decay)

@@ -34,8 +34,9 @@ from engine.storage.progress import ProgressLog
 from engine.trainer.context import TrainerContext
 from engine.trainer.loop import Loop
 from engine.trainer.metrics import MetricsLog
-from engine.trainer.model import reference_of
 from engine.trainer.ranks import Follower, take_start
+from engine.trainer.reference import reference_of
+from engine.trainer.shards import ShardFollower, joined_shard
 from engine.trainer_ranks import ranks_of
 from engine.worker.device import device_of
 from engine.worker.download import Download
@@ -100,12 +101,13 @@ def run_trainer_rank(spec: NodeSpec, heartbeat: SharedHeartbeat, rank: int, read
     begin(spec, f"trainer-rank-{rank}", heartbeat)
     _use_threads(spec)
     adapter, config = load_model(spec, rank), spec.engine
-    parameters = trainable(adapter)
+    parameters, compiles = trainable(adapter), config.model.compile == "on"
     ready.set()
     with leaves_torn_group():
         group = joined_group(spec, rank, torch.device(device_of(config.runtime.device, rank)))
+        if config.model.weights == "full":
+            ShardFollower(joined_shard(group, adapter, config.algorithm, compiles=compiles)).follow()
         reference = reference_of(adapter, config.algorithm, is_started=take_start(group, parameters.values()))
-        compiles = config.model.compile == "on"
         trainer = Trainer(adapter, parameters, config.algorithm, reference, workers_compile=compiles)
         Follower(group, trainer).follow()
 

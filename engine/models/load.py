@@ -23,6 +23,9 @@ from engine.models.adapter import DiTAdapter
 from engine.models.weights import exchanged, set_weights
 from engine.storage.tensor_files import Stored
 
+_DTYPE = "spotrl_computing_dtype"
+"""Attribute of a network that computes in another dtype than its weights have."""
+
 LORA_SEED = 0
 """Seed of the random start values of low-rank adapters. Every node draws the same values."""
 
@@ -131,7 +134,16 @@ def compute_in_bfloat16(transformer: nn.Module) -> None:
     transformer.forward = forward
     for module in transformer.modules():
         if isinstance(module, nn.RMSNorm):  # of torch: its fused norm needs inputs of the weights' dtype
-            module.register_forward_pre_hook(lambda _, inputs: (inputs[0].float(), *inputs[1:]))
+            module.register_forward_pre_hook(
+                lambda norm, inputs: (inputs[0].to(getattr(norm.weight, "dtype", torch.float32)), *inputs[1:])
+            )
+    setattr(transformer, _DTYPE, torch.bfloat16)
+
+
+def computing_dtype(transformer: nn.Module) -> torch.dtype | None:
+    """Return the dtype set by `compute_in_bfloat16`, or None: the network computes in the dtype of its weights."""
+    found: torch.dtype | None = getattr(transformer, _DTYPE, None)
+    return found
 
 
 def recompute_blocks(transformer: nn.Module) -> None:

@@ -1,12 +1,13 @@
 """Trained weights as safetensors: bytes for small models and tests, files in pieces for everything else."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from safetensors.torch import save
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from engine.storage.tensor_files import PIECE_BYTES, Stored, TensorEntry, TensorFile, header_of, write_pieces
 
@@ -23,7 +24,7 @@ DTYPES = {
 }
 """Dtypes of tensors, by the names of safetensors."""
 
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def get_weights(parameters: dict[str, torch.nn.Parameter]) -> bytes:
@@ -31,19 +32,23 @@ def get_weights(parameters: dict[str, torch.nn.Parameter]) -> bytes:
     return save({name: value.detach().contiguous().cpu() for name, value in parameters.items()})
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> TensorFile:
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], whole: Callable[[str], Tensor] | None = None
+) -> TensorFile:
     """Write tensors durably to a file, one by one and each in pieces: the same bytes as safetensors writes.
 
-    The tensors must not change meanwhile. Raises OSError, e.g. if the disk is full.
+    `whole`: returns the whole tensor of a name, if the tensors are divided over ranks. The tensors must not change
+    meanwhile. Raises OSError, e.g. if the disk is full.
     """
     header, names = header_of(
-        {name: (_NAMES[one.dtype], one.shape, one.numel() * one.element_size()) for name, one in tensors.items()}
+        {name: (DTYPE_NAMES[one.dtype], one.shape, one.numel() * one.element_size()) for name, one in tensors.items()}
     )
 
     def pieces() -> Iterator[bytes | memoryview]:
         yield header
         for name in names:
-            flat = tensors[name].detach().reshape(-1)  # copies one tensor if its memory has another order
+            tensor = tensors[name] if whole is None else whole(name)
+            flat = tensor.detach().reshape(-1)  # copies one tensor if its memory has another order
             step = PIECE_BYTES // flat.element_size()
             for at in range(0, len(flat), step):
                 piece = flat[at : at + step].cpu().view(torch.uint8)
@@ -86,6 +91,15 @@ def read_tensors(data: bytes | memoryview | Stored, device: torch.device | str =
     return found
 
 
+def read_each(data: Stored) -> Iterator[tuple[str, Tensor]]:
+    """Yield the stored tensors by name, one at a time, on the CPU. Raises ValueError if the data is not whole."""
+    buffer = torch.empty(PIECE_BYTES, dtype=torch.uint8)
+    for name, entry in data.entries().items():
+        tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+        _fill(tensor, entry, data, buffer)
+        yield name, tensor
+
+
 def _fill(target: Tensor, entry: TensorEntry, stored: Stored, buffer: Tensor) -> None:
     dtype = DTYPES[entry.dtype]
     if entry.shape != tuple(target.shape):
@@ -106,8 +120,16 @@ def exchanged(parameters: Mapping[str, torch.nn.Parameter], tensors: Mapping[str
     """Put other weights into the parameters inside the context, without a copy.
 
     The pointers are exchanged, so the other weights must be on the parameters' device, and no other thread may use the
-    model meanwhile.
+    model meanwhile. Of parameters that are divided over ranks, the values are exchanged, with a copy of one part.
     """
+    divided = {name: tensors[name] for name, parameter in parameters.items() if isinstance(parameter, DTensor)}
+    if divided:
+        _exchange_values(parameters, divided)
+        try:
+            yield
+        finally:
+            _exchange_values(parameters, divided)
+        return
     mine = {name: parameter.data for name, parameter in parameters.items()}
     try:
         for name, parameter in parameters.items():
@@ -116,3 +138,17 @@ def exchanged(parameters: Mapping[str, torch.nn.Parameter], tensors: Mapping[str
     finally:
         for name, parameter in parameters.items():
             parameter.data = mine[name]
+
+
+@torch.no_grad()
+def _exchange_values(parameters: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    for name, other in tensors.items():
+        mine, its = local_part(parameters[name]), local_part(other)
+        kept = mine.clone()
+        mine.copy_(its)
+        its.copy_(kept)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor that is divided over ranks. The part shares its memory."""
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()

@@ -32,9 +32,13 @@ IDLE = timedelta(days=365)
 class RankGroup:
     """A rank's view of the group. All ranks call `sum` and `copy_from_first` in the same order."""
 
-    def __init__(self, messages: Any, tensors: SPGroup) -> None:
-        """Use two groups of the same ranks. `messages`: a gloo group."""
+    def __init__(self, messages: Any, tensors: SPGroup, store: dist.Store, device: torch.device) -> None:
+        """Use two groups of the same ranks. `messages`: a gloo group. `store`: all ranks' meeting place.
+
+        `device`: of this rank's tensors.
+        """
         self._messages, self._tensors = messages, tensors
+        self.store, self.device = store, device
         self._sent: list[tuple[Any, Tensor]] = []
         """Unfinished sends, with the tensors that must live as long."""
 
@@ -49,7 +53,7 @@ class RankGroup:
             store.wait([f"rank/{other}" for other in range(ranks)], limit)
             messages = ON_CPU.form("gloo", dist.PrefixStore("messages", store), rank, ranks, limit)
         tensors = Communicators(store, timeout_seconds=limit_seconds, links=links_of(device)).get(0, rank, ranks)
-        return cls(messages, tensors)
+        return cls(messages, tensors, store, device)
 
     @property
     def rank(self) -> int:

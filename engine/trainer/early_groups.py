@@ -10,7 +10,7 @@ with the same draft.
 
 from collections.abc import Callable, Sequence
 
-from engine.algorithm.transaction import Health
+from engine.algorithm.health import Health
 from engine.config import EngineConfig
 from engine.diffusion.sampler import batch_plan
 from engine.noise_schedule import ModelSchedule

@@ -71,8 +71,15 @@ class Loop:
         start = None if config.model.start is None else self.checkpoints.start()
         self.started_from = "" if start is None else start.text
         self.outbox = Outbox(context.outbox, self.reporter.warn)
+        full = config.model.weights == "full"
         self.model = TrainedModel(
-            adapter, config.algorithm, start, self.outbox, workers_compile=config.model.compile == "on"
+            adapter,
+            config.algorithm,
+            start,
+            self.outbox,
+            workers_compile=config.model.compile == "on",
+            divided_over=group if full else None,
+            measure=lambda: self.usage.measure(Phase.COLLECTIVE),
         )
         self.model.trainer.row_seconds = config.runtime.row_seconds
         self.memory = TrainingMemory(self.model.trainer, self.state, self.reporter)
@@ -95,7 +102,8 @@ class Loop:
             checkpoints=self.checkpoints,
             reporter=self.reporter,
         )
-        ranks = Ranks(group, self.model.trainer, self.usage, is_started=start is not None)
+        copies = None if full else group
+        ranks = self.model.steps(Ranks(copies, self.model.trainer, self.usage, is_started=start is not None))
         self.batch_schedule = BatchSchedule(
             config,
             self.coordinator,
@@ -274,8 +282,8 @@ class Loop:
             manifest,
             collect,
             self.worker,
-            own_log_probs=lambda prompt, trajectory: self.model.trainer.with_own_log_probs(prompt, trajectory, plan),
-            old_policy=self.model.trainer.old.active,
+            own_log_probs=lambda prompt, trajectory: self.model.own_log_probs(prompt, trajectory, plan),
+            old_policy=self.model.old_policy,
             trained=self._trained_rewards,
             early=self.early.rollouts(manifest, remake),
         )

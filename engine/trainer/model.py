@@ -1,27 +1,35 @@
 """The model under training: trained weights, their running average, and the optimizer."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 
+from torch import Tensor
+
+from engine.algorithm.average import Average
 from engine.algorithm.old_policy import decay_of
-from engine.algorithm.transaction import Average, Trainer
+from engine.algorithm.transaction import Trainer
 from engine.algorithm_config import AlgorithmConfig
+from engine.diffusion.sampler import Plan
+from engine.diffusion.trajectory import Trajectory
 from engine.models.adapter import DiTAdapter
-from engine.models.load import ReferencePolicy, load_start, trainable
+from engine.models.load import load_start, trainable
 from engine.models.weights import exchanged, fill_tensors, read_tensors, set_weights
+from engine.parallel.rank_group import RankGroup
+from engine.parallel.sharding import Measure
 from engine.storage.checkpoint import Start
 from engine.storage.tensor_files import Stored, TensorFile
 from engine.trainer.outbox import Outbox
+from engine.trainer.rank_messages import Part
+from engine.trainer.ranks import Steps
+from engine.trainer.reference import reference_of
+from engine.trainer.shards import Shards, led_shard
 
 OLD = "old"
 """File of a checkpoint with the old policy's weights, if the old policy is not the trained weights."""
 
-
-def reference_of(adapter: DiTAdapter, algorithm: AlgorithmConfig, *, is_started: bool) -> ReferencePolicy | None:
-    """Return the model as reference, if the loss has a term that holds the weights near it (`ReferencePolicy.of`)."""
-    if algorithm.kl_beta > 0 or algorithm.diffusion_nft.reference_weight > 0:
-        return ReferencePolicy.of(adapter, is_started=is_started)
-    return None
+FILES: dict[Part, str] = {"weights": "weights", "average": "ema", "moments": "optimizer", "old": OLD}
+"""Files of a checkpoint, by the tensors in them."""
 
 
 class TrainedModel:
@@ -35,20 +43,35 @@ class TrainedModel:
         outbox: Outbox,
         *,
         workers_compile: bool = False,
+        divided_over: RankGroup | None = None,
+        measure: Measure = nullcontext,
     ) -> None:
         """Load the start weights, if any, before the average and the reference of the KL divergence copy the weights.
 
         A run restored from a checkpoint needs the start weights too, because the KL divergence is measured from them.
-        `workers_compile`: rollout workers compile blocks.
+        `workers_compile`: rollout workers compile blocks. `divided_over`: ranks that each keep a part of the weights;
+        `measure`: context around their collectives.
         """
         self._algorithm = algorithm
         self._outbox = outbox
         self.parameters = trainable(adapter)
         if start is not None:
             load_start(self.parameters, start.weights)
-        reference = reference_of(adapter, algorithm, is_started=start is not None)
-        self.trainer = Trainer(adapter, self.parameters, algorithm, reference, workers_compile=workers_compile)
-        self.average = Average(self.parameters, algorithm.ema_decay)
+        self._shards = None
+        if divided_over is None:
+            reference = reference_of(adapter, algorithm, is_started=start is not None)
+            self.trainer = Trainer(adapter, self.parameters, algorithm, reference, workers_compile=workers_compile)
+            self.average = Average(self.parameters, algorithm.ema_decay)
+            return
+        shard = led_shard(
+            divided_over, adapter, algorithm, measure, is_started=start is not None, compiles=workers_compile
+        )
+        self._shards = Shards(shard, measure)
+        self.trainer, self.average, self.parameters = shard.trainer, shard.average, shard.trainer.parameters
+
+    def steps(self, others: Steps) -> Steps:
+        """Return the ranks over which the weights are divided, or `others` if each rank has all weights."""
+        return others if self._shards is None else self._shards
 
     @property
     def device(self) -> str:
@@ -56,27 +79,45 @@ class TrainedModel:
 
     def follow(self, batch: int) -> None:
         """Move the average and the old policy towards the trained weights. Call once per batch, after training it."""
+        decay = decay_of(self._algorithm.diffusion_nft.old_policy_decay, batch)
+        if self._shards is not None:
+            self._shards.follow(decay)
+            return
         self.average.follow()
-        self.trainer.old.advance(decay_of(self._algorithm.diffusion_nft.old_policy_decay, batch))
+        self.trainer.old.advance(decay)
+
+    def old_policy(self) -> AbstractContextManager[None]:
+        """Put the weights that make the rollouts into the model inside the context, for passes without gradient."""
+        return self.trainer.old.active() if self._shards is None else self._shards.old_policy()
+
+    def own_log_probs(self, prompt: str, trajectory: Trajectory, plan: Plan) -> Trajectory:
+        """Recompute a trajectory's log-probs. See `Trainer.with_own_log_probs`."""
+        if self._shards is None:
+            return self.trainer.with_own_log_probs(prompt, trajectory, plan)
+        with self._shards.old_policy():
+            return self.trainer.with_own_log_probs(prompt, trajectory, plan)
 
     def rollout_weights(self) -> TensorFile:
         """Write the weights that make the next batch's rollouts to a file."""
-        with self.trainer.old.active():
-            return self._outbox.write("rollout", self.parameters)
+        return self._write("rollout", "old", self.trainer.old.tensors or self.parameters)
 
     def average_weights(self, name: str) -> TensorFile:
         """Write the averaged weights to a file of this name."""
-        return self._outbox.write(name, self.average.tensors)
+        return self._write(name, "average", self.average.tensors)
+
+    def _write(self, name: str, part: Part, tensors: Mapping[str, Tensor]) -> TensorFile:
+        whole = None if self._shards is None else partial(self._shards.give, part)
+        return self._outbox.write(name, tensors, whole)
 
     def files(self, rollout_weights: TensorFile) -> dict[str, TensorFile]:
         """Write the large files of a checkpoint. `rollout_weights`: of `rollout_weights()`, not written again.
 
         The file `old` exists only if the old policy differs from the trained weights.
         """
-        optimizer = self._outbox.write("optimizer", self.trainer.optimizer_state())
+        optimizer = self._write("optimizer", "moments", self.trainer.optimizer_state())
         files = {"ema": self.average_weights("ema"), "optimizer": optimizer}
         if self.trainer.old.differs:
-            return {**files, "weights": self._outbox.write("weights", self.parameters), OLD: rollout_weights}
+            return {**files, "weights": self._write("weights", "weights", self.parameters), OLD: rollout_weights}
         return {**files, "weights": rollout_weights}
 
     def restore(self, files: Mapping[str, Stored], iteration: int) -> bool:
@@ -85,6 +126,11 @@ class TrainedModel:
         Returns False if the job's old policy is an average, and the checkpoint has none. The trained weights then
         take its place.
         """
+        if self._shards is not None:
+            for part, name in FILES.items():
+                if name in files:
+                    self._shards.take(part, files[name])
+            return OLD in files or self._needs_no_old(iteration)
         set_weights(self.parameters, files["weights"])
         fill_tensors(self.average.tensors, files["ema"])
         self.trainer.optimizer.state.clear()  # before the new moments are read, not beside them
@@ -92,10 +138,17 @@ class TrainedModel:
         if OLD in files:
             self.trainer.old.restore(read_tensors(files[OLD], self.device))
             return True
+        return self._needs_no_old(iteration)
+
+    def _needs_no_old(self, iteration: int) -> bool:
         return iteration == 0 or decay_of(self._algorithm.diffusion_nft.old_policy_decay, iteration - 1) == 0
 
     @contextmanager
     def exchanged(self, file: TensorFile) -> Iterator[None]:
         """Put other weights into the model inside the context. `file`: of all trained parameters."""
+        if self._shards is not None:
+            with self._shards.holding(file.open()):
+                yield
+            return
         with exchanged(self.parameters, read_tensors(file.open(), self.device)):
             yield

@@ -26,10 +26,12 @@ class Outbox:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
 
-    def write(self, name: str, tensors: Mapping[str, Tensor]) -> TensorFile:
-        """Write tensors to a file of this name, and wait while the disk is full."""
+    def write(
+        self, name: str, tensors: Mapping[str, Tensor], whole: Callable[[str], Tensor] | None = None
+    ) -> TensorFile:
+        """Write tensors to a file of this name, and wait while the disk is full. `whole`: see `write_tensors`."""
         path = self._folder / f"{name}.safetensors"
-        return when_there_is_room(lambda: write_tensors(path, tensors), self._warn)
+        return when_there_is_room(lambda: write_tensors(path, tensors, whole), self._warn)
 
     def drop(self, *files: TensorFile) -> None:
         """Remove files that everybody has taken over."""

@@ -1,20 +1,27 @@
 """Messages between rank 0 of a trainer, which runs the loop, and the other ranks. msgpack, checked by type; no pickle.
 
-    Start -> (BeginStep -> TrainGroup* -> EndStep -> Share)*
+    LoRA: Start -> (BeginStep -> TrainGroup* -> EndStep -> Share)*                                     (ranks.py)
+    full: Start -> (BeginPasses -> TrainRows* -> TakeStep -> Share | Follow | a tensor | GatherAll)*   (shards.py)
 
-Weights follow `Start` and `BeginStep` as tensors, and gradients follow a `Share` without an error (ranks.py).
+Weights follow `Start` and `BeginStep` as tensors, and gradients follow a `Share` without an error. With full weights
+every order is a collective of all ranks, and rank 0 obeys its own orders.
 """
 
 from collections.abc import Mapping
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
+from safetensors.torch import load, save
 
+from engine.algorithm.health import Health
 from engine.algorithm.objective import FinishedGroup
-from engine.algorithm.transaction import Health
+from engine.algorithm.transaction import GroupRows
 from engine.diffusion.sampler import Plan
 from engine.diffusion.trajectory import Trajectory
 from engine.protocol.request import Manifest
+
+Part = Literal["weights", "average", "old", "moments"]
+"""A set of tensors that are divided over the ranks. `old`: the old policy. `moments`: of the optimiser."""
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -81,6 +88,78 @@ class EndStep(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 Order: TypeAlias = Start | BeginStep | TrainGroup | EndStep
 
 
+class BeginPasses(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """An optimiser step begins. A step that was not ended before is void. `planned_rows`: of the whole step."""
+
+    plan: Plan
+    planned_rows: int
+    rows_per_forward: int
+
+
+class RowsOfGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """A group as training rows. `tensors`: safetensors bytes of the tensors of `Objective.rows`."""
+
+    number: int
+    prompt: str
+    tensors: bytes
+    is_early: bool = False
+
+    @classmethod
+    def of(cls, rows: GroupRows) -> "RowsOfGroup":
+        tensors = {name: value.contiguous() for name, value in rows.tensors.items()}
+        return cls(number=rows.number, prompt=rows.prompt, tensors=save(tensors), is_early=rows.is_early)
+
+    @property
+    def rows(self) -> GroupRows:
+        return GroupRows(number=self.number, prompt=self.prompt, is_early=self.is_early, tensors=load(self.tensors))
+
+
+class TrainRows(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A round of passes. `counts`: False if the rank has no groups in this round, and trains another's without weight.
+
+    `passes`: of every rank in this round.
+    """
+
+    groups: tuple[RowsOfGroup, ...]
+    passes: int
+    counts: bool
+
+
+class TakeStep(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """All groups of the step were trained. Ranks take the optimiser step, each with its part."""
+
+
+class Follow(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The batch is trained: average and old policy move. `decay`: of the old policy."""
+
+    decay: float
+
+
+class GiveTensor(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Rank 0 needs a whole tensor."""
+
+    part: Part
+    name: str
+
+
+class TakeTensor(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Rank 0 has a whole tensor of a checkpoint, and every rank takes its part. `dtype`: name in safetensors."""
+
+    part: Part
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class GatherAll(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Rank 0 needs all weights, to sample alone. `old`: those of the old policy, if it differs."""
+
+    old: bool
+
+
+ShardOrder: TypeAlias = Start | BeginPasses | TrainRows | TakeStep | Follow | GiveTensor | TakeTensor | GatherAll
+
+
 class Share(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A rank's answer to `EndStep`.
 
@@ -135,7 +214,7 @@ class Share(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         )
 
 
-def encoded(message: Order | Share) -> bytes:
+def encoded(message: Order | ShardOrder | Share) -> bytes:
     """Return a message as bytes. Numbers that are not finite survive."""
     return msgspec.msgpack.encode(message)
 
@@ -143,6 +222,12 @@ def encoded(message: Order | Share) -> bytes:
 def decoded_order(data: bytes) -> Order:
     """Return the order in these bytes. Raises msgspec.ValidationError for anything else."""
     order: Order = msgspec.msgpack.decode(data, type=Order)
+    return order
+
+
+def decoded_shard_order(data: bytes) -> ShardOrder:
+    """Return the order in these bytes. Raises msgspec.ValidationError for anything else."""
+    order: ShardOrder = msgspec.msgpack.decode(data, type=ShardOrder)
     return order
 
 

@@ -17,8 +17,9 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from engine.algorithm.health import Health
 from engine.algorithm.objective import FinishedGroup
-from engine.algorithm.transaction import DoesNotFit, Health, Trainer, Transaction
+from engine.algorithm.transaction import DoesNotFit, Trainer, Transaction
 from engine.diffusion.sampler import Plan
 from engine.events import Phase
 from engine.parallel.rank_group import RankGroup
@@ -52,6 +53,13 @@ class Step(Protocol):
 
     def abort(self) -> None:
         """Discard the step."""
+
+
+class Steps(Protocol):
+    """Begins optimiser steps."""
+
+    def begin(self, manifest: Manifest, minibatch: int, plan: Plan, *, std: float | None) -> Step:
+        """Begin an optimiser step. See `Trainer.begin`."""
 
 
 class Ranks:
@@ -165,7 +173,13 @@ class Follower:
     def follow(self) -> None:
         """Obey rank 0. Raises TornGroup when the group ends, because rank 0 ended or another rank was lost."""
         while True:
-            self._obey(decoded_order(self._group.receive(0, idle=True)))
+            self.follow_step()
+
+    def follow_step(self) -> None:
+        """Obey rank 0 until the end of an optimiser step. Raises as `follow`."""
+        while not isinstance(order := decoded_order(self._group.receive(0, idle=True)), EndStep):
+            self._obey(order)
+        self._obey(order)
 
     def _obey(self, order: Order) -> None:
         if isinstance(order, BeginStep):

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from engine.algorithm.transaction import Health
+from engine.algorithm.health import Health
 from engine.events import Evaluated, IterationDone, ProgressEvent, Warned
 from engine.protocol.request import Manifest
 from engine.storage.progress import ProgressLog

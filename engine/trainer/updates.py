@@ -2,19 +2,20 @@
 
 Groups are trained while workers still roll out other groups. A step is committed once its own groups are trained, and
 rollouts of later steps may still be under way: the trainer keeps the weights that make the rollouts (`old_policy.py`).
-A step that fails is aborted, and the weights stay as they were. Ranks may share the groups of a step (`ranks.py`).
+A step that fails is aborted, and the weights stay as they were. Ranks may share the groups of a step (`ranks.py`,
+`shards.py`).
 """
 
 import time
 
-from engine.algorithm.transaction import Health
+from engine.algorithm.health import Health
 from engine.config import EngineConfig
 from engine.diffusion.sampler import Plan
 from engine.events import Phase
 from engine.protocol.request import Manifest
 from engine.trainer.batch_schedule import BatchSchedule
 from engine.trainer.ending import Unhealthy
-from engine.trainer.ranks import Ranks, Step
+from engine.trainer.ranks import Step, Steps
 from engine.trainer.report import Reporter
 from engine.trainer.rollouts import Rollouts, torch_threads
 from engine.trainer.state import TrainerState
@@ -30,7 +31,7 @@ class BatchUpdates:
     def __init__(
         self,
         config: EngineConfig,
-        ranks: Ranks,
+        ranks: Steps,
         state: TrainerState,
         usage: Usage,
         reporter: Reporter,

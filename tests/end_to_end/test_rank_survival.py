@@ -60,7 +60,7 @@ def lose_spot(fleet: Fleet) -> None:
 def one_rank_instead(fleet: Fleet) -> None:
     """Lose the trainer's node. Its successor has one rank."""
     fleet.signal_node("trainer", signal.SIGKILL)
-    fleet.engine = CONFIG.model_copy(update={"runtime": RUNTIME.model_copy(update={"trainer_ranks": 1})})
+    fleet.engine = fleet.engine.model_copy(update={"runtime": RUNTIME.model_copy(update={"trainer_ranks": 1})})
     fleet.start("trainer-g2")
 
 
@@ -80,10 +80,13 @@ def test_killed_and_frozen_ranks_change_no_batch_and_no_weight(tmp_path: Path) -
 
 
 def test_a_run_continues_with_another_number_of_ranks(tmp_path: Path) -> None:
-    fleet = NurseryFleet(tmp_path, CONFIG)
+    """Full weights, divided over two ranks: no spot node, so rank 0 samples with the weights of both."""
+    fleet = NurseryFleet(tmp_path, CONFIG.model_copy(update={"model": ModelConfig(weights="full")}))
     try:
         fleet.start("trainer")
         fleet.wait_for_iteration(2)
+        rank("trainer-rank-1", signal.SIGKILL)(fleet)
+        fleet.wait_for_iteration(4)
         one_rank_instead(fleet)
         assert fleet.wait_until_finished(seconds=400).reason == "iterations", fleet.logs()
         assert sorted(fleet.manifests()) == list(range(BATCHES))

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.algorithm.transaction import Health, Trainer, Transaction
+from engine.algorithm.health import Health
+from engine.algorithm.transaction import Trainer, Transaction
 from engine.config import EngineConfig, ExplorationConfig
 from engine.diffusion.sampler import batch_plan, log_prob, policy
 from engine.diffusion.trajectory import Trajectory

@@ -11,9 +11,10 @@ from torch import nn
 
 from engine.algorithm import flow_grpo, transaction
 from engine.algorithm.advantages import group_advantages
+from engine.algorithm.average import Average
 from engine.algorithm.flow_grpo import clipped_loss, gaussian_kl
 from engine.algorithm.objective import FinishedGroup
-from engine.algorithm.transaction import Average, Trainer
+from engine.algorithm.transaction import Trainer
 from engine.algorithm_config import AlgorithmConfig
 from engine.config import ModelConfig, SamplerConfig
 from engine.diffusion.sampler import advance, initial, log_prob, policy, rollout_plan

@@ -15,7 +15,7 @@ from tests.mutants.planted_bug import changed, everywhere
 POOL = "tests/engine/test_pool.py"
 WORKER = "tests/engine/test_worker.py"
 
-_score, _of_message, _rows_of = server.ScoringProcess._score, messages.Scored.score, Transaction._rows_of
+_score, _of_message, _rows_of = server.ScoringProcess._score, messages.Scored.score, Transaction.rows_of
 
 
 def mixed_up(self: server.ScoringProcess, images: Any, prompts: Any) -> Any:
@@ -80,7 +80,7 @@ FAULTS: dict[str, Fault] = {
         Fault(
             name="a-skipped-group-counts-as-zero",
             forgets="to skip a group with an image that has no score",
-            patches=((Transaction, "_rows_of", with_zeros),),
+            patches=((Transaction, "rows_of", with_zeros),),
             found_by="tests/engine/test_transaction.py::"
             "test_a_group_with_a_reward_that_is_not_finite_is_skipped_and_counted",
         ),

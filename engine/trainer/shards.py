@@ -1,0 +1,429 @@
+"""Train full weights with several ranks: every rank holds a part of each tensor (engine/parallel/sharding.py).
+
+    begin    rank 0 tells the ranks the divisor of the loss
+    add      a round has as many groups for each rank as fit into a pass; once a round's groups are complete, all ranks
+             make their passes together
+    commit   every rank takes the optimiser step with its part of weights, gradients and moments
+
+Rank 0 runs the training loop, and obeys its own orders like the other ranks. The groups of a round and of a rank depend
+on the manifest and not on arrival. With `order: fixed` or `exact`, rounds are trained in order, so the update repeats
+bit for bit for a given number of ranks. Updates of different numbers of ranks differ by rounding.
+
+Files have whole tensors: rank 0 gathers them one at a time, so a run continues from a checkpoint with any number of
+ranks. Rank 0 samples with a copy of all weights, which lives until the next round.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import assert_never
+
+import torch
+from torch import Tensor
+
+from engine.algorithm.average import Average
+from engine.algorithm.health import Health
+from engine.algorithm.lockstep import LockstepPasses
+from engine.algorithm.objective import FinishedGroup
+from engine.algorithm.transaction import DoesNotFit, GroupRows, Trainer, Transaction
+from engine.algorithm_config import AlgorithmConfig
+from engine.diffusion.sampler import Plan
+from engine.models.adapter import DiTAdapter
+from engine.models.load import computing_dtype, trainable
+from engine.models.weights import DTYPE_NAMES, DTYPES, exchanged, fill_tensors, read_each
+from engine.out_of_memory import first_line, is_out_of_memory, memory_of
+from engine.parallel.rank_group import RankGroup
+from engine.parallel.sharding import Measure, Sharding, fill_shard, mesh_of, torn_if_lost, whole_of
+from engine.protocol.request import Manifest
+from engine.storage.tensor_files import Stored
+from engine.trainer.rank_messages import (
+    BeginPasses,
+    Follow,
+    GatherAll,
+    GiveTensor,
+    Part,
+    RowsOfGroup,
+    ShardOrder,
+    Share,
+    Start,
+    TakeStep,
+    TakeTensor,
+    TrainRows,
+    decoded_shard_order,
+    decoded_share,
+    encoded,
+)
+from engine.trainer.ranks import Step
+from engine.trainer.reference import reference_of
+
+
+class Shard:
+    """A rank's part of the model under training. Every method is a collective: all ranks call it, in the same order."""
+
+    def __init__(self, group: RankGroup, sharding: Sharding, trainer: Trainer, average: Average) -> None:
+        """`trainer`, `average`: of the divided parameters."""
+        self.group, self.trainer, self.average = group, trainer, average
+        self._sharding = sharding
+        self._passes: LockstepPasses | None = None
+
+    def tensors(self, part: Part) -> dict[str, Tensor]:
+        """Return this rank's part of some tensors by name. The old policy is the weights unless it differs."""
+        match part:
+            case "weights":
+                return dict(self.trainer.parameters)
+            case "average":
+                return self.average.tensors
+            case "old":
+                return dict(self.trainer.old.tensors or self.trainer.parameters)
+            case "moments":
+                return self.trainer.optimizer_state()
+            case _:
+                assert_never(part)
+
+    @property
+    def passes(self) -> LockstepPasses:
+        """Return the passes of the open step. Raises ValueError if no step is open."""
+        if self._passes is None:
+            raise ValueError("a round or a step was ordered before BeginPasses")
+        return self._passes
+
+    def begin(self, order: BeginPasses) -> None:
+        self._sharding.divide()
+        self.trainer.rows_per_forward = order.rows_per_forward
+        self._passes = LockstepPasses(self.trainer, order.plan, order.planned_rows)
+
+    def train(self, order: TrainRows) -> list[int]:
+        """Make the passes of a round.
+
+        Returns the ranks with a loss that is not finite. The gradients of all ranks are then dropped. Raises DoesNotFit
+        if a pass runs out of memory: in the middle of a pass, the other ranks wait for collectives of this rank, so the
+        ranks cannot go on with fewer rows.
+        """
+        self._sharding.divide()
+        try:
+            round_ = self.passes.train([one.rows for one in order.groups], order.passes, counts=order.counts)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            rows = self.trainer.rows_per_forward
+            raise DoesNotFit(
+                f"a pass of {rows} rows does not fit into {memory_of(self.trainer.device)}, and ranks that share full "
+                f"weights do not halve the rows: set algorithm.rows_per_forward: {max(1, rows // 2)} "
+                f"({first_line(error)})"
+            ) from error
+        bad = torch.zeros(self.group.ranks)
+        bad[self.group.rank] = 0.0 if round_.is_finite else 1.0
+        found = [rank for rank, value in enumerate(self.group.sum(bad.to(self.trainer.device)).tolist()) if value]
+        if found:
+            round_.drop()
+        else:
+            round_.keep()
+        return found
+
+    def take_step(self) -> Health:
+        """Take the optimiser step. Returns the health of this rank's rows, with the norm of all gradients."""
+        self._sharding.divide()
+        health = self.passes.health
+        self._passes = None
+        norm = self.trainer.take_step()
+        health.gradient_norm = float("nan") if norm is None else norm
+        return health
+
+    def follow(self, decay: float) -> None:
+        self.average.follow()
+        self.trainer.old.advance(decay)
+
+    def give(self, order: GiveTensor) -> Tensor:
+        """Return a whole tensor."""
+        return whole_of(self.tensors(order.part)[order.name].detach())
+
+    def take(self, order: TakeTensor, whole: Tensor) -> None:
+        """Overwrite this rank's part of a tensor. `whole`: any values on ranks other than rank 0."""
+        self._sharding.divide()
+        if order.part == "old":
+            self.trainer.old.keep()
+        if order.part == "moments":
+            self.trainer.fill_moment(order.name, whole, fill_shard)
+        else:
+            fill_shard(self.tensors(order.part)[order.name].detach(), whole)
+
+    def gather_all(self, order: GatherAll) -> None:
+        """Gather all weights on every rank."""
+        self._sharding.divide()
+        old = self.trainer.old.tensors if order.old else None
+        swap: AbstractContextManager[None] = nullcontext()
+        if old is not None:
+            swap = exchanged(self.trainer.parameters, old)
+        with swap:
+            self._sharding.gather_all()
+
+    @contextmanager
+    def holding(self, data: Stored) -> Iterator[None]:
+        """Give this rank's own gathered copy other weights inside the context. Call after `gather_all`."""
+        fill_tensors({name: value.detach() for name, value in self._sharding.whole.items()}, data)
+        try:
+            yield
+        finally:
+            self._sharding.divide()
+
+
+def shard_of(
+    group: RankGroup,
+    adapter: DiTAdapter,
+    algorithm: AlgorithmConfig,
+    measure: Measure,
+    *,
+    is_started: bool,
+    compiles: bool,
+) -> Shard:
+    """Divide the model over the ranks, and return this rank's part. All ranks call this function.
+
+    `is_started`: the run has start weights, which rank 0 has loaded. `compiles`: rollout workers compile blocks.
+    """
+    if is_started:
+        for parameter in trainable(adapter).values():
+            whole = parameter.detach().contiguous()
+            group.copy_from_first(whole)
+            parameter.detach().copy_(whole)
+    mesh = mesh_of(group.store, group.rank, group.ranks, group.device)
+    sharding = Sharding(adapter.transformer, mesh, measure, dtype=computing_dtype(adapter.transformer))
+    parameters = trainable(adapter)
+    reference = reference_of(adapter, algorithm, is_started=is_started)
+    trainer = Trainer(adapter, parameters, algorithm, reference, workers_compile=compiles)
+    return Shard(group, sharding, trainer, Average(parameters, algorithm.ema_decay))
+
+
+def led_shard(
+    group: RankGroup,
+    adapter: DiTAdapter,
+    algorithm: AlgorithmConfig,
+    measure: Measure,
+    *,
+    is_started: bool,
+    compiles: bool,
+) -> Shard:
+    """Return rank 0's part. Tell the other ranks how the run starts."""
+    for rank in range(1, group.ranks):
+        group.send(rank, encoded(Start(is_started=is_started)))
+    shard = shard_of(group, adapter, algorithm, measure, is_started=is_started, compiles=compiles)
+    group.finish_sending()
+    return shard
+
+
+def joined_shard(group: RankGroup, adapter: DiTAdapter, algorithm: AlgorithmConfig, *, compiles: bool) -> Shard:
+    """Return the part of a rank other than rank 0, and wait for rank 0."""
+    start = decoded_shard_order(group.receive(0, idle=True))
+    if not isinstance(start, Start):
+        raise ValueError(f"rank 0 sent {type(start).__name__} first, and must send Start")
+    return shard_of(group, adapter, algorithm, nullcontext, is_started=start.is_started, compiles=compiles)
+
+
+class ShardFollower:
+    """A rank other than rank 0: obeys rank 0 for as long as the group lives."""
+
+    def __init__(self, shard: Shard) -> None:
+        self._shard = shard
+
+    def follow(self) -> None:
+        """Obey rank 0. Raises TornGroup when the group ends, because rank 0 ended or another rank was lost."""
+        while True:
+            self.follow_step()
+
+    def follow_step(self) -> None:
+        """Obey rank 0 until the end of an optimiser step. Raises as `follow`."""
+        order: ShardOrder | None = None
+        while not isinstance(order, TakeStep):
+            order = decoded_shard_order(self._shard.group.receive(0, idle=True))
+            with torn_if_lost():
+                self._obey(order)
+
+    def _obey(self, order: ShardOrder) -> None:
+        shard = self._shard
+        match order:
+            case BeginPasses():
+                shard.begin(order)
+            case TrainRows():
+                shard.train(order)
+            case TakeStep():
+                health = shard.take_step()
+                shard.group.send(0, encoded(Share.of(health, memory_error="", does_not_fit="")))
+                shard.group.finish_sending()
+            case Follow():
+                shard.follow(order.decay)
+            case GiveTensor():
+                shard.give(order)
+            case TakeTensor():
+                shard.take(order, torch.empty(order.shape, dtype=DTYPES[order.dtype]))
+            case GatherAll():
+                shard.gather_all(order)
+            case Start():
+                raise ValueError("rank 0 sent Start twice")
+            case _:
+                assert_never(order)
+
+
+class Shards:
+    """Rank 0's view of all ranks. Raises TornGroup if a rank is lost."""
+
+    def __init__(self, shard: Shard, measure: Measure) -> None:
+        """`measure`: context around collectives."""
+        self._shard, self._measure = shard, measure
+        self._old_is_whole = False
+        """True while this rank has a copy of the old policy's weights, as they are now."""
+
+    @property
+    def ranks(self) -> int:
+        return self._shard.group.ranks
+
+    @property
+    def in_order(self) -> bool:
+        """Return True if rounds are trained in order, whichever groups come first."""
+        return self._shard.trainer.config.order != "arrival"
+
+    def begin(self, manifest: Manifest, minibatch: int, plan: Plan, *, std: float | None) -> Step:
+        """Begin an optimiser step. See `Trainer.begin`."""
+        trainer = self._shard.trainer
+        rows = trainer.begin(manifest, minibatch, plan, std=std)
+        order = BeginPasses(plan=plan, planned_rows=rows.planned_rows, rows_per_forward=trainer.rows_per_forward)
+        with self._ordered(order):
+            self._shard.begin(order)
+        return _LockstepStep(self, manifest, minibatch, rows)
+
+    def train(self, orders: Sequence[TrainRows]) -> list[int]:
+        """Have each rank make its passes. Returns the ranks with a loss that is not finite, whose round was dropped."""
+        group = self._shard.group
+        self._old_is_whole = False
+        for rank in range(1, group.ranks):
+            group.send(rank, encoded(orders[rank]))
+        with torn_if_lost():
+            found = self._shard.train(orders[0])
+        group.finish_sending()
+        return found
+
+    def take_step(self) -> list[Health]:
+        """Take the optimiser step. Returns the health of each rank's rows."""
+        with self._ordered(TakeStep()):
+            found = [self._shard.take_step()]
+        group = self._shard.group
+        with self._measure():
+            return [*found, *(decoded_share(group.receive(rank)).health for rank in range(1, group.ranks))]
+
+    def follow(self, decay: float) -> None:
+        with self._ordered(Follow(decay=decay)):
+            self._shard.follow(decay)
+
+    def give(self, part: Part, name: str) -> Tensor:
+        """Return a whole tensor. One tensor at a time is in memory."""
+        order = GiveTensor(part=part, name=name)
+        with self._ordered(order, forget=False):
+            return self._shard.give(order)
+
+    def take(self, part: Part, data: Stored) -> None:
+        """Restore tensors from a file, one at a time."""
+        for name, whole in read_each(data):
+            order = TakeTensor(part=part, name=name, shape=tuple(whole.shape), dtype=DTYPE_NAMES[whole.dtype])
+            with self._ordered(order):
+                self._shard.take(order, whole)
+
+    @contextmanager
+    def old_policy(self) -> Iterator[None]:
+        """Let this rank sample alone with the old policy inside the context."""
+        if not self._old_is_whole:
+            order = GatherAll(old=True)
+            with self._ordered(order):
+                self._shard.gather_all(order)
+            self._old_is_whole = True
+        yield
+
+    @contextmanager
+    def holding(self, data: Stored) -> Iterator[None]:
+        """Let this rank sample alone with the weights of a file inside the context."""
+        order = GatherAll(old=False)
+        with self._ordered(order):
+            self._shard.gather_all(order)
+        with self._shard.holding(data):
+            yield
+
+    @contextmanager
+    def _ordered(self, order: ShardOrder, *, forget: bool = True) -> Iterator[None]:
+        """Send an order to all other ranks. The context obeys it on this rank. `forget`: gathered weights are freed."""
+        self._old_is_whole = self._old_is_whole and not forget
+        group, data = self._shard.group, encoded(order)
+        for rank in range(1, group.ranks):
+            group.send(rank, data)
+        with torn_if_lost():
+            yield
+        group.finish_sending()
+
+
+class _LockstepStep:
+    """An optimiser step of all ranks. See `Step`."""
+
+    def __init__(self, shards: Shards, manifest: Manifest, minibatch: int, own: Transaction) -> None:
+        """`own`: makes rows of groups, and counts groups that add nothing."""
+        numbers = manifest.minibatches[minibatch]
+        each = own.groups_per_forward  # of a rank
+        if manifest.unit:
+            each = min(each, -(-manifest.unit // shards.ranks))
+        size = shards.ranks * each
+        self._shards, self._own, self._numbers = shards, own, numbers
+        self._rounds = [tuple(numbers[first : first + size]) for first in range(0, len(numbers), size)]
+        """Groups of the rounds that were not trained yet."""
+        self._groups: dict[int, FinishedGroup] = {}
+
+    @property
+    def missing(self) -> list[int]:
+        return [number for numbers in self._rounds for number in numbers if number not in self._groups]
+
+    def add(self, number: int, group: FinishedGroup) -> None:
+        if number not in self.missing:
+            raise ValueError(f"group {number} is not wanted: missing {self.missing}")
+        self._groups[number] = group
+        for numbers in list(self._rounds):
+            if not all(one in self._groups for one in numbers):
+                if self._shards.in_order:
+                    return
+                continue
+            made = {one: self._own.rows_of(one, self._groups.pop(one)) for one in numbers}
+            self._rounds.remove(numbers)
+            ranks = self._shards.ranks
+            shares = [[made[one] for one in numbers[rank::ranks]] for rank in range(ranks)]
+            self._train([[rows for rows in share if rows is not None] for share in shares])
+
+    def _train(self, shares: Sequence[Sequence[GroupRows]]) -> None:
+        """Train some groups of each rank: together if all losses are finite, else one group of each rank at a time."""
+        first = next((share[:1] for share in shares if share), None)
+        if first is None:
+            return
+        most = self._own.health.rows_per_forward
+        passes = max(-(-sum(len(rows) for rows in share) // most) for share in shares)
+        encoded_rows = [tuple(RowsOfGroup.of(rows) for rows in share or first) for share in shares]
+        orders = [
+            TrainRows(groups=rows, passes=passes, counts=bool(share))
+            for rows, share in zip(encoded_rows, shares, strict=True)
+        ]
+        bad = self._shards.train(orders)
+        if not bad:
+            return
+        most_groups = max(len(share) for share in shares)
+        if most_groups > 1:
+            for place in range(most_groups):
+                self._train([share[place : place + 1] for share in shares])
+            return
+        self._own.health.skipped.extend(rows.number for rank in bad for rows in shares[rank])
+        self._train([() if rank in bad else share for rank, share in enumerate(shares)])
+
+    def commit(self) -> Health:
+        if self.missing:
+            raise ValueError(f"groups {self.missing} have not been added")
+        health = self._own.health
+        own, *others = self._shards.take_step()
+        for found in (own, *others):
+            health.merge(found)
+        health.gradient_norm = own.gradient_norm
+        if not math.isfinite(health.gradient_norm):
+            health.gradient_norm, health.skipped = 0.0, list(self._numbers)
+        return health
+
+    def abort(self) -> None:
+        """Nothing to discard: the next `begin` of all ranks clears the gradients."""

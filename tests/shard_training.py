@@ -1,0 +1,193 @@
+"""Train full weights of a tiny model of a published family with several ranks: real processes, gloo and FSDP2."""
+
+import gc
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engine.algorithm.objective import FinishedGroup
+from engine.clock import ScaledClock
+from engine.models.adapter import DiTAdapter
+from engine.models.load import compute_in_bfloat16
+from engine.models.weights import read_tensors
+from engine.parallel.communicator import join_store, serve_store
+from engine.parallel.rank_group import RankGroup
+from engine.parallel.sharding import whole_of
+from engine.storage.tensor_files import Stored
+from engine.trainer.model import TrainedModel
+from engine.trainer.outbox import Outbox
+from engine.trainer.ranks import Ranks
+from engine.trainer.shards import Shard, ShardFollower, joined_shard
+from engine.worker.usage import Usage
+from tests.benchmarks.sp_parity import Member
+from tests.benchmarks.sp_parity import Ranks as Processes
+from tests.rank_training import PLAN, Job, adapter_of, manifest_of, rolled_out
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A job with full weights, and where its files lie."""
+
+    job: Job
+    folder: Path
+    """Files of the checkpoint that is written at the end."""
+    start: Path | None = None
+    """Files of a checkpoint to continue from."""
+    first_batch: int = 0
+    in_bfloat16: bool = False
+    """Compute in bfloat16, as models from a folder do."""
+    bad: tuple[int, ...] = ()
+    """Groups with a latent that is not finite."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """Rank 0 after all batches. `sampled`: latents that rank 0 alone makes with the old policy and the average."""
+
+    files: dict[str, dict[str, Tensor]]
+    first_gradients: dict[str, Tensor]
+    health: list[dict[str, float]]
+    sampled: tuple[Tensor, Tensor]
+    collective_ms: float
+
+    @property
+    def bits(self) -> dict[str, bytes]:
+        return {
+            f"{file} {name}": value.numpy().tobytes()
+            for file, tensors in self.files.items()
+            for name, value in tensors.items()
+        }
+
+
+def with_bad(groups: list[FinishedGroup], bad: tuple[int, ...]) -> list[FinishedGroup]:
+    """Return the groups, some with a latent that is not finite."""
+    for number in bad:
+        first, *others = groups[number].trajectories
+        broken = replace(first, latents=first.latents.clone().fill_(float("nan")))
+        groups[number] = replace(groups[number], trajectories=(broken, *others))
+    return groups
+
+
+def sampled(adapter: DiTAdapter) -> Tensor:
+    """Make a pass without gradient."""
+    dtype = next(adapter.transformer.parameters()).dtype
+    x = torch.randn(1, *adapter.latent_shape(), generator=torch.Generator().manual_seed(7)).to(dtype)
+    with torch.no_grad():
+        return adapter.velocity(x, torch.tensor([0.5], dtype=dtype), adapter.encode(["a"]), 1.0)
+
+
+def train(member: Member, port: int, ranks: int, task: Task) -> Trained | str:
+    """Be one rank. Rank 0 returns what it trained; another rank returns how its group ended."""
+    gc.collect()
+    job, group = task.job, None
+    adapter = adapter_of(job)
+    if task.in_bfloat16:
+        compute_in_bfloat16(adapter.transformer)
+    made = with_bad(rolled_out(adapter, job), task.bad) if member.rank == 0 else []
+    if ranks > 1:
+        store = join_store(port, timeout_seconds=60.0)
+        group = RankGroup.form(store, member.rank, ranks, torch.device("cpu"), limit_seconds=60.0)
+    first: dict[str, Tensor] = {}
+    try:
+        if member.rank > 0:
+            assert group is not None
+            shard = joined_shard(group, adapter, job.algorithm, compiles=False)
+            _keep_gradients(shard, first)
+            ShardFollower(shard).follow()
+        return _lead(adapter, group, task, made, first)
+    except Exception as error:
+        if member.rank == 0:
+            raise
+        return type(error).__name__
+    finally:
+        if group is not None:
+            dist.destroy_process_group()
+
+
+def _keep_gradients(shard: Shard | TrainedModel, first: dict[str, Tensor]) -> None:
+    trainer = shard.trainer
+
+    def keep(*_: Any) -> None:
+        if not first:
+            first.update({name: whole_of(one.grad).clone() for name, one in trainer.parameters.items()})
+
+    trainer.optimizer.register_step_pre_hook(keep)
+
+
+def _lead(
+    adapter: DiTAdapter, group: RankGroup | None, task: Task, made: list[FinishedGroup], first: dict[str, Tensor]
+) -> Trained:
+    job, usage = task.job, Usage(ScaledClock(origin_ms=0))
+    outbox = Outbox(task.folder / "outbox", print)
+    measure = lambda: usage.measure("collective")  # noqa: E731
+    model = TrainedModel(adapter, job.algorithm, None, outbox, divided_over=group, measure=measure)
+    _keep_gradients(model, first)
+    steps = model.steps(Ranks(None, model.trainer, usage, is_started=False))
+    if task.start is not None:
+        model.restore({path.stem: Stored.of_path(path) for path in task.start.glob("*.safetensors")}, 1)
+    health, seen = [], None
+    for batch in range(task.first_batch, job.batches):
+        manifest = manifest_of(batch)
+        for minibatch, numbers in enumerate(manifest.minibatches):
+            step = steps.begin(manifest, minibatch, PLAN, std=None)
+            for place, number in enumerate(one for one in job.order if one in numbers):
+                step.add(number, made[number])
+                if place == 1:
+                    with model.old_policy():  # rank 0 samples alone in the middle of a step
+                        seen = sampled(adapter)
+            health.append(step.commit().summary())
+        model.follow(batch)
+    files = model.files(model.rollout_weights())
+    with model.exchanged(files["ema"]):
+        averaged = sampled(adapter)
+    assert seen is not None
+    for name, file in files.items():
+        file.path.rename(task.folder / f"{name}.safetensors")
+    return Trained(
+        files=read_checkpoint(task.folder),
+        first_gradients=first,
+        health=health,
+        sampled=(seen, averaged),
+        collective_ms=usage.total.get("collective", 0.0),
+    )
+
+
+def read_checkpoint(folder: Path) -> dict[str, dict[str, Tensor]]:
+    """Return the tensors of a checkpoint's files."""
+    return {path.stem: read_tensors(Stored.of_path(path)) for path in sorted(folder.glob("*.safetensors"))}
+
+
+def largest_difference(these: Mapping[str, Tensor], those: Mapping[str, Tensor]) -> float:
+    """Return the largest difference of a tensor, relative to its largest value. Tensors of zeros must be equal."""
+    assert these.keys() == those.keys()
+    found = 0.0
+    for name, value in those.items():
+        largest, apart = float(value.abs().max()), float((these[name] - value).abs().max())
+        found = max(found, apart / largest if largest else (0.0 if apart == 0 else float("inf")))
+    return found
+
+
+class ShardTrainings:
+    """Runs tasks on live processes."""
+
+    def __init__(self, processes: int) -> None:
+        self._processes = Processes(processes, (), preload=["tests.shard_training"])
+
+    def run(self, task: Task, ranks: int) -> Trained:
+        """Train with this number of ranks and return rank 0's result."""
+        task.folder.mkdir(parents=True)
+        store = serve_store()
+        self._processes.send(range(ranks), train, store.port, ranks, task)
+        trained, *others = self._processes.answers(range(ranks))
+        if not isinstance(trained, Trained):
+            raise trained
+        assert set(others) <= {"TornGroup"}, f"the end of rank 0 is the end of its group: {others}"
+        return trained
+
+    def close(self) -> None:
+        self._processes.close()
