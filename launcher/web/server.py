@@ -116,6 +116,7 @@ class Pages:
     ) -> None:
         self._reading, self._stop_run, self._token, self._kept = reading, stop, token, kept
         self._streams = 0
+        self._long_reading = asyncio.Semaphore(1)
 
     def routes(self) -> list[Route]:
         return [
@@ -177,7 +178,11 @@ class Pages:
         return _json({"ids": ids, "html": list_part(self._token, runs)})
 
     async def _run(self, request: Request) -> Response:
-        return _json(await run_in_threadpool(run_page, self._reading, request.path_params["name"]))
+        """Answer with everything on a run's page. One long reading at a time, so that other answers stay quick."""
+        async with self._long_reading:
+            if await request.is_disconnected():  # the page was left while this waited
+                return Response(status_code=204)
+            return _json(await run_in_threadpool(run_page, self._reading, request.path_params["name"]))
 
     async def _sheet(self, request: Request) -> Response:
         name, iteration = request.path_params["name"], request.path_params["iteration"]
