@@ -15,7 +15,7 @@ export function ticks(low, high, count = 5) {
   return found;
 }
 
-const plain = (value) => Number(value.toPrecision(3)).toString();
+const plain = (value, digits = 3) => Number(value.toPrecision(Math.min(digits, 12))).toString();
 
 // A chart in a figure of its own: `draw` may be called again with other data, and keeps the focus and the chosen point.
 export class LineChart {
@@ -53,9 +53,10 @@ export class LineChart {
     const bottom = HEIGHT - MARGIN.bottom;
     this.x = (value) => MARGIN.left + (last > first ? (value - first) / (last - first) : 0.5) * (right - MARGIN.left);
     this.y = (value) => bottom - ((value - low) / (high - low)) * (bottom - MARGIN.top);
+    const digits = Math.max(3, 2 + Math.ceil(Math.log10(Math.max(Math.abs(low), Math.abs(high)) / (high - low))));
     for (const value of ticks(low, high, 4)) {
       svg.append(h("line", { x1: MARGIN.left, x2: right, y1: this.y(value), y2: this.y(value), class: "grid" }),
-        h("text", { x: MARGIN.left - 6, y: this.y(value) + 4, "text-anchor": "end" }, (this.formats.y ?? plain)(value)));
+        h("text", { x: MARGIN.left - 6, y: this.y(value) + 4, "text-anchor": "end" }, (this.formats.y ?? ((y) => plain(y, digits)))(value)));
     }
     for (const value of ticks(first, last, width < 420 ? 3 : 6)) {
       svg.append(h("text", { x: this.x(value), y: bottom + 15, "text-anchor": "middle" }, data.xFormat(value)));

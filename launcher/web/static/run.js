@@ -40,11 +40,12 @@ class RunPage {
       const page = await read("api/runs/" + encodeURIComponent(this.name));
       this.pause = Math.max(REDRAW_MS, PAUSE * (performance.now() - begun));
       const isFirst = this.page === null;
+      if (!isFirst) page.ids = page.ids.map((id, index) => Math.max(id, this.page.ids[index]));  // the stream was quicker
       this.page = page;
       if (isFirst) this.build();
       this.draw();
       this.onState("live");
-      this.unfollow ??= follow(`api/runs/${encodeURIComponent(this.name)}/changes`, () => this.page.ids, (news) => this.onNews(news), this.onState);
+      if (isFirst) follow(`api/runs/${encodeURIComponent(this.name)}/changes`, () => this.page.ids, (news) => this.onNews(news), this.onState);
       this.due = performance.now() + 5 * this.pause;
       if (!page.view.is_over) this.timer ??= setTimeout(() => this.load(), 5 * this.pause);
     } catch (error) {

@@ -137,6 +137,17 @@ def test_an_event_is_on_the_page_within_a_second(served, open_page):
     page.wait_for_selector(".events li:has-text('a word of the test')", timeout=1000)
 
 
+def test_a_page_that_was_read_again_shows_an_event_once(served, open_page):
+    page = open_page(served.page + VIEWS["run"])
+    page.wait_for_selector("#link.live")
+    for number in range(3):
+        with page.expect_response("**/api/runs/live"), served.add() as made:
+            made.status("running", 2 * HOUR_MS + number, f"word-{number}")
+        page.wait_for_selector(f".events li:has-text('word-{number}')")
+    page.wait_for_timeout(1000)
+    assert [page.locator(f".events li:has-text('word-{number}')").count() for number in range(3)] == [1, 1, 1]
+
+
 def test_a_run_is_stopped_only_after_the_question(served, open_page):
     page = open_page(served.page + VIEWS["run"])
     page.click("text=Drain and stop…")
