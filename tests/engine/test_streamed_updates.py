@@ -1,5 +1,6 @@
 """Units of groups, streamed in any order, train the weights of a batch that trains in one pass."""
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -142,3 +143,13 @@ def test_a_manifest_from_before_units_trains_as_many_groups_as_fit():
     assert Manifest.from_dict(old) == STEP
     assert Manifest.from_dict(replace(STEP, unit=3).to_dict()).unit == 3
     assert replace(STEP, unit=3).digest == STEP.digest
+
+
+def test_rows_take_at_least_their_configured_time(single):
+    trainer = Trainer(single.adapter, single.parameters, AlgorithmConfig(rows_per_forward=10_000, order="exact"))
+    trainer.row_seconds = 0.1
+    step = trainer.begin(replace(STEP, unit=1), 0, PLAN)
+    begun = time.perf_counter()
+    step.add(3, single.groups[3])
+    assert time.perf_counter() - begun >= 0.1 * 2 * len(PLAN.trained_steps)
+    step.abort()
