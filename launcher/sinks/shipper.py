@@ -176,7 +176,7 @@ class Shipper:
         """Finish the run in the sink, and say what the sink lacks."""
         with self._sessions() as session:
             known, status = count_records(session, self._run), current_status(session, self._run)
-        state = _STATES.get(status.status if status is not None else "", "stopped")
+        state: ENDS = _STATES.get(status.status if status is not None else "", "stopped")
         is_whole = self._connection is not None and self._sent >= known
         if is_whole:
             is_whole = self._ask(Close(state=state)) is not None
