@@ -19,19 +19,22 @@ take_own()
 from launcher.exit_codes import Failure  # noqa: E402
 from launcher.placement.cloud_plan import CloudPlan  # noqa: E402
 from launcher.placement.plan import Plan  # noqa: E402
+from launcher.report.comparison import Comparison  # noqa: E402
 from launcher.report.values import Report  # noqa: E402
 from launcher.runs.event_lines import EventLine  # noqa: E402
 from launcher.runs.views import RunView  # noqa: E402
-from spotrl.interface import Run, launch, plan, run, runs  # noqa: E402
+from spotrl.interface import Run, compare, launch, plan, run, runs  # noqa: E402
 
 __all__ = [
     "CloudPlan",
+    "Comparison",
     "EventLine",
     "Failure",
     "Plan",
     "Report",
     "Run",
     "RunView",
+    "compare",
     "launch",
     "plan",
     "run",

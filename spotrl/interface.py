@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from launcher.market.offers import read_catalog
 from launcher.placement.cloud_plan import CloudPlan
 from launcher.placement.plan import Plan, plan_local
 from launcher.report.build import build_report, clock_of
+from launcher.report.comparison import Comparison, compare_runs
 from launcher.report.values import Report
 from launcher.runs.event_lines import EventLine, Seen, new_events
 from launcher.runs.runs import bring_down, release_seconds, still_running
@@ -74,6 +75,19 @@ def runs() -> list["Run"]:
     """Return all runs, newest first."""
     with _ledger()() as session:
         return [Run(name=name) for name in session.scalars(select(models.Run.name).order_by(models.Run.id.desc()))]
+
+
+def compare(*runs: "Run | str", group_by: Sequence[str] = (), target_reward: float | None = None) -> Comparison:
+    """Compare two or more runs, or their names: dollars, hours, scores and jobs, as `spotrl compare`.
+
+    Runs that differ in the seed alone are a group, or those with equal fields `group_by`, like `["algorithm.name"]`.
+    Raises Failure if their scores cannot be compared.
+    """
+    with _ledger()() as session:
+        found = [find_run(session, one.name if isinstance(one, Run) else one) for one in runs]
+        if len(found) < 2:
+            raise Failure("name two runs or more; `spotrl.runs()` lists them")
+        return compare_runs(session, found, group_by, target_reward)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

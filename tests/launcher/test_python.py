@@ -1,6 +1,7 @@
 """`import spotrl`: plan, runs, events and reports from Python, also beside a user's own engine.py."""
 
 import os
+import re
 import subprocess
 import sys
 from importlib.resources import files
@@ -59,6 +60,17 @@ def test_a_run_is_read_by_its_name(ledger):
         spotrl.run("dune")
 
 
+def test_runs_are_compared_by_name_or_as_runs(ledger):
+    found = spotrl.compare("older", spotrl.run("done"))
+    (group,) = found.groups
+    assert (group.runs, group.spent_micro_usd.mean) == (("older", "done"), 1_000_000)
+    assert [group.name for group in spotrl.compare("older", "done", group_by=["iterations"]).groups] == [
+        "iterations=10"
+    ]
+    with pytest.raises(spotrl.Failure, match="two runs or more"):
+        spotrl.compare("done")
+
+
 def test_following_a_run_that_is_over_ends(ledger):
     assert list(spotrl.run("done").events(follow=True)) == list(spotrl.run("done").events())
 
@@ -109,3 +121,28 @@ def test_the_example_of_the_page_runs(ledger, monkeypatch):
     monkeypatch.chdir(ledger)
     (ledger / "job.yaml").write_text(QUICKSTART.read_text("utf-8"))
     exec(compile(code, "docs/python.md", "exec"), {})
+
+
+REWARDS = {"your-own-run.md": ["brightness"], "rewards.md": ["score"]}
+"""Pages with a reward of the user as an example, and the functions."""
+
+
+def python_blocks(page: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
+
+
+@pytest.mark.parametrize("name", REWARDS)
+def test_a_reward_of_the_pages_scores_images(name):
+    import torch
+
+    (code,) = python_blocks(ROOT / "docs" / name)
+    defined: dict = {}
+    exec(compile(code, name, "exec"), defined)
+    (function,) = (defined[word] for word in REWARDS[name])
+    images, more = torch.full((2, 3, 4, 4), 0.25), [[{}, {}]] if "metadata" in code.partition(":")[0] else []
+    assert function(images, ["1234", "5678"], *more) == [0.25, 0.25]
+
+
+def test_every_python_example_of_the_docs_is_run_by_a_test():
+    pages = {page.name for page in [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")] if python_blocks(page)}
+    assert pages == {*REWARDS, "python.md"}
