@@ -478,6 +478,12 @@ class PoolHistory:
         )
 
 
+def around(pool: Pool, histories: Iterable[PoolHistory]) -> list[PoolHistory]:
+    """Return the histories of a pool's region and instance type."""
+    group = (pool.cloud, pool.region, pool.instance_type)
+    return [one for one in histories if (one.pool.cloud, one.pool.region, one.pool.instance_type) == group]
+
+
 def odds_of_obtainability(obtainability: float, source: str) -> LaunchOdds:
     """Return GCP's obtainability, 0 to 1 (AdviceClient.capacity), as the prior before the first launch."""
     return LaunchOdds(prior=min(0.99, max(0.01, obtainability)), prior_basis=Basis.REPORTED, prior_source=source)

@@ -20,6 +20,7 @@ from launcher.market.hazard import (
     LaunchOdds,
     PoolHistory,
     Survival,
+    around,
     cold_start,
     learn,
     prior_of,
@@ -140,7 +141,7 @@ def market_view(
         offers=offers,
         survival={
             pool: seen.get(pool, PoolHistory(pool=pool)).survival(
-                priors.get(pool) or prior or kinds.get(pool, POOLED), now_ms, _around(pool, seen.values())
+                priors.get(pool) or prior or kinds.get(pool, POOLED), now_ms, around(pool, seen.values())
             )
             for pool in {*seen, *priors, *kinds}
         },
@@ -156,12 +157,6 @@ def market_view(
         ),
         prior=prior,
     )
-
-
-def _around(pool: Pool, histories: Iterable[PoolHistory]) -> list[PoolHistory]:
-    """Return the histories of a pool's region and instance type."""
-    group = (pool.cloud, pool.region, pool.instance_type)
-    return [one for one in histories if (one.pool.cloud, one.pool.region, one.pool.instance_type) == group]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

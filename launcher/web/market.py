@@ -7,7 +7,9 @@ from sqlalchemy.orm import Session
 from engine.events import Market
 from launcher.ledger.exposure import pool_histories
 from launcher.ledger.prices import latest_prices
-from launcher.market.hazard import Pool, PoolHistory
+from launcher.market.hazard import POOLED, HazardPrior, PoolHistory, Survival, around, prior_of
+from launcher.market.instance_types import instance_type_of
+from launcher.market.pools import Pool
 from launcher.market.prices import PricePoint
 from launcher.money import HOUR_MS
 
@@ -45,21 +47,27 @@ def pool_rows(session: Session, now_ms: int) -> tuple[list[PoolRow], int]:
     spot = {_pool(point): point for point in points if point.market is Market.SPOT}
     steady = {_pool(point): point for point in points if point.market is not Market.SPOT}
     histories = {pool: history for pool, history in pool_histories(session, now_ms).items() if pool.zone}
+    known = [(pool, histories.get(pool, PoolHistory(pool=pool))) for pool in {**histories, **spot}]
     rows = [
         _row(
-            pool,
-            histories.get(pool, PoolHistory(pool=pool)),
+            history,
+            history.survival(_prior_of(pool), now_ms, around(pool, histories.values())),
             spot.get(pool),
             steady.get(pool, steady.get(_of_region(pool))),
         )
-        for pool in {**histories, **spot}
+        for pool, history in known
     ]
     rows.sort(key=lambda row: (-row.watched_hours, row.spot_micro_usd or 0, row.zone, row.instance_type))
     return rows[:POOLS_SHOWN], len(rows)
 
 
-def _row(pool: Pool, history: PoolHistory, spot: PricePoint | None, steady: PricePoint | None) -> PoolRow:
-    survival, odds = history.survival(), history.odds()
+def _prior_of(pool: Pool) -> HazardPrior:
+    kind = instance_type_of(pool.cloud, pool.instance_type)
+    return POOLED if kind is None else prior_of(kind.accelerator, kind.gpus)
+
+
+def _row(history: PoolHistory, survival: Survival, spot: PricePoint | None, steady: PricePoint | None) -> PoolRow:
+    pool, odds = history.pool, history.odds()
     first_hour = [curve.expected_preemptions(1.0) for curve in (survival.mean, survival.low, survival.high)]
     return PoolRow(
         cloud=pool.cloud,

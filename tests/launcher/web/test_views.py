@@ -3,6 +3,7 @@
 import asyncio
 import json
 import stat
+import time
 from dataclasses import replace
 from typing import ClassVar
 
@@ -36,11 +37,13 @@ def test_a_pool_has_its_prices_and_the_hazard_that_its_nodes_showed(served):
         made.preempted(taken, 30 * MINUTE_MS)
     with open_read_only(served.path)() as session:
         (pool,), total = pool_rows(session, START_MS + HOUR_MS)
+        ((faded,), _) = pool_rows(session, time.time_ns() // 1_000_000)  # the page is of now, and evidence fades
     assert (pool.zone, pool.instance_type, total) == ("us-east-1a", "g6.xlarge", 1)
     assert (pool.spot_micro_usd, pool.on_demand_micro_usd) == (350_000, 800_000)
     assert (pool.preempted, pool.watched_hours, pool.launches, pool.basis) == (1, 0.5, 1, "measured")
     mean, low, high = pool.hazard
     assert 0 < low < mean < high
+    mean, low, high = faded.hazard
     page = served.get(f"/?token={TOKEN}&view=prices").text
     assert "aws us-east-1a" in page
     assert f"{mean:.2f} ({low:.2f} to {high:.2f})" in page
