@@ -139,11 +139,11 @@ def _count(span: Span) -> str:
 
 
 def _largest(plan: CloudPlan) -> str:
-    bound = bound_of_plan(plan.as_plan(), plan.deadline_ms)
+    bound = bound_of_plan(plan.as_plan(), plan.longest_ms)
     if bound is None:
         return "nothing limits what could be spent: a real cloud asks for budget.max_total (--max-total)"
     limit = plan.max_total_micro_usd
-    what = f"budget.max_total {dollars(limit)}" if limit is not None and bound >= limit else "all until the deadline"
+    what = f"budget.max_total {dollars(limit)}" if limit is not None and bound >= limit else "all until the run ends"
     return (
         f"at most {dollars(bound)} could be spent, whatever is lost or late: {what}, and what runs while it is "
         "stopped, at on-demand prices with disks and addresses; traffic and stored files are not counted"

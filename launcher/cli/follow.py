@@ -68,10 +68,10 @@ def exit_code(view: RunView) -> ExitCode:
     """Return the exit code for the final status and reason of a run."""
     match view.status, view.reason.partition(":")[0].strip():
         case "finished", _:
-            return ExitCode.OK
+            return ExitCode.DEADLINE_MISSED if view.missed_deadline else ExitCode.OK
         case "stopped", "budget":
             return ExitCode.STOPPED_BY_BUDGET
-        case "stopped", "deadline":
+        case "stopped", "deadline" | "max_runtime":
             return ExitCode.DEADLINE_MISSED
         case _:
             return ExitCode.FAILURE

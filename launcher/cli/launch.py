@@ -38,11 +38,12 @@ from launcher.placement.cloud_plan import cloud_plan_json
 from launcher.placement.plan import Plan, plan_local
 from launcher.placement.ranks import check_ranks
 from launcher.placement.sharing import check_sp_degree
+from launcher.replay.of_plan import check_deadline
 from launcher.runs.runs import release_seconds, start_controller
 from launcher.runs.service import check_service, start_service
 from launcher.runs.start import StartWeights, find_start, send_start
 from launcher.services.own_prices import as_you_pay
-from launcher.services.planning import cloud_plan
+from launcher.services.planning import cloud_plan, with_replays
 from launcher.settings import config_path, home, runs_folder
 
 
@@ -58,7 +59,12 @@ from launcher.settings import config_path, home, runs_folder
 )
 @click.option("--max-total", help="Budget of the run in dollars, like 40 or '$40'.")
 @click.option("--max-hourly", help="Limit on the total price of the run's nodes, in dollars per hour, like 8.")
-@click.option("--deadline", help="Maximum duration of the run on the run's clock, like 12h30m.")
+@click.option(
+    "--deadline",
+    help="Time in which the run should be done, on the run's clock, like 12h30m. Without --max-runtime the run also "
+    "ends then.",
+)
+@click.option("--max-runtime", help="Maximum duration of the run, done or not, like 24h.")
 @click.option("--iterations", type=int, help="Number of trained batches after which the run ends.")
 @click.option("--seed", type=int, help="Random seed of the run, an integer of 0 or more.")
 @click.option("--runtime", help="Runtime of the workers: local (processes) or ray (actors of one Ray cluster).")
@@ -194,6 +200,7 @@ def overrides(flags: Mapping[str, Any], settings: tuple[str, ...]) -> dict[str, 
         "max_total": "budget.max_total",
         "max_hourly": "budget.max_hourly",
         "deadline": "budget.deadline",
+        "max_runtime": "budget.max_runtime",
         "exploration": "exploration.mode",
     }
     return fields | {dotted.get(flag, flag): value for flag, value in flags.items() if value is not None}
@@ -218,10 +225,12 @@ def _plan_on_clouds(
     """
     now_ms = time.time_ns() // 1_000_000
     on_clouds = cloud_plan(sessions, checked.job, home() / "catalogs", now_ms, checked.workdir)
+    on_clouds = with_replays(on_clouds, checked.job)
     more = cloud_plan_lines(checked.job, on_clouds, now_ms) if explain else ()
     _print_plan(out, cloud_screen(checked, on_clouds, now_ms), more)
     plan, printed = on_clouds.as_plan(), cloud_plan_json(on_clouds)
-    printed["bound_micro_usd"] = bound_of_plan(plan, on_clouds.deadline_ms)
+    printed["bound_micro_usd"] = bound_of_plan(plan, on_clouds.longest_ms)
+    check_deadline(on_clouds, checked.job.budget.deadline_confidence)
     return plan, printed
 
 

@@ -17,11 +17,11 @@ from launcher.job.checked import CheckedJob
 from launcher.job.schema import Job
 from launcher.market.offers import TOO_OLD, age_of
 from launcher.money import dollars, duration, hourly
-from launcher.placement.cloud_plan import Alternative, CloudPlan, Factors, Span
+from launcher.placement.cloud_plan import Alternative, CloudPlan, Factors, PlanReplays, Span
 from launcher.placement.plan import Plan, Slot
 
 STOPS_SHOWN = 4
-POOLS_SHOWN = 4
+POOLS_SHOWN = 3
 ALTERNATIVES_SHOWN = 4
 """Most lines of each part. Together with the other lines they make 20."""
 
@@ -42,6 +42,8 @@ def cloud_screen(checked: CheckedJob, plan: CloudPlan, now_ms: int) -> Iterator[
     yield from pool_table(plan.slots)
     for factors in plan.factors:
         yield _cut(f"  {saving(plan.cost.expected, factors)}")
+    if plan.replays is not None:
+        yield _cut(f"  {replays_text(plan.replays)}")
     yield from _alternatives(plan.alternatives)
     yield _cut(f"  {len(plan.notes)} things of this were never run or are assumed. {MORE}")
 
@@ -91,6 +93,15 @@ def pool_table(slots: Sequence[Slot]) -> Iterator[str]:
         yield f"  and {hidden} more nodes"
 
 
+def replays_text(replays: PlanReplays) -> str:
+    """Return a sentence on the replays of a plan: dollars, hours and how often they met the deadline."""
+    money = f"${replays.usd:,.2f} (${replays.usd_low:,.2f} to ${replays.usd_high:,.2f}), {replays.hours:.0f}h"
+    text = f"{replays.starts} replays: {money}"
+    if replays.met is None:
+        return text
+    return f"{text}; {replays.met} in time ({replays.probability_low:.0%} to {replays.probability_high:.0%})"
+
+
 def saving(micro_usd: int, factors: Factors) -> str:
     """Return a sentence on the dollars that the plan saves against a baseline, like `saves $20.70 (8%) against ...`."""
     saved = factors.their_micro_usd - micro_usd
@@ -116,7 +127,7 @@ def _alternatives(alternatives: Sequence[Alternative]) -> Iterator[str]:
 
 
 def _largest(plan: CloudPlan) -> str:
-    bound = bound_of_plan(plan.as_plan(), plan.deadline_ms)
+    bound = bound_of_plan(plan.as_plan(), plan.longest_ms)
     if bound is None:
         return "!! nothing limits what could be spent: budget.max_total (--max-total)"
     return f"at most {dollars(bound)} and {hourly(plan.maximum_micro_usd_per_hour)}"

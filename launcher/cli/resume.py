@@ -35,7 +35,12 @@ class _JobValue(click.ParamType):
 @click.option(
     "--max-hourly", type=_JobValue("dollars", MicroUsdPerHour), help="New limit on the price of all nodes per hour."
 )
-@click.option("--deadline", type=_JobValue("duration", DurationMs), help="Longest time from now until the run ends.")
+@click.option(
+    "--deadline",
+    type=_JobValue("duration", DurationMs),
+    help="Time from now in which the run should be done. Without --max-runtime the run also ends then.",
+)
+@click.option("--max-runtime", type=_JobValue("duration", DurationMs), help="Longest time from now until the run ends.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_obj
 def resume(
@@ -44,6 +49,7 @@ def resume(
     max_total: int | None,
     max_hourly: int | None,
     deadline: int | None,
+    max_runtime: int | None,
     as_json: bool,
 ) -> None:
     """Continue RUN from its last checkpoint with a new controller.
@@ -56,7 +62,12 @@ def resume(
       spotrl resume digits
       spotrl resume digits --max-total 60 --deadline 6h
     """
-    limits = NewLimits(max_total_micro_usd=max_total, max_hourly_micro_usd=max_hourly, longest_ms=deadline)
+    limits = NewLimits(
+        max_total_micro_usd=max_total,
+        max_hourly_micro_usd=max_hourly,
+        deadline_ms=deadline,
+        max_runtime_ms=max_runtime,
+    )
     pid = resume_run(sessions, run_name, limits)
     if as_json:
         click.echo(json.dumps({"run": run_name, "controller": pid}))

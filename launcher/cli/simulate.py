@@ -11,7 +11,7 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from launcher.cli.launch import overrides
 from launcher.cli.layout import print_table, print_text
-from launcher.controller.controller import move_rules
+from launcher.decide.launch_history import MoveRules
 from launcher.exit_codes import ExitCode
 from launcher.job.checked import JobError
 from launcher.job.load import load_job
@@ -94,7 +94,7 @@ def simulate(
     markets = generated_markets(plan, limit_ms) if trace is None else _recorded(plan, trace, starts, limit_ms)
     found = run_simulation(
         plan,
-        move_rules(checked.job),
+        MoveRules.of(checked.job),
         markets,
         starts=starts,
         policies=policies or ("ours",),

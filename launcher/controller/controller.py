@@ -288,18 +288,14 @@ def wanted_of(run: Run, job: Job, plan: Plan, clock: Clock) -> Wanted:
         slots=tuple({slot.name: slot for slot in plan.slots}.values()),
         limits=_set_aside(run.max_total_micro_usd, run.max_hourly_micro_usd, job),
         deadline_ms=run.deadline_ms,
+        ends_ms=run.ends_ms,
         allowance_ms=budget_guard.RELEASE_ALLOWANCE_MS if is_cloud else _run_ms(clock, STOP_SECONDS),
         settle_ms=CLOUD_SETTLE_MS if is_cloud else _run_ms(clock, SETTLE_SECONDS),
-        rules=move_rules(job),
+        rules=MoveRules.of(job),
         launch_rate=LaunchRate(per_minute=job.recovery.launches_per_minute) if is_cloud else None,
         iteration_ms=plan.iteration_ms,
         all_runs=_limits_of_all(job) if is_cloud else budget_guard.NO_LIMITS,
     )
-
-
-def move_rules(job: Job) -> MoveRules:
-    """Return a job's failover rules: the wait for a trainer, and whether on-demand may replace missing spot."""
-    return MoveRules(trainer_wait_ms=job.recovery.trainer_wait, on_demand=job.spot == "auto")
 
 
 def _limits_of_all(job: Job) -> budget_guard.Limits:

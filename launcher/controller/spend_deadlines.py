@@ -60,7 +60,7 @@ class SpendDeadlines:
     def deadline_ms(self, facts: Facts, wanted: Wanted, now_ms: int) -> int | None:
         """Return the time at which an unmanaged node terminates itself.
 
-        The time is the earliest spend deadline, or on clouds the run's own deadline if earlier.
+        The time is the earliest spend deadline, or on clouds the end of the run if earlier.
         """
         planned = planned_hourly(facts, wanted)
         deadlines = [
@@ -78,7 +78,7 @@ class SpendDeadlines:
                 planned_hourly=planned + facts.others.planned_hourly,
             ),
         ]
-        if self._is_cloud and wanted.deadline_ms is not None:
+        if self._is_cloud and wanted.last_ms is not None:
             # Add the time of a stop, so that a live controller stops the run first.
-            deadlines.append(wanted.deadline_ms + wanted.allowance_ms)
+            deadlines.append(wanted.last_ms + wanted.allowance_ms)
         return min((deadline_ms for deadline_ms in deadlines if deadline_ms is not None), default=None)

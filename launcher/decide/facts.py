@@ -162,6 +162,7 @@ class Wanted:
     slots: Sequence[Slot]
     limits: budget_guard.Limits
     deadline_ms: int | None
+    """Time by which the run should be done. None: no such goal."""
     allowance_ms: int
     settle_ms: int
     rules: MoveRules = PATIENT
@@ -172,3 +173,15 @@ class Wanted:
     infra, where time costs nothing."""
     all_runs: budget_guard.Limits = budget_guard.NO_LIMITS
     """The limits from the user's own configuration, which bind the sum over all runs."""
+    ends_ms: int | None = None
+    """Time at which the run ends, done or not. None: at the deadline."""
+
+    @property
+    def last_ms(self) -> int | None:
+        """Return the time at which the run ends, done or not. None: no limit."""
+        return self.deadline_ms if self.ends_ms is None else self.ends_ms
+
+    def goal_ms(self, now_ms: int) -> int | None:
+        """Return the time to be done by: the deadline, and after a missed deadline the end of the run."""
+        is_missed = self.deadline_ms is not None and now_ms >= self.deadline_ms
+        return self.last_ms if is_missed else self.deadline_ms

@@ -8,6 +8,7 @@ from enum import StrEnum
 from hashlib import blake2b
 from typing import Self
 
+from launcher.job.schema import Job
 from launcher.market.hazard import BURST_MS, bursts
 from launcher.placement.options import Option
 from launcher.placement.value import COOL_MOST_MS, COOL_MS
@@ -83,6 +84,11 @@ class MoveRules:
     """A run leaves a region that has had no trainer capacity for this long."""
     on_demand: bool = True
     """True if rollout nodes may be bought on demand while no zone of the region has spot (waiting.py)."""
+
+    @classmethod
+    def of(cls, job: Job) -> Self:
+        """Return a job's rules: the wait for a trainer, and whether on-demand nodes may replace missing spot."""
+        return cls(trainer_wait_ms=job.recovery.trainer_wait, on_demand=job.spot == "auto")
 
     @property
     def cool_down_ms(self) -> int:

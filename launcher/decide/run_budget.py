@@ -105,11 +105,11 @@ def bound_micro_usd(wanted: Wanted, sites: Sequence[SiteOptions] = ()) -> int | 
     return wanted.limits.max_total + budget_guard.overdraft(_most_hourly(wanted, sites), wanted.allowance_ms)
 
 
-def bound_of_plan(plan: Plan, deadline_ms: int | None = None) -> int | None:
+def bound_of_plan(plan: Plan, longest_ms: int | None = None) -> int | None:
     """Return the most that a plan on real clouds can cost, in micro-dollars. `launch` prints the bound. None: no limit.
 
-    `deadline_ms`: longest run time. The judges' budget, disks, addresses, on-demand stand-ins and the time of stopping
-    are counted. Traffic and storage are not counted, because no cloud states their price before the bill.
+    `longest_ms`: time after which the run ends. The judges' budget, disks, addresses, on-demand stand-ins and the time
+    of stopping are counted. Traffic and storage are not counted, because no cloud states their price before the bill.
     """
     wanted = Wanted(
         run="",
@@ -120,8 +120,8 @@ def bound_of_plan(plan: Plan, deadline_ms: int | None = None) -> int | None:
         settle_ms=0,
     )
     bounds = [bound_micro_usd(wanted, plan.sites)]
-    if deadline_ms is not None:
-        nodes = budget_guard.worst_case(_most_hourly(wanted, plan.sites), deadline_ms + wanted.allowance_ms)
+    if longest_ms is not None:
+        nodes = budget_guard.worst_case(_most_hourly(wanted, plan.sites), longest_ms + wanted.allowance_ms)
         bounds.append(nodes + plan.judge_micro_usd)
     return min((bound for bound in bounds if bound is not None), default=None)
 

@@ -37,8 +37,9 @@ def must_stop(facts: Facts, wanted: Wanted, live: Sequence[NodeRecord], tried: T
         metered=facts.metered + others.metered, reserved=held + others.reserved, max_total=wanted.all_runs.max_total
     ):
         return Enter(stage=Stage.DRAINING, reason="budget: all_runs.max_total is used up by all runs together")
-    if wanted.deadline_ms is not None and facts.now_ms >= wanted.deadline_ms:
-        return Enter(stage=Stage.DRAINING, reason="deadline")
+    if wanted.last_ms is not None and facts.now_ms >= wanted.last_ms:
+        reason = "deadline" if wanted.last_ms == wanted.deadline_ms else "max_runtime"
+        return Enter(stage=Stage.DRAINING, reason=reason)
     trainers = [node for node in facts.nodes if node.role == "trainer"]
     denial = _no_trainer_can_be_had(facts, wanted, trainers, tried)
     if denial is not None:

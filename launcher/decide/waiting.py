@@ -95,17 +95,19 @@ def reserve_ms(work: WorkLeft, hazard_per_hour: float) -> float:
 
 def is_late(facts: Facts, wanted: Wanted, seen: Seen) -> bool:
     """Return whether waiting any longer endangers the deadline."""
-    if facts.work is None or wanted.deadline_ms is None:
+    goal_ms = wanted.goal_ms(facts.now_ms)
+    if facts.work is None or goal_ms is None:
         return False
-    slack = slack_ms(facts.work, wanted.deadline_ms, facts.now_ms)
+    slack = slack_ms(facts.work, goal_ms, facts.now_ms)
     return slack <= reserve_ms(facts.work, seen.hazard_per_hour)
 
 
 def may_risk_spot(facts: Facts, wanted: Wanted) -> bool:
     """Return whether a stand-in may be given back: the slack bears the loss of every spot node once more."""
-    if facts.work is None or wanted.deadline_ms is None:
+    goal_ms = wanted.goal_ms(facts.now_ms)
+    if facts.work is None or goal_ms is None:
         return True
-    return slack_ms(facts.work, wanted.deadline_ms, facts.now_ms) > SPARE_CHANGES * CHANGE_MS
+    return slack_ms(facts.work, goal_ms, facts.now_ms) > SPARE_CHANGES * CHANGE_MS
 
 
 def pays_on_demand(work: WorkLeft, working: int, prices: Prices) -> bool:

@@ -36,6 +36,7 @@ FLAGS = {
     "budget.max_total": "--max-total",
     "budget.max_hourly": "--max-hourly",
     "budget.deadline": "--deadline",
+    "budget.max_runtime": "--max-runtime",
     "spot": "--spot",
 }
 """Fields with their own flag on `spotrl launch`; `--set FIELD=VALUE` reaches every field."""

@@ -12,6 +12,7 @@ from pydantic import model_validator as model_check
 from engine.events import Market
 from engine.strict import Strict
 from launcher.job.values import DurationMs, KeyName, MicroUsd, MicroUsdPerHour, VariableName
+from launcher.money import duration
 
 
 def _names_of(value: Any) -> list[str]:
@@ -140,7 +141,26 @@ class Budget(Strict):
     max_hourly: MicroUsd | None = None
     """Maximum summed price of the run's nodes in dollars per hour, like `$4`. None: no limit."""
     deadline: DurationMs | None = None
-    """Maximum duration of the run, on the run's own clock."""
+    """Time in which the run should be done, on the run's own clock. Without `max_runtime` the run also ends then."""
+    deadline_confidence: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
+    """On clouds: smallest share of replays of the plan that meet `deadline`. With a smaller share, `launch` refuses to
+    start. 0: no check."""
+    max_runtime: DurationMs | None = None
+    """Maximum duration of the run, done or not. A run that misses its `deadline` goes on until then."""
+
+    @model_check(mode="after")
+    def _deadline_is_within_max_runtime(self) -> Self:
+        if self.deadline is not None and self.max_runtime is not None and self.max_runtime < self.deadline:
+            raise ValueError(
+                f"budget.max_runtime is {duration(self.max_runtime)}, less than budget.deadline "
+                f"{duration(self.deadline)}; use a longer max_runtime, or leave out one of the two"
+            )
+        return self
+
+    @property
+    def longest_ms(self) -> int | None:
+        """Return the time after which the run ends, done or not, in milliseconds. None: no limit."""
+        return self.deadline if self.max_runtime is None else self.max_runtime
 
 
 class Notifications(Strict):

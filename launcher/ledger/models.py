@@ -44,7 +44,9 @@ class Run(Base):
     workdir: Mapped[str | None]
     """Folder of the job file. The user's reward module and prompt file are looked up there."""
     deadline_ms: Mapped[int | None]
-    """Time at which the run must end (run's clock), with or without the target reward."""
+    """Time by which the run should be done (run's clock)."""
+    ends_ms: Mapped[int | None]
+    """Time at which the run must end (run's clock), done or not. None in rows of older versions: at the deadline."""
     coordinator_port: Mapped[int]
     token: Mapped[str]
 

@@ -38,7 +38,7 @@ from launcher.ledger.models import (
     RunStatus,
 )
 
-REVISION = "0006"
+REVISION = "0007"
 """The newest migration. A ledger at this revision opens without loading alembic. A test compares the value with the
 folder."""
 

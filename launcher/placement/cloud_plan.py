@@ -92,6 +92,28 @@ class Alternative:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PlanReplays:
+    """Replays of the plan on generated markets, with the decisions of a live run. Simulated."""
+
+    market: str
+    """The rule that makes the markets."""
+    starts: int
+    usd: float
+    """Mean of the starts."""
+    usd_low: float
+    usd_high: float
+    """The ends of the middle 90 % of the starts."""
+    hours: float
+    met: int | None
+    """Starts that were done at the deadline. None: the job has no deadline."""
+    probability_low: float | None
+    probability_high: float | None
+    """90 % interval of the probability of meeting the deadline (Wilson's score interval)."""
+    enough_ms: int | None
+    """Shortest deadline that enough of the starts would have met. None: too few were done."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CloudPlan:
     """The nodes that a run keeps running on a cloud, with the expected cost and time."""
 
@@ -125,6 +147,7 @@ class CloudPlan:
     max_total_micro_usd: int | None
     max_hourly_micro_usd: int | None
     deadline_ms: int | None
+    max_runtime_ms: int | None = None
     judge_micro_usd: int = 0
     """Most that paid judges may cost, a part of `max_total`."""
     sites: tuple[SiteOptions, ...] = ()
@@ -140,6 +163,13 @@ class CloudPlan:
     """Bytes of what the boot disk of each node must hold (launcher/placement/disk.py)."""
     schedule: PlanSchedule | None = None
     """Forecast of an iteration, played forward. None: no rates, or too large a batch."""
+    replays: PlanReplays | None = None
+    """None: not replayed, or the plan predicts no iteration times."""
+
+    @property
+    def longest_ms(self) -> int | None:
+        """Return the time after which the run ends, done or not. None: no limit."""
+        return self.deadline_ms if self.max_runtime_ms is None else self.max_runtime_ms
 
     def as_plan(self) -> Plan:
         """Return the plan in the form that the run's controller keeps."""

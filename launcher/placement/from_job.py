@@ -46,6 +46,7 @@ def cloud_requirements(
         max_total_micro_usd=job.nodes_max_total,
         judge_micro_usd=job.reward.judge_micro_usd,
         deadline_ms=job.budget.deadline,
+        max_runtime_ms=job.budget.max_runtime,
         policy=policy,
     )
 

@@ -23,6 +23,8 @@ def broken_limits(needs: CloudRequirements, listed: int, micro_usd: int, ms: int
         limits.append(f"{dollars(micro_usd)} is above max_total {dollars(needs.max_total_micro_usd)}")
     if needs.deadline_ms is not None and ms > needs.deadline_ms:
         limits.append(f"{duration(ms)} is past the deadline of {duration(needs.deadline_ms)}")
+    elif needs.max_runtime_ms is not None and ms > needs.max_runtime_ms:
+        limits.append(f"{duration(ms)} is longer than max_runtime {duration(needs.max_runtime_ms)}")
     return " and ".join(limits) or None
 
 
@@ -34,10 +36,11 @@ def too_tight(needs: CloudRequirements, sites: Sequence[Site]) -> str:
     says that instead.
     """
     caps = Caps.of(needs)
+    time_flag = "--max-runtime" if needs.deadline_ms is None else "--deadline"
     lifted = {
         "--max-hourly": replace(caps, max_hourly_micro_usd=None),
         "--max-total": replace(caps, max_total_micro_usd=None),
-        "--deadline": replace(caps, deadline_ms=None),
+        time_flag: replace(caps, deadline_ms=None),
     }
     ways = []
     for flag, fewer in lifted.items():
@@ -47,7 +50,7 @@ def too_tight(needs: CloudRequirements, sites: Sequence[Site]) -> str:
             enough = {
                 "--max-hourly": hourly(found.choice.listed_micro_usd_per_hour),
                 "--max-total": dollars(there.micro_usd),
-                "--deadline": duration(there.ms),
+                time_flag: duration(there.ms),
             }
             ways.append(f"raise {flag} to {enough[flag]}")
     free = cheapest_choice(needs, sites, Caps())

@@ -78,6 +78,7 @@ def plan_cloud(needs: CloudRequirements, market: MarketView) -> CloudPlan:
         judge_micro_usd=needs.judge_micro_usd,
         max_hourly_micro_usd=needs.max_hourly_micro_usd,
         deadline_ms=needs.deadline_ms,
+        max_runtime_ms=needs.max_runtime_ms,
         sites=_site_options(needs, sites, choice),
         pace_ms=_pace_ms(needs, choice, expected),
     )

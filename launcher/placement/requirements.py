@@ -92,6 +92,8 @@ class CloudRequirements:
     judge_micro_usd: int = 0
     """Budget of paid judges, which is not part of `max_total_micro_usd`."""
     deadline_ms: int | None = None
+    max_runtime_ms: int | None = None
+    """Time after which the run ends, done or not. None: at the deadline."""
     floor_nodes: int = 0
     """Smallest average number of rollout nodes at work. If spot alone gives fewer, on-demand nodes are added."""
     min_rollout_nodes: int = 0

@@ -61,24 +61,30 @@ def replay(
     seed: int,
     *,
     deadline_ms: int | None = None,
+    ends_ms: int | None = None,
     policy: Policy = decide,
 ) -> Replayed:
-    """Run a plan from `start_ms` of the trace. `deadline_ms`: on the run's clock, which starts at 0."""
+    """Run a plan from `start_ms` of the trace.
+
+    `deadline_ms`: time to be done by; `ends_ms`: time at which the run ends, done or not, None: at the deadline. Both
+    are on the run's clock, which starts at 0.
+    """
     world = World(trace=trace, start_ms=start_ms, work=work, random=Random(seed))
     wanted = Wanted(
         run="replay",
         slots=plan.slots,
         limits=Limits(max_total=plan.max_total_micro_usd, max_hourly=plan.max_hourly_micro_usd),
         deadline_ms=deadline_ms,
+        ends_ms=ends_ms,
         allowance_ms=RELEASE_ALLOWANCE_MS,
         settle_ms=0,
         rules=rules,
         launch_rate=LaunchRate(),
     )
-    ends_ms = min(LONGEST_MS, trace.end_ms - start_ms)
+    last_ms = min(LONGEST_MS, trace.end_ms - start_ms)
     stage, reason, passed_ms = Stage.PLANNED, "", -QUIET_MS
     happened = True
-    while world.finished_ms is None and world.now_ms < ends_ms and stage not in OVER:
+    while world.finished_ms is None and world.now_ms < last_ms and stage not in OVER:
         if happened or world.now_ms >= passed_ms + QUIET_MS:
             passed_ms = world.now_ms
             facts = Facts(
@@ -104,7 +110,7 @@ def replay(
                         world.buy(action)
                     case Release():
                         world.release(action.nodes)
-        happened |= world.advance(min(ends_ms, world.now_ms + PASS_MS))
+        happened |= world.advance(min(last_ms, world.now_ms + PASS_MS))
     worked = world.counts["slot ms"] / max(1, world.now_ms * max(1, work.nodes))
     return Replayed(
         micro_usd=world.micro_usd,

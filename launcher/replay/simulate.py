@@ -58,6 +58,8 @@ class PolicyResult:
     preemptions: float
     on_demand_dollars: float
     """Mean dollars of on-demand rollout nodes: stand-ins, or the whole plan."""
+    ms: tuple[int | None, ...]
+    """Duration of each start; None: not done."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,20 +123,24 @@ def simulate(
     starts: int,
     policies: Sequence[str] = ("ours",),
     deadline_ms: int | None = None,
+    ends_ms: int | None = None,
     seconds: float | None = None,
 ) -> Simulated:
-    """Return the results of each policy on the same starts. `seconds`: begin no further start after this time."""
+    """Return the results of each policy on the same starts.
+
+    `deadline_ms`, `ends_ms`: as of `replay`. `seconds`: begin no further start after
+    this processor time.
+    """
     work, (market_of, what) = work_of(plan), markets
-    begun = time.monotonic()
+    begun = time.process_time()  # a busy machine runs as many starts as an idle one
     found: dict[str, list[Replayed]] = {name: [] for name in policies}
     for start in range(starts):
-        if start and seconds is not None and time.monotonic() - begun > seconds * start / (start + 1):
+        if start and seconds is not None and time.process_time() - begun > seconds * start / (start + 1):
             break  # one more start would probably end after the time
         trace, start_ms = market_of(start)
         for name in policies:
-            found[name].append(
-                replay(plan, rules, work, trace, start_ms, start, deadline_ms=deadline_ms, policy=POLICIES[name])
-            )
+            limits = {"deadline_ms": deadline_ms, "ends_ms": ends_ms}
+            found[name].append(replay(plan, rules, work, trace, start_ms, start, **limits, policy=POLICIES[name]))
     first = found[policies[0]][0]
     return Simulated(
         market=what,
@@ -159,4 +165,5 @@ def _result(name: str, results: Sequence[Replayed], deadline_ms: int | None) -> 
         misses=sum(late),
         preemptions=fmean(r.preemptions for r in results),
         on_demand_dollars=fmean(r.by_market.get("on_demand", 0) / 1e6 for r in results),
+        ms=tuple(r.ms if r.reached else None for r in results),
     )

@@ -39,9 +39,10 @@ def verdict(exit_code: int, result: dict[str, Any] | None, report: str) -> tuple
     if before is None or after is None:
         missing = "The run ended before its score was measured twice"
         return bool(reached), f"{reached or missing}. The report is in {report}."
-    moved = f"Held-out {METRIC} went from {before:.3f} to {after:.3f}{stopped}"
+    late = exit_code == ExitCode.DEADLINE_MISSED
+    moved = f"Held-out {METRIC} went from {before:.3f} to {after:.3f}{'' if reached and late else stopped}"
     if reached:
-        return True, f"{reached}. {moved}. The report is in {report}."
+        return True, f"{reached}{', after the deadline' if late else ''}. {moved}. The report is in {report}."
     if after - before >= ENOUGH:
         return True, f"{moved}; the target was not reached. The report is in {report}."
     return False, f"{moved}: less than {ENOUGH:.2f} more. The report is in {report}."

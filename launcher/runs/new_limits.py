@@ -20,12 +20,14 @@ class LimitTooLow(BudgetError):
 class NewLimits:
     """Limits that replace those of the launch. None: unchanged.
 
-    `longest_ms`: time from now until the run must end, on the run's clock.
+    `deadline_ms`: time from now in which the run should be done; `max_runtime_ms`: time from now until it must end.
+    Both are on the run's clock. A new deadline alone is also the end.
     """
 
     max_total_micro_usd: int | None = None
     max_hourly_micro_usd: int | None = None
-    longest_ms: int | None = None
+    deadline_ms: int | None = None
+    max_runtime_ms: int | None = None
 
     def apply(self, session: Session, run: Run, now_ms: int) -> str:
         """Write the limits to the run's row, and return what changed, in words ("" for nothing).
@@ -45,8 +47,10 @@ class NewLimits:
             run.max_total_micro_usd = self.max_total_micro_usd
         if self.max_hourly_micro_usd is not None:
             run.max_hourly_micro_usd = self.max_hourly_micro_usd
-        if self.longest_ms is not None:
-            run.deadline_ms = now_ms + self.longest_ms
+        if self.deadline_ms is not None:
+            run.deadline_ms = run.ends_ms = now_ms + self.deadline_ms
+        if self.max_runtime_ms is not None:
+            run.ends_ms = now_ms + self.max_runtime_ms
         return changes
 
     def _changes(self, run: Run) -> Iterator[str]:
@@ -55,8 +59,11 @@ class NewLimits:
         if self.max_hourly_micro_usd is not None:
             old, new = _amount(run.max_hourly_micro_usd), dollars(self.max_hourly_micro_usd)
             yield f"max_hourly {old} -> {new}"
-        if self.longest_ms is not None:
-            yield f"ends in {duration(self.longest_ms)} at the latest"
+        if self.deadline_ms is not None and self.max_runtime_ms is not None:
+            yield f"deadline in {duration(self.deadline_ms)}"
+        longest_ms = self.deadline_ms if self.max_runtime_ms is None else self.max_runtime_ms
+        if longest_ms is not None:
+            yield f"ends in {duration(longest_ms)} at the latest"
 
 
 UNCHANGED = NewLimits()

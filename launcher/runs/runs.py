@@ -94,6 +94,7 @@ def create_run(sessions: sessionmaker[Session], checked: CheckedJob, plan: Plan,
             folder=str(runs_folder() / name),
             workdir=str(checked.workdir),
             deadline_ms=now_ms + job.budget.deadline if job.budget.deadline is not None else None,
+            ends_ms=now_ms + job.budget.longest_ms if job.budget.longest_ms is not None else None,
             coordinator_port=_free_port(set(session.scalars(select(Run.coordinator_port)))),
             token=secrets.token_urlsafe(32),
         )

@@ -8,7 +8,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session, sessionmaker
 
 from engine.clock import ScaledClock
-from engine.events import Evaluated, IterationDone, Regrouped
+from engine.events import EngineFinished, Evaluated, IterationDone, Regrouped
 from launcher.controller.lease import is_held
 from launcher.decide.facts import OVER, NodeRecord, Stage
 from launcher.harmless import harmless
@@ -90,6 +90,10 @@ class RunView:
     """Age of the present iteration, on the run's clock."""
     usual_iteration_ms: int | None = None
     """Mean time of the last five iterations, on the run's clock. None before two iterations are done."""
+    deadline_ms: int | None = None
+    """The deadline, in milliseconds after the launch. None: the run has none."""
+    missed_deadline: bool = False
+    """True if the deadline has passed and the work was not done by then."""
 
     @property
     def lacks_controller(self) -> bool:
@@ -224,7 +228,16 @@ def view_of(session: Session, run: Run) -> RunView:
         preemptions=sum(record.reclaimed for record in records),
         iteration_ms=max(0, until_ms - (pace[-1] if pace else run.created_ms)),
         usual_iteration_ms=round(usual_ms) if usual_ms is not None else None,
+        deadline_ms=None if run.deadline_ms is None else run.deadline_ms - run.created_ms,
+        missed_deadline=_missed_deadline(session, run, until_ms),
     )
+
+
+def _missed_deadline(session: Session, run: Run, until_ms: int) -> bool:
+    """Return whether the deadline passed before the engine was done. The release of nodes after that is not late."""
+    ends = progress_of(session, run, EngineFinished.KIND)
+    done_ms = ends[-1].at_ms if ends and ends[-1].event["reason"] in ("target", "iterations") else until_ms
+    return run.deadline_ms is not None and done_ms > run.deadline_ms
 
 
 def _shown(records: Sequence[NodeRecord]) -> list[NodeRecord]:

@@ -42,7 +42,9 @@ meaning."""
 
 Schema = dict[str, Any]
 
-RUN_ADDED_LATER = frozenset({"on_demand_micro_usd", "preemptions", "iteration_ms", "usual_iteration_ms"})
+RUN_ADDED_LATER = frozenset(
+    {"on_demand_micro_usd", "preemptions", "iteration_ms", "usual_iteration_ms", "deadline_ms", "missed_deadline"}
+)
 REPORT_ADDED_LATER = frozenset({"learning", "pictures", "job_text", "schedule"})
 """Keys of a run's state and of a report that are always printed. Outputs of version 1 from before the keys are valid
 all the same."""
@@ -65,7 +67,7 @@ def documents() -> dict[str, Schema]:
         "events": _schema(EventLine),
         "logs": _schema(outputs.LogLine),
         "trace": _schema(outputs.TraceOutput),
-        "simulate": _schema(Simulated),
+        "simulate": _simulation(),
         "down": _schema(outputs.Down),
         "resume": _schema(outputs.Resumed),
         "rm": _schema(outputs.Removed),
@@ -200,7 +202,16 @@ def _launch() -> Schema:
     local = _joined("Plan of a local run.", Plan, outputs.PlanRates)
     on_clouds = _joined("Plan of a run on clouds.", CloudPlan, outputs.CloudPlanBound)
     # These keys are always printed. Outputs of version 1 from before the keys are valid all the same.
-    for added_later in ("memory", "disk", "trainer", "judge_micro_usd", "schedule", "pace_ms"):
+    for added_later in (
+        "memory",
+        "disk",
+        "trainer",
+        "judge_micro_usd",
+        "schedule",
+        "pace_ms",
+        "max_runtime_ms",
+        "replays",
+    ):
         on_clouds["required"].remove(added_later)
     for added_later in ("judge_micro_usd", "iterations", "pace_ms"):
         local["required"].remove(added_later)
@@ -221,6 +232,13 @@ def _launch() -> Schema:
     dry["properties"]["plan"] = {"anyOf": [{"$ref": "#/$defs/LocalPlan"}, {"$ref": "#/$defs/CloudPlan"}]}
     started["properties"]["plan"] = {"$ref": "#/$defs/LocalPlan"}
     return {"description": "Output of `spotrl launch --json`.", "anyOf": [dry, started], "$defs": definitions}
+
+
+def _simulation() -> Schema:
+    """Return the schema of `spotrl simulate --json`."""
+    schema = _schema(Simulated)
+    schema["$defs"]["PolicyResult"]["required"].remove("ms")  # added after version 1
+    return schema
 
 
 def _progress() -> Schema:

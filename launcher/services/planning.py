@@ -8,6 +8,7 @@ from pathlib import Path
 
 from sqlalchemy.orm import Session, sessionmaker
 
+from launcher.decide.launch_history import MoveRules
 from launcher.job.schema import Job
 from launcher.ledger.exposure import pool_histories
 from launcher.ledger.prices import capacity_advice, latest_prices
@@ -21,9 +22,19 @@ from launcher.placement.plan import PlacementError
 from launcher.placement.plan_cloud import plan_cloud
 from launcher.placement.requirements import market_view
 from launcher.placement.schedule import plan_schedule
+from launcher.replay.of_plan import replays_of
 from launcher.services.on_offer import on_offer
 from launcher.services.own_prices import as_you_pay
 from launcher.storage.weights import bytes_of
+
+REPLAY_SECONDS = 1.0
+"""Longest time of a plan's replays, so that a dry run answers at once."""
+
+
+def with_replays(plan: CloudPlan, job: Job) -> CloudPlan:
+    """Return the plan of a job with its replays on generated markets: dollars, hours, and how often it is in time."""
+    confidence = job.budget.deadline_confidence
+    return replace(plan, replays=replays_of(plan, MoveRules.of(job), confidence, REPLAY_SECONDS))
 
 
 def cloud_plan(

@@ -332,12 +332,18 @@ def test_launch_shows_the_plan_follows_the_run_and_prints_its_end(launch):
         ("finished", "iterations", ExitCode.OK),
         ("stopped", "budget", ExitCode.STOPPED_BY_BUDGET),
         ("stopped", "deadline", ExitCode.DEADLINE_MISSED),
+        ("stopped", "max_runtime", ExitCode.DEADLINE_MISSED),
         ("stopped", "asked for by a person", ExitCode.FAILURE),
         ("failed", "no trainer can be had: quota", ExitCode.FAILURE),
     ],
 )
 def test_the_exit_code_tells_a_script_how_a_run_ended(launch, status, reason, code):
     assert launch(FakeRuns([replace(DONE, status=status, reason=reason)], stops=["x"]), "-y").return_value == code
+
+
+def test_a_target_reached_after_the_deadline_has_the_exit_code_of_a_missed_deadline(launch):
+    late = replace(DONE, status="finished", reason="target", missed_deadline=True)
+    assert launch(FakeRuns([late], stops=["x"]), "-y").return_value == ExitCode.DEADLINE_MISSED
 
 
 def test_resources_left_after_the_end_are_named_because_they_may_cost_money(launch):

@@ -388,7 +388,9 @@ def test_the_bound_counts_the_dearest_site_disks_stand_ins_and_stopping():
     total = plan_cloud(replace(needs, max_total_micro_usd=3_000 * USD), view(*EAST, *dear))
     assert bound_of_plan(total.as_plan(), total.deadline_ms) == 3_000 * USD + -(-at_once // 12)
     until = plan_cloud(replace(needs, deadline_ms=100 * HOUR_MS), view(*EAST, *dear))
-    assert bound_of_plan(until.as_plan(), until.deadline_ms) == at_once * 100 + -(-at_once // 12)
+    assert bound_of_plan(until.as_plan(), until.longest_ms) == at_once * 100 + -(-at_once // 12)
+    longer = plan_cloud(replace(needs, deadline_ms=90 * HOUR_MS, max_runtime_ms=100 * HOUR_MS), view(*EAST, *dear))
+    assert bound_of_plan(longer.as_plan(), longer.longest_ms) == at_once * 100 + -(-at_once // 12)
     assert bound_of_plan(plan_cloud(needs, view(*EAST)).as_plan()) is None
     larger = with_disk(until, BootDisk(gib=830, parts={}))
     at_once += 3 * 2 * 100_000  # 730 GiB more at ten cents a month, for 730 hours

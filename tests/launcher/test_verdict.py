@@ -23,6 +23,12 @@ def result(reached=False, before=0.3, after=0.5):
         (0, result(reached=True, after=None), 0, "The target of exact_match 0.780 was reached. The report is in"),
         (7, result(), 0, "went from 0.300 to 0.500, before its budget was used up; the target was not reached"),
         (8, result(), 0, "before its deadline"),
+        (
+            8,
+            result(reached=True),
+            0,
+            "was reached, after the deadline. Held-out exact_match went from 0.300 to 0.500. The",
+        ),
         (0, result(after=0.41), 0, "went from 0.300 to 0.410; the target"),
         (0, result(after=0.39), 1, "went from 0.300 to 0.390: less than 0.10 more"),
         (7, result(after=None), 1, "before its score was measured twice"),

@@ -240,6 +240,17 @@ def test_the_deadline_ends_the_run():
     ]
 
 
+def test_with_a_maximum_runtime_the_deadline_is_a_goal():
+    """The run goes on after its deadline, and ends at the maximum runtime. That is the time to be done by then."""
+    nodes = facts(up("trainer"), up("spot-0"))
+    longer = wanted(deadline_ms=NOW - 1, ends_ms=NOW + 1)
+    assert decide(nodes, longer) == []
+    assert (longer.goal_ms(NOW - 2), longer.goal_ms(NOW)) == (NOW - 1, NOW + 1)
+    assert decide(nodes, wanted(deadline_ms=NOW - 1, ends_ms=NOW)) == [
+        Enter(stage=Stage.DRAINING, reason="max_runtime")
+    ]
+
+
 @pytest.mark.parametrize("stage", [Stage.STOPPING, Stage.DRAINING])
 def test_a_stop_is_sent_then_carried_out_then_final(stage):
     stopping = facts(up("trainer"), up("spot-0"), stage=stage, reason="budget")

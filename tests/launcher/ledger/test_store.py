@@ -164,8 +164,8 @@ def test_an_older_ledger_is_not_migrated_while_a_controller_runs(sessions, tmp_p
         open_ledger(path, lambda lease: lease.pid == 1)
     tables = "SELECT count(*) FROM sqlite_master WHERE name = 'removal'"
     assert sqlite3.connect(path).execute(tables).fetchone() == (0,)
-    with sessions() as session:  # the controller continues
-        append_status(session, find_run(session, "demo"), "running", "", 1)
+    with sessions() as session:  # the controller continues, with the columns that it knows
+        session.execute(text("INSERT INTO run_status (run_id, at_ms, status, reason) VALUES (1, 1, 'running', '')"))
         session.commit()
 
 

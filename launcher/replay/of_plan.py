@@ -1,0 +1,85 @@
+"""Replay a plan before it is bought: what it costs on generated markets, and how often it meets the deadline."""
+
+from math import ceil, inf, sqrt
+from statistics import NormalDist
+
+from launcher.decide.launch_history import MoveRules
+from launcher.exit_codes import BudgetError
+from launcher.money import duration
+from launcher.placement.cloud_plan import CloudPlan, PlanReplays
+from launcher.replay.simulate import INTERVAL, generated_markets, simulate, work_of
+
+STARTS = 30
+
+ROOM = 2
+"""The replays of a plan with a deadline go on for this many times the deadline, or the time with every node at work if
+that is longer, to see how late a late start is."""
+
+STEP_MS = 600_000
+"""A deadline that would be enough is named in steps of ten minutes."""
+
+
+def replays_of(plan: CloudPlan, rules: MoveRules, confidence: float, seconds: float) -> PlanReplays | None:
+    """Replay a plan for at most `seconds`, and return what came of it. None: the plan predicts no iteration times.
+
+    `confidence`: share of the starts that should meet the deadline.
+    """
+    bought = plan.as_plan()
+    if not bought.pace_ms:
+        return None
+    deadline_ms = plan.deadline_ms
+    ideal_ms = work_of(bought).left_ms(len(bought.pace_ms) - 1)
+    ends_ms = plan.longest_ms if deadline_ms is None else ROOM * max(deadline_ms, round(ideal_ms))
+    found = simulate(
+        bought,
+        rules,
+        generated_markets(bought, deadline_ms),
+        starts=STARTS,
+        deadline_ms=deadline_ms,
+        ends_ms=ends_ms,
+        seconds=seconds,
+    )
+    (ours,) = found.policies
+    met = None if deadline_ms is None else found.starts - ours.misses
+    low, high = (None, None) if met is None else wilson(met, found.starts)
+    done_ms = sorted(inf if ms is None else ms for ms in ours.ms)[max(0, ceil(confidence * found.starts) - 1)]
+    return PlanReplays(
+        market=found.market,
+        starts=found.starts,
+        usd=ours.dollars.mean,
+        usd_low=ours.dollars.low,
+        usd_high=ours.dollars.high,
+        hours=ours.hours.mean,
+        met=met,
+        probability_low=low,
+        probability_high=high,
+        enough_ms=None if done_ms == inf else ceil(done_ms / STEP_MS) * STEP_MS,
+    )
+
+
+def wilson(hits: int, tries: int) -> tuple[float, float]:
+    """Return the 90 % interval of a probability after `hits` of `tries`.
+
+    Wilson's score interval (1927): it stays within 0 and 1, and is not empty after tries that all hit.
+    """
+    z = NormalDist().inv_cdf((1 + INTERVAL) / 2)
+    share = hits / tries
+    middle = (share + z * z / (2 * tries)) / (1 + z * z / tries)
+    half = z / (1 + z * z / tries) * sqrt(share * (1 - share) / tries + z * z / (4 * tries * tries))
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def check_deadline(plan: CloudPlan, confidence: float) -> None:
+    """Refuse a plan whose replays meet the deadline too rarely. Raises BudgetError with a deadline that is enough."""
+    replays = plan.replays
+    if replays is None or replays.met is None or plan.deadline_ms is None:
+        return
+    if replays.met >= confidence * replays.starts:
+        return
+    remedy = "" if replays.enough_ms is None else f"use --deadline {duration(replays.enough_ms)}, "
+    raise BudgetError(
+        f"{replays.met} of {replays.starts} replays of the plan meet the deadline of {duration(plan.deadline_ms)} "
+        f"(probability {replays.probability_low:.0%} to {replays.probability_high:.0%}), and "
+        f"budget.deadline_confidence asks for {confidence:.0%}; {remedy}more nodes (resources.rollout.num_nodes), or "
+        "--set budget.deadline_confidence=0"
+    )

@@ -1,0 +1,55 @@
+"""Replays of a plan before a launch: dollars, the share that is in time, and a refusal that names a deadline."""
+
+from dataclasses import replace
+
+import pytest
+
+from launcher.decide.launch_history import MoveRules
+from launcher.exit_codes import BudgetError
+from launcher.money import HOUR_MS
+from launcher.placement.plan_cloud import plan_cloud
+from launcher.replay.of_plan import check_deadline, replays_of, wilson
+from tests.launcher.test_cloud_plan import EAST, requirements, view
+
+SECONDS = 0.4
+
+
+def planned(**limits):
+    found = plan_cloud(requirements(min_rollout_nodes=2, max_rollout_nodes=2, **limits), view(*EAST))
+    return replace(found, pace_ms=found.pace_ms)
+
+
+def replayed(plan, confidence=0.9):
+    return replace(plan, replays=replays_of(plan, MoveRules(), confidence, SECONDS))
+
+
+def test_a_deadline_with_room_is_met_and_one_without_is_refused_with_one_that_would_do():
+    calm = planned()
+    roomy = replayed(replace(calm, deadline_ms=3 * calm.time.expected))
+    assert roomy.replays.met == roomy.replays.starts
+    check_deadline(roomy, 0.9)
+    tight = replayed(replace(calm, deadline_ms=HOUR_MS))
+    assert tight.replays.met == 0
+    with pytest.raises(BudgetError, match=r"0 of \d+ replays of the plan meet the deadline of 1h.*use --deadline \d+"):
+        check_deadline(tight, 0.9)
+    check_deadline(tight, 0.0)
+    enough = replayed(replace(calm, deadline_ms=3 * tight.replays.enough_ms))
+    assert enough.replays.met == enough.replays.starts
+
+
+def test_without_a_deadline_only_dollars_are_replayed():
+    found = replayed(planned()).replays
+    assert (found.met, found.probability_low) == (None, None)
+    assert 0 < found.usd_low <= found.usd <= found.usd_high
+    check_deadline(replayed(planned()), 0.9)
+
+
+def test_a_plan_without_times_is_not_replayed():
+    assert replays_of(replace(planned(), pace_ms=()), MoveRules(), 0.9, SECONDS) is None
+
+
+def test_the_interval_is_wilsons():
+    """Wilson's interval for 9 of 10 at 90 %, by its formula with z = 1.6449."""
+    assert wilson(9, 10) == pytest.approx((0.6523, 0.9772), abs=1e-3)
+    assert wilson(10, 10) == pytest.approx((0.7871, 1.0), abs=1e-3)
+    assert wilson(0, 10) == pytest.approx((0.0, 0.2129), abs=1e-3)
