@@ -9,8 +9,8 @@ not hang on a pool without capacity, and must not scatter over the world.
 - A pool that refused a request cools down. The cool-down doubles with each refusal, up to half an hour. Refusals of one
   burst count as one refusal. A pool that preempted a node is avoided for a while if another pool is ready. The cheapest
   ready pool comes first, with or without earlier attempts.
-- A slot without spot waits, or gets a stand-in, by the price of waiting (waiting.py). A plan without predicted times
-  buys a stand-in after `MoveRules.on_demand_after_ms`.
+- A slot without spot waits, or gets a stand-in, by the price of waiting (waiting.py): on demand, or spot that costs
+  much more than planned. A plan without predicted times buys a stand-in after `MoveRules.on_demand_after_ms`.
 - A stand-in (an on-demand node in a spot slot) works until a spot node has replaced the stand-in. One node at a time
   tests whether a pool has spot capacity again. The remaining slots follow after the test node has stayed for ten
   minutes.
@@ -60,8 +60,12 @@ class NothingLeft:
 
 Move = Option | Wait | NothingLeft
 
-WantsStandIn = Callable[[Sequence[Option], int], bool]
-"""(spot options that lack capacity, time since which all of them do): whether to buy a stand-in now."""
+WantsStandIn = Callable[[Option, Sequence[Option], int], bool]
+"""(stand-in, spot options that lack capacity, time since which all of them do): whether to buy the stand-in now."""
+
+DEAR = 1.25
+"""A spot option above this many times the plan's price is a stand-in too: prices of spot in one region differ by a
+factor of 4, and the dearest is the price on demand. Assumed."""
 
 
 def home_of(tried: Tried, sites: Sequence[SiteOptions]) -> SiteOptions:
@@ -121,20 +125,30 @@ def next_rollout(
     wanted = preferred.placement.market
     of_market = [option for option in options if option.placement.market is wanted]
     often = wants_stand_in is not None and wanted is Market.SPOT
+    dear: list[Option] = []
+    if wants_stand_in is not None and wanted is Market.SPOT:
+        of_market, dear = _by_price(preferred, of_market)
     found = _cheapest_ready(preferred, nodes, of_market, tried, rules, now_ms, asks_often=often)
-    if isinstance(found, Option) or wanted is Market.ON_DEMAND or not rules.on_demand:
+    if isinstance(found, Option) or wanted is Market.ON_DEMAND or not (rules.on_demand or dear):
         return found
     firsts = [min((end_text(attempt)[0] for attempt in tried.refused(option)), default=0) for option in of_market]
     out_since_ms = max(firsts, default=0)
+    steady = [option for option in options if option.placement.market is Market.ON_DEMAND and rules.on_demand]
     if wants_stand_in is None:
-        waits = now_ms < out_since_ms + rules.on_demand_after_ms
+        pays = steady if now_ms >= out_since_ms + rules.on_demand_after_ms or not of_market else []
     else:
-        waits = not wants_stand_in(of_market, out_since_ms)
-    if waits and of_market:
-        return found
-    steady = [option for option in options if option.placement.market is Market.ON_DEMAND]
-    instead = _cheapest_ready(preferred, nodes, steady, tried, rules, now_ms)
-    return instead if isinstance(instead, Option) else found
+        instead = [*dear, *steady]
+        pays = [one for one in instead if not of_market or wants_stand_in(one, of_market, out_since_ms)]
+    stand_in = _cheapest_ready(preferred, nodes, pays, tried, rules, now_ms)
+    return stand_in if isinstance(stand_in, Option) else found
+
+
+def _by_price(preferred: Option, spot: Sequence[Option]) -> tuple[list[Option], list[Option]]:
+    """Return the spot options at about the plan's price or the present lowest, and the dear ones."""
+    lowest = min((option.placement.micro_usd_per_hour for option in spot), default=0)
+    most = DEAR * max(lowest, preferred.placement.micro_usd_per_hour)
+    cheap = [option for option in spot if option.placement.micro_usd_per_hour <= most]
+    return cheap, [option for option in spot if option.placement.micro_usd_per_hour > most]
 
 
 def back_to_spot(
@@ -146,11 +160,11 @@ def back_to_spot(
     `GIVE_BACK_AFTER_MS`.
     """
     here = next((site for site in sites if tried.trainer is not None and site.place == tried.trainer.site), None)
+    spot = [o for o in (here.rollout if here is not None else ()) if o.placement.market is Market.SPOT]
     options = [
         option
-        for option in (here.rollout if here is not None else ())
-        if option.placement.market is Market.SPOT
-        and not tried.is_denied(option)
+        for option in _by_price(preferred, spot)[0]
+        if not tried.is_denied(option)
         and now_ms >= tried.taken_until_ms(option, rules.cool_down_ms)
         and not tried.is_on_trial(option, now_ms)
     ]

@@ -38,7 +38,13 @@ def place_of(slot: Slot, tried: Tried, after: Sequence[NodeRecord], facts: Facts
 
 
 def _wants_stand_in(
-    slot: Slot, after: Sequence[NodeRecord], facts: Facts, wanted: Wanted, lacking: Sequence[Option], out_since_ms: int
+    slot: Slot,
+    after: Sequence[NodeRecord],
+    facts: Facts,
+    wanted: Wanted,
+    stand_in: Option,
+    lacking: Sequence[Option],
+    out_since_ms: int,
 ) -> bool:
     trainer = next(node for node in after if node.role == "trainer")
     working = len({node.slot for node in after if node.role == "rollout" and stays(node)})
@@ -47,7 +53,8 @@ def _wants_stand_in(
         spot=min((price_of(option) for option in lacking), default=slot.on_demand_micro_usd_per_hour),
         on_demand=slot.on_demand_micro_usd_per_hour + beside(slot.placement, facts),
     )
-    return wants_stand_in(facts, wanted, prices, working, out_since_ms)
+    price = stand_in.placement.micro_usd_per_hour + beside(stand_in.placement, facts)
+    return wants_stand_in(facts, wanted, prices, working, out_since_ms, price)
 
 
 def _within(facts: Facts, micro_usd_per_hour: int | None) -> Sequence[SiteOptions]:

@@ -127,8 +127,13 @@ def is_money_used_up(facts: Facts, work: WorkLeft, prices: Prices) -> bool:
     return facts.metered + work.left_ms(work.nodes) * per_ms > (1 + MOST_OVER) * whole
 
 
-def costs_more_to_wait(work: WorkLeft, working: int, out_hours: float, seen: Seen, prices: Prices) -> bool:
-    """Return whether a stand-in beside `working` nodes earns its price until the outage is expected to end."""
+def costs_more_to_wait(
+    work: WorkLeft, working: int, out_hours: float, seen: Seen, prices: Prices, price: float | None = None
+) -> bool:
+    """Return whether a stand-in beside `working` nodes earns its price until the outage is expected to end.
+
+    `price`: of the stand-in, hourly, in micro-dollars. None: on demand.
+    """
     if not work.left:
         return False
     rest = expected_rest_hours(out_hours)
@@ -136,13 +141,16 @@ def costs_more_to_wait(work: WorkLeft, working: int, out_hours: float, seen: See
     full_hours = work.left_ms(work.nodes) / HOUR_MS
     later = prices.trainer * (rest + full_hours / seen.share) + work.nodes * prices.spot * full_hours
     gained = work.per_hour(working + 1) - work.per_hour(working)
-    return later / work.left * gained * useful > prices.on_demand
+    return later / work.left * gained * useful > (prices.on_demand if price is None else price)
 
 
-def wants_stand_in(facts: Facts, wanted: Wanted, prices: Prices, working: int, out_since_ms: int) -> bool:
+def wants_stand_in(
+    facts: Facts, wanted: Wanted, prices: Prices, working: int, out_since_ms: int, price: float | None = None
+) -> bool:
     """Return whether a slot without spot gets a stand-in now.
 
-    `working`: rollout nodes that work or start. `out_since_ms`: time since which no zone gave a node.
+    `working`: rollout nodes that work or start. `out_since_ms`: time since which no zone gave a node. `price`: of the
+    stand-in, hourly, in micro-dollars; None: on demand.
     """
     work = facts.work
     assert work is not None, "the plan predicts no iteration times"
@@ -151,7 +159,7 @@ def wants_stand_in(facts: Facts, wanted: Wanted, prices: Prices, working: int, o
     return (
         is_late(facts, wanted, seen)
         or (is_money_used_up(facts, work, prices) and pays_on_demand(work, working, prices))
-        or costs_more_to_wait(work, working, out_hours, seen, prices)
+        or costs_more_to_wait(work, working, out_hours, seen, prices, price)
     )
 
 

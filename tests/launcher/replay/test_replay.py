@@ -1,9 +1,12 @@
 """Replays: hand-checked dollars, the same bytes for the same seed, and a lower bound that no policy goes below."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.events import Market
 from launcher.decide.launch_history import MoveRules
 from launcher.decide.reconcile import decide
 from launcher.market.hazard import COLD_START_MS
@@ -13,7 +16,7 @@ from launcher.replay.baselines import BASELINES
 from launcher.replay.optimum import hull, optimum
 from launcher.replay.replay import Replayed, replay
 from launcher.replay.trace import Trace
-from tests.launcher.replay.markets import ON_DEMAND, SPOT, market, plan, work
+from tests.launcher.replay.markets import ON_DEMAND, SPOT, market, option, plan, work
 
 POLICIES = {"shipped": decide, **BASELINES}
 ALWAYS = [4] * 6 * 40
@@ -110,3 +113,17 @@ def test_no_policy_is_cheaper_than_the_optimum(first, second, seed):
         result = run(trace, "ab", 3, policy, seed, deadline_ms=deadline_ms)
         if result.reached and result.ms <= deadline_ms:
             assert result.micro_usd >= bound
+
+
+@pytest.mark.parametrize(("deadline_hours", "takes_dear_spot"), [(40, False), (11.2, True)])
+def test_spot_that_costs_as_much_as_on_demand_is_a_stand_in(deadline_hours, takes_dear_spot):
+    """Zone a has outages of an hour; zone b always has spot, for $52 an hour instead of $15. The trainer costs $3."""
+    trace = market({"a": ([9] * 12 + [0] * 6) * 20, "b": [9] * 360})
+    bought, dear = plan("a", 2), option("b", Market.SPOT, 52_000_000)
+    (site,), small = bought.sites, option("", Market.ON_DEMAND, 3_000_000)
+    slots = (replace(bought.slots[0], placement=small.placement), *bought.slots[1:])
+    site = replace(site, trainer=(small,), rollout=(*site.rollout, dear))
+    bought = replace(bought, slots=slots, sites=(site,))
+    result = replay(bought, MoveRules(), work(2), trace, 0, 1, deadline_ms=round(deadline_hours * HOUR_MS))
+    assert result.reached
+    assert any(node.zone == dear.placement.zone for node in result.nodes) == takes_dear_spot
