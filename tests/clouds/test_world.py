@@ -298,6 +298,7 @@ def test_a_spot_instance_reports_its_market_and_its_preemption(site: Site, group
 def test_fis_interrupts_a_spot_instance_if_its_role_allows_it(site: Site, group: str) -> None:
     instance = site.aws(groups=[group], InstanceMarketOptions={"MarketType": "spot"})
     site.world.notice(1)
+    site.world.call(remove_fis_role)
     before = site.world.call(lambda: ordered(instance.id))
     assert before == ("failed", "failed: The role cannot be assumed by the Fault Injection Service.")
     site.world.call(make_fis_role)
@@ -315,11 +316,7 @@ def test_a_simulated_maintenance_event_preempts_a_spot_vm(site: Site) -> None:
         "test-maintained", scheduling={"provisioning_model": "SPOT", "instance_termination_action": "STOP"}
     )
     site.world.notice(1)
-    site.world.call(
-        lambda: compute_v1.InstancesClient().simulate_maintenance_event(
-            project=addresses.PROJECT, zone="us-central1-a", instance="test-maintained"
-        )
-    )
+    site.world.call(maintain)
     wait_for(lambda: instance.id not in site.world.hosts())
     assert instance.id in site.world.call(preemptions)
     site.world.notice(30)
@@ -785,6 +782,19 @@ def imds(site: Site, instance: HostInstance, path: str, more: str = "") -> str:
 
 def described(instance: str) -> dict[str, Any]:
     return dict(boto3.client("ec2").describe_instances(InstanceIds=[instance])["Reservations"][0]["Instances"][0])
+
+
+def maintain() -> None:
+    compute_v1.InstancesClient().simulate_maintenance_event(
+        project=addresses.PROJECT, zone="us-central1-a", instance="test-maintained"
+    )
+
+
+def remove_fis_role() -> None:
+    iam = boto3.client("iam")
+    with suppress(iam.exceptions.NoSuchEntityException):
+        iam.delete_role_policy(RoleName=FIS_ROLE, PolicyName="interrupt")
+        iam.delete_role(RoleName=FIS_ROLE)
 
 
 def make_fis_role() -> None:
