@@ -123,7 +123,8 @@ def selftest(
             conductor.clean_up()
         else:
             conductor.conduct()
-    outcome = _outcome(run, conductor)
+    facts = conductor.facts()
+    outcome = outcome_of(run, facts, conductor.results, int(conductor.exit_code(facts)))
     answer = sendable(outcome, _private(sessions, run, caller))
     file = to or Path(f"{run}.json")
     _write(file, json.dumps(answer, indent=2) + "\n")
@@ -205,19 +206,6 @@ def _conductor(sessions: sessionmaker[Session], run: str, preempter: Preempter, 
 def _exists(sessions: sessionmaker[Session], run: str) -> bool:
     with sessions() as session:
         return session.scalar(select(Run.id).where(Run.name == run)) is not None
-
-
-def _outcome(run: str, conductor: Conductor) -> SelftestOutcome:
-    """Return the outcome with its exit code. What may still cost money counts before a failed step."""
-    facts = conductor.facts()
-    code = ExitCode.OK
-    if facts.still_running or facts.in_cloud or facts.in_cloud is None:
-        code = ExitCode.TEARDOWN_INCOMPLETE
-    elif conductor.is_interrupted:
-        code = ExitCode.INTERRUPTED
-    elif conductor.failed:
-        code = ExitCode.FAILURE
-    return outcome_of(run, facts, conductor.results, int(code))
 
 
 def _private(sessions: sessionmaker[Session], run: str, caller: CallerIdentity) -> list[str]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from launcher.clouds.base import CloudUnreachable
 from launcher.clouds.preempting import Order, OrderState, Progress
-from launcher.exit_codes import Failure
+from launcher.exit_codes import ExitCode, Failure
 from launcher.selftest.acting import Acts
 from launcher.selftest.facts import Facts, Preempted
 from launcher.selftest.reading import Seen
@@ -90,6 +90,14 @@ class Conductor:
     @property
     def failed(self) -> list[Result]:
         return [result for result in self.results if result.judgement.verdict is Verdict.FAILED]
+
+    def exit_code(self, facts: Facts) -> ExitCode:
+        """Return the exit code by the facts at the end. What may still cost money counts before a failed step."""
+        if facts.still_running or facts.in_cloud or facts.in_cloud is None:
+            return ExitCode.TEARDOWN_INCOMPLETE
+        if self.is_interrupted:
+            return ExitCode.INTERRUPTED
+        return ExitCode.FAILURE if self.failed else ExitCode.OK
 
     def facts(self) -> Facts:
         return self.run.facts(self.seen)

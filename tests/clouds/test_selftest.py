@@ -45,6 +45,8 @@ def selftest(user: Launched, cloud: str, *more: str):
         "--set",
         "runtime.device=cpu",
         "--set",
+        "runtime.step_seconds=0.3",
+        "--set",
         "recovery.launches_per_minute=60",
     ]
     done = user.spotrl(*words, "--to", str(user.home / "outcome.json"), *more, check=False)

@@ -241,6 +241,7 @@ def test_every_step_is_taken_in_order_and_the_spot_node_is_preempted():
     conductor, said = conduct(FakeRun())
     assert [result.step for result in conductor.results] == list(Step)
     assert not conductor.failed, said
+    assert conductor.exit_code(conductor.facts()) == ExitCode.OK
     assert conductor.run.did == ["preempt run-spot-0-g0", "stop", "resume", "stop", "look"]
 
 
@@ -270,7 +271,10 @@ def test_a_failed_step_is_named_in_the_file_and_the_cleanup_follows(step):
     assert conductor.failed[0].step is step
     assert [result.step for result in conductor.results][-2:] == list(ALWAYS)
     assert "stop" in conductor.run.did
-    outcome = outcome_of("run", conductor.facts(), conductor.results, 1)
+    facts = conductor.facts()
+    left = step is Step.CLEANUP  # what may still cost money has a code of its own
+    assert conductor.exit_code(facts) == (ExitCode.TEARDOWN_INCOMPLETE if left else ExitCode.FAILURE)
+    outcome = outcome_of("run", facts, conductor.results, int(conductor.exit_code(facts)))
     assert (outcome.passed, outcome.failed_steps[0]) == (False, step.value)
     assert len(outcome.steps) == len(Step)
 
@@ -282,13 +286,15 @@ def test_an_interruption_or_an_error_leads_to_the_cleanup(error):
     conductor, _ = conduct(FakeRun(raises={"preempt run-spot-0-g0": error}))
     assert conductor.run.did == ["preempt run-spot-0-g0", "stop", "look"]
     assert conductor.is_interrupted == isinstance(error, KeyboardInterrupt)
+    expected = ExitCode.INTERRUPTED if conductor.is_interrupted else ExitCode.FAILURE
+    assert conductor.exit_code(conductor.facts()) == expected
     assert {result.step: result.judgement.verdict for result in conductor.results}[Step.CLEANUP] is Verdict.PASSED
 
 
 def test_a_second_interruption_ends_the_waiting_and_is_a_failed_cleanup():
     conductor, _ = conduct(FakeRun(raises={"resume": KeyboardInterrupt(), "look": KeyboardInterrupt()}))
     assert [result.step for result in conductor.failed] == [Step.CLEANUP]
-    assert conductor.seen.in_cloud is None, "nobody knows what is left, so the exit code is 10"
+    assert conductor.exit_code(conductor.facts()) == ExitCode.TEARDOWN_INCOMPLETE, "nobody knows what is left"
 
 
 def test_a_step_that_waits_too_long_fails_with_what_it_waited_for():

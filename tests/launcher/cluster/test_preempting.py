@@ -19,7 +19,7 @@ from launcher.clouds.gce_services import Answer
 from launcher.clouds.limits import Permissions
 from launcher.clouds.preempting import Order, Progress, build_preempter
 from launcher.clouds.selftest_policies import FIS_ROLE, fis_notes, fis_role_policy, fis_statements, fis_trust
-from tests.fakes.clouds import fis
+from tests.fakes.clouds import addresses, fis
 
 REGION = "us-east-1"
 INSTANCE = Instance(
@@ -86,6 +86,30 @@ def test_the_fake_refuses_a_template_that_fis_refuses(change, words):
     template = {"actions": {"a": {}}, "roleArn": "r", "stopConditions": [{}], "description": "d", "clientToken": "t"}
     with pytest.raises(fis.Refused, match=words):
         fis.check_template(json.dumps(template | change).encode())
+
+
+ARN = f"arn:aws:ec2:{REGION}:{addresses.ACCOUNT}:instance/{INSTANCE.id}"
+
+
+@pytest.mark.parametrize(
+    ("role", "spot", "progress", "words"),
+    [
+        (None, {ARN: "running"}, Progress.FAILED, "cannot be assumed"),
+        ({}, {ARN: "running"}, Progress.FAILED, "Not authorized"),
+        ({"policy": fis_role_policy()}, {ARN: "terminated"}, Progress.FAILED, "empty set"),
+        ({"policy": fis_role_policy()}, {ARN: "running"}, Progress.DONE, "completed"),
+    ],
+    ids=["no role", "no permission", "not running", "interrupted"],
+)
+def test_the_fake_carries_out_an_order_that_fis_would(aws, role, spot, progress, words):
+    if role is not None:
+        make_role(**role)
+    interrupted = []
+    order = aws.preempt(INSTANCE)
+    fis.carry_out(REGION, order.id, spot, interrupted.append)
+    state = aws.state(order)
+    assert (state.progress, words in state.text) == (progress, True), state.text
+    assert interrupted == ([INSTANCE.id] if progress is Progress.DONE else [])
 
 
 @pytest.mark.parametrize(
