@@ -19,6 +19,7 @@ import os
 import socket
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from math import nan
 from pathlib import Path
 
@@ -45,11 +46,27 @@ class PoolReward:
         self._turn = itertools.count(first)
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> list[Score]:
-        """Score images [B, C, H, W] or [B, C, F, H, W]. Raises RewardError if the scorer raised an error."""
+        """Score images [B, C, H, W] or [B, C, F, H, W]. Raises RewardError if the scorer raised an error.
+
+        All processes share the images: the last lease of a batch has the pool for itself, and the trainer waits for it.
+        """
+        first, size = next(self._turn), -(-len(prompts) // self._processes)
+        starts = range(0, len(prompts), size)
+        with ThreadPoolExecutor(len(starts), thread_name_prefix="ask-pool") as threads:
+            parts = threads.map(
+                lambda start: self._part(
+                    images[start : start + size], prompts[start : start + size], first + start // size
+                ),
+                starts,
+            )
+            return [score for part in parts for score in part]
+
+    def _part(self, images: Tensor, prompts: Sequence[str], first: int) -> list[Score]:
+        """Score some images. `first`: number of the process that is asked first, modulo the number of processes."""
         wanted = [digest_of(image, prompt) for image, prompt in zip(images, prompts, strict=True)]
-        pause, failures = FIRST_PAUSE_SECONDS, 0
+        pause, failures, turn = FIRST_PAUSE_SECONDS, 0, itertools.count(first)
         while failures < self._tries:
-            number = next(self._turn) % self._processes
+            number = next(turn) % self._processes
             try:
                 connection = self._connect(number)
             except OSError:  # the process is starting, or starts again

@@ -57,6 +57,8 @@ class ScoringQueue:
         self._calls, self._usage, self._scorer, self._faults = calls, usage, scorer, faults
         self._heartbeat_seconds, self._reports_steps, self._finished = heartbeat_seconds, reports_steps, finished
         self._unscored: list[_Unscored] = []
+        self.waited_seconds = 0.0
+        """Seconds in which the worker did nothing but wait for scores."""
         self._threads = ThreadPoolExecutor(max_workers=at_once, thread_name_prefix="score")
 
     def __len__(self) -> int:
@@ -115,9 +117,11 @@ class ScoringQueue:
         """
         phase = PHASE_OF[one.sampled.work.attempts[0].request.kind]
         while one in self._unscored:
+            begun = time.monotonic()
             with self._usage.measure(phase):
-                longest = max(0.0, min(self._heartbeat_seconds, until - time.monotonic()))
+                longest = max(0.0, min(self._heartbeat_seconds, until - begun))
                 wait_for([one.scoring], timeout=longest)
+            self.waited_seconds += time.monotonic() - begun
             if one.scoring.done():
                 return
             leases = self.leases()

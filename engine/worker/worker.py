@@ -152,11 +152,17 @@ class Worker:
         """Return the weights in the model and their digest; None: unknown."""
         return self._weights.key
 
+    @property
+    def waited_for_scores_seconds(self) -> float:
+        """Return the seconds in which the worker did nothing but wait for scores."""
+        return self._scores.waited_seconds
+
     def serve(self) -> str:
         """Work until the coordinator orders an exit. Returns the reason."""
         while True:
             reply = self.serve_once(wait=True)
             if isinstance(reply, Exit):
+                print(f"waited {self.waited_for_scores_seconds:.1f} s for scores", flush=True)
                 return reply.reason
             if isinstance(reply, Drain):
                 # The node drains, so there is no work until the preemption, or until the coordinator withdraws the

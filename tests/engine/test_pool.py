@@ -116,6 +116,19 @@ def test_requests_that_wait_share_a_batch_and_keep_their_scores(open_pool):
     assert sizes == [2, 4, 4]
 
 
+def test_free_processes_share_the_images_of_a_request(open_pool):
+    together, sizes = threading.Barrier(3), []
+
+    def shared(images, prompts):
+        sizes.append(len(prompts))
+        together.wait(20)  # breaks unless three processes score at the same time
+        return means(images, prompts)
+
+    values = [number / 8 for number in range(5)]
+    assert rewards(open_pool(shared, shared, shared).reward(images_of(*values), ["a"] * 5)) == values
+    assert sorted(sizes) == [1, 2, 2]
+
+
 def test_a_large_request_is_scored_in_batches(open_pool):
     sizes = []
 
