@@ -150,7 +150,7 @@ class HttpConfig(Strict):
 SUM = "sum"
 """Name of the reward that is a weighted sum of scorers."""
 
-LOCAL_MODELS = ("clip", "pickscore", "aesthetic", "geneval")
+LOCAL_MODELS = ("clip", "pickscore", "aesthetic", "hpsv3", "geneval")
 """Scorers that load a model from a local folder."""
 
 
@@ -172,14 +172,14 @@ class ScorerConfig(Strict):
     name: str = "ocr"
     """Name of the scorer, or `package.module:function` of the user's own. `ocr` and `ocr_strict` read images of at most
     48 x 144 pixels as one line of text, and find the lines first in larger images. `ocr_smooth` reads one line only.
-    `clip`, `pickscore`, `aesthetic` and `geneval` load a model from a local folder. `http` asks a server, `vlm` a
-    vision-language model."""
+    `clip`, `pickscore`, `aesthetic`, `hpsv3` and `geneval` load a model from a local folder. `http` asks a server,
+    `vlm` a vision-language model."""
     http: HttpConfig | None = None
     """Settings of the scorer `http`, which needs at least `url`."""
     vlm: VlmConfig | None = None
     """Settings of the scorer `vlm`, which needs at least `url` and `model`."""
     model: LocalModelConfig | None = None
-    """Model of `clip`, `pickscore` and `aesthetic`, and detector of `geneval`. Each needs at least `path`."""
+    """Model of `clip`, `pickscore`, `aesthetic` and `hpsv3`, and detector of `geneval`. Each needs at least `path`."""
     colours: LocalModelConfig | None = None
     """CLIP model that names colours for `geneval`. None: no prompt asks for a colour."""
 

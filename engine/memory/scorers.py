@@ -8,10 +8,13 @@ from engine.reward_config import RewardConfig, ScorerConfig
 CLIP_L14, CLIP_H14, MASK2FORMER = 427_616_513, 986_109_441, 68_741_083
 """Parameters of openai/clip-vit-large-patch14, PickScore_v1 and facebook/mask2former-swin-small-coco-instance."""
 
+HPSV3 = 7_748_610_610
+"""Parameters of HPSv3: Qwen2-VL-7B without its output layer, 151,658 tokens, and the head; counted from the shapes."""
+
 HALF = 2
 """Bytes of a bf16 number."""
 
-PARAMETERS = {"clip": CLIP_L14, "pickscore": CLIP_H14, "aesthetic": CLIP_L14}
+PARAMETERS = {"clip": CLIP_L14, "pickscore": CLIP_H14, "aesthetic": CLIP_L14, "hpsv3": HPSV3}
 
 
 def scorer_bytes(reward: RewardConfig, gpus: int) -> int:

@@ -23,6 +23,7 @@ BUILT_IN = (
     "clip",
     "pickscore",
     "aesthetic",
+    "hpsv3",
     "geneval",
     "http",
     "vlm",
@@ -82,6 +83,10 @@ def _load_scorer(
         return MetadataOfPrompts(HttpReward(config.http, must_answer=must_answer), metadata)
     if config.model is not None and config.name == "geneval":
         return MetadataOfPrompts(_geneval(config, config.model, workdir, device), metadata)
+    if config.model is not None and config.name == "hpsv3":
+        from engine.rewards.hpsv3 import Hpsv3Reward
+
+        return Hpsv3Reward(config.model, workdir, device)
     if config.model is not None:
         return _reward_of_model(config.name, ClipFolder(config.model, workdir, device))
     return _reward_of_name(config, workdir, metadata)
