@@ -126,8 +126,8 @@ class ProfileConfig(Strict):
     image. The noise path is the same and takes less time; the ranking is a little worse (6 of 8 steps: .77 instead of
     .83, 12 prompts of digits-ocr)."""
     scorer: Literal["reward", "student"] = "reward"
-    """Scorer of candidates. `student`: a small model trained to imitate a built-in reward at a hundredth of the cost,
-    where the reward has a student."""
+    """Scorer of candidates. `student`: the cheaper scorer of `reward.student`. Without it, the reward `ocr` of
+    digits-ocr has a small model that imitates the reward at a hundredth of the cost; other rewards have none."""
 
 
 class ExplorationConfig(Strict):
@@ -355,6 +355,15 @@ class EngineConfig(Strict):
     @model_validator(mode="after")
     def _the_reward_can_score_the_model(self) -> Self:
         self.reward.check_scores(self.model.name, is_video=self.model.name in VIDEO)
+        return self
+
+    @model_validator(mode="after")
+    def _a_student_is_used(self) -> Self:
+        if self.reward.student is not None and all(one.scorer != "student" for one in self.exploration.profiles):
+            raise ValueError(
+                "reward.student is set, but no exploration profile has scorer: student; write exploration: {profiles: "
+                "[{name: quick, scorer: student}]}, or leave student out"
+            )
         return self
 
     @model_validator(mode="after")

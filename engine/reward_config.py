@@ -222,6 +222,13 @@ class WeightedScorer(ScorerConfig):
         return self.label or self.name.rpartition(":")[2]
 
 
+class StudentConfig(ScorerConfig):
+    """A cheaper scorer that ranks candidate seeds in the reward's place."""
+
+    frames: Positive | None = None
+    """Frames of a video to score, like `reward.frames`."""
+
+
 class PoolConfig(Strict):
     """Scoring processes of a node (`reward.placed: pool`)."""
 
@@ -256,6 +263,10 @@ class RewardConfig(ScorerConfig):
     """Settings of `placed: pool`. None: the defaults."""
     parts: tuple[WeightedScorer, ...] = ()
     """Scorers of `name: sum`, two or more. The reward is the sum of weight times score, and each score is a metric."""
+    student: StudentConfig | None = None
+    """Cheaper scorer of candidates, for exploration profiles with `scorer: student`. What is trained, evaluated or used
+    as control is always scored by the reward. The student runs in the worker, whatever `placed` says. None: the
+    shipped student, which `ocr` has for the model digits-ocr."""
     combine: Literal["scores", "advantages"] = "scores"
     """What the weights of `parts` multiply in training. `scores`: the scores as they are. `advantages`: each score less
     its mean in the group and divided by its std in the group (GDPO, arXiv 2601.05242), so a scorer with a wide spread
@@ -308,15 +319,25 @@ class RewardConfig(ScorerConfig):
         return self.parts or (self,)
 
     @property
+    def student_reward(self) -> "RewardConfig | None":
+        """Return the student as a reward, or None without a student of the job's own."""
+        return None if self.student is None else RewardConfig.model_validate(self.student.model_dump())
+
+    @property
+    def loaded(self) -> tuple[ScorerConfig, ...]:
+        """Return every scorer that the job loads: those that score an image, and the student."""
+        return self.scorers if self.student is None else (*self.scorers, self.student)
+
+    @property
     def key_names(self) -> tuple[str, ...]:
         """Return the names of the environment variables that the scorers read."""
-        servers = (server for one in self.scorers for server in (one.http, one.vlm) if server is not None)
+        servers = (server for one in self.loaded for server in (one.http, one.vlm) if server is not None)
         return tuple(server.key for server in servers if server.key is not None)
 
     @property
     def judge_micro_usd(self) -> int:
         """Return the budget of all paid judges in micro-dollars; 0 without paid judges."""
-        return sum(floor(one.vlm.max_usd * 1e6) for one in self.scorers if one.vlm is not None and one.vlm.max_usd)
+        return sum(floor(one.vlm.max_usd * 1e6) for one in self.loaded if one.vlm is not None and one.vlm.max_usd)
 
     def check_scores(self, model: str, *, is_video: bool) -> None:
         """Check that the reward can score the model's images or videos. Raises ValueError."""
@@ -328,3 +349,8 @@ class RewardConfig(ScorerConfig):
             )
         if not is_video and self.frames is not None:
             raise ValueError(f"reward.frames is {self.frames}, but {model} makes images; leave frames out")
+        if self.student_reward is not None:
+            try:
+                self.student_reward.check_scores(model, is_video=is_video)
+            except ValueError as error:
+                raise ValueError(f"reward.student: {error}") from None

@@ -28,7 +28,7 @@ from engine.models.load import load_adapter, load_start, trainable
 from engine.parallel.ulysses import problem_with_degree
 from engine.prompts import FilePrompts, prompt_source
 from engine.protocol.request import Score
-from engine.rewards.load import load_reward_of_job
+from engine.rewards.load import load_reward_of_job, load_student
 from engine.storage.tensor_files import Stored
 
 READ_AT_ONCE = 512
@@ -61,6 +61,7 @@ def check(config: EngineConfig, workdir: str | None, start: Path | None = None) 
     _encode(adapter, config, [*trained, *held_out] if config.model.name in SHIPPED else [prompt])
     steps = evaluation_plan(config.sampler, config.evaluation.steps, adapter.schedule).steps
     score = _score_once(config, workdir, adapter.decode(initial([0], adapter.latent_shape())), prompt)
+    _score_by_student(config, workdir, adapter.decode(initial([0], adapter.latent_shape())), prompt)
     metrics = sorted({"reward", *score.metrics})
     _check_target(config.target, metrics)
     return {
@@ -133,6 +134,25 @@ def _score_once(config: EngineConfig, workdir: str | None, image: Tensor, prompt
             "give it another name",
         )
     return scores[0]
+
+
+def _score_by_student(config: EngineConfig, workdir: str | None, image: Tensor, prompt: str) -> None:
+    """Let the job's own student score one image, if it has one. Without a score, no candidate could be ranked."""
+    if config.reward.student is None:
+        return
+    try:
+        student = load_student(config, workdir, must_answer=True)
+        assert student is not None
+        (score,) = student(image, [prompt])
+    except Exception as error:  # a user's function may raise anything
+        found = f"{config.reward.student.name} on one image {list(image.shape)}: {type(error).__name__}: {error}"
+        raise JobUnfit("reward.student", found, "see docs/rewards.md for what this scorer needs") from error
+    if not math.isfinite(score.reward):
+        raise JobUnfit(
+            "reward.student",
+            f"{config.reward.student.name} gives one image of noise a reward that is not finite",
+            "return a number for every image; a candidate without one is never chosen",
+        )
 
 
 def _check_target(target: TargetConfig | None, known: Sequence[str]) -> None:

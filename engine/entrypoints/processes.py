@@ -38,6 +38,7 @@ from engine.trainer.ranks import Follower, take_start
 from engine.trainer.reference import reference_of
 from engine.trainer.shards import ShardFollower, joined_shard
 from engine.trainer_ranks import ranks_of
+from engine.worker.coordinator_purse import CoordinatorPurse
 from engine.worker.device import device_of
 from engine.worker.download import Download
 from engine.worker.node_weights import NodeMemory, NodeWeights
@@ -88,7 +89,8 @@ def run_trainer(spec: NodeSpec, heartbeat: SharedHeartbeat, ready: Event) -> Non
         clock=clock,
     )
     adapter = load_model(spec, 0)
-    reward = reward_of_node(spec, 0, context.transport, worker=f"{spec.node}/trainer")
+    purse = CoordinatorPurse(context.transport, worker=f"{spec.node}/trainer", node=spec.node)
+    reward = reward_of_node(spec, 0, purse)
     prompts = prompt_source(spec.engine, spec.workdir)
     with leaves_torn_group(), led_group(spec, torch.device(device_of(spec.engine.runtime.device, 0))) as group:
         loop = Loop(spec.engine, context, adapter, reward, prompts, group)

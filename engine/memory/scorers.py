@@ -18,10 +18,14 @@ PARAMETERS = {"clip": CLIP_L14, "pickscore": CLIP_H14, "aesthetic": CLIP_L14, "h
 
 
 def scorer_bytes(reward: RewardConfig, gpus: int) -> int:
-    """Return the bytes of all scorers' models on one of a node's GPUs, which each hold as many scoring processes."""
+    """Return the bytes of all scorers' models on one of a node's GPUs, which each hold as many scoring processes.
+
+    The student is in the worker, of which each GPU has one.
+    """
     pool = reward.scoring_pool
     processes = 1 if pool is None else -(-pool.processes // gpus)
-    return processes * sum(size for scorer in reward.scorers for size in _bytes_of(scorer))
+    student = 0 if reward.student is None else sum(_bytes_of(reward.student))
+    return student + processes * sum(size for scorer in reward.scorers for size in _bytes_of(scorer))
 
 
 def _bytes_of(scorer: ScorerConfig) -> Iterator[int]:

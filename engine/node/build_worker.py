@@ -19,6 +19,7 @@ from engine.node_spec import NodeSpec
 from engine.pool.client import PoolReward
 from engine.prompts import prompt_source, prompts_of_job
 from engine.rewards.load import load_reward_of_job, load_student
+from engine.rewards.purse import Purse
 from engine.rewards.reward import Reward
 from engine.worker.coordinator_purse import CoordinatorPurse
 from engine.worker.device import device_of
@@ -43,6 +44,8 @@ def make_worker(
     elastic = join_groups(spec, adapter)
     if spec.engine.model.compile == "on":
         compile_blocks(adapter.transformer)
+    device = device_of(spec.engine.runtime.device, number)
+    purse = CoordinatorPurse(transport, worker=f"{spec.node}/{number}", node=spec.node)
     trace = step_trace(spec, f"worker-{number}", lambda: 1 if elastic is None else elastic.degree)
     return Worker(
         name=f"{spec.node}/{number}",
@@ -51,10 +54,10 @@ def make_worker(
         transport=transport,
         adapter=adapter,
         parameters=trainable(adapter),
-        reward=reward_of_node(spec, number, transport, worker=f"{spec.node}/{number}"),
+        reward=reward_of_node(spec, number, purse),
         scored_beside=spec.engine.reward.scored_beside,
         scores_share_core=spec.engine.reward.placed == "with_rollout",
-        student=lambda: load_student(spec.engine),
+        student=lambda: load_student(spec.engine, spec.workdir, device=device, purse=purse),
         clock=spec.clock.clock(),
         heartbeat_seconds=spec.engine.runtime.heartbeat_seconds,
         step_seconds=spec.engine.runtime.step_seconds,
@@ -68,15 +71,15 @@ def make_worker(
     )
 
 
-def reward_of_node(spec: NodeSpec, number: int, transport: Transport, *, worker: str) -> Reward:
+def reward_of_node(spec: NodeSpec, number: int, purse: Purse) -> Reward:
     """Return the reward for process `number` of a node: the node's scoring processes, or the scorer itself.
 
-    `worker`: name of the worker that pays a paid judge through `transport`.
+    `purse`: the only one of the process. The coordinator would take a second one for a restart, and count the money
+    that the first holds as spent.
     """
     pool = spec.engine.reward.scoring_pool
     if pool is not None:
         return PoolReward(Path(spec.folder), processes=pool.processes, tries=pool.tries, first=number)
-    purse = CoordinatorPurse(transport, worker=worker, node=spec.node)
     device = device_of(spec.engine.runtime.device, number)
     return load_reward_of_job(spec.engine, spec.workdir, device=device, purse=purse)
 

@@ -135,8 +135,22 @@ def _reward_of_name(config: ScorerConfig, workdir: str | None, metadata: Mapping
             )
 
 
-def load_student(config: EngineConfig) -> Reward | None:
-    """Return the student, a small model that ranks candidate seeds instead of the reward. None: no student exists."""
+def load_student(
+    config: EngineConfig,
+    workdir: str | None = None,
+    *,
+    device: str = "cpu",
+    purse: Purse | None = None,
+    must_answer: bool = False,
+) -> Reward | None:
+    """Return the student, which ranks candidate seeds instead of the reward. None: no student exists.
+
+    The job's own `reward.student`, or the shipped model. Parameters and errors are those of `load_reward_of_job`.
+    """
+    own = config.reward.student_reward
+    if own is not None:
+        metadata = metadata_of_job(config, workdir)
+        return load_reward(own, workdir, metadata, device=device, purse=purse, must_answer=must_answer)
     reads_digits = config.model.name == "digits-ocr" and config.prompts == "digits"
     if config.reward.name not in ("ocr", "ocr_strict", "ocr_smooth") or not reads_digits:
         return None

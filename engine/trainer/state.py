@@ -91,7 +91,7 @@ def config_digest(config: EngineConfig) -> str:
         "evaluation": {"on_the_way", "wait"},
         "exploration": {"wait", "keep"},
         "algorithm": {"grpo_guard", "diffusion_nft", "unit"},
-        "reward": {"frames", "http", "vlm", "model", "parts", "pool", "combine", "colours"},
+        "reward": {"frames", "http", "vlm", "model", "parts", "pool", "combine", "colours", "student"},
         "runtime": {"cfg_parallel", "help", "row_seconds"},
     }
     unused: dict[str, set[str] | bool] = {

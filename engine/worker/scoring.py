@@ -33,5 +33,8 @@ class ImageScorer:
         student = self._load_student()
         if student is not None:
             return student
-        print("this job has no student: the reward itself scores what is explored, which takes longer", flush=True)
+        print(
+            "this job has no student (reward.student): the reward itself scores what is explored, which takes longer",
+            flush=True,
+        )
         return self.reward

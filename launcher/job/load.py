@@ -175,8 +175,8 @@ def _check_files(checked: CheckedJob) -> None:
     """Raise JobError if a file that the job names is missing here, before the first node misses the file."""
     job, folder = checked.job, checked.workdir
     _check_prompt_files(checked)
-    models = [("model", one.model) for one in job.reward.scorers] + [
-        ("colours", one.colours) for one in job.reward.scorers
+    models = [("model", one.model) for one in job.reward.loaded] + [
+        ("colours", one.colours) for one in job.reward.loaded
     ]
     for field, scorer in ((field, model.path) for field, model in models if model is not None):
         # On clouds, an absolute folder is a folder of the nodes.

@@ -159,7 +159,7 @@ class Job(EngineConfig):
 
     @model_check(mode="after")
     def _reward_exists(self) -> Self:
-        for name in (one.name for one in self.reward.scorers):
+        for name in (one.name for one in self.reward.loaded):
             if ":" in name and not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", name):
                 raise ValueError(f"reward.name is {name!r}; write your own reward as package.module:function")
             if ":" not in name and name not in REWARDS:
@@ -173,7 +173,7 @@ class Job(EngineConfig):
         # The message does not repeat the value, because a user may have written the key itself.
         unlisted = next((name for name in self.reward.key_names if name not in self.secrets), None)
         if unlisted is not None:
-            of_vlm = any(one.vlm is not None and one.vlm.key == unlisted for one in self.reward.scorers)
+            of_vlm = any(one.vlm is not None and one.vlm.key == unlisted for one in self.reward.loaded)
             raise ValueError(
                 f"reward.{'vlm' if of_vlm else 'http'}.key names a variable that secrets does not list, so nodes would "
                 "not get it; add it, like secrets: [JUDGE_KEY]"
