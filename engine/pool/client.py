@@ -65,6 +65,7 @@ class PoolReward:
         """Score some images. `first`: number of the process that is asked first, modulo the number of processes."""
         wanted = [digest_of(image, prompt) for image, prompt in zip(images, prompts, strict=True)]
         pause, failures, turn = FIRST_PAUSE_SECONDS, 0, itertools.count(first)
+        fault = ""
         while failures < self._tries:
             number = next(turn) % self._processes
             try:
@@ -77,11 +78,12 @@ class PoolReward:
                         return self._ask(connection, images, prompts, wanted)
                 except (OSError, WrongScores) as error:
                     failures += 1
-                    print(f"scorer-{number}: try {failures} of {self._tries}: {error}", flush=True)
+                    fault = f"scorer-{number}: try {failures} of {self._tries}: {error}"
+                    print(fault, flush=True)
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
         print(f"{len(prompts)} images have no score, and their groups are skipped", flush=True)
-        return [Score(reward=nan, metrics={}) for _ in prompts]
+        return [Score(reward=nan, metrics={}, fault=fault) for _ in prompts]
 
     def _ask(
         self, connection: socket.socket, images: Tensor, prompts: Sequence[str], wanted: Sequence[str]

@@ -37,15 +37,17 @@ class Scored(msgspec.Struct, frozen=True):
     """Of the scored image and its prompt (`digest_of`)."""
     reward: float | None
     metrics: dict[str, float | None]
+    fault: str = ""
 
     @classmethod
     def of(cls, digest: str, score: Score) -> "Scored":
         metrics = {name: value if isfinite(value) else None for name, value in score.metrics.items()}
-        return cls(digest=digest, reward=score.reward if isfinite(score.reward) else None, metrics=metrics)
+        reward = score.reward if isfinite(score.reward) else None
+        return cls(digest=digest, reward=reward, metrics=metrics, fault=score.fault)
 
     def score(self) -> Score:
         metrics = {name: nan if value is None else value for name, value in self.metrics.items()}
-        return Score(reward=nan if self.reward is None else self.reward, metrics=metrics)
+        return Score(reward=nan if self.reward is None else self.reward, metrics=metrics, fault=self.fault)
 
 
 class Scores(msgspec.Struct, frozen=True, tag="scores", tag_field="message"):

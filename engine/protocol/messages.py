@@ -63,6 +63,10 @@ class CommittedState(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     blob: str
 
 
+FAULT_CHARACTERS = 500
+"""Most characters of the reason why an image has no score."""
+
+
 class Result(msgspec.Struct, frozen=True, kw_only=True):
     """The wire form of a `Finished`. JSON has no NaN and no infinity: a value that is not finite travels as null."""
 
@@ -71,6 +75,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float | None]
     trajectory: str | None
     node: str = ""
+    fault: str = ""
 
     @classmethod
     def of(cls, finished: Finished) -> "Result":
@@ -81,12 +86,13 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
             metrics={name: _or_none(value) for name, value in finished.score.metrics.items()},
             trajectory=finished.trajectory,
             node=finished.node,
+            fault=finished.score.fault[:FAULT_CHARACTERS],
         )
 
     def finished(self) -> Finished:
         """Return the result. A value that was not finite is NaN."""
         metrics = {name: _or_nan(value) for name, value in self.metrics.items()}
-        score = Score(reward=_or_nan(self.reward), metrics=metrics)
+        score = Score(reward=_or_nan(self.reward), metrics=metrics, fault=self.fault)
         return Finished(request=self.request, score=score, trajectory=self.trajectory, node=self.node)
 
 

@@ -252,6 +252,8 @@ class Score:
 
     reward: float
     metrics: Mapping[str, float]
+    fault: str = ""
+    """The reason of a reward that is NaN, such as the last answer of the scorer's server. Empty: unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

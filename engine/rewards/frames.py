@@ -48,4 +48,5 @@ def _mean(scores: Sequence[Score]) -> Score:
         reward=mean([score.reward for score in scores]),
         # A frame without a score has no metrics, and then the video has none either.
         metrics={name: mean([score.metrics.get(name, nan) for score in scores]) for name in names},
+        fault=next((score.fault for score in scores if score.fault), ""),
     )

@@ -57,4 +57,4 @@ class HttpReward:
             if self._must_answer:
                 raise RewardError(f"the scorer gave no score: {error}") from None
             print(f"reward http: {count} images have no score, and their groups are skipped: {error}", flush=True)
-            return [Score(reward=nan, metrics={})] * count
+            return [Score(reward=nan, metrics={}, fault=str(error))] * count

@@ -73,7 +73,7 @@ class VlmReward:
             if self._must_answer:
                 raise RewardError(f"the model gave no score: {error}") from None
             print(f"reward vlm: an image has no score, and its group is skipped: {error}", flush=True)
-            return Score(reward=nan, metrics={})
+            return Score(reward=nan, metrics={}, fault=str(error))
 
     def _paid(self, payment: Payment, send: Callable[[], bytes]) -> bytes:
         """Make one call, and record its price. A call that the server may have worked on costs the most it can."""

@@ -42,4 +42,5 @@ class WeightedSum:
             metrics |= {f"{part.name}/{name}": value for name, value in score.metrics.items()}
         # A number plus NaN is NaN: an image without one score has no sum.
         reward = sum(part.weight * score.reward for part, score in zip(self._parts, scores, strict=True))
-        return Score(reward=reward, metrics=metrics)
+        faults = (f"{part.name}: {one.fault}" for part, one in zip(self._parts, scores, strict=True) if one.fault)
+        return Score(reward=reward, metrics=metrics, fault=next(faults, ""))

@@ -120,6 +120,12 @@ class Rollouts:
             is_early=number in self.early,
         )
 
+    def fault(self, number: int) -> str:
+        """Return the reason why an image of a group has no score. Empty: all have one, or the scorer gave no reason."""
+        group = self._manifest.groups[number]
+        found = (self._found[group.prompt, seed][0] for seed in group.seeds)
+        return next((score.fault for score in found if score.fault), "")
+
     def trained_rewards(self) -> list[tuple[float, ...]]:
         """Return the trained rewards of every group, in the manifest's order."""
         return [self.group(number).rewards for number in range(len(self._manifest.groups))]

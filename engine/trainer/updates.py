@@ -70,7 +70,7 @@ class BatchUpdates:
                 raise
             begun = time.perf_counter()
             with self._usage.measure(Phase.TRAINING):
-                finished.append(self._commit(manifest, minibatch, step))
+                finished.append(self._commit(manifest, minibatch, step, rollouts))
             self._schedule.trained(seconds + time.perf_counter() - begun, rows=finished[-1].rows)
         return finished
 
@@ -81,19 +81,22 @@ class BatchUpdates:
             return rollouts.std()
         return self._state.std.value if self._config.algorithm.std == "ema" else None
 
-    def _commit(self, manifest: Manifest, minibatch: int, step: Step) -> Health:
+    def _commit(self, manifest: Manifest, minibatch: int, step: Step, rollouts: Rollouts) -> Health:
         health = step.commit()
         for number in manifest.minibatches[minibatch]:
             bad = number in health.skipped
+            fault = rollouts.fault(number) if bad else ""
+            why = f"; the scorer: {fault}" if fault else ""
             self._state.skipped_in_a_row = self._state.skipped_in_a_row + 1 if bad else 0
             if bad:
                 prompt = manifest.groups[number].prompt
                 self._reporter.warn(
-                    f"batch {manifest.batch}: skipped {prompt!r}, its reward or loss is not finite",
+                    f"batch {manifest.batch}: skipped {prompt!r}, its reward or loss is not finite{why}",
                 )
             if self._state.skipped_in_a_row >= BAD_GROUPS_IN_A_ROW:
                 raise Unhealthy(
                     f"{BAD_GROUPS_IN_A_ROW} groups in a row had a reward or loss that is not finite; the last good "
                     f"checkpoint is iteration {self._state.iteration}: look at the reward, or lower the learning_rate"
+                    + why
                 )
         return health

@@ -71,3 +71,9 @@ def test_a_reward_that_cannot_score_the_model_is_refused(job, words):
     with pytest.raises(ValueError) as error:
         EngineConfig.model_validate(job)
     assert words in str(error.value)
+
+
+def test_a_video_has_the_fault_of_its_first_frame_without_a_score():
+    found = iter([Score(reward=1.0, metrics={}), Score(reward=math.nan, metrics={}, fault="HTTP 503")])
+    (score,) = FrameMeans(lambda images, prompts: [next(found) for _ in prompts], 2)(torch.zeros(1, 1, 2, 2, 2), ["a"])
+    assert score.fault == "HTTP 503"

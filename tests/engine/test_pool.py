@@ -82,10 +82,11 @@ def test_a_pool_gives_the_scores_and_metrics_of_the_reward(open_pool):
 
 
 def test_an_image_without_a_score_keeps_none(open_pool):
-    pool = open_pool(lambda images, prompts: [Score(reward=nan, metrics={"seen": nan}) for _ in prompts])
+    pool = open_pool(lambda images, prompts: [Score(reward=nan, metrics={"seen": nan}, fault="blind") for _ in prompts])
     (score,) = pool.reward(images_of(0.0), ["a"])
     assert isnan(score.reward)
     assert isnan(score.metrics["seen"])
+    assert score.fault == "blind"
 
 
 def test_requests_that_wait_share_a_batch_and_keep_their_scores(open_pool):
@@ -241,6 +242,7 @@ def test_images_have_no_score_after_the_last_try(tmp_path, wrong, capsys):
     scorer.close()
     assert scorer.asked == 3
     assert all(isnan(reward) for reward in rewards(scored))
+    assert scored[0].fault.startswith("scorer-0: try 3 of 3: the ")
     assert "2 images have no score" in capsys.readouterr().out
 
 

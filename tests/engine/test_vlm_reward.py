@@ -204,6 +204,7 @@ def test_a_key_of_a_judge_is_in_no_file_of_a_run_and_in_no_message(tmp_path, mon
         finished = build(job, tmp_path, reward=load_reward(judge, None)).loop.run()
     assert {head["Authorization"] for head in server.heads} == {"Bearer sk-planted"}
     assert (finished.reason, finished.iteration) == ("unhealthy", 1)
+    assert finished.text.endswith("chat/completions: 1 try, the last with HTTP 503 and 'key was Bearer ***'")
     assert next(iter(progress(tmp_path, "iteration_done"))).health["skipped_groups"] == 2
     output = capsys.readouterr()
     assert "the last with HTTP 503 and 'key was Bearer ***'" in output.out

@@ -140,3 +140,13 @@ def test_keys_and_kinds_of_images_count_for_every_part():
     wan = {"model": {"name": "wan", "path": "there"}, "prompts": "prompts.txt", "reward": reward}
     with pytest.raises(ValueError, match=r"reward ocr scores images, not videos; set reward: {name: sum, frames: 3}"):
         EngineConfig.model_validate(wan)
+
+
+def test_a_sum_names_the_part_without_a_score_and_its_fault():
+    def of(fault):
+        reward = math.nan if fault else 1.0
+        return lambda images, prompts: [Score(reward=reward, metrics={}, fault=fault) for _ in prompts]
+
+    parts = [Weighted(name=name, weight=1.0, reward=of(fault)) for name, fault in (("ocr", ""), ("judge", "HTTP 503"))]
+    (score,) = WeightedSum(parts)(torch.zeros(1, 1, 2, 2), ["a"])
+    assert score.fault == "judge: HTTP 503"
