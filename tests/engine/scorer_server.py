@@ -2,12 +2,15 @@
 
 An image's score is the mean of its pixels in [0, 1], so a score for another image is noticed. `faults` holds answers
 for the next requests: a status, "garbage", "short", "nan", "range", "drip", "dies", "error" or None for a good answer.
+`python -m tests.engine.scorer_server PROTOCOL` prints its address and serves until its input ends. A test can stop that
+process.
 """
 
 import base64
 import io
 import json
 import pickle
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -128,3 +131,9 @@ class ScorerServer:
             request.send_header(name, value)
         request.end_headers()
         request.wfile.write(body)
+
+
+if __name__ == "__main__":
+    with ScorerServer(sys.argv[1]) as server:
+        print(server.url, flush=True)
+        sys.stdin.read()

@@ -3,6 +3,9 @@
 import math
 import os
 import pickle
+import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -116,6 +119,34 @@ def test_a_dead_server_leaves_images_unscored_and_fails_the_check_before_a_launc
     config = RewardConfig(name="http", http=HttpConfig(url=server.url))
     with pytest.raises(RewardError, match=r"gave no score: http://127.0.0.1:\d+: 1 try, the last with ConnectError"):
         load_reward_of_job(EngineConfig(reward=config), None, must_answer=True)(grey(1), ["a"])
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_a_frozen_server_leaves_images_unscored_and_a_killed_one_too(protocol):
+    command = [sys.executable, "-m", "tests.engine.scorer_server", protocol]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            url = process.stdout.readline().strip()
+            config = HttpConfig(url=url, protocol=protocol, timeout_seconds=0.5, tries=3)
+
+            def scores(means=(-1.0, 1.0)):
+                images = torch.tensor(means)[:, None, None, None].expand(-1, 3, 8, 8)
+                return HttpReward(config).score(images, ["two cups"] * 2, [TAGGED] * 2)
+
+            assert rewards(scores()) == pytest.approx([0, 1], abs=0.01)
+            os.kill(process.pid, signal.SIGSTOP)
+            frozen = scores()
+            os.kill(process.pid, signal.SIGCONT)
+            again = scores((1.0, -1.0))  # an answer to the frozen requests would be 0 and 1
+            process.kill()
+            process.wait()
+            dead = scores()
+        finally:
+            process.kill()
+    assert [math.isnan(reward) for reward in rewards([*frozen, *dead])] == [True] * 4
+    assert "3 tries, the last with no whole answer in 0.5 s" in frozen[0].fault
+    assert rewards(again) == pytest.approx([1, 0], abs=0.01)
+    assert "the last with ConnectError" in dead[0].fault
 
 
 def test_pauses_grow_to_half_a_minute_and_follow_the_servers_wish(monkeypatch):
