@@ -36,6 +36,8 @@ class Lease:
     step: int
     """The last denoising step reported by the worker."""
     copy: bool = False
+    images: int = 1
+    """Number of requests granted. The worker may still sample those that have left the lease since."""
 
     def made_by(self, now_ms: int) -> int:
         """Return the estimated current step of the images, from the last reported step and the time since the grant."""

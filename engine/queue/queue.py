@@ -265,7 +265,7 @@ class Queue:
             self.state.requeue(number, now_ms)
         self.events.append(Warned(text=f"{worker} failed: {text}"))
         for request in reversed(requests):
-            self.state.record_crash(request, text, alone=len(requests) == 1)
+            self.state.record_crash(request, text, alone=lease.images == 1)
         if not is_held:
             return Fenced(lease=number)
         return Wait()

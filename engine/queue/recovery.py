@@ -50,6 +50,7 @@ def restore_lease(state: QueueState, record: LeaseRecord, now_ms: int) -> None:
     if items:
         step = min(item.attempt.step for item in items)
         lease = state.grant(record.number, worker, items, step, now_ms, copy=record.copy)
+        lease.images = len(record.requests)
         lease.seq, lease.expires_ms = record.seq, now_ms + record.lease_ms
 
 

@@ -64,6 +64,7 @@ class QueueState:
             expires_ms=now_ms + self.rules.lease_of(of.pace),
             step=step,
             copy=copy,
+            images=len(items),
         )
         worker.leases.add(number)
         return lease
@@ -123,12 +124,13 @@ class QueueState:
     def revoke(self, numbers: Iterable[int], node: str, reason: str, now_ms: int) -> None:
         """Revoke leases of a node and requeue their requests. The requests become suspects of their workers."""
         ordered = sorted(numbers)
-        held = [(self.leases.open[number].worker, list(self.leases.open[number].requests)) for number in ordered]
+        leases = [self.leases.open[number] for number in ordered]
+        held = [(lease.worker, list(lease.requests), lease.images == 1) for lease in leases]
         lost = sum(self.requeue(number, now_ms) for number in reversed(ordered))
-        for worker, requests in held:
-            self.members.workers[worker].suspects += [(request, len(requests) == 1) for request in requests]
+        for worker, requests, alone in held:
+            self.members.workers[worker].suspects += [(request, alone) for request in requests]
         if ordered or reason == REPORTED_LOST:
-            fenced = sum(len(requests) for _, requests in held)
+            fenced = sum(len(requests) for _, requests, _ in held)
             self.events.append(NodeMissed(node=node, reason=reason, lost_steps=lost, fenced_requests=fenced))
 
     def record_crash(self, request: RequestId, text: str, *, alone: bool) -> None:

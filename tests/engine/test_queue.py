@@ -551,6 +551,23 @@ def test_the_poisoned_request_of_a_lease_is_found_and_the_others_finish():
     assert boot <= 8
 
 
+def test_a_request_is_not_blamed_alone_for_a_worker_that_still_samples_its_neighbour():
+    """The neighbour left the lease for other weights, and the worker samples both images until its next call."""
+    queue = queue_with(task(2))
+    queue.publish(V1, DIGEST[V1])
+    pull(queue)
+    queue.died("a/0", 1, "its connection closed", now_ms=0)
+    fault(queue, pull(queue, "b/0"), "b/0")
+    work = pull(queue, "b/0")
+    pull(queue, boot=2, kinds=[])  # the death counts now: both requests are suspects of two crashes
+    queue.submit(
+        Task(requests=requests(2)[1:], weights=V1, sampler="plan", steps=STEPS, shape=2, dtype="float32", images=0)
+    )
+    fault(queue, work, "b/0")
+    assert queue.poisoned == {}
+    queue.check()
+
+
 def test_a_request_that_progressed_since_the_last_death_is_not_blamed():
     queue = queue_with(task(1))
     for step in range(1, STEPS):
