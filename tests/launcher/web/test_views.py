@@ -11,7 +11,8 @@ import httpx
 import pytest
 from sqlalchemy import text
 
-from launcher.ledger.store import open_read_only
+from launcher.ledger.models import Removal
+from launcher.ledger.store import find_run, open_read_only
 from launcher.money import HOUR_MS
 from launcher.web.market import pool_rows
 from launcher.web.reader import POINTS_SHOWN, run_page
@@ -101,6 +102,19 @@ def test_a_ledger_that_migrates_is_told_by_every_view_and_read_again(served):
         assert "the ledger cannot be read now" in answer.text
     rename("other", "slot")
     assert served.get("/api/runs/live").status_code == 200
+
+
+def test_a_run_that_is_removed_while_its_page_is_open_is_told(served):
+    with served.sessions() as session, session.begin():
+        session.add(Removal(run_id=find_run(session, "live").id, at_wall_ms=START_MS))
+    assert served.get("/api/runs/live").json()["view"]["is_removed"]
+    log = served.get("/api/runs/live/logs")
+    assert (log.status_code, "removed with `spotrl rm`" in log.json()["error"]) == (409, True)
+    assert "running, files removed" in served.get("/api/list").json()["html"]
+    with served.sessions() as session, session.begin():
+        find_run(session, "live").name = "gone"
+    page = served.get("/api/runs/live")
+    assert (page.status_code, "did you mean" in page.json()["error"]) == (404, True)
 
 
 def test_more_image_sheets_than_a_slider_has_places_are_bounded(served):
