@@ -1,7 +1,10 @@
 """Train full weights of a tiny model of a published family with several ranks: real processes, gloo and FSDP2."""
 
+import errno
 import gc
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ from engine.models.weights import read_tensors
 from engine.parallel.communicator import join_store, serve_store
 from engine.parallel.rank_group import RankGroup
 from engine.parallel.sharding import whole_of
+from engine.storage import tensor_files
 from engine.storage.tensor_files import Stored
 from engine.trainer.model import TrainedModel
 from engine.trainer.outbox import Outbox
@@ -41,6 +45,8 @@ class Task:
     first_batch: int = 0
     in_bfloat16: bool = False
     """Compute in bfloat16, as models from a folder do."""
+    disk_fills: bool = False
+    """The disk of rank 0 is full for a moment, in the middle of the checkpoint's files."""
     bad: tuple[int, ...] = ()
     """Groups with a latent that is not finite."""
 
@@ -109,6 +115,24 @@ def train(member: Member, port: int, ranks: int, task: Task) -> Trained | str:
             dist.destroy_process_group()
 
 
+@contextmanager
+def full_for_a_moment() -> Iterator[None]:
+    """Let one write of a file of tensors find a full disk."""
+    plain, writes = tensor_files.write_all, itertools.count()
+
+    def write_all(file: Any, data: memoryview) -> None:
+        if next(writes) == 100:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        plain(file, data)
+
+    tensor_files.write_all = write_all
+    try:
+        yield
+    finally:
+        tensor_files.write_all = plain
+        assert next(writes) > 100, "the disk was never full"
+
+
 def _keep_gradients(shard: Shard | TrainedModel, first: dict[str, Tensor]) -> None:
     trainer = shard.trainer
 
@@ -142,7 +166,8 @@ def _lead(
                         seen = sampled(adapter)
             health.append(step.commit().summary())
         model.follow(batch)
-    files = model.files(model.rollout_weights())
+    with full_for_a_moment() if task.disk_fills else nullcontext():
+        files = model.files(model.rollout_weights())
     with model.exchanged(files["ema"]):
         averaged = sampled(adapter)
     assert seen is not None

@@ -36,6 +36,7 @@ from setproctitle import getproctitle
 
 from engine.node.starter import become_agent
 from tests.engine.fleet import Fleet
+from tests.rank_stops import plant
 
 
 class Forked:
@@ -241,6 +242,7 @@ def _become(order: Mapping[str, Any]) -> None:
     os.environ.update(order["env"])
     os.chdir(order["cwd"])
     os.sched_setaffinity(0, order["cores"])
+    plant(order["env"])
     module, node_file = order["argv"]
     become_agent(module, Path(node_file))
 
