@@ -10,10 +10,13 @@ from pathlib import Path
 
 import httpx
 import pytest
+from PIL import Image
 
 from launcher.ledger.store import find_run, open_ledger
 from launcher.runs.views import run_clock
 from launcher.settings import ledger_path
+from launcher.sinks.messages import Open, Record
+from launcher.sinks.process import make_sink
 from launcher.sinks.records import count_records, read_records
 from launcher.sinks.shipper import run_id
 from tests.launcher.cluster.stage import made_run, wait_until
@@ -122,3 +125,39 @@ def test_mlflow_has_a_whole_run_with_a_restart_of_the_controller(home, monkeypat
         wanted = {at: value for at, value in wanted.items() if value is not None}
         # A node's cost is rounded once more when its bill is closed.
         assert sent == pytest.approx(wanted, abs=2e-6)
+
+
+def opened(folder, **settings):
+    return Open(
+        run_id="demo-1", name="demo", folder=str(folder), settings=settings, job={"iterations": 3}, facts={"seed": "1"}
+    )
+
+
+def with_sheet(folder):
+    sheet = folder / "00003.png"
+    Image.new("RGB", (8, 8), "red").save(sheet)
+    return (Record(number=0, iteration=3, at_ms=1000, values={"evaluation/exact_match": 0.5}, sheet=str(sheet)),)
+
+
+@pytest.mark.slow
+def test_wandb_keeps_the_image_sheet_of_an_evaluation(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    run = make_sink("wandb")
+    where = run.open(opened(tmp_path / "sink", project="team", key="WANDB_API_KEY")).where
+    run.add(with_sheet(tmp_path), 1)
+    run.close("finished")
+    assert len(list(Path(where).glob("files/media/images/*.png"))) == 1
+
+
+@pytest.mark.slow
+def test_mlflow_without_a_server_keeps_records_and_sheets_in_the_folder(tmp_path, monkeypatch):
+    pytest.importorskip("mlflow.server")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    run = make_sink("mlflow")
+    wanted = opened(tmp_path / "sink", experiment="team")
+    assert run.open(wanted).held == 0
+    run.add(with_sheet(tmp_path), 1)
+    run.close("failed")
+    assert make_sink("mlflow").open(wanted).held == 1
+    assert [file.name for file in (tmp_path / "sink" / "artifacts").rglob("*.png")] == ["00003.png"]
