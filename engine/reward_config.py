@@ -73,7 +73,8 @@ class VlmConfig(Strict):
     concurrency: Positive = 8
     """Most requests of one worker at a time. A request holds one image."""
     requests_per_minute: Positive | None = None
-    """Most requests of one worker in a minute, evenly spaced. None: no limit of ours; an answer 429 still pauses."""
+    """Most requests of the whole run in a minute, evenly spaced; the coordinator gives the turns. None: no limit of
+    ours; an answer 429 still pauses."""
     timeout_seconds: Annotated[float, Field(gt=0.0)] = 120.0
     """Time in which a whole answer must arrive."""
     tries: Positive = 8

@@ -20,6 +20,7 @@ from engine.coordinator import node_usage
 from engine.coordinator.exploration_desk import ExplorationDesk
 from engine.coordinator.journal import Journal
 from engine.coordinator.judge_desk import JudgeDesk
+from engine.coordinator.judge_turns import JudgeTurns
 from engine.coordinator.node_usage import UsageBook
 from engine.coordinator.recovery import recover
 from engine.coordinator.regrouping import Regrouping
@@ -61,6 +62,8 @@ from engine.protocol.messages import (
     States,
     Stop,
     Submit,
+    TakeTurn,
+    Turn,
     WeightsBytes,
     Withdraw,
     WorkerDied,
@@ -110,6 +113,7 @@ class Coordinator:
             first=self.state.first_lease,
         )
         self._judges = JudgeDesk(self.log, fund, self._report)
+        self._turns = JudgeTurns()
         self._workers = WorkerCalls(self.log, self.groups, self.exploration)
 
     @property
@@ -144,6 +148,8 @@ class Coordinator:
                 return self._judges.hold(call, now_ms), {}
             case BillJudge():
                 return self._judges.bill(call, now_ms), {}
+            case TakeTurn():
+                return Turn(seconds=self._turns.take(call.judge, call.gap_seconds)), {}
             case FetchStates():
                 return States(), {name: self.journal.blob(name) for name in call.names}
             case FetchWeights():

@@ -24,6 +24,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from engine.config import EngineConfig
+from engine.coordinator.judge_turns import JudgeTurns
 from engine.diffusion.images import as_bytes
 from engine.diffusion.sampler import denoise, rollout_plan
 from engine.entrypoints.preflight import JobUnfit
@@ -84,6 +85,11 @@ class Till:
         self._held: dict[int, int] = {}
         """Held money by the number of the hold."""
         self._lock = threading.Lock()
+        self._turns = JudgeTurns()
+
+    def turn(self, judge: str, gap_seconds: float) -> float:
+        with self._lock:
+            return self._turns.take(judge, gap_seconds)
 
     def hold(self, micro_usd: int, *, wait: bool) -> int | None:
         with self._lock:

@@ -206,6 +206,16 @@ class BillJudge(_WorkerCall, frozen=True, kw_only=True, tag="bill_judge"):
     calls: tuple[PaidCall, ...]
 
 
+class TakeTurn(_WorkerCall, frozen=True, kw_only=True, tag="take_turn"):
+    """Take the next turn of a request to a judge with a rate limit. The answer is `Turn`.
+
+    `judge`: address and model. `gap_seconds`: between two requests of all workers. A repeated call takes another turn.
+    """
+
+    judge: str
+    gap_seconds: float
+
+
 class FetchStates(_ReportsUsage, frozen=True, kw_only=True, tag="states"):
     """Fetch committed states by blob name."""
 
@@ -313,8 +323,8 @@ class Stop(_Order, frozen=True, kw_only=True, tag="stop"):
 
 
 LeaseCall: TypeAlias = Pull | Heartbeat | Finish | Commit | GiveBack | Fault
-MoneyCall: TypeAlias = HoldMoney | BillJudge
-NodeCall: TypeAlias = LeaseCall | MoneyCall | FetchStates | FetchWeights | Notice
+JudgeCall: TypeAlias = HoldMoney | BillJudge | TakeTurn
+NodeCall: TypeAlias = LeaseCall | JudgeCall | FetchStates | FetchWeights | Notice
 """The calls that a spot node may make (engine/coordinator/rights.py)."""
 Observation: TypeAlias = WorkerDied | NodeLost
 Order: TypeAlias = BeginLineage | Submit | Explore | Publish | Withdraw | Stop
@@ -351,6 +361,12 @@ class NoMoney(_Answer, frozen=True, kw_only=True, tag="no_money"):
     """The judges' budget is used up, and the run stops. No call of a paid judge may be made."""
 
     text: str
+
+
+class Turn(_Answer, frozen=True, kw_only=True, tag="turn"):
+    """The turn of a request to a judge: wall seconds from now."""
+
+    seconds: float
 
 
 class Late(_Answer, frozen=True, kw_only=True, tag="late"):
@@ -428,7 +444,9 @@ class Outlook(_Answer, frozen=True, kw_only=True, tag="outlook"):
     step_ms: float
 
 
-Answer: TypeAlias = Reply | Done | Held | NoMoney | Late | Known | Published | States | WeightsBytes | Results | Outlook
+Answer: TypeAlias = (
+    Reply | Done | Held | NoMoney | Turn | Late | Known | Published | States | WeightsBytes | Results | Outlook
+)
 
 
 def has_news(answer: Answer) -> bool:

@@ -1,4 +1,4 @@
-"""Money for calls of a paid judge. It is held before the calls, and the calls are billed afterwards.
+"""Money and turns for calls of a judge. Money is held before the calls, and the calls are billed afterwards.
 
 The promise: no call is made without money held for the most that the call can cost. Whatever fails, the money of a call
 that may have been made is never used again.
@@ -18,7 +18,7 @@ class BudgetUsedUp(RewardError):
 
 
 class Purse(Protocol):
-    """Source of money, shared by all workers of a run. Threads may share a purse."""
+    """Source of money and turns, shared by all workers of a run. Threads may share a purse."""
 
     def hold(self, micro_usd: int, *, wait: bool) -> int | None:
         """Hold money and return the number of the hold. Raises BudgetUsedUp.
@@ -28,6 +28,9 @@ class Purse(Protocol):
 
     def bill(self, hold: int, calls: Sequence[PaidCall]) -> None:
         """Pay the calls from the held money, and give the rest back. Repeated: no effect."""
+
+    def turn(self, judge: str, gap_seconds: float) -> float:
+        """Take the next turn of a judge with a rate limit, and return the wall seconds until it."""
 
 
 class Payment:

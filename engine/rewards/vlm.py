@@ -18,7 +18,7 @@ from engine.reward_config import VlmConfig
 from engine.rewards.chat import question, score_of, text_of, usage_of
 from engine.rewards.http_call import Around, BadAnswer, HttpCall, NoAnswer, Unanswered
 from engine.rewards.ocr import normalised, similarity, target_text
-from engine.rewards.pace import EvenPace
+from engine.rewards.pace import Pace
 from engine.rewards.purse import Payment, Purse
 from engine.rewards.reward import RewardError
 
@@ -36,7 +36,7 @@ class VlmReward:
         if config.is_paid and purse is None and not must_answer:
             raise RewardError("reward vlm has a price, and here nothing pays; score within a run")
         self._config, self._purse, self._must_answer = config, purse, must_answer
-        self._pace = EvenPace(config.requests_per_minute)
+        self._pace = Pace(purse, f"{config.url} {config.model}", config.requests_per_minute)
         self._call = self._call_to("chat/completions")
 
     def score(self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata]) -> list[Score]:

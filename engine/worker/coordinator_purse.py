@@ -1,10 +1,10 @@
-"""Money of the judges' budget, asked from the coordinator (engine/coordinator/judge_desk.py)."""
+"""Money and turns for calls of judges, asked from the coordinator (judge_desk.py and judge_turns.py there)."""
 
 import threading
 import time
 from collections.abc import Sequence
 
-from engine.protocol.messages import BillJudge, HoldMoney, NoMoney, PaidCall
+from engine.protocol.messages import BillJudge, HoldMoney, NoMoney, PaidCall, TakeTurn, Turn
 from engine.protocol.request import Wait
 from engine.rewards.purse import BudgetUsedUp
 from engine.worker.transport import Transport, ask
@@ -33,3 +33,9 @@ class CoordinatorPurse:
     def bill(self, hold: int, calls: Sequence[PaidCall]) -> None:
         bill = BillJudge(worker=self._worker, node=self._node, boot=self._boot, seq=hold, calls=tuple(calls))
         ask(self._transport, bill)
+
+    def turn(self, judge: str, gap_seconds: float) -> float:
+        call = TakeTurn(worker=self._worker, node=self._node, boot=self._boot, judge=judge, gap_seconds=gap_seconds)
+        answer, _ = ask(self._transport, call)
+        assert isinstance(answer, Turn)
+        return answer.seconds

@@ -14,14 +14,17 @@ import torch
 from PIL import Image
 
 from engine.config import EngineConfig, RewardConfig
+from engine.coordinator.judge_turns import JudgeTurns
 from engine.prompt_set import NO_METADATA
 from engine.reward_config import VlmConfig
 from engine.rewards.chat import score_of, text_of
 from engine.rewards.http_call import BadAnswer
 from engine.rewards.load import load_reward, load_reward_of_job
-from engine.rewards.pace import EvenPace
+from engine.rewards.pace import Pace
 from engine.rewards.reward import RewardError
 from engine.rewards.vlm import VlmReward
+from engine.worker.coordinator_purse import CoordinatorPurse
+from engine.worker.transport import InprocTransport
 from tests.engine.judge_server import JudgeServer
 from tests.engine.test_http_reward import FAULTS, grey, planted_in, rewards
 from tests.engine.test_loop import TINY, build, progress
@@ -181,19 +184,32 @@ def test_an_answer_that_is_no_completion_is_bad(content):
         text_of(content)
 
 
-def test_requests_are_evenly_spaced_and_unused_turns_are_not_saved():
+def test_requests_of_all_workers_are_evenly_spaced_and_unused_turns_are_not_saved():
     now, slept = [0.0], []
-    pace = EvenPace(60, now=lambda: now[0], sleep=slept.append)
-    for _ in range(3):
+    turns = JudgeTurns(now=lambda: now[0])
+
+    class Line:
+        def turn(self, judge, gap_seconds):
+            return turns.take(judge, gap_seconds)
+
+    first, second = (Pace(Line(), "a judge", 60, sleep=slept.append) for _ in range(2))
+    for pace in (first, second, first):
         pace.wait()
     now[0] = 10.0
-    pace.wait()
-    pace.wait()
+    second.wait()
+    first.wait()
+    Pace(Line(), "another judge", 60, sleep=slept.append).wait()
     assert slept == [1.0, 2.0, 1.0]
-    free = EvenPace(None, now=lambda: now[0], sleep=slept.append)
-    free.wait()
-    free.wait()
+    Pace(Line(), "a judge", None, sleep=slept.append).wait()
     assert len(slept) == 3
+
+
+def test_the_coordinator_gives_two_workers_turns_of_one_judge(tmp_path):
+    run = build(TINY, tmp_path)
+    purses = [CoordinatorPurse(InprocTransport(run.coordinator), worker=f"{n}/0", node=f"{n}") for n in range(2)]
+    waits = [purse.turn("a judge", 30.0) for purse in purses]
+    assert waits == pytest.approx([0.0, 30.0], abs=5)
+    run.loop.reporter.close()
 
 
 def test_a_key_of_a_judge_is_in_no_file_of_a_run_and_in_no_message(tmp_path, monkeypatch, capsys):

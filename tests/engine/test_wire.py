@@ -54,6 +54,8 @@ from engine.protocol.messages import (
     StepTime,
     Stop,
     Submit,
+    TakeTurn,
+    Turn,
     UnderWay,
     Waiting,
     WeightsBytes,
@@ -220,6 +222,7 @@ PLAN = ExplorationOrder(
 )
 CALLS = [
     HoldMoney(**CALLER, seq=3, micro_usd=10_120),
+    TakeTurn(**CALLER, judge="http://a judge", gap_seconds=0.5),
     BillJudge(**CALLER, seq=3, calls=(PaidCall(input_tokens=1000, output_tokens=50, micro_usd=5500),)),
     Pull(
         **CALLER,
@@ -258,6 +261,7 @@ CALLS = [
 ANSWERS = [
     Done(),
     Held(),
+    Turn(seconds=1.5),
     NoMoney(text="the judges' budget is used up"),
     Late(),
     Known(lineage=2, version=None),
