@@ -1,5 +1,6 @@
 """`import spotrl`: plan, runs, events and reports from Python, also beside a user's own engine.py."""
 
+import json
 import os
 import re
 import subprocess
@@ -146,3 +147,26 @@ def test_a_reward_of_the_pages_scores_images(name):
 def test_every_python_example_of_the_docs_is_run_by_a_test():
     pages = {page.name for page in [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")] if python_blocks(page)}
     assert pages == {*REWARDS, "python.md"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_notebook_runs(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPOTRL_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("SPOTRL_CONFIG", str(tmp_path / "config.yaml"))
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "sky_yamls").symlink_to(ROOT / "sky_yamls")
+    monkeypatch.chdir(tmp_path / "docs")
+    names: dict = {}
+    try:
+        for cell in json.loads((ROOT / "docs" / "python.ipynb").read_text("utf-8"))["cells"]:
+            if cell["cell_type"] == "code":
+                assert cell["outputs"] == [], "outputs of a notebook grow old: clear them"
+                exec(compile("".join(cell["source"]), cell["id"], "exec"), names)
+    finally:
+        left = [run.stop() for run in spotrl.runs()]
+    assert left == [[], []]
+    assert [run.status().status for run in spotrl.runs()] == ["finished", "finished"]
+    assert names["group"].runs == ("notebook-1", "notebook-2")
+    assert names["group"].best.low <= names["group"].best.mean <= names["group"].best.high
+    assert names["report"].costs.total > 0
