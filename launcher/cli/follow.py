@@ -112,6 +112,8 @@ class Follow:
     keys: Keys = field(default_factory=NoKeys)
     shows: str = ""
     """The pressed key whose page is shown in place of nodes and events: `l`, `?`, `s`; "" for none."""
+    interrupt_pending: bool = False
+    """True from a Ctrl-C until it is answered. Python drops an exception that comes while an object is deleted."""
 
     def until_it_ends(self, sessions: sessionmaker[Session], header: str) -> RunView:
         """Show the run until its end. Raises Left and StopAsked for keys."""
@@ -194,6 +196,8 @@ class Follow:
                 alone_since = None
             if key := self.keys.wait(LOOK_SECONDS):
                 self._press(key)
+            if self.interrupt_pending:
+                raise KeyboardInterrupt
 
     def say(self, text: str) -> None:
         """Print a line. After the first failed write to a lost terminal, discard all output."""
@@ -265,7 +269,8 @@ def watch(sessions: sessionmaker[Session], follow: Follow, header: str) -> ExitC
     """Follow the run until it ends or the user leaves or stops it. Return the command's exit code."""
     while True:
         try:
-            return exit_code(follow.until_it_ends(sessions, header))
+            with interrupts(follow):
+                return exit_code(follow.until_it_ends(sessions, header))
         except KeyboardInterrupt:
             code = interrupted(sessions, follow)
             if code is not None:
@@ -326,6 +331,22 @@ def last_words(view: RunView, left: Sequence[str]) -> Iterator[str]:
         yield f"Stop it: spotrl down {view.name}"
     else:
         yield f"Nothing of it runs any more. See it: spotrl report {view.name}"
+
+
+@contextmanager
+def interrupts(follow: Follow) -> Iterator[None]:
+    """Keep each Ctrl-C in `follow` too, so that none is lost."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        follow.interrupt_pending = True
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        follow.interrupt_pending = False
+        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager

@@ -20,12 +20,14 @@ from launcher.placement.plan import Plan
 from launcher.replay.readers import read_file
 from launcher.replay.simulate import (
     POLICIES,
+    ROOM,
     Markets,
     PolicyResult,
     Range,
     Simulated,
     generated_markets,
     recorded_markets,
+    work_of,
 )
 from launcher.replay.simulate import (
     simulate as run_simulation,
@@ -99,6 +101,8 @@ def simulate(
         starts=starts,
         policies=policies or ("ours",),
         deadline_ms=limit_ms,
+        ends_ms=on_clouds.longest_ms,
+        longest_ms=round(ROOM * max(limit_ms or 0, work_of(plan).left_ms(0))),
     )
     keep(simulations_path(), Kept(job=checked.job.name, at_ms=time.time_ns() // 1_000_000, result=found))
     if html is not None:

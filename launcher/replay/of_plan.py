@@ -5,11 +5,16 @@ from statistics import NormalDist
 
 from launcher.decide.launch_history import MoveRules
 from launcher.exit_codes import BudgetError
-from launcher.money import duration
+from launcher.money import HOUR_MS, duration
 from launcher.placement.cloud_plan import CloudPlan, PlanReplays
 from launcher.replay.simulate import INTERVAL, generated_markets, simulate, work_of
 
-STARTS = 30
+MOST_STARTS, LEAST_STARTS, NODE_HOURS = 30, 3, 1000
+"""Starts of a plan: as many as `NODE_HOURS` of replayed node time hold, within the two bounds. About a second of
+processor time; equal plans get equal replays."""
+
+LONGEST_IDEAL_MS = 100 * HOUR_MS
+"""A plan that takes longer with every node at work is not replayed: that would take too long for a dry run."""
 
 ROOM = 2
 """The replays of a plan with a deadline go on for this many times the deadline, or the time with every node at work if
@@ -19,8 +24,8 @@ STEP_MS = 600_000
 """A deadline that would be enough is named in steps of ten minutes."""
 
 
-def replays_of(plan: CloudPlan, rules: MoveRules, confidence: float, seconds: float) -> PlanReplays | None:
-    """Replay a plan for at most `seconds`, and return what came of it. None: the plan predicts no iteration times.
+def replays_of(plan: CloudPlan, rules: MoveRules, confidence: float) -> PlanReplays | None:
+    """Replay a plan, and return what came of it. None: the plan predicts no iteration times, or takes too long.
 
     `confidence`: share of the starts that should meet the deadline.
     """
@@ -28,16 +33,20 @@ def replays_of(plan: CloudPlan, rules: MoveRules, confidence: float, seconds: fl
     if not bought.pace_ms:
         return None
     deadline_ms = plan.deadline_ms
-    ideal_ms = work_of(bought).left_ms(len(bought.pace_ms) - 1)
+    work = work_of(bought)
+    ideal_ms = work.left_ms(work.nodes)
+    if ideal_ms > LONGEST_IDEAL_MS:
+        return None
     ends_ms = plan.longest_ms if deadline_ms is None else ROOM * max(deadline_ms, round(ideal_ms))
+    starts = round(NODE_HOURS * HOUR_MS / (ideal_ms * (1 + work.nodes)))
     found = simulate(
         bought,
         rules,
         generated_markets(bought, deadline_ms),
-        starts=STARTS,
+        starts=min(MOST_STARTS, max(LEAST_STARTS, starts)),
         deadline_ms=deadline_ms,
         ends_ms=ends_ms,
-        seconds=seconds,
+        longest_ms=ends_ms or ROOM * round(work.left_ms(0)),
     )
     (ours,) = found.policies
     met = None if deadline_ms is None else found.starts - ours.misses

@@ -62,12 +62,13 @@ def replay(
     *,
     deadline_ms: int | None = None,
     ends_ms: int | None = None,
+    longest_ms: int = LONGEST_MS,
     policy: Policy = decide,
 ) -> Replayed:
     """Run a plan from `start_ms` of the trace.
 
-    `deadline_ms`: time to be done by; `ends_ms`: time at which the run ends, done or not, None: at the deadline. Both
-    are on the run's clock, which starts at 0.
+    `deadline_ms`: time to be done by; `ends_ms`: time at which the run ends, done or not, None: at the deadline;
+    `longest_ms`: time at which the replay ends. All are on the run's clock, which starts at 0.
     """
     world = World(trace=trace, start_ms=start_ms, work=work, random=Random(seed))
     wanted = Wanted(
@@ -81,7 +82,7 @@ def replay(
         rules=rules,
         launch_rate=LaunchRate(),
     )
-    last_ms = min(LONGEST_MS, trace.end_ms - start_ms)
+    last_ms = min(longest_ms, trace.end_ms - start_ms)
     stage, reason, passed_ms = Stage.PLANNED, "", -QUIET_MS
     happened = True
     while world.finished_ms is None and world.now_ms < last_ms and stage not in OVER:

@@ -17,7 +17,7 @@ from launcher.money import HOUR_MS, duration
 from launcher.placement.plan import PlacementError, Plan
 from launcher.replay.baselines import BASELINES
 from launcher.replay.generator import MarketRule, generate
-from launcher.replay.replay import Policy, Replayed, replay
+from launcher.replay.replay import LONGEST_MS, Policy, Replayed, replay
 from launcher.replay.trace import Trace
 
 POLICIES: Mapping[str, Policy] = {"ours": decide, **BASELINES}
@@ -58,8 +58,8 @@ class PolicyResult:
     preemptions: float
     on_demand_dollars: float
     """Mean dollars of on-demand rollout nodes: stand-ins, or the whole plan."""
-    ms: tuple[int | None, ...]
-    """Duration of each start; None: not done."""
+    ms: tuple[int | None, ...] = ()
+    """Duration of each start; None: not done. Empty in results of older versions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,11 +124,12 @@ def simulate(
     policies: Sequence[str] = ("ours",),
     deadline_ms: int | None = None,
     ends_ms: int | None = None,
+    longest_ms: int = LONGEST_MS,
     seconds: float | None = None,
 ) -> Simulated:
     """Return the results of each policy on the same starts.
 
-    `deadline_ms`, `ends_ms`: as of `replay`. `seconds`: begin no further start after
+    `deadline_ms`, `ends_ms`, `longest_ms`: as of `replay`. `seconds`: begin no further start after
     this processor time.
     """
     work, (market_of, what) = work_of(plan), markets
@@ -139,8 +140,20 @@ def simulate(
             break  # one more start would probably end after the time
         trace, start_ms = market_of(start)
         for name in policies:
-            limits = {"deadline_ms": deadline_ms, "ends_ms": ends_ms}
-            found[name].append(replay(plan, rules, work, trace, start_ms, start, **limits, policy=POLICIES[name]))
+            found[name].append(
+                replay(
+                    plan,
+                    rules,
+                    work,
+                    trace,
+                    start_ms,
+                    start,
+                    deadline_ms=deadline_ms,
+                    ends_ms=ends_ms,
+                    longest_ms=longest_ms,
+                    policy=POLICIES[name],
+                )
+            )
     first = found[policies[0]][0]
     return Simulated(
         market=what,

@@ -27,14 +27,11 @@ from launcher.services.on_offer import on_offer
 from launcher.services.own_prices import as_you_pay
 from launcher.storage.weights import bytes_of
 
-REPLAY_SECONDS = 1.0
-"""Longest time of a plan's replays, so that a dry run answers at once."""
-
 
 def with_replays(plan: CloudPlan, job: Job) -> CloudPlan:
     """Return the plan of a job with its replays on generated markets: dollars, hours, and how often it is in time."""
     confidence = job.budget.deadline_confidence
-    return replace(plan, replays=replays_of(plan, MoveRules.of(job), confidence, REPLAY_SECONDS))
+    return replace(plan, replays=replays_of(plan, MoveRules.of(job), confidence))
 
 
 def cloud_plan(

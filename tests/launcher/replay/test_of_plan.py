@@ -11,8 +11,6 @@ from launcher.placement.plan_cloud import plan_cloud
 from launcher.replay.of_plan import check_deadline, replays_of, wilson
 from tests.launcher.test_cloud_plan import EAST, requirements, view
 
-SECONDS = 0.4
-
 
 def planned(**limits):
     found = plan_cloud(requirements(min_rollout_nodes=2, max_rollout_nodes=2, **limits), view(*EAST))
@@ -20,7 +18,7 @@ def planned(**limits):
 
 
 def replayed(plan, confidence=0.9):
-    return replace(plan, replays=replays_of(plan, MoveRules(), confidence, SECONDS))
+    return replace(plan, replays=replays_of(plan, MoveRules(), confidence))
 
 
 def test_a_deadline_with_room_is_met_and_one_without_is_refused_with_one_that_would_do():
@@ -44,8 +42,14 @@ def test_without_a_deadline_only_dollars_are_replayed():
     check_deadline(replayed(planned()), 0.9)
 
 
+def test_equal_plans_get_equal_replays_and_long_ones_none():
+    plan = planned()
+    assert replayed(plan).replays == replayed(plan).replays
+    assert replayed(replace(plan, pace_ms=tuple(ms * 20 for ms in plan.pace_ms))).replays is None
+
+
 def test_a_plan_without_times_is_not_replayed():
-    assert replays_of(replace(planned(), pace_ms=()), MoveRules(), 0.9, SECONDS) is None
+    assert replays_of(replace(planned(), pace_ms=()), MoveRules(), 0.9) is None
 
 
 def test_the_interval_is_wilsons():
