@@ -9,8 +9,8 @@ from launcher.money import HOUR_MS, duration
 from launcher.placement.cloud_plan import CloudPlan, PlanReplays
 from launcher.replay.simulate import INTERVAL, generated_markets, simulate, work_of
 
-MOST_STARTS, LEAST_STARTS, NODE_HOURS = 30, 3, 1000
-"""Starts of a plan: as many as `NODE_HOURS` of replayed node time hold, within the two bounds. About a second of
+MOST_STARTS, LEAST_STARTS, NODE_HOURS = 30, 3, 600
+"""Starts of a plan: as many as `NODE_HOURS` of replayed node time hold, within the two bounds. Under a second of
 processor time; equal plans get equal replays."""
 
 LONGEST_IDEAL_MS = 100 * HOUR_MS
