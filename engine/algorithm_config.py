@@ -101,9 +101,10 @@ class AlgorithmConfig(Strict):
     """Most (image, step) or (image, noise level) pairs in one training forward pass (time-step parallelism, TSP). A
     pass that runs out of memory halves the number for the rest of the run, and its optimiser step starts again."""
     unit: Literal["rows", "auto"] | Positive = "rows"
-    """Groups that train together, at most as many as fit into `rows_per_forward`. `rows`: as many as fit. A smaller
-    unit is complete earlier, so training begins while more groups are sampled. `auto`: the quickest unit by the rates
-    measured in the run. Two runs may then choose differently, and differ by rounding."""
+    """Groups that train together once all of them are complete, in passes of `rows_per_forward` rows. `rows`: as many
+    as fit into one pass. A smaller unit is complete earlier, so training begins while more groups are sampled. `auto`:
+    the quickest unit by the rates measured in the run, of at most one pass. Two runs may then choose differently, and
+    differ by rounding."""
     order: Literal["fixed", "arrival", "exact"] = "fixed"
     """Order of gradient accumulation. `fixed` accumulates by group number, so a repeated run is bit-identical. `exact`
     is bit-identical too, and trains units of groups as they complete: gradients are added in 64-bit fixed point, for

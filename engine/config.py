@@ -274,6 +274,8 @@ class RuntimeConfig(Strict):
     """Minimum duration of a denoising step, for drills and benchmarks."""
     row_seconds: Annotated[float, Field(ge=0.0)] = 0.0
     """Minimum duration of a training row, a trained (image, step) pair, for drills and benchmarks."""
+    pass_seconds: Annotated[float, Field(ge=0.0)] = 0.0
+    """Duration of a training pass beside that of its rows, for drills and benchmarks."""
     sp_degree: Literal["auto"] | Positive = 1
     """Workers of a spot node that share an image's sequence (Ulysses). Workers left over on a node use smaller degrees.
     `auto`: chosen from the waiting requests and the measured step times (engine/parallel/groups.py)."""

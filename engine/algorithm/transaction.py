@@ -79,6 +79,8 @@ class Trainer:
         """Most rows of a pass. Starts at the job's number, and halves whenever a pass runs out of memory."""
         self.row_seconds = 0.0
         """Minimum seconds of a row, for drills and benchmarks."""
+        self.pass_seconds = 0.0
+        """Seconds that a pass takes beside its rows, for drills and benchmarks."""
         self.on_fewer_rows: Callable[[int, str], None] = lambda rows, error: None
         """Called after every halving, with the new number and the text of the memory error."""
         self.old = OldPolicy(parameters)
@@ -233,10 +235,9 @@ class Transaction:
         """Begin the step without gradients. Groups added before count as waiting."""
         self._taken.clear()
         rows_per_forward = self._trainer.rows_per_forward
-        self.groups_per_forward = max(1, rows_per_forward // max(1, self._rows_of_largest_group))
+        self.groups_of_unit = max(1, rows_per_forward // max(1, self._rows_of_largest_group))
         if self._manifest.unit:
-            of_share = math.ceil(self._manifest.unit * len(self._wanted) / len(self._step))
-            self.groups_per_forward = min(self.groups_per_forward, of_share)
+            self.groups_of_unit = math.ceil(self._manifest.unit * len(self._wanted) / len(self._step))
         self.health = Health(neutral=self._trainer.objective.neutral, rows_per_forward=rows_per_forward)
         self._sum = self._gradient_sum()
         self._trainer.optimizer.zero_grad(set_to_none=True)
@@ -268,7 +269,7 @@ class Transaction:
                 if not is_out_of_memory(error):
                     raise
                 text = first_line(error)
-            self._trainer.halve(min(self.planned_rows, self.groups_per_forward * self._rows_of_largest_group), text)
+            self._trainer.halve(min(self.planned_rows, self.groups_of_unit * self._rows_of_largest_group), text)
             self._start()
 
     def _train_ready(self) -> None:
@@ -276,11 +277,16 @@ class Transaction:
         for bundle in list(self._bundles()):
             begun = time.perf_counter()
             self._accumulate({number: self._groups[number] for number in bundle})
-            least = self._trainer.row_seconds * self._rows_of_largest_group * len(bundle)
+            least = self._least_seconds(self._rows_of_largest_group * len(bundle))
             time.sleep(max(0.0, begun + least - time.perf_counter()))
             self._taken.update(bundle)
         if self._sum is not None and not self.missing:
             self._sum.write()
+
+    def _least_seconds(self, rows: int) -> float:
+        """Return the configured time of a unit: of its rows, and of its passes."""
+        trainer = self._trainer
+        return rows * trainer.row_seconds + math.ceil(rows / trainer.rows_per_forward) * trainer.pass_seconds
 
     def _bundles(self) -> Iterator[Sequence[int]]:
         """Yield the bundles that may be trained now.
@@ -288,7 +294,7 @@ class Transaction:
         With `order: exact` a bundle is a fixed slice of the step's groups, so its gradient has the same bits whichever
         groups came first.
         """
-        size = self.groups_per_forward
+        size = self.groups_of_unit
         if self._sum is not None:
             units = (self._wanted[first : first + size] for first in range(0, len(self._wanted), size))
             yield from (unit for unit in units if self._taken.isdisjoint(unit) and self._groups.keys() >= set(unit))

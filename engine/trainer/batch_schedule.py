@@ -100,7 +100,7 @@ class BatchSchedule:
         self._batch = _Batch(
             manifest=manifest,
             work=work,
-            unit=min(work.groups_of_step, fit, manifest.unit or fit),
+            unit=min(work.groups_of_step, manifest.unit or fit),
             rows=self._trainer.rows_per_forward,
             place={number: place for place, number in enumerate(in_order)},
             begun=time.monotonic(),
@@ -179,7 +179,9 @@ class BatchSchedule:
         batch = self._open_batch()
         self._spent["seconds"] = time.monotonic() - batch.begun
         units = math.ceil(batch.work.groups_of_step / batch.unit)
-        self.measured.training(seconds, rows=math.ceil(rows / self._ranks), passes=units)
+        rows_of_unit = batch.unit * batch.work.images * batch.work.rows_of_image
+        passes = units * math.ceil(rows_of_unit / self._ranks / batch.rows)
+        self.measured.training(seconds, rows=math.ceil(rows / self._ranks), passes=passes)
 
     def _help(self, outlook: Outlook, rollouts: Rollouts) -> bool:
         """Sample a lease, and stop between steps once a unit is complete. Returns False if no work was there."""

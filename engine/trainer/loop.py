@@ -82,6 +82,7 @@ class Loop:
             measure=lambda: self.usage.measure(Phase.COLLECTIVE),
         )
         self.model.trainer.row_seconds = config.runtime.row_seconds
+        self.model.trainer.pass_seconds = config.runtime.pass_seconds
         self.memory = TrainingMemory(self.model.trainer, self.state, self.reporter)
         self.schedule = adapter.schedule
         self.worker = own_worker(config, context, adapter, self.model, reward)

@@ -362,7 +362,7 @@ class _LockstepStep:
     def __init__(self, shards: Shards, manifest: Manifest, minibatch: int, own: Transaction) -> None:
         """`own`: makes rows of groups, and counts groups that add nothing."""
         numbers = manifest.minibatches[minibatch]
-        each = own.groups_per_forward  # of a rank
+        each = own.groups_of_unit  # of a rank
         if manifest.unit:
             each = min(each, -(-manifest.unit // shards.ranks))
         size = shards.ranks * each

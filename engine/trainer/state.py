@@ -92,7 +92,7 @@ def config_digest(config: EngineConfig) -> str:
         "exploration": {"wait", "keep"},
         "algorithm": {"grpo_guard", "diffusion_nft", "unit"},
         "reward": {"frames", "http", "vlm", "model", "parts", "pool", "combine", "colours", "student"},
-        "runtime": {"cfg_parallel", "help", "row_seconds"},
+        "runtime": {"cfg_parallel", "help", "pass_seconds", "row_seconds"},
     }
     unused: dict[str, set[str] | bool] = {
         section: _with_defaults(getattr(config, section), names) for section, names in newer.items()

@@ -93,7 +93,7 @@ def plan_schedule(job: Job, recipe: Recipe, *, trainer: int, rollout: int) -> Pl
     whole_step = work.groups_of_step
     unit = min(whole_step, max(1, algorithm.rows_per_forward // of_group))
     if isinstance(algorithm.unit, int):
-        unit = min(unit, algorithm.unit)
+        unit = min(whole_step, algorithm.unit)
     search: Help = "search" if images <= MOST_SEARCHED else "feedback"
     helps: tuple[Help, ...] = ("off", search) if job.runtime.help == "auto" else (job.runtime.help,)
     now = best(rates, work, gpus, Allowed(units=(unit,), rows=(algorithm.rows_per_forward,), helps=helps))

@@ -87,7 +87,7 @@ def one_shot(double):
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize(("unit", "rows"), [(1, 10_000), (3, 10_000)])
+@pytest.mark.parametrize(("unit", "rows"), [(1, 10_000), (3, 10_000), (8, 4)])
 def test_in_fp64_units_in_any_order_train_the_weights_of_one_pass(double, one_shot, order, unit, rows):
     expected, weights = one_shot
     assert max(float(value.abs().max()) for value in expected[0].values()) > 1e-3
@@ -123,11 +123,13 @@ def test_the_first_unit_trains_before_later_groups_are_there(single, order):
     assert seen == [0, 2, 2, 4]
 
 
-def test_a_unit_is_never_larger_than_a_pass(single):
+def test_a_unit_waits_for_all_of_its_groups_and_trains_in_passes_that_fit(single):
     trainer = Trainer(single.adapter, single.parameters, AlgorithmConfig(rows_per_forward=4))
-    step = trainer.begin(replace(STEP, unit=8), 0, PLAN)
+    step = trainer.begin(replace(STEP, unit=2), 0, PLAN)
     step.add(0, single.groups[0])
-    assert step.health.groups == 1
+    assert step.health.groups == 0
+    step.add(1, single.groups[1])
+    assert step.health.groups == 2
     step.abort()
 
 
@@ -152,4 +154,15 @@ def test_rows_take_at_least_their_configured_time(single):
     begun = time.perf_counter()
     step.add(3, single.groups[3])
     assert time.perf_counter() - begun >= 0.1 * 2 * len(PLAN.trained_steps)
+    step.abort()
+
+
+def test_a_pass_takes_its_configured_time_beside_its_rows(single):
+    rows = 2 * len(PLAN.trained_steps)
+    trainer = Trainer(single.adapter, single.parameters, AlgorithmConfig(rows_per_forward=rows // 2, order="exact"))
+    trainer.row_seconds, trainer.pass_seconds = 0.02, 0.3
+    step = trainer.begin(replace(STEP, unit=1), 0, PLAN)
+    begun = time.perf_counter()
+    step.add(3, single.groups[3])
+    assert time.perf_counter() - begun >= 0.02 * rows + 2 * 0.3
     step.abort()
