@@ -42,6 +42,7 @@ from engine.worker.coordinator_purse import CoordinatorPurse
 from engine.worker.device import device_of
 from engine.worker.download import Download
 from engine.worker.node_weights import NodeMemory, NodeWeights
+from engine.worker.step_trace import step_trace
 from engine.worker.transport import HttpTransport, Transport
 
 PATIENCE_SECONDS = 60.0
@@ -87,6 +88,7 @@ def run_trainer(spec: NodeSpec, heartbeat: SharedHeartbeat, ready: Event) -> Non
         progress=ProgressLog(folder / "progress" / "trainer.jsonl", run=spec.run, source="trainer", clock=clock),
         metrics=MetricsLog(folder / "metrics"),
         clock=clock,
+        trace=step_trace(spec, "trainer", lambda: 1).stepped,
     )
     adapter = load_model(spec, 0)
     purse = CoordinatorPurse(context.transport, worker=f"{spec.node}/trainer", node=spec.node)

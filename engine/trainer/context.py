@@ -1,9 +1,11 @@
 """Resources that the trainer's process gives to the loop."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from engine.clock import Clock
+from engine.protocol.request import Work
 from engine.storage.checkpoint import CheckpointStore
 from engine.storage.progress import ProgressLog
 from engine.trainer.metrics import MetricsLog
@@ -14,7 +16,8 @@ from engine.worker.transport import Transport
 class TrainerContext:
     """Names, stores, logs, clock and the transport to the coordinator.
 
-    `outbox`: folder for files of tensors, on the coordinator's disk.
+    `outbox`: folder for files of tensors, on the coordinator's disk. `trace`: called after every denoising step of the
+    trainer's own rollouts, with the number of finished steps.
     """
 
     run: str
@@ -26,3 +29,4 @@ class TrainerContext:
     progress: ProgressLog
     metrics: MetricsLog
     clock: Clock
+    trace: Callable[[Work, int], None] = lambda work, step: None

@@ -346,4 +346,5 @@ def own_worker(
         scored_beside=0,
         overlap_commits=False,
         step_seconds=config.runtime.step_seconds,
+        trace=context.trace,
     )

@@ -1,4 +1,4 @@
-"""Write a step trace: one line for every finished denoising step of a worker, to measure the cost of a lost node.
+"""Write a step trace: one line for every finished denoising step of a worker, to measure what is sampled twice.
 
 `runtime.trace_steps` turns the trace on. The trace is `traces/WORKER.jsonl` in the node's folder, one JSON object a
 line. A step's line is written only by the leading worker, alone or the first of `degree` workers sharing the images:
