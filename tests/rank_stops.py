@@ -2,8 +2,8 @@
 
 A test puts stops into the environment of an agent that the nursery forks (`STOPS`). The first time that the rank comes
 to the point of a stop, the rank leaves a file and sends itself the signal. The next stop of the list counts from then
-on, so every stop happens once and in order. A restarted rank saves a batch before it stops again, because a node whose
-processes die without progress gives up.
+on, so every stop happens once and in order. Only ranks that started after the stop before come to the next one, and
+they save a batch first, because a node whose processes die without progress gives up.
 """
 
 import json
@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 STOPS = "SPOTRL_TEST_RANK_STOPS"
 """Variable of the environment: the stops, as JSON."""
@@ -63,8 +65,11 @@ def plant(env: Mapping[str, str]) -> None:
         plain_follow(self, decay)
 
     def come(rank: int, point: str) -> None:
-        number = len(list(folder.iterdir()))
-        if trained < (1 if point == "step" else 2):
+        before = happened(folder)
+        number = len(before)
+        if trained < (1 if point == "step" else 2) or psutil.Process().create_time() < max(
+            before.values(), default=0.0
+        ):
             return
         if number < len(stops) and (stops[number].rank, stops[number].point) == (rank, point):
             (folder / str(number)).touch()
