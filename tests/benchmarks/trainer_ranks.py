@@ -31,7 +31,8 @@ from diffusers import QwenImageTransformer2DModel
 from engine.algorithm.transaction import Trainer
 from engine.algorithm_config import AlgorithmConfig
 from engine.clock import ScaledClock
-from engine.config import EngineConfig, ModelConfig
+from engine.config import EngineConfig, ModelConfig, SamplerConfig
+from engine.diffusion.sampler import rollout_plan
 from engine.events import Phase
 from engine.models.adapter import DiTAdapter
 from engine.models.load import freeze_but_trained, trainable
@@ -50,7 +51,7 @@ from tests.end_to_end.test_rank_survival import CONFIG
 from tests.engine.nursery import NurseryFleet
 from tests.engine.test_families import TinyText, tiny_vae
 from tests.rank_stops import Stop, environment, happened
-from tests.rank_training import PLAN, Job, Trained, Trainings, manifest_of, rolled_out
+from tests.rank_training import PROMPTS, Job, Trained, Trainings, manifest_of, rolled_out
 from tests.shard_training import ShardTrainings, Task, largest_difference
 from tests.shard_training import Trained as FullTrained
 
@@ -63,17 +64,33 @@ ALGORITHM = AlgorithmConfig(
 EQUAL_PASSES = ALGORITHM.model_copy(update={"rows_per_forward": 4})
 """For full weights: Wan's norms compute in fp32, and their gradients are rounded to the sum of a pass."""
 
-SPEED = AlgorithmConfig(name="flow-grpo", kl_beta=0.0, rows_per_forward=6, order="fixed", learning_rate=1e-4)
+SPEED = AlgorithmConfig(name="flow-grpo", kl_beta=0.0, order="fixed", learning_rate=1e-4)
 
 MOST_FP64, MOST_FP32, LEAST_EFFICIENCY, LEAST_STEP_SECONDS = 1e-10, 1e-5, 0.8, 2.0
 """Targets."""
 
 OTHER_ORDER = (7, 2, 5, 0, 3, 6, 1, 4)
 
-WEIGHTS: dict[Weights, str] = {"lora": "LoRA", "full": "full weights"}
 
-ROWS = 4 * 2 * 3
-"""Rows of an optimiser step: 4 groups of 2 images with 3 trained denoising steps."""
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """What is timed. `rows`: of a training pass."""
+
+    name: str
+    weights: Weights
+    rows: int
+
+
+TIMED = (
+    Timed(name="LoRA", weights="lora", rows=48),
+    Timed(name="full weights, packed", weights="full", rows=48),
+    Timed(name="full weights, small passes", weights="full", rows=12),
+)
+"""Passes of full weights have collectives of their own: packed passes have the fewest."""
+
+LONG = rollout_plan(SamplerConfig(steps=7, noise_level=0.7), run_seed=0, batch=0)
+ROWS = len(PROMPTS) * 2 * len(LONG.trained_steps)
+"""Rows of an optimiser step: 8 groups of 2 images. Every group has different rewards, so all rows count."""
 
 
 def bits(trained: Trained) -> dict[str, bytes]:
@@ -170,27 +187,28 @@ class Spent:
     cpu: float
 
 
-def get_ready(member: Member, port: int, rank: int, ranks: int, weights: Weights) -> None:
+def get_ready(member: Member, port: int, rank: int, ranks: int, timed: Timed) -> None:
     """Load the model and join the ranks. Later steps are taken by `take_step`."""
-    adapter, usage = large_adapter(weights), Usage(ScaledClock(origin_ms=0))
-    job = Job(family="qwen-image", double=False, algorithm=SPEED)
-    made = rolled_out(adapter, job) if rank == 0 else []
+    adapter, usage = large_adapter(timed.weights), Usage(ScaledClock(origin_ms=0))
+    config = SPEED.model_copy(update={"rows_per_forward": timed.rows})
+    job = Job(family="qwen-image", double=False, algorithm=config)
+    made = [replace(group, rewards=(0.0, 1.0)) for group in rolled_out(adapter, job, LONG)] if rank == 0 else []
     group = None
     if ranks > 1:
         store = join_store(port, timeout_seconds=60.0)
         group = RankGroup.form(store, rank, ranks, torch.device("cpu"), limit_seconds=120.0)
     member.kept["follower"], member.kept["made"] = None, made
-    if group is not None and weights == "full":
+    if group is not None and timed.weights == "full":
         if rank > 0:
-            member.kept["follower"] = ShardFollower(joined_shard(group, adapter, SPEED, compiles=False))
+            member.kept["follower"] = ShardFollower(joined_shard(group, adapter, config, compiles=False))
         else:
             measure = partial(usage.measure, Phase.COLLECTIVE)
-            shard = led_shard(group, adapter, SPEED, measure, is_started=False, compiles=False)
+            shard = led_shard(group, adapter, config, measure, is_started=False, compiles=False)
             member.kept["steps"] = Shards(shard, measure)
         return
     parameters = trainable(adapter)
     is_started = rank > 0 and group is not None and take_start(group, parameters.values())
-    trainer = Trainer(adapter, parameters, SPEED, reference_of(adapter, SPEED, is_started=is_started))
+    trainer = Trainer(adapter, parameters, config, reference_of(adapter, config, is_started=is_started))
     if rank > 0 and group is not None:
         member.kept["follower"] = Follower(group, trainer)
     else:
@@ -203,14 +221,15 @@ def take_step(member: Member, rank: int) -> Spent:
     if rank > 0:
         member.kept["follower"].follow_step()
     else:
-        step = member.kept["steps"].begin(manifest_of(0), 0, PLAN, std=None)
+        whole = replace(manifest_of(0), sampler=LONG.signature, minibatches=(tuple(range(len(PROMPTS))),))
+        step = member.kept["steps"].begin(whole, 0, LONG, std=None)
         for number in step.missing:
             step.add(number, member.kept["made"][number])
         step.commit()
     return Spent(wall=time.perf_counter() - wall, cpu=time.process_time() - cpu)
 
 
-def speed(blocks: int, weights: Weights) -> list[dict[str, Any]]:
+def speed(blocks: int, timed: Timed) -> list[dict[str, Any]]:
     """Time a step of 1 rank and a step of 2 ranks in turn, in processes that live all the while.
 
     The first block warms up and is left out. While one side steps, the other waits without using the processor.
@@ -218,9 +237,9 @@ def speed(blocks: int, weights: Weights) -> list[dict[str, Any]]:
     processes, rows = Processes(3, (), preload=["tests.benchmarks.trainer_ranks"]), []
     try:
         store = serve_store()
-        processes.send([0], get_ready, 0, 0, 1, weights)
+        processes.send([0], get_ready, 0, 0, 1, timed)
         for rank in (0, 1):
-            processes.send([1 + rank], get_ready, store.port, rank, 2, weights)
+            processes.send([1 + rank], get_ready, store.port, rank, 2, timed)
         _whole(processes.answers(range(3)))
         for block in range(blocks + 1):
             sides = ((0,), (1, 2)) if block % 2 else ((1, 2), (0,))
@@ -336,7 +355,7 @@ def main() -> None:
     options = parser.parse_args()
     load1 = load_now()
     parameters = sum(one.numel() for one in large_adapter().transformer.parameters())
-    timed = {weights: speed(options.blocks, weights) for weights in WEIGHTS}
+    timed = {one.name: speed(options.blocks, one) for one in TIMED}
     equal = equality(FAMILIES)
     with tempfile.TemporaryDirectory() as name:
         more, resumed = full_equality(FAMILIES, Path(name))
@@ -349,8 +368,8 @@ def main() -> None:
         "repetitions_equal": all(row["repetition equal"] for row in equal),
         "resumed_s": max((row["resumed_s"] for row in lost), default=None),
         "same_after_losses": is_same,
-        "efficiency": {weights: middle([row["efficiency"] for row in rows]) for weights, rows in timed.items()},
-        "speed": {weights: _middles(rows) for weights, rows in timed.items()},
+        "efficiency": {name: middle([row["efficiency"] for row in rows]) for name, rows in timed.items()},
+        "speed": {name: _middles(rows) for name, rows in timed.items()},
         "rows": ROWS,
         "parameters": parameters,
         "load_while_timed": statistics.mean(row["load"] for rows in timed.values() for row in rows),
@@ -391,9 +410,9 @@ def _efficiency(name: str, found: dict[str, float]) -> str:
 
 
 def _lines(speed: dict[str, dict[str, dict[str, float]]]) -> list[str]:
-    head = ["| | " + " | ".join(WEIGHTS.values()) + " |", "| --- |" + " --- |" * len(WEIGHTS)]
+    head = ["| | " + " | ".join(speed) + " |", "| --- |" + " --- |" * len(speed)]
     names = next(iter(speed.values()))
-    return head + [f"| {name} | " + " | ".join(_cell(speed[one][name]) for one in WEIGHTS) + " |" for name in names]
+    return head + [f"| {name} | " + " | ".join(_cell(one[name]) for one in speed.values()) + " |" for name in names]
 
 
 def _cell(found: dict[str, float]) -> str:
@@ -408,7 +427,7 @@ def _text(result: dict[str, Any], lost: Sequence[dict[str, Any]]) -> str:
         _target("max_rel_diff", result["max_rel_diff"], "<=", MOST_FP64),
         _target("fp32 gradients", result["max_rel_diff_fp32_gradients"], "<=", MOST_FP32),
         _target("resumed with other ranks", result["max_rel_diff_resumed"], "<=", MOST_FP64),
-        *(_efficiency(f"efficiency, {name}", result["efficiency"][weights]) for weights, name in WEIGHTS.items()),
+        *(_efficiency(f"efficiency, {name}", found) for name, found in result["efficiency"].items()),
         _target(
             "CPU seconds of a step of 1 rank",
             min(found["CPU of 1 rank, s"]["median"] for found in result["speed"].values()),
@@ -425,9 +444,9 @@ def _text(result: dict[str, Any], lost: Sequence[dict[str, Any]]) -> str:
         "over those of both ranks: the work that ranks add, without the waiting. Mean load while timed: "
         f"{result['load_while_timed']:.1f}.",
         "",
-        f"With full weights, each pass of {SPEED.rows_per_forward} rows gathers all weights twice and adds all",
-        "gradients. Over gloo the ranks add about as many CPU seconds as the computing takes. More rows a pass need",
-        "fewer collectives.",
+        "With full weights, each pass gathers all weights twice and adds all gradients, which over gloo takes CPU",
+        f"seconds of both ranks. Packed passes have {TIMED[1].rows} rows, small ones {TIMED[2].rows}: fewer have",
+        "fewer of these collectives.",
         "",
         "Medians of the blocks, with intervals of at least 95 %:",
         "",
