@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.live import Live
 from sqlalchemy.orm import Session, sessionmaker
 
-from engine.events import Regrouped
+from engine.events import IterationDone, Regrouped
 from launcher.cli.keys import Keys, NoKeys, keys_of_terminal
 from launcher.cli.live import ENDED, HELP, Frame, money_text, plain_line, score_text
 from launcher.cli.live import still_running as still_running_nodes
@@ -33,7 +33,7 @@ from launcher.job.schema import Job
 from launcher.ledger.store import find_run
 from launcher.money import dollars
 from launcher.placement.plan import Plan
-from launcher.runs.event_lines import Seen, new_events
+from launcher.runs.event_lines import EventLine, Seen, new_events
 from launcher.runs.runs import (
     bring_down,
     create_run,
@@ -58,7 +58,7 @@ ALONE_SECONDS = 10.0
 SETTLE_SECONDS = 5.0
 
 RECENT_EVENTS = 5
-"""Events that the screen shows at most."""
+"""Events that the screen shows at most, and events before the start of following that a log begins with."""
 
 LOG_LINES = 200
 """Lines read from the end of a log; the screen shows as many as fit."""
@@ -116,13 +116,20 @@ class Follow:
     """True from a Ctrl-C until it is answered. Python drops an exception that comes while an object is deleted."""
 
     def until_it_ends(self, sessions: sessionmaker[Session], header: str) -> RunView:
-        """Show the run until its end. Raises Left and StopAsked for keys."""
+        """Show the run until its end. Raises Left and StopAsked for keys.
+
+        Without a terminal, print a line for each event and for each iteration.
+        """
         if self.out.is_terminal:
             return self._on_screen(sessions, header)
-        last: tuple[str, int, str] | None = None
+        last: tuple[str, int] | None = None
         printed = 0.0
         for view in self._views(sessions):
-            news = (view.status, view.iteration, view.last_event)
+            lines, self.seen = events_after(sessions, self.name, self.seen)
+            for line in lines if last is not None else lines[-RECENT_EVENTS:]:
+                if line.kind != IterationDone.KIND:  # the line of the iteration says more
+                    self.say(event_text(line, self.name))
+            news = (view.status, view.iteration)
             if news != last or time.monotonic() - printed > QUIET_SECONDS:
                 self.say(plain_line(view))
                 last, printed = news, time.monotonic()
@@ -149,9 +156,8 @@ class Follow:
         return view
 
     def _read_events(self, sessions: sessionmaker[Session]) -> None:
-        with sessions() as session:
-            lines, self.seen = new_events(session, find_run(session, self.name), self.seen)
-        self.events.extend(event_text(line, self.name) for line in lines if line.kind != Regrouped.KIND)
+        lines, self.seen = events_after(sessions, self.name, self.seen)
+        self.events.extend(event_text(line, self.name) for line in lines)
 
     def _page(self, sessions: sessionmaker[Session], view: RunView) -> tuple[str, ...]:
         match self.shows:
@@ -205,6 +211,13 @@ class Follow:
             self.out.print(text, highlight=False, markup=False, soft_wrap=True)
         except OSError:
             self.out = Console(file=open(os.devnull, "w"))  # noqa: SIM115
+
+
+def events_after(sessions: sessionmaker[Session], name: str, seen: Seen) -> tuple[list[EventLine], Seen]:
+    """Return the new events, without changes of groups, and what to pass as `seen` next time."""
+    with sessions() as session:
+        lines, seen = new_events(session, find_run(session, name), seen)
+    return [line for line in lines if line.kind != Regrouped.KIND], seen
 
 
 def start_and_follow(

@@ -67,13 +67,17 @@ def time_text(view: RunView) -> str:
 
 
 def plain_line(view: RunView) -> str:
-    """Return the run's state as one log line."""
-    reward = f"reward {view.reward:.3f}" if view.reward is not None else "no reward yet"
-    return (
-        f"{view.name}: {view.status}, iteration {view.iteration}/{view.iterations}, {reward}, {score_text(view)}, "
-        f"{money_text(view)}, {len(still_running(view))} nodes, {time_text(view)}"
-        f"{f' | {view.last_event}' if view.last_event else ''}"
-    )
+    """Return the run's state as one short log line; the line of a run of usual names fits 100 columns."""
+    nodes = len(still_running(view))
+    parts = [
+        f"{view.name}: {view.status}",
+        f"iteration {view.iteration}/{view.iterations}",
+        *([f"reward {view.reward:.3f}"] if view.reward is not None else []),
+        *([f"{view.metric} {view.score:.3f}"] if view.score is not None else []),
+        f"{dollars(view.spent_micro_usd)} at {hourly(view.micro_usd_per_hour)}",
+        f"{nodes} node{'s' if nodes != 1 else ''}",
+    ]
+    return ", ".join(parts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

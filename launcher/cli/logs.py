@@ -42,7 +42,7 @@ def logs(
     while True:
         is_over = not follow or not still_running(sessions, run_name)
         for path in node_logs(sessions, run_name, node):
-            lines = _fresh(path, offsets)
+            lines = _fresh(path, offsets, is_over)
             lines = lines[-tail:] if tail is not None else lines
             if lines and not as_json and path != shown:
                 click.echo(f"==> {log_title(path)} <==")
@@ -55,9 +55,11 @@ def logs(
         time.sleep(LOOK_SECONDS)
 
 
-def _fresh(path: Path, offsets: dict[Path, int]) -> list[str]:
+def _fresh(path: Path, offsets: dict[Path, int], is_over: bool) -> list[str]:
+    """Return the lines since the last call. While the run goes on, a line without its end is left for later."""
     with path.open("rb") as file:
         file.seek(offsets.get(path, 0))
         text = file.read()
+    text = text if is_over else text[: text.rfind(b"\n") + 1]
     offsets[path] = offsets.get(path, 0) + len(text)
     return text.decode(errors="replace").splitlines()

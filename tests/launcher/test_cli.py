@@ -24,6 +24,7 @@ from launcher.exit_codes import ExitCode
 from launcher.job.load import load_job
 from launcher.job.schema import Job
 from launcher.ledger.store import open_ledger
+from launcher.runs.event_lines import EventLine
 from launcher.runs.start import StartWeights
 from launcher.runs.views import NodeView, RunView
 from tests.launcher.printed import printed
@@ -230,13 +231,17 @@ class FakeRuns:
     script: list
     left_after: list[str] = field(default_factory=list)
     stops: list[str] = field(default_factory=list)
+    events: list[list[EventLine]] = field(default_factory=list)
     started: list[str] = field(default_factory=list)
 
-    def create_run(self, sessions, checked, plan, name):
+    def create_run(self, sessions, checked, plan, name, command=()):
         return name
 
     def start_controller(self, sessions, name):
         self.started.append(name)
+
+    def events_after(self, sessions, name, seen):
+        return (self.events.pop(0) if self.events else []), seen
 
     def run_view(self, sessions, name):
         now = self.script[0]
@@ -288,7 +293,8 @@ def launch(tmp_path, monkeypatch, capsys):
     sessions = open_ledger(tmp_path / "ledger.sqlite")
 
     def launch(runs: FakeRuns, *arguments: str):
-        for name in ("create_run", "start_controller", "run_view", "request_stop", "bring_down", "wait_released"):
+        faked = ("create_run", "start_controller", "run_view", "request_stop", "bring_down", "wait_released")
+        for name in (*faked, "events_after"):
             monkeypatch.setattr(follow_module, name, getattr(runs, name))
         monkeypatch.setattr(launch_module, "start_controller", runs.start_controller)
         monkeypatch.setattr(follow_module, "still_running", runs.still_running)
@@ -523,8 +529,17 @@ def test_detach_refuses_options_that_need_following(launch):
 
 def test_a_plain_line_shows_the_most_important_facts():
     line = plain_line(VIEW)
-    for words in ("iteration 3/45", "reward 0.510", "$1.20 of at most $10.00", "$0.46/h", "1 nodes", "about 40s left"):
+    for words in ("iteration 3/45", "reward 0.510", "$1.20 at $0.46/h", "1 node"):
         assert words in line
+    assert len(line) <= 100
+
+
+def test_without_a_terminal_each_event_has_a_line(launch):
+    first = EventLine(at_ms=0, elapsed_ms=61_000, source="quickstart-spot-0-g0", kind="gone", text="preempted")
+    done = replace(first, source="trainer", kind="iteration_done", text="iteration 2: reward 0.510")
+    output = launch(FakeRuns([VIEW, DONE], events=[[first, done], [first]]), "-y").output
+    assert output.count("     1m 1s  spot-0-g0    gone preempted\n") == 2
+    assert "iteration_done" not in output
 
 
 LONG_NAME = "quickstart-1123-204010"

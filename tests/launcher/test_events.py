@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from sqlalchemy import select
 
+from launcher.cli import logs as logs_module
 from launcher.cli.events import events
 from launcher.cli.logs import logs
 from launcher.decide.facts import Stage
+from launcher.ledger.models import Node
 from launcher.ledger.store import append_status, find_run, open_ledger, writing
 from launcher.provision.local.provisioner import node_folder
 from launcher.runs.event_lines import KINDS, Seen, event_lines, new_events
@@ -104,4 +107,41 @@ def test_logs_end_with_the_last_lines_of_each_file(sessions, tmp_path):
     assert result.output.splitlines() == [
         *("==> quickstart-trainer-g0/agent.log <==", "quickstart-trainer-g0 7", "quickstart-trainer-g0 8"),
         *("==> quickstart-spot-0-g0/agent.log <==", "quickstart-spot-0-g0 7", "quickstart-spot-0-g0 8"),
+    ]
+
+
+def test_a_followed_slot_goes_on_with_the_log_of_the_successor(sessions, tmp_path, monkeypatch):
+    """Without --follow a line that is being written is printed as it is; with it, once and whole."""
+    with writing(sessions) as session:
+        run = find_run(session, "quickstart")
+        run.folder = str(tmp_path / "runs" / "quickstart")
+
+    def write(node: str, text: str) -> None:
+        folder = node_folder(Path(run.folder), node) / "logs"
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "worker.log").open("a") as file:
+            file.write(text)
+
+    def replaced() -> None:
+        with writing(sessions) as session:
+            first = session.scalars(select(Node).where(Node.name == "quickstart-spot-0-g0")).one()
+            columns = {column.name: getattr(first, column.name) for column in Node.__table__.columns}
+            session.add(Node(**columns | {"id": None, "name": "quickstart-spot-0-g9", "generation": 9}))
+        write("quickstart-spot-0-g0", "and last\n")
+        write("quickstart-spot-0-g9", "successor\n")
+
+    write("quickstart-spot-0-g0", "first\nsecond ")
+    looks = [lambda: None, replaced, lambda: None]
+
+    def still_running(*_: object) -> list[str]:
+        looks.pop(0)()
+        return ["quickstart-spot-0-g9"] if looks else []
+
+    monkeypatch.setattr(logs_module, "still_running", still_running)
+    monkeypatch.setattr(logs_module, "LOOK_SECONDS", 0)
+    words = ["quickstart", "--node", "spot-0", "--follow"]
+    result = CliRunner().invoke(logs, words, obj=sessions, catch_exceptions=False)
+    assert result.output.splitlines() == [
+        *("==> quickstart-spot-0-g0/worker.log <==", "first", "second and last"),
+        *("==> quickstart-spot-0-g9/worker.log <==", "successor"),
     ]
