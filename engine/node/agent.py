@@ -42,6 +42,7 @@ from engine.node.alone import start_ticks
 from engine.node.child import EXIT_TORN, EXIT_UNANSWERED, Deaths, exit_in_words, last_line, progress_of
 from engine.node.environment import begin_sending
 from engine.node.frozen import FROZEN_SECONDS, Stillness
+from engine.node.hardware import hardware
 from engine.node.local_disk import use_local_disk
 from engine.node.node_store import forget_store, may_share
 from engine.node.preemption_notice import watch_notice
@@ -168,6 +169,7 @@ class Agent:
             return EXIT_UNFIT, verdict
         if self.on_cloud and self.spec.digest:  # only on a machine that our set-up made into a node
             print(use_local_disk(self.folder), flush=True)
+        has = hardware()
         ready = self._prepare()
         ready_sent = False
         looked = time.monotonic()
@@ -185,7 +187,8 @@ class Agent:
                     return EXIT_BROKEN, f"{why}; its log ends: {last_line(self.spec, child.name)}"
             if not ready_sent and all(event.is_set() for event in ready):
                 with contextlib.suppress(OSError):  # a full disk: try again at the next look
-                    self.write("ready.json", {"at_ms": self.spec.clock.clock().now_ms(), "pid": os.getpid()})
+                    at_ms = self.spec.clock.clock().now_ms()
+                    self.write("ready.json", {"at_ms": at_ms, "pid": os.getpid(), "hardware": has})
                     ready_sent = True
                 if ready_sent and self.on_cloud:
                     self.sending = begin_sending(self.spec.store)  # now: what the processes imported is compiled

@@ -228,9 +228,10 @@ def start_and_follow(
     detach: bool,
     files: Mapping[str, Path | None],
     start: Callable[[sessionmaker[Session], str], object],
+    command: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Create the run, start its controller and follow the run. Return the object printed by `--json`."""
-    name = create_run(sessions, checked, plan, follow.name)
+    name = create_run(sessions, checked, plan, follow.name, command)
     code = ExitCode.FAILURE
     try:
         with signals():

@@ -25,6 +25,7 @@ from launcher.cli.cloud_plan_text import cloud_plan_lines
 from launcher.cli.follow import Follow, can_ask, start_and_follow
 from launcher.cli.plan_screen import cloud_screen, local_screen
 from launcher.cli.plan_text import clock_text, plan_dict, plan_lines
+from launcher.cli.typed import typed
 from launcher.decide.run_budget import bound_of_plan
 from launcher.exit_codes import BudgetError, ExitCode
 from launcher.job.checked import CheckedJob, JobError
@@ -183,7 +184,7 @@ def launch(
     start: Callable[[sessionmaker[Session], str], object] = start_service if service else start_controller
     if weights is not None:
         start = partial(_send_and_start, weights, checked.job, start)
-    answer = start_and_follow(sessions, checked, plan, follow, detach, {"result": result, "html": html}, start)
+    answer = start_and_follow(sessions, checked, plan, follow, detach, {"result": result, "html": html}, start, typed())
     _print_json(as_json, answer)
     return int(answer["exit_code"])
 

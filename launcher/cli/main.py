@@ -96,6 +96,9 @@ class CommandFolder(click.Group):
             if near:
                 ctx.fail(f"there is no command {args[0]}; did you mean `spotrl {near[0]}`?")
         name, command, rest = super().resolve_command(ctx, args)
+        from launcher.cli.typed import keep_typed  # `spotrl --help` imports no other file of this folder
+
+        keep_typed(ctx, args)
         is_help = ctx.resilient_parsing or {"-h", "--help"} & set(rest)  # shell completion, or --help
         if ctx.obj is None and name not in WITHOUT_LEDGER and not is_help:
             from launcher.ledger.store import open_ledger

@@ -8,6 +8,7 @@ from pydantic import TypeAdapter, ValidationError
 from sqlalchemy.orm import Session, sessionmaker
 
 from launcher.cli.run_argument import run_argument
+from launcher.cli.typed import typed
 from launcher.job.values import DurationMs, MicroUsd, MicroUsdPerHour
 from launcher.runs.new_limits import NewLimits
 from launcher.runs.runs import resume_run
@@ -68,7 +69,7 @@ def resume(
         deadline_ms=deadline,
         max_runtime_ms=max_runtime,
     )
-    pid = resume_run(sessions, run_name, limits)
+    pid = resume_run(sessions, run_name, limits, typed())
     if as_json:
         click.echo(json.dumps({"run": run_name, "controller": pid}))
     else:

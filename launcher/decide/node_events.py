@@ -9,6 +9,9 @@ from launcher.decide.node_facts import NodeFact, NodeStatus
 UNKNOWN_MS = 600_000
 """Time after which a requested node counts as gone if the provisioner does not know the node (10 minutes)."""
 
+HARDWARE_CHARACTERS = 300
+"""Most characters of a node's hardware that are kept. The text comes from a node."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Note:
@@ -37,7 +40,8 @@ def _news_of(node: NodeRecord, fact: NodeFact | None, now_ms: int) -> Iterator[N
     if fact.started_ms is not None and "up" not in node.happened:
         yield Note(node=node.name, kind="up", at_ms=_plausible_ms(node, fact.started_ms, now_ms))
     if fact.ready_ms is not None and "ready" not in node.happened:
-        yield Note(node=node.name, kind="ready", at_ms=_plausible_ms(node, fact.ready_ms, now_ms))
+        ready_ms = _plausible_ms(node, fact.ready_ms, now_ms)
+        yield Note(node=node.name, kind="ready", at_ms=ready_ms, evidence=fact.hardware[:HARDWARE_CHARACTERS])
     if fact.notice_deadline_ms is not None and "notice" not in node.happened:
         seconds = max(0, fact.notice_deadline_ms - now_ms) // 1000
         yield Note(node=node.name, kind="notice", at_ms=now_ms, evidence=f"preempted in {seconds} s (run's clock)")

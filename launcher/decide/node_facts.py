@@ -40,7 +40,8 @@ def is_quota_used_up(evidence: str) -> bool:
 class NodeFact:
     """The observed state of a node. `evidence` is the cloud's own text about the end.
 
-    `ready_ms`: time at which the node's workers had called in (run's clock).
+    `ready_ms`: time at which the node's workers had called in (run's clock). `hardware`: GPUs, CPU and memory as the
+    node's agent sees them, in words.
     `notice_deadline_ms`: announced time of the preemption (run's clock).
     `started_ms`, `ended_ms`: the billed interval, if known (run's clock).
     `signal`, `with_notice`: manner of a preemption, if known ("SIGKILL", "SIGSTOP" on the local infra).
@@ -58,6 +59,7 @@ class NodeFact:
     with_notice: bool | None = None
     reclaimed: bool = False
     ready_ms: int | None = None
+    hardware: str = ""
     zone: str | None = None
     instance_type: str | None = None
     tried: tuple[str, ...] = ()

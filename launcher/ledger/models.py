@@ -66,6 +66,21 @@ class RunStatus(Base):
     reason: Mapped[str] = mapped_column(default="")
 
 
+class StartCommand(Base):
+    """A command that started or continued a run, without secrets, and the git commits of the code behind it.
+
+    The first row is the launch, each later row a resume. Without git, a commit is empty.
+    """
+
+    __tablename__ = "start_command"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    run_id: Mapped[int] = mapped_column(ForeignKey("run.id"), index=True)
+    at_ms: Mapped[int]
+    command: Mapped[str]
+    code_commit: Mapped[str]
+    workdir_commit: Mapped[str]
+
+
 class Removal(Base):
     """Deletion of the run's files from this machine (`spotrl rm`).
 

@@ -38,7 +38,7 @@ from launcher.ledger.models import (
     RunStatus,
 )
 
-REVISION = "0007"
+REVISION = "0008"
 """The newest migration. A ledger at this revision opens without loading alembic. A test compares the value with the
 folder."""
 

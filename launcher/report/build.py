@@ -20,6 +20,7 @@ from launcher.money import HOUR_MS
 from launcher.report.costs import BASIS, costs_of, extra_lines, node_line_of, price_effect_of, price_sources_of
 from launcher.report.exploration import exploration_of
 from launcher.report.preemptions import preemption_lines
+from launcher.report.provenance import provenance_of
 from launcher.report.reached import (
     ENDED,
     GAINS,
@@ -39,6 +40,7 @@ from launcher.report.schedule import schedule_of
 from launcher.report.sharing import sharing_of
 from launcher.report.target import dollars_per_gain, smoothed
 from launcher.report.values import SCHEMA, Report, RunFacts
+from launcher.without_secrets import without_secrets
 
 
 def clock_of(run: Run) -> ScaledClock:
@@ -59,7 +61,8 @@ def build_report(
 
 def _report(session: Session, run: Run, now_ms: int, target_reward: float | None, against: Run | None) -> Report:
     costs = run_costs(session, run, now_ms)
-    end_ms = _ended_ms(session, run) or now_ms
+    ended_ms = _ended_ms(session, run)
+    end_ms = ended_ms or now_ms
     target, curve = target_of(session, run, costs, target_reward)
     preemptions = preemption_lines(session, run, costs)
     images = images_of(session, run, target.metric)
@@ -122,7 +125,8 @@ def _report(session: Session, run: Run, now_ms: int, target_reward: float | None
         notes=NOT_MODELLED if run.infra == LOCAL else NOT_MODELLED_ON_CLOUDS,
         learning=learning_of(session, run),
         pictures=tuple(images),
-        job_text=run.job_yaml,
+        job_text=without_secrets(run.job_yaml),
+        provenance=provenance_of(session, run, ended_ms),
         schedule=schedule_of([row.event for row in by_iteration(session, run, IterationDone.KIND).values()]),
     )
 

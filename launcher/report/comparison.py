@@ -19,6 +19,7 @@ from launcher.ledger.models import Run
 from launcher.report.build import build_report, clock_of
 from launcher.report.target import WINDOW
 from launcher.report.values import Moment
+from launcher.without_secrets import job_without_secrets
 
 SCHEMA = 1
 """Version of the comparison's JSON. A new field keeps the version; a changed or removed field increments it."""
@@ -117,7 +118,7 @@ def compare_runs(
 
     Raises Failure if the runs have different metrics, or if no job has a field of `group_by`.
     """
-    jobs = {run.name: dict(flattened(run.job)) for run in runs}
+    jobs = {run.name: dict(flattened(job_without_secrets(run.job))) for run in runs}
     unknown = [field for field in group_by if not any(field in job for job in jobs.values())]
     if unknown:
         raise Failure(f"no job of these runs has a field {unknown[0]}; name one like algorithm.name or sampler.steps")

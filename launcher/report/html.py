@@ -14,6 +14,7 @@ from markupsafe import Markup
 from launcher.money import dollars, duration, hourly
 from launcher.report.charts import Drawing, learning_chart, reward_chart, scores_chart, spend_chart, timeline_chart
 from launcher.report.exploration import exploration_words
+from launcher.report.provenance import hardware_by_nodes
 from launcher.report.schedule import schedule_words
 from launcher.report.sharing import sharing_words
 from launcher.report.values import Pictures, Report
@@ -30,8 +31,8 @@ from launcher.report.words import (
     short_node,
 )
 
-MOST_SHEETS = 16
-"""Contact sheets in the page. A sheet takes about 50 kB, and a browser shows the page at once."""
+MOST_SHEETS = 64
+"""Contact sheets in the page. A sheet takes about 50 kB, so the page stays below 5 MB."""
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -79,6 +80,7 @@ def render_html(report: Report, read: Callable[[str], bytes | None]) -> str:
             (sheet, picture) for sheet in _some(report.pictures, MOST_SHEETS) if (picture := _image_uri(sheet, read))
         ],
         sheets=len(report.pictures),
+        hardware=hardware_by_nodes(report.provenance),
     )
 
 

@@ -3,6 +3,7 @@
 import csv
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -43,41 +44,37 @@ def tables(report: Report) -> dict[str, Sequence[Row]]:
             }
             for point in report.curve
         ],
-        "drift": [
-            {"iteration": point.iteration, "drift": point.drift, "guards_hold": point.guards_hold}
-            for point in report.drift
+        "scores": [
+            {"name": one.name, "iteration": one.iteration, "dollars": one.micro_usd / MICRO, "score": one.score}
+            for one in report.scores
         ],
+        "gains": [
+            {
+                "from_iteration": gain.from_iteration,
+                "to_iteration": gain.to_iteration,
+                "from_score": gain.from_score,
+                "to_score": gain.to_score,
+                "dollars": gain.micro_usd / MICRO,
+                "dollars_per_hundredth": gain.micro_usd_per_hundredth / MICRO,
+            }
+            for gain in report.gains
+        ],
+        "drift": [asdict(point) for point in report.drift],
         "iterations": _iterations(report),
+        "images": [asdict(sheet) for sheet in report.pictures],
         "costs": list(_costs(report)),
-        "nodes": [
+        "bill": [
             {
-                "node": node.node,
-                "slot": node.slot,
-                "role": node.role,
-                "market": node.market,
-                "zone": node.zone,
-                "instance_type": node.instance_type,
-                "dollars_per_hour": node.micro_usd_per_hour / MICRO,
-                "hours": node.hours,
-                "dollars": node.micro_usd / MICRO,
+                "what": line.kind,
+                "amount": line.amount,
+                "dollars": _dollars(line.micro_usd),
+                "in_total": line.in_total,
+                "source": line.source,
             }
-            for node in report.nodes
+            for line in report.extras
         ],
-        "preemptions": [
-            {
-                "hour": line.hours,
-                "node": line.node,
-                "zone": line.zone,
-                "notice": line.notice,
-                "lost_steps": line.lost_steps,
-                "replaced_by": line.replaced_by,
-                "replaced_after_s": line.replaced_after_s,
-                "cold_start_dollars": line.cold_start_micro_usd / MICRO,
-                "lost_work_dollars": line.lost_work_micro_usd / MICRO,
-                "dollars": line.micro_usd / MICRO,
-            }
-            for line in report.preemptions
-        ],
+        "nodes": _nodes(report),
+        "preemptions": _preemptions(report),
         "savings": [
             {
                 "kind": saving.kind,
@@ -88,7 +85,46 @@ def tables(report: Report) -> dict[str, Sequence[Row]]:
             }
             for saving in report.saved
         ],
+        "prices": [asdict(price) for price in report.prices],
+        "commands": [asdict(one) for one in report.provenance.commands],
     }
+
+
+def _nodes(report: Report) -> list[Row]:
+    hardware = {one.node: one.hardware for one in report.provenance.hardware}
+    return [
+        {
+            "node": node.node,
+            "slot": node.slot,
+            "role": node.role,
+            "market": node.market,
+            "zone": node.zone,
+            "instance_type": node.instance_type,
+            "hardware": hardware.get(node.node, ""),
+            "dollars_per_hour": node.micro_usd_per_hour / MICRO,
+            "hours": node.hours,
+            "dollars": node.micro_usd / MICRO,
+        }
+        for node in report.nodes
+    ]
+
+
+def _preemptions(report: Report) -> list[Row]:
+    return [
+        {
+            "hour": line.hours,
+            "node": line.node,
+            "zone": line.zone,
+            "notice": line.notice,
+            "lost_steps": line.lost_steps,
+            "replaced_by": line.replaced_by,
+            "replaced_after_s": line.replaced_after_s,
+            "cold_start_dollars": line.cold_start_micro_usd / MICRO,
+            "lost_work_dollars": line.lost_work_micro_usd / MICRO,
+            "dollars": line.micro_usd / MICRO,
+        }
+        for line in report.preemptions
+    ]
 
 
 def _iterations(report: Report) -> list[Row]:

@@ -8,6 +8,7 @@ from rich.table import Table
 
 from launcher.money import dollars, hourly
 from launcher.report.exploration import exploration_words
+from launcher.report.provenance import Provenance, hardware_by_nodes
 from launcher.report.schedule import schedule_words
 from launcher.report.sharing import sharing_words
 from launcher.report.values import Factors, Report, Saving
@@ -200,6 +201,22 @@ def _provenance(report: Report, console: Console) -> None:
     console.print(f"Job {run.job_digest}, code {run.code_version}, lock {run.lock_digest}")
     if run.started_from:
         console.print(f"Started from {run.started_from}")
+    _origin(report.provenance, run.name, console)
     console.print(f"Seeds {', '.join(map(str, run.seeds))}; {moment(run.created_at)} to {moment(run.until)}")
     for note in report.notes:
         console.print(note, style="dim")
+
+
+def _origin(origin: Provenance, run_name: str, console: Console) -> None:
+    """Print the commands, commits, hardware and versions."""
+    for one in origin.commands:
+        console.print(f"{moment(one.at)}: {one.command or 'started by a program'}")
+        for name, commit in (("spotrl", one.code_commit), ("job's folder", one.workdir_commit)):
+            if commit:
+                console.print(f"  {name} at git {commit}")
+    for hardware, nodes in hardware_by_nodes(origin).items():
+        console.print(f"{', '.join(short_node(node, run_name) for node in nodes)}: {hardware}")
+    if origin.versions:
+        console.print(", ".join(f"{name} {version}" for name, version in origin.versions.items()))
+    if origin.ended_at:
+        console.print(f"Ended {moment(origin.ended_at)} by the wall clock")

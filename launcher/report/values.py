@@ -9,6 +9,7 @@ from typing import Any
 
 from launcher.ledger.accounting import Charge
 from launcher.report.exploration import Exploration
+from launcher.report.provenance import Provenance
 from launcher.report.schedule import ScheduleResult
 from launcher.report.sharing import Sharing
 from launcher.report.target import Gain
@@ -295,6 +296,8 @@ class Report:
     """The job file as it was launched."""
     schedule: ScheduleResult | None = None
     """Expected and measured iterations; None for a run without a forecast."""
+    provenance: Provenance
+    """Commands, git commits, hardware and versions behind the run, and the wall time of its end."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as a dictionary for JSON."""

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from hashlib import blake2b
 from importlib.metadata import version
 from importlib.resources import files
@@ -38,6 +39,7 @@ from launcher.provision.local.processes import processes_of
 from launcher.provision.local.provisioner import nodes_folder
 from launcher.runs.new_limits import UNCHANGED, NewLimits
 from launcher.runs.own_code import environment_for, keep_code
+from launcher.runs.start_command import origin_of
 from launcher.runs.views import is_controlled, run_clock, status_of
 from launcher.settings import runs_folder
 
@@ -66,9 +68,12 @@ class NothingToResume(Failure):
     """The run needs no controller."""
 
 
-def create_run(sessions: sessionmaker[Session], checked: CheckedJob, plan: Plan, name: str) -> str:
-    """Write a new run to the ledger, whole or not at all."""
+def create_run(
+    sessions: sessionmaker[Session], checked: CheckedJob, plan: Plan, name: str, command: Sequence[str] = ()
+) -> str:
+    """Write a new run to the ledger, whole or not at all. `command`: the words that the user typed."""
     job = checked.job
+    origin = origin_of(command, job.model_dump(mode="json"), checked.workdir)
     with writing(sessions) as session:
         if session.scalar(select(Run.id).where(Run.name == name)) is not None:
             raise NameTaken(f"there is a run called {name}; choose another name, or `spotrl resume {name}`")
@@ -101,6 +106,7 @@ def create_run(sessions: sessionmaker[Session], checked: CheckedJob, plan: Plan,
         session.add(run)
         session.flush()
         append_status(session, run, Stage.PLANNED, "", now_ms)
+        session.add(origin.row(run, now_ms))
     Path(run.folder).mkdir(parents=True, exist_ok=True, mode=0o700)
     return name
 
@@ -194,11 +200,17 @@ def bring_down(sessions: sessionmaker[Session], run_name: str, timeout_s: float)
         wait_released(sessions, run_name, min(1.0, timeout_s))
 
 
-def resume_run(sessions: sessionmaker[Session], run_name: str, limits: NewLimits = UNCHANGED) -> int:
+def resume_run(
+    sessions: sessionmaker[Session], run_name: str, limits: NewLimits = UNCHANGED, command: Sequence[str] = ()
+) -> int:
     """Start the controller of a stopped or failed run, or of a run with a dead controller. Return the pid.
 
-    The trainer continues from the newest checkpoint; live nodes are kept. Raises LimitTooLow for a spent budget.
+    The trainer continues from the newest checkpoint; live nodes are kept. `command`: the words that the user typed.
+    Raises LimitTooLow for a spent budget.
     """
+    with sessions() as session:
+        run = find_run(session, run_name)
+        origin = origin_of(command, run.job, run.workdir)
     with writing(sessions) as session:
         run = find_run(session, run_name)
         check_kept(session, run)
@@ -218,6 +230,7 @@ def resume_run(sessions: sessionmaker[Session], run_name: str, limits: NewLimits
             append_status(session, run, Stage.PLANNED, reason, now_ms)
         elif changes and stage in (Stage.PLANNED, Stage.RUNNING):
             append_status(session, run, stage, reason, now_ms)
+        session.add(origin.row(run, now_ms))
     return start_controller(sessions, run_name)
 
 

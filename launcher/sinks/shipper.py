@@ -30,6 +30,7 @@ from launcher.ledger.store import current_status, find_run
 from launcher.sinks.connection import Connection, command_of
 from launcher.sinks.messages import ENDS, Accepted, Close, Open, Opened, Question, Records, Refused
 from launcher.sinks.records import count_records, read_records
+from launcher.without_secrets import job_without_secrets
 
 log = logging.getLogger(__name__)
 
@@ -134,7 +135,7 @@ class Shipper:
                 name=self._run.name,
                 folder=str(self._folder),
                 settings=self._settings,
-                job=self._run.job,
+                job=job_without_secrets(self._run.job),
                 facts={
                     "infra": self._run.infra,
                     "money_basis": self._run.money_basis,

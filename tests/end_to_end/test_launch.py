@@ -155,7 +155,14 @@ def test_a_preempted_launch_recovers_and_accounts_for_every_micro_dollar(
     assert "data:image/png;base64," in page
     capsys.readouterr()
     bench.spotrl_here("report", "taken", "--json")
-    assert str(amounts["total"]) in capsys.readouterr().out
+    report = json.loads(capsys.readouterr().out)
+    assert report["costs"]["total"] == amounts["total"]
+    origin = report["provenance"]
+    assert [one["command"].partition(" --result")[0] for one in origin["commands"]] == [
+        "spotrl launch taken.yaml --yes"
+    ]
+    assert len(origin["hardware"]) >= 3
+    assert all("CPU core" in one["hardware"] and "GiB of memory" in one["hardware"] for one in origin["hardware"])
     bench.spotrl_here("pull", "taken", "--to", "weights")
     assert (bench.folder / "weights" / "ema.safetensors").stat().st_size > 1_000_000
     assert (bench.folder / "weights" / "transformer" / "config.json").exists()

@@ -162,6 +162,12 @@ class CloudNode:
         return ready.at_ms if ready is not None else None
 
     @property
+    def hardware(self) -> str:
+        """Return the node's hardware in the agent's words; empty if the agent has not told it."""
+        ready = self.files.read(ReadyRecord)
+        return ready.hardware if ready is not None else ""
+
+    @property
     def is_ready(self) -> bool:
         """Return whether the workers of the current agent have called in."""
         agent, ready = self.files.read(AgentRecord), self.files.read(ReadyRecord)

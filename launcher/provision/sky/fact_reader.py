@@ -46,6 +46,7 @@ class FactReader:
             evidence=(ending.evidence if ending is not None else "") or evidence,
             started_ms=instance.launched_ms if instance is not None else None,
             ready_ms=node.ready_ms if node.is_ready else None,
+            hardware=node.hardware,
             notice_deadline_ms=node.notice_ms,
             zone=instance.zone if instance is not None else None,
             instance_type=instance.instance_type if instance is not None else None,

@@ -160,12 +160,13 @@ class AgentRecord(NodeRecord):
 
 
 class ReadyRecord(NodeRecord):
-    """The agent's workers have called in. Older agents give no `pid`."""
+    """The agent's workers have called in. Older agents give no `pid` and no `hardware`."""
 
     FILE = "ready"
 
     at_ms: Milliseconds | None = None
     pid: object = None
+    hardware: str = ""
 
 
 class NoticeRecord(NodeRecord):

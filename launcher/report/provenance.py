@@ -1,0 +1,92 @@
+"""The origin of a run's results: commands, git commits, hardware and versions, and the real time of the end."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from engine.clock import ScaledClock
+from engine.events import EngineStarted
+from launcher.harmless import harmless
+from launcher.ledger.models import Run, StartCommand
+from launcher.ledger.store import node_events, progress_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommandLine:
+    """A command that started or continued the run. `at`: wall time, ISO, UTC.
+
+    A commit ends in `-dirty` if files differed from the commit; it is empty without git.
+    """
+
+    at: str
+    command: str
+    code_commit: str
+    """Commit of spotrl itself, if it ran from a checkout."""
+    workdir_commit: str
+    """Commit of the job file's folder."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeHardware:
+    """Hardware of a node as its agent saw it: GPUs, CPU and memory, in words."""
+
+    node: str
+    hardware: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Provenance:
+    """The origin of a run's results. Runs of older versions have no commands and no hardware."""
+
+    started_at: str
+    """Wall time of the creation of the run; ISO, UTC."""
+    ended_at: str
+    """Wall time of the end of the run; empty if the run has not ended."""
+    commands: tuple[CommandLine, ...]
+    """The launch, then every resume."""
+    hardware: tuple[NodeHardware, ...]
+    versions: Mapping[str, str]
+    """Versions of the libraries that the trainer used last."""
+
+
+def provenance_of(session: Session, run: Run, ended_ms: int | None) -> Provenance:
+    """Return the origin of the results. `ended_ms`: end of the run on its clock; None if it has not ended."""
+    started = progress_of(session, run, EngineStarted.KIND)
+    commands = session.scalars(select(StartCommand).where(StartCommand.run_id == run.id).order_by(StartCommand.id))
+    return Provenance(
+        started_at=_wall(run, run.created_ms),
+        ended_at="" if ended_ms is None else _wall(run, ended_ms),
+        commands=tuple(
+            CommandLine(
+                at=_wall(run, row.at_ms),
+                command=harmless(row.command),
+                code_commit=row.code_commit,
+                workdir_commit=row.workdir_commit,
+            )
+            for row in commands
+        ),
+        hardware=tuple(
+            NodeHardware(node=node.name, hardware=harmless(event.evidence))
+            for node, event in node_events(session, run)
+            if event.kind == "ready" and event.evidence
+        ),
+        versions=dict(started[-1].event.get("versions", {})) if started else {},
+    )
+
+
+def hardware_by_nodes(provenance: Provenance) -> dict[str, list[str]]:
+    """Return the names of the nodes by hardware: most nodes of a run are alike."""
+    found: dict[str, list[str]] = {}
+    for one in provenance.hardware:
+        found.setdefault(one.hardware, []).append(one.node)
+    return found
+
+
+def _wall(run: Run, at_ms: int) -> str:
+    """Return a time of the run's clock as wall time; ISO, UTC."""
+    clock = ScaledClock(origin_ms=run.clock_origin_ms, factor=run.clock_factor)
+    seconds = run.clock_origin_ms / 1000 + clock.wall_seconds(at_ms - run.clock_origin_ms)
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
