@@ -16,9 +16,9 @@ from datetime import UTC, datetime
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
-from sqlalchemy import create_engine, event, func, inspect, select
+from sqlalchemy import URL, create_engine, event, func, inspect, select
 from sqlalchemy.dialects.sqlite import insert
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import OperationalError
@@ -76,7 +76,7 @@ def open_ledger(path: Path, is_in_use: Callable[[ControllerLease], bool] = lambd
         with suppress(FileNotFoundError):
             if file.stat().st_mode & 0o077:
                 file.chmod(0o600)
-    engine = create_engine(f"sqlite:///{path}", connect_args={"timeout": BUSY_MS / 1000})
+    engine = create_engine(URL.create("sqlite", database=str(path)), connect_args={"timeout": BUSY_MS / 1000})
     event.listen(engine, "connect", _prepare_connection)
     event.listen(engine, "begin", _begin)
     if _revision(engine) != REVISION:
@@ -94,11 +94,30 @@ def open_read_only(path: Path, wait_ms: int = 1000) -> sessionmaker[Session]:
     `wait_ms`: time that a read waits for a locked ledger before OperationalError.
     """
     engine = create_engine(
-        f"sqlite:///file:{quote(str(path))}?mode=ro&uri=true",
+        URL.create("sqlite", database=f"file:{quote(str(path))}", query={"mode": "ro", "uri": "true"}),
         connect_args={"timeout": wait_ms / 1000},
         poolclass=NullPool,
     )
     return sessionmaker(engine, expire_on_commit=False)
+
+
+Stamp = tuple[tuple[int, int, int], ...]
+
+
+def stamp_of(sessions: sessionmaker[Session]) -> Stamp:
+    """Return inode, size and time of change of the files of a ledger opened read-only; a missing file counts as none.
+
+    An unchanged stamp means that there is most likely nothing new to read, at a hundredth of the cost of a query.
+    """
+    path = unquote(str(sessions.kw["bind"].url.database).removeprefix("file:"))
+    found = []
+    for name in (path, f"{path}-wal"):
+        try:
+            file = os.stat(name)
+            found.append((file.st_ino, file.st_size, file.st_mtime_ns))
+        except OSError:
+            found.append((0, 0, 0))
+    return tuple(found)
 
 
 @contextmanager

@@ -39,8 +39,16 @@ class Plot:
     """Height of the target in pixels; None without a target."""
 
 
-def render_comparison(comparison: Comparison) -> str:
-    """Return the page. All text from runs is escaped."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupForm:
+    """A form in the page that asks `spotrl ui` for other groups. `chosen`: the fields of the present groups."""
+
+    token: str
+    chosen: tuple[str, ...]
+
+
+def render_comparison(comparison: Comparison, form: GroupForm | None = None) -> str:
+    """Return the page. All text from runs is escaped. `form`: of a page that a server shows; None in a file."""
     page = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     page.filters.update(dollars=dollars)
     template = page.from_string(files("launcher.report").joinpath("comparison.html").read_text(encoding="utf-8"))
@@ -48,7 +56,12 @@ def render_comparison(comparison: Comparison) -> str:
     drawn = [run for run in comparison.runs if run.curve]
     plots = [_plot(comparison, drawn, axis) for axis in ("dollars", "hours", "iterations")] if drawn else []
     size = {"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": WIDTH - RIGHT, "bottom": HEIGHT - BOTTOM}
-    return template.render(comparison=comparison, plots=plots, phases=list(phases), spread=spread, size=size)
+    fields = [one.field for one in comparison.differences]
+    if form is not None:
+        fields += [field for field in form.chosen if field not in fields]
+    return template.render(
+        comparison=comparison, plots=plots, phases=list(phases), spread=spread, size=size, form=form, fields=fields
+    )
 
 
 def spread(value: SeedMean | None, kind: str) -> str:

@@ -96,16 +96,26 @@ def event_lines(session: Session, run: Run, wanted: Wanted = ALL) -> list[EventL
     return new_events(session, run, Seen(), wanted)[0]
 
 
-def newest_events(session: Session, run: Run, count: int) -> list[EventLine]:
-    """Return the newest `count` events, oldest first. Engine events before them are not read."""
+def newest_events(session: Session, run: Run, count: int, after: Seen | None = None) -> tuple[list[EventLine], Seen]:
+    """Return the newest `count` events after `after`, oldest first, and what to pass as `after` next time.
+
+    Engine events before them are not read: a browser that comes back after an hour must not wait for a hundred
+    thousand.
+    """
+    after = Seen() if after is None else after
     older = session.scalar(
         select(ProgressRow.id)
-        .where(ProgressRow.run_id == run.id, or_(*(ProgressRow.kind == kind for kind in _WORDS)))
+        .where(
+            ProgressRow.run_id == run.id,
+            ProgressRow.id > after.progress,
+            or_(*(ProgressRow.kind == kind for kind in _WORDS)),
+        )
         .order_by(ProgressRow.id.desc())
         .offset(count)
         .limit(1)
     )
-    return new_events(session, run, Seen(progress=older or 0))[0][-count:]
+    lines, seen = new_events(session, run, after._replace(progress=older or after.progress))
+    return lines[-count:], seen
 
 
 def newest_seen(session: Session, run: Run) -> Seen:

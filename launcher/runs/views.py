@@ -192,7 +192,7 @@ def view_of(session: Session, run: Run) -> RunView:
     zones = {node.name: node.zone for node in nodes_of(session, run)}
     groups = {row.event["node"]: row.event["groups"] for row in progress_of(session, run, Regrouped.KIND)}
     # Groups may change many times a minute, and each node shows its own groups.
-    lines = [line for line in newest_events(session, run, LOOKED_BACK) if line.kind != Regrouped.KIND]
+    lines = [line for line in newest_events(session, run, LOOKED_BACK)[0] if line.kind != Regrouped.KIND]
     pace = [row.at_ms for row in done[-6:]]
     usual_ms = (pace[-1] - pace[0]) / (len(pace) - 1) if len(pace) > 1 else None
     eta_ms = usual_ms * (iterations - iteration) if usual_ms is not None and not over else None

@@ -25,7 +25,7 @@ HEADERS = {
 """Headers of every answer."""
 
 
-FROZEN = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+FROZEN = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
 """Content policy of a page that is also written as one file: its style is in the page, and it has no script."""
 
 

@@ -4,7 +4,7 @@ Every function takes a session of its own, reads, and returns plain values for J
 page that is open holds no lock and keeps no old pages of the write-ahead log alive. Every list is bounded.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from math import isfinite
 from typing import Any, TypeVar
@@ -17,10 +17,11 @@ from launcher.ledger.models import Run
 from launcher.ledger.store import find_run, reading_once
 from launcher.money import HOUR_MS
 from launcher.report.build import build_report, clock_of
+from launcher.report.provenance import hardware_by_nodes
 from launcher.report.reached import by_iteration
 from launcher.report.values import Report
 from launcher.report.words import drift_words, headline
-from launcher.runs.event_lines import Seen, new_events, newest_events, newest_seen
+from launcher.runs.event_lines import Seen, newest_events, newest_seen
 from launcher.runs.views import view_of
 
 EVENTS_SHOWN = 400
@@ -57,8 +58,9 @@ def run_page(sessions: sessionmaker[Session], name: str) -> dict[str, Any]:
             "iterations": _iterations(session, run, report),
             "sheets": _thinned(_sheets(session, run, report.target.metric)),
             "plan": _plan(run, report),
-            "events": [asdict(line) for line in newest_events(session, run, EVENTS_SHOWN)],
-            "job": run.job_yaml,
+            "events": [asdict(line) for line in newest_events(session, run, EVENTS_SHOWN)[0]],
+            "job": report.job_text,
+            "provenance": asdict(report.provenance) | {"alike": hardware_by_nodes(report.provenance)},
         }
 
 
@@ -71,8 +73,8 @@ def events_after(session: Session, name: str, after: Seen) -> tuple[Seen, list[d
     seen = newest_seen(session, run)
     if seen == after:
         return after, []
-    lines, seen = new_events(session, run, after) if any(after) else (newest_events(session, run, EVENTS_SHOWN), seen)
-    return seen, [asdict(line) for line in lines[-EVENTS_SHOWN:]]
+    lines, seen = newest_events(session, run, EVENTS_SHOWN, after)
+    return seen, [asdict(line) for line in lines]
 
 
 def sheet_path(session: Session, name: str, iteration: int) -> tuple[Run, str]:
@@ -96,10 +98,20 @@ def _iterations(session: Session, run: Run, report: Report) -> list[dict[str, An
             "reward": _finite(row.event["reward_mean"]),
             "seconds": row.event["wall_seconds"],
             "explored": row.event["explored"],
+            "shares": _shares(row.event.get("schedule", {})),
             "health": {name: _finite(value) for name, value in row.event["health"].items()},
         }
         for row in rows
     ]
+
+
+def _shares(schedule: Mapping[str, float]) -> dict[str, float] | None:
+    """Return the shares of an iteration in which the trainer waited for the queue and helped it; None if not known."""
+    seconds = schedule.get("seconds", 0.0)
+    if seconds <= 0:
+        return None
+    names = {"waiting": "waited_seconds", "helping": "helped_seconds"}
+    return {name: _finite(schedule.get(key, 0.0) / seconds) or 0.0 for name, key in names.items()}
 
 
 def _finite(value: float) -> float | None:

@@ -28,9 +28,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from launcher.exit_codes import Failure
 from launcher.harmless import harmless
-from launcher.ledger.store import find_run
+from launcher.ledger.store import Stamp, find_run, stamp_of
 from launcher.report.comparison import compare_runs
-from launcher.report.comparison_html import render_comparison
+from launcher.report.comparison_html import GroupForm, render_comparison
 from launcher.runs.event_lines import Seen
 from launcher.runs.views import log_title, node_logs
 from launcher.storage.stores import read_object, run_stores
@@ -55,6 +55,10 @@ STATIC = {
 LOOK_SECONDS = 0.25
 """Seconds between two looks at the ledger for new events: an event is on the page within a second."""
 
+UNREAD_SECONDS = 0.75
+"""Longest time without a read of the ledger, although its files look unchanged: their times are coarse, so a change in
+the same few milliseconds as the last read may not show."""
+
 ALIVE_SECONDS = 15.0
 """Seconds of silence after which a stream sends a comment, so that both ends notice a broken connection."""
 
@@ -66,6 +70,9 @@ LOG_BYTES = 64 * 1024
 
 COMPARED = 12
 """Most runs of a comparison on a page."""
+
+GROUPED_BY = 8
+"""Most fields of the job that make the groups of a comparison."""
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -155,20 +162,24 @@ class Pages:
         return HTMLResponse(list_page(self._token, ids, runs))
 
     async def _compare(self, request: Request) -> Response:
-        """Answer with the page that `spotrl compare --html` writes."""
+        """Answer with the page that `spotrl compare --html` writes, and a form for its `--group-by`."""
         if not is_token(request.query_params.get("token", ""), self._token):
             return _refused()
         names = list(dict.fromkeys(request.query_params.getlist("run")))
+        fields = tuple(dict.fromkeys(request.query_params.getlist("group_by")))[:GROUPED_BY]
         if not 2 <= len(names) <= COMPARED:
             found = f"Pick 2 to {COMPARED} runs in the list; {len(names)} were picked."
             return HTMLResponse(notice_page(self._token, "Not compared", found), status_code=400)
         try:
             compared = await self._read(
-                lambda session: compare_runs(session, [find_run(session, one) for one in names])
+                lambda session: compare_runs(session, [find_run(session, one) for one in names], fields)
             )
         except (LookupError, Failure) as error:
             return HTMLResponse(notice_page(self._token, "Not compared", str(error.args[0])), status_code=404)
-        return HTMLResponse(render_comparison(compared), headers={"Content-Security-Policy": FROZEN})
+        except (SQLAlchemyError, OSError) as error:
+            return HTMLResponse(notice_page(self._token, "Trouble", sentence(error)), status_code=503)
+        page = render_comparison(compared, GroupForm(token=self._token, chosen=fields))
+        return HTMLResponse(page, headers={"Content-Security-Policy": FROZEN})
 
     async def _list(self, request: Request) -> Response:
         """Answer with the rows of the list as HTML, and the ids of the ledger that they show."""
@@ -239,25 +250,30 @@ class Pages:
         first = parse_ids(request.query_params.get("after", ""))
 
         async def messages() -> AsyncIterator[str]:
-            seen, quiet = first, 0.0
+            stamp: Stamp = ()
+            seen, quiet, unread = first, 0.0, 0.0
             self._streams += 1
             try:
                 yield "retry: 1000\n\n"
                 while True:
-                    try:
-                        ids, news = await self._read(partial(look, seen=seen))
-                    except (SQLAlchemyError, LookupError) as error:  # locked or replaced: the next look may succeed
-                        yield f"event: trouble\ndata: {json.dumps({'error': sentence(error)})}\n\n"
-                        await asyncio.sleep(ALIVE_SECONDS / 5)
-                        continue
-                    if ids != seen:
-                        seen, quiet = ids, 0.0
-                        yield f"data: {json.dumps({'ids': ids, 'events': news})}\n\n"
-                    elif quiet >= ALIVE_SECONDS:
+                    before, stamp = stamp, stamp_of(self._reading)
+                    if stamp != before or unread >= UNREAD_SECONDS:
+                        try:
+                            ids, news = await self._read(partial(look, seen=seen))
+                        except (SQLAlchemyError, LookupError) as error:  # locked or replaced: the next look may succeed
+                            told, stamp = str(error.args[0]) if isinstance(error, LookupError) else sentence(error), ()
+                            yield f"event: trouble\ndata: {json.dumps({'error': told})}\n\n"
+                            await asyncio.sleep(ALIVE_SECONDS / 5)
+                            continue
+                        unread = 0.0
+                        if ids != seen:
+                            seen, quiet = ids, 0.0
+                            yield f"data: {json.dumps({'ids': ids, 'events': news})}\n\n"
+                    if quiet >= ALIVE_SECONDS:
                         quiet = 0.0
                         yield ": alive\n\n"
                     await asyncio.sleep(LOOK_SECONDS)
-                    quiet += LOOK_SECONDS
+                    quiet, unread = quiet + LOOK_SECONDS, unread + LOOK_SECONDS
             finally:
                 self._streams -= 1
 

@@ -69,7 +69,10 @@ def test_a_live_run_is_watched_and_stopped_in_the_browser(bench: Bench) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    bench.spotrl_here("launch", str(bench.folder / bench.job("watched", iterations=2000)), "--yes", "--detach")
+    # The page is under test, so iterations are small: a computer of two cores also runs a browser.
+    small = ("--exploration", "none", "--set", "algorithm.images_per_prompt=2", "--set", "evaluation.prompts=8")
+    job = str(bench.folder / bench.job("watched", iterations=2000))
+    bench.spotrl_here("launch", job, "--yes", "--detach", *small)
     with playwright.sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
 

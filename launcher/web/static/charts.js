@@ -4,6 +4,7 @@ import { dollars, duration, h, hourly, short } from "./dom.js";
 
 const MARGIN = { left: 52, right: 12, top: 10, bottom: 34 };
 const HEIGHT = 230;
+const SLOTS_DRAWN = 7;  // lines that can be told apart beside the sum
 
 export function ticks(low, high, count = 5) {
   if (!(high > low)) return [low];
@@ -150,33 +151,30 @@ export function timeline(place, page) {
   place.replaceChildren(svg);
 }
 
-// Dollars an hour of all nodes together, and of spot nodes, as steps.
+// Dollars an hour of all nodes together, and of each slot, as steps. A successor in a slot goes on with its line.
 export function spendRate(page) {
+  const slots = [...new Set(page.nodes.map((node) => node.slot))];
+  const own = slots.length > SLOTS_DRAWN ? slots.slice(0, SLOTS_DRAWN - 1) : slots;
+  const names = ["all nodes", ...own, ...(own.length < slots.length ? ["other slots"] : [])];
   const edges = new Map();
-  const add = (ms, market, rate) => {
-    const edge = edges.get(ms) ?? { all: 0, spot: 0 };
-    edge.all += rate;
-    if (market === "spot") edge.spot += rate;
+  const add = (ms, index, rate) => {
+    const edge = edges.get(ms) ?? names.map(() => 0);
+    edge[0] += rate;
+    edge[index] += rate;
     edges.set(ms, edge);
   };
   for (const node of page.nodes) {
+    const index = own.includes(node.slot) ? own.indexOf(node.slot) + 1 : names.length - 1;
     for (const charge of node.charges) {
-      add(charge.start_ms, node.market, charge.micro_usd_per_hour);
-      add(charge.end_ms, node.market, -charge.micro_usd_per_hour);
+      add(charge.start_ms, index, charge.micro_usd_per_hour);
+      add(charge.end_ms, index, -charge.micro_usd_per_hour);
     }
   }
   const times = [...edges.keys()].sort((a, b) => a - b);
-  let [all, spot] = [0, 0];
-  const rates = times.map((ms) => {
-    all += edges.get(ms).all;
-    spot += edges.get(ms).spot;
-    return [all, spot];
-  });
+  const sums = names.map(() => 0);
+  const rates = times.map((ms) => edges.get(ms).map((rate, index) => (sums[index] += rate)));
   return {
     xs: times.map((ms) => (ms - page.start_ms) / 3600000), xName: "hours", xFormat: plain, fromZero: true,
-    series: [
-      { name: "all nodes", ys: rates.map(([rate]) => rate), kind: "steps" },
-      { name: "spot nodes", ys: rates.map(([, rate]) => rate), kind: "steps" },
-    ],
+    series: names.map((name, index) => ({ name, ys: rates.map((row) => row[index]), kind: "steps" })),
   };
 }

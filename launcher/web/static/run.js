@@ -7,6 +7,7 @@ import { follow, read, withToken } from "./server.js";
 const REDRAW_MS = 2000;
 const PAUSE = 50;  // A page takes at most a 50th of the time to read: a long run's page is read less often.
 const EVENTS_KEPT = 400;
+const NODES_SHOWN = 20;
 const HEALTH = {
   kl: "KL to the reference", reference_distance: "Distance to the reference", clip_share: "Clip share",
   gradient_norm: "Gradient norm", ratio_max: "Largest importance ratio", staleness: "Staleness",
@@ -77,6 +78,7 @@ class RunPage {
     this.still = h("p", { class: "note" });
     this.rate = new LineChart("Spend rate", { y: hourly });
     this.line = h("div", { class: "timeline" });
+    this.idle = h("div", {});
     this.sheets = this.buildSheets();
     this.list = h("ol", { class: "events", tabindex: "0", "aria-label": "Events, newest first" });
     this.filter = h("input", { type: "search", id: "events-filter", oninput: () => this.drawEvents() });
@@ -86,13 +88,13 @@ class RunPage {
     this.more = h("div", {});
     this.main.replaceChildren(this.head, this.dialog,
       section("h-curves", "Curves", this.axes, this.curves, this.still),
-      section("h-nodes", "Nodes", h("ul", { class: "key" }, h("li", { class: "demand" }, "on demand"), h("li", { class: "spot" }, "spot"), h("li", { class: "taken" }, "preemption")), this.line, this.rate.figure),
+      section("h-nodes", "Nodes", h("ul", { class: "key" }, h("li", { class: "demand" }, "on demand"), h("li", { class: "spot" }, "spot"), h("li", { class: "taken" }, "preemption")), this.line, this.rate.figure, this.idle),
       section("h-images", "Images", this.sheets.place),
       section("h-events", "Events", h("p", {}, h("label", { for: "events-filter" }, "Source, kind or text contains "), this.filter), this.list),
       section("h-logs", "Logs", this.logs.place),
       section("h-costs", "Where the dollars went", this.costs),
       section("h-plan", "The plan beside what happened", this.plan),
-      section("h-more", "Prices and job", this.more));
+      section("h-more", "Where the numbers come from", this.more));
     this.events = this.page.events;
   }
 
@@ -185,6 +187,10 @@ class RunPage {
       [this.chart("reward", "Reward of the trained batch"), over(iterations, [{ name: "reward", ys: iterations.map((row) => row.reward) }])],
       ...health.filter(moves).map(([key, title]) => [this.chart(key, title),
         over(iterations, [{ name: title.toLowerCase(), ys: iterations.map((row) => row.health[key] ?? null) }])]),
+      ...(iterations.some((row) => row.shares) ? [[this.chart("shares", "Trainer's time with the queue, % of an iteration"), over(iterations, [
+        { name: "waits for the queue", ys: iterations.map((row) => row.shares ? 100 * row.shares.waiting : null) },
+        { name: "helps with rollouts", ys: iterations.map((row) => row.shares ? 100 * row.shares.helping : null) },
+      ])]] : []),
       [this.chart("seconds", "Wall seconds of an iteration"), over(iterations, [{ name: "seconds", ys: iterations.map((row) => row.seconds) }])],
     ];
     drawn.forEach(([chart, data]) => chart.draw(data));
@@ -263,10 +269,27 @@ class RunPage {
       Object.entries(amounts).filter(([, amount]) => amount).sort((a, b) => b[1] - a[1])
         .map(([key, amount]) => [short(this.name, key).replaceAll("_", " "), dollars(amount), ((100 * amount) / page.costs.total).toFixed(1) + "%"]));
     this.costs.replaceChildren(split("By phase", page.costs.by_phase), split("By role", page.costs.by_role), split("By market", page.costs.by_market), split("By node", page.costs.by_node));
+    const dearest = page.nodes.filter((node) => node.micro_usd).sort((a, b) => b.micro_usd - a.micro_usd).slice(0, NODES_SHOWN);
+    this.idle.replaceChildren(table("Idle shares, dearest nodes first", [{ name: "Node" }, { name: "Market" }, { name: "Hours", number: true }, { name: "Dollars", number: true }, { name: "Idle", number: true }],
+      dearest.map((node) => [short(this.name, node.node), node.market.replaceAll("_", " "), node.hours.toFixed(2), dollars(node.micro_usd), (100 * (node.phase_micro_usd.idle ?? 0) / node.micro_usd).toFixed(0) + "%"])));
     this.plan.replaceChildren(table("Slots", [{ name: "Slot" }, { name: "Planned" }, { name: "Price", number: true }, { name: "Nodes", number: true }, { name: "Preempted", number: true }, { name: "Hours", number: true }, { name: "Dollars", number: true }, { name: "Zones" }],
       page.plan.map((slot) => [slot.slot, `${slot.planned.market} ${slot.planned.instance_type} in ${slot.planned.zone}`, hourly(slot.planned.micro_usd_per_hour), slot.nodes, slot.preemptions, slot.hours.toFixed(2), dollars(slot.micro_usd), slot.zones.join(", ")])));
     this.more.replaceChildren(
       table("Prices", [{ name: "Source" }, { name: "Observed" }, { name: "Nodes", number: true }], page.prices.map((price) => [price.source, price.observed_at || "unknown", price.nodes])),
+      this.origin(page.provenance),
       h("details", {}, h("summary", {}, "Job file"), h("pre", { tabindex: "0", "aria-label": "Job file" }, page.job)));
+  }
+
+  origin({ commands, alike, versions, started_at, ended_at }) {
+    const commit = (name, hash) => (hash ? [`Commit of ${name}`, hash] : null);
+    const rows = [
+      ...commands.flatMap((one, number) => [
+        [`${number ? "Resumed" : "Launched"} ${one.at.slice(0, 16).replace("T", " ")} UTC`, one.command || "by a program"],
+        commit("spotrl", one.code_commit), commit("the job's folder", one.workdir_commit)]),
+      ["By the wall clock", `${started_at.slice(0, 16).replace("T", " ")} to ${ended_at ? ended_at.slice(0, 16).replace("T", " ") + " UTC" : "now"}`],
+      ...Object.entries(alike).map(([hardware, nodes]) => ["Hardware of " + nodes.map((node) => short(this.name, node)).join(", "), hardware]),
+      ["Libraries", Object.entries(versions).map(([name, version]) => `${name} ${version}`).join(", ") || "–"],
+    ];
+    return table("Origin", [{ name: "What" }, { name: "Value" }], rows.filter((row) => row !== null));
   }
 }

@@ -24,16 +24,31 @@ export async function read(path, options = {}) {
   return value;
 }
 
+// Return why a stream was refused: an EventSource does not tell. The answer is left as soon as its head is read.
+async function refusal(address) {
+  const left = new AbortController();
+  try {
+    const answer = await fetch(address, { signal: left.signal });
+    return answer.ok ? "not connected; trying again" : (await answer.json()).error;
+  } catch {
+    return "not connected; trying again";
+  } finally {
+    left.abort();
+  }
+}
+
 // Follow changes from `path` until the page is left. `ids`: returns the ids of what the page shows.
 export function follow(path, ids, onNews, onState) {
   const open = () => {
-    const source = new EventSource(withToken(path + "?after=" + ids().join(",")));
+    const address = withToken(path + "?after=" + ids().join(","));
+    const source = new EventSource(address);
     source.onopen = () => onState("live");
     source.onmessage = (message) => { onState("live"); onNews(JSON.parse(message.data)); };
     source.addEventListener("trouble", (message) => onState(JSON.parse(message.data).error));
-    source.onerror = () => {  // the address carries the ids, so a new source is opened with the newest of them
+    source.onerror = async () => {  // the address carries the ids, so a new source is opened with the newest of them
       source.close();
       onState("not connected; trying again");
+      onState(await refusal(address));
       setTimeout(open, 1000);
     };
   };

@@ -23,7 +23,9 @@ from launcher.ledger.store import (
     current_status,
     find_run,
     open_ledger,
+    open_read_only,
     progress_of,
+    stamp_of,
     writing,
 )
 
@@ -370,3 +372,19 @@ def test_a_price_below_zero_is_refused(sessions):
                 **numbers,
             )
         )
+
+
+def test_the_stamp_of_a_ledger_changes_with_every_write(tmp_path):
+    path = tmp_path / "a b%41" / "ledger.sqlite"
+    sessions = open_ledger(path)
+    reading = open_read_only(path)
+    before = stamp_of(reading)
+    assert before[0][0] > 0
+    add_run(sessions)
+    assert stamp_of(reading) != before
+    same = stamp_of(reading)
+    with reading() as session:
+        assert session.scalars(select(Run.name)).all() == ["demo"]
+    assert stamp_of(reading) == same, "a read changes nothing"
+    path.rename(path.with_suffix(".away"))
+    assert stamp_of(reading)[0] == (0, 0, 0)

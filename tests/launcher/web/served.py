@@ -2,6 +2,8 @@
 
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import zlib
 from collections.abc import Iterator
@@ -11,6 +13,8 @@ from pathlib import Path
 
 import httpx
 import uvicorn
+from alembic import command
+from alembic.config import Config
 from sqlalchemy import select
 from sqlalchemy.orm import Session, sessionmaker
 
@@ -89,6 +93,45 @@ def serving(path: Path, sessions: sessionmaker[Session], port: int = 0) -> Itera
         server.should_exit = True
         thread.join(timeout=10)
         listening.close()
+
+
+HOLD = """
+import sqlite3, sys
+ledger = sqlite3.connect(sys.argv[1], isolation_level=None)
+ledger.execute("PRAGMA locking_mode=EXCLUSIVE")
+ledger.execute("BEGIN EXCLUSIVE")
+ledger.execute("UPDATE run SET name = name")
+print("locked", flush=True)
+sys.stdin.read()
+"""
+"""Holds the ledger so that not even a reader may look, as a VACUUM or a copy by another program does."""
+
+
+@contextmanager
+def locked(served: Served) -> Iterator[None]:
+    """Lock the ledger from another process until the block ends."""
+    served.sessions.kw["bind"].dispose()  # a connection that rests would keep the other process out
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(served.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdin is not None
+        assert holder.stdout is not None
+        try:
+            assert holder.stdout.readline() == "locked\n"
+            yield
+        finally:
+            holder.stdin.close()
+            holder.wait(timeout=10)
+
+
+def migrate_back(served: Served, revision: str) -> None:
+    """Give the ledger the tables of an older version. `open_ledger` migrates it again."""
+    config = Config()
+    config.set_main_option("script_location", "launcher.ledger:migrations")
+    with served.sessions.kw["bind"].begin() as connection:
+        config.attributes["connection"] = connection
+        command.downgrade(config, revision)
+    served.sessions.kw["bind"].dispose()
 
 
 def two_runs(folder: Path) -> tuple[Path, sessionmaker[Session]]:

@@ -5,12 +5,18 @@ With SPOTRL_SCREENSHOTS set to a folder, the views are kept there as PNG files.
 
 import os
 import shutil
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from launcher.ledger.store import find_run, open_ledger
+from launcher.report.build import build_report
+from launcher.report.comparison import compare_runs
+from launcher.report.comparison_html import render_comparison
+from launcher.report.html import render_html
 from tests.launcher.made_ledger import HOUR_MS
-from tests.launcher.web.served import serving, two_runs
+from tests.launcher.web.served import a_png, locked, migrate_back, serving, two_runs
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: `pip install playwright`")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -207,3 +213,55 @@ def test_a_page_comes_back_after_the_server_was_away(tmp_path, open_page):
         page.wait_for_selector(".events li:has-text('while it was away')")
         page.wait_for_selector("#link.live")
     assert page.locator(".events li:has-text('while it was away')").count() == 1
+
+
+def test_a_page_over_a_locked_or_migrating_ledger_is_never_blank_and_comes_back(served, open_page):
+    page = open_page(served.page + VIEWS["run"])
+    ready(page, "run")
+    for trouble in (lambda: locked(served), lambda: older(served)):
+        with trouble():
+            page.wait_for_selector("#link.trouble:has-text('the ledger cannot be read now')")
+            assert page.locator("figure.chart svg").count() >= 3, "what was read before stays"
+            fresh = open_page(served.page + VIEWS["run"])
+            fresh.wait_for_selector("[role=alert]:has-text('the ledger cannot be read now')")
+            assert fresh.locator("h1").inner_text() == "live"
+        page.wait_for_selector("#link.live")
+        ready(fresh, "run")
+        fresh.wait_for_selector("#link.live")
+
+
+@contextmanager
+def older(served):
+    """Give the ledger the tables of an older version until the block ends."""
+    migrate_back(served, "0004")
+    yield
+    open_ledger(served.path)
+
+
+def test_a_run_that_goes_away_is_told_on_its_open_page(served, open_page):
+    page = open_page(served.page + VIEWS["run"])
+    page.wait_for_selector("#link.live")
+    with served.sessions() as session, session.begin():
+        find_run(session, "live").name = "gone"
+    page.wait_for_selector("#link.trouble:has-text('no run is called live')")
+    assert page.locator("figure.chart svg").count() >= 3
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 400])
+def test_the_static_pages_fit_their_width_without_a_violation_of_wcag_aa(tmp_path, open_page, width, scheme):
+    _, sessions = two_runs(tmp_path)
+    with sessions() as session:
+        run = find_run(session, "live")
+        report = build_report(session, run, run.created_ms + 2 * HOUR_MS)
+        compared = compare_runs(session, [run, find_run(session, "done")])
+    (tmp_path / "report.html").write_text(render_html(report, lambda path: a_png()))
+    (tmp_path / "compare.html").write_text(render_comparison(compared))
+    for name in ("report", "compare"):
+        page = open_page((tmp_path / f"{name}.html").as_uri(), width, scheme, bypass_csp=True)
+        page.evaluate(AXE)
+        found = page.evaluate("rules => axe.run({runOnly: rules})", RULES)
+        assert [(one["id"], one["nodes"][0]["html"]) for one in found["violations"]] == []
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        if folder := os.environ.get("SPOTRL_SCREENSHOTS"):
+            page.screenshot(path=f"{folder}/static-{name}-{scheme}-{width}.png", full_page=True)

@@ -8,10 +8,13 @@ from contextlib import ExitStack
 
 import httpx
 import pytest
-from sqlalchemy import event
+from sqlalchemy import event, insert, select
 
-from launcher.ledger.store import open_read_only
+from launcher.ledger.models import ProgressRow
+from launcher.ledger.store import find_run, open_read_only
+from launcher.runs.event_lines import newest_seen
 from launcher.web.guard import refusal
+from launcher.web.reader import EVENTS_SHOWN
 from launcher.web.run_list import COUNT, run_list
 from launcher.web.server import LOG_BYTES, STATIC, STREAMS, parse_ids, tail
 from tests.launcher.made_ledger import HOUR_MS, JOB, a_run
@@ -195,6 +198,48 @@ def test_a_browser_that_comes_back_gets_what_it_missed(fresh):
         made.status("running", 2 * HOUR_MS, "while away")
     (message,) = news(fresh, f"/api/runs/live/changes?after={ids}", 1)
     assert [line["text"] for line in message["events"]] == ["while away"]
+
+
+def test_a_browser_that_comes_back_after_an_hour_reads_only_the_newest_events(fresh):
+    ids = fresh.get("/api/runs/live").json()["ids"]
+    with fresh.add() as made:
+        made.trained(8, 2 * HOUR_MS)
+        made.session.flush()
+        one = made.session.scalars(select(ProgressRow).order_by(ProgressRow.id.desc())).first()
+        row = {"run_id": one.run_id, "source": one.source, "lineage": 0, "kind": one.kind, "event": one.event}
+        many = [{**row, "seq": 200_000 + n, "at_ms": one.at_ms + n} for n in range(5_000)]
+        made.session.execute(insert(ProgressRow), many)
+        made.status("running", 3 * HOUR_MS, "the newest")
+    loaded = []
+    event.listen(ProgressRow, "load", lambda row, context: loaded.append(row.id))
+    begun = time.monotonic()
+    (message,) = news(fresh, f"/api/runs/live/changes?after={','.join(map(str, ids))}", 1)
+    assert time.monotonic() - begun < 8.0, "half a second on a quiet computer"
+    assert len(loaded) <= EVENTS_SHOWN
+    assert len(message["events"]) == EVENTS_SHOWN
+    assert message["events"][-1]["text"] == "the newest"
+    with fresh.sessions() as session:
+        assert message["ids"] == list(newest_seen(session, find_run(session, "live")))
+
+
+def test_a_stream_of_a_run_that_is_gone_says_so_and_goes_on_when_it_is_back(fresh):
+    def rename(before: str, after: str) -> None:
+        with fresh.sessions() as session, session.begin():
+            find_run(session, before).name = after
+
+    ids = ",".join(map(str, fresh.get("/api/runs/live").json()["ids"]))
+    with httpx.stream("GET", f"{fresh.url}/api/runs/live/changes?after={ids}&token={TOKEN}", timeout=10) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        rename("live", "gone")
+        assert next(line for line in lines if line.startswith("event")) == "event: trouble"
+        assert "no run is called live; did you mean" in next(lines)
+        again = fresh.get(f"/api/runs/live/changes?after={ids}")
+        assert (again.status_code, "no run is called live" in again.json()["error"]) == (404, True)
+        rename("gone", "live")
+        with fresh.add() as made:
+            made.status("running", 2 * HOUR_MS, "it is back")
+        assert "it is back" in next(line for line in lines if line.startswith('data: {"ids"'))
 
 
 @pytest.mark.parametrize("text", ["", "1,2", "a,b,c", "1,2,-3", "1,2,3,4", "1,2," + "9" * 30])

@@ -4,23 +4,36 @@ import asyncio
 import json
 import stat
 import time
-from dataclasses import replace
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
 from typing import ClassVar
 
 import httpx
 import pytest
-from sqlalchemy import text
 
 from launcher.ledger.models import Removal
-from launcher.ledger.store import find_run, open_read_only
-from launcher.money import HOUR_MS
+from launcher.ledger.store import find_run, open_ledger, open_read_only
+from launcher.money import HOUR_MS, dollars
+from launcher.report.build import build_report, clock_of
+from launcher.report.html import MOST_SHEETS, render_html
 from launcher.web.market import pool_rows
 from launcher.web.reader import POINTS_SHOWN, run_page
 from launcher.web.server import Pages
 from launcher.web.simulations import KEPT, LANE, WIDTH, fleet_of, keep, simulations
 from launcher.web.token import kept_token
 from tests.launcher.made_ledger import MINUTE_MS, START_MS, a_run
-from tests.launcher.web.served import NASTY, TOKEN, a_simulation, serving, two_runs
+from tests.launcher.web.served import (
+    NASTY,
+    TOKEN,
+    Served,
+    a_png,
+    a_simulation,
+    locked,
+    migrate_back,
+    serving,
+    two_runs,
+)
 
 
 @pytest.fixture
@@ -83,25 +96,59 @@ def test_a_comparison_is_the_page_of_the_command_and_needs_two_known_runs(served
         answer = httpx.get(f"{served.url}/compare?token={TOKEN}{query}")
         assert (answer.status_code, words in answer.text) == (code, True), answer.text
     assert httpx.get(f"{served.url}/compare?run=live&run=done").status_code == 403
+    unknown = httpx.get(f"{served.url}/compare?token={TOKEN}&run=live&run=done&group_by=%3Ci%3E")
+    assert (unknown.status_code, "has a field &lt;i&gt;" in unknown.text) == (404, True)
     assert (
         httpx.get(f"{served.url}/compare?token=x&run=live&run=done", headers={"Origin": "http://a.b"}).status_code
         == 403
     )
 
 
-def test_a_ledger_that_migrates_is_told_by_every_view_and_read_again(served):
-    def rename(before: str, after: str) -> None:
-        with served.sessions() as session, session.begin():
-            session.execute(text(f"ALTER TABLE node RENAME COLUMN {before} TO {after}"))
+def test_a_comparison_is_grouped_by_the_ticked_fields(served):
+    with served.sessions() as session, session.begin():
+        for name, algorithm in (("a1", "nft"), ("a2", "nft"), ("b1", "grpo")):
+            run = a_run(session, name, job={"algorithm": {"name": algorithm, "clip": 0.1}, "seed": len(name)}).run
+            run.seed = int(name[1])
+    address = f"{served.url}/compare?token={TOKEN}&run=a1&run=a2&run=b1"
+    assert '<input type="checkbox" name="group_by" value="algorithm.name">' in httpx.get(address).text
+    grouped = httpx.get(f"{address}&group_by=algorithm.name&group_by=algorithm.clip").text
+    assert "algorithm.name=nft, algorithm.clip=0.1" in grouped
+    assert "algorithm.name=grpo, algorithm.clip=0.1" in grouped
+    assert grouped.count(" checked") == 2, "a field in which the runs are equal stays ticked too"
 
-    rename("slot", "other")
-    assert served.get(f"/?token={TOKEN}&run=live").status_code == 200, "the shell stays, and the page tries again"
-    for path in ("/api/runs/live", f"/?token={TOKEN}&view=prices", f"/compare?token={TOKEN}&run=live&run=done"):
-        answer = served.get(path)
+
+READ = ("/api/runs/live", f"/?token={TOKEN}&view=prices", f"/compare?token={TOKEN}&run=live&run=done")
+"""Answers that read the nodes of a run."""
+
+
+def told(served: Served, why: str, *paths: str) -> None:
+    """Check that these answers say within seconds why the ledger cannot be read, and that a run's page is not blank."""
+    shell = f"/?token={TOKEN}&run=live"
+    begun = time.monotonic()
+    with ThreadPoolExecutor(len(paths) + 1) as pool:
+        *answers, page = pool.map(served.get, (*paths, shell))
+    assert time.monotonic() - begun < 6.0, "an answer waits a second for the ledger"
+    for answer in answers:
         assert answer.status_code == 503
-        assert "the ledger cannot be read now" in answer.text
-    rename("other", "slot")
-    assert served.get("/api/runs/live").status_code == 200
+        assert f"the ledger cannot be read now ({why}" in answer.text
+    assert (page.status_code, "Reading the ledger" in page.text) == (200, True), "the page tries again"
+
+
+def test_a_ledger_that_another_process_locks_is_told_by_every_view_and_read_again(served):
+    with locked(served):
+        told(served, "database is locked", *READ, "/api/list")
+        with httpx.stream("GET", f"{served.url}/api/changes?token={TOKEN}", timeout=10) as stream:
+            assert "database is locked" in next(line for line in stream.iter_lines() if "error" in line)
+    for path in (*READ, "/api/list"):
+        assert served.get(path).status_code == 200
+
+
+def test_a_ledger_of_an_older_version_is_told_by_every_view_until_it_is_migrated(served):
+    migrate_back(served, "0004")
+    told(served, "no such column", *READ)
+    open_ledger(served.path)
+    for path in READ:
+        assert served.get(path).status_code == 200
 
 
 def test_a_run_that_is_removed_while_its_page_is_open_is_told(served):
@@ -117,15 +164,43 @@ def test_a_run_that_is_removed_while_its_page_is_open_is_told(served):
     assert (page.status_code, "did you mean" in page.json()["error"]) == (404, True)
 
 
+@pytest.mark.slow
 def test_more_image_sheets_than_a_slider_has_places_are_bounded(served):
+    """10,000 image sheets: the page, its report and the memory that they take are bounded."""
     with served.add() as made:
-        for iteration in range(2_000):
+        for iteration in range(10_000):
             made.evaluated(100 + iteration, 0.5, HOUR_MS + iteration, pictures="sheet-0.png")
+    tracemalloc.start()
+    begun = time.process_time()
     page = run_page(open_read_only(served.path), "live")
+    used, (_, most) = time.process_time() - begun, tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert used < 15.0, "2 s on a quiet computer, and three times that while memory is traced"
+    assert most < 100e6
     sheets = page["sheets"]
     assert POINTS_SHOWN / 2 < len(sheets) <= POINTS_SHOWN + 1
-    assert (sheets[0]["iteration"], sheets[-1]["iteration"]) == (0, 2_099)
+    assert (sheets[0]["iteration"], sheets[-1]["iteration"]) == (0, 10_099)
     assert len(json.dumps(page)) < 1_000_000
+    assert served.get("/api/runs/live/sheets/10099").content == a_png()
+    with served.sessions() as session:
+        run = find_run(session, "live")
+        html = render_html(build_report(session, run, clock_of(run).now_ms()), lambda path: a_png())
+    assert html.count("<img ") == MOST_SHEETS
+    assert f"{MOST_SHEETS} of 10003 sheets" in html
+    assert len(html) < 3_000_000
+
+
+def test_the_live_page_and_the_static_report_show_the_same_figures(served):
+    live = run_page(open_read_only(served.path), "done")
+    with served.sessions() as session:
+        run = find_run(session, "done")
+        static = build_report(session, run, clock_of(run).now_ms())
+    html = render_html(static, lambda path: None)
+    assert live["headline"] in html
+    for name in ("costs", "target", "provenance"):
+        shown = json.loads(json.dumps(live[name]))
+        assert shown.items() >= json.loads(json.dumps(asdict(getattr(static, name)))).items()
+    assert dollars(static.costs.total) in html
 
 
 def test_a_token_is_kept_for_its_owner_alone(tmp_path):
