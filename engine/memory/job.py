@@ -158,7 +158,7 @@ def published_model(model: ModelConfig) -> PublishedModel:
 
 
 def weights_bytes(model: ModelConfig, folder: Path | None = None) -> int:
-    """Return the bytes of the trained weights, which a node gets with each new version: fp32 adapters, or all weights.
+    """Return the bytes of the trained weights in fp32: adapters, or all weights.
 
     `folder`: the model's folder on this machine, if it is here.
     Raises ValueError if the folder's `transformer/config.json` lacks a size.
@@ -167,6 +167,15 @@ def weights_bytes(model: ModelConfig, folder: Path | None = None) -> int:
     is_full = model.weights == "full"
     counts = parameters_of(architecture, Training(rank=None if is_full else model.lora_rank))
     return FP32 * (counts.transformer if is_full else counts.adapters)
+
+
+def sent_bytes(model: ModelConfig, folder: Path | None = None) -> int:
+    """Return the bytes that a node gets with each new version. Raises as `weights_bytes`.
+
+    Adapters of a model in bf16 are sent in bf16 (engine/models/merge.py). Shipped models and full weights are fp32.
+    """
+    in_half = model.weights == "lora" and model.name not in EMBEDDED
+    return weights_bytes(model, folder) * (HALF if in_half else FP32) // FP32
 
 
 def smaller_settings(config: Config) -> Iterator[tuple[str, Config]]:

@@ -5,6 +5,9 @@ A pass through adapters beside the weights takes 1.8 times as long on an H100 (.
 versions were loaded before. Merging rounds the sum to the dtype of the base weights, and a change far below a weight's
 rounding is lost. Log-probs of merged rollouts therefore differ from the trainer's, which computes them again
 (`algorithm/flow_grpo.py`). fp32 weights are never merged.
+
+Adapters that are merged are sent to workers in bf16, in half the bytes: the sum is rounded to bf16 anyway. The trainer
+keeps fp32, for optimiser steps, log-probs, its own rollouts and checkpoints.
 """
 
 import psutil
@@ -22,6 +25,12 @@ HOST_ROOM = 1.25
 def merges(transformer: nn.Module) -> bool:
     """Return True if rollout workers merge this network's adapters."""
     return any(_weight(layer).dtype != torch.float32 for layer in _layers(transformer))
+
+
+def sent_dtype(transformer: nn.Module) -> torch.dtype | None:
+    """Return the dtype of trained weights on their way to workers. None: the dtype that they have in the trainer."""
+    half = any(_weight(layer).dtype == torch.bfloat16 for layer in _layers(transformer))
+    return torch.bfloat16 if half else None
 
 
 class MergedAdapters:

@@ -33,15 +33,22 @@ def get_weights(parameters: dict[str, torch.nn.Parameter]) -> bytes:
 
 
 def write_tensors(
-    path: Path, tensors: Mapping[str, Tensor], whole: Callable[[str], Tensor] | None = None
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    whole: Callable[[str], Tensor] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> TensorFile:
     """Write tensors durably to a file, one by one and each in pieces: the same bytes as safetensors writes.
 
-    `whole`: returns the whole tensor of a name, if the tensors are divided over ranks. The tensors must not change
-    meanwhile. Raises OSError, e.g. if the disk is full.
+    `whole`: returns the whole tensor of a name, if the tensors are divided over ranks. `dtype`: of the numbers in the
+    file; None: as they are. The tensors must not change meanwhile. Raises OSError, e.g. if the disk is full.
     """
+    formats = {name: one.dtype if dtype is None else dtype for name, one in tensors.items()}
     header, names = header_of(
-        {name: (DTYPE_NAMES[one.dtype], one.shape, one.numel() * one.element_size()) for name, one in tensors.items()}
+        {
+            name: (DTYPE_NAMES[formats[name]], one.shape, one.numel() * formats[name].itemsize)
+            for name, one in tensors.items()
+        }
     )
 
     def pieces() -> Iterator[bytes | memoryview]:
@@ -51,7 +58,7 @@ def write_tensors(
             flat = tensor.detach().reshape(-1)  # copies one tensor if its memory has another order
             step = PIECE_BYTES // flat.element_size()
             for at in range(0, len(flat), step):
-                piece = flat[at : at + step].cpu().view(torch.uint8)
+                piece = flat[at : at + step].to(formats[name]).cpu().view(torch.uint8)
                 yield piece.numpy().data
 
     return write_pieces(path, pieces())

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from engine.algorithm.average import Average
@@ -14,6 +15,7 @@ from engine.diffusion.sampler import Plan
 from engine.diffusion.trajectory import Trajectory
 from engine.models.adapter import DiTAdapter
 from engine.models.load import load_start, trainable
+from engine.models.merge import sent_dtype
 from engine.models.weights import exchanged, fill_tensors, read_tensors, set_weights
 from engine.parallel.rank_group import RankGroup
 from engine.parallel.sharding import Measure
@@ -55,6 +57,7 @@ class TrainedModel:
         self._algorithm = algorithm
         self._outbox = outbox
         self.parameters = trainable(adapter)
+        self._sent = sent_dtype(adapter.transformer)
         if start is not None:
             load_start(self.parameters, start.weights)
         self._shards = None
@@ -98,27 +101,33 @@ class TrainedModel:
             return self.trainer.with_own_log_probs(prompt, trajectory, plan)
 
     def rollout_weights(self) -> TensorFile:
-        """Write the weights that make the next batch's rollouts to a file."""
-        return self._write("rollout", "old", self.trainer.old.tensors or self.parameters)
+        """Write the weights that make the next batch's rollouts to a file, in the format that is sent to workers."""
+        return self._write("rollout", "old", self.trainer.old.tensors or self.parameters, self._sent)
 
     def average_weights(self, name: str) -> TensorFile:
-        """Write the averaged weights to a file of this name."""
-        return self._write(name, "average", self.average.tensors)
+        """Write the averaged weights to a file of this name, in the format that is sent to workers."""
+        return self._write(name, "average", self.average.tensors, self._sent)
 
-    def _write(self, name: str, part: Part, tensors: Mapping[str, Tensor]) -> TensorFile:
+    def _write(
+        self, name: str, part: Part, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None
+    ) -> TensorFile:
         whole = None if self._shards is None else partial(self._shards.give, part)
-        return self._outbox.write(name, tensors, whole)
+        return self._outbox.write(name, tensors, whole, dtype)
 
     def files(self, rollout_weights: TensorFile) -> dict[str, TensorFile]:
-        """Write the large files of a checkpoint. `rollout_weights`: of `rollout_weights()`, not written again.
+        """Write the large files of a checkpoint, which have the master weights, in fp32.
 
-        The file `old` exists only if the old policy differs from the trained weights.
+        `rollout_weights`: of `rollout_weights()`, not written again unless workers get them in another format. The file
+        `old` exists only if the old policy differs from the trained weights.
         """
         optimizer = self._write("optimizer", "moments", self.trainer.optimizer_state())
-        files = {"ema": self.average_weights("ema"), "optimizer": optimizer}
-        if self.trainer.old.differs:
-            return {**files, "weights": self._write("weights", "weights", self.parameters), OLD: rollout_weights}
-        return {**files, "weights": rollout_weights}
+        files = {"ema": self._write("ema", "average", self.average.tensors), "optimizer": optimizer}
+        old = self.trainer.old.tensors
+        if old is not None:
+            files[OLD] = rollout_weights if self._sent is None else self._write(OLD, "old", old)
+        elif self._sent is None:
+            return {**files, "weights": rollout_weights}
+        return {**files, "weights": self._write("weights", "weights", self.parameters)}
 
     def restore(self, files: Mapping[str, Stored], iteration: int) -> bool:
         """Load the files of a checkpoint after `iteration` batches.
@@ -145,10 +154,12 @@ class TrainedModel:
 
     @contextmanager
     def exchanged(self, file: TensorFile) -> Iterator[None]:
-        """Put other weights into the model inside the context. `file`: of all trained parameters."""
+        """Put other weights into the model inside the context. `file`: of all trained parameters, in any format."""
         if self._shards is not None:
             with self._shards.holding(file.open()):
                 yield
             return
-        with exchanged(self.parameters, read_tensors(file.open(), self.device)):
+        others = {name: torch.empty_like(parameter.detach()) for name, parameter in self.parameters.items()}
+        fill_tensors(others, file.open())
+        with exchanged(self.parameters, others):
             yield

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from engine.models.weights import write_tensors
@@ -27,11 +28,15 @@ class Outbox:
         folder.mkdir(parents=True, exist_ok=True)
 
     def write(
-        self, name: str, tensors: Mapping[str, Tensor], whole: Callable[[str], Tensor] | None = None
+        self,
+        name: str,
+        tensors: Mapping[str, Tensor],
+        whole: Callable[[str], Tensor] | None = None,
+        dtype: torch.dtype | None = None,
     ) -> TensorFile:
-        """Write tensors to a file of this name, and wait while the disk is full. `whole`: see `write_tensors`."""
+        """Write tensors to a file of this name, and wait while the disk is full. See `write_tensors`."""
         path = self._folder / f"{name}.safetensors"
-        return when_there_is_room(lambda: write_tensors(path, tensors, whole), self._warn)
+        return when_there_is_room(lambda: write_tensors(path, tensors, whole, dtype), self._warn)
 
     def drop(self, *files: TensorFile) -> None:
         """Remove files that everybody has taken over."""

@@ -28,7 +28,7 @@ RUN_GIB = 10
 TRAINED_COPIES = 6
 """Copies of the trained weights on the trainer's disk: the live version, its predecessor and a version being published
 (engine/coordinator/weight_book.py), and, on their way to the bucket, the average and the optimiser's two moments
-(engine/trainer/outbox.py)."""
+(engine/trainer/outbox.py). Adapters that are sent in bf16 take half a copy less."""
 
 MOST_PROMPTS = 20_000
 """Prompts that a node encodes beforehand (engine/node/build_worker.py)."""

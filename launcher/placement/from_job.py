@@ -5,7 +5,7 @@ from math import ceil
 from pathlib import Path
 
 from engine.config import CandidateBudget
-from engine.memory.job import weights_bytes
+from engine.memory.job import sent_bytes, weights_bytes
 from engine.timing.job import is_timed, job_seconds, rows_of_an_image
 from engine.timing.ranks import StepWork
 from engine.trainer_ranks import LIMITS, RankLimits
@@ -80,7 +80,7 @@ def _recipe_of_a_rank(job: Job, folder: Path | None) -> Recipe:
     trainer, rollout = job.resources.trainer.accelerator, job.resources.rollout.accelerator
     seconds = job_seconds(job, trainer=trainer, rollout=rollout, rows=rows_that_fit(job, folder), folder=folder)
     prompts, images = job.algorithm.prompts_per_batch, job.algorithm.images_per_prompt
-    explores, copy_bytes = job.exploration.mode == "stale", weights_bytes(job.model, folder)
+    explores, copy_bytes = job.exploration.mode == "stale", sent_bytes(job.model, folder)
     if seconds is None:
         recipe = untimed(
             model=job.model.name,

@@ -284,6 +284,6 @@ def copies_micro_usd(copy_bytes: int, copies: int, micro_usd_per_gb: int = ZONE_
 
     The weights are sent once to each zone; the nodes of a zone pass the weights on.
 
-    40 GB to another cloud, one copy: $4.00. Adapters of 1.7 GB to two zones: 6.8 cents.
+    40 GB to another cloud, one copy: $4.00. Adapters of .85 GB to two zones: 3.4 cents.
     """
     return copy_bytes * copies * micro_usd_per_gb / GB
