@@ -6,16 +6,16 @@ import json
 import os
 import platform
 import time
+from collections.abc import Mapping
 from contextlib import nullcontext, redirect_stdout, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import click
 from rich.console import Console
 from sqlalchemy import select
 from sqlalchemy.orm import Session, sessionmaker
 
-from launcher.cli.follow import Hangup, Terminated, signals
 from launcher.cli.launch import launch
 from launcher.clouds.base import CallerIdentity
 from launcher.clouds.build import build_cloud_api
@@ -28,8 +28,11 @@ from launcher.ledger.store import find_run
 from launcher.market.offers import CLOUDS, current_catalog
 from launcher.money import dollars, duration, hourly, parse_money
 from launcher.runs.run_buckets import buckets_of
+from launcher.runs.runs import CLOUD_RELEASE_SECONDS, bring_down
+from launcher.selftest.abandoned import abandoned, alive, folder_of
 from launcher.selftest.acting import LaunchedRun
-from launcher.selftest.conduct import Conductor
+from launcher.selftest.conduct import MINUTES, Conductor
+from launcher.selftest.interruption import Interrupted, Interruption, interruptions
 from launcher.selftest.job import HOURLY_MICRO_USD, MOST_MICRO_USD, STOP_MICRO_USD, budget_of, cheapest_gpu, job_text
 from launcher.selftest.outcome import SelftestOutcome, outcome_of, sendable
 from launcher.selftest.steps import PURPOSE, Step
@@ -50,6 +53,12 @@ from launcher.settings import home, runs_folder
     metavar="FIELD=VALUE",
     help="Set a field of the job, like ssh_from=203.0.113.7/32. Repeatable.",
 )
+@click.option(
+    "--minutes",
+    multiple=True,
+    metavar="STEP=N",
+    help="Longest time of a step in minutes, like buy=60 where capacity is rare. Repeatable.",
+)
 @click.option("--to", type=click.Path(dir_okay=False, path_type=Path), help="File of the outcome (default: NAME.json).")
 @click.option("-y", "--yes", is_flag=True, help="Skip the confirmation before the start.")
 @click.option("--dry-run", is_flag=True, help="Show the steps, the plan and its price; buy nothing.")
@@ -64,6 +73,7 @@ def selftest(
     gpu: str | None,
     max_total: str,
     settings: tuple[str, ...],
+    minutes: tuple[str, ...],
     to: Path | None,
     yes: bool,
     dry_run: bool,
@@ -73,9 +83,11 @@ def selftest(
 
     The command buys an on-demand and a spot node, trains a small model, has the cloud preempt the spot node, and checks
     drain, replacement, checkpoint, resume, cleanup and bill. It takes half an hour or more. Whatever happens, it ends
-    everything it bought. The outcome goes to a file without account, identity, bucket or secret, which you can send.
+    everything it bought; after SIGKILL the next selftest or `spotrl down` does. The outcome goes to a file without
+    account, identity, bucket or secret, which you can send.
 
-    Exit code 0: every step passed; 1: a step failed, and is named; 10: something may still cost money.
+    Exit code 0: every step passed; 1: a step failed, and is named; 6: the budget does not allow it, and nothing was
+    bought; 10: something may still cost money; 130: interrupted, and nothing is left.
 
     \b
     Example:
@@ -85,7 +97,7 @@ def selftest(
     """
     out = Console(stderr=as_json)
     run = name or f"selftest-{infra}-{time.strftime('%m%d%H%M', time.gmtime())}"
-    limit = _limit(max_total)
+    limit, longest = _limit(max_total), _minutes(minutes)
     bought = _gpu(sessions, infra, gpu)
     job = _write_job(run, job_text(run, infra, str(bought["gpu"]), limit))
     _print_steps(out, bought, limit)
@@ -110,28 +122,71 @@ def selftest(
                 )
             )
         return ExitCode.OK
+    _end_abandoned(sessions, out)
     preempter, caller = build_preempter(infra), build_cloud_api(infra).caller()
     _check(preempter)
-    conductor = _conductor(sessions, run, preempter, out)
-    with signals():
-        try:
-            _launch(sessions, [*words, *(["-y"] if yes else [])], as_json)
-        except BaseException as error:
-            if not _exists(sessions, run):
-                raise
-            conductor.fail(Step.BUY, str(error) or type(error).__name__)
-            conductor.clean_up()
-        else:
-            conductor.conduct()
-    facts = conductor.facts()
-    outcome = outcome_of(run, facts, conductor.results, int(conductor.exit_code(facts)))
-    answer = sendable(outcome, _private(sessions, run, caller))
-    file = to or Path(f"{run}.json")
-    _write(file, json.dumps(answer, indent=2) + "\n")
-    _print_end(out, outcome, file)
-    if as_json:
-        click.echo(json.dumps(answer))
+    with alive(run), interruptions() as interruption:
+        conductor = _conductor(sessions, run, preempter, out, interruption, longest)
+        _try(sessions, run, conductor, [*words, *(["-y"] if yes else [])], as_json)
+        facts = conductor.facts()
+        outcome = outcome_of(run, facts, conductor.results, int(conductor.exit_code(facts)))
+        answer = sendable(outcome, _private(sessions, run, caller))
+        file = to or Path(f"{run}.json")
+        _write(file, json.dumps(answer, indent=2) + "\n")
+        _print_end(out, outcome, file)
+        if as_json:
+            click.echo(json.dumps(answer))
     return outcome.exit_code
+
+
+def _try(sessions: sessionmaker[Session], run: str, conductor: Conductor, words: list[str], as_json: bool) -> None:
+    """Launch and conduct. Raises what the launch raises if it bought nothing: there is no run then."""
+    try:
+        with conductor.interruption.may_interrupt():
+            _launch(sessions, words, as_json)
+    except BaseException as error:
+        if _exists(sessions, run):
+            conductor.end_launch(error)
+        elif isinstance(error, Interrupted):
+            raise KeyboardInterrupt from error  # nothing was bought
+        else:
+            raise
+    else:
+        conductor.conduct()
+
+
+def _end_abandoned(sessions: sessionmaker[Session], out: Console) -> None:
+    """End the runs that earlier selftests left. Raises StillThere if one may still cost money."""
+    for run in abandoned(sessions):
+        out.print(f"{run} was left by its selftest; ending it first.", highlight=False, soft_wrap=True)
+        if left := bring_down(sessions, run, CLOUD_RELEASE_SECONDS):
+            raise StillThere(
+                f"{', '.join(left)} of the earlier selftest {run} may still cost money; stop it with "
+                f"`spotrl down {run}`, then look with `spotrl reap`"
+            )
+        out.print(f"{run} is down; nothing of it is left running.", highlight=False, soft_wrap=True)
+
+
+class StillThere(Failure):
+    """An earlier selftest may still cost money, so nothing is bought."""
+
+    exit_code: ClassVar[ExitCode] = ExitCode.TEARDOWN_INCOMPLETE
+
+
+def _minutes(texts: tuple[str, ...]) -> dict[Step, float]:
+    """Return the longest time of each step in minutes. Raises click.UsageError for another step or no number."""
+    longest = dict(MINUTES)
+    for text in texts:
+        name, _, number = text.partition("=")
+        try:
+            step, value = Step(name.strip()), float(number)
+        except ValueError:
+            step, value = Step.BUY, 0.0
+        if not 0 < value < float("inf"):
+            steps = ", ".join(one.value for one in Step)
+            raise click.UsageError(f"--minutes is {text!r}; write STEP=MINUTES above 0, where STEP is one of {steps}")
+        longest[step] = value
+    return longest
 
 
 def _limit(text: str) -> int:
@@ -162,7 +217,7 @@ def _gpu(sessions: sessionmaker[Session], cloud: str, gpu: str | None) -> dict[s
 
 def _write_job(run: str, text: str) -> Path:
     """Write the job into a folder of its own, because nodes are sent the folder of the job file."""
-    folder = home() / "selftests" / run
+    folder = folder_of(run)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     file = folder / "job.yaml"
     file.write_text(text, "utf-8")
@@ -170,11 +225,19 @@ def _write_job(run: str, text: str) -> Path:
 
 
 def _launch(sessions: sessionmaker[Session], words: list[str], as_json: bool) -> None:
-    """Run `spotrl launch`. With `as_json` its own JSON is not printed. Raises what the command raises."""
+    """Run `spotrl launch`. With `as_json` its own JSON is not printed. Raises what the command raises.
+
+    While it starts the controller, the command itself answers a SIGTERM: it stops the run, and says so in its code.
+    """
+    more = ["--json"] if as_json else []
     with redirect_stdout(io.StringIO()) if as_json else nullcontext():
-        code = launch.main(
-            args=[*words, *(["--json"] if as_json else [])], prog_name="spotrl", standalone_mode=False, obj=sessions
-        )
+        try:
+            code = launch.main(args=[*words, *more], prog_name="spotrl", standalone_mode=False, obj=sessions)
+        except BudgetError as error:
+            hint = f"A selftest keeps its limits of {dollars(MOST_MICRO_USD)} and {hourly(HOURLY_MICRO_USD)}"
+            raise BudgetError(f"{error}. {hint}: choose a cheaper GPU (--gpu)") from None
+    if code == ExitCode.INTERRUPTED:
+        raise Interrupted("SIGTERM")
     if code:
         raise Failure(f"`spotrl launch` ended with code {code}")
 
@@ -189,7 +252,14 @@ def _check(preempter: Preempter) -> None:
             raise Failure(f"{line.what}: {line.found}; {line.remedy}")
 
 
-def _conductor(sessions: sessionmaker[Session], run: str, preempter: Preempter, out: Console) -> Conductor:
+def _conductor(
+    sessions: sessionmaker[Session],
+    run: str,
+    preempter: Preempter,
+    out: Console,
+    interruption: Interruption,
+    minutes: Mapping[Step, float],
+) -> Conductor:
     began = time.monotonic()
 
     def say(step: Step, text: str) -> None:
@@ -200,7 +270,7 @@ def _conductor(sessions: sessionmaker[Session], run: str, preempter: Preempter, 
 
     api = build_cloud_api(preempter.cloud)
     launched = LaunchedRun(name=run, sessions=sessions, api=api, preempter=preempter)
-    return Conductor(run=launched, say=say, interrupts=(KeyboardInterrupt, Hangup, Terminated))
+    return Conductor(run=launched, say=say, interruption=interruption, minutes=minutes)
 
 
 def _exists(sessions: sessionmaker[Session], run: str) -> bool:
@@ -239,7 +309,7 @@ def _print_steps(out: Console, bought: dict[str, Any], limit: int) -> None:
 
 
 def _print_end(out: Console, outcome: SelftestOutcome, file: Path) -> None:
-    lines = [f"{line.step}: {line.verdict}" for line in outcome.steps if line.verdict == "not tested"]
+    lines = [f"{one.step}: {one.verdict}" for one in outcome.steps if one.verdict in ("not tested", "interrupted")]
     if outcome.failed_steps:
         lines.append(f"Failed: {', '.join(outcome.failed_steps)}.")
     elif outcome.passed:

@@ -17,6 +17,7 @@ from launcher.report.sharing import groups_text
 from launcher.runs.event_lines import EventLine, event_lines
 from launcher.runs.runs import still_running
 from launcher.runs.views import RunView, run_view, short_name
+from launcher.selftest.abandoned import is_abandoned
 
 LAST_EVENTS = 8
 LOOK_SECONDS = 1.0
@@ -57,6 +58,8 @@ def _show(sessions: sessionmaker[Session], run_name: str, as_json: bool) -> None
         click.echo(json.dumps(document))
         return
     print_text(headline(view))
+    if is_abandoned(sessions, run_name):
+        print_text([f"its selftest has ended, and left it; end it: spotrl down {run_name}"])
     print_table(node_rows(view))
     print_text(event_text(line, view.name) for line in lines)
 

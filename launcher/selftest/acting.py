@@ -1,6 +1,7 @@
 """What a selftest does to its run and its cloud: read, preempt, stop, resume, look for what is left."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,7 +12,7 @@ from launcher.clouds.preempting import Order, OrderState, Preempter
 from launcher.exit_codes import Failure
 from launcher.ledger.store import find_run
 from launcher.runs.run_buckets import buckets_of
-from launcher.runs.runs import CLOUD_RELEASE_SECONDS, bring_down, resume_run, start_controller
+from launcher.runs.runs import bring_down, request_stop, resume_run, start_controller
 from launcher.runs.views import run_clock, run_view
 from launcher.selftest.facts import Facts
 from launcher.selftest.reading import Seen, instance_of_node, left_in_cloud, read_facts, regions_of
@@ -44,8 +45,11 @@ class Acts(Protocol):
     def order_state(self, order: Order) -> OrderState:
         """Return the state of that order."""
 
-    def stop(self) -> None:
-        """Stop the run, and wait as long as a stop takes. What is left is in the facts."""
+    def ask_to_stop(self) -> None:
+        """Have the run's controller stop the run, and do not wait."""
+
+    def stop(self, seconds: float) -> Sequence[str]:
+        """Stop the run, and wait for its end, at most this long. Return what is left. May be called again."""
 
     def resume(self) -> None:
         """Start the controller of the stopped run again."""
@@ -96,8 +100,11 @@ class LaunchedRun:
     def order_state(self, order: Order) -> OrderState:
         return self.preempter.state(order)
 
-    def stop(self) -> None:
-        bring_down(self.sessions, self.name, CLOUD_RELEASE_SECONDS)
+    def ask_to_stop(self) -> None:
+        request_stop(self.sessions, self.name)
+
+    def stop(self, seconds: float) -> Sequence[str]:
+        return bring_down(self.sessions, self.name, seconds)
 
     def resume(self) -> None:
         resume_run(self.sessions, self.name)

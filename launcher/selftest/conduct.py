@@ -6,15 +6,17 @@ failed step and an error all lead to the cleanup, which stops the run and asks t
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from launcher.clouds.base import CloudUnreachable
 from launcher.clouds.preempting import Order, OrderState, Progress
 from launcher.exit_codes import ExitCode, Failure
+from launcher.runs.runs import CLOUD_RELEASE_SECONDS
 from launcher.selftest.acting import Acts
 from launcher.selftest.facts import Facts, Preempted
+from launcher.selftest.interruption import Interrupted, Interruption
 from launcher.selftest.reading import Seen
 from launcher.selftest.steps import ALWAYS, Judgement, Step, Verdict, judge
 
@@ -32,7 +34,7 @@ MINUTES: Mapping[Step, float] = {
     Step.BILL: 1,
 }
 """Longest time of each step. A node takes minutes to come up, and a cloud minutes to report its end. A run that is slow
-in every step ends at its deadline."""
+in every step ends at its deadline. `spotrl selftest --minutes STEP=N` sets another."""
 
 LOOK_SECONDS, SAY_SECONDS = 1.0, 30.0
 """Seconds between two looks at the facts, and between two lines about a step that still waits for the same."""
@@ -56,8 +58,7 @@ class Conductor:
     seen: Seen = field(default_factory=Seen)
     results: list[Result] = field(default_factory=list)
     minutes: Mapping[Step, float] = field(default_factory=lambda: MINUTES)
-    interrupts: tuple[type[BaseException], ...] = (KeyboardInterrupt,)
-    """Exceptions with which a user ends the selftest: Ctrl-C, SIGTERM, a closed terminal."""
+    interruption: Interruption = field(default_factory=Interruption)
     look_seconds: float = LOOK_SECONDS
     is_interrupted: bool = False
     order: Order | None = None
@@ -65,27 +66,24 @@ class Conductor:
 
     def conduct(self) -> None:
         """Take every step. Never raises: an error of a step is its failure, and the cleanup follows."""
-        try:
-            for step in (one for one in Step if one not in ALWAYS):
-                if not self._take(step):
-                    break
-        except self.interrupts:
-            self.is_interrupted = True
-            self.say(Step.CLEANUP, "interrupted; cleaning up (Ctrl-C again: do not wait)")
+        for step in (one for one in Step if one not in ALWAYS):
+            if not self._take(step):
+                break
         self.clean_up()
 
     def clean_up(self) -> None:
-        """Take the steps that are always taken. A second interruption ends the waiting; the step has failed then."""
+        """Take the steps that are always taken. An interruption ends the waiting, and the step has failed then."""
         for step in ALWAYS:
-            try:
-                self._take(step)
-            except self.interrupts:
-                self.is_interrupted = True
-                self._keep(step, Judgement(verdict=Verdict.FAILED, text="interrupted before it was done"), 0.0)
+            self._take(step)
 
-    def fail(self, step: Step, text: str) -> None:
-        """Record a failure outside the steps' own checks."""
-        self._keep(step, Judgement(verdict=Verdict.FAILED, text=text), 0.0)
+    def end_launch(self, error: BaseException) -> None:
+        """Record why the launch did not succeed, and clean up what it bought."""
+        if isinstance(error, Interrupted):
+            judgement = self.interrupted(Step.BUY, str(error))
+        else:
+            judgement = Judgement(verdict=Verdict.FAILED, text=str(error) or type(error).__name__)
+        self._keep(Step.BUY, judgement, 0.0)
+        self.clean_up()
 
     @property
     def failed(self) -> list[Result]:
@@ -103,19 +101,40 @@ class Conductor:
         return self.run.facts(self.seen)
 
     def _take(self, step: Step) -> bool:
-        """Act, and wait until the step is judged. Return True unless the step failed."""
+        """Act, and wait until the step is judged. Return True if the next step may be taken.
+
+        An interrupted step is no fault, but an interrupted cleanup has failed, because something may be left.
+        """
         began = time.monotonic()
         try:
-            self._act(step)
-            judgement = self._judged(step, began + self.minutes[step] * 60)
-        except self.interrupts:
-            raise
+            judgement = self._judge_bill() if step is Step.BILL else self._wait_for(step, began)
+        except Interrupted as interrupted:
+            judgement = self.interrupted(step, str(interrupted))
         except Failure as failure:
             judgement = Judgement(verdict=Verdict.FAILED, text=str(failure))
         except Exception as error:  # whatever a step meets, the cleanup must follow
             judgement = Judgement(verdict=Verdict.FAILED, text=f"{type(error).__name__}: {error}")
         self._keep(step, judgement, time.monotonic() - began)
-        return judgement.verdict is not Verdict.FAILED
+        return judgement.verdict in (Verdict.PASSED, Verdict.NOT_TESTED)
+
+    def _wait_for(self, step: Step, began: float) -> Judgement:
+        if step is Step.CLEANUP:
+            self.run.ask_to_stop()  # even if a signal ends the waiting at once
+        with self.interruption.may_interrupt():
+            self._act(step)
+            return self._judged(step, began + self.minutes[step] * 60)
+
+    def _judge_bill(self) -> Judgement:
+        """Return the result of the last step, which waits for nothing, so no signal can spoil it."""
+        return judge(Step.BILL, self.facts())
+
+    def interrupted(self, step: Step, by: str) -> Judgement:
+        """Note that the user ended the wait of a step with this signal. Return the step's judgement."""
+        self.is_interrupted = True
+        self.interruption.answer()
+        if step in ALWAYS:
+            return Judgement(verdict=Verdict.FAILED, text=f"interrupted by {by} before it was done")
+        return Judgement(verdict=Verdict.INTERRUPTED, text=f"by {by}; cleaning up (again: do not wait)")
 
     def _keep(self, step: Step, judgement: Judgement, seconds: float) -> None:
         self.results.append(Result(step=step, judgement=judgement, seconds=round(seconds, 1)))
@@ -124,6 +143,7 @@ class Conductor:
     def _judged(self, step: Step, until: float) -> Judgement:
         said, said_at = "", 0.0
         while True:
+            self.interruption.check()
             self._look(step)
             found = judge(step, self.facts())
             if found.verdict is not Verdict.WAITING:
@@ -142,18 +162,27 @@ class Conductor:
             case Step.PREEMPT:
                 self._preempt()
             case Step.CHECKPOINT:
-                self.say(step, "stopping the run")
-                self.run.stop()
+                self._stop(step)
                 self.seen.stopped_ms = self.run.now_ms()
                 self.seen.stored = self.run.newest_checkpoint()
             case Step.RESUME:
                 self.seen.resumed_ms = self.run.now_ms()
                 self.run.resume()
             case Step.CLEANUP:
-                self.say(step, "stopping the run, and looking for what is left")
-                self.run.stop()
+                self._stop(step)
             case _:
                 pass
+
+    def _stop(self, step: Step) -> None:
+        """Stop the run, and say what still runs as long as something does."""
+        left: Sequence[str] = self.facts().still_running
+        until = time.monotonic() + min(self.minutes[step] * 60, CLOUD_RELEASE_SECONDS)
+        self.say(step, f"stopping the run; still there: {', '.join(left) or 'nothing'}")
+        while left := self.run.stop(min(SAY_SECONDS, max(0.0, until - time.monotonic()))):
+            self.interruption.check()
+            if time.monotonic() > until:
+                return
+            self.say(step, f"still there: {', '.join(left)}")
 
     def _look(self, step: Step) -> None:
         """Refresh what the ledger does not hold, and restart a controller that died."""
@@ -163,7 +192,7 @@ class Conductor:
         if step is Step.CLEANUP:
             with suppress(CloudUnreachable):
                 self.seen.in_cloud = self.run.left_in_cloud()
-        elif step is not Step.BILL and self.run.ensure_controller():
+        elif self.run.ensure_controller():
             self.say(step, "the controller had ended; another is started")
 
     def _preempt(self) -> None:

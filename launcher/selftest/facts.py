@@ -26,7 +26,8 @@ class NodeFacts:
     served_ms: int | None = None
     """Time of the node's first finished rollout."""
     lost_steps: int | None = None
-    """Denoising steps of the node that had to be repeated. None: no work of the node was put back."""
+    """Denoising steps of the node that had to be repeated. None: no work of the node was put back. Of the ordered node
+    only steps since the order count."""
 
     @property
     def ready_ms(self) -> int | None:

@@ -21,7 +21,7 @@ E_MAIL = re.compile(r"[\w.+-]+@[\w-]+\.[\w.-]+")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepLine:
-    """One step. `verdict`: passed, failed, not tested, or not reached after a failed step."""
+    """One step. `verdict`: passed, failed, not tested, interrupted, or not reached because an earlier step ended."""
 
     step: str
     purpose: str

@@ -1,5 +1,6 @@
 """Read the facts of a selftest: from the ledger, and what is left from the cloud itself."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
@@ -8,9 +9,10 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from engine.events import CheckpointSaved, EngineStarted, IterationDone, NodeMissed, NodeServed
 from launcher.clouds.base import CloudApi, Instance, InstanceState
+from launcher.decide.facts import NodeRecord
 from launcher.ledger.accounting import charges_of_run, side_costs_of_run
 from launcher.ledger.billing import minimum_billed_ms
-from launcher.ledger.models import BillingInterval, Run
+from launcher.ledger.models import BillingInterval, ProgressRow, Run
 from launcher.ledger.node_history import node_records
 from launcher.ledger.store import current_status, find_run, nodes_of, progress_of
 from launcher.runs.runs import still_running
@@ -45,7 +47,7 @@ def read_facts(sessions: sessionmaker[Session], name: str, seen: Seen) -> Facts:
             batch_size=int(algorithm["prompts_per_batch"]) * int(algorithm["images_per_prompt"]),
             spent_micro_usd=view.spent_micro_usd,
             beside_micro_usd=sum(cost.micro_usd or 0 for cost in side_costs_of_run(session, run, now_ms)),
-            nodes=_nodes(session, run),
+            nodes=_nodes(session, run, seen),
             batches=[
                 Batch(
                     iteration=row.event["iteration"],
@@ -95,11 +97,11 @@ def regions_of(sessions: sessionmaker[Session], name: str) -> list[str]:
         return sorted({node.region for node in nodes_of(session, find_run(session, name))})
 
 
-def _nodes(session: Session, run: Run) -> list[NodeFacts]:
+def _nodes(session: Session, run: Run, seen: Seen) -> list[NodeFacts]:
     served = {row.event["node"]: row.at_ms for row in reversed(progress_of(session, run, NodeServed.KIND))}
-    lost: dict[str, int] = {}
-    for row in progress_of(session, run, NodeMissed.KIND):
-        lost[row.event["node"]] = lost.get(row.event["node"], 0) + int(row.event["lost_steps"])
+    missed = progress_of(session, run, NodeMissed.KIND)
+    # A worker that crashed before the order lost its steps without the preemption.
+    since_ms = {seen.order.node: seen.order.at_ms} if seen.order is not None else {}
     return [
         NodeFacts(
             name=record.name,
@@ -116,10 +118,16 @@ def _nodes(session: Session, run: Run) -> list[NodeFacts]:
             evidence=record.evidence,
             reclaimed=record.reclaimed,
             served_ms=served.get(record.name),
-            lost_steps=lost.get(record.name),
+            lost_steps=_lost_steps(missed, record, since_ms.get(record.name, 0)),
         )
         for record in node_records(session, run)
     ]
+
+
+def _lost_steps(missed: Sequence[ProgressRow], node: NodeRecord, since_ms: int) -> int | None:
+    """Return the denoising steps that a node lost from `since_ms` on."""
+    lost = [int(row.event["lost_steps"]) for row in missed if row.event["node"] == node.name and row.at_ms >= since_ms]
+    return sum(lost) if lost else None
 
 
 def _paid(session: Session, run: Run, now_ms: int) -> list[Paid]:

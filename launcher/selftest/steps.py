@@ -27,6 +27,8 @@ class Verdict(StrEnum):
     FAILED = "failed"
     WAITING = "waiting"
     NOT_TESTED = "not tested"
+    INTERRUPTED = "interrupted"
+    """The user ended the selftest in this step. No judge returns it."""
 
 
 class Step(StrEnum):
