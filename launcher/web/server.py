@@ -251,7 +251,7 @@ class Pages:
 
         async def messages() -> AsyncIterator[str]:
             stamp: Stamp = ()
-            seen, quiet, unread = first, 0.0, 0.0
+            seen, quiet, unread, is_troubled = first, 0.0, 0.0, False
             self._streams += 1
             try:
                 yield "retry: 1000\n\n"
@@ -261,13 +261,14 @@ class Pages:
                         try:
                             ids, news = await self._read(partial(look, seen=seen))
                         except (SQLAlchemyError, LookupError) as error:  # locked or replaced: the next look may succeed
-                            told, stamp = str(error.args[0]) if isinstance(error, LookupError) else sentence(error), ()
+                            told = str(error.args[0]) if isinstance(error, LookupError) else sentence(error)
+                            stamp, is_troubled = (), True
                             yield f"event: trouble\ndata: {json.dumps({'error': told})}\n\n"
                             await asyncio.sleep(ALIVE_SECONDS / 5)
                             continue
                         unread = 0.0
-                        if ids != seen:
-                            seen, quiet = ids, 0.0
+                        if ids != seen or is_troubled:  # without news too: the page stops to tell the trouble
+                            seen, quiet, is_troubled = ids, 0.0, False
                             yield f"data: {json.dumps({'ids': ids, 'events': news})}\n\n"
                     if quiet >= ALIVE_SECONDS:
                         quiet = 0.0

@@ -135,10 +135,13 @@ def told(served: Served, why: str, *paths: str) -> None:
 
 
 def test_a_ledger_that_another_process_locks_is_told_by_every_view_and_read_again(served):
-    with locked(served):
-        told(served, "database is locked", *READ, "/api/list")
-        with httpx.stream("GET", f"{served.url}/api/changes?token={TOKEN}", timeout=10) as stream:
-            assert "database is locked" in next(line for line in stream.iter_lines() if "error" in line)
+    with httpx.stream("GET", f"{served.url}/api/changes?token={TOKEN}", timeout=20) as stream:
+        lines = stream.iter_lines()
+        assert next(line for line in lines if line.startswith("data: {"))
+        with locked(served):
+            told(served, "database is locked", *READ, "/api/list")
+            assert "database is locked" in next(line for line in lines if "error" in line)
+        assert next(line for line in lines if line.startswith('data: {"ids"')), "the trouble is over, without news"
     for path in (*READ, "/api/list"):
         assert served.get(path).status_code == 200
 
