@@ -8,6 +8,7 @@ once (`progress_of`).
 """
 
 import fcntl
+import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
+import msgspec
 from sqlalchemy import URL, create_engine, event, func, inspect, select
 from sqlalchemy.dialects.sqlite import insert
 from sqlalchemy.engine import Connection, Engine
@@ -76,7 +78,11 @@ def open_ledger(path: Path, is_in_use: Callable[[ControllerLease], bool] = lambd
         with suppress(FileNotFoundError):
             if file.stat().st_mode & 0o077:
                 file.chmod(0o600)
-    engine = create_engine(URL.create("sqlite", database=str(path)), connect_args={"timeout": BUSY_MS / 1000})
+    engine = create_engine(
+        URL.create("sqlite", database=str(path)),
+        connect_args={"timeout": BUSY_MS / 1000},
+        json_deserializer=read_json,
+    )
     event.listen(engine, "connect", _prepare_connection)
     event.listen(engine, "begin", _begin)
     if _revision(engine) != REVISION:
@@ -96,6 +102,7 @@ def open_read_only(path: Path, wait_ms: int = 1000) -> sessionmaker[Session]:
     engine = create_engine(
         URL.create("sqlite", database=f"file:{quote(str(path))}", query={"mode": "ro", "uri": "true"}),
         connect_args={"timeout": wait_ms / 1000},
+        json_deserializer=read_json,
         poolclass=NullPool,
     )
     return sessionmaker(engine, expire_on_commit=False)
@@ -118,6 +125,17 @@ def stamp_of(sessions: sessionmaker[Session]) -> Stamp:
         except OSError:
             found.append((0, 0, 0))
     return tuple(found)
+
+
+def read_json(text: str) -> Any:
+    """Read a JSON column. A long run has tens of thousands of events, and msgspec takes a third of the time of `json`.
+
+    Only `json` reads a NaN, which an event of an older version may hold.
+    """
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return json.loads(text)
 
 
 @contextmanager
