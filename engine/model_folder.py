@@ -71,6 +71,8 @@ class ModelFolder:
     family: Family
     size: ImageSize
     factors: Factors
+    reads_later: bool = False
+    """True: the transformer has no values until its parameters are divided over ranks (engine/models/unread.py)."""
 
     @property
     def latent(self) -> tuple[int, int, int]:

@@ -90,7 +90,7 @@ def run_trainer(spec: NodeSpec, heartbeat: SharedHeartbeat, ready: Event) -> Non
         clock=clock,
         trace=step_trace(spec, "trainer", lambda: 1).stepped,
     )
-    adapter = load_model(spec, 0)
+    adapter = load_model(spec, 0, reads_later=_divides(spec))
     purse = CoordinatorPurse(context.transport, worker=f"{spec.node}/trainer", node=spec.node)
     reward = reward_of_node(spec, 0, purse)
     prompts = prompt_source(spec.engine, spec.workdir)
@@ -104,7 +104,7 @@ def run_trainer_rank(spec: NodeSpec, heartbeat: SharedHeartbeat, rank: int, read
     """Compute the gradients of this rank's groups until the agent ends this process."""
     begin(spec, f"trainer-rank-{rank}", heartbeat)
     _use_threads(spec)
-    adapter, config = load_model(spec, rank), spec.engine
+    adapter, config = load_model(spec, rank, reads_later=_divides(spec)), spec.engine
     parameters, compiles = trainable(adapter), config.model.compile == "on"
     ready.set()
     with leaves_torn_group():
@@ -114,6 +114,11 @@ def run_trainer_rank(spec: NodeSpec, heartbeat: SharedHeartbeat, rank: int, read
         reference = reference_of(adapter, config.algorithm, is_started=take_start(group, parameters.values()))
         trainer = Trainer(adapter, parameters, config.algorithm, reference, workers_compile=compiles)
         Follower(group, trainer).follow()
+
+
+def _divides(spec: NodeSpec) -> bool:
+    """Return True if the ranks of the trainer divide the weights."""
+    return spec.engine.model.weights == "full" and ranks_of(spec.engine) > 1
 
 
 def _use_threads(spec: NodeSpec) -> None:

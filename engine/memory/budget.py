@@ -214,7 +214,7 @@ def _kept_of_a_row(model: ModelSizes, setting: Setting) -> int:
 def _sharded_budget(model: ModelSizes, setting: Setting) -> Budget:
     """Return the memory of each rank with full weights: fp32 shards, and gathered blocks in bf16 (FSDP2).
 
-    The weights are read on the CPU, so a rank's GPU never holds all of them.
+    Each rank reads its own part (engine/models/unread.py). Rank 0 holds all weights in bf16 when it samples.
     """
     counts = parameters_of(model.architecture, setting.training)
     shard = -(-FP32 * counts.transformer // setting.ranks)
@@ -233,7 +233,7 @@ def _sharded_budget(model: ModelSizes, setting: Setting) -> Budget:
         unit="row",
         bytes_each=_kept_of_a_row(model, setting),
         # Autograd returns the gradients of a block on every rank, before the ranks divide them.
-        least_beside=shard + FP32 * counts.largest_block,
+        least_beside=max(shard + FP32 * counts.largest_block, HALF * counts.transformer),
         start=shard + model.vae_bytes + model.text_encoder_bytes,
         asked=setting.rows,
     )

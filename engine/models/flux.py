@@ -15,6 +15,7 @@ from engine.models.adapter import Conditioning
 from engine.models.pipeline_text import PipelineText
 from engine.models.qwen_image import PATCH, unpack
 from engine.models.text import EncodedText, TextEncoder, as_conditioning, guided, padded
+from engine.models.unread import load_pipeline
 from engine.models.vae import decode_images, freeze
 from engine.noise_schedule import EVEN, ModelSchedule
 from engine.parallel.communicator import SPGroup
@@ -105,9 +106,7 @@ def load_flux(folder: ModelFolder, device: str = "cpu", dtype: torch.dtype = tor
     """Load from a local diffusers folder, without its scheduler. Nothing is downloaded."""
     from diffusers import FluxPipeline
 
-    pipeline = FluxPipeline.from_pretrained(folder.path, local_files_only=True, torch_dtype=dtype, scheduler=None).to(
-        device
-    )
+    pipeline, transformer = load_pipeline(FluxPipeline, folder, device, dtype)
     freeze(pipeline.text_encoder)
     freeze(pipeline.text_encoder_2)
 
@@ -118,4 +117,4 @@ def load_flux(folder: ModelFolder, device: str = "cpu", dtype: torch.dtype = tor
         return EncodedText(*padded(hidden, None, hidden.shape[1]), pooled)
 
     latent_size = folder.latent[1:]
-    return FluxAdapter(pipeline.transformer, pipeline.vae, PipelineText(pipeline, encode), latent_size, folder.schedule)
+    return FluxAdapter(transformer, pipeline.vae, PipelineText(pipeline, encode), latent_size, folder.schedule)

@@ -15,6 +15,7 @@ from engine.model_folder import ModelFolder
 from engine.models.adapter import Conditioning
 from engine.models.pipeline_text import PipelineText
 from engine.models.text import EncodedText, TextEncoder, as_conditioning, guided, padded
+from engine.models.unread import load_pipeline
 from engine.models.vae import decode_video, freeze
 from engine.noise_schedule import EVEN, ModelSchedule
 from engine.parallel.communicator import SPGroup
@@ -95,9 +96,7 @@ def load_hunyuan_video(
     """Load from a local diffusers folder, without its scheduler. Nothing is downloaded."""
     from diffusers import HunyuanVideoPipeline
 
-    pipeline = HunyuanVideoPipeline.from_pretrained(
-        folder.path, local_files_only=True, torch_dtype=dtype, scheduler=None
-    ).to(device)
+    pipeline, transformer = load_pipeline(HunyuanVideoPipeline, folder, device, dtype)
     freeze(pipeline.text_encoder)
     freeze(pipeline.text_encoder_2)
 
@@ -106,5 +105,5 @@ def load_hunyuan_video(
         return EncodedText(*padded(hidden, mask, folder.size.text_tokens), pooled)
 
     return HunyuanVideoAdapter(
-        pipeline.transformer, pipeline.vae, PipelineText(pipeline, encode), folder.latent, folder.schedule
+        transformer, pipeline.vae, PipelineText(pipeline, encode), folder.latent, folder.schedule
     )

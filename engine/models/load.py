@@ -7,6 +7,7 @@ same names in the same order, because publishing, optimising and checkpoints rel
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from typing import Any, assert_never
@@ -30,15 +31,18 @@ LORA_SEED = 0
 """Seed of the random start values of low-rank adapters. Every node draws the same values."""
 
 
-def load_adapter(config: ModelConfig, device: str = "cpu", dtype: torch.dtype = torch.bfloat16) -> DiTAdapter:
+def load_adapter(
+    config: ModelConfig, device: str = "cpu", dtype: torch.dtype = torch.bfloat16, *, reads_later: bool = False
+) -> DiTAdapter:
     """Load the model with its weights, ready for rollouts and for training as set in `config.weights`.
 
     Transformer, autoencoder and text encoder are all on the device (`prepare_prompts` moves the text encoder away).
     `dtype`: number format of computing and of frozen weights, for models from a folder; shipped models are fp32.
-    Trained weights are fp32.
+    Trained weights are fp32. `reads_later`: the transformer of a folder has no values until `unread.read_values`, for
+    full weights that ranks divide.
     Raises ValueError if the folder is not the model's, or cannot make the size in `config`.
     """
-    adapter = load_family(config, device, dtype)
+    adapter = load_family(config, device, dtype, reads_later=reads_later)
     freeze_but_trained(adapter, config)
     if config.weights == "full" and config.name not in SHIPPED and dtype == torch.bfloat16:
         compute_in_bfloat16(adapter.transformer)
@@ -48,13 +52,15 @@ def load_adapter(config: ModelConfig, device: str = "cpu", dtype: torch.dtype = 
     return adapter
 
 
-def load_family(config: ModelConfig, device: str = "cpu", dtype: torch.dtype = torch.bfloat16) -> DiTAdapter:
+def load_family(
+    config: ModelConfig, device: str = "cpu", dtype: torch.dtype = torch.bfloat16, *, reads_later: bool = False
+) -> DiTAdapter:
     """Load the model with its weights, before the trained parameters are selected. See `load_adapter`."""
     path = Path(config.path) if config.path is not None else None
 
     def folder() -> ModelFolder:
         assert path is not None, "ModelConfig refuses a family without a path"
-        return model_folder(config, path)
+        return replace(model_folder(config, path), reads_later=reads_later)
 
     match config.name:
         case "digits-ocr":
@@ -123,12 +129,12 @@ def compute_in_bfloat16(transformer: nn.Module) -> None:
     copy is kept; sums and norms stay in fp32. On an H100, fp32 matrix products take ten times as long.
     """
     plain = transformer.forward
-    device = next(transformer.parameters()).device.type
 
     @wraps(plain)
     def forward(*args: Any, **named: Any) -> Any:
         # Without a cache, because a converted copy of all weights would live until the end of the pass.
-        with torch.autocast(device, dtype=torch.bfloat16, cache_enabled=False):
+        device = next(transformer.parameters()).device  # here, because a transformer may be read later
+        with torch.autocast(device.type, dtype=torch.bfloat16, cache_enabled=False):
             return plain(*args, **named)
 
     transformer.forward = forward
@@ -166,7 +172,12 @@ def trainable(adapter: DiTAdapter) -> dict[str, nn.Parameter]:
 
 
 def load_start(parameters: Mapping[str, nn.Parameter], data: bytes | Stored) -> None:
-    """Load the start weights of a run into the parameters. Raises ValueError if the weights belong to another model.
+    """Load the start weights of a run into the parameters. Raises as `checked_start`."""
+    set_weights(parameters, checked_start(parameters, data))
+
+
+def checked_start(parameters: Mapping[str, nn.Parameter], data: bytes | Stored) -> Stored:
+    """Return the start weights of a run. Raises ValueError if the weights belong to another model.
 
     `data`: safetensors, in the format of checkpoints
     """
@@ -182,7 +193,7 @@ def load_start(parameters: Mapping[str, nn.Parameter], data: bytes | Stored) -> 
                 f"the start weights are of another model: {name} is {_shape(found.get(name))} there and "
                 f"{_shape(wanted.get(name))} in this model; name a run of the same model, weights and lora_rank"
             )
-    set_weights(parameters, stored)
+    return stored
 
 
 def _shape(shape: tuple[int, ...] | None) -> str:

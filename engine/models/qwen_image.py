@@ -14,6 +14,7 @@ from engine.model_folder import ModelFolder
 from engine.models.adapter import Conditioning
 from engine.models.pipeline_text import PipelineText
 from engine.models.text import EncodedText, TextEncoder, as_conditioning, guided, padded
+from engine.models.unread import load_pipeline
 from engine.models.vae import decode_images, freeze
 from engine.noise_schedule import EVEN, ModelSchedule
 from engine.parallel.communicator import SPGroup
@@ -104,9 +105,7 @@ def load_qwen_image(folder: ModelFolder, device: str = "cpu", dtype: torch.dtype
     """Load from a local diffusers folder, without its scheduler. Nothing is downloaded."""
     from diffusers import QwenImagePipeline
 
-    pipeline = QwenImagePipeline.from_pretrained(
-        folder.path, local_files_only=True, torch_dtype=dtype, scheduler=None
-    ).to(device)
+    pipeline, transformer = load_pipeline(QwenImagePipeline, folder, device, dtype)
     freeze(pipeline.text_encoder)
 
     def encode(prompts: Sequence[str]) -> EncodedText:
@@ -115,6 +114,4 @@ def load_qwen_image(folder: ModelFolder, device: str = "cpu", dtype: torch.dtype
         return EncodedText(*padded(hidden, mask, folder.size.text_tokens))
 
     latent_size = folder.latent[1:]
-    return QwenImageAdapter(
-        pipeline.transformer, pipeline.vae, PipelineText(pipeline, encode), latent_size, folder.schedule
-    )
+    return QwenImageAdapter(transformer, pipeline.vae, PipelineText(pipeline, encode), latent_size, folder.schedule)

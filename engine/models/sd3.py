@@ -13,6 +13,7 @@ from engine.model_folder import ModelFolder
 from engine.models.adapter import Conditioning
 from engine.models.pipeline_text import PipelineText
 from engine.models.text import EncodedText, TextEncoder, as_conditioning, guided, padded
+from engine.models.unread import load_pipeline
 from engine.models.vae import decode_images, freeze
 from engine.noise_schedule import EVEN, ModelSchedule
 from engine.parallel.communicator import SPGroup
@@ -83,9 +84,7 @@ def load_sd3(folder: ModelFolder, device: str = "cpu", dtype: torch.dtype = torc
     """Load from a local diffusers folder, without its scheduler. Nothing is downloaded."""
     from diffusers import StableDiffusion3Pipeline
 
-    pipeline = StableDiffusion3Pipeline.from_pretrained(
-        folder.path, local_files_only=True, torch_dtype=dtype, scheduler=None
-    ).to(device)
+    pipeline, transformer = load_pipeline(StableDiffusion3Pipeline, folder, device, dtype)
     for encoder in (pipeline.text_encoder, pipeline.text_encoder_2, pipeline.text_encoder_3):
         if encoder is not None:
             freeze(encoder)
@@ -101,4 +100,4 @@ def load_sd3(folder: ModelFolder, device: str = "cpu", dtype: torch.dtype = torc
         return EncodedText(*padded(hidden, None, hidden.shape[1]), pooled)
 
     latent_size = folder.latent[1:]
-    return SD3Adapter(pipeline.transformer, pipeline.vae, PipelineText(pipeline, encode), latent_size, folder.schedule)
+    return SD3Adapter(transformer, pipeline.vae, PipelineText(pipeline, encode), latent_size, folder.schedule)

@@ -14,6 +14,7 @@ from engine.model_folder import ModelFolder
 from engine.models.adapter import Conditioning
 from engine.models.pipeline_text import PipelineText
 from engine.models.text import EncodedText, TextEncoder, as_conditioning, guided, padded
+from engine.models.unread import load_pipeline
 from engine.models.vae import decode_video, freeze
 from engine.noise_schedule import EVEN, ModelSchedule
 from engine.parallel.communicator import SPGroup
@@ -86,13 +87,12 @@ def load_wan(folder: ModelFolder, device: str = "cpu", dtype: torch.dtype = torc
     """Load from a local diffusers folder, without its scheduler. Nothing is downloaded."""
     from diffusers import WanPipeline
 
-    pipeline = WanPipeline.from_pretrained(folder.path, local_files_only=True, torch_dtype=dtype, scheduler=None)
+    pipeline, transformer = load_pipeline(WanPipeline, folder, device, dtype)
     if getattr(pipeline, "transformer_2", None) is not None:
         raise ValueError(
             f"{folder.path} holds two transformers (Wan 2.2); use Wan 2.1, because only one can be trained here"
         )
     freeze(pipeline.text_encoder)
-    pipeline.to(device)
 
     def encode(prompts: Sequence[str]) -> EncodedText:
         hidden, _ = pipeline.encode_prompt(
@@ -100,6 +100,4 @@ def load_wan(folder: ModelFolder, device: str = "cpu", dtype: torch.dtype = torc
         )
         return EncodedText(*padded(hidden, None, folder.size.text_tokens))
 
-    return WanAdapter(
-        pipeline.transformer, pipeline.vae, PipelineText(pipeline, encode), folder.latent, folder.schedule
-    )
+    return WanAdapter(transformer, pipeline.vae, PipelineText(pipeline, encode), folder.latent, folder.schedule)

@@ -1,6 +1,6 @@
 """Trained weights as safetensors: bytes for small models and tests, files in pieces for everything else."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -75,7 +75,7 @@ def set_weights(parameters: Mapping[str, torch.nn.Parameter], data: bytes | memo
 def fill_tensors(tensors: Mapping[str, Tensor], data: bytes | memoryview | Stored) -> None:
     """Copy stored tensors into these tensors, which may have another dtype, device or layout.
 
-    Raises as `set_weights`.
+    Of a tensor whose rows are divided over ranks, only this rank's rows are read. Raises as `set_weights`.
     """
     stored = data if isinstance(data, Stored) else Stored.of_bytes(data)
     entries = stored.entries()
@@ -84,7 +84,14 @@ def fill_tensors(tensors: Mapping[str, Tensor], data: bytes | memoryview | Store
         raise KeyError(f"these weights lack {sorted(missing)}")
     buffer = torch.empty(PIECE_BYTES, dtype=torch.uint8)
     for name, target in tensors.items():
-        _fill(target, entries[name], stored, buffer)
+        entry = entries[name]
+        if isinstance(target, DTensor):
+            _check_shape(target, entry)
+            first, own = first_row(target), local_part(target)
+            if len(own):
+                _fill(own, entry.rows(first, len(own)), stored, buffer)
+        else:
+            _fill(target, entry, stored, buffer)
 
 
 def read_tensors(data: bytes | memoryview | Stored, device: torch.device | str = "cpu") -> dict[str, Tensor]:
@@ -98,10 +105,14 @@ def read_tensors(data: bytes | memoryview | Stored, device: torch.device | str =
     return found
 
 
-def read_each(data: Stored) -> Iterator[tuple[str, Tensor]]:
-    """Yield the stored tensors by name, one at a time, on the CPU. Raises ValueError if the data is not whole."""
-    buffer = torch.empty(PIECE_BYTES, dtype=torch.uint8)
-    for name, entry in data.entries().items():
+def read_each(data: Stored, names: Iterable[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Yield the stored tensors by name, one at a time, on the CPU. Raises ValueError if the data is not whole.
+
+    `names`: of the wanted tensors, in this order; None: all.
+    """
+    buffer, entries = torch.empty(PIECE_BYTES, dtype=torch.uint8), data.entries()
+    for name in entries if names is None else names:
+        entry = entries[name]
         tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
         _fill(tensor, entry, data, buffer)
         yield name, tensor
@@ -109,8 +120,7 @@ def read_each(data: Stored) -> Iterator[tuple[str, Tensor]]:
 
 def _fill(target: Tensor, entry: TensorEntry, stored: Stored, buffer: Tensor) -> None:
     dtype = DTYPES[entry.dtype]
-    if entry.shape != tuple(target.shape):
-        raise ValueError(f"a tensor of shape {list(entry.shape)} does not fit into {list(target.shape)}")
+    _check_shape(target, entry)
     in_place = target.is_contiguous()
     flat = (target if in_place else torch.empty(target.shape, dtype=dtype)).view(-1)
     for begin in range(0, entry.size, PIECE_BYTES):
@@ -120,6 +130,11 @@ def _fill(target: Tensor, entry: TensorEntry, stored: Stored, buffer: Tensor) ->
         flat[first : first + len(piece) // dtype.itemsize].copy_(piece.view(dtype))
     if not in_place:
         target.copy_(flat.view(target.shape))
+
+
+def _check_shape(target: Tensor, entry: TensorEntry) -> None:
+    if entry.shape != tuple(target.shape):
+        raise ValueError(f"a tensor of shape {list(entry.shape)} does not fit into {list(target.shape)}")
 
 
 @contextmanager
@@ -154,6 +169,13 @@ def _exchange_values(parameters: Mapping[str, Tensor], tensors: Mapping[str, Ten
         kept = mine.clone()
         mine.copy_(its)
         its.copy_(kept)
+
+
+def first_row(tensor: DTensor) -> int:
+    """Return the number of this rank's first row. FSDP2 cuts the rows like `torch.chunk`."""
+    rows, mesh = tensor.shape[0], tensor.device_mesh
+    each = -(-rows // mesh.size())
+    return min(rows, mesh.get_local_rank() * each)
 
 
 def local_part(tensor: Tensor) -> Tensor:

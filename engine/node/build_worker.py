@@ -84,8 +84,11 @@ def reward_of_node(spec: NodeSpec, number: int, purse: Purse) -> Reward:
     return load_reward_of_job(spec.engine, spec.workdir, device=device, purse=purse)
 
 
-def load_model(spec: NodeSpec, number: int) -> DiTAdapter:
-    """Load the model on this process's device. CUDA is first used here, because the forkserver must never use CUDA."""
+def load_model(spec: NodeSpec, number: int, *, reads_later: bool = False) -> DiTAdapter:
+    """Load the model on this process's device. CUDA is first used here, because the forkserver must never use CUDA.
+
+    `reads_later`: see `load_adapter`.
+    """
     device = device_of(spec.engine.runtime.device, number)
     print(f"computes on {device}", flush=True)
     model = spec.engine.model
@@ -94,7 +97,7 @@ def load_model(spec: NodeSpec, number: int) -> DiTAdapter:
         below = Path(spec.folder).parent / "weights"
         path = fetched(spec.weights, below, partial(print, flush=True))
         model = model.model_copy(update={"path": str(path)})
-    adapter = load_adapter(model, device)
+    adapter = load_adapter(model, device, reads_later=reads_later)
     prompts = partial(_prompts, spec)
     prepare_prompts(adapter, prompts, Path(spec.folder) / "prompts", share=number / spec.workers)
     return adapter

@@ -5,7 +5,7 @@
 
 Every rank holds a part of each parameter in fp32, as DTensors. A pass gathers the parameters of one block at a time,
 in the format of computing, so all ranks make the same passes at the same time. `gather_all` gathers all blocks once,
-for passes of one rank without the others. Ranks on GPUs were never run.
+for passes of one rank without the others. The others free each block again. Ranks on GPUs were never run.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -56,13 +56,16 @@ class Sharding:
             module.set_gradient_divide_factor(1.0)  # the loss is divided by the rows of the whole step already
             module.set_force_sum_reduction_for_comms(True)
 
-    def gather_all(self) -> None:
-        """Gather all weights on every rank, until `divide`. Passes of a rank then need no other rank."""
+    def gather_all(self, *, keeps: bool) -> None:
+        """Gather all weights: a collective. `keeps`: this rank keeps them until `divide`, to make passes alone."""
         self.divide()
         for module in self._modules:
-            module.set_reshard_after_forward(False, recurse=False)
             module.unshard()
-        self._is_whole = True
+            if keeps:
+                module.set_reshard_after_forward(False, recurse=False)
+            else:
+                module.reshard()
+        self._is_whole = keeps
 
     @property
     def whole(self) -> Mapping[str, nn.Parameter]:

@@ -11,7 +11,7 @@ import json
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import RawIOBase
 from pathlib import Path
 
@@ -32,6 +32,11 @@ class TensorEntry:
     shape: tuple[int, ...]
     at: int
     size: int
+
+    def rows(self, first: int, count: int) -> "TensorEntry":
+        """Return some rows of the tensor, along its first dimension. The tensor has at least one row."""
+        row = self.size // self.shape[0]
+        return replace(self, shape=(count, *self.shape[1:]), at=self.at + first * row, size=count * row)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from engine.algorithm_config import AlgorithmConfig
 from engine.diffusion.sampler import Plan
 from engine.diffusion.trajectory import Trajectory
 from engine.models.adapter import DiTAdapter
-from engine.models.load import load_start, trainable
+from engine.models.load import checked_start, load_start, trainable
 from engine.models.merge import sent_dtype
 from engine.models.weights import exchanged, fill_tensors, read_tensors, set_weights
 from engine.parallel.rank_group import RankGroup
@@ -58,17 +58,16 @@ class TrainedModel:
         self._outbox = outbox
         self.parameters = trainable(adapter)
         self._sent = sent_dtype(adapter.transformer)
-        if start is not None:
-            load_start(self.parameters, start.weights)
         self._shards = None
         if divided_over is None:
+            if start is not None:
+                load_start(self.parameters, start.weights)
             reference = reference_of(adapter, algorithm, is_started=start is not None)
             self.trainer = Trainer(adapter, self.parameters, algorithm, reference, workers_compile=workers_compile)
             self.average = Average(self.parameters, algorithm.ema_decay)
             return
-        shard = led_shard(
-            divided_over, adapter, algorithm, measure, is_started=start is not None, compiles=workers_compile
-        )
+        weights = None if start is None else checked_start(self.parameters, start.weights)
+        shard = led_shard(divided_over, adapter, algorithm, measure, start=weights, compiles=workers_compile)
         self._shards = Shards(shard, measure)
         self.trainer, self.average, self.parameters = shard.trainer, shard.average, shard.trainer.parameters
 

@@ -9,12 +9,13 @@ Rank 0 runs the training loop, and obeys its own orders like the other ranks. Th
 on the manifest and not on arrival. With `order: fixed` or `exact`, rounds are trained in order, so the update repeats
 bit for bit for a given number of ranks. Updates of different numbers of ranks differ by rounding.
 
-Files have whole tensors: rank 0 gathers them one at a time, so a run continues from a checkpoint with any number of
-ranks. Rank 0 samples with a copy of all weights, which lives until the next round.
+Each rank reads its own rows from the model's folder. Checkpoints and published weights have whole tensors: rank 0
+gathers them one at a time, so a run continues from a checkpoint with any number of ranks. Rank 0 samples with a copy of
+all weights, which lives until the next round.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import assert_never
 
@@ -30,6 +31,7 @@ from engine.algorithm_config import AlgorithmConfig
 from engine.diffusion.sampler import Plan
 from engine.models.adapter import DiTAdapter
 from engine.models.load import computing_dtype, trainable
+from engine.models.unread import read_values
 from engine.models.weights import DTYPE_NAMES, DTYPES, exchanged, fill_tensors, read_each
 from engine.out_of_memory import first_line, is_out_of_memory, memory_of
 from engine.parallel.rank_group import RankGroup
@@ -148,14 +150,14 @@ class Shard:
             fill_shard(self.tensors(order.part)[order.name].detach(), whole)
 
     def gather_all(self, order: GatherAll) -> None:
-        """Gather all weights on every rank."""
+        """Gather all weights on rank 0."""
         self._sharding.divide()
         old = self.trainer.old.tensors if order.old else None
         swap: AbstractContextManager[None] = nullcontext()
         if old is not None:
             swap = exchanged(self.trainer.parameters, old)
         with swap:
-            self._sharding.gather_all()
+            self._sharding.gather_all(keeps=self.group.rank == 0)
 
     @contextmanager
     def holding(self, data: Stored) -> Iterator[None]:
@@ -174,23 +176,34 @@ def shard_of(
     measure: Measure,
     *,
     is_started: bool,
+    start: Stored | None = None,
     compiles: bool,
 ) -> Shard:
     """Divide the model over the ranks, and return this rank's part. All ranks call this function.
 
-    `is_started`: the run has start weights, which rank 0 has loaded. `compiles`: rollout workers compile blocks.
+    `is_started`: the run has start weights. `start`: the start weights, on rank 0. `compiles`: rollout workers compile
+    blocks.
     """
-    if is_started:
-        for parameter in trainable(adapter).values():
-            whole = parameter.detach().contiguous()
-            group.copy_from_first(whole)
-            parameter.detach().copy_(whole)
     mesh = mesh_of(group.store, group.rank, group.ranks, group.device)
     sharding = Sharding(adapter.transformer, mesh, measure, dtype=computing_dtype(adapter.transformer))
+    read_values(adapter.transformer, group.device)
     parameters = trainable(adapter)
+    if is_started:
+        with torn_if_lost():
+            _take_start(parameters, start)
     reference = reference_of(adapter, algorithm, is_started=is_started)
     trainer = Trainer(adapter, parameters, algorithm, reference, workers_compile=compiles)
     return Shard(group, sharding, trainer, Average(parameters, algorithm.ema_decay))
+
+
+def _take_start(parameters: Mapping[str, Tensor], start: Stored | None) -> None:
+    """Overwrite the weights of all ranks with rank 0's start weights, one tensor at a time. `start`: on rank 0."""
+    if start is not None:
+        for name, whole in read_each(start, parameters):
+            fill_shard(parameters[name].detach(), whole)
+        return
+    for parameter in parameters.values():
+        fill_shard(parameter.detach(), torch.empty(parameter.shape, dtype=parameter.dtype))
 
 
 def led_shard(
@@ -199,13 +212,14 @@ def led_shard(
     algorithm: AlgorithmConfig,
     measure: Measure,
     *,
-    is_started: bool,
+    start: Stored | None,
     compiles: bool,
 ) -> Shard:
-    """Return rank 0's part. Tell the other ranks how the run starts."""
+    """Return rank 0's part. Tell the other ranks how the run starts. `start`: the start weights, if there are any."""
+    is_started = start is not None
     for rank in range(1, group.ranks):
         group.send(rank, encoded(Start(is_started=is_started)))
-    shard = shard_of(group, adapter, algorithm, measure, is_started=is_started, compiles=compiles)
+    shard = shard_of(group, adapter, algorithm, measure, is_started=is_started, start=start, compiles=compiles)
     group.finish_sending()
     return shard
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from engine.config import SHIPPED
 from engine.model_folder import FolderError, check_folder
+from engine.trainer_ranks import ranks_of
 from launcher.checks.gcloud import GcloudMissing, check_gcloud
 from launcher.checks.preflight import check_disk, check_secrets, check_sinks
 from launcher.clouds.base import CallerIdentity, CloudApi, InstanceState, refuse_wrong, wrong_of
@@ -99,6 +100,14 @@ def _model_problem(checked: CheckedJob, folder: Path) -> JobError | None:
         check_folder(job.model, job.sampler, folder)
     except FolderError as error:
         return checked.error(error.field, error.found, error.remedy)
+    divides = job.model.name not in SHIPPED and job.model.weights == "full" and ranks_of(job) > 1
+    if divides and not any((folder / "transformer").glob("*.safetensors")):
+        return checked.error(
+            "model.path",
+            f"model.path is {job.model.path}, whose transformer is not in safetensors: ranks that divide full weights "
+            "read their own part of a file, and a pickled file cannot be read in parts",
+            "download the model as safetensors, or set runtime.trainer_ranks to 1",
+        )
     return None
 
 

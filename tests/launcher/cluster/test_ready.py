@@ -126,6 +126,18 @@ def test_missing_local_weights_are_refused(job, tmp_path):
     check_job(checked, SLOTS)
 
 
+def test_divided_full_weights_without_safetensors_are_refused_before_a_purchase(job, tmp_path):
+    write_folder(tmp_path / "there")
+    model = "model: {name: qwen-image, path: there, weights: full}\n"
+    ranks = model + "runtime: {trainer_ranks: 2}\n"
+    with pytest.raises(JobError, match=r"not in safetensors.*set runtime\.trainer_ranks to 1") as caught:
+        check_job(job(JOB + ranks), SLOTS)
+    assert caught.value.field == "model.path"
+    check_job(job(JOB + model), SLOTS)
+    (tmp_path / "there" / "transformer" / "diffusion_pytorch_model.safetensors").touch()
+    check_job(job(JOB + ranks), SLOTS)
+
+
 def test_a_model_folder_that_does_not_fit_the_job_is_refused_before_a_purchase(job, tmp_path):
     write_folder(tmp_path / "there")
     model = "model: {name: qwen-image, path: there, height: 500}\n"
