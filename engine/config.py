@@ -453,12 +453,8 @@ class EngineConfig(Strict):
 
     @model_validator(mode="after")
     def _early_groups_are_of_use(self) -> Self:
-        model, recomputes = self.model, ""
-        if model.compile == "on":
-            recomputes = "model.compile is on"
-        elif model.weights == "lora" and model.name not in SHIPPED:
-            recomputes = "model.weights is lora, and workers merge adapters in half precision"
-        why = why_not_early(algorithm=self.algorithm.name, exploration=self.exploration.mode, recomputes=recomputes)
+        full = self.model.compile == "on" and self.model.weights == "full"
+        why = why_not_early(algorithm=self.algorithm.name, exploration=self.exploration.mode, compiles_full=full)
         if self.early.share and why is not None:
             raise ValueError(f"early.share is {self.early.share:g}, but {why}")
         return self

@@ -15,8 +15,7 @@ class EarlyConfig(Strict):
 
     share: Annotated[float, Field(ge=0.0, le=0.5)] = 0.0
     """Largest share of a batch's groups that is sampled one weight version early; 0 turns early groups off. Not for
-    diffusion-nft, `exploration.mode: in-path`, and workers whose log-probs the trainer computes again (`model.compile:
-    on`, and `weights: lora` in half precision)."""
+    diffusion-nft, `exploration.mode: in-path`, and `model.compile: on` with `weights: full`."""
     min_pool: Positive | None = None
     """Candidates that every prompt of the next batch needs before its early groups are chosen. None: twice
     `algorithm.images_per_prompt`. Without exploration no candidate is needed."""
@@ -24,10 +23,10 @@ class EarlyConfig(Strict):
     """Wall seconds without a live spot node after which unfinished early groups are made anew with current weights."""
 
 
-def why_not_early(*, algorithm: str, exploration: str, recomputes: str) -> str | None:
+def why_not_early(*, algorithm: str, exploration: str, compiles_full: bool) -> str | None:
     """Return the reason why a job may not have early groups, and what to do instead. None: it may.
 
-    `recomputes`: the setting for which the trainer computes old log-probs again; empty: workers' log-probs are used.
+    `compiles_full`: `model.compile` is on, and all weights are trained.
     """
     off = "leave early.share out"
     if algorithm == "diffusion-nft":
@@ -40,9 +39,9 @@ def why_not_early(*, algorithm: str, exploration: str, recomputes: str) -> str |
             "exploration.mode is in-path, which chooses seeds after all rollouts of a batch with its own weights; "
             f"{off}, or use exploration.mode: stale"
         )
-    if recomputes:
+    if compiles_full:
         return (
-            f"{recomputes}, so the trainer computes the log-probs of rollouts again, and it no longer has the weights "
-            f"of early groups; {off}"
+            "model.compile is on with model.weights: full, so the trainer computes the log-probs of early groups with "
+            f"a third copy of all weights, for which it has no room; {off}, or use weights: lora or compile: off"
         )
     return None

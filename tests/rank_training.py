@@ -1,7 +1,7 @@
 """Train a tiny model of a published family with several ranks: real processes, real gloo, on one machine."""
 
 import gc
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -41,6 +41,8 @@ class Job:
     weights: Literal["lora", "full"] = "lora"
     order: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7)
     """Order in which groups become complete."""
+    early: tuple[int, ...] = ()
+    """Early groups of every batch but the first, with bfloat16 weights under the adapters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,17 +56,26 @@ class Trained:
     collective_ms: float
 
 
-def manifest_of(batch: int) -> Manifest:
+def manifest_of(batch: int, early: tuple[int, ...] = ()) -> Manifest:
     groups = tuple(Group(prompt=prompt, seeds=(10 * i, 10 * i + 1)) for i, prompt in enumerate(PROMPTS))
     halves = ((0, 1, 2, 3), (4, 5, 6, 7))
     return Manifest(
-        run="r", lineage=1, batch=batch, version=batch, sampler=PLAN.signature, groups=groups, minibatches=halves
+        run="r",
+        lineage=1,
+        batch=batch,
+        version=batch,
+        sampler=PLAN.signature,
+        groups=groups,
+        minibatches=halves,
+        early=early if batch else (),
     )
 
 
 def adapter_of(job: Job) -> DiTAdapter:
     torch.manual_seed(0)
     adapter = FAMILIES[job.family].build()
+    if job.early:
+        adapter.transformer.to(torch.bfloat16)
     freeze_but_trained(adapter, ModelConfig(weights=job.weights, lora_rank=2))
     if job.double:
         adapter.transformer.double()
@@ -121,14 +132,14 @@ def train(member: Member, port: int, ranks: int, job: Job) -> Trained | str:
     all_ranks = Ranks(group, trainer, usage, is_started=False)
     health = []
     for batch in range(job.batches):
-        manifest = manifest_of(batch)
+        manifest = manifest_of(batch, job.early)
         for minibatch, numbers in enumerate(manifest.minibatches):
             step = all_ranks.begin(manifest, minibatch, PLAN, std=None)
             for number in job.order:
                 if number in numbers:
-                    step.add(number, made[number])
+                    step.add(number, replace(made[number], is_early=number in manifest.early))
             health.append(step.commit().summary())
-        trainer.old.advance(0.5)
+        trainer.old.advance(0.0 if job.early else 0.5, keeps_before=bool(job.early))
     del group, all_ranks, step
     gc.collect()
     weights = {name: parameter.detach().clone() for name, parameter in parameters.items()}

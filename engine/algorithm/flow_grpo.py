@@ -5,7 +5,7 @@ weights with the log-prob at the rollout.
 
 Workers that merge adapters (`models/merge.py`) compute with rounded weights, and a rounding of 1e-3 in a log-prob is as
 large as the clip range. The log-probs at the rollout are then the trainer's own, of the weights that made the rollout,
-and the worker's are only compared with them.
+and the worker's are only compared with them. Of early groups, those are the weights one version before.
 """
 
 from collections.abc import Mapping
@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from engine.algorithm.health import EARLY
 from engine.algorithm.objective import FinishedGroup, RowLosses, Rows
 from engine.algorithm.old_policy import OldPolicy
 from engine.algorithm_config import AlgorithmConfig
@@ -62,7 +63,7 @@ class FlowGrpo:
         new, old = log_prob(rows["next_x"], mean, std), rows["old"]
         apart = {}
         if self._own is not None:
-            old = log_prob(rows["next_x"], rows.tensors.get("own", mean.detach()), std)
+            old = log_prob(rows["next_x"], old_mean(rows, mean), std)
             apart = {"worker_dlogp_abs": (rows["old"] - old).abs()}
         ratio = (new - old).exp()
         loss = clipped_loss(ratio, rows["advantage"], self._config.clip_range)
@@ -123,15 +124,39 @@ AGREE = {"worker_dlogp_abs_mean": 0.0, "worker_dlogp_abs_max": 0.0}
 
 
 def own_means(own: OldPolicy | None, adapter: DiTAdapter, plan: Plan, rows: Rows) -> dict[str, Tensor]:
-    """Return the means of the weights that made the rollout, as the trainer computes them: `own` [R, *S].
+    """Return the means of the weights that made each rollout, as the trainer computes them.
 
-    Nothing without `own`, or while the trained weights still are those weights: the pass with gradients has the means.
+    Rows of early groups were made by the weights one version before those of the others.
+
+    own      [R, *S]
+    has_own  [R]      False: these weights are still the trained ones, so the pass with gradients has the row's mean
+
+    Returns nothing without `own`, or if no row needs a mean.
     """
-    if own is None or not own.differs:
+    if own is None:
         return {}
-    with own.active():
-        mean, _ = policy(adapter, plan, rows.conditioning, rows["x"], rows["step"])
-    return {"own": mean}
+    early = rows.tensors.get(EARLY, torch.zeros_like(rows["step"], dtype=torch.bool))
+    means, found = None, torch.zeros_like(early)
+    for whose, weights, differs in (
+        (~early, own.active, own.differs),
+        (early, own.before_active, own.differs or own.before is not None),
+    ):
+        some = whose.nonzero().squeeze(1)
+        if not differs or not len(some):
+            continue
+        part = rows.at(some)
+        with weights():
+            mean, _ = policy(adapter, plan, part.conditioning, part["x"], part["step"])
+        means = mean.new_zeros((len(rows), *mean.shape[1:])) if means is None else means
+        means[some], found[some] = mean, True
+    return {} if means is None else {"own": means, "has_own": found}
+
+
+def old_mean(rows: Rows, mean: Tensor) -> Tensor:
+    """Return the mean of the weights that made each rollout [R, *S]. `mean`: of the trained weights."""
+    if "own" not in rows.tensors:
+        return mean.detach()
+    return torch.where(rows["has_own"].view((-1,) + (1,) * (mean.dim() - 1)), rows["own"], mean.detach())
 
 
 def named(figures: Mapping[str, Tensor], end: str) -> dict[str, Tensor]:

@@ -23,6 +23,7 @@ from engine.algorithm.flow_grpo import (
     clipped_loss,
     kl_term,
     named,
+    old_mean,
     outside,
     own_means,
     reference_means,
@@ -74,7 +75,7 @@ class GrpoGuard:
         noise, apart = rows["noise"], {}
         if self._own is not None:
             scale = std.view((-1,) + (1,) * (mean.dim() - 1))
-            noise = (rows["next_x"] - rows.tensors.get("own", mean.detach())) / scale
+            noise = (rows["next_x"] - old_mean(rows, mean)) / scale
             # Log-probs of one step differ by their squares only.
             squares = noise.square() - rows["noise"].square()
             apart = {"worker_dlogp_abs": (squares / 2.0).flatten(1).mean(dim=1).abs()}

@@ -7,6 +7,9 @@ computes again, and for DiffusionNFT's loss.
     keep (before an optimiser step) -> active (any number of times) -> advance (the batch is trained)
 
 Until the first `keep` both are the same tensors and cost no memory.
+
+Early groups of a batch were made with the weights before those (TCSS). The trainer keeps them for one batch more if it
+must compute the log-probs of such groups: `advance` sets them aside, and `forget_before` drops them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -42,6 +45,7 @@ class OldPolicy:
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._parameters = parameters
         self._kept: dict[str, Tensor] | None = None
+        self._before: dict[str, Tensor] | None = None
         self._is_active = False
 
     @property
@@ -53,6 +57,14 @@ class OldPolicy:
     def tensors(self) -> Mapping[str, Tensor] | None:
         """Return the old policy's own copy by name, or None if the old policy is the trained weights."""
         return self._kept
+
+    @property
+    def before(self) -> Mapping[str, Tensor] | None:
+        """Return the weights that made the early groups of the open batch, by name.
+
+        None: they are the old policy's, because the batch before changed no weight or because nothing needs them.
+        """
+        return self._before
 
     def keep(self) -> None:
         """Keep a copy of the trained weights, unless a copy is kept. Call before every optimiser step."""
@@ -75,18 +87,43 @@ class OldPolicy:
         finally:
             self._is_active = False
 
+    @contextmanager
+    def before_active(self) -> Iterator[None]:
+        """Put the weights that made the open batch's early groups into the model inside the context, as `active`."""
+        if self._before is None:
+            with self.active():
+                yield
+            return
+        with exchanged(self._parameters, self._before):
+            yield
+
     @torch.no_grad()
-    def advance(self, decay: float) -> None:
+    def advance(self, decay: float, *, keeps_before: bool = False) -> None:
         """Move the old policy to the trained weights: old = decay x old + (1 - decay) x trained.
 
-        Call once per batch, after its last optimiser step. With decay 0 the copy is dropped.
+        Call once per batch, after its last optimiser step. With decay 0 the copy is dropped. `keeps_before`: the next
+        batch may have early groups, whose log-probs the trainer computes.
         """
+        self._before = self._kept if keeps_before else None
         if decay == 0 or self._kept is None:
             self._kept = None
             return
+        if keeps_before:
+            self._kept = {name: value.clone() for name, value in self._kept.items()}
         for name, parameter in self._parameters.items():
             self._kept[name].lerp_(parameter.detach(), 1.0 - decay)
 
+    def forget_before(self) -> None:
+        """Drop the weights of early groups. Call if the next batch has none."""
+        self._before = None
+
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Take over the old policy of a checkpoint."""
-        self._kept = {name: tensors[name].to(value.device) for name, value in self._parameters.items()}
+        self._kept = self._on_device(tensors)
+
+    def restore_before(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over the weights of early groups of a checkpoint."""
+        self._before = self._on_device(tensors)
+
+    def _on_device(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensors[name].to(value.device) for name, value in self._parameters.items()}

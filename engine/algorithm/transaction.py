@@ -84,8 +84,9 @@ class Trainer:
         self.on_fewer_rows: Callable[[int, str], None] = lambda rows, error: None
         """Called after every halving, with the new number and the text of the memory error."""
         self.old = OldPolicy(parameters)
-        differ = workers_compile or merges(adapter.transformer)
-        self.objective = objective_of(config, self.old, reference, workers_differ=differ)
+        self.computes_log_probs = workers_compile or merges(adapter.transformer)
+        """True: workers compute with other rounding, so the log-probs at the rollout are the trainer's own."""
+        self.objective = objective_of(config, self.old, reference, workers_differ=self.computes_log_probs)
         self.optimizer = torch.optim.AdamW(
             parameters.values(),
             lr=config.learning_rate,

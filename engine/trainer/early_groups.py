@@ -4,8 +4,9 @@
     next manifest -> EarlyRollouts (the next batch opens) -> judge its health
 
 An early group is sampled with the version of its draft, whenever it is sampled, and its log-probs at the rollout are
-those of that version. The promises: staleness is 0 or 1; a group's images have one version; a restarted trainer goes on
-with the same draft.
+those of that version: the worker's, or the trainer's if workers round their weights (`OldPolicy.before`).
+
+The promises: staleness is 0 or 1; a group's images have one version; a restarted trainer goes on with the same draft.
 """
 
 from collections.abc import Callable, Sequence
@@ -61,6 +62,11 @@ class EarlyGroups:
         self._looks = False
         self._draft: Draft | None = None
 
+    @property
+    def may_follow(self) -> bool:
+        """Return True if the next batch has a draft, or may still get one."""
+        return self._draft is not None or self._looks
+
     def begin(self, order: ExplorationOrder | None) -> None:
         """Begin with the batch after the open batch. `order`: its exploration.
 
@@ -107,12 +113,18 @@ class EarlyGroups:
         """Return the next manifest with the drafted groups."""
         return manifest if self._draft is None else with_draft(manifest, self._draft)
 
-    def rollouts(self, manifest: Manifest, remake: Callable[[Sequence[int]], None]) -> EarlyRollouts | None:
-        """Submit a manifest's early groups, and return their rollouts. None: the manifest has no early group."""
+    def rollouts(
+        self, manifest: Manifest, remake: Callable[[Sequence[int]], None], *, any_degrees: bool
+    ) -> EarlyRollouts | None:
+        """Submit a manifest's early groups, and return their rollouts. None: the manifest has no early group.
+
+        Arguments as of `EarlyRollouts`.
+        """
         if not manifest.early:
             return None
         self._order_rollouts(manifest.requests(Kind.EARLY), manifest.batch, manifest.version - 1)
-        return EarlyRollouts(manifest, self._coordinator, remake, patience_seconds=self._config.early.patience_seconds)
+        patience = self._config.early.patience_seconds
+        return EarlyRollouts(manifest, self._coordinator, remake, patience_seconds=patience, any_degrees=any_degrees)
 
     def judge(self, batch: int, health: Sequence[Health]) -> None:
         """Turn early groups off for a while if too many of their training rows were outside the clip range."""

@@ -24,12 +24,18 @@ class EarlyRollouts:
         remake: Callable[[Sequence[int]], None],
         *,
         patience_seconds: float,
+        any_degrees: bool,
     ) -> None:
-        """`remake`: submits some groups as training rollouts with current weights."""
+        """`remake`: submits some groups as training rollouts with current weights.
+
+        `any_degrees`: an image may have steps at different SP degrees, because the trainer does not use the worker's
+        log-probs.
+        """
         self._manifest = manifest
         self._coordinator = coordinator
         self._remake = remake
         self._patience_seconds = patience_seconds
+        self._any_degrees = any_degrees
         self._found: dict[tuple[str, int], EarlyImage] = {}
         self._received = 0
         self.open = set(manifest.early)
@@ -49,7 +55,7 @@ class EarlyRollouts:
         for number in sorted(self.open):
             group = self._manifest.groups[number]
             images = [self._found[group.prompt, seed] for seed in group.seeds if (group.prompt, seed) in self._found]
-            if any(trajectory.degree is None for _, trajectory in images):
+            if not self._any_degrees and any(trajectory.degree is None for _, trajectory in images):
                 lost.append(number)  # its log-probs would have to be computed again, with weights that are gone
             elif len(images) == len(group.seeds):
                 complete[number] = images

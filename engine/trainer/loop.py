@@ -180,7 +180,7 @@ class Loop:
         self.evaluator.finish()
         if self.evaluator.target_held():
             return  # the evaluated version stays the newest: its weights are what `spotrl pull` copies
-        self.model.follow(manifest.batch)
+        self.model.follow(manifest.batch, early_follows=self.early.may_follow)
         weights = self.model.rollout_weights()
         files = self._write_files(weights)  # while spot nodes still explore
         candidates = self.exploration.collect(order)
@@ -200,6 +200,8 @@ class Loop:
         unit = self.batch_schedule.unit()
         fresh = self.exploration.next_manifest(self.context.run, order, candidates, unit=unit)
         self.state.next_batch = self.early.merge(fresh)
+        if not self.state.next_batch.early:
+            self.model.forget_before()
         self._save(files)
         with self.usage.measure(Phase.SYNC):
             self._publish(weights)
@@ -225,6 +227,8 @@ class Loop:
         # The coordinator of another lineage has no old weights: its early groups are made anew, whole.
         early = manifest.early if manifest.lineage == self.state.lineage else ()
         self.state.next_batch = replace(manifest, run=self.context.run, lineage=self.state.lineage, early=early)
+        if not early:
+            self.model.forget_before()
         started = EngineStarted(
             iteration=self.state.iteration,
             config_digest=self.state.config_digest,
@@ -286,7 +290,7 @@ class Loop:
             own_log_probs=lambda prompt, trajectory: self.model.own_log_probs(prompt, trajectory, plan),
             old_policy=self.model.old_policy,
             trained=self._trained_rewards,
-            early=self.early.rollouts(manifest, remake),
+            early=self.early.rollouts(manifest, remake, any_degrees=not self.model.trainer.objective.needs_log_probs),
         )
 
     def _write_files(self, weights: TensorFile) -> dict[str, str] | None:

@@ -30,6 +30,9 @@ from engine.trainer.shards import Shards, led_shard
 OLD = "old"
 """File of a checkpoint with the old policy's weights, if the old policy is not the trained weights."""
 
+BEFORE = "before"
+"""File of a checkpoint with the weights that made the next batch's early groups, if the trainer needs them."""
+
 FILES: dict[Part, str] = {"weights": "weights", "average": "ema", "moments": "optimizer", "old": OLD}
 """Files of a checkpoint, by the tensors in them."""
 
@@ -79,14 +82,22 @@ class TrainedModel:
     def device(self) -> str:
         return str(next(iter(self.parameters.values())).device)
 
-    def follow(self, batch: int) -> None:
-        """Move the average and the old policy towards the trained weights. Call once per batch, after training it."""
+    def follow(self, batch: int, *, early_follows: bool = False) -> None:
+        """Move the average and the old policy towards the trained weights. Call once per batch, after training it.
+
+        `early_follows`: the next batch may have early groups. If their log-probs are the trainer's to compute, it keeps
+        the weights that made them, until the next call or `forget_before`.
+        """
         decay = decay_of(self._algorithm.diffusion_nft.old_policy_decay, batch)
         if self._shards is not None:
             self._shards.follow(decay)
             return
         self.average.follow()
-        self.trainer.old.advance(decay)
+        self.trainer.old.advance(decay, keeps_before=early_follows and self.trainer.computes_log_probs)
+
+    def forget_before(self) -> None:
+        """Drop the weights of early groups, because the next batch has none."""
+        self.trainer.old.forget_before()
 
     def old_policy(self) -> AbstractContextManager[None]:
         """Put the weights that make the rollouts into the model inside the context, for passes without gradient."""
@@ -117,11 +128,14 @@ class TrainedModel:
         """Write the large files of a checkpoint, which have the master weights, in fp32.
 
         `rollout_weights`: of `rollout_weights()`, not written again unless workers get them in another format. The file
-        `old` exists only if the old policy differs from the trained weights.
+        `old` exists only if the old policy differs from the trained weights, and `before` only if the next batch may
+        have early groups whose log-probs the trainer computes.
         """
         optimizer = self._write("optimizer", "moments", self.trainer.optimizer_state())
         files = {"ema": self._write("ema", "average", self.average.tensors), "optimizer": optimizer}
-        old = self.trainer.old.tensors
+        old, before = self.trainer.old.tensors, self.trainer.old.before
+        if before is not None:
+            files[BEFORE] = self._write(BEFORE, "old", before)
         if old is not None:
             files[OLD] = rollout_weights if self._sent is None else self._write(OLD, "old", old)
         elif self._sent is None:
@@ -143,6 +157,8 @@ class TrainedModel:
         fill_tensors(self.average.tensors, files["ema"])
         self.trainer.optimizer.state.clear()  # before the new moments are read, not beside them
         self.trainer.load_optimizer_state(read_tensors(files["optimizer"], self.device))
+        if BEFORE in files:
+            self.trainer.old.restore_before(read_tensors(files[BEFORE], self.device))
         if OLD in files:
             self.trainer.old.restore(read_tensors(files[OLD], self.device))
             return True

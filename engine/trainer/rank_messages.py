@@ -36,7 +36,8 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class BeginStep(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """An optimiser step begins. A step that was not ended before is void. Weights follow.
 
-    `with_old`: the old policy's weights follow too. False: the old policy is the trained weights.
+    `with_old`: the old policy's weights follow too. False: the old policy is the trained weights. `with_before`: then
+    the weights that made the batch's early groups.
     """
 
     manifest: Manifest
@@ -45,6 +46,7 @@ class BeginStep(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     std: float | None
     rows_per_forward: int
     with_old: bool
+    with_before: bool
 
 
 class TrainGroup(msgspec.Struct, frozen=True, kw_only=True, tag=True):

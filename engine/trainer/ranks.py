@@ -1,6 +1,6 @@
 """Divide the groups of an optimiser step over the ranks of the trainer. LoRA only: every rank has all weights.
 
-    begin   rank 0 copies the trained weights, and the old policy's, to the other ranks
+    begin   rank 0 copies the trained weights, the old policy's, and those of early groups, to the other ranks
     add     the group at place i of the mini-batch belongs to rank i mod ranks; rank 0 sends the others' groups at once
     commit  every rank has trained its groups -> gradients are added in the order of the ranks -> rank 0 takes the step
 
@@ -81,6 +81,7 @@ class Ranks:
         if group is None:
             return trainer.begin(manifest, minibatch, plan, std=std)
         old = trainer.old.tensors
+        before = trainer.old.before if manifest.early else None
         begin = BeginStep(
             manifest=manifest,
             minibatch=minibatch,
@@ -88,12 +89,15 @@ class Ranks:
             std=std,
             rows_per_forward=trainer.rows_per_forward,
             with_old=old is not None,
+            with_before=before is not None,
         )
         with self._usage.measure(Phase.COLLECTIVE):
             self._order(group, begin)
             _copy_weights(group, trainer.parameters.values())
             if old is not None:
                 _copy_weights(group, [old[name] for name in trainer.parameters])
+            if before is not None:
+                _copy_weights(group, [before[name] for name in trainer.parameters])
         numbers = manifest.minibatches[minibatch]
         own = trainer.begin(manifest, minibatch, plan, std=std, share=share_of(numbers, 0, group.ranks))
         return _SharedStep(self, group, numbers, own)
@@ -197,12 +201,15 @@ class Follower:
     def _begin(self, order: BeginStep) -> None:
         trainer, group = self._trainer, self._group
         _copy_weights(group, trainer.parameters.values())
-        if order.with_old:
-            old = {name: torch.empty_like(parameter) for name, parameter in trainer.parameters.items()}
-            _copy_weights(group, old.values())
-            trainer.old.restore(old)
-        else:
-            trainer.old.advance(0)
+        trainer.old.advance(0)
+        for is_sent, restore in (
+            (order.with_old, trainer.old.restore),
+            (order.with_before, trainer.old.restore_before),
+        ):
+            if is_sent:
+                weights = {name: torch.empty_like(parameter) for name, parameter in trainer.parameters.items()}
+                _copy_weights(group, weights.values())
+                restore(weights)
         trainer.rows_per_forward = order.rows_per_forward
         self._memory_error = self._does_not_fit = ""
         share = share_of(order.manifest.minibatches[order.minibatch], group.rank, group.ranks)

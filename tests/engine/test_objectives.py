@@ -406,6 +406,28 @@ def test_an_averaged_old_policy_follows_slowly_and_survives_a_checkpoint():
         assert parameter.item() == 0.25
 
 
+def test_weights_of_early_groups_are_kept_for_one_batch():
+    parameter = nn.Parameter(torch.zeros(1))
+    old = OldPolicy({"w": parameter})
+
+    def before():
+        with old.before_active():
+            return parameter.item()
+
+    for batch in range(3):
+        old.keep()
+        with torch.no_grad():
+            parameter.add_(1.0)
+        old.advance(0.0, keeps_before=batch < 2)
+        assert before() == (batch if batch < 2 else 3.0)
+    old.advance(0.0, keeps_before=True)
+    assert (old.before, before()) == (None, 3.0), "a batch without a step: the version before has the same weights"
+    old.restore_before({"w": torch.tensor([7.0])})
+    assert before() == 7.0
+    old.forget_before()
+    assert before() == 3.0
+
+
 def test_the_published_schedules_of_the_old_policy():
     assert [decay_of("none", batch) for batch in (0, 500)] == [0.0, 0.0]
     assert [decay_of("gradual", batch) for batch in (0, 100, 500, 900)] == pytest.approx([0.0, 0.1, 0.5, 0.5])

@@ -87,6 +87,17 @@ def test_in_exact_order_two_ranks_give_the_same_bits_for_every_order_of_arrival(
     assert bits(trainings.run(other_order, 2)) == bits(trainings.run(job, 2))
 
 
+@pytest.mark.slow
+def test_two_ranks_compare_early_groups_with_the_weights_that_made_them(trainings):
+    """Groups of both ranks are early. A comparison with the weights one version later would be off."""
+    job = Job(family=FAMILIES[0], double=False, algorithm=FLOW_GRPO, early=(0, 1, 4, 5))
+    alone, shared = trainings.run(job, 1), trainings.run(job, 2)
+    assert len(alone.health) == 4
+    for one, other in zip(shared.health, alone.health, strict=True):
+        assert one["dlogp_abs_mean"] == pytest.approx(other["dlogp_abs_mean"], rel=0.02)
+    assert alone.health[2]["dlogp_abs_mean"] > 10 * alone.health[0]["dlogp_abs_mean"]
+
+
 def test_a_rank_is_not_blamed_for_the_loss_of_another():
     progress = iter([None] * (MOST_TORN + 2))
     deaths = Deaths(lambda: next(progress))

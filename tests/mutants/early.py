@@ -1,5 +1,7 @@
 """Planted bugs of early groups: a wrong version, a forgotten draft, a step that does not wait."""
 
+from engine.algorithm.flow_grpo import own_means
+from engine.algorithm.old_policy import OldPolicy
 from engine.algorithm.transaction import Transaction
 from engine.exploration.explorer import Explorer
 from engine.trainer.checkpoints import Checkpoints
@@ -8,9 +10,10 @@ from engine.trainer.evaluator import Evaluator
 from engine.trainer.rollouts import Rollouts
 from engine.trainer.updates import BatchUpdates
 from tests.mutants.faults import Fault
-from tests.mutants.planted_bug import changed
+from tests.mutants.planted_bug import changed, everywhere
 
 EARLY = "tests/engine/test_early_groups.py"
+MERGED = "tests/engine/test_early_merged.py"
 
 FAULTS: dict[str, Fault] = {
     fault.name: fault
@@ -60,6 +63,18 @@ FAULTS: dict[str, Fault] = {
                 ),
             ),
             found_by=f"{EARLY}::test_old_log_probs_are_those_of_the_version_that_sampled_the_group",
+        ),
+        Fault(
+            name="computed-log-probs-are-of-the-wrong-version",
+            forgets="the weights of one version before, when the trainer computes log-probs",
+            patches=(everywhere(own_means, changed(own_means, "early, own.before_active", "early, own.active")),),
+            found_by=f"{MERGED}::test_the_gradient_compares_each_group_with_the_weights_that_made_it",
+        ),
+        Fault(
+            name="a-checkpoint-forgets-the-weights-of-early-groups",
+            forgets="that a restarted trainer needs the weights of one version before",
+            patches=((OldPolicy, "restore_before", lambda self, tensors: None),),
+            found_by=f"{MERGED}::test_a_killed_run_compares_early_groups_with_the_same_weights",
         ),
         Fault(
             name="an-evaluation-is-charged-to-the-wrong-version",
