@@ -455,7 +455,9 @@ class EngineConfig(Strict):
     def _early_groups_are_of_use(self) -> Self:
         full = self.model.compile == "on" and self.model.weights == "full"
         why = why_not_early(algorithm=self.algorithm.name, exploration=self.exploration.mode, compiles_full=full)
-        if self.early.share and why is not None:
+        if self.early.share == "auto" and why is not None:
+            self.__dict__["early"] = self.early.model_copy(update={"share": 0.0})
+        elif self.early.share and why is not None:
             raise ValueError(f"early.share is {self.early.share:g}, but {why}")
         return self
 

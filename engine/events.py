@@ -117,7 +117,8 @@ class IterationDone:
     the distance of their log-probs from the trainer's. `made_by`: number of the batch's rollouts finished by each node.
     `scores`: mean of each metric of the reward over the rollouts, such as the scores of a sum. `schedule`, in
     wall seconds: seconds (of training the batch, with rollouts, and of the last publishing before), waited_seconds,
-    helped_seconds and switch_seconds of the trainer; with known rates expected_seconds and expected_waiting.
+    helped_seconds and switch_seconds of the trainer; with known rates expected_seconds and expected_waiting, and
+    expected_stale_share of a job with early groups.
     """
 
     KIND: ClassVar[str] = "iteration_done"

@@ -49,6 +49,13 @@ def predict(rates: Rates, work: Work, gpus: Gpus, knobs: Knobs, *, batches: int 
     return play(World(rates, start(work, gpus), knobs), batches=batches, warm=warm)
 
 
+def with_early(found: Best, rates: Rates, work: Work, gpus: Gpus, shares: tuple[float, ...]) -> Best:
+    """Return `found`, or the same knobs with another share of early groups if that gains `WORTH`."""
+    knobs = found.knobs
+    allowed = Allowed(units=(knobs.unit,), rows=(knobs.rows,), helps=(knobs.help,), early=shares)
+    return best(rates, work, gpus, allowed, found)
+
+
 def best(rates: Rates, work: Work, gpus: Gpus, allowed: Allowed, beside: Best | None = None) -> Best:
     """Return the quickest of the allowed knobs. A choice must gain `WORTH` over the choices before.
 

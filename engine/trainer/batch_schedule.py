@@ -4,9 +4,9 @@
     help              -> stops between denoising steps once a unit is complete: state committed, lease given back
     a batch is over   -> rates measured anew, the expected seconds of the next
 
-`runtime.help: auto` is the choice of `engine.schedule.choose.best`. Rates that are unknown, or that promised an
-iteration three times too short, lead to `feedback`, which needs none. Without any rollout GPU the trainer always
-samples.
+`runtime.help: auto` and `early.share: auto` are the choice of `engine.schedule.choose.best`. Rates that are unknown, or
+that promised an iteration three times too short, lead to `feedback`, which needs none. Without any rollout GPU the
+trainer always samples.
 """
 
 import math
@@ -19,9 +19,10 @@ from engine.algorithm.transaction import Trainer
 from engine.clock import Clock
 from engine.config import EngineConfig
 from engine.diffusion.sampler import Plan
+from engine.early_config import MOST
 from engine.protocol.messages import Outlook
 from engine.protocol.request import Manifest
-from engine.schedule.choose import Allowed, Best, best, units_of
+from engine.schedule.choose import Allowed, Best, best, units_of, with_early
 from engine.schedule.decide import Action, Help, Wait, next_action
 from engine.schedule.simulate import WAITS, finish
 from engine.schedule.state import SCORER, Image, Lease, State
@@ -48,6 +49,8 @@ class _Batch:
     unit: int
     rows: int
     place: dict[int, int]
+    early: float
+    """Share of early groups, rounded up so far that the schedule counts as many groups."""
     begun: float
 
 
@@ -75,6 +78,8 @@ class BatchSchedule:
         self._gpus: Gpus | None = None
         self._chosen: Best | None = None
         self._chosen_for: object = None
+        self._early = 0.0
+        self._early_for: object = None
         self._distrusts = self._has_warned = False
         self._spent: defaultdict[str, float] = defaultdict(float)
         """Seconds of the open batch in which the trainer waited, sampled and switched; and until it was trained."""
@@ -103,6 +108,7 @@ class BatchSchedule:
             unit=min(work.groups_of_step, manifest.unit or fit),
             rows=self._trainer.rows_per_forward,
             place={number: place for place, number in enumerate(in_order)},
+            early=min(MOST, (len(manifest.early) + 0.5) / len(in_order)) if manifest.early else 0.0,
             begun=time.monotonic(),
         )
         self._distrusts = False
@@ -123,6 +129,21 @@ class BatchSchedule:
         found = self._best(self._gpus, units or (1,))
         return found.knobs.unit if found.timeline is not None else 0
 
+    def early_share(self) -> float:
+        """Return the share of the next batch's groups to sample early: the job's, or for `auto` the quickest.
+
+        `auto` means 0 until an iteration can be played forward with measured rates.
+        """
+        first, *more = self._config.early.shares
+        if not more or self._gpus is None or self._chosen is None or self._chosen.timeline is None:
+            return first
+        if self._early_for != self._chosen_for:
+            batch, rates = self._open_batch(), self.measured.rates()
+            without = self._play(self._gpus, (batch.unit,), early=first)
+            found = with_early(without, rates, batch.work, self._gpus, self._config.early.shares)
+            self._early_for, self._early = self._chosen_for, found.knobs.early
+        return self._early
+
     @property
     def expected(self) -> Timeline | None:
         """Return the expected iteration with the knobs of the open batch. None: the rates are not known yet."""
@@ -136,6 +157,8 @@ class BatchSchedule:
         if self.expected is not None:
             found["expected_seconds"] = self.expected.seconds
             found["expected_waiting"] = self.expected.idle.get(WAITS, 0.0) / self._ranks
+            if self._config.early.share:
+                found["expected_stale_share"] = self.expected.stale_share
         return found
 
     # --- between units
@@ -237,24 +260,26 @@ class BatchSchedule:
 
     def _best(self, gpus: Gpus, units: tuple[int, ...]) -> Best:
         """Return the knobs for rates as they are now. Played forward again once rates change by a tenth."""
-        batch, rates, job = self._open_batch(), self.measured.rates(), self._config.runtime.help
-        key = (gpus, units, batch.work, batch.rows, _rounded(rates))
+        batch, rates = self._open_batch(), self.measured.rates()
+        key = (gpus, units, batch.work, batch.rows, batch.early, _rounded(rates))
         if self._chosen is not None and key == self._chosen_for:
             return self._chosen
-        helps: tuple[HelpKind, ...] = ("off", "search") if job == "auto" else (job,)
-        allowed = Allowed(units=units, rows=(batch.rows,), helps=helps)
-        if (
-            batch.work.groups * batch.work.images > MOST_LEASES * batch.work.lease
-            or self._config.runtime.sp_degree != 1
-        ):
-            found = Best(knobs=Knobs(unit=units[0], rows=batch.rows, help=helps[0]), timeline=None, why="not played")
-        else:
-            found = best(rates, batch.work, gpus, allowed)
-        if found.timeline is None and job == "auto":
+        found = self._play(gpus, units, early=batch.early)
+        if found.timeline is None and self._config.runtime.help == "auto":
             found = Best(knobs=Knobs(unit=units[0], rows=batch.rows, help="feedback"), timeline=None, why=found.why)
         if len(units) == 1:
             self._chosen, self._chosen_for = found, key
         return found
+
+    def _play(self, gpus: Gpus, units: tuple[int, ...], *, early: float) -> Best:
+        """Return the quickest knobs with this share of early groups. No timeline: the batch cannot be played."""
+        batch, job = self._open_batch(), self._config.runtime.help
+        helps: tuple[HelpKind, ...] = ("off", "search") if job == "auto" else (job,)
+        too_large = batch.work.groups * batch.work.images > MOST_LEASES * batch.work.lease
+        if too_large or self._config.runtime.sp_degree != 1:
+            return Best(knobs=Knobs(unit=units[0], rows=batch.rows, help=helps[0]), timeline=None, why="not played")
+        allowed = Allowed(units=units, rows=(batch.rows,), helps=helps, early=(early,))
+        return best(self.measured.rates(), batch.work, gpus, allowed)
 
     def _check_time(self) -> None:
         """Distrust the rates for the rest of a batch that takes much longer than they promised."""

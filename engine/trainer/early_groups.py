@@ -49,14 +49,16 @@ class EarlyGroups:
         coordinator: CoordinatorClient,
         checkpoints: Checkpoints,
         reporter: Reporter,
+        share: Callable[[], float],
     ) -> None:
+        """`share`: returns the share of groups to sample early, as it is best now. 0: none."""
         self._config, self._run, self._prompts, self._schedule = config, run, prompts, schedule
         self._state = state
         self._exploration = exploration
         self._coordinator = coordinator
         self._checkpoints = checkpoints
         self._reporter = reporter
-        self._number = early_groups(config.early.share, config.algorithm.prompts_per_batch)
+        self._share = share
         self._order: ExplorationOrder | None = None
         self._candidates: list[Finished] = []
         self._looks = False
@@ -74,7 +76,7 @@ class EarlyGroups:
         """
         batch = self._state.iteration + 1
         self._draft, self._looks, self._order, self._candidates = None, False, order, []
-        if not self._number or batch >= self._config.iterations:
+        if not any(self._config.early.shares) or batch >= self._config.iterations:
             return
         stored = self._checkpoints.draft(batch)
         if stored is not None and stored.version == self._state.iteration:
@@ -84,7 +86,10 @@ class EarlyGroups:
 
     def look(self) -> None:
         """Draft the early groups once there are enough candidates and a spot node is live. Call often."""
-        if not self._looks or self._coordinator.alone_since is not None or not self._has_candidates():
+        if not self._looks or self._coordinator.alone_since is not None:
+            return
+        number = early_groups(self._share(), self._config.algorithm.prompts_per_batch)
+        if not number or not self._has_candidates():
             return
         batch = self._state.iteration + 1
         prompts = self._prompts.batch(batch)
@@ -95,7 +100,7 @@ class EarlyGroups:
             batch=batch,
             version=self._state.iteration,
             sampler=batch_plan(self._config, batch, self._schedule).signature,
-            groups=groups[: self._number],
+            groups=groups[:number],
         )
         self._checkpoints.put_draft(draft)  # before the first rollout: a restarted trainer must not choose again
         self._submit(draft)

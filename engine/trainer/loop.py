@@ -102,6 +102,7 @@ class Loop:
             coordinator=self.coordinator,
             checkpoints=self.checkpoints,
             reporter=self.reporter,
+            share=lambda: self.batch_schedule.early_share(),
         )
         copies = None if full else group
         ranks = self.model.steps(Ranks(copies, self.model.trainer, self.usage, is_started=start is not None))

@@ -2,14 +2,14 @@
 
 The plan's price counts rollouts as shared without loss, and training after the last rollout. The schedule
 (`engine/schedule/`) instead plays the engine as it is: leases of whole images, units of groups, a trainer that helps as
-`runtime.help` says. The schedule shows where GPUs wait, and does not change the price.
+`runtime.help` and `early.share` say. The schedule shows where GPUs wait, and does not change the price.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
 
-from engine.schedule.choose import Allowed, best
+from engine.schedule.choose import Allowed, best, with_early
 from engine.schedule.values import Gpus, Help, Rates, Work, lower_bound
 from engine.timing.figures import Figure, Source
 from engine.timing.job import rows_of_an_image
@@ -43,6 +43,10 @@ class PlanSchedule:
     better_rows: int
     """The `algorithm.rows_per_forward` that gives `better_unit`."""
     better_seconds: float
+    early_share: float = 0.0
+    """Largest share of a batch's groups that is sampled one version early (`early.share`)."""
+    stale_share: float = 0.0
+    """Share of the groups that is expected to be sampled early."""
 
     def text(self) -> str:
         """Return the forecast in words."""
@@ -55,6 +59,8 @@ class PlanSchedule:
         most = max(self.idle, key=lambda cause: self.idle[cause], default=None)
         if most is not None and self.idle[most] > 0:
             parts[-1] += f", mostly because the {most}"
+        if self.early_share:
+            parts.append(f"early.share {self.early_share:g}: {self.stale_share:.0%} of the groups one version early")
         if self.better_unit != self.unit:
             parts.append(f"algorithm.unit: {self.better_unit} would make it {self.better_seconds:.0f} s")
         return "; ".join(parts)
@@ -96,11 +102,14 @@ def plan_schedule(job: Job, recipe: Recipe, *, trainer: int, rollout: int) -> Pl
         unit = min(whole_step, algorithm.unit)
     search: Help = "search" if images <= MOST_SEARCHED else "feedback"
     helps: tuple[Help, ...] = ("off", search) if job.runtime.help == "auto" else (job.runtime.help,)
-    now = best(rates, work, gpus, Allowed(units=(unit,), rows=(algorithm.rows_per_forward,), helps=helps))
+    least, *_ = job.early.shares
+    allowed = Allowed(units=(unit,), rows=(algorithm.rows_per_forward,), helps=helps, early=(least,))
+    now = with_early(best(rates, work, gpus, allowed), rates, work, gpus, job.early.shares)
     timeline = now.timeline
     assert timeline is not None
     smaller = tuple(dict.fromkeys((unit, *(ceil(unit / part) for part in (2, 4, 8)), 1)))
-    better = best(rates, work, gpus, Allowed(units=smaller, rows=(now.knobs.rows,), helps=helps), now)
+    early = (now.knobs.early,)
+    better = best(rates, work, gpus, Allowed(units=smaller, rows=(now.knobs.rows,), helps=helps, early=early), now)
     assert better.timeline is not None
     return PlanSchedule(
         rollout_gpus=gpus.rollout,
@@ -112,4 +121,6 @@ def plan_schedule(job: Job, recipe: Recipe, *, trainer: int, rollout: int) -> Pl
         better_unit=better.knobs.unit,
         better_rows=better.knobs.unit * of_group,
         better_seconds=better.timeline.seconds,
+        early_share=now.knobs.early,
+        stale_share=timeline.stale_share,
     )

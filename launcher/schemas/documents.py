@@ -90,8 +90,10 @@ def documents() -> dict[str, Schema]:
         "prices-watch": _with_refused(outputs.PricesWatch),
         "error": _schema(outputs.ErrorOutput),
     }
-    # Outputs of version 1 from before several rewards have no scores.
+    # Outputs of version 1 from before several rewards have no scores, and those from before early groups no such share.
     found["report"]["required"].remove("scores")
+    for added_later in ("expected_stale_share", "stale_share", "early_outside_share"):
+        found["report"]["$defs"]["ScheduleResult"]["required"].remove(added_later)
     return {
         name: {"$schema": DIALECT, "$id": f"urn:spotrl:schema:{name}:{VERSION}", "title": f"spotrl {name}"} | schema
         for name, schema in found.items()
@@ -226,6 +228,8 @@ def _launch() -> Schema:
         on_clouds["$defs"][name] = _join(part.get("description", ""), part, _schema(more))
     definitions = local.pop("$defs") | on_clouds.pop("$defs")
     definitions["Placement"]["required"].remove("disk_gib")
+    for added_later in ("early_share", "stale_share"):
+        definitions["PlanSchedule"]["required"].remove(added_later)
     started = _joined("A started run.", outputs.LaunchFacts, RunView)
     definitions |= started.pop("$defs") | {"LocalPlan": local, "CloudPlan": on_clouds}
     dry = _schema(outputs.DryRun)

@@ -7,7 +7,7 @@ from launcher.placement.from_job import recipe_of
 from launcher.placement.schedule import MOST_IMAGES, plan_schedule
 
 
-def job(rows=168, prompts=8, images=8):
+def job(rows=168, prompts=8, images=8, early=0.0):
     return Job(
         reward={"name": "ocr"},
         model={"name": "qwen-image", "path": "there", "weights": "lora", "lora_rank": 64},
@@ -20,6 +20,7 @@ def job(rows=168, prompts=8, images=8):
         },
         sampler={"steps": 10, "window": {"size": 2}},
         runtime={"shape": 8},
+        early={"share": early},
     )
 
 
@@ -43,6 +44,17 @@ def test_a_unit_of_the_whole_step_is_named_with_the_rows_that_would_be_better():
     better = schedule_of(job(rows=found.better_rows))
     assert better.seconds == pytest.approx(found.better_seconds)
     assert "would make it" not in better.text()
+
+
+def test_a_plan_prints_the_share_of_early_groups_that_auto_means():
+    off, auto = schedule_of(job()), schedule_of(job(early="auto"))
+    assert (off.early_share, off.stale_share) == (0.0, 0.0)
+    assert "one version early" not in off.text()
+    assert auto.early_share > 0
+    assert auto.seconds < 0.98 * off.seconds
+    assert f"early.share {auto.early_share:g}: {auto.stale_share:.0%} of the groups one version early" in auto.text()
+    assert schedule_of(job(early=0.25)).early_share == 0.25
+    assert schedule_of(job(early="auto"), rollout=0).early_share == 0.0, "no rollout GPU is ever idle"
 
 
 def test_a_trainer_alone_is_never_idle():
