@@ -1,6 +1,7 @@
 """The sum of gradients in fixed point: any order gives the same bits, and no overflow goes unseen."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -11,11 +12,11 @@ from torch import nn
 from engine.algorithm.gradient_sum import GradientSum
 
 
-def summed(addends, most=None):
-    parameter = nn.Parameter(torch.zeros(len(addends[0])))
+def summed(addends, most=None, dtype=torch.float32):
+    parameter = nn.Parameter(torch.zeros(len(addends[0]), dtype=dtype))
     total = GradientSum([parameter], most=most or len(addends))
     for addend in addends:
-        total.add([torch.tensor(addend, dtype=torch.float32)])
+        total.add([torch.tensor(addend, dtype=dtype)])
     total.write()
     return parameter.grad
 
@@ -28,6 +29,16 @@ values = st.floats(-1000, 1000, width=32)
 def test_every_order_gives_the_same_bits(addends, random):
     shuffled = random.sample(addends, len(addends))
     assert torch.equal(summed(addends), summed(shuffled))
+
+
+@given(st.lists(st.tuples(st.floats(-1000, 1000)), min_size=2, max_size=6), st.randoms(use_true_random=False))
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_fp64_is_summed_to_its_last_bits_in_every_order(addends, random):
+    shuffled = random.sample(addends, len(addends))
+    found = summed(addends, dtype=torch.float64)
+    assert torch.equal(found, summed(shuffled, dtype=torch.float64))
+    exact = math.fsum(value for (value,) in addends)
+    assert float(found) == pytest.approx(exact, rel=2.0**-52, abs=len(addends) * 2.0**-97)
 
 
 def test_floats_in_order_of_arrival_differ_where_the_sum_does_not():

@@ -96,8 +96,7 @@ def test_in_fp64_units_in_any_order_train_the_weights_of_one_pass(double, one_sh
         assert len(gradients) == STEPS
         for found, wanted in zip(gradients, expected, strict=True):
             assert farthest(found, wanted) <= 1e-10
-        # AdamW divides by the size of a gradient, and `exact` rounds each gradient to 2^-48.
-        assert farthest(trainer.parameters, weights) <= (1e-9 if order == "exact" else 1e-10)
+        assert farthest(trainer.parameters, weights) <= 1e-10
 
 
 @given(
