@@ -34,14 +34,14 @@ MORE = "More: --explain"
 def cloud_screen(checked: CheckedJob, plan: CloudPlan, now_ms: int) -> Iterator[str]:
     """Return the plan of a job on clouds as lines of at most 80 columns."""
     job = checked.job
-    yield _cut(f"{job.name}: {_money(plan.cost)}, {_time(plan.time)}")
+    yield _cut(f"{job.name}: {_money(plan.quoted_cost)}, {_time(plan.quoted_time)}")
     goal = f"to {job.target.metric} {job.target.value:g}" if job.target else f"for {job.iterations} iterations"
     yield _cut(f"  {_largest(plan)}; {goal} in {plan.cloud} {plan.region}")
     yield from map(_cut, judges_text(job))
     yield from _shown([f"  !! {stop}" for stop in stops(checked, plan.slots, now_ms)])
     yield from pool_table(plan.slots)
     for factors in plan.factors:
-        yield _cut(f"  {saving(plan.cost.expected, factors)}")
+        yield _cut(f"  {saving(plan.quoted_cost.expected, factors)}")
     if plan.replays is not None:
         yield _cut(f"  {replays_text(plan.replays)}")
     yield from _alternatives(plan.alternatives)

@@ -93,7 +93,11 @@ def simulate(
         raise JobError(f"{checked.job.name} runs on this machine, which has no market", "name clouds: --infra aws,gcp")
     on_clouds = cloud_plan(sessions, checked.job, home() / "catalogs", time.time_ns() // 1_000_000, checked.workdir)
     plan, limit_ms = on_clouds.as_plan(), on_clouds.deadline_ms
-    markets = generated_markets(plan, limit_ms) if trace is None else _recorded(plan, trace, starts, limit_ms)
+    markets = (
+        generated_markets(plan, on_clouds.zones, limit_ms)
+        if trace is None
+        else _recorded(plan, trace, starts, limit_ms)
+    )
     found = run_simulation(
         plan,
         MoveRules.of(checked.job),

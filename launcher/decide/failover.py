@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from engine.events import Market
 from launcher.decide.launch_history import AGAIN_MS, MoveRules, Tried, cooled_until_ms, end_text
 from launcher.placement.options import Option, SiteOptions
-from launcher.placement.value import COOL_MOST_MS, most_in_one_zone
+from launcher.placement.value import COOL_MOST_MS, DEAR, most_in_one_zone
 
 ASK_MS, ASK_MOST_MS = 240_000, 480_000
 """First and longest cool-down of a pool that refused while the trainer waits for the node, in milliseconds. A request
@@ -62,10 +62,6 @@ Move = Option | Wait | NothingLeft
 
 WantsStandIn = Callable[[Option, Sequence[Option], int], bool]
 """(stand-in, spot options that lack capacity, time since which all of them do): whether to buy the stand-in now."""
-
-DEAR = 1.25
-"""A spot option above this many times the plan's price is a stand-in too: prices of spot in one region differ by a
-factor of 4, and the dearest is the price on demand. Assumed."""
 
 
 def home_of(tried: Tried, sites: Sequence[SiteOptions]) -> SiteOptions:

@@ -25,9 +25,10 @@ def place_of(slot: Slot, tried: Tried, after: Sequence[NodeRecord], facts: Facts
         return slot.option
     limit = wanted.limits.max_hourly
     if slot.role == "trainer":
-        sites = _within(facts, limit)
+        sites = _within(facts.sites, facts, limit)
         return next_trainer(tried, sites, wanted.rules, facts.now_ms)
-    sites = _within(facts, None if limit is None else limit - hourly_of(after))
+    here = [site for site in facts.sites if tried.trainer is not None and site.place == tried.trainer.site]
+    sites = _within(here, facts, None if limit is None else limit - hourly_of(after))
     nodes = sum(slot.role == "rollout" for slot in wanted.slots)
     if any(node.slot == slot.name and stays(node) for node in after):
         if not may_risk_spot(facts, wanted):
@@ -57,14 +58,14 @@ def _wants_stand_in(
     return wants_stand_in(facts, wanted, prices, working, out_since_ms, price)
 
 
-def _within(facts: Facts, micro_usd_per_hour: int | None) -> Sequence[SiteOptions]:
+def _within(sites: Sequence[SiteOptions], facts: Facts, micro_usd_per_hour: int | None) -> Sequence[SiteOptions]:
     """Return the sites without offers above the price limit.
 
     If every offer is too expensive, the sites are returned unchanged, so that the budget guard's refusal names the
     amounts.
     """
     if micro_usd_per_hour is None:
-        return facts.sites
+        return sites
 
     def fits(option: Option) -> bool:
         return option.placement.micro_usd_per_hour + beside(option.placement, facts) <= micro_usd_per_hour
@@ -72,12 +73,12 @@ def _within(facts: Facts, micro_usd_per_hour: int | None) -> Sequence[SiteOption
     def cheap(options: tuple[Option, ...]) -> tuple[Option, ...]:
         return tuple(option for option in options if fits(option)) or options
 
-    trainers_fit = any(fits(option) for site in facts.sites for option in site.trainer)
+    trainers_fit = any(fits(option) for site in sites for option in site.trainer)
     return [
         replace(
             site,
             trainer=tuple(option for option in site.trainer if fits(option)) if trainers_fit else site.trainer,
             rollout=cheap(site.rollout),
         )
-        for site in facts.sites
+        for site in sites
     ]

@@ -53,31 +53,12 @@ BUCKET_PREEMPTIONS = 8.0
 """Weight of a pool's factor in each age bucket, in preemptions (research notes market_replay 3)."""
 
 TRACE_UPTIME = 0.64
-"""Mean share of time with spot capacity in the nine zones; the prior odds of a successful launch."""
+"""Mean share of time with spot capacity in nine AWS zones of V100. Six nodes of H100 could be held for .62 of the time
+in 12 Google Cloud zones (tests/benchmarks/calibration.py)."""
 
-SHARE_AT_WORK = Estimate(
-    mean=0.53,
-    low=0.41,
-    high=0.61,
-    basis=Basis.REPLAYED,
-    source="replay of our own cool-downs on six sets of recorded traces: mean, least and most of the sets",
-)
-"""Share of time that a spot slot had a node at work. An outage lasts for a while, so attempts after a preemption
-fail far more often than `TRACE_UPTIME` says: 66 to 92 in 100. Stand-ins do not count as work here."""
-
-EIGHT_GPU_SHARE_AT_WORK = Estimate(
-    mean=0.33,
-    low=0.30,
-    high=0.61,
-    basis=Basis.REPLAYED,
-    source="replay of our own cool-downs on recorded pools of eight V100: .30 to .35; the high end is that of one GPU",
-)
-
-
-def usual_share_at_work(gpus: int) -> Estimate:
-    """Return the share of time that a spot slot of nodes with so many GPUs had a node at work."""
-    return EIGHT_GPU_SHARE_AT_WORK if gpus >= 8 else SHARE_AT_WORK
-
+EIGHT_GPU_UPTIME = 0.40
+"""The same of nodes with eight GPUs. With it, a slot of eight V100 in one zone works for .32 of the time
+(`useful_share`), as in replays of recorded pools: .30 to .35 (research notes cost 3). Assumed for other GPUs."""
 
 PRIOR_LAUNCHES = 2.0
 """Weight of the prior odds, in launches. Zones ranged from .17 to .90 (research notes cost 3)."""
@@ -123,6 +104,27 @@ class HazardCurve:
         """Return E[min(L, H)] in hours, the integral of S from 0 to H. L: life of a node; H: `until_hours`."""
         return _mean_life(self.per_hour, until_hours)
 
+    def mean_rest(self, until_hours: float = inf) -> float:
+        """Return E[min(R, H)] in hours. R: the rest of a life that is met at a random moment; H: `until_hours`.
+
+        Long lives are met more often, so R is longer than a whole life where the hazard falls with age:
+        P(R > t) = (integral of S from t on) / E[L].
+        """
+        return _mean_rest(self.per_hour, until_hours)
+
+    def rests(self, hours: float) -> float:
+        """Return P(R > hours)."""
+        return 1.0 - self.mean_life(hours) / self.mean_life()
+
+    def age_at(self, preemptions: float) -> float:
+        """Return the age in hours at which so many preemptions are expected: a life, if drawn from Exp(1)."""
+        age = 0.0
+        for hazard, length in zip(self.per_hour, BUCKET_HOURS, strict=True):
+            if preemptions <= hazard * length and hazard:
+                return age + preemptions / hazard
+            age, preemptions = age + length, preemptions - (hazard * length if hazard else 0.0)
+        return age
+
     def scaled(self, factor: float) -> "HazardCurve":
         return HazardCurve(per_hour=tuple(factor * hazard for hazard in self.per_hour))
 
@@ -142,6 +144,27 @@ def _mean_life(per_hour: tuple[float, ...], until_hours: float) -> float:
         hours += alive * (-expm1(-reclaims) / hazard if reclaims > 1e-12 else part)
         alive *= exp(-reclaims)
     return hours
+
+
+@lru_cache(maxsize=4096)
+def _mean_rest(per_hour: tuple[float, ...], until_hours: float) -> float:
+    """Return (integral of min(x, H) S(x) from 0 on) / E[L], bucket by bucket."""
+    alive, age, area = 1.0, 0.0, 0.0
+    for hazard, part in zip(per_hour, _parts(until_hours), strict=True):
+        if part == 0:
+            break
+        gone = -expm1(-hazard * part) if hazard else 0.0
+        if hazard * part > 1e-9:
+            kept = 0.0 if part == inf else part * (1 - gone)
+            area += alive * (age * gone / hazard + (gone / hazard - kept) / hazard)
+        else:
+            area += alive * part * (age + part / 2)
+        alive, age = alive * (1 - gone), age + part
+    whole = _mean_life(per_hour, inf)
+    if whole == inf:
+        return until_hours
+    beyond = 0.0 if until_hours == inf else until_hours * (whole - _mean_life(per_hour, until_hours))
+    return (area + beyond) / whole
 
 
 def _parts(hours: float) -> list[float]:
@@ -387,7 +410,11 @@ def _high_end(shape: float) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchOdds:
-    """Odds that a requested node comes: a Beta distribution from a prior and the launches seen."""
+    """Share of time in which a pool has capacity: a Beta distribution from a prior and the launches seen.
+
+    The chance that a request at a time picked at random succeeds. After a preemption the chance is lower, because
+    outages last (spells.py).
+    """
 
     successes: int = 0
     failures: int = 0
@@ -416,6 +443,14 @@ class LaunchOdds:
             source=f"our own ledger; before that {self.prior_source}" if is_observed else self.prior_source,
             events=self.successes + self.failures,
         )
+
+
+def usual_odds(gpus: int) -> LaunchOdds:
+    """Return the share of time with capacity of a spot pool of nodes with so many GPUs, before any evidence."""
+    if gpus < 8:
+        return LaunchOdds()
+    source = f"{NOTES}: share of time with capacity for eight GPUs"
+    return LaunchOdds(prior=EIGHT_GPU_UPTIME, prior_source=source)
 
 
 ON_DEMAND = LaunchOdds(prior=ON_DEMAND_ODDS, prior_basis=Basis.ASSUMED, prior_source="assumed for on demand")

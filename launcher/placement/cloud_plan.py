@@ -6,6 +6,8 @@ from typing import Any
 
 from engine.events import Market
 from launcher.market.estimate import Estimate
+from launcher.market.spells import ZoneSpells
+from launcher.money import HOUR_MS
 from launcher.placement.iteration_time import WhenSpotPays
 from launcher.placement.memory import GpuMemory
 from launcher.placement.options import SiteOptions
@@ -157,6 +159,8 @@ class CloudPlan:
     """Memory of each GPU by role. Empty for models that ship with spotrl, and for GPUs of unknown memory."""
     pace_ms: tuple[int, ...] = ()
     """Milliseconds of an iteration with 0, 1, 2, ... of the plan's rollout nodes at work."""
+    zones: tuple[ZoneSpells, ...] = ()
+    """Spells of capacity that the plan expects of every spot zone of its region."""
     trainer: TrainerRanks
     """Work of the GPUs of the trainer's node."""
     disk: Mapping[str, int] = field(default_factory=dict)
@@ -170,6 +174,25 @@ class CloudPlan:
     def longest_ms(self) -> int | None:
         """Return the time after which the run ends, done or not. None: no limit."""
         return self.deadline_ms if self.max_runtime_ms is None else self.max_runtime_ms
+
+    @property
+    def quoted_cost(self) -> Span:
+        """Return the dollars to quote: the mean of the replays, which also count stand-ins, if there are any.
+
+        The interval is that of the forecast, widened by the starts.
+        """
+        if self.replays is None:
+            return self.cost
+        usd, low, high = (round(1e6 * usd) for usd in (self.replays.usd, self.replays.usd_low, self.replays.usd_high))
+        return Span(expected=usd, low=min(low, self.cost.low), high=max(high, self.cost.high))
+
+    @property
+    def quoted_time(self) -> Span:
+        """Return the time to quote, as `quoted_cost`."""
+        if self.replays is None:
+            return self.time
+        ms = round(self.replays.hours * HOUR_MS)
+        return Span(expected=ms, low=min(ms, self.time.low), high=max(ms, self.time.high))
 
     def as_plan(self) -> Plan:
         """Return the plan in the form that the run's controller keeps."""

@@ -4,7 +4,7 @@ C = K [ T (P_T + sum over zones of n_z b_z) + e G m ]      (research notes cost 
 
 K: iterations. T: hours of an iteration. P_T: the trainer's price per hour. e: traffic price per GB. G: GB of new
 weights. m: copies of the weights per iteration. n_z slots in zone z are each at work for a share u_z of the time and
-cost b_z an hour by the clock (`launcher/placement/value.py`). T and K follow from the GPUs at work
+cost b_z an hour by the clock (`launcher/placement/value.py`). T and K follow from the GPUs at work over time
 (`launcher/placement/iteration_time.py`). C is the objective of every plan: two choices are compared by C alone.
 """
 
@@ -14,17 +14,17 @@ from typing import Literal
 
 from engine.events import Market
 from launcher.market.estimate import Estimate
-from launcher.market.hazard import usual_share_at_work
 from launcher.money import HOUR_MS
 from launcher.placement.iteration_time import (
+    GpusAtWork,
+    Progress,
     Recipe,
     candidates_per_prompt,
     gain_of,
-    iteration_seconds,
-    iterations_share,
+    progress,
 )
-from launcher.placement.requirements import CloudRequirements, PricedPool, Site
-from launcher.placement.value import copies_micro_usd, gpu_variance, outage_hours, useful_share, value_of
+from launcher.placement.requirements import CloudRequirements, PricedPool, Site, in_one_region, revalued
+from launcher.placement.value import copies_micro_usd, gpu_variance, is_first_hour_free
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,31 +80,33 @@ class Outlook:
     ms: int
 
 
-def sums(choice: Choice) -> tuple[float, float, float, int]:
-    """Return a choice's GPUs at work, their variance, the hourly rate of the rollout nodes, and the weight copies.
+def sums(choice: Choice) -> tuple[GpusAtWork, float, int]:
+    """Return a choice's GPUs at work, the hourly rate of the rollout nodes in micro-dollars, and the weight copies.
 
-    The rate is in micro-dollars. Each zone with nodes gets a copy of new weights.
+    Each zone with nodes gets a copy of new weights.
     """
     zones, counts = choice.site.zones, choice.spot
-    gpus = rate = 0.0
+    gpus = rate = most = 0.0
     copies = 0
     for pool, count in zip(zones, counts, strict=True):
         gpus += count * pool.offer.gpus * pool.value.useful_share
+        most += count * pool.offer.gpus
         rate += count * pool.value.micro_usd_per_hour
         copies += count > 0
-    steady = choice.site.on_demand
+    steady, always = choice.site.on_demand, 0.0
     if choice.on_demand and steady is not None:
-        gpus += choice.on_demand * steady.offer.gpus * steady.value.useful_share
+        always = choice.on_demand * steady.offer.gpus * steady.value.useful_share
         rate += choice.on_demand * steady.value.micro_usd_per_hour
         copies += 1
-    return gpus, gpu_variance(counts, [pool.gpu_spread for pool in zones]), rate, copies
+    variance = gpu_variance(counts, [pool.gpu_spread for pool in zones])
+    at_work = GpusAtWork(mean=always + gpus, variance=variance, fewest=always, most=always + most)
+    return at_work, rate, copies
 
 
 def cost(
     recipe: Recipe,
     trainer_micro_usd_per_hour: int,
-    gpus: float,
-    variance: float,
+    gpus: GpusAtWork,
     nodes_micro_usd_per_hour: float,
     copies: int,
     iterations: float | None = None,
@@ -113,22 +115,29 @@ def cost(
     """Return C in micro-dollars and K T in milliseconds, both rounded up.
 
     `iterations` and `exponent` default to the values of the recipe. The rate rises with the nodes' price and C with the
-    rate. C and the hours fall with `gpus` and rise with `variance`. The search relies on both.
+    rate.
     """
     exponent = recipe.gain_exponent.mean if exponent is None else exponent
-    share = iterations_share(recipe, candidates_per_prompt(recipe, gpus), exponent)
-    number = (recipe.iterations.mean if iterations is None else iterations) * share
-    hours = number * iteration_seconds(recipe.cost, gpus, variance) / 3600
-    paid = hours * (trainer_micro_usd_per_hour + nodes_micro_usd_per_hour)
-    return ceil(paid + number * copies_micro_usd(recipe.copy_bytes, copies)), ceil(hours * HOUR_MS)
+    hourly = trainer_micro_usd_per_hour + nodes_micro_usd_per_hour
+    return paid(recipe, progress(recipe, gpus, exponent), hourly, copies, iterations)
+
+
+def paid(
+    recipe: Recipe, made: Progress, micro_usd_per_hour: float, copies: int, iterations: float | None = None
+) -> tuple[int, int]:
+    """Return C in micro-dollars and K T in milliseconds for a progress and an hourly rate of all nodes."""
+    number = recipe.iterations.mean if iterations is None else iterations
+    hours = number * made.seconds / 3600
+    traffic = number * made.iterations_share * copies_micro_usd(recipe.copy_bytes, copies)
+    return ceil(hours * micro_usd_per_hour + traffic), ceil(hours * HOUR_MS)
 
 
 def outlook(needs: CloudRequirements, choice: Choice) -> Outlook:
     """Return the forecast of a choice."""
     recipe = needs.recipe.on(choice.site.trainer.gpus)
-    gpus, variance, rate, copies = sums(choice)
-    micro_usd, ms = cost(recipe, choice.site.trainer.micro_usd_per_hour, gpus, variance, rate, copies)
-    return _outlook(recipe, gpus, variance, micro_usd, ms)
+    gpus, rate, copies = sums(choice)
+    micro_usd, ms = cost(recipe, choice.site.trainer.micro_usd_per_hour, gpus, rate, copies)
+    return _outlook(recipe, gpus, micro_usd, ms)
 
 
 def on_demand_outlook(needs: CloudRequirements, choice: Choice) -> Outlook:
@@ -137,20 +146,20 @@ def on_demand_outlook(needs: CloudRequirements, choice: Choice) -> Outlook:
     The forecast favours on-demand nodes: no preemptions, and every node runs at once.
     """
     recipe = needs.recipe.on(choice.site.trainer.gpus)
-    gpus = sum(count * pool.offer.gpus for pool, count in choice.pools)
+    gpus = GpusAtWork(mean=sum(count * pool.offer.gpus for pool, count in choice.pools))
     rate = sum(count * pool.on_demand_micro_usd_per_hour for pool, count in choice.pools)
-    micro_usd, ms = cost(recipe, choice.site.trainer.micro_usd_per_hour, gpus, 0.0, rate, sums(choice)[3])
-    return _outlook(recipe, gpus, 0.0, micro_usd, ms)
+    micro_usd, ms = cost(recipe, choice.site.trainer.micro_usd_per_hour, gpus, rate, sums(choice)[2])
+    return _outlook(recipe, gpus, micro_usd, ms)
 
 
-def _outlook(recipe: Recipe, gpus: float, variance: float, micro_usd: int, ms: int) -> Outlook:
-    candidates = candidates_per_prompt(recipe, gpus)
-    share = iterations_share(recipe, candidates, recipe.gain_exponent.mean)
+def _outlook(recipe: Recipe, gpus: GpusAtWork, micro_usd: int, ms: int) -> Outlook:
+    candidates = max(candidates_per_prompt(recipe, number) for _, number in gpus.weights)
+    made = progress(recipe, gpus, recipe.gain_exponent.mean)
     return Outlook(
-        useful_gpus=gpus,
-        seconds_per_iteration=iteration_seconds(recipe.cost, gpus, variance),
-        iterations=recipe.iterations.mean * share,
-        iterations_share=share,
+        useful_gpus=gpus.mean,
+        seconds_per_iteration=made.iteration_seconds,
+        iterations=recipe.iterations.mean * made.iterations_share,
+        iterations_share=made.iterations_share,
         candidates_per_prompt=candidates,
         variance_gain=gain_of(recipe.cost.images_per_prompt, candidates, recipe.rho),
         micro_usd_per_hour=round(micro_usd * HOUR_MS / ms),
@@ -165,53 +174,50 @@ End = Literal["good", "bad"]
 def at_the_end(needs: CloudRequirements, choice: Choice, end: End) -> tuple[int, int]:
     """Return micro-dollars and milliseconds with every uncertain figure at its good end, or at its bad end, at once.
 
-    Uncertain are the iterations, the saving by exploration, hazards, launches and cold starts. The range is wider than
-    a 90 % interval of all of them together.
+    Uncertain are the iterations, the saving by exploration, hazards, uptimes and cold starts. The good end also has the
+    free first hour of AWS. The range is wider than a 90 % interval of all of them together.
     """
-    site, recipe = choice.site, needs.recipe.on(choice.site.trainer.gpus)
-    steady = site.on_demand
-    moved = replace(
-        choice,
-        site=replace(
-            site,
-            zones=tuple(_moved(pool, end) for pool in site.zones),
-            on_demand=None if steady is None else _moved(steady, end),
-        ),
-    )
+    recipe = needs.recipe.on(choice.site.trainer.gpus)
+    site = _moved_site(choice.site, end)
     is_good = end == "good"
     iterations = recipe.iterations.low if is_good else recipe.iterations.high
     exponent = recipe.gain_exponent.high if is_good else recipe.gain_exponent.low
+    moved = replace(choice, site=site)
     return cost(recipe, site.trainer.micro_usd_per_hour, *sums(moved), iterations=iterations, exponent=exponent)
+
+
+def _moved_site(site: Site, end: End) -> Site:
+    steady = site.on_demand
+    return replace(
+        site,
+        zones=tuple(in_one_region([_moved(pool, end) for pool in site.zones])),
+        on_demand=None if steady is None else _moved(steady, end),
+    )
 
 
 def _moved(pool: PricedPool, end: End) -> PricedPool:
     is_good, survival = end == "good", pool.survival
-    is_spot, share = pool.offer.market is Market.SPOT, usual_share_at_work(pool.offer.gpus)
     hazards = pool.terms.hazards if survival is None else survival.low if is_good else survival.high
     terms = replace(
         pool.terms,
         hazards=hazards,
         launch_odds=pool.odds.high if is_good else pool.odds.low,
         cold_start_hours=(pool.cold_start.low if is_good else pool.cold_start.high) / HOUR_MS,
-        outage_hours=outage_hours(share.high if is_good else share.low, pool.usual) if is_spot else 0.0,
+        first_hour_free=is_good and is_first_hour_free(pool.offer.cloud, pool.offer.market),
     )
-    value = value_of(terms)
-    return replace(pool, terms=terms, value=value, gpu_spread=pool.offer.gpus * value.spread if is_spot else 0.0)
+    return revalued(pool, terms)
 
 
-def share_at_work(pool: PricedPool) -> Estimate:
+def share_at_work(site: Site, pool: PricedPool) -> Estimate:
     """Return the share of the time that a slot of this pool has a node at work.
 
-    The ends of the interval come from short and long outages.
+    The ends of the interval are those of the plan: hazards, uptimes and cold starts at their ends, all at once.
     """
     if pool.offer.market is not Market.SPOT:
         return replace(pool.odds, mean=pool.value.useful_share, low=pool.value.useful_share, high=1.0)
-    usual = usual_share_at_work(pool.offer.gpus)
-    low, high = (
-        useful_share(replace(pool.terms, outage_hours=outage_hours(share, pool.usual)))
-        for share in (usual.low, usual.high)
-    )
-    return replace(usual, mean=pool.value.useful_share, low=low, high=high)
+    number = site.zones.index(pool)
+    low, high = (_moved_site(site, end).zones[number].value.useful_share for end in ("bad", "good"))
+    return replace(pool.odds, mean=pool.value.useful_share, low=low, high=high)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,13 +1,14 @@
 """Predict the iteration time, the number of iterations and when spot pays: papers 6.2 with preemptions. Pure.
 
-T = N gamma (1 / (R + S) + V / (R + S)^3) + T_train + t_sync      seconds of an iteration
-K = K(0) gain^-e                                                  iterations to the target
-c = T rate / (T(0) rate(0))                                       cost of an iteration; spot pays iff K / K(0) < 1 / c
+T(n) = N gamma / (R + n) + T_train + t_sync        seconds of an iteration with n spot GPUs at work
+K(n) = K(0) gain(n)^-e                             iterations to the target, with n spot GPUs all the time
+hours = 1 / E[1 / (T K)]                           over the time with each n: iterations far from the target count less
+c = T rate / (T(0) rate(0))                        cost of an iteration; spot pays iff K / K(0) < 1 / c
 
 N: images of an iteration. gamma: GPU-seconds of an image. K(0), T(0), rate(0): the values without spot nodes. gain, e:
-`gain_of` and `Recipe.gain_exponent`. R: trainer GPUs that sample. S: spot GPUs at work on average. V: the variance of
-the number of spot GPUs. T_train: training seconds of one GPU over ranks and their efficiency (engine/timing/ranks.py).
-With V = 0 and all spot GPUs always at work, the formulas are the closed forms of `engine.exploration.value`.
+`gain_of` and `Recipe.gain_exponent`. R: trainer GPUs that sample. T_train: training seconds of one GPU over ranks and
+their efficiency (engine/timing/ranks.py). A replay makes progress by the same T and K (`plan_cloud`: `pace_ms`).
+With all spot GPUs always at work, the formulas are the closed forms of `engine.exploration.value`.
 In the reference recipe c > 1: spot beside the trainer makes each iteration dearer, and is bought for the iterations
 that exploration saves.
 """
@@ -67,14 +68,75 @@ class Recipe:
         return replace(self, cost=replace(self.cost, reserved_gpus=sampling, train_seconds=seconds))
 
 
-def iteration_seconds(cost: IterationCost, spot_gpus: float, variance: float = 0.0) -> float:
-    """Return T in seconds. `variance` is V, in GPUs squared.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpusAtWork:
+    """Rollout GPUs at work: their mean and variance, and the fewest and the most there can be.
 
-    E[1 / (R + n)] = 1 / (R + S) + V / (R + S)^3 to second order: if nodes vanish together, slow moments cost more than
-    quick moments gain. 107 GPU-s x 4, R = 4, S = 4, V = 4: 428 (1/8 + 4/512) = 56.8 s instead of 53.5 s.
+    Whatever depends on the number is averaged over two extremes. Either the number is always the mean S, or all nodes
+    come and go together: `most` M for a share of the time, else `fewest` F. The weight of the second is V / ((S - F)
+    (M - S)), which is exact for V = 0, for one node, and for nodes that share every outage.
     """
+
+    mean: float
+    variance: float = 0.0
+    fewest: float = 0.0
+    most: float = 0.0
+
+    @property
+    def weights(self) -> tuple[tuple[float, float], ...]:
+        """Return (share of time, GPUs) of each number that counts."""
+        spread = (self.mean - self.fewest) * (self.most - self.mean)
+        if spread <= 0 or self.variance <= 0:
+            return ((1.0, self.mean),)
+        together = min(1.0, self.variance / spread)
+        high = (self.mean - self.fewest) / (self.most - self.fewest)
+        return (
+            (1 - together, self.mean),
+            (together * high, self.most),
+            (together * (1 - high), self.fewest),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """Average progress of a run over the time with each number of GPUs."""
+
+    iteration_seconds: float
+    """Seconds of an iteration, over the iterations."""
+    iterations_share: float
+    """Iterations to the target over those without exploration."""
+
+    @property
+    def seconds(self) -> float:
+        """Return the seconds of the run over its iterations without exploration: T K / K(0)."""
+        return self.iteration_seconds * self.iterations_share
+
+
+def progress(recipe: Recipe, gpus: GpusAtWork, exponent: float) -> Progress:
+    """Return the progress: 1 / T = E[1 / T(n)], and K / K(0) so that 1 / (T K) = E[1 / (T(n) K(n))].
+
+    One node, there for half of the time: 100 s with it and 200 s without, so 133 s on average, and not 120 s, the
+    seconds with half a node.
+    """
+    iterations = done = 0.0
+    for part, number in gpus.weights:
+        seconds = iteration_seconds(recipe.cost, number)
+        iterations += part / seconds
+        done += part / (seconds * iterations_share(recipe, candidates_per_prompt(recipe, number), exponent))
+    return Progress(iteration_seconds=1 / iterations, iterations_share=iterations / done)
+
+
+def quickest(recipe: Recipe, gpus: GpusAtWork, exponent: float) -> Progress:
+    """Return a bound: no variance, and no lower mean, makes more progress between the same `fewest` and `most`."""
+    spread = (gpus.mean - gpus.fewest) * (gpus.most - gpus.mean)
+    ends = (replace(gpus, variance=max(0.0, spread)), replace(gpus, variance=0.0), GpusAtWork(mean=gpus.fewest))
+    return min((progress(recipe, end, exponent) for end in ends), key=lambda found: found.seconds)
+
+
+def iteration_seconds(cost: IterationCost, spot_gpus: float) -> float:
+    """Return T in seconds with so many GPUs at work. 107 GPU-s x 4, R = 4: 53.5 s with 4 GPUs, and training."""
     gpus = cost.reserved_gpus + spot_gpus
-    rollout = cost.prompts * cost.images_per_prompt * cost.rollout_gpu_seconds * (1 / gpus + variance / gpus**3)
+    rollout = cost.prompts * cost.images_per_prompt * cost.rollout_gpu_seconds / gpus
     return rollout + cost.train_seconds + (cost.sync_seconds if spot_gpus else 0.0)
 
 

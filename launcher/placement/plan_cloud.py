@@ -15,12 +15,13 @@ from engine.exploration.value import IterationCost
 from launcher.exit_codes import BudgetError
 from launcher.placement.alternatives import elsewhere, fewer_or_more, other_policies, with_nodes
 from launcher.placement.cloud_plan import CloudPlan, ExplorationShare, Factors, PoolShare, Span
-from launcher.placement.forecast import Choice, Outlook, at_the_end, on_demand_outlook, outlook, share_at_work
+from launcher.placement.forecast import Choice, Outlook, at_the_end, on_demand_outlook, outlook, share_at_work, sums
 from launcher.placement.iteration_time import (
     WhenSpotPays,
     candidates_per_prompt,
     iteration_seconds,
     iterations_share,
+    progress,
 )
 from launcher.placement.no_plan import nowhere, too_tight
 from launcher.placement.options import Option, SiteOptions
@@ -52,13 +53,13 @@ def plan_cloud(needs: CloudRequirements, market: MarketView) -> CloudPlan:
         policy=needs.policy,
         slots=_slots(choice),
         trainer=ranks_of_node(needs.recipe, choice.site.trainer.gpus),
-        pools=tuple(_pool_share(pool, count) for pool, count in choice.pools),
+        pools=tuple(_pool_share(choice.site, pool, count) for pool, count in choice.pools),
         listed_micro_usd_per_hour=choice.listed_micro_usd_per_hour,
         expected_micro_usd_per_hour=expected.micro_usd_per_hour,
         maximum_micro_usd_per_hour=choice.maximum_micro_usd_per_hour,
         cost=_span(expected.micro_usd, good[0], bad[0]),
         time=_span(expected.ms, good[1], bad[1]),
-        iterations=_iterations(needs, expected),
+        iterations=_iterations(needs, choice, expected),
         seconds_per_iteration=expected.seconds_per_iteration,
         seconds_per_iteration_alone=outlook(needs, _alone(choice)).seconds_per_iteration,
         basis=basis_of(needs, choice),
@@ -81,6 +82,7 @@ def plan_cloud(needs: CloudRequirements, market: MarketView) -> CloudPlan:
         max_runtime_ms=needs.max_runtime_ms,
         sites=_site_options(needs, sites, choice),
         pace_ms=_pace_ms(needs, choice, expected),
+        zones=tuple(pool.spells for pool in choice.site.zones),
     )
 
 
@@ -103,19 +105,17 @@ def _span(expected: int, *ends: int) -> Span:
     return Span(expected=expected, low=min(expected, *ends), high=max(expected, *ends))
 
 
-def _iterations(needs: CloudRequirements, expected: Outlook) -> Span:
-    recipe, gain = needs.recipe, expected.variance_gain
-    low = recipe.iterations.low * gain**-recipe.gain_exponent.high
-    high = recipe.iterations.high * gain**-recipe.gain_exponent.low
+def _iterations(needs: CloudRequirements, choice: Choice, expected: Outlook) -> Span:
+    recipe, gpus = needs.recipe.on(choice.site.trainer.gpus), sums(choice)[0]
+    low = recipe.iterations.low * progress(recipe, gpus, recipe.gain_exponent.high).iterations_share
+    high = recipe.iterations.high * progress(recipe, gpus, recipe.gain_exponent.low).iterations_share
     return _span(round(expected.iterations), round(low), round(high))
 
 
 def _exploration(needs: CloudRequirements, choice: Choice, expected: Outlook) -> ExplorationShare:
     recipe, exponent = needs.recipe.on(choice.site.trainer.gpus), needs.recipe.gain_exponent
-    mean, low, high = (
-        iterations_share(recipe, expected.candidates_per_prompt, e)
-        for e in (exponent.mean, exponent.high, exponent.low)
-    )
+    gpus = sums(choice)[0]
+    mean, low, high = (progress(recipe, gpus, e).iterations_share for e in (exponent.mean, exponent.high, exponent.low))
     return ExplorationShare(
         candidates_per_prompt=expected.candidates_per_prompt,
         kept=recipe.cost.images_per_prompt,
@@ -186,7 +186,7 @@ def _factors(needs: CloudRequirements, choice: Choice, expected: Outlook) -> tup
     )
 
 
-def _pool_share(pool: PricedPool, nodes: int) -> PoolShare:
+def _pool_share(site: Site, pool: PricedPool, nodes: int) -> PoolShare:
     return PoolShare(
         zone=zone_text(pool.offer),
         instance_type=pool.offer.instance_type,
@@ -194,7 +194,7 @@ def _pool_share(pool: PricedPool, nodes: int) -> PoolShare:
         nodes=nodes,
         micro_usd_per_hour=pool.offer.micro_usd_per_hour,
         micro_usd_per_useful_hour=round(pool.value.micro_usd_per_useful_hour),
-        useful_share=share_at_work(pool),
+        useful_share=share_at_work(site, pool),
         reclaimed_in_first_hour=None if pool.survival is None else pool.survival.taken_within(1.0),
         launch_odds=pool.odds,
         cold_start_ms=pool.cold_start,

@@ -5,7 +5,7 @@ nodes talk to the trainer all the time, and a copy of the weights across clouds 
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from engine.events import Market
@@ -15,7 +15,6 @@ from launcher.market.hazard import (
     ON_DEMAND,
     POOLED,
     STEADY,
-    HazardCurve,
     HazardPrior,
     LaunchOdds,
     PoolHistory,
@@ -24,14 +23,15 @@ from launcher.market.hazard import (
     cold_start,
     learn,
     prior_of,
-    usual_share_at_work,
+    usual_odds,
 )
 from launcher.market.offers import Offer
 from launcher.market.pools import Pool
 from launcher.market.quality import USABLE
+from launcher.market.spells import Spells, ZoneSpells, chance_elsewhere
 from launcher.money import HOUR_MS, hourly
 from launcher.placement.iteration_time import Recipe
-from launcher.placement.value import NodeTerms, SlotValue, cools_until_ms, is_first_hour_free, outage_hours, value_of
+from launcher.placement.value import DEAR, NodeTerms, SlotValue, cools_until_ms, value_of
 
 HORIZON_MS = 24 * HOUR_MS
 """Horizon of a node's value, in milliseconds. One day is half of the time over which the research notes observed
@@ -138,7 +138,8 @@ def market_view(
     offers = tuple(offers)
     seen = {history.pool: history for history in histories}
     kinds = {pool_of_offer(offer): prior_of(offer.accelerator, offer.gpus) for offer in offers}
-    priors, believed_odds = priors or {}, believed_odds or {}
+    usual = {pool_of_offer(offer): usual_odds(offer.gpus) for offer in offers if offer.market is Market.SPOT}
+    priors, believed_odds = priors or {}, usual | dict(believed_odds or {})
     return MarketView(
         offers=offers,
         survival={
@@ -169,14 +170,24 @@ class PricedPool:
     on_demand_micro_usd_per_hour: int
     survival: Survival | None
     """None: the cloud never preempts the node."""
-    usual: HazardCurve
-    """Hazards of the kind of node, before any evidence."""
     odds: Estimate
     cold_start: Estimate
     terms: NodeTerms
     value: SlotValue
     gpu_spread: float
     """Standard deviation of the node's GPUs at work."""
+
+    @property
+    def spells(self) -> ZoneSpells:
+        """Return the spells that the plan expects of a spot pool."""
+        offer = self.offer
+        return ZoneSpells(
+            cloud=offer.cloud,
+            region=offer.region,
+            zone=offer.zone,
+            instance_type=offer.instance_type,
+            spells=Spells(hazards=self.terms.hazards, uptime=self.terms.launch_odds),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -252,7 +263,7 @@ def priced(needs: CloudRequirements, market: MarketView, offer: Offer, on_demand
     pool, is_spot = pool_of_offer(offer), offer.market is Market.SPOT
     prior = market.prior or prior_of(offer.accelerator, offer.gpus)
     survival = (market.survival.get(pool) or learn(prior, Exposure())) if is_spot else None
-    odds = market.odds.get(pool, LaunchOdds() if is_spot else ON_DEMAND).estimate()
+    odds = market.odds.get(pool, usual_odds(offer.gpus) if is_spot else ON_DEMAND).estimate()
     cold = market.cold_start.get(pool) or cold_start()
     terms = NodeTerms(
         micro_usd_per_hour=offer.micro_usd_per_hour,
@@ -261,21 +272,41 @@ def priced(needs: CloudRequirements, market: MarketView, offer: Offer, on_demand
         cold_start_hours=cold.mean / HOUR_MS,
         horizon_hours=needs.horizon_ms / HOUR_MS,
         lost_work_hours=needs.lost_work_ms / HOUR_MS,
-        first_hour_free=is_first_hour_free(offer.cloud, offer.market),
-        outage_hours=outage_hours(usual_share_at_work(offer.gpus).mean, prior.curve) if is_spot else 0.0,
+        first_hour_free=False,
+        elsewhere=0.0 if is_spot else None,
     )
     value = value_of(terms)
     return PricedPool(
         offer=offer,
         on_demand_micro_usd_per_hour=on_demand_micro_usd_per_hour,
         survival=survival,
-        usual=prior.curve,
         odds=odds,
         cold_start=cold,
         terms=terms,
         value=value,
         gpu_spread=offer.gpus * value.spread if is_spot else 0.0,
     )
+
+
+def in_one_region(pools: Sequence[PricedPool]) -> list[PricedPool]:
+    """Return the spot pools of a region, each with the chance that another pool has capacity when it has none.
+
+    A slot goes to any zone of the region that is not dear (`DEAR`).
+    """
+    lowest = min((pool.offer.micro_usd_per_hour for pool in pools), default=0)
+    near = [pool for pool in pools if pool.offer.micro_usd_per_hour <= DEAR * lowest]
+    found = []
+    for pool in pools:
+        others = (1 - other.terms.launch_odds for other in near if other is not pool)
+        terms = replace(pool.terms, elsewhere=chance_elsewhere(1 - pool.terms.launch_odds, others))
+        found.append(revalued(pool, terms))
+    return found
+
+
+def revalued(pool: PricedPool, terms: NodeTerms) -> PricedPool:
+    """Return the pool on other terms."""
+    value, is_spot = value_of(terms), pool.offer.market is Market.SPOT
+    return replace(pool, terms=terms, value=value, gpu_spread=pool.offer.gpus * value.spread if is_spot else 0.0)
 
 
 def _rollout_nodes(
@@ -301,7 +332,9 @@ def _rollout_nodes(
             why = f"{kept.offer.instance_type} is cheaper there per useful hour"
             left_out.append(LeftOut(what=_place(pool.offer), why=why))
     always = [priced(needs, market, offer, offer.micro_usd_per_hour) for offer in steady]
-    cheapest_first = sorted(zones.values(), key=lambda pool: (pool.value.micro_usd_per_hour, pool.offer.zone))
+    cheapest_first = sorted(
+        in_one_region(list(zones.values())), key=lambda pool: (pool.value.micro_usd_per_hour, pool.offer.zone)
+    )
     return tuple(cheapest_first), min(always, key=_index, default=None), tuple(left_out)
 
 

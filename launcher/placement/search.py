@@ -10,14 +10,13 @@ limit, the node-hours bought from a zone never rise with the zone's price (`fore
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
-from math import ceil
 
 from launcher.money import HOUR_MS
-from launcher.placement.forecast import Caps, Choice, cost, sums
+from launcher.placement.forecast import Caps, Choice, cost, paid, sums
+from launcher.placement.iteration_time import GpusAtWork, Progress, quickest
 from launcher.placement.requirements import CloudRequirements, Site, Spot
-from launcher.placement.value import gpu_variance, most_in_one_zone
+from launcher.placement.value import most_in_one_zone
 
 SLACK = 1 + 1e-9
 """Tolerance of the bounds: a bound is a float, summed in a different order than the cost below it."""
@@ -110,14 +109,14 @@ class _Search:
         """Try every distribution of the part's spot nodes over the zones of the site."""
         _, number, spot, on_demand = part
         here, steady = self.sites[number], self.sites[number].site.on_demand
-        placed = _Placed(0.0, float(here.site.trainer.micro_usd_per_hour), 0.0, 0.0, 0)
+        placed = _Placed(0.0, float(here.site.trainer.micro_usd_per_hour), 0.0, 0.0, 0.0)
         if on_demand and steady is not None:
             placed = _Placed(
                 rate=on_demand * steady.value.micro_usd_per_hour,
                 listed=placed.listed + on_demand * steady.offer.micro_usd_per_hour,
                 there=float(on_demand),
                 gpus=on_demand * steady.offer.gpus * steady.value.useful_share,
-                copies=1,
+                steady=on_demand * steady.offer.gpus * steady.value.useful_share,
             )
         self._fill(part, placed, [], spot)
 
@@ -155,19 +154,23 @@ class _Search:
         """Return a lower bound in micro-dollars for all choices that begin like `placed`; None if none is allowed.
 
         The bound prices the remaining nodes like the cheapest zones from `zone` on, and takes their usefulness from the
-        most useful zones. All spot nodes count as steady as the steadiest zone, spread evenly.
+        most useful zones. Spot nodes come and go as is best. Traffic is not counted.
         """
         cap = here.cap(spot)
         useful = -here.useless.least(zone, left, cap)
         if (placed.there + useful) * SLACK < self.needs.floor_nodes:
             return None
-        micro_usd, ms = cost(
+        spot_gpus = spot * self.needs.rollout.gpus
+        gpus = GpusAtWork(
+            mean=min(placed.steady + spot_gpus, (placed.gpus + useful * self.needs.rollout.gpus) * SLACK),
+            fewest=placed.steady,
+            most=placed.steady + spot_gpus,
+        )
+        micro_usd, ms = paid(
             here.recipe,
-            here.site.trainer.micro_usd_per_hour,
-            (placed.gpus + useful * self.needs.rollout.gpus) * SLACK,
-            here.least_variance[spot] / SLACK,
-            (placed.rate + here.rates.least(zone, left, cap)) / SLACK,
-            placed.copies + (ceil(left / cap) if left else 0),
+            here.quickest(gpus),
+            (here.site.trainer.micro_usd_per_hour + placed.rate + here.rates.least(zone, left, cap)) / SLACK,
+            0,
         )
         listed = (placed.listed + here.prices.least(zone, left, cap)) / SLACK
         return micro_usd if self.caps.keep(listed, micro_usd - 1, ms - 1) else None
@@ -182,10 +185,14 @@ class _Search:
         key = (here.site.trainer.gpus, share)
         if key not in self._least_ms:
             self._least_ms[key] = [
-                cost(here.recipe, 0, nodes * self.needs.rollout.gpus * share * SLACK, 0.0, 0.0, 0)[1] - 1
+                paid(here.recipe, here.quickest(self._up_to(nodes, share)), 0.0, 0)[1] - 1
                 for nodes in range(self.needs.max_rollout_nodes + 1)
             ]
         return self._least_ms[key]
+
+    def _up_to(self, nodes: int, share: float) -> GpusAtWork:
+        most = nodes * self.needs.rollout.gpus
+        return GpusAtWork(mean=min(float(most), most * share * SLACK), most=most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +205,8 @@ class _Placed:
     there: float
     """Average number of nodes at work. An on-demand node counts as a whole node, as for the floor."""
     gpus: float
-    copies: int
+    steady: float
+    """GPUs at work of the on-demand nodes."""
 
 
 class _Columns:
@@ -215,7 +223,7 @@ class _Columns:
         limits = [pool.on_demand_micro_usd_per_hour for pool in pools]
         same = list(zip(self.rates.each, self.prices.each, self.useless.each, limits, strict=True))
         self.is_like_before = [zone > 0 and same[zone] == same[zone - 1] for zone in range(self.zones)]
-        self._most_nodes = needs.max_rollout_nodes
+        self._quickest: dict[GpusAtWork, Progress] = {}
 
     def cap(self, spot: int) -> int:
         return most_in_one_zone(spot, self.zones)
@@ -230,16 +238,14 @@ class _Columns:
             placed.listed + count * self.prices.each[zone],
             placed.there + there,
             placed.gpus + there * self.site.zones[zone].offer.gpus,
-            placed.copies + 1,
+            placed.steady,
         )
 
-    @cached_property
-    def least_variance(self) -> list[float]:
-        """Return lower bounds of the variance of the GPUs at work: item n is the bound for n spot nodes."""
-        if not self.zones:
-            return [0.0]
-        steadiest = [min(pool.gpu_spread for pool in self.site.zones)] * self.zones
-        return [gpu_variance([nodes / self.zones] * self.zones, steadiest) for nodes in range(self._most_nodes + 1)]
+    def quickest(self, gpus: GpusAtWork) -> Progress:
+        """Return the bound on the progress of these GPUs. Equal sums come again and again in a search."""
+        if gpus not in self._quickest:
+            self._quickest[gpus] = quickest(self.recipe, gpus, self.recipe.gain_exponent.mean)
+        return self._quickest[gpus]
 
 
 class _Column:

@@ -2,23 +2,35 @@
 
 price + hazards by age + launch odds + cold start -> dollars per useful hour, share of time at work
 
-All rules come from research notes cost 4.2. A slot is kept filled in cycles: the slot requests a node until a launch
-succeeds (odds q), pays for the cold start c and the life L of the node, up to a horizon H, and begins again. Times are
-in hours in this module, money in micro-dollars; expectations are floats.
+All rules come from research notes cost 4.2. A slot is kept filled in cycles: the slot requests a node until there is
+one, pays for the cold start c and the life of the node, up to a horizon H, and begins again.
+
+The nodes of a spot slot follow the spells of its region (market/spells.py). When a zone loses its capacity, another
+zone has some with the chance q. Its spell is met at a moment picked at random: the node lives for the rest R of it.
+Else the slot waits until the outage ends, and the next node has a new spell L before it. Times are in hours in this
+module, money in micro-dollars; expectations are floats.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from math import ceil, inf, sqrt
 
 from engine.events import Market
-from launcher.market.hazard import COLD_START_MS, TRACE_UPTIME, HazardCurve, bursts
+from launcher.market.hazard import HazardCurve, bursts
 from launcher.market.pools import SAME_REGION, SAME_ZONE
 from launcher.money import HOUR_MS
 
 RETRY_HOURS = 12.5 / 60
-"""Hours between two attempts in a zone without capacity: the middle of 10 to 15 minutes (cost 4.2)."""
+"""Hours between two attempts on demand: the middle of 10 to 15 minutes (cost 4.2)."""
+
+SWITCH_HOURS, FIND_HOURS = 2 / 60, 6 / 60
+"""Hours until a node is up in a zone that has capacity: the answer to the launch, and a pass. The same after an
+outage: half of the time between two attempts comes first."""
+
+DEAR = 1.25
+"""A spot offer above this many times the lowest price, or the plan's, is a stand-in: it replaces missing spot by the
+price of waiting, as a node on demand does. Prices of spot in one region differ by a factor of 4, and the dearest is the
+price on demand. Assumed."""
 
 COOL_MS = 10 * 60_000
 """First cool-down of a zone without capacity, in milliseconds: 10 to 15 minutes with jitter. The cool-down doubles
@@ -43,16 +55,16 @@ class NodeTerms:
     micro_usd_per_hour: int
     hazards: HazardCurve
     launch_odds: float
-    """q: the probability that a launch attempt succeeds."""
+    """Share of time in which the pool has capacity."""
     cold_start_hours: float
     horizon_hours: float
     """H: the hours for which a node is wanted. All values are computed over this horizon."""
     lost_work_hours: float
     """Node-hours of work lost by a preemption: uncommitted steps, and the time to form new groups."""
     first_hour_free: bool
-    outage_hours: float = 0.0
-    """Hours that a slot waits for capacity after a preemption, besides attempts that fail by chance
-    (`outage_hours`)."""
+    elsewhere: float | None = None
+    """q: the chance that another zone of the region has capacity when this zone has lost its own. None: on demand,
+    where capacity never ends, and attempts fail by chance."""
 
 
 def is_first_hour_free(cloud: str, market: Market) -> bool:
@@ -64,25 +76,50 @@ def is_first_hour_free(cloud: str, market: Market) -> bool:
 
 
 def useful_hours(terms: NodeTerms) -> float:
-    """Return U = E[(min(L, H) - c)+]: the hours of one life after the cold start.
+    """Return U: the hours of one life, up to H, after the cold start.
 
-    No preemptions, H = 2 h, c = 1/2 h: 1.5 h. Hazard 1/h throughout: (1 - e^-2) - (1 - e^-.5) = .471 h.
+    On demand, H = 2 h, c = 1/2 h: 1.5 h. Hazard 1/h throughout: (1 - e^-2) - (1 - e^-.5) = .471 h.
     """
-    cold = min(terms.cold_start_hours, terms.horizon_hours)
-    return terms.hazards.mean_life(terms.horizon_hours) - terms.hazards.mean_life(cold)
+    return life_hours(terms, terms.horizon_hours) - life_hours(terms, terms.cold_start_hours)
+
+
+def life_hours(terms: NodeTerms, until_hours: float) -> float:
+    """Return E[min(life of the slot's next node, `until_hours`)], at most to the horizon.
+
+    Capacity of a spell shorter than the time to an answer gives no node: a life of 0.
+    """
+    until, hazards = min(until_hours, terms.horizon_hours), terms.hazards
+    if terms.elsewhere is None:
+        return hazards.mean_life(until)
+    rest = hazards.mean_rest(SWITCH_HOURS + until) - hazards.mean_rest(SWITCH_HOURS)
+    whole = hazards.mean_life(FIND_HOURS + until) - hazards.mean_life(FIND_HOURS)
+    return terms.elsewhere * rest + (1 - terms.elsewhere) * whole
+
+
+def chance_to_live(terms: NodeTerms, hours: float) -> float:
+    """Return P(the slot's next node lives for more than `hours`). 0 hours: the chance that there is one."""
+    if terms.elsewhere is None:
+        return terms.hazards.survives(hours)
+    rest = terms.hazards.rests(SWITCH_HOURS + hours)
+    return terms.elsewhere * rest + (1 - terms.elsewhere) * terms.hazards.survives(FIND_HOURS + hours)
 
 
 def billed_hours(terms: NodeTerms) -> float:
-    """Return E[min(L, H) 1{billed}]: the hours of one life, without lives that the cloud ends in a free first hour.
+    """Return the hours of one life, up to H, without lives that the cloud ends in a free first hour.
 
-    The free lives have the expectation E[L; L < x] = E[min(L, x)] - x S(x) with x = min(H, 1 h). Hazard 1/h, H = 2 h:
-    .865 - (.632 - .368) = .600 h.
+    The free lives have the expectation E[L; L < x] = E[min(L, x)] - x P(L > x) with x = min(H, 1 h). On demand with a
+    hazard of 1/h, H = 2 h: .865 - (.632 - .368) = .600 h.
     """
-    hours = terms.hazards.mean_life(terms.horizon_hours)
+    hours = life_hours(terms, terms.horizon_hours)
     if not terms.first_hour_free:
         return hours
     young = min(terms.horizon_hours, FREE_FIRST_HOUR)
-    return hours - (terms.hazards.mean_life(young) - young * terms.hazards.survives(young))
+    return hours - (life_hours(terms, young) - young * chance_to_live(terms, young))
+
+
+def taken(terms: NodeTerms) -> float:
+    """Return the chance that the slot's next node comes, and is preempted before H."""
+    return chance_to_live(terms, 0.0) - chance_to_live(terms, terms.horizon_hours)
 
 
 def micro_usd_per_life(terms: NodeTerms) -> float:
@@ -90,8 +127,7 @@ def micro_usd_per_life(terms: NodeTerms) -> float:
 
     p: the node's price per hour. w: the price of the work that a preemption loses.
     """
-    taken = terms.hazards.taken_within(terms.horizon_hours)
-    return terms.micro_usd_per_hour * (billed_hours(terms) + terms.lost_work_hours * taken)
+    return terms.micro_usd_per_hour * (billed_hours(terms) + terms.lost_work_hours * taken(terms))
 
 
 def micro_usd_per_useful_hour(terms: NodeTerms) -> float:
@@ -101,39 +137,23 @@ def micro_usd_per_useful_hour(terms: NodeTerms) -> float:
     count either: a failed launch costs no money, and the share of time at work includes the wait. $3 an hour, no
     preemptions, H = 2 h, c = 1/2 h: 6 / 1.5 = $4.
     """
-    useful, horizon = useful_hours(terms), terms.horizon_hours
-    paid = terms.hazards.mean_life(horizon) + terms.lost_work_hours * terms.hazards.taken_within(horizon)
+    useful = useful_hours(terms)
+    paid = life_hours(terms, terms.horizon_hours) + terms.lost_work_hours * taken(terms)
     return terms.micro_usd_per_hour * paid / useful if useful > 0 else inf
 
 
 def cycle_hours(terms: NodeTerms) -> float:
-    """Return E[min(L, H)] + (1 - q) / q `RETRY_HOURS` + P(L < H) `outage_hours`: hours from one `up` to the next.
+    """Return the hours from one node of a slot to the next.
 
-    Attempts fail by chance. After a preemption, attempts fail together until the outage ends.
+    On demand: E[min(L, H)] + (1 - q) / q `RETRY_HOURS`, as attempts fail by chance. On spot: the hours with capacity of
+    one cycle, over the share of time with capacity in any zone, 1 - (1 - uptime) (1 - `elsewhere`).
     """
-    odds, hazards = terms.launch_odds, terms.hazards
-    waits = RETRY_HOURS * (1 - odds) / odds + terms.outage_hours * hazards.taken_within(terms.horizon_hours)
-    return hazards.mean_life(terms.horizon_hours) + waits
-
-
-@cache
-def outage_hours(share_at_work: float, usual: HazardCurve) -> float:
-    """Return the hours that a slot waits after a preemption if the slot is at work for this share of the time.
-
-    Computed over a day, for nodes with the hazards `usual` of their kind (`prior_of`). V100 at a share of .53: 1.9 h;
-    at .91: 0.
-    """
-    terms = NodeTerms(
-        micro_usd_per_hour=0,
-        hazards=usual,
-        launch_odds=TRACE_UPTIME,
-        cold_start_hours=COLD_START_MS / HOUR_MS,
-        horizon_hours=24.0,
-        lost_work_hours=0.0,
-        first_hour_free=False,
-    )
-    waits = useful_hours(terms) / share_at_work - cycle_hours(terms)
-    return max(0.0, waits / terms.hazards.taken_within(terms.horizon_hours))
+    odds, hazards, until = terms.launch_odds, terms.hazards, terms.horizon_hours
+    if terms.elsewhere is None:
+        return hazards.mean_life(until) + RETRY_HOURS * (1 - odds) / odds
+    there = terms.elsewhere * hazards.mean_rest(SWITCH_HOURS + until)
+    there += (1 - terms.elsewhere) * hazards.mean_life(FIND_HOURS + until)
+    return there / (1 - (1 - odds) * (1 - terms.elsewhere))
 
 
 def useful_share(terms: NodeTerms) -> float:

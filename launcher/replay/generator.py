@@ -1,100 +1,83 @@
 """Make a market by rule, where no recording of the plan's zones is at hand. Every figure from it is simulated.
 
-Each zone takes turns: up for a Weibull time, out for a log-normal time. A regional shock ends the capacity of every
-zone of a region at once. An outage may leave a part of the capacity.
+The rule is that of the plan's closed form (market/spells.py): each zone is up for as long as the hazards of its pool
+let a node live, then out for a log-normal time. Some zones of a region follow the region, and are up and out together.
+An outage takes all nodes of its zone. A market begins at a time picked at random: in the middle of a spell.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from random import Random
 
+from launcher.market.spells import TIE, Spells, ZoneSpells
 from launcher.money import HOUR_MS
-from launcher.placement.options import Option
 from launcher.replay.trace import PoolTrace, Trace
 
-STEP_MS = 600_000
-"""Times are rounded up to this step, that of most recordings. Milliseconds."""
+STEP_MS = 60_000
+"""Times are rounded up to this step, in milliseconds."""
+
+BEFORE_HOURS = 14 * 24
+"""Hours that a market has run before a start, so that the start meets long spells as often as there are any."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MarketRule:
-    """Parameters of a made market. The defaults follow recorded traces of V100s (research notes cost 3)."""
-
-    up_shape: float = 0.6
-    """Shape of the Weibull up-times: below 1, a zone that has been up for long stays up."""
-    up_hours: float = 4.0
-    """Scale of the Weibull up-times: the mean is 6 h."""
-    out_median_hours: float = 0.6
-    out_sigma: float = 1.5
-    """Median and spread of the log-normal outages: the mean is 1.8 h, and one of a hundred lasts 20 h."""
-    shocks_per_day: float = 0.5
-    """Regional shocks a day."""
-    part: float = 0.3
-    """Share of outages that leave half of the capacity."""
-
-    def describe(self) -> str:
-        return (
-            f"zones up for Weibull({self.up_shape:g}, {self.up_hours:g} h), out for log-normal(median "
-            f"{self.out_median_hours:g} h, sigma {self.out_sigma:g}), {self.shocks_per_day:g} regional shocks a day"
-        )
-
-
-def generate(options: Sequence[Option], hours: float, capacity: int, seed: int, rule: MarketRule) -> Trace:
-    """Return a market of these spot options for so many hours. The same seed gives the same market."""
-    random = Random(seed)
-    end_ms = round(hours * HOUR_MS)
-    regions = sorted({(option.placement.cloud, option.placement.region) for option in options})
-    shocks = {region: _shocks(random, end_ms, rule) for region in regions}
-    pools = tuple(
-        _pool(option, random, end_ms, capacity, rule, shocks[option.placement.cloud, option.placement.region])
-        for option in options
+def describe(zones: Sequence[ZoneSpells]) -> str:
+    """Return the rule of a market of these zones as text."""
+    if not zones:
+        return "no spot zones"
+    spells = [zone.spells for zone in zones]
+    uptimes = _between([100 * each.uptime for each in spells])
+    ups, outs = _between([each.up_hours for each in spells]), _between([each.out_hours for each in spells])
+    return (
+        f"zones have capacity for {uptimes} % of the time, for {ups} h by their hazards, then none for {outs} h on "
+        f"average (log-normal, sigma {spells[0].outage_sigma:g})"
     )
-    return Trace(name=f"generated, seed {seed}", pools=pools, end_ms=end_ms)
 
 
-def _shocks(random: Random, end_ms: int, rule: MarketRule) -> list[int]:
-    found, at_ms = [], 0.0
-    while rule.shocks_per_day > 0:
-        at_ms += random.expovariate(rule.shocks_per_day / 24) * HOUR_MS
-        if at_ms >= end_ms:
-            break
-        found.append(round(at_ms))
+def _between(values: Sequence[float]) -> str:
+    low, high = (f"{value:.2g}" for value in (min(values), max(values)))
+    return low if low == high else f"{low} to {high}"
+
+
+def generate(zones: Sequence[ZoneSpells], hours: float, capacity: int, seed: int) -> Trace:
+    """Return a market of these zones for so many hours. The same seed gives the same market."""
+    follows = Random(seed)
+    end_ms = round(hours * HOUR_MS)
+    pools = []
+    for zone in zones:
+        own = zone.zone if follows.random() >= TIE else ""
+        stream = Random(f"{seed} {zone.cloud} {zone.region} {own}")
+        pools.append(_pool(zone, _changes(zone.spells, stream, end_ms), capacity))
+    return Trace(name=f"generated, seed {seed}", pools=tuple(pools), end_ms=end_ms)
+
+
+def _changes(spells: Spells, random: Random, end_ms: int) -> list[tuple[int, bool]]:
+    """Return (time, whether there is capacity from then on) from 0 on."""
+    is_up, at_ms = random.random() < spells.uptime, -BEFORE_HOURS * HOUR_MS  # an age at random comes by itself
+    found = [(0, is_up)]
+    while at_ms < end_ms:
+        if at_ms <= found[-1][0]:
+            found.pop()
+        found.append((max(0, at_ms), is_up))
+        if is_up:
+            hours = spells.hazards.age_at(random.expovariate(1.0))
+        else:
+            hours = spells.out_median_hours * math.exp(random.gauss(0.0, spells.outage_sigma))
+        at_ms = end_ms if hours == math.inf else at_ms + _up(hours * HOUR_MS)
+        is_up = not is_up
     return found
 
 
-def _pool(
-    option: Option, random: Random, end_ms: int, capacity: int, rule: MarketRule, shocks: Sequence[int]
-) -> PoolTrace:
-    there = [(0, capacity)]
-    at_ms = random.weibullvariate(rule.up_hours, rule.up_shape) * HOUR_MS
-    begins = iter(shocks)
-    shock = next(begins, None)
-    while True:
-        while shock is not None and shock < there[-1][0]:
-            shock = next(begins, None)
-        if shock is not None and shock < at_ms:
-            at_ms, shock = shock, next(begins, None)
-        begin_ms = max(there[-1][0] + STEP_MS, _up(at_ms))
-        if begin_ms >= end_ms:
-            break
-        out_ms = random.lognormvariate(math.log(rule.out_median_hours), rule.out_sigma) * HOUR_MS
-        left = capacity // 2 if random.random() < rule.part else 0
-        back_ms = max(begin_ms + STEP_MS, _up(begin_ms + out_ms))
-        there += [(begin_ms, left), (back_ms, capacity)]
-        at_ms = back_ms + random.weibullvariate(rule.up_hours, rule.up_shape) * HOUR_MS
-    kept = [(t, n) for t, n in there if t < end_ms]
-    place = option.placement
+def _pool(zone: ZoneSpells, changes: Sequence[tuple[int, bool]], capacity: int) -> PoolTrace:
     return PoolTrace(
-        cloud=place.cloud,
-        region=place.region,
-        zone=place.zone,
-        instance_type=place.instance_type,
-        t_ms=tuple(t for t, _ in kept),
-        capacity=tuple(n for _, n in kept),
-        micro_usd_per_hour=(None,) * len(kept),
+        cloud=zone.cloud,
+        region=zone.region,
+        zone=zone.zone,
+        instance_type=zone.instance_type,
+        t_ms=tuple(at_ms for at_ms, _ in changes),
+        capacity=tuple(capacity if is_up else 0 for _, is_up in changes),
+        micro_usd_per_hour=(None,) * len(changes),
     )
 
 
-def _up(at_ms: float) -> int:
-    return math.ceil(at_ms / STEP_MS) * STEP_MS
+def _up(ms: float) -> int:
+    return math.ceil(ms / STEP_MS) * STEP_MS

@@ -9,7 +9,7 @@ from launcher.money import HOUR_MS, duration
 from launcher.placement.cloud_plan import CloudPlan, PlanReplays
 from launcher.replay.simulate import INTERVAL, generated_markets, simulate, work_of
 
-MOST_STARTS, LEAST_STARTS, NODE_HOURS = 30, 3, 600
+MOST_STARTS, LEAST_STARTS, NODE_HOURS = 30, 3, 360
 """Starts of a plan: as many as `NODE_HOURS` of replayed node time hold, within the two bounds. Under a second of
 processor time; equal plans get equal replays."""
 
@@ -42,7 +42,7 @@ def replays_of(plan: CloudPlan, rules: MoveRules, confidence: float) -> PlanRepl
     found = simulate(
         bought,
         rules,
-        generated_markets(bought, deadline_ms),
+        generated_markets(bought, plan.zones, deadline_ms),
         starts=min(MOST_STARTS, max(LEAST_STARTS, starts)),
         deadline_ms=deadline_ms,
         ends_ms=ends_ms,

@@ -13,10 +13,11 @@ from engine.events import Market
 from launcher.decide.launch_history import MoveRules
 from launcher.decide.reconcile import decide
 from launcher.decide.work_left import WorkLeft
+from launcher.market.spells import ZoneSpells
 from launcher.money import HOUR_MS, duration
 from launcher.placement.plan import PlacementError, Plan
 from launcher.replay.baselines import BASELINES
-from launcher.replay.generator import MarketRule, generate
+from launcher.replay.generator import describe, generate
 from launcher.replay.replay import LONGEST_MS, Policy, Replayed, replay
 from launcher.replay.trace import Trace
 
@@ -89,13 +90,11 @@ def work_of(plan: Plan) -> WorkLeft:
     return WorkLeft(iterations=plan.iterations, done=0.0, iteration_ms=plan.pace_ms)
 
 
-def generated_markets(plan: Plan, deadline_ms: int | None, rule: MarketRule | None = None) -> tuple[Markets, str]:
+def generated_markets(plan: Plan, zones: Sequence[ZoneSpells], deadline_ms: int | None) -> tuple[Markets, str]:
     """Return markets by rule for the spot zones of the plan's region, one for each start."""
-    used = rule or MarketRule()
-    spot = [option for option in plan.sites[0].rollout if option.placement.market is Market.SPOT]
     work = work_of(plan)
     hours = ROOM * max(deadline_ms or 0, work.left_ms(0)) / HOUR_MS
-    return (lambda start: (generate(spot, hours, work.nodes, start, used), 0)), f"generated: {used.describe()}"
+    return (lambda start: (generate(zones, hours, work.nodes, start), 0)), f"generated: {describe(zones)}"
 
 
 def recorded_markets(plan: Plan, trace: Trace, starts: int, deadline_ms: int | None) -> tuple[Markets, str]:

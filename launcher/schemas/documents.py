@@ -213,6 +213,7 @@ def _launch() -> Schema:
         "pace_ms",
         "max_runtime_ms",
         "replays",
+        "zones",
     ):
         on_clouds["required"].remove(added_later)
     for added_later in ("judge_micro_usd", "iterations", "pace_ms"):

@@ -13,11 +13,15 @@ left out. Three checks:
   evidence and after its first 10 and 30 lives. Zones with fewer than `LATER` later lives are left out. A share of n
   lives is known to 1 / n, so it may be half of that outside.
 - Useful share: the share of time at work that a plan expects of a slot, and the share of time that a slot of a zone
-  would have had, by region. Once by the prior, and once by what the recording before it has taught.
+  would have had, by region. Once by the prior, and once by what the recording before it has taught: its lives, and
+  whether there was capacity at each `LOOK_HOURS`.
+- Dollars: a plan for each region, with an interval that holds the market alone (its iterations are known), and its
+  replays on the recording by the live decisions. A start counts if its dollars are inside the plan's interval.
 """
 
 import argparse
 import json
+import math
 import statistics
 import time
 from collections.abc import Iterable, Sequence
@@ -26,22 +30,14 @@ from pathlib import Path
 from typing import Any
 
 from launcher.market.evidence import Evidence, Life, weighed
-from launcher.market.hazard import (
-    COLD_START_MS,
-    H100,
-    POOLED,
-    SHARE_AT_WORK,
-    TRACE_UPTIME,
-    HazardCurve,
-    HazardPrior,
-    PoolHistory,
-)
+from launcher.market.hazard import COLD_START_MS, H100, POOLED, HazardCurve, HazardPrior, LaunchOdds, PoolHistory
 from launcher.market.pools import Pool
 from launcher.money import HOUR_MS
-from launcher.placement.value import RETRY_HOURS, NodeTerms, outage_hours, useful_share
+from launcher.placement.value import FIND_HOURS, NodeTerms, useful_share
 from launcher.replay.readers import read_folder
 from launcher.replay.trace import PoolTrace, Trace
 from tests.benchmarks.page import ROOT, load_now, publish
+from tests.benchmarks.planned_dollars import PlannedStart, planned_starts
 from tests.benchmarks.replay import FITTED_ON
 
 TRACES = ROOT / "catalogs" / "traces"
@@ -52,6 +48,9 @@ LATER = 20
 """Fewest later lives of a zone whose share is compared with an interval."""
 
 AGES_HOURS = (1.0, 4.0, 16.0)
+
+LOOK_HOURS = 12.0
+"""Hours between two looks whether a zone has capacity. Looks that are nearer say the same."""
 
 
 def lives_of(pool: PoolTrace, end_ms: int, held: int = HELD) -> list[Life]:
@@ -149,7 +148,7 @@ def named(pool: PoolTrace) -> Pool:
 def had(pool: PoolTrace, end_ms: int, held: int = HELD) -> float:
     """Return the share of time that a slot of a zone would have worked, mean of `held` slots.
 
-    Each spell of capacity is found after half the time between two attempts, and works after the cold start.
+    Each spell of capacity is found after `FIND_HOURS`, and works after the cold start.
     """
     work_ms = 0.0
     for node in range(1, held + 1):
@@ -158,30 +157,37 @@ def had(pool: PoolTrace, end_ms: int, held: int = HELD) -> float:
             if capacity >= node and since_ms is None:
                 since_ms = at_ms
             elif capacity < node and since_ms is not None:
-                found_ms = RETRY_HOURS * HOUR_MS / 2 if since_ms > pool.t_ms[0] else 0
+                found_ms = FIND_HOURS * HOUR_MS if since_ms > pool.t_ms[0] else 0
                 work_ms += max(0.0, at_ms - since_ms - found_ms - COLD_START_MS)
                 since_ms = None
     return work_ms / (held * end_ms)
 
 
-def expected_share(hazards: HazardCurve, prior: HazardPrior) -> float:
-    """Return the share of time at work that a plan expects of a slot with these hazards."""
+def looks(pool: PoolTrace, end_ms: int, held: int = HELD) -> LaunchOdds:
+    """Return the uptime that a run has learnt which asked for `held` nodes at each `LOOK_HOURS`."""
+    counts = [pool.capacity_at(round(n * LOOK_HOURS * HOUR_MS)) for n in range(int(end_ms / HOUR_MS / LOOK_HOURS) + 1)]
+    there = sum(min(count, held) for count in counts)
+    return LaunchOdds(successes=round(there / held), failures=len(counts) - round(there / held))
+
+
+def expected_share(hazards: HazardCurve, uptime: float) -> float:
+    """Return the share of time at work that a plan expects of a slot in one zone."""
     return useful_share(
         NodeTerms(
             micro_usd_per_hour=0,
             hazards=hazards,
-            launch_odds=TRACE_UPTIME,
+            launch_odds=uptime,
             cold_start_hours=COLD_START_MS / HOUR_MS,
             horizon_hours=24.0,
             lost_work_hours=0.0,
             first_hour_free=False,
-            outage_hours=outage_hours(SHARE_AT_WORK.mean, prior.curve),
+            elsewhere=0.0,
         )
     )
 
 
 def shares(trace: Trace, before: Trace | None, prior: HazardPrior) -> list[dict[str, Any]]:
-    """Return the expected and the realised share of each region. `before`: the recording that taught the hazards."""
+    """Return the expected and the realised share of each region. `before`: the recording that taught the spells."""
     rows = []
     for region in sorted({pool.region for pool in trace.pools}):
         pools = [pool for pool in trace.pools if pool.region == region]
@@ -190,17 +196,44 @@ def shares(trace: Trace, before: Trace | None, prior: HazardPrior) -> list[dict[
         taught = []
         for pool in pools:
             own = next((h for h in histories if h.pool == named(pool)), PoolHistory(pool=named(pool)))
+            seen = [looks(p, before.end_ms) for p in known if before is not None and named(p) == named(pool)]
             now_ms = before.end_ms if before is not None else 0
-            taught.append(expected_share(own.survival(prior, now_ms, histories).mean, prior))
+            hazards = own.survival(prior, now_ms, histories).mean
+            taught.append(expected_share(hazards, (seen[0] if seen else LaunchOdds()).mean))
         rows.append(
             {
                 "region": region,
-                "by_prior": expected_share(prior.curve, prior),
+                "by_prior": expected_share(prior.curve, LaunchOdds().mean),
                 "by_evidence": statistics.fmean(taught),
+                "before": statistics.fmean(had(p, before.end_ms) for p in known) if known and before else None,
                 "realised": statistics.fmean(had(pool, trace.end_ms) for pool in pools),
             }
         )
     return rows
+
+
+def fitted_outages(trace: Trace) -> dict[str, float]:
+    """Return figures of the outages of `HELD` nodes in every zone that began and ended in the recording, in hours."""
+    hours: list[float] = []
+    for pool in trace.pools:
+        for node in range(1, HELD + 1):
+            since_ms: int | None = None
+            was_up = False
+            for at_ms, capacity in zip(pool.t_ms, pool.capacity, strict=True):
+                if capacity >= node:
+                    if since_ms is not None:
+                        hours.append((at_ms - since_ms) / HOUR_MS)
+                    since_ms, was_up = None, True
+                elif was_up and since_ms is None:
+                    since_ms = at_ms
+    mean, median = statistics.fmean(hours), statistics.median(hours)
+    return {
+        "outages": len(hours),
+        "mean_h": mean,
+        "median_h": median,
+        "sigma": math.sqrt(2 * math.log(mean / median)),
+        "rest_after_4_h": statistics.fmean(out - 4 for out in hours if out > 4),
+    }
 
 
 def prior_for(trace: Trace) -> HazardPrior:
@@ -226,6 +259,39 @@ def coverage(found: Sequence[Checked]) -> dict[str, float | None]:
     return {f"coverage_{seen}": statistics.fmean(held) if held else None for seen, held in by_seen.items()}
 
 
+def dollars(tested: Sequence[Trace], before: Trace | None) -> dict[str, Any]:
+    """Return the share of starts whose dollars are inside their plan's interval, and how far the plans are off."""
+    found: dict[str, list[PlannedStart]] = {"by_prior": [], "by_evidence": []}
+    for trace in tested:
+        if len(trace.pools) < 2:
+            continue
+        prior = prior_for(trace)
+        found["by_prior"] += planned_starts(trace, prior)
+        if before is not None:
+            histories = [PoolHistory(pool=named(p), lives=tuple(lives_of(p, before.end_ms))) for p in before.pools]
+            odds = {named(pool): looks(pool, before.end_ms) for pool in before.pools}
+            found["by_evidence"] += planned_starts(trace, prior, histories, odds)
+    result: dict[str, Any] = {}
+    for name, starts in found.items():
+        inside = [start.is_inside for start in starts]
+        ratios = [start.paid / start.planned.expected for start in starts if start.reached]
+        result[f"dollars_inside_{name}"] = statistics.fmean(inside) if inside else None
+        result[f"dollars_over_plan_mean_{name}"] = statistics.fmean(ratios) if ratios else None
+        result[f"dollars_over_plan_worst_{name}"] = max(ratios, default=None)
+    result["dollars_inside"] = result["dollars_inside_by_prior"]
+    result["dollars_starts"] = len(found["by_prior"])
+    result["dollars_by_start"] = [
+        {
+            "region": start.region,
+            "start_h": start.start_ms / HOUR_MS,
+            "planned": [start.planned.low / 1e6, start.planned.expected / 1e6, start.planned.high / 1e6],
+            "paid": start.paid / 1e6 if start.reached else None,
+        }
+        for start in found["by_prior"]
+    ]
+    return result
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--traces", type=Path, default=TRACES, help="a folder of readable traces")
@@ -245,6 +311,7 @@ def main() -> None:
     ]
     by_set = statistics.fmean(row["realised"] for row in regions) if regions else None
     rows = survival_rows(traces)
+    planned = dollars(tested, fitted[0] if fitted else None)
     result = {
         **covered,
         "coverage_on_fitted": coverage([check for trace in fitted for check in checks(trace, prior_for(trace))]),
@@ -254,7 +321,8 @@ def main() -> None:
             (abs(row["by_evidence"] - row["realised"]) for row in regions), default=None
         ),
         "useful_share_error_mean_of_regions": None if by_set is None else abs(regions[0]["by_prior"] - by_set),
-        "dollars_inside": None,
+        **planned,
+        "outages_fitted": rounded(fitted_outages(fitted[0])) if fitted else None,
         "hazards_fitted": [round(hazard, 2) for hazard in fitted_hazards(fitted[0])] if fitted else None,
         "survival": rows,
         "regions": [rounded(row) for row in regions],
@@ -284,7 +352,8 @@ def text(result: dict[str, Any]) -> str:
     fitted = result["coverage_on_fitted"]
     worst = sorted(result["regions"], key=lambda row: -abs(row["by_prior"] - row["realised"]))
     regions = "\n".join(
-        f"| {row['region']} | {row['by_prior']:.2f} | {row['by_evidence']:.2f} | {row['realised']:.2f} |"
+        f"| {row['region']} | {row['by_prior']:.2f} | {row['by_evidence']:.2f} | {_share(row['before'])} "
+        f"| {row['realised']:.2f} |"
         for row in worst
     )
     covered = " | ".join(str(result[f"coverage_{seen}"]) for seen in (0, 10, 30))
@@ -310,18 +379,29 @@ notes on V100 and is not tested here.
 
 ## Useful share of a slot
 
-| region | expected by the prior | expected after the fitted recording | realised |
-| --- | --- | --- | --- |
+| region | expected by the prior | expected after the fitted recording | in the fitted recording | realised |
+| --- | --- | --- | --- | --- |
 {regions}
 
 Target: .08 in each region. **Missed**: the worst error is {result["useful_share_error_worst"]} by the prior, and
 {result["useful_share_error_worst_taught"]} with the evidence of the earlier days. The mean of the regions is out by
-{result["useful_share_error_mean_of_regions"]}. Regions go from no capacity to capacity all the time, and change within
-days. Hazards say how soon a node is lost, and not how long an outage lasts; a plan has one length of outages for all
-pools. It needs the outages of each pool.
+{result["useful_share_error_mean_of_regions"]}. A prior has one figure for all regions, and they go from no capacity to
+capacity all the time. Evidence helps where a region stays as it was; the regions that miss most have changed.
 
-Dollars inside the plan's interval: not measured.
+## Dollars inside the plan's interval
+
+{result["dollars_starts"]} starts: plans of six one-GPU nodes with known iterations, replayed on the recordings tested
+on by the live decisions. Inside: **{result["dollars_inside_by_prior"]}** by the prior (target .85), and
+{result["dollars_inside_by_evidence"]} with the evidence of the earlier days. Paid over planned: mean
+{result["dollars_over_plan_mean_by_prior"]}, worst {result["dollars_over_plan_worst_by_prior"]} by the prior; mean
+{result["dollars_over_plan_mean_by_evidence"]}, worst {result["dollars_over_plan_worst_by_evidence"]} with evidence.
+
+Outages in the recording fitted on: {result["outages_fitted"]}.
 """
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import json
 import random
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -45,7 +46,7 @@ from launcher.placement.requirements import (
     sites_of,
 )
 from launcher.placement.search import cheapest_choice, is_above_floor, is_spread
-from launcher.placement.value import square_root_rule
+from launcher.placement.value import DEAR, square_root_rule
 from tests.launcher.made_ledger import MINUTE_MS, START_MS, a_run, a_session
 from tests.launcher.reference_recipe import verl_omni
 
@@ -177,7 +178,8 @@ def test_without_hazards_an_iteration_costs_as_much_as_in_the_notes():
     assert plan.exploration.candidates_per_prompt == 75
     on_demand = next(factors for factors in plan.factors if "on demand" in factors.against)
     assert on_demand.micro_usd == pytest.approx(0.54, rel=0.01)
-    assert (on_demand.iterations, on_demand.hours_per_iteration) == pytest.approx((1, 1))
+    # A plan asks anew for each node once a day, which takes some minutes.
+    assert (on_demand.iterations, on_demand.hours_per_iteration) == pytest.approx((1, 1), rel=0.001)
 
 
 def test_the_cost_factors_multiply_to_the_cost_of_the_plan():
@@ -732,6 +734,12 @@ def test_a_dearer_zone_never_gets_more_node_hours(needs, market, data):
             return 0.0
         return where(plan)[old.zone] * plan.time.expected / HOUR_MS
 
+    def not_dear(offers: Sequence[Offer]) -> set[str]:
+        here = [each for each in offers if each.market is Market.SPOT and each.region == old.region]
+        most = DEAR * min(each.micro_usd_per_hour for each in here)
+        return {each.zone for each in here if each.micro_usd_per_hour <= most}
+
+    assume(not_dear(market.offers) == not_dear(dearer.offers))  # else other zones lose, or win, a place to go to
     before, after = plan_or_none(needs, market), plan_or_none(needs, dearer)
     assert node_hours(after) <= node_hours(before) + 0.001
 

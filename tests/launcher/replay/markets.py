@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 
 from engine.events import Market
 from launcher.decide.work_left import WorkLeft
+from launcher.market.hazard import POOLED, HazardCurve
+from launcher.market.spells import Spells, ZoneSpells
 from launcher.money import HOUR_MS
 from launcher.placement.options import Option, SiteOptions
 from launcher.placement.placement import Placement
@@ -74,3 +76,17 @@ def work(nodes: int, hours: float = 10.0) -> WorkLeft:
     rollout = 540.0 * (1 + 8 * nodes)
     iteration_ms = [1000 * (rollout / (1 + 8 * n) + 60) for n in range(nodes + 1)]
     return WorkLeft(iterations=hours * HOUR_MS / iteration_ms[nodes], done=0.0, iteration_ms=iteration_ms)
+
+
+def zones(names: str, uptime: float = 0.64, hazards: HazardCurve = POOLED.curve) -> list[ZoneSpells]:
+    """Return spells of zones of us-test-1, all alike."""
+    return [
+        ZoneSpells(
+            cloud="aws",
+            region="us-test-1",
+            zone=f"us-test-1{name}",
+            instance_type="p5.48xlarge",
+            spells=Spells(hazards=hazards, uptime=uptime),
+        )
+        for name in names
+    ]

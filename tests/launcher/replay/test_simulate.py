@@ -13,9 +13,8 @@ from launcher.exit_codes import ExitCode
 from launcher.market.hazard import COLD_START_MS
 from launcher.money import HOUR_MS
 from launcher.placement.plan import PlacementError
-from launcher.replay.generator import MarketRule, generate
 from launcher.replay.simulate import Range, generated_markets, recorded_markets, simulate
-from tests.launcher.replay.markets import market, plan, work
+from tests.launcher.replay.markets import market, plan, work, zones
 
 JOB = "qwen_image_ocr.yaml"
 
@@ -24,16 +23,6 @@ def a_plan(nodes: int = 2):
     left = work(nodes, 3.0)
     pace = tuple(round(ms) for ms in left.iteration_ms)
     return replace(plan("ab", nodes), iterations=left.iterations, pace_ms=pace)
-
-
-def test_a_generated_market_is_its_seed_and_has_outages():
-    spot = a_plan().sites[0].rollout[:2]
-    one, same, other = (generate(spot, 200, 4, seed, MarketRule()) for seed in (1, 1, 2))
-    assert one == same != other
-    assert 0.3 < one.share_with_capacity() < 1
-    for pool in one.pools:
-        assert list(pool.t_ms) == sorted(set(pool.t_ms))
-        assert set(pool.capacity) <= {0, 2, 4}
 
 
 def test_a_range_holds_the_middle_ninety_percent():
@@ -51,7 +40,7 @@ def test_a_calm_recording_gives_the_same_dollars_at_each_start():
 
 
 def test_a_bound_on_the_time_runs_fewer_starts_and_says_so():
-    markets = generated_markets(a_plan(), 6 * HOUR_MS)
+    markets = generated_markets(a_plan(), zones("ab"), 6 * HOUR_MS)
     found = simulate(a_plan(), MoveRules(), markets, starts=500, deadline_ms=6 * HOUR_MS, seconds=0.0)
     assert (found.starts, found.asked_starts) == (1, 500)
 
