@@ -42,7 +42,7 @@ from launcher.decide.run_budget import refused_now
 from launcher.job.checked import JobError
 from launcher.job.load import all_runs_of
 from launcher.job.schema import Job
-from launcher.ledger.models import Node, NodeEvent, Run
+from launcher.ledger.models import STAND_IN, Node, NodeEvent, Run
 from launcher.ledger.node_history import last_trainer_cloud, node_records, option_of, unpriced_costs
 from launcher.ledger.store import append_status, current_status, nodes_of
 from launcher.money import duration
@@ -204,29 +204,31 @@ class Controller:
                 if refusal is not None:
                     log.info("%s is not bought: %s", action.name, refusal.text)
                     return
-            session.add(
-                Node(
-                    run_id=self._run.id,
-                    name=action.name,
-                    slot=action.slot.name,
-                    generation=action.generation,
-                    role=action.slot.role,
-                    market=placement.market,
-                    cloud=placement.cloud,
-                    region=placement.region,
-                    zone=placement.zone,
-                    instance_type=placement.instance_type,
-                    accelerator=placement.accelerator,
-                    gpus=placement.gpus,
-                    micro_usd_per_hour=placement.micro_usd_per_hour,
-                    on_demand_micro_usd_per_hour=action.option.on_demand_micro_usd_per_hour,
-                    price_source=placement.price_source,
-                    price_observed_at=placement.price_observed_at,
-                    requested_ms=self._clock.now_ms(),
-                    reserved_micro_usd=action.reserved_micro_usd,
-                    disk_gib=placement.disk_gib,
-                )
+            node = Node(
+                run_id=self._run.id,
+                name=action.name,
+                slot=action.slot.name,
+                generation=action.generation,
+                role=action.slot.role,
+                market=placement.market,
+                cloud=placement.cloud,
+                region=placement.region,
+                zone=placement.zone,
+                instance_type=placement.instance_type,
+                accelerator=placement.accelerator,
+                gpus=placement.gpus,
+                micro_usd_per_hour=placement.micro_usd_per_hour,
+                on_demand_micro_usd_per_hour=action.option.on_demand_micro_usd_per_hour,
+                price_source=placement.price_source,
+                price_observed_at=placement.price_observed_at,
+                requested_ms=self._clock.now_ms(),
+                reserved_micro_usd=action.reserved_micro_usd,
+                disk_gib=placement.disk_gib,
             )
+            session.add(node)
+            if action.stand_in:
+                session.flush()
+                self._event(session, node, STAND_IN, node.requested_ms, action.stand_in)
         # The intent is durable. After a crash here the node is not `requested`, and the next pass requests the node.
         self._request(action.name)
 
@@ -260,8 +262,8 @@ class Controller:
         self.recorder.check_lease()
         self._provisioner.release(names)
 
-    def _event(self, session: Session, node: Node, kind: str, at_ms: int) -> None:
-        session.add(NodeEvent(node_id=node.id, at_ms=at_ms, kind=kind, evidence=""))
+    def _event(self, session: Session, node: Node, kind: str, at_ms: int, evidence: str = "") -> None:
+        session.add(NodeEvent(node_id=node.id, at_ms=at_ms, kind=kind, evidence=evidence))
 
     def _is_tidy(self, facts: Facts) -> bool:
         """Return True once the resources made for the nodes are removed.

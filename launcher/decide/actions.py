@@ -23,7 +23,8 @@ class Enter:
 class Buy:
     """Record the intent in the ledger, then request the node.
 
-    `option`: the offer (zone, instance type, market) to buy.
+    `option`: the offer (zone, instance type, market) to buy. `stand_in`: why the node stands in for missing spot; empty
+    for every other node.
     """
 
     slot: Slot
@@ -31,6 +32,7 @@ class Buy:
     generation: int
     name: str
     reserved_micro_usd: int
+    stand_in: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

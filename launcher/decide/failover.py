@@ -11,9 +11,9 @@ not hang on a pool without capacity, and must not scatter over the world.
   ready pool comes first, with or without earlier attempts.
 - A slot without spot waits, or gets a stand-in, by the price of waiting (waiting.py): on demand, or spot that costs
   much more than planned. A plan without predicted times buys a stand-in after `MoveRules.on_demand_after_ms`.
-- A stand-in (an on-demand node in a spot slot) works until a spot node has replaced the stand-in. One node at a time
-  tests whether a pool has spot capacity again. The remaining slots follow after the test node has stayed for ten
-  minutes.
+- A stand-in (an on-demand node, or dear spot, in a spot slot) works until a spot node has replaced the stand-in. One
+  node at a time tests whether a pool has spot capacity again. The remaining slots follow after the test node has stayed
+  for ten minutes.
 - The trainer is requested in the home region until the home region has had no capacity for `trainer_wait_ms`. After the
   wait, the trainer is requested everywhere, the least refused pool first, and every option gets its turn. The search
   for a trainer has no end of its own: the budget or the deadline ends the run.
@@ -31,6 +31,7 @@ from dataclasses import dataclass
 
 from engine.events import Market
 from launcher.decide.launch_history import AGAIN_MS, MoveRules, Tried, cooled_until_ms, end_text
+from launcher.money import duration
 from launcher.placement.options import Option, SiteOptions
 from launcher.placement.value import COOL_MOST_MS, DEAR, most_in_one_zone
 
@@ -41,6 +42,14 @@ costs nothing and an idle trainer does. Fitted: replays of tests/benchmarks/repl
 GIVE_BACK_GAP_MS = 1_800_000
 """Minimum time between two give-backs of a slot, in milliseconds. Half an hour keeps the slot from going back and
 forth."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StandIn:
+    """Buy a node for a slot without spot, on demand or dear spot, and why."""
+
+    option: Option
+    why: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,10 +67,11 @@ class NothingLeft:
     why: str
 
 
-Move = Option | Wait | NothingLeft
+Move = Option | StandIn | Wait | NothingLeft
 
-WantsStandIn = Callable[[Option, Sequence[Option], int], bool]
-"""(stand-in, spot options that lack capacity, time since which all of them do): whether to buy the stand-in now."""
+WhyStandIn = Callable[[Option, Sequence[Option], int], str | None]
+"""(stand-in, spot options that lack capacity, time since which all of them do): why to buy the stand-in now, or None to
+wait."""
 
 
 def home_of(tried: Tried, sites: Sequence[SiteOptions]) -> SiteOptions:
@@ -106,11 +116,11 @@ def next_rollout(
     sites: Sequence[SiteOptions],
     rules: MoveRules,
     now_ms: int,
-    wants_stand_in: WantsStandIn | None = None,
+    why_stand_in: WhyStandIn | None = None,
 ) -> Move:
     """Return the option for the next rollout node of a plan with `nodes` rollout nodes.
 
-    The planned option `preferred` is taken if the pool is ready. `wants_stand_in`: the price of waiting (waiting.py).
+    The planned option `preferred` is taken if the pool is ready. `why_stand_in`: the price of waiting (waiting.py).
     None: the plan predicts no iteration times, and stand-ins come after a fixed wait.
     """
     trainer = tried.trainer
@@ -120,9 +130,9 @@ def next_rollout(
     options = [option for option in here.rollout if not tried.is_denied(option)] if here is not None else []
     wanted = preferred.placement.market
     of_market = [option for option in options if option.placement.market is wanted]
-    often = wants_stand_in is not None and wanted is Market.SPOT
+    often = why_stand_in is not None and wanted is Market.SPOT
     dear: list[Option] = []
-    if wants_stand_in is not None and wanted is Market.SPOT:
+    if why_stand_in is not None and wanted is Market.SPOT:
         of_market, dear = _by_price(preferred, of_market)
     found = _cheapest_ready(preferred, nodes, of_market, tried, rules, now_ms, asks_often=often)
     if isinstance(found, Option) or wanted is Market.ON_DEMAND or not (rules.on_demand or dear):
@@ -130,13 +140,30 @@ def next_rollout(
     firsts = [min((end_text(attempt)[0] for attempt in tried.refused(option)), default=0) for option in of_market]
     out_since_ms = max(firsts, default=0)
     steady = [option for option in options if option.placement.market is Market.ON_DEMAND and rules.on_demand]
-    if wants_stand_in is None:
-        pays = steady if now_ms >= out_since_ms + rules.on_demand_after_ms or not of_market else []
-    else:
-        instead = [*dear, *steady]
-        pays = [one for one in instead if not of_market or wants_stand_in(one, of_market, out_since_ms)]
+    reasons: dict[tuple[str, ...], str] = {}
+    for one in steady if why_stand_in is None else [*dear, *steady]:
+        why = _why(one, of_market, out_since_ms, rules, now_ms, why_stand_in)
+        if why is not None:
+            reasons[one.place] = why
+    pays = [one for one in [*dear, *steady] if one.place in reasons]
     stand_in = _cheapest_ready(preferred, nodes, pays, tried, rules, now_ms)
-    return stand_in if isinstance(stand_in, Option) else found
+    return StandIn(option=stand_in, why=reasons[stand_in.place]) if isinstance(stand_in, Option) else found
+
+
+def _why(
+    stand_in: Option,
+    lacking: Sequence[Option],
+    out_since_ms: int,
+    rules: MoveRules,
+    now_ms: int,
+    why_stand_in: WhyStandIn | None,
+) -> str | None:
+    if not lacking:
+        return "no spot is offered in the region"
+    if why_stand_in is not None:
+        return why_stand_in(stand_in, lacking, out_since_ms)
+    out_ms = now_ms - out_since_ms
+    return f"no spot for {duration(out_ms)}" if out_ms >= rules.on_demand_after_ms else None
 
 
 def _by_price(preferred: Option, spot: Sequence[Option]) -> tuple[list[Option], list[Option]]:

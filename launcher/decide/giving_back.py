@@ -1,4 +1,4 @@
-"""Decide which nodes to give back: leftover stand-ins, and on-demand nodes whose spot successor has settled."""
+"""Decide which nodes to give back: leftover nodes, and stand-ins whose spot successor has settled."""
 
 from collections.abc import Sequence
 
@@ -36,7 +36,7 @@ def nodes_to_release(facts: Facts, wanted: Wanted, live: Sequence[NodeRecord], t
     kept = [node for node in kept if node not in shed]
     slots = {slot.name: slot for slot in wanted.slots}
     sheddable = sorted(
-        (node for node in kept if node.market is Market.SPOT or is_stand_in(node, slots[node.slot])),
+        (node for node in kept if node.market is Market.SPOT or is_stand_in(node, slots[node.slot], facts)),
         key=lambda node: (node.market is Market.ON_DEMAND, node.micro_usd_per_hour, node.name),
     )
     while wanted.limits.max_hourly is not None and sheddable and hourly_of(kept) > wanted.limits.max_hourly:
@@ -60,8 +60,8 @@ def _given_back(
     alone: list[tuple[Slot, NodeRecord]] = []
     for slot in wanted.slots:
         here = [node for node in kept if node.slot == slot.name]
-        stand_ins = [node for node in here if is_stand_in(node, slot)]
-        if any(_has_settled(node, facts, tried) for node in here if node.market is Market.SPOT):
+        stand_ins = [node for node in here if is_stand_in(node, slot, facts)]
+        if any(_has_settled(node, facts, tried) for node in here if node not in stand_ins):
             given_back += stand_ins
         elif stand_ins and len(stand_ins) == len(here):
             alone += [(slot, node) for node in stand_ins]

@@ -41,7 +41,7 @@ class KnownNodes(Sequence[NodeRecord]):
     def _clear(self) -> None:
         self._latest: dict[str, NodeRecord] = {}
         self._last: defaultdict[str, list[NodeRecord]] = defaultdict(list)
-        self._given_back: dict[str, NodeRecord] = {}
+        self._given_back: dict[tuple[str, Market], NodeRecord] = {}
         self._lost_trainers: dict[str, NodeRecord] = {}
         self._ended = EndedAttempts()
         self._requested_ms: list[int] = []
@@ -89,9 +89,9 @@ class KnownNodes(Sequence[NodeRecord]):
             del self._last[slot][:-LAST_OF_SLOT]
             if node.role == "trainer" and not node.reclaimed:
                 self._lost_trainers[node.name] = node
-        if node.market is Market.ON_DEMAND and "releasing" in node.happened:
-            last = self._given_back.get(slot, node)
-            self._given_back[slot] = max(last, node, key=lambda known: known.happened["releasing"])
+        if "releasing" in node.happened:
+            last = self._given_back.get((slot, node.market), node)
+            self._given_back[slot, node.market] = max(last, node, key=lambda known: known.happened["releasing"])
         if node.wanted is not None:
             self._ended.add(attempt_of(node))
 
@@ -110,7 +110,7 @@ class KnownNodes(Sequence[NodeRecord]):
         """Return the nodes that can still change a decision on a slot.
 
         These are the live nodes and, of each slot, the newest, the last `LAST_OF_SLOT` that were not refused, and the
-        stand-in given back last; and every trainer that was lost.
+        node of each market that was given back last; and every trainer that was lost.
         """
         found = self._live | self._lost_trainers
         for nodes in (self._latest.values(), *self._last.values(), self._given_back.values()):

@@ -9,7 +9,7 @@ from launcher.decide.failover import Move, Wait, back_to_spot, next_rollout, nex
 from launcher.decide.launch_history import Tried
 from launcher.decide.replacing import stays
 from launcher.decide.run_budget import beside, hourly_of
-from launcher.decide.waiting import Prices, may_risk_spot, price_of, wants_stand_in
+from launcher.decide.waiting import Prices, may_risk_spot, price_of, why_stand_in
 from launcher.placement.options import Option, SiteOptions
 from launcher.placement.plan import Slot
 
@@ -34,11 +34,11 @@ def place_of(slot: Slot, tried: Tried, after: Sequence[NodeRecord], facts: Facts
         if not may_risk_spot(facts, wanted):
             return Wait(until_ms=None, why="the deadline leaves no time for another preemption")
         return back_to_spot(slot.option, nodes, tried, sites, wanted.rules, facts.now_ms)
-    price = None if facts.work is None else partial(_wants_stand_in, slot, after, facts, wanted)
+    price = None if facts.work is None else partial(_why_stand_in, slot, after, facts, wanted)
     return next_rollout(slot.option, nodes, tried, sites, wanted.rules, facts.now_ms, price)
 
 
-def _wants_stand_in(
+def _why_stand_in(
     slot: Slot,
     after: Sequence[NodeRecord],
     facts: Facts,
@@ -46,7 +46,7 @@ def _wants_stand_in(
     stand_in: Option,
     lacking: Sequence[Option],
     out_since_ms: int,
-) -> bool:
+) -> str | None:
     trainer = next(node for node in after if node.role == "trainer")
     working = len({node.slot for node in after if node.role == "rollout" and stays(node)})
     prices = Prices(
@@ -55,7 +55,7 @@ def _wants_stand_in(
         on_demand=slot.on_demand_micro_usd_per_hour + beside(slot.placement, facts),
     )
     price = stand_in.placement.micro_usd_per_hour + beside(stand_in.placement, facts)
-    return wants_stand_in(facts, wanted, prices, working, out_since_ms, price)
+    return why_stand_in(facts, wanted, prices, working, out_since_ms, price)
 
 
 def _within(sites: Sequence[SiteOptions], facts: Facts, micro_usd_per_hour: int | None) -> Sequence[SiteOptions]:

@@ -15,6 +15,7 @@ from engine.events import EngineFinished
 from launcher.decide import budget_guard
 from launcher.decide.actions import Action, Buy, Enter, Release, RepeatRequest, StopEngine
 from launcher.decide.facts import FAILING, OVER, Facts, NodeRecord, Stage, Wanted
+from launcher.decide.failover import StandIn
 from launcher.decide.giving_back import nodes_to_release
 from launcher.decide.known_nodes import KnownNodes
 from launcher.decide.launch_history import Tried
@@ -114,7 +115,8 @@ def _fill(facts: Facts, recent: Facts, known: KnownNodes, wanted: Wanted, tried:
         if wanted.launch_rate is not None and wanted.launch_rate.next_ms(launches) > facts.now_ms:
             refusals.append(f"{slot.name} is not bought: {wanted.launch_rate.per_minute} launches a minute at most")
             break
-        move = place_of(slot, tried, after, facts, wanted)
+        placed = place_of(slot, tried, after, facts, wanted)
+        move, why = (placed.option, placed.why) if isinstance(placed, StandIn) else (placed, "")
         if not isinstance(move, Option):
             refusals += [] if works else [f"{slot.name} is not bought: {move.why}"]
             continue
@@ -128,7 +130,9 @@ def _fill(facts: Facts, recent: Facts, known: KnownNodes, wanted: Wanted, tried:
             refusals += [] if works else [f"{slot.name} is not bought: {refusal.text}"]
             continue
         name = f"{wanted.run}-{slot.name}-g{generation}"
-        actions.append(Buy(slot=slot, option=move, generation=generation, name=name, reserved_micro_usd=reserve))
+        actions.append(
+            Buy(slot=slot, option=move, generation=generation, name=name, reserved_micro_usd=reserve, stand_in=why)
+        )
         bought = _intended(name, slot, move, generation, reserve, facts)
         after.append(bought)
         launches.append(facts.now_ms)

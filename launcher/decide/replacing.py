@@ -10,6 +10,7 @@ from launcher.decide.node_facts import is_quota_used_up
 from launcher.decide.stopping import was_denied, was_refused
 from launcher.market.refusals import holds_in_its_zone_alone
 from launcher.placement.plan import Slot
+from launcher.placement.value import DEAR
 
 FIRST_WAIT_MS = 10_000
 LONGEST_WAIT_MS = 600_000
@@ -37,14 +38,27 @@ def stays(node: NodeRecord) -> bool:
     return node.is_live and not node.is_leaving
 
 
-def is_stand_in(node: NodeRecord, slot: Slot) -> bool:
-    """Return True if the node is on-demand in a slot with a spot plan."""
-    return node.market is Market.ON_DEMAND and slot.placement.market is Market.SPOT
+def is_stand_in(node: NodeRecord, slot: Slot, facts: Facts) -> bool:
+    """Return True if the node replaces missing spot: on demand, or on dear spot, in a slot with a spot plan.
+
+    Dear is spot above `DEAR` times both the plan's price and the lowest price of the node's region.
+    """
+    if slot.placement.market is not Market.SPOT:
+        return False
+    return node.market is Market.ON_DEMAND or _is_dear(node, slot, facts)
+
+
+def _is_dear(node: NodeRecord, slot: Slot, facts: Facts) -> bool:
+    if facts.work is None or node.micro_usd_per_hour <= DEAR * slot.placement.micro_usd_per_hour:
+        return False
+    here = next((site for site in facts.sites if site.place == node.site), None)
+    spot = [o.placement for o in here.rollout if o.placement.market is Market.SPOT] if here is not None else []
+    return node.micro_usd_per_hour > DEAR * min((place.micro_usd_per_hour for place in spot), default=0) > 0
 
 
 def _may_go_back(slot: Slot, held: Sequence[NodeRecord], facts: Facts) -> bool:
     """Return whether a slot holds only a stand-in, and had no give-back for `GIVE_BACK_GAP_MS`."""
-    stand_ins = [node for node in held if is_stand_in(node, slot)]
+    stand_ins = [node for node in held if is_stand_in(node, slot, facts)]
     if any(stays(node) and node not in stand_ins for node in held):
         return False
     released_ms = [node.happened["releasing"] for node in stand_ins if "releasing" in node.happened]

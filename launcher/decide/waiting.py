@@ -17,7 +17,7 @@ from engine.events import Market
 from launcher.decide.facts import Facts, Wanted
 from launcher.decide.work_left import WorkLeft
 from launcher.market.hazard import COLD_START_MS
-from launcher.money import HOUR_MS
+from launcher.money import HOUR_MS, duration
 from launcher.placement.options import Option
 
 CHANGE_MS = COLD_START_MS + 240_000
@@ -144,10 +144,10 @@ def costs_more_to_wait(
     return later / work.left * gained * useful > (prices.on_demand if price is None else price)
 
 
-def wants_stand_in(
+def why_stand_in(
     facts: Facts, wanted: Wanted, prices: Prices, working: int, out_since_ms: int, price: float | None = None
-) -> bool:
-    """Return whether a slot without spot gets a stand-in now.
+) -> str | None:
+    """Return the reason to buy a stand-in for a slot without spot now, or None to wait.
 
     `working`: rollout nodes that work or start. `out_since_ms`: time since which no zone gave a node. `price`: of the
     stand-in, hourly, in micro-dollars; None: on demand.
@@ -155,12 +155,23 @@ def wants_stand_in(
     work = facts.work
     assert work is not None, "the plan predicts no iteration times"
     seen = Seen.of(facts, work.nodes)
-    out_hours = max(0, facts.now_ms - out_since_ms) / HOUR_MS
-    return (
-        is_late(facts, wanted, seen)
-        or (is_money_used_up(facts, work, prices) and pays_on_demand(work, working, prices))
-        or costs_more_to_wait(work, working, out_hours, seen, prices, price)
-    )
+    out_ms = max(0, facts.now_ms - out_since_ms)
+    goal_ms = wanted.goal_ms(facts.now_ms)
+    if is_late(facts, wanted, seen) and goal_ms is not None:
+        slack, reserve = slack_ms(work, goal_ms, facts.now_ms), reserve_ms(work, seen.hazard_per_hour)
+        return (
+            f"behind: with every node at work the run would be {_early(slack)}, and preemptions may take "
+            f"{duration(round(reserve))}"
+        )
+    if is_money_used_up(facts, work, prices) and pays_on_demand(work, working, prices):
+        return "the money for waiting is used up: waiting longer would cost more than all on demand"
+    if costs_more_to_wait(work, working, out_ms / HOUR_MS, seen, prices, price):
+        return f"no spot for {duration(out_ms)}: waiting costs more than it saves"
+    return None
+
+
+def _early(slack: float) -> str:
+    return f"{duration(round(slack))} early" if slack >= 0 else f"{duration(round(-slack))} late"
 
 
 def price_of(option: Option) -> int:

@@ -152,11 +152,16 @@ class Node(Base):
     """Size of the boot disk on a real cloud."""
 
 
+STAND_IN = "stand_in"
+"""Kind of the event of a node that replaces missing spot. It comes with the intent to buy, and says why."""
+
+
 class NodeEvent(Base):
     """An event of a node, with its evidence.
 
-    requested (the cloud was called), up (billing starts), ready (the node's workers called in), notice, releasing (the
-    launcher requested termination). The last event, once: gone, released, denied or no_capacity.
+    stand_in (the node replaces missing spot; the evidence says why), requested (the cloud was called), up (billing
+    starts), ready (the node's workers called in), notice, releasing (the launcher requested termination). The last
+    event, once: gone, released, denied or no_capacity.
     """
 
     __tablename__ = "node_event"

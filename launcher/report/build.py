@@ -38,6 +38,7 @@ from launcher.report.reached import (
 from launcher.report.savings import NOT_MODELLED, NOT_MODELLED_ON_CLOUDS, saving_against, savings_of
 from launcher.report.schedule import schedule_of
 from launcher.report.sharing import sharing_of
+from launcher.report.stand_ins import stand_in_lines
 from launcher.report.target import dollars_per_gain, smoothed
 from launcher.report.values import SCHEMA, Report, RunFacts
 from launcher.without_secrets import without_secrets
@@ -109,6 +110,7 @@ def _report(session: Session, run: Run, now_ms: int, target_reward: float | None
         extras=extra_lines(session, run, costs, now_ms),
         nodes=tuple(node_line_of(node) for node in costs.nodes),
         preemptions=preemptions,
+        stand_ins=stand_in_lines(session, run, costs),
         exploration=exploration_of(
             [row.event for row in by_iteration(session, run, IterationDone.KIND).values()],
             [row.event for row in by_iteration(session, run, Ranked.KIND).values()],

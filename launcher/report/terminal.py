@@ -22,6 +22,7 @@ from launcher.report.words import (
     score,
     seconds,
     short_node,
+    stand_in_words,
 )
 
 PIPED_WIDTH = 80
@@ -66,6 +67,8 @@ def _print(report: Report, console: Console) -> None:
     _extras(report, console)
     _gains(report, console)
     _preemptions(report, console)
+    if stood := stand_in_words(report):
+        console.print(stood)
     console.print(exploration_words(report.exploration))
     if report.schedule is not None:
         console.print(schedule_words(report.schedule))

@@ -256,6 +256,19 @@ class Pictures:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StandInLine:
+    """A node that replaced missing spot. `hours`: time of its request, since the start of the run."""
+
+    node: str
+    zone: str
+    market: str
+    hours: float
+    why: str
+    paid_hours: float
+    micro_usd: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
     """Every value `spotrl report` prints about a run."""
 
@@ -298,6 +311,8 @@ class Report:
     """Expected and measured iterations; None for a run without a forecast."""
     provenance: Provenance
     """Commands, git commits, hardware and versions behind the run, and the wall time of its end."""
+    stand_ins: tuple[StandInLine, ...] = ()
+    """Nodes bought for slots without spot, oldest first."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as a dictionary for JSON."""

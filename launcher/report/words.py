@@ -47,6 +47,24 @@ def how_lost(notice: bool) -> str:
     return "preemption with notice" if notice else "preemption without notice"
 
 
+STAND_INS_SHOWN = 5
+
+
+def stand_in_words(report: Report) -> str:
+    """Return a sentence on the nodes that replaced missing spot: when, for how much and why; empty without any."""
+    lines = report.stand_ins
+    if not lines:
+        return ""
+    shown = [
+        f"{short_node(line.node, report.run.name)} at {line.hours:.2f} h ({line.why})"
+        for line in lines[:STAND_INS_SHOWN]
+    ]
+    if len(lines) > STAND_INS_SHOWN:
+        shown.append(f"{len(lines) - STAND_INS_SHOWN} more (--json)")
+    count = f"{len(lines)} node{'s' if len(lines) > 1 else ''} stood in for missing spot"
+    return f"{count}, {dollars(sum(line.micro_usd for line in lines))}: {'; '.join(shown)}."
+
+
 def drift_words(report: Report) -> str:
     """Return sentences on the newest drift from the base model and on each guard; empty without drift and guards."""
     words = []

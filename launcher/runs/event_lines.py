@@ -19,7 +19,7 @@ from engine.events import (
 )
 from launcher.decide.facts import ENDS, Stage
 from launcher.harmless import harmless
-from launcher.ledger.models import Node, NodeEvent, ProgressRow, Run, RunStatus
+from launcher.ledger.models import STAND_IN, Node, NodeEvent, ProgressRow, Run, RunStatus
 from launcher.report.sharing import groups_text
 
 
@@ -84,7 +84,7 @@ _WORDS: Mapping[str, Callable[[ProgressRow, Mapping[str, Any]], str]] = {
 
 KINDS = (
     *(stage.value for stage in Stage),
-    *("requested", "up", "ready", "notice", "releasing"),
+    *(STAND_IN, "requested", "up", "ready", "notice", "releasing"),
     *sorted(ENDS),
     *_WORDS,
 )

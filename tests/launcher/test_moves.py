@@ -11,6 +11,7 @@ from launcher.decide.current_prices import Price, PriceNow, repriced
 from launcher.decide.failover import (
     LaunchRate,
     NothingLeft,
+    StandIn,
     Wait,
     back_to_spot,
     home_of,
@@ -94,7 +95,8 @@ def with_trainer(where: Option = R1.trainer[0]) -> History:
 
 
 def rollout(history: History, now_ms=NOW, preferred=R1.rollout[0], nodes=2, sites=SITES, rules=RULES):
-    return next_rollout(preferred, nodes, Tried(history.attempts), sites, rules, now_ms)
+    move = next_rollout(preferred, nodes, Tried(history.attempts), sites, rules, now_ms)
+    return move.option if isinstance(move, StandIn) else move
 
 
 # --- the trainer --------------------------------------------------------------------------------------
@@ -386,6 +388,7 @@ class World:
         trainer = Tried(self.history.attempts).trainer
         for _ in range(self.spots - len(self.live("rollout"))):
             move = next_rollout(R1.rollout[0], self.spots, Tried(self.history.attempts), self.sites, RULES, self.now_ms)
+            move = move.option if isinstance(move, StandIn) else move
             if isinstance(move, Option):
                 assert trainer is not None
                 assert (move.placement.cloud, move.placement.region) == trainer.site

@@ -6,14 +6,14 @@ import json
 import pytest
 from rich.console import Console
 
-from launcher.ledger.models import NodeEvent
+from launcher.ledger.models import STAND_IN, NodeEvent
 from launcher.report.build import build_report
 from launcher.report.exploration import exploration_words
 from launcher.report.result import result_dict
 from launcher.report.sharing import Sharing, sharing_words
 from launcher.report.terminal import print_report
 from launcher.report.values import SCHEMA
-from launcher.report.words import drift_words, headline
+from launcher.report.words import drift_words, headline, stand_in_words
 from tests.launcher.made_ledger import HOUR_MS, JOB, MINUTE_MS, START_MS, a_long_run, a_run, a_session
 from tests.launcher.printed import printed
 
@@ -150,6 +150,23 @@ def test_each_preemption_pays_the_cold_start_of_its_own_successor(session):
     assert report.costs.by_phase["cold_start"] == 1_800_000
 
 
+def test_the_report_says_when_and_why_a_node_stood_in_for_spot(session):
+    made = a_run(session)
+    made.node("trainer", market="on_demand", rate=1_000_000, up=0)
+    node = made.node("spot-0", 3, market="on_demand", rate=9_000_000, up=2 * HOUR_MS, end=3 * HOUR_MS, seen=2 * HOUR_MS)
+    assert stand_in_words(build_report(session, made.run, START_MS + 4 * HOUR_MS)) == ""
+    why = "behind: with every node at work the run would be 3m early, and preemptions may take 24m"
+    session.add(NodeEvent(node_id=node.id, at_ms=START_MS + 2 * HOUR_MS, kind=STAND_IN, evidence=why))
+    session.flush()
+    report = build_report(session, made.run, START_MS + 4 * HOUR_MS)
+    (line,) = report.stand_ins
+    assert (line.node, line.hours, line.paid_hours, line.micro_usd) == (node.name, 2.0, 1.0, 9_000_000)
+    assert stand_in_words(report) == f"1 node stood in for missing spot, $9.00: spot-0-g3 at 2.00 h ({why})."
+    console = Console(file=io.StringIO(), width=200)
+    print_report(report, console)
+    assert why in console.file.getvalue()
+
+
 def test_lost_work_is_never_dearer_than_the_node(session):
     made = a_run(session)
     taken = made.node("spot-0", rate=3_600_000, up=0, end=MINUTE_MS, seen=0)
@@ -236,7 +253,7 @@ def test_the_json_has_a_schema_version_and_only_plain_values(session):
         "schema", "run", "money_basis", "money_note", "target", "costs", "curve", "drift", "gains",
         "micro_usd_per_hundredth", "extras", "nodes", "preemptions", "exploration", "sharing", "price_effect", "saved",
         "prices", "pictures_before", "pictures_after", "start_ms", "end_ms", "notes", "learning", "pictures",
-        "job_text", "scores", "schedule", "provenance",
+        "job_text", "scores", "schedule", "provenance", "stand_ins",
     }  # fmt: skip
     splits = [read["costs"][name] for name in ("by_role", "by_market", "by_place", "by_node", "by_phase")]
     assert [sum(split.values()) for split in splits] == [read["costs"]["total"]] * 5

@@ -149,7 +149,7 @@ def test_a_hazard_of_zero_that_cannot_be_unlearnt_is_found(monkeypatch):
 
 
 def test_waiting_for_ever_is_found(monkeypatch):
-    monkeypatch.setattr(placing, "wants_stand_in", lambda *_: False)
+    monkeypatch.setattr(placing, "why_stand_in", lambda *_: None)
     assert not waiting_ends()
 
 

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.events import Market
+from launcher.decide.actions import Buy
 from launcher.decide.launch_history import MoveRules
 from launcher.decide.reconcile import decide
 from launcher.market.hazard import COLD_START_MS
@@ -127,3 +128,42 @@ def test_spot_that_costs_as_much_as_on_demand_is_a_stand_in(deadline_hours, take
     result = replay(bought, MoveRules(), work(2), trace, 0, 1, deadline_ms=round(deadline_hours * HOUR_MS))
     assert result.reached
     assert any(node.zone == dear.placement.zone for node in result.nodes) == takes_dear_spot
+
+
+def reasons(trace: Trace, deadline_hours: float | None, hours: float = 10.0) -> list[str]:
+    """Return why each stand-in of a replay was bought."""
+    found: list[str] = []
+
+    def policy(facts, wanted):
+        actions = decide(facts, wanted)
+        found.extend(action.stand_in for action in actions if isinstance(action, Buy))
+        return actions
+
+    deadline_ms = None if deadline_hours is None else round(deadline_hours * HOUR_MS)
+    replay(plan("a", 2), MoveRules(), work(2, hours), trace, 0, 1, deadline_ms=deadline_ms, policy=policy)
+    return [why for why in found if why]
+
+
+def test_each_stand_in_says_why_it_was_bought():
+    no_spot = market({"a": [0] * 6 * 40})
+    assert reasons(market({"a": ALWAYS}), 40.0) == []
+    (late, *_) = reasons(no_spot, 10.6)
+    assert late == "behind: with every node at work the run would be 34m early, and preemptions may take 1h"
+    assert reasons(no_spot, None)[0].startswith("the money for waiting is used up")
+    assert reasons(market({"a": [2] * 36 + [0] * 204}), None)[0].startswith("no spot for 1h 20m: waiting costs more")
+
+
+def test_dear_spot_goes_when_a_cheap_zone_is_back():
+    """Zone a has no spot from hour 2 to 5. Zone b always has, for $52: its nodes leave within an hour of the return."""
+    trace = market({"a": [9] * 12 + [0] * 18 + [9] * 200, "b": [9] * 230})
+    bought, dear = plan("a", 2), option("b", Market.SPOT, 52_000_000)
+    (site,) = bought.sites
+    bought = replace(bought, sites=(replace(site, rollout=(*site.rollout, dear)),))
+    result = replay(bought, MoveRules(), work(2), trace, 0, 1, deadline_ms=round(11.2 * HOUR_MS))
+    there = [node for node in result.nodes if node.zone == dear.placement.zone and "up" in node.happened]
+    assert there
+    assert result.reached
+    for node in there:
+        assert "released" in node.happened
+        assert 5 * HOUR_MS <= node.happened["releasing"] <= 6 * HOUR_MS
+    assert result.ms <= 11.2 * HOUR_MS
