@@ -4,6 +4,7 @@ import json
 import os
 import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import click
@@ -13,11 +14,13 @@ from launcher.cli.launch import overrides
 from launcher.cli.layout import print_table, print_text
 from launcher.decide.launch_history import MoveRules
 from launcher.exit_codes import ExitCode
-from launcher.job.checked import JobError
+from launcher.job.checked import CheckedJob, JobError
 from launcher.job.load import load_job
+from launcher.ledger.store import open_ledger
 from launcher.money import duration
 from launcher.placement.plan import Plan
 from launcher.replay.readers import read_file
+from launcher.replay.replay import Replayed
 from launcher.replay.simulate import (
     POLICIES,
     ROOM,
@@ -32,9 +35,10 @@ from launcher.replay.simulate import (
 from launcher.replay.simulate import (
     simulate as run_simulation,
 )
-from launcher.replay.trace import TraceRefused
+from launcher.replay.trace import Trace, TraceRefused
+from launcher.runs.replayed_run import write_replayed
 from launcher.services.planning import cloud_plan
-from launcher.settings import config_path, home, simulations_path
+from launcher.settings import config_path, home, ledger_path, simulations_path
 from launcher.web.simulations import Kept, keep
 
 STARTS = 30
@@ -56,6 +60,11 @@ STARTS = 30
 @click.option(
     "--html", type=click.Path(dir_okay=False, path_type=Path), help="Write a page with a chart of the fleet over time."
 )
+@click.option(
+    "--ledger",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Write each replay as a run to a ledger in this folder, for `spotrl report`.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_obj
 def simulate(
@@ -72,6 +81,7 @@ def simulate(
     max_hourly: str | None,
     settings: tuple[str, ...],
     html: Path | None,
+    ledger: Path | None,
     as_json: bool,
 ) -> ExitCode:
     """Replay the plan of JOB on a market, without buying.
@@ -84,6 +94,7 @@ def simulate(
       spotrl simulate qwen_image_ocr.yaml --infra aws,gcp
       spotrl simulate qwen_image_ocr.yaml --infra gcp --trace h100.csv --starts 30 --policy ours --policy all-on-demand
       spotrl simulate qwen_image_ocr.yaml --infra aws --deadline 12h --html simulation.html
+      spotrl simulate qwen_image_ocr.yaml --infra aws --starts 3 --ledger there
     """
     if trace is not None and generate:
         raise click.UsageError("--trace names a market and --generate makes one; use one of the two")
@@ -107,6 +118,7 @@ def simulate(
         deadline_ms=limit_ms,
         ends_ms=on_clouds.longest_ms,
         longest_ms=round(ROOM * max(limit_ms or 0, work_of(plan).left_ms(0))),
+        keep=None if ledger is None else partial(_keep, open_ledger(ledger / ledger_path().name), checked, plan),
     )
     keep(simulations_path(), Kept(job=checked.job.name, at_ms=time.time_ns() // 1_000_000, result=found))
     if html is not None:
@@ -117,7 +129,22 @@ def simulate(
         click.echo(json.dumps(asdict(found)))
         return ExitCode.OK
     _print(found, html)
+    if ledger is not None:
+        print_text([f"Each replay is a run there: SPOTRL_HOME={ledger} spotrl report {found.policies[0].policy}-0"])
     return ExitCode.OK
+
+
+def _keep(
+    sessions: sessionmaker[Session],
+    checked: CheckedJob,
+    plan: Plan,
+    policy: str,
+    number: int,
+    result: Replayed,
+    trace: Trace,
+    start_ms: int,
+) -> None:
+    write_replayed(sessions, checked, plan, f"{policy}-{number}", result, trace, start_ms)
 
 
 def _recorded(plan: Plan, trace: Path, starts: int, deadline_ms: int | None) -> tuple[Markets, str]:

@@ -33,7 +33,7 @@ class Run(Base):
     seed: Mapped[int]
     infra: Mapped[str]
     money_basis: Mapped[str]
-    """assumed (local infra), metered or billed."""
+    """assumed (local infra), metered or billed; simulated in the ledger of a replay."""
     clock_origin_ms: Mapped[int]
     clock_factor: Mapped[float]
     max_total_micro_usd: Mapped[int | None]

@@ -5,7 +5,7 @@ baseline (baselines.py) is another function of the same facts. The same trace, s
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from launcher.decide.actions import Action, Buy, Enter, Release
@@ -50,6 +50,8 @@ class Replayed:
     """(ms, spot nodes at work, on-demand rollout nodes at work), at each change."""
     nodes: tuple[NodeRecord, ...]
     """Every node with its events, as in the ledger."""
+    stand_ins: Mapping[str, str] = field(default_factory=dict)
+    """Why each node that stands in for missing spot was bought, by name."""
 
 
 def replay(
@@ -85,6 +87,7 @@ def replay(
     last_ms = min(longest_ms, trace.end_ms - start_ms)
     stage, reason, passed_ms = Stage.PLANNED, "", -QUIET_MS
     happened = True
+    stand_ins: dict[str, str] = {}
     while world.finished_ms is None and world.now_ms < last_ms and stage not in OVER:
         if happened or world.now_ms >= passed_ms + QUIET_MS:
             passed_ms = world.now_ms
@@ -109,6 +112,8 @@ def replay(
                         happened = False
                     case Buy():
                         world.buy(action)
+                        if action.stand_in:
+                            stand_ins[action.name] = action.stand_in
                     case Release():
                         world.release(action.nodes)
         happened |= world.advance(min(last_ms, world.now_ms + PASS_MS))
@@ -123,4 +128,5 @@ def replay(
         share_at_work=worked,
         fleet=tuple(world.fleet),
         nodes=tuple(world.records()),
+        stand_ins=stand_ins,
     )

@@ -82,6 +82,9 @@ class Simulated:
 Markets = Callable[[int], tuple[Trace, int]]
 """The market of a start, and the start within it in milliseconds."""
 
+Keep = Callable[[str, int, Replayed, Trace, int], None]
+"""(policy, number of the start, result, market, start within it in milliseconds)."""
+
 
 def work_of(plan: Plan) -> WorkLeft:
     """Return the work of a plan. Raises PlacementError for a plan without predicted times (the local infra)."""
@@ -125,11 +128,12 @@ def simulate(
     ends_ms: int | None = None,
     longest_ms: int = LONGEST_MS,
     seconds: float | None = None,
+    keep: Keep | None = None,
 ) -> Simulated:
     """Return the results of each policy on the same starts.
 
     `deadline_ms`, `ends_ms`, `longest_ms`: as of `replay`. `seconds`: begin no further start after
-    this processor time.
+    this processor time. `keep`: called with each replay.
     """
     work, (market_of, what) = work_of(plan), markets
     begun = time.process_time()  # a busy machine runs as many starts as an idle one
@@ -139,20 +143,21 @@ def simulate(
             break  # one more start would probably end after the time
         trace, start_ms = market_of(start)
         for name in policies:
-            found[name].append(
-                replay(
-                    plan,
-                    rules,
-                    work,
-                    trace,
-                    start_ms,
-                    start,
-                    deadline_ms=deadline_ms,
-                    ends_ms=ends_ms,
-                    longest_ms=longest_ms,
-                    policy=POLICIES[name],
-                )
+            result = replay(
+                plan,
+                rules,
+                work,
+                trace,
+                start_ms,
+                start,
+                deadline_ms=deadline_ms,
+                ends_ms=ends_ms,
+                longest_ms=longest_ms,
+                policy=POLICIES[name],
             )
+            found[name].append(result)
+            if keep is not None:
+                keep(name, start, result, trace, start_ms)
     first = found[policies[0]][0]
     return Simulated(
         market=what,

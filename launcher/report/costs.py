@@ -16,6 +16,7 @@ BASIS = {
     "assumed": "assumed: priced as named offers, nothing was bought",
     "metered": "metered: observed price x running time; not yet compared with a bill",
     "billed": "billed: taken from the cloud's own bill",
+    "simulated": "simulated: a replay on paper, nothing was bought and nothing was trained",
 }
 
 

@@ -72,43 +72,49 @@ def create_run(
     sessions: sessionmaker[Session], checked: CheckedJob, plan: Plan, name: str, command: Sequence[str] = ()
 ) -> str:
     """Write a new run to the ledger, whole or not at all. `command`: the words that the user typed."""
-    job = checked.job
-    origin = origin_of(command, job.model_dump(mode="json"), checked.workdir)
+    origin = origin_of(command, checked.job.model_dump(mode="json"), checked.workdir)
     with writing(sessions) as session:
-        if session.scalar(select(Run.id).where(Run.name == name)) is not None:
-            raise NameTaken(f"there is a run called {name}; choose another name, or `spotrl resume {name}`")
         now_ms = time.time_ns() // 1_000_000
-        run = Run(
-            name=name,
-            created_ms=now_ms,
-            job_yaml=checked.text,
-            job=job.model_dump(mode="json"),
-            plan=TypeAdapter(Plan).dump_python(plan, mode="json"),
-            job_digest=checked.digest,
-            code_version=version("spotrl"),
-            lock_digest=blake2b(files("engine").joinpath("versions.lock").read_bytes(), digest_size=16).hexdigest(),
-            seed=job.seed,
-            infra=job.infra,
-            money_basis=plan.money_basis,
-            clock_origin_ms=now_ms,
-            clock_factor=job.factor,
-            max_total_micro_usd=plan.max_total_micro_usd,
-            max_hourly_micro_usd=plan.max_hourly_micro_usd,
-            target_metric=job.target.metric if job.target is not None else None,
-            target_value=job.target.value if job.target is not None else None,
-            folder=str(runs_folder() / name),
-            workdir=str(checked.workdir),
-            deadline_ms=now_ms + job.budget.deadline if job.budget.deadline is not None else None,
-            ends_ms=now_ms + job.budget.longest_ms if job.budget.longest_ms is not None else None,
-            coordinator_port=_free_port(set(session.scalars(select(Run.coordinator_port)))),
-            token=secrets.token_urlsafe(32),
-        )
-        session.add(run)
-        session.flush()
+        run = run_row(session, checked, plan, name, now_ms, runs_folder() / name)
         append_status(session, run, Stage.PLANNED, "", now_ms)
         session.add(origin.row(run, now_ms))
     Path(run.folder).mkdir(parents=True, exist_ok=True, mode=0o700)
     return name
+
+
+def run_row(session: Session, checked: CheckedJob, plan: Plan, name: str, now_ms: int, folder: Path) -> Run:
+    """Add the row of a new run to the ledger, and return it. Raises NameTaken."""
+    if session.scalar(select(Run.id).where(Run.name == name)) is not None:
+        raise NameTaken(f"there is a run called {name}; choose another name, or `spotrl resume {name}`")
+    job = checked.job
+    run = Run(
+        name=name,
+        created_ms=now_ms,
+        job_yaml=checked.text,
+        job=job.model_dump(mode="json"),
+        plan=TypeAdapter(Plan).dump_python(plan, mode="json"),
+        job_digest=checked.digest,
+        code_version=version("spotrl"),
+        lock_digest=blake2b(files("engine").joinpath("versions.lock").read_bytes(), digest_size=16).hexdigest(),
+        seed=job.seed,
+        infra=job.infra,
+        money_basis=plan.money_basis,
+        clock_origin_ms=now_ms,
+        clock_factor=job.factor,
+        max_total_micro_usd=plan.max_total_micro_usd,
+        max_hourly_micro_usd=plan.max_hourly_micro_usd,
+        target_metric=job.target.metric if job.target is not None else None,
+        target_value=job.target.value if job.target is not None else None,
+        folder=str(folder),
+        workdir=str(checked.workdir),
+        deadline_ms=now_ms + job.budget.deadline if job.budget.deadline is not None else None,
+        ends_ms=now_ms + job.budget.longest_ms if job.budget.longest_ms is not None else None,
+        coordinator_port=_free_port(set(session.scalars(select(Run.coordinator_port)))),
+        token=secrets.token_urlsafe(32),
+    )
+    session.add(run)
+    session.flush()
+    return run
 
 
 def start_controller(sessions: sessionmaker[Session], run_name: str, timeout_s: float = START_SECONDS) -> int:

@@ -4,6 +4,7 @@ import json
 import shutil
 from dataclasses import replace
 from importlib.resources import files
+from statistics import fmean
 
 import pytest
 
@@ -84,3 +85,21 @@ def test_a_job_of_this_machine_has_no_market(spotrl):
     code, _, error = spotrl("quickstart.yaml")
     assert code == ExitCode.INVALID_JOB
     assert "--infra aws,gcp" in error
+
+
+def test_a_replay_is_a_run_in_a_ledger_of_its_own(spotrl, tmp_path, monkeypatch, capsys):
+    """The report's dollars are those of the simulation, its stand-ins and preemptions too."""
+    there = tmp_path / "there"
+    code, out, _ = spotrl(JOB, "--infra", "gcp,aws", "--starts", "2", "--ledger", str(there), "--json")
+    assert code == ExitCode.OK
+    (ours,) = json.loads(out)["policies"]
+    monkeypatch.setenv("SPOTRL_HOME", str(there))
+    reports = []
+    for number in range(2):
+        assert run(["report", f"ours-{number}", "--json"]) == ExitCode.OK
+        reports.append(json.loads(capsys.readouterr().out))
+    beside = [sum(line["micro_usd"] or 0 for line in r["extras"] if not line["in_total"]) for r in reports]
+    mean = fmean(r["costs"]["total"] + more for r, more in zip(reports, beside, strict=True)) / 1e6
+    assert mean == pytest.approx(ours["dollars"]["mean"], rel=0.0005)
+    assert fmean(len(report["preemptions"]) for report in reports) == pytest.approx(ours["preemptions"])
+    assert reports[0]["money_basis"] == "simulated"
