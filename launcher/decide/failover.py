@@ -7,8 +7,8 @@ not hang on a pool without capacity, and must not scatter over the world.
 
 - A run is in the region of its newest trainer. Rollout nodes are bought in the same region only.
 - A pool that refused a request cools down. The cool-down doubles with each refusal, up to half an hour. Refusals of one
-  burst count as one refusal. A pool that preempted a node is avoided for a while if another pool is ready. The cheapest
-  ready pool comes first, with or without earlier attempts.
+  burst count as one refusal. A pool that preempted a node is avoided for a while if another pool is ready. The planned
+  pool comes first, then the pool with the cheapest hour at work, by its price and the preemptions seen in it.
 - A slot without spot waits, or gets a stand-in, by the price of waiting (waiting.py): on demand, or spot that costs
   much more than planned. A plan without predicted times buys a stand-in after `MoveRules.on_demand_after_ms`.
 - A stand-in (an on-demand node, or dear spot, in a spot slot) works until a spot node has replaced the stand-in. One
@@ -42,6 +42,10 @@ costs nothing and an idle trainer does. Fitted: replays of tests/benchmarks/repl
 GIVE_BACK_GAP_MS = 1_800_000
 """Minimum time between two give-backs of a slot, in milliseconds. Half an hour keeps the slot from going back and
 forth."""
+
+
+LOST_HOURS = 0.2
+"""Node-hours that a preemption loses: the answer to a launch, and the cold start."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -251,7 +255,7 @@ def _cheapest_ready(
     *,
     asks_often: bool = False,
 ) -> Move:
-    """Return the planned option if its pool is ready, else the cheapest ready option.
+    """Return the planned option if its pool is ready, else the ready option with the cheapest hour at work.
 
     If no pool is ready, return a `Wait`.
 
@@ -279,11 +283,16 @@ def _cheapest_ready(
             max(0, tried.taken_until_ms(option, first_ms) - now_ms),
             tried.live_in(option.placement.zone) >= most,
             option.place != preferred.place,
-            option.placement.micro_usd_per_hour,
+            _hour_micro_usd(option, tried, now_ms),
             number,
         )
 
     return options[min(ready, key=order)]
+
+
+def _hour_micro_usd(option: Option, tried: Tried, now_ms: int) -> float:
+    """Return the price of an hour at work: an hour's price, and as often as a preemption comes, its lost hours."""
+    return option.placement.micro_usd_per_hour * (1 + tried.hazard_per_hour(option, now_ms) * LOST_HOURS)
 
 
 def _regions(options: Iterable[Option]) -> str:

@@ -10,6 +10,7 @@ from typing import Self
 
 from launcher.job.schema import Job
 from launcher.market.hazard import BURST_MS, bursts
+from launcher.money import HOUR_MS
 from launcher.placement.options import Option
 from launcher.placement.value import COOL_MOST_MS, COOL_MS
 
@@ -23,6 +24,9 @@ GIVE_BACK_AFTER_MS = 600_000
 
 MOST_IN_A_ROW = 21
 """Bursts of refusals after which a cool-down doubles no more. The longest cool-down is reached long before."""
+
+PRIOR_HAZARD, PRIOR_HAZARD_HOURS = 0.3, 6.0
+"""Preemptions per node-hour before a run has seen any, and the node-hours that the prior weighs."""
 
 QUOTA_LAG_MS = 300_000
 """Time after a node's end during which the cloud may still count the node against a quota, in milliseconds."""
@@ -107,6 +111,17 @@ class MoveRules:
         return 3 * self.cool_down_ms
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Watched:
+    """Time for which a pool's nodes were up, and their preemptions."""
+
+    ms: int = 0
+    preemptions: int = 0
+
+    def more(self, ms: int, is_preempted: bool = False) -> "Watched":
+        return Watched(ms=self.ms + ms, preemptions=self.preemptions + is_preempted)
+
+
 class EndedAttempts:
     """Index of the ended attempts of a run. Attempts may be added in any order, each once; the index is the same.
 
@@ -125,6 +140,7 @@ class EndedAttempts:
         """Refusals of a quota used up by nodes of the run, since the quota last allowed a node."""
         self.lacked_ms: dict[tuple[str, ...], int] = {}
         self.taken: dict[tuple[str, ...], Attempt] = {}
+        self.watched: defaultdict[tuple[str, ...], Watched] = defaultdict(Watched)
         self.denied: dict[tuple[str, ...], Attempt] = {}
         """The first denial of each quota or zone."""
         self.undecided: list[Attempt] = []
@@ -138,6 +154,10 @@ class EndedAttempts:
             self._came_up(attempt)
         if attempt.ended_ms is not None and attempt.ended_ms < self.since_ms:
             return
+        if attempt.up_ms is not None and attempt.ended_ms is not None:
+            self.watched[attempt.place] = self.watched[attempt.place].more(
+                attempt.ended_ms - attempt.up_ms, attempt.outcome is Outcome.RECLAIMED
+            )
         match attempt.outcome:
             case Outcome.REFUSED:
                 self._lacked(attempt)
@@ -202,7 +222,7 @@ class Tried:
         return tried
 
     def _look(self, ended: EndedAttempts, live: Iterable[Attempt]) -> None:
-        self._lacked_ms, self._taken = ended.lacked_ms, ended.taken
+        self._lacked_ms, self._taken, self._watched = ended.lacked_ms, ended.taken, ended.watched
         self._live: defaultdict[tuple[str, ...], list[Attempt]] = defaultdict(list)
         self._live_in: Counter[str] = Counter()
         self.trainer: Attempt | None = None
@@ -296,6 +316,16 @@ class Tried:
         """Return the time until which a pool that preempted a node is avoided, if another pool is ready."""
         last = self._taken.get(option.place)
         return 0 if last is None else end_text(last)[0] + gap_ms(1, cool_down_ms, last.name)
+
+    def hazard_per_hour(self, option: Option, now_ms: int) -> float:
+        """Return the preemptions per node-hour of a pool, as this run has seen it, with a prior.
+
+        Six hours without a preemption halve the prior of .3; one preemption at once makes .47 of it.
+        """
+        watched = self._watched.get(option.place, Watched())
+        live_ms = sum(now_ms - attempt.up_ms for attempt in self._live[option.place] if attempt.up_ms is not None)
+        hours = (watched.ms + live_ms) / HOUR_MS
+        return (watched.preemptions + PRIOR_HAZARD * PRIOR_HAZARD_HOURS) / (hours + PRIOR_HAZARD_HOURS)
 
     def is_denied(self, option: Option) -> bool:
         """Return whether a denial covers the option.

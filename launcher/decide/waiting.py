@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from engine.events import Market
 from launcher.decide.facts import Facts, Wanted
+from launcher.decide.launch_history import PRIOR_HAZARD, PRIOR_HAZARD_HOURS
 from launcher.decide.work_left import WorkLeft
 from launcher.market.hazard import COLD_START_MS
 from launcher.money import HOUR_MS, duration
@@ -35,9 +36,6 @@ REST_HOURS, REST_GROWTH = 0.5, 1.0
 
 PRIOR_SHARE, PRIOR_SHARE_HOURS = 0.7, 6.0
 """Share of time with spot before a run has seen any, and the hours that it weighs."""
-
-PRIOR_HAZARD, PRIOR_HAZARD_HOURS = 0.3, 6.0
-"""Preemptions per node-hour before a run has seen any, and the node-hours that the prior weighs."""
 
 
 def expected_rest_hours(out_hours: float) -> float:

@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -470,3 +471,26 @@ def test_a_trainer_refused_everywhere_is_requested_at_every_site(regions, types)
         now_ms += 5000
     assert requested == {where.place for here in sites for where in here.trainer}
     assert now_ms > NOW + 3_600_000  # the gaps grew
+
+
+def test_of_equal_prices_the_zone_with_fewer_preemptions_is_taken():
+    """The planned zone cools down. In the second, two nodes were preempted after half an hour; the third had none."""
+    planned, second, third = (
+        R1.rollout[0],
+        *[
+            replace(
+                R1.rollout[0], placement=replace(R1.rollout[0].placement, zone=f"{R1.rollout[0].placement.zone}-{n}")
+            )
+            for n in (2, 3)
+        ],
+    )
+    sites = (replace(R1, rollout=(planned, second, third)),)
+    history = with_trainer().spot(planned, Outcome.REFUSED, at=NOW - MINUTE)
+    assert rollout(history, sites=sites) == second
+    for minutes in (120, 60):
+        begun = NOW - minutes * MINUTE
+        history.spot(second, Outcome.RECLAIMED, at=begun, ended=begun + 30 * MINUTE, was_up=True)
+    tried = Tried(history.attempts)
+    assert tried.hazard_per_hour(second, NOW) == pytest.approx((2 + 1.8) / (1 + 6))
+    assert tried.hazard_per_hour(third, NOW) == pytest.approx(0.3)
+    assert rollout(history, sites=sites) == third

@@ -41,7 +41,9 @@ def test_every_cloud_job_is_planned_on_one_screen(dry_run, name):
     assert is_one_screen(lines)
     assert " to $" in lines[0], "dollars with their interval"
     assert lines[1].startswith("  at most $")
-    assert sum(" against " in line for line in lines) == 2
+    assert sum(line.startswith(("  saves ", "  costs ")) for line in lines) == 2, (
+        "against on demand, and the trainer alone"
+    )
     assert "--explain" in lines[-2]
 
 
