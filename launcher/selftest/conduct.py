@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from launcher.clouds.base import CloudUnreachable
 from launcher.clouds.preempting import Order, OrderState, Progress
 from launcher.exit_codes import ExitCode, Failure
-from launcher.runs.runs import CLOUD_RELEASE_SECONDS
+from launcher.runs.runs import CLOUD_RELEASE_SECONDS, ControllerFailed
 from launcher.selftest.acting import Acts
 from launcher.selftest.facts import Facts, Preempted
 from launcher.selftest.interruption import Interrupted, Interruption
@@ -178,11 +178,18 @@ class Conductor:
         left: Sequence[str] = self.facts().still_running
         until = time.monotonic() + min(self.minutes[step] * 60, CLOUD_RELEASE_SECONDS)
         self.say(step, f"stopping the run; still there: {', '.join(left) or 'nothing'}")
-        while left := self.run.stop(min(SAY_SECONDS, max(0.0, until - time.monotonic()))):
+        while True:
+            try:
+                left = self.run.stop(min(SAY_SECONDS, max(0.0, until - time.monotonic())))
+                if not left:
+                    return
+                self.say(step, f"still there: {', '.join(left)}")
+            except ControllerFailed as failure:  # a slow machine; what still runs must be ended all the same
+                self.say(step, f"{failure}; trying again")
+                time.sleep(self.look_seconds)
             self.interruption.check()
             if time.monotonic() > until:
                 return
-            self.say(step, f"still there: {', '.join(left)}")
 
     def _look(self, step: Step) -> None:
         """Refresh what the ledger does not hold, and restart a controller that died."""
@@ -192,8 +199,12 @@ class Conductor:
         if step is Step.CLEANUP:
             with suppress(CloudUnreachable):
                 self.seen.in_cloud = self.run.left_in_cloud()
-        elif self.run.ensure_controller():
-            self.say(step, "the controller had ended; another is started")
+            return
+        try:
+            if self.run.ensure_controller():
+                self.say(step, "the controller had ended; another is started")
+        except ControllerFailed as failure:  # the next looks try again, until the step's time is over
+            self.say(step, f"{failure}; trying again")
 
     def _preempt(self) -> None:
         spot = self.facts().spot

@@ -10,6 +10,7 @@ import pytest
 from launcher.cli.main import run
 from launcher.exit_codes import ExitCode, Failure
 from launcher.ledger.store import open_ledger, writing
+from launcher.runs.runs import ControllerFailed
 from launcher.selftest.abandoned import abandoned, alive, folder_of, is_abandoned
 from launcher.selftest.conduct import Conductor
 from launcher.selftest.interruption import Interrupted, Interruption, interruptions
@@ -127,6 +128,21 @@ def test_a_run_that_does_not_end_is_named_while_it_is_waited_for():
     conductor.clean_up()
     assert "stopping the run; still there: run-spot-0-g1" in said
     assert conductor.exit_code(conductor.facts()) == ExitCode.TEARDOWN_INCOMPLETE
+
+
+def test_a_controller_that_does_not_start_at_once_spoils_neither_step_nor_cleanup():
+    class Slow(FakeRun):
+        def ensure_controller(self):
+            self._do("ensure")
+            return False
+
+    slow = ControllerFailed("the controller of run did not start")
+    run, said = Slow(raises={"ensure": slow, "stop": slow}), []
+    minutes = dict.fromkeys(Step, 1.0)
+    conductor = Conductor(run=run, say=lambda step, text: said.append(text), minutes=minutes, look_seconds=0.0)
+    conductor.conduct()
+    assert set(verdicts(conductor).values()) == {Verdict.PASSED}
+    assert said.count(f"{slow}; trying again") == 2
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
