@@ -657,6 +657,27 @@ def test_googles_api_can_be_down_or_throttled(site: Site, kind: str, expected: s
         site.world.call(lambda: instance_of("any", zone="us-east4-a", retry=None))
 
 
+def test_a_fault_of_one_run_spares_the_instances_of_others(site: Site, group: str) -> None:
+    def tagged(run: str) -> dict[str, Any]:
+        tags = [{"Key": "spotrl-run", "Value": run}]
+        return {"groups": [group], "TagSpecifications": [{"ResourceType": "instance", "Tags": tags}]}
+
+    made = {
+        "mine": [site.aws(**tagged("mine")), site.gcp("test-mine", labels={"spotrl-run": "mine"})],
+        "other": [site.aws(**tagged("other")), site.gcp("test-other", labels={"spotrl-run": "other"})],
+    }
+    for cloud, permission in (("aws", "ec2:TerminateInstances"), ("gcp", "compute.instances.delete")):
+        site.world.fault("denied", cloud, run="mine", code=permission)
+    for instance in made["mine"]:
+        with pytest.raises(RuntimeError, match=r"UnauthorizedOperation|compute\.instances\.delete"):
+            site.end(instance)
+    for instance in made["other"]:
+        site.end(instance)
+    site.world.clear(run="mine")
+    for instance in made["mine"]:
+        site.end(instance)
+
+
 def test_an_instance_can_be_created_with_a_lost_reply(site: Site) -> None:
     site.world.fault("lost_reply", times=1)
     before = set(site.world.hosts())

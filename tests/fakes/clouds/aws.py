@@ -36,6 +36,7 @@ from tests.fakes.clouds.network import Allow
 from tests.fakes.clouds.prices import INSTANCE_TYPES
 
 AMI = "ami-0fakeclouds000001"
+RUN_LABEL = "spotrl-run"
 STALL_S = 0.2
 """Seconds between two checks whether a stalled call may continue."""
 RECLAIMED = "Server.SpotInstanceTermination"
@@ -176,7 +177,7 @@ class Aws:
                 return _xml_error(start, "Unavailable", "The service is unavailable. Please try again shortly.")
             if self.faults.met(Kind.THROTTLED, where):
                 return _xml_error(start, "RequestLimitExceeded", "Request limit exceeded.")
-            if self.faults.met(Kind.DENIED, where, code=f"{service}:{action}"):
+            if self.faults.met(Kind.DENIED, where, code=f"{service}:{action}", run=self._run_of(form)):
                 return _xml_error(start, "UnauthorizedOperation", REFUSALS["UnauthorizedOperation"], status=403)
             if action == "SimulatePrincipalPolicy":
                 return self._simulated(form, start)
@@ -237,6 +238,9 @@ class Aws:
         except fis.Refused as refused:
             # The client reads the kind of an error from this header or from the body.
             return _json(start, "400 Bad Request", {"__type": "ValidationException", "message": str(refused)})
+        run = json.loads(body).get("tags", {}).get(RUN_LABEL, "") if action == "StartExperiment" else ""
+        if action == "StartExperiment" and self.faults.met(Kind.DENIED, f"aws/{region}", code=f"fis:{action}", run=run):
+            return _json(start, "403 Forbidden", {"__type": "AccessDeniedException", "message": f"no fis:{action}"})
         answer = b"".join(moto(environ, start))
         if action == "StartExperiment" and b'"experiment"' in answer:
             spot = {
@@ -245,7 +249,7 @@ class Aws:
                 if one.region_name == region and one.lifecycle == "spot"
             }
             experiment = json.loads(answer)["experiment"]["id"]
-            fis.carry_out(region, experiment, spot, lambda one: self.reclaim(one, self.notice_s, notice=True))
+            fis.carry_out(region, experiment, spot, lambda one: self.interrupt(region, one, run))
         return [answer]
 
     def _spot_requests(self, region: str, start: Callable[..., Any]) -> Iterable[bytes]:
@@ -335,6 +339,21 @@ class Aws:
             now = datetime.now(UTC)
             self.notices[instance_id] = (now, now + timedelta(seconds=seconds))
         later(seconds, lambda: self._preempted(instance_id))
+
+    def interrupt(self, region: str, instance_id: str, run: str) -> None:
+        """Carry out an ordered preemption."""
+        if self.faults.met(Kind.UNFULFILLED, f"aws/{region}", run=run):
+            return
+        is_announced = self.faults.met(Kind.UNANNOUNCED, f"aws/{region}", run=run) is None
+        self.reclaim(instance_id, self.notice_s if is_announced else 0.0, notice=is_announced)
+
+    def _run_of(self, form: Mapping[str, str]) -> str:
+        """Return the run of the instances that a call to EC2 creates or names; "" without."""
+        for key, value in form.items():
+            if value == RUN_LABEL and key.startswith("TagSpecification.") and key.endswith(".Key"):
+                return form.get(f"{key.removesuffix('Key')}Value", "")
+        named = {value for key, value in form.items() if key.startswith("InstanceId.")}
+        return next((_tags(one).get(RUN_LABEL, "") for _, one in _instances() if one.id in named), "") if named else ""
 
     def rebalance(self, instance_id: str) -> None:
         """Send a rebalance recommendation."""
@@ -521,7 +540,9 @@ def _adapt(aws: Aws) -> None:
             zone = _zone(self, kwargs)
             wanted = kwargs.get("instance_type", "")
             aws.say(f"aws: RunInstances {count} {wanted} {market} in {zone or region}")
-            fault = aws.faults.met(Kind.CAPACITY, f"aws/{region}/{zone}" if zone else f"aws/{region}", market)
+            run = kwargs.get("tags", {}).get("instance", {}).get(RUN_LABEL, "")
+            where = f"aws/{region}/{zone}" if zone else f"aws/{region}"
+            fault = aws.faults.met(Kind.CAPACITY, where, market, run=run)
             if fault:
                 code = fault.code or "InsufficientInstanceCapacity"
                 raise EC2ClientError(code, aws.refusal(code, wanted, market, zone or region))

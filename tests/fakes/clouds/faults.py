@@ -28,6 +28,10 @@ class Kind(StrEnum):
     """The object store answers 503."""
     DENIED = "denied"
     """A missing permission, named by `code`: `ec2:RunInstances` or `compute.instances.create`."""
+    UNANNOUNCED = "unannounced"
+    """A preemption that a client orders ends the instance at once, without a notice."""
+    UNFULFILLED = "unfulfilled"
+    """A preemption that a client orders is reported as done, and the instance runs on."""
     NO_NOTICE = "no_notice"
     """Google Cloud's API does not know the field for a longer notice before a preemption."""
     NO_BOOT = "no_boot"
@@ -40,6 +44,8 @@ class Fault:
     where: str = ""
     market: str = ""
     """spot or on_demand; empty is both."""
+    run: str = ""
+    """Only calls about instances with this run's label; empty is all calls."""
     code: str = ""
     until: float | None = None
     times: int | None = None
@@ -58,6 +64,7 @@ class Faults:
         where: str = "",
         *,
         market: str = "",
+        run: str = "",
         code: str = "",
         seconds: float | None = None,
         times: int | None = None,
@@ -65,21 +72,31 @@ class Faults:
         until = None if seconds is None else time.monotonic() + seconds
         with self.lock:
             self.faults.append(
-                Fault(kind=Kind(kind), where=where.strip("/"), market=market, code=code, until=until, times=times)
+                Fault(
+                    kind=Kind(kind), where=where.strip("/"), market=market, run=run, code=code, until=until, times=times
+                )
             )
 
-    def clear(self, kind: str = "", where: str = "") -> None:
-        """Clear the faults of a kind under `where`; all faults without arguments."""
+    def clear(self, kind: str = "", where: str = "", run: str = "") -> None:
+        """Clear the faults of a kind under `where`, and of a run; all faults without arguments."""
         with self.lock:
-            self.faults = [f for f in self.faults if not (kind in ("", f.kind) and _under(f.where, where.strip("/")))]
+            self.faults = [
+                f
+                for f in self.faults
+                if not (kind in ("", f.kind) and _under(f.where, where.strip("/")) and run in ("", f.run))
+            ]
 
-    def met(self, kind: Kind, where: str, market: str = "", code: str | None = None) -> Fault | None:
-        """Return the fault that a call at `where` meets, and count it. `code`: only faults with this or no code."""
+    def met(self, kind: Kind, where: str, market: str = "", code: str | None = None, run: str = "") -> Fault | None:
+        """Return the fault that a call at `where` meets, and count it. `code`: only faults with this or no code.
+
+        `run`: the run whose instance the call is about; empty if it is about none.
+        """
         now = time.monotonic()
         with self.lock:
             self.faults = [f for f in self.faults if f.until is None or f.until > now]
             for fault in self.faults:
-                fits = fault.market in ("", market) and (code is None or fault.code in ("", code))
+                fits = fault.market in ("", market) and fault.run in ("", run)
+                fits = fits and (code is None or fault.code in ("", code))
                 if fault.kind is kind and _under(where, fault.where) and fits:
                     if fault.times is not None:
                         if fault.times <= 0:
@@ -92,7 +109,15 @@ class Faults:
     def told(self) -> list[dict[str, Any]]:
         with self.lock:
             return [
-                {"kind": f.kind, "where": f.where, "market": f.market, "code": f.code, "times": f.times, "met": f.met}
+                {
+                    "kind": f.kind,
+                    "where": f.where,
+                    "market": f.market,
+                    "run": f.run,
+                    "code": f.code,
+                    "times": f.times,
+                    "met": f.met,
+                }
                 for f in self.faults
             ]
 

@@ -308,8 +308,8 @@ class Gce:
 
     def _insert(self, zone: str, body: Json, lose: bool) -> Json:
         region = zone.rpartition("-")[0]
-        if self.faults.met(Kind.DENIED, f"gcp/{region}/{zone}", code="compute.instances.create"):
-            raise Refused(403, "forbidden", f"Required 'compute.instances.create' permission for 'projects/{PROJECT}'")
+        run = _run_of(body)
+        self._allowed("create", zone, run)
         scheduling = body.get("scheduling") or {}
         if isinstance(scheduling, list):
             scheduling = {key: value for one in scheduling for key, value in one.items()}
@@ -318,7 +318,7 @@ class Gce:
             "spot" if scheduling.get("provisioningModel") == "SPOT" or scheduling.get("preemptible") else "on_demand"
         )
         self.say(f"gcp: insert {body['name']} {_last(body['machineType'])} {market} in {zone}")
-        fault = self.faults.met(Kind.CAPACITY, f"gcp/{region}/{zone}", market)
+        fault = self.faults.met(Kind.CAPACITY, f"gcp/{region}/{zone}", market, run=run)
         link = {"selfLink": f"{ROOT}/zones/{zone}/instances/{body['name']}", "id": self._number()}
         metric, wanted = _metric(body["machineType"], body.get("guestAccelerators"), market)
         limit = self.quotas[region].get(metric)
@@ -347,6 +347,12 @@ class Gce:
         if lose:
             self._lose(f"zones/{zone}")
         return made
+
+    def _allowed(self, verb: str, zone: str, run: str) -> None:
+        """Refuse a call about an instance if a fault denies its permission."""
+        permission = f"compute.instances.{verb}"
+        if self.faults.met(Kind.DENIED, f"gcp/{zone.rpartition('-')[0]}/{zone}", code=permission, run=run):
+            raise Refused(403, "forbidden", f"Required '{permission}' permission for 'projects/{PROJECT}'")
 
     def _lose(self, scope: str) -> None:
         zone = _last(scope)
@@ -415,6 +421,7 @@ class Gce:
         if collection == "disks" and thing.get("users"):
             raise _in_use(f"{scope}/disks/{name}")
         if collection == "instances":
+            self._allowed("delete", _last(scope), _run_of(thing))
             self._remove(thing)
         else:
             del self.resources[scope, collection, name]
@@ -449,11 +456,19 @@ class Gce:
             case "disks", "resize":
                 thing["sizeGb"] = body["sizeGb"]
             case "instances", "simulateMaintenanceEvent":
-                if thing["scheduling"]["provisioningModel"] == "SPOT":  # any other one migrates, and goes on
-                    self.reclaim(thing["id"], self.notice_s, notice=True)
+                self._simulate_maintenance(_last(scope), thing)
             case _:
                 raise _unknown("POST", f"{scope}/{collection}/{verb}")
         return self._operation(scope, verb, thing)
+
+    def _simulate_maintenance(self, zone: str, thing: Json) -> None:
+        """Preempt a Spot VM. Any other VM migrates, and goes on."""
+        where, run = f"gcp/{zone.rpartition('-')[0]}/{zone}", _run_of(thing)
+        self._allowed("simulateMaintenanceEvent", zone, run)
+        if thing["scheduling"]["provisioningModel"] != "SPOT" or self.faults.met(Kind.UNFULFILLED, where, run=run):
+            return
+        is_announced = self.faults.met(Kind.UNANNOUNCED, where, run=run) is None
+        self.reclaim(thing["id"], self.notice_s if is_announced else 0.0, notice=is_announced)
 
     # --- operations
 
@@ -836,6 +851,11 @@ def _unknown(method: str, path: str) -> Refused:
 
 def _last(link: str) -> str:
     return link.rstrip("/").rpartition("/")[2]
+
+
+def _run_of(instance: Json) -> str:
+    """Return the run of an instance by its label; "" without."""
+    return str((instance.get("labels") or {}).get("spotrl-run", ""))
 
 
 def _region(instance: Json) -> str:

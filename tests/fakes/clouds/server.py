@@ -160,9 +160,9 @@ class Server:
         self.say(f"fault {kind} {where} {more}")
         self.faults.add(kind, where, **more)
 
-    def clear(self, kind: str = "", where: str = "") -> None:
-        self.say(f"clear {kind} {where}")
-        self.faults.clear(kind, where)
+    def clear(self, kind: str = "", where: str = "", run: str = "") -> None:
+        self.say(f"clear {kind} {where} {run}")
+        self.faults.clear(kind, where, run)
 
     def told_faults(self) -> list[dict[str, Any]]:
         return self.faults.told()

@@ -414,9 +414,9 @@ class World:
         """Add a fault (see faults.py): `fault("capacity", "gcp/us-central1", market="spot", seconds=60)`."""
         self.ask("fault", kind, where, **more)
 
-    def clear(self, kind: str = "", where: str = "") -> None:
-        """Clear faults: of a kind, under a path, or all."""
-        self.ask("clear", kind, where)
+    def clear(self, kind: str = "", where: str = "", run: str = "") -> None:
+        """Clear faults: of a kind, under a path, of a run, or all."""
+        self.ask("clear", kind, where, run)
 
     def price(self, where: str, factor: float) -> int:
         """Set spot prices under a path to this multiple of their first value."""
