@@ -133,7 +133,7 @@ test-clouds-run:
 	$(PYTEST) -v -m clouds --timeout 900 $(FIRST_HALF)
 
 test-clouds-parts:
-	$(PYTEST) -v -m clouds --timeout 900 tests/clouds $(addprefix --ignore ,$(FIRST_HALF) $(FAULTS_OF_RUNS) $(FAULTS_OF_PARTS) $(SELFTESTS))
+	$(PYTEST) -v -m clouds --timeout 900 tests/clouds $(addprefix --ignore ,$(FIRST_HALF) $(FAULTS_OF_RUNS) $(FAULTS_OF_PARTS) $(SELFTESTS) $(FAULTS_OF_SELFTESTS))
 
 # What seldom happens, to runs and to single nodes. Both halves take most of an hour, so `.ci/run` leaves them out. They
 # run one after the other: eight nodes set up at once take so long on two cores that runs come to their deadlines.
@@ -144,6 +144,7 @@ test-clouds-faults: env tools
 	@$(MAKE) --no-print-directory test-clouds-faults-runs
 	@$(MAKE) --no-print-directory test-clouds-faults-parts
 	@$(MAKE) --no-print-directory test-clouds-selftest
+	@$(MAKE) --no-print-directory test-clouds-selftest-faults
 
 test-clouds-faults-runs:
 	$(PYTEST) -v -m clouds --timeout 1500 $(FAULTS_OF_RUNS)
@@ -151,12 +152,17 @@ test-clouds-faults-runs:
 test-clouds-faults-parts:
 	$(PYTEST) -v -m clouds --timeout 1500 $(FAULTS_OF_PARTS)
 
-# `spotrl selftest` from launch to cleanup: each takes a whole run with a preemption, a stop and a resume.
+# `spotrl selftest` from launch to cleanup: each takes a whole run with a preemption, a stop and a resume. `-faults`: with
+# a fault in each of its steps, and ended by signals; SELFTESTS_AT_ONCE of them (3) run at the same time.
 SELFTESTS := tests/clouds/test_selftest.py
+FAULTS_OF_SELFTESTS := tests/clouds/test_selftest_ended.py tests/clouds/test_selftest_faults.py
 
-.PHONY: test-clouds-selftest
+.PHONY: test-clouds-selftest test-clouds-selftest-faults
 test-clouds-selftest: env tools
 	$(PYTEST) -v -m clouds --timeout 1500 $(SELFTESTS)
+
+test-clouds-selftest-faults: env tools
+	$(PYTEST) -v -m clouds --timeout 3600 $(FAULTS_OF_SELFTESTS)
 
 format: env
 	$(BIN)/ruff format .

@@ -3,12 +3,11 @@
 import json
 from collections.abc import Iterator
 
-import boto3
 import pytest
 
-from launcher.clouds.selftest_policies import FIS_ROLE, fis_role_policy, fis_trust
 from launcher.selftest.steps import Step
 from tests.clouds.launched import BUCKETS, Launched
+from tests.clouds.selftesting import make_role
 from tests.clouds.story import left_in_the_clouds
 from tests.fakes.clouds.world import World
 from tests.launcher.printed import check
@@ -28,13 +27,6 @@ def user(world: World, request: pytest.FixtureRequest) -> Iterator[Launched]:
     yield launched
     launched.spotrl("down", launched.name, check=False)
     world.notice(120)
-
-
-def make_role() -> None:
-    iam = boto3.client("iam")
-    if FIS_ROLE not in [role["RoleName"] for role in iam.list_roles()["Roles"]]:
-        iam.create_role(RoleName=FIS_ROLE, AssumeRolePolicyDocument=json.dumps(fis_trust()))
-    iam.put_role_policy(RoleName=FIS_ROLE, PolicyName="interrupt", PolicyDocument=json.dumps(fis_role_policy()))
 
 
 def selftest(user: Launched, cloud: str, *more: str):
