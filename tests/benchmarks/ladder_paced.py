@@ -52,8 +52,9 @@ PASS_SECONDS = 0.03
 WARM = 2
 """Iterations before the first that counts: the first evaluation runs beside them."""
 
-COUNTED = 3
-"""Repeats: iterations of a run that count."""
+COUNTED, COUNTED_EARLY = 3, 6
+"""Repeats: iterations of a run that count. With early groups, a short iteration may follow a long one: early groups
+that one iteration has no time for are missing in the next. So more iterations count, and their mean."""
 
 AT_ONCE = 2
 """Runs beside each other: they sleep most of the time."""
@@ -138,11 +139,15 @@ SPLITS = (
 )
 
 
+def counted(arm: Arm) -> int:
+    return COUNTED_EARLY if arm.early else COUNTED
+
+
 def config_of(split: Split, arm: Arm, updates: int, *, is_trainer: bool) -> EngineConfig:
     step = split.lease_seconds / STEPS / (split.trainer_gpus if is_trainer else 1)
     exploration = EXPLORATION if arm.whole else ExplorationConfig(mode="none")
     return EngineConfig(
-        iterations=WARM + COUNTED,
+        iterations=WARM + counted(arm),
         sampler=SamplerConfig(steps=STEPS),
         algorithm=AlgorithmConfig(
             prompts_per_batch=GROUPS,
@@ -185,7 +190,7 @@ def measured(split: Split, arm: Arm, updates: int) -> dict[str, Any]:
             fleet.wait_until_finished(every=0.5, seconds=900)
             done: Sequence[IterationDone] = fleet.events("iteration_done")[WARM:]
             return {
-                "seconds": statistics.median(event.wall_seconds for event in done),
+                "seconds": statistics.fmean(event.wall_seconds for event in done),
                 "all_seconds": [event.wall_seconds for event in done],
                 "images_of_help": statistics.fmean(event.made_by.get("trainer", 0) for event in done),
                 "stale_share": statistics.fmean(event.health.get("stale_share", 0.0) for event in done),
@@ -351,9 +356,10 @@ def text_of(summary: Mapping[str, Any]) -> str:
     helped = " and ".join(f"{value:.2f}" for value in summary["gain_of_help_575"])
     idle = " and ".join(f"{value:.2f}" for value in summary["bubble_share_at_balance"])
     return f"""
-Real nodes of a run: agents, coordinator, trainer and workers, one run a rung, {AT_ONCE} runs at a time, medians of
-{COUNTED} iterations after {WARM}. Steps, rows and passes are stretched by sleep. `all`: with exploration, and elastic
-sequence parallelism where two workers are. The table shows one optimiser step a batch; the raw figures have two too.
+Real nodes of a run: agents, coordinator, trainer and workers, one run a rung, {AT_ONCE} runs at a time. Means of
+{COUNTED} iterations after {WARM}, with early groups of {COUNTED_EARLY}. Steps, rows and passes are stretched by sleep.
+`all`: with exploration, and elastic sequence parallelism where two workers are. The table shows one optimiser step a
+batch; the raw figures have two too.
 
 | figure | value | target |
 | --- | --- | --- |
