@@ -9,7 +9,7 @@ from launcher.decide.actions import Buy, Enter, Release, RepeatRequest, StopEngi
 from launcher.decide.budget_guard import Limits, worst_case
 from launcher.decide.current_prices import Price, PriceNow
 from launcher.decide.facts import FAILING, Facts, NodeRecord, Stage, Wanted
-from launcher.decide.node_events import UNKNOWN_MS, news
+from launcher.decide.node_events import HARDWARE_CHARACTERS, UNKNOWN_MS, news
 from launcher.decide.node_facts import NodeFact, NodeStatus
 from launcher.decide.price_events import paid
 from launcher.decide.reconcile import decide
@@ -315,6 +315,13 @@ def kinds(record, seen, now_ms=NOW) -> list[tuple[str, int]]:
 def test_a_node_that_lived_between_two_passes_gets_all_its_events():
     seen = fact(NodeStatus.GONE, started_ms=10, ready_ms=20, ended_ms=50)
     assert kinds(node(requested=5), seen) == [("up", 10), ("ready", 20), ("gone", 50)]
+
+
+def test_the_hardware_of_a_node_is_kept_with_its_ready_event_and_bounded():
+    seen = fact(started_ms=10, ready_ms=20, hardware="8 CPU cores" * 99)
+    *_, ready = news([node(requested=5)], {seen.name: seen}, NOW)
+    assert (ready.kind, len(ready.evidence)) == ("ready", HARDWARE_CHARACTERS)
+    assert ready.evidence.startswith("8 CPU cores")
 
 
 def test_known_facts_are_not_recorded_again():

@@ -27,6 +27,7 @@ from launcher.ledger.models import ControllerLease, Node, ProgressRow, Run, RunS
 from launcher.ledger.store import append_status, find_run, writing
 from launcher.provision.local.processes import is_alive, processes_of
 from launcher.provision.local.provisioner import node_folder
+from launcher.report.build import build_report
 from launcher.runs import runs
 from launcher.runs.new_limits import LimitTooLow, NewLimits
 from launcher.runs.runs import (
@@ -41,7 +42,7 @@ from launcher.runs.runs import (
     still_running,
     wait_released,
 )
-from launcher.runs.views import is_controlled, node_logs, run_view
+from launcher.runs.views import is_controlled, node_logs, run_clock, run_view
 from launcher.storage.store_lease import LeaseHeld
 from tests.launcher.cluster.stage import assert_consistent, cloud_run, ledger, made_run, wait_until
 from tests.launcher.printed import printed
@@ -134,6 +135,12 @@ def test_a_stopped_run_resumes_from_its_checkpoint(sessions):
     assert [start.lineage for start in starts] == [0, 1]
     assert starts[1].event["iteration"] == reached
     assert bring_down(sessions, run.name, 20) == []
+    with sessions() as session:
+        origin = build_report(session, run, run_clock(run).now_ms()).provenance
+    assert len(origin.commands) == 2, "the launch and the resume"
+    hardware = {one.node: one.hardware for one in origin.hardware}
+    assert {hardware[f"demo-trainer-g{generation}"] for generation in (0, 1)} == {"2 CPU cores (made up)"}
+    assert origin.ended_at
     assert_consistent(sessions, run)
 
 

@@ -368,7 +368,7 @@ class Stage:
         self.sky.finish(name)
         self.passes(5)
         self.links[name].shows("agent", pid=5)
-        self.links[name].shows("ready", at_ms=self.time.ms, pid=5)
+        self.links[name].shows("ready", at_ms=self.time.ms, pid=5, hardware="2 CPU cores (made up)")
         return self.passes(1)[name]
 
     def file(self, name, what):
@@ -447,6 +447,7 @@ def test_a_node_is_up_when_its_workers_called_in(stage):
     assert (fact.zone, fact.instance_type) == ("us-east-1a", "g6.xlarge")
     assert fact.started_ms == stage.cloud.there[1].launched_ms
     assert fact.ready_ms is not None
+    assert fact.hardware == "2 CPU cores (made up)"
 
 
 def test_files_with_secrets_are_readable_only_by_the_owner(stage):
