@@ -242,6 +242,10 @@ class NodeMissed:
     fenced_requests: int
 
 
+JUDGES_USED_UP = "budget: the judges' money is used up"
+"""Begin of the reason of a run that stopped because its paid judges may spend no more. The launcher looks for it."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Judged:
     """Paid calls of a judge by one worker: (input tokens, output tokens, micro-dollars) of each call.

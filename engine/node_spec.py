@@ -62,6 +62,9 @@ class NodeSpec(Strict):
     weights: str = ""
     """Location of the model's folder in the run's bucket (obstore URL). The node downloads the folder to its own disk.
     Empty: `model.path` is a folder of this node, or the model ships with spotrl."""
+    judges_micro_usd: int | None = None
+    """Budget of the run's paid judges in micro-dollars, raised by `spotrl resume`. None: as in `engine.reward`. It is
+    no part of `engine`, because a run with more money is the same job, and continues from its checkpoints."""
     workdir: str | None = None
     """Folder of the user's reward module and prompt file."""
     money_deadline_ms: int | None = None

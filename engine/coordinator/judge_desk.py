@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from engine.coordinator.judge_account import Hold
 from engine.coordinator.run_log import RunLog
-from engine.events import Judged
+from engine.events import JUDGES_USED_UP, Judged
 from engine.protocol.messages import BillJudge, Done, Held, HoldMoney, NoMoney
 from engine.protocol.records import JudgeBilled, JudgesFunded, MoneyHeld
 from engine.protocol.request import Wait
@@ -37,8 +37,8 @@ class JudgeDesk:
         if account.funded - account.spent >= call.micro_usd:
             return Wait()  # other workers hold the money, and may give some back
         text = (
-            f"the judges' budget of ${self._fund.limit / 1e6:.2f} is used up: the next calls may cost "
-            f"${call.micro_usd / 1e6:.4f}, and less is left"
+            f"{JUDGES_USED_UP}: the next calls may cost ${call.micro_usd / 1e6:.4f}, and less is left of "
+            f"${self._fund.limit / 1e6:.2f}"
         )
         self._log.state.queue.stop(text)
         self._log.state.changes += 1

@@ -38,9 +38,13 @@ def open_coordinator(
     )
 
 
-def fund_of(reward: RewardConfig, store: str) -> JudgeFund | None:
-    """Return the budget of a job's paid judges in the run's store, or None without a paid judge."""
-    return JudgeFund(store, reward.judge_micro_usd) if reward.judge_micro_usd else None
+def fund_of(reward: RewardConfig, store: str, limit: int | None = None) -> JudgeFund | None:
+    """Return the budget of a job's paid judges in the run's store, or None without a paid judge.
+
+    `limit`: the budget in micro-dollars. None: as the job says.
+    """
+    limit = reward.judge_micro_usd if limit is None else limit
+    return JudgeFund(store, limit) if reward.judge_micro_usd else None
 
 
 def _commit_every(runtime: RuntimeConfig) -> int | None:

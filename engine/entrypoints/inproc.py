@@ -66,11 +66,12 @@ def build_inproc(
     workers: int,
     make_adapter: Callable[[], DiTAdapter] | None = None,
     prompts: PromptSource | None = None,
+    judges_micro_usd: int | None = None,
 ) -> InprocRun:
     """Build a run with `workers` spot workers, its journal, checkpoints and progress under `folder`.
 
     `make_adapter` gives the trainer and every worker a separate model, all with equal weights. The default loads the
-    model named by the config. `prompts`: None for the prompts named by the config.
+    model named by the config. `prompts`: None for the prompts named by the config. `judges_micro_usd`: as in a NodeSpec.
     """
     make_adapter = make_adapter or (lambda: load_adapter(config.model, device_of(config.runtime.device, 0)))
     progress = ProgressLog(folder / "progress" / "coordinator.jsonl", run=run, source="coordinator", clock=clock)
@@ -80,7 +81,7 @@ def build_inproc(
         clock=clock,
         runtime=config.runtime,
         progress=progress,
-        fund=fund_of(config.reward, store),
+        fund=fund_of(config.reward, store, judges_micro_usd),
     )
     spot = []
     for number in range(workers):

@@ -63,7 +63,7 @@ def run_coordinator(spec: NodeSpec, heartbeat: SharedHeartbeat, ready: Event) ->
             clock=clock,
             runtime=spec.engine.runtime,
             progress=progress,
-            fund=fund_of(spec.engine.reward, spec.store),
+            fund=fund_of(spec.engine.reward, spec.store, spec.judges_micro_usd),
         )
 
     coordinator = when_there_is_room(open_it, print)

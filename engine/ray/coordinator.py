@@ -82,7 +82,7 @@ class CoordinatorActor:
             clock=clock,
             runtime=spec.engine.runtime,
             progress=progress,
-            fund=fund_of(spec.engine.reward, spec.store),
+            fund=fund_of(spec.engine.reward, spec.store, spec.judges_micro_usd),
         )
         self._shelf = _Shelf()
         self._loop = asyncio.new_event_loop()

@@ -340,6 +340,8 @@ def last_words(view: RunView, left: Sequence[str]) -> Iterator[str]:
     if view.status in ENDED:
         why = f" ({view.reason})" if view.reason else ""
         yield f"{view.name} {view.status}{why}: {score_text(view)}; {dollars(view.spent_micro_usd)} spent."
+    if view.resume_with:
+        yield f"Go on with more money: {view.resume_with}"
     if left:
         yield f"Still running: {', '.join(left)}; {money_text(view)}."
         yield f"Stop it: spotrl down {view.name}"

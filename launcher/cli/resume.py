@@ -37,6 +37,11 @@ class _JobValue(click.ParamType):
     "--max-hourly", type=_JobValue("dollars", MicroUsdPerHour), help="New limit on the price of all nodes per hour."
 )
 @click.option(
+    "--max-judges",
+    type=_JobValue("dollars", MicroUsd),
+    help="New budget of the run's paid judges, with what they have spent; a part of the run's budget.",
+)
+@click.option(
     "--deadline",
     type=_JobValue("duration", DurationMs),
     help="Time from now in which the run should be done. Without --max-runtime the run also ends then.",
@@ -49,6 +54,7 @@ def resume(
     run_name: str,
     max_total: int | None,
     max_hourly: int | None,
+    max_judges: int | None,
     deadline: int | None,
     max_runtime: int | None,
     as_json: bool,
@@ -56,7 +62,8 @@ def resume(
     """Continue RUN from its last checkpoint with a new controller.
 
     Use the command after a stop or a failure, or if the controller died. Running nodes are kept. A run that its budget
-    or its deadline stopped needs a new limit, else it stops again at once.
+    or its deadline stopped needs a new limit, else it stops again at once. `spotrl status RUN` names the command if a
+    budget stopped the run.
 
     \b
     Example:
@@ -66,6 +73,7 @@ def resume(
     limits = NewLimits(
         max_total_micro_usd=max_total,
         max_hourly_micro_usd=max_hourly,
+        max_judges_micro_usd=max_judges,
         deadline_ms=deadline,
         max_runtime_ms=max_runtime,
     )

@@ -42,6 +42,7 @@ from launcher.decide.run_budget import refused_now
 from launcher.job.checked import JobError
 from launcher.job.load import all_runs_of
 from launcher.job.schema import Job
+from launcher.ledger.accounting import judge_budget
 from launcher.ledger.models import STAND_IN, Node, NodeEvent, Run
 from launcher.ledger.node_history import last_trainer_cloud, node_records, option_of, unpriced_costs
 from launcher.ledger.store import append_status, current_status, nodes_of
@@ -159,7 +160,7 @@ class Controller:
         except JobError as error:
             log.warning("limits over all runs stay as they are: %s", error)
             return
-        limits = budget_guard.Limits(max_total=all_runs.max_total, max_hourly=all_runs.max_hourly)
+        limits = _set_aside(all_runs.max_total, all_runs.max_hourly, self._run)
         if limits != self.wanted.all_runs:
             log.info("limits over all runs are now %s", all_runs)
             self.wanted = replace(self.wanted, all_runs=limits)
@@ -288,7 +289,7 @@ def wanted_of(run: Run, job: Job, plan: Plan, clock: Clock) -> Wanted:
     return Wanted(
         run=run.name,
         slots=tuple({slot.name: slot for slot in plan.slots}.values()),
-        limits=_set_aside(run.max_total_micro_usd, run.max_hourly_micro_usd, job),
+        limits=_set_aside(run.max_total_micro_usd, run.max_hourly_micro_usd, run),
         deadline_ms=run.deadline_ms,
         ends_ms=run.ends_ms,
         allowance_ms=budget_guard.RELEASE_ALLOWANCE_MS if is_cloud else _run_ms(clock, STOP_SECONDS),
@@ -296,18 +297,16 @@ def wanted_of(run: Run, job: Job, plan: Plan, clock: Clock) -> Wanted:
         rules=MoveRules.of(job),
         launch_rate=LaunchRate(per_minute=job.recovery.launches_per_minute) if is_cloud else None,
         iteration_ms=plan.iteration_ms,
-        all_runs=_limits_of_all(job) if is_cloud else budget_guard.NO_LIMITS,
+        all_runs=_set_aside(job.all_runs.max_total, job.all_runs.max_hourly, run)
+        if is_cloud
+        else budget_guard.NO_LIMITS,
     )
 
 
-def _limits_of_all(job: Job) -> budget_guard.Limits:
-    return _set_aside(job.all_runs.max_total, job.all_runs.max_hourly, job)
-
-
-def _set_aside(max_total: int | None, max_hourly: int | None, job: Job) -> budget_guard.Limits:
+def _set_aside(max_total: int | None, max_hourly: int | None, run: Run) -> budget_guard.Limits:
     """Return limits for nodes: the judges' budget is set aside, whether spent or not. Workers spend it by themselves,
     and the ledger learns of a call only later."""
-    judges = job.reward.judge_micro_usd
+    judges = judge_budget(run)
     return budget_guard.Limits(max_total=None if max_total is None else max_total - judges, max_hourly=max_hourly)
 
 

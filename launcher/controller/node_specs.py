@@ -32,6 +32,7 @@ def node_spec(
         token=run.token if node.role == "trainer" else role_token(run.token, "rollout"),
         clock=ClockConfig(origin_ms=run.clock_origin_ms, factor=1.0 if is_cloud else run.clock_factor),
         engine=job.engine(),
+        judges_micro_usd=run.max_judges_micro_usd,
         workdir=run.workdir,
         cloud=_cloud(node.cloud) if is_cloud else "local",
         money_deadline_ms=money_deadline_ms,

@@ -373,7 +373,9 @@ def judge_calls(session: Session, run: Run) -> list[Judged]:
 
 
 def judge_budget(run: Run) -> int:
-    """Return the budget of the run's paid judges in micro-dollars."""
+    """Return the budget of the run's paid judges in micro-dollars: as `spotrl resume` raised it, or as in the job."""
+    if run.max_judges_micro_usd is not None:
+        return run.max_judges_micro_usd
     return RewardConfig.model_validate(run.job.get("reward", {})).judge_micro_usd
 
 

@@ -16,7 +16,7 @@ class Base(DeclarativeBase):
 
 
 class Run(Base):
-    """A run, created by one `spotrl launch`. The row never changes. The run's status is in `run_status`."""
+    """A run, created by one `spotrl launch`. Only `spotrl resume` changes limits. The status is in `run_status`."""
 
     __tablename__ = "run"
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -38,6 +38,8 @@ class Run(Base):
     clock_factor: Mapped[float]
     max_total_micro_usd: Mapped[int | None]
     max_hourly_micro_usd: Mapped[int | None]
+    max_judges_micro_usd: Mapped[int | None]
+    """Budget of the paid judges, raised by `spotrl resume`. None: as in the job."""
     target_metric: Mapped[str | None]
     target_value: Mapped[float | None]
     folder: Mapped[str]

@@ -5,11 +5,15 @@ from dataclasses import dataclass
 
 from sqlalchemy.orm import Session
 
+from engine.events import JUDGES_USED_UP
 from launcher.exit_codes import BudgetError
 from launcher.ledger.accounting import judge_budget
 from launcher.ledger.models import Run
 from launcher.ledger.node_history import metered_micro_usd
-from launcher.money import dollars, duration
+from launcher.money import dollars, duration, exact_dollars
+
+MORE = 2
+"""The suggested budget, as a multiple of the budget that is used up."""
 
 
 class LimitTooLow(BudgetError):
@@ -20,38 +24,60 @@ class LimitTooLow(BudgetError):
 class NewLimits:
     """Limits that replace those of the launch. None: unchanged.
 
+    `max_judges_micro_usd`: of all paid judges, with what they have spent, and a part of `max_total_micro_usd`.
     `deadline_ms`: time from now in which the run should be done; `max_runtime_ms`: time from now until it must end.
     Both are on the run's clock. A new deadline alone is also the end.
     """
 
     max_total_micro_usd: int | None = None
     max_hourly_micro_usd: int | None = None
+    max_judges_micro_usd: int | None = None
     deadline_ms: int | None = None
     max_runtime_ms: int | None = None
 
     def apply(self, session: Session, run: Run, now_ms: int) -> str:
         """Write the limits to the run's row, and return what changed, in words ("" for nothing).
 
-        Only a controller that starts later reads them. Raises LimitTooLow if the run has spent `max_total_micro_usd`.
+        Only a controller that starts later reads them, and only a coordinator that starts later reads the judges'.
+        Raises LimitTooLow if the run has spent `max_total_micro_usd`, and for a judges' budget that is not larger, or
+        that leaves nodes no money.
         """
-        judges = judge_budget(run)
-        spent = metered_micro_usd(session, run, now_ms) + judges
-        if self.max_total_micro_usd is not None and self.max_total_micro_usd <= spent:
-            raise LimitTooLow(
-                f"--max-total is {dollars(self.max_total_micro_usd)}, and {run.name} has already spent "
-                f"{dollars(spent)}{' with the budget of its judges' if judges else ''}; name a larger total, which "
-                "includes the money spent"
-            )
+        self._check(session, run, now_ms)
         changes = ", ".join(self._changes(run))
         if self.max_total_micro_usd is not None:
             run.max_total_micro_usd = self.max_total_micro_usd
         if self.max_hourly_micro_usd is not None:
             run.max_hourly_micro_usd = self.max_hourly_micro_usd
+        if self.max_judges_micro_usd is not None:
+            run.max_judges_micro_usd = self.max_judges_micro_usd
         if self.deadline_ms is not None:
             run.deadline_ms = run.ends_ms = now_ms + self.deadline_ms
         if self.max_runtime_ms is not None:
             run.ends_ms = now_ms + self.max_runtime_ms
         return changes
+
+    def _check(self, session: Session, run: Run, now_ms: int) -> None:
+        judges = judge_budget(run)
+        if self.max_judges_micro_usd is not None:
+            if not judges:
+                raise LimitTooLow(f"--max-judges is set, and {run.name} has no paid judge; leave it out")
+            if self.max_judges_micro_usd <= judges:
+                raise LimitTooLow(
+                    f"--max-judges is {dollars(self.max_judges_micro_usd)}, and the judges of {run.name} have "
+                    f"{dollars(judges)}; name a larger budget, which includes the money spent"
+                )
+            judges = self.max_judges_micro_usd
+        elif self.max_total_micro_usd is None:
+            return
+        max_total = run.max_total_micro_usd if self.max_total_micro_usd is None else self.max_total_micro_usd
+        spent = metered_micro_usd(session, run, now_ms) + judges
+        if max_total is not None and max_total <= spent:
+            new = "--max-total" if self.max_total_micro_usd is not None else "budget.max_total"
+            raise LimitTooLow(
+                f"{new} is {dollars(max_total)}, and {run.name} has already spent "
+                f"{dollars(spent)}{' with the budget of its judges' if judges else ''}; name a larger "
+                f"{'total' if self.max_total_micro_usd is not None else '--max-total'}, which includes the money spent"
+            )
 
     def _changes(self, run: Run) -> Iterator[str]:
         if self.max_total_micro_usd is not None:
@@ -59,6 +85,8 @@ class NewLimits:
         if self.max_hourly_micro_usd is not None:
             old, new = _amount(run.max_hourly_micro_usd), dollars(self.max_hourly_micro_usd)
             yield f"max_hourly {old} -> {new}"
+        if self.max_judges_micro_usd is not None:
+            yield f"max_judges {dollars(judge_budget(run))} -> {dollars(self.max_judges_micro_usd)}"
         if self.deadline_ms is not None and self.max_runtime_ms is not None:
             yield f"deadline in {duration(self.deadline_ms)}"
         longest_ms = self.deadline_ms if self.max_runtime_ms is None else self.max_runtime_ms
@@ -67,6 +95,28 @@ class NewLimits:
 
 
 UNCHANGED = NewLimits()
+
+
+def resume_with_more(run: Run, reason: str, metered_micro_usd: int) -> str:
+    """Return the command that continues a run which a budget of its own stopped, or "" for any other reason.
+
+    `reason`: of the run's end. `metered_micro_usd`: spent on nodes. More money of the judges is added to the total, so
+    the nodes keep their part.
+    """
+    total, judges = run.max_total_micro_usd, judge_budget(run)
+    if reason.startswith(JUDGES_USED_UP):
+        command = f"spotrl resume {run.name} --max-judges {_written(MORE * judges)}"
+        if total is None:
+            return command
+        return f"{command} --max-total {_written(max(total, metered_micro_usd + judges) + (MORE - 1) * judges)}"
+    if reason == "budget" and total is not None:
+        return f"spotrl resume {run.name} --max-total {_written(MORE * total)}"
+    return ""
+
+
+def _written(micro_usd: int) -> str:
+    """Return an amount as the command takes it. A dollar sign would be the shell's."""
+    return exact_dollars(micro_usd).removeprefix("$")
 
 
 def _amount(micro_usd: int | None) -> str:

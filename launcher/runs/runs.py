@@ -212,7 +212,8 @@ def resume_run(
     """Start the controller of a stopped or failed run, or of a run with a dead controller. Return the pid.
 
     The trainer continues from the newest checkpoint; live nodes are kept. `command`: the words that the user typed.
-    Raises LimitTooLow for a spent budget.
+    Raises LimitTooLow for a spent budget, and NothingToResume for a new budget of judges while a trainer lives, because
+    its coordinator keeps the old one.
     """
     with sessions() as session:
         run = find_run(session, run_name)
@@ -229,6 +230,12 @@ def resume_run(
         stage = Stage(status_of(session, run).status)
         if stage is Stage.FINISHED and not any(record.is_live for record in node_records(session, run)):
             raise NothingToResume(f"{run_name} is finished; `spotrl report {run_name}` shows what it cost")
+        live = [record for record in node_records(session, run) if record.is_live and record.role == "trainer"]
+        if limits.max_judges_micro_usd is not None and live:
+            raise NothingToResume(
+                f"{live[0].name} still runs with the old budget of the judges; stop it first: `spotrl down {run_name}`, "
+                "then resume"
+            )
         now_ms = run_clock(run).now_ms()
         changes = limits.apply(session, run, now_ms)
         reason = f"resumed: {changes}" if changes else "resumed"

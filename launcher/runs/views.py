@@ -25,6 +25,7 @@ from launcher.ledger.store import (
 from launcher.provision.local.provisioner import node_folder
 from launcher.report.target import Evaluation, best, smoothed
 from launcher.runs.event_lines import newest_events
+from launcher.runs.new_limits import resume_with_more
 
 DEFAULT_METRIC = "exact_match"
 
@@ -94,6 +95,8 @@ class RunView:
     """The deadline, in milliseconds after the launch. None: the run has none."""
     missed_deadline: bool = False
     """True if the deadline has passed and the work was not done by then."""
+    resume_with: str = ""
+    """Command that continues a run which a budget of its own stopped, with more money. Empty for any other run."""
 
     @property
     def lacks_controller(self) -> bool:
@@ -197,6 +200,7 @@ def view_of(session: Session, run: Run) -> RunView:
     usual_ms = (pace[-1] - pace[0]) / (len(pace) - 1) if len(pace) > 1 else None
     eta_ms = usual_ms * (iterations - iteration) if usual_ms is not None and not over else None
     charges, judges = charges_of_run(session, run, now_ms), judge_micro_usd(session, run)
+    of_nodes = sum(charge.micro_usd for of_node in charges.values() for charge in of_node)
     return RunView(
         name=run.name,
         status=status.status,
@@ -208,7 +212,7 @@ def view_of(session: Session, run: Run) -> RunView:
         best_score=peak.smoothed if peak is not None else None,
         metric=metric,
         target=run.target_value,
-        spent_micro_usd=sum(charge.micro_usd for of_node in charges.values() for charge in of_node) + judges,
+        spent_micro_usd=of_nodes + judges,
         max_total_micro_usd=run.max_total_micro_usd,
         micro_usd_per_hour=sum(record.micro_usd_per_hour for record in records if record.is_live),
         nodes=tuple(
@@ -230,6 +234,7 @@ def view_of(session: Session, run: Run) -> RunView:
         usual_iteration_ms=round(usual_ms) if usual_ms is not None else None,
         deadline_ms=None if run.deadline_ms is None else run.deadline_ms - run.created_ms,
         missed_deadline=_missed_deadline(session, run, until_ms),
+        resume_with=resume_with_more(run, status.reason, of_nodes) if status.status == Stage.STOPPED else "",
     )
 
 

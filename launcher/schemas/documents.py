@@ -43,7 +43,15 @@ meaning."""
 Schema = dict[str, Any]
 
 RUN_ADDED_LATER = frozenset(
-    {"on_demand_micro_usd", "preemptions", "iteration_ms", "usual_iteration_ms", "deadline_ms", "missed_deadline"}
+    {
+        "on_demand_micro_usd",
+        "preemptions",
+        "iteration_ms",
+        "usual_iteration_ms",
+        "deadline_ms",
+        "missed_deadline",
+        "resume_with",
+    }
 )
 REPORT_ADDED_LATER = frozenset({"learning", "pictures", "job_text", "schedule", "provenance", "stand_ins"})
 """Keys of a run's state and of a report that are always printed. Outputs of version 1 from before the keys are valid

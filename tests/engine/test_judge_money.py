@@ -103,7 +103,7 @@ def test_money_is_held_before_and_billed_after_and_the_rest_is_free_again(tmp_pa
     second = purse.hold(70, wait=False)
     assert second is not None
     purse.bill(second, [paid(70)])
-    with pytest.raises(BudgetUsedUp, match=r"the judges' budget of \$0.00 is used up: the next calls may cost"):
+    with pytest.raises(BudgetUsedUp, match=r"the judges' money is used up: the next calls may cost \$0.0000"):
         purse.hold(1, wait=True)
     assert bank.reported == 100
     assert bank.coordinator.queue.stop_reason is not None, "the run stops"
@@ -311,26 +311,33 @@ def test_money_is_billed_even_if_scoring_fails(tmp_path):
     assert (bank.reported, bank.coordinator.state.judges.holds) == (70, {})
 
 
-def test_a_run_stops_when_its_judges_have_used_up_their_money_and_stays_stopped(tmp_path, monkeypatch, capsys):
+def test_a_run_stops_when_its_judges_have_no_money_and_goes_on_with_more(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("JUDGE_KEY", "sk-planted")
     with JudgeServer() as server:
         reward = RewardConfig(name="vlm", vlm=judge(server, max_usd=0.15, key="JUDGE_KEY"))
-        job, made = TINY.model_copy(update={"reward": reward, "iterations": 40}), []
-        for _ in range(2):
+        job, made, iterations = TINY.model_copy(update={"reward": reward, "iterations": 40}), [], []
+        for limit, is_new_machine in ((None, False), (None, False), (300_000, False), (300_000, True)):
+            if is_new_machine:
+                shutil.rmtree(tmp_path / "coordinator")
             late = Late()
-            run = build(job, tmp_path, reward=load_reward(reward, None, purse=late))
+            run = build(job, tmp_path, reward=load_reward(reward, None, purse=late), judges=limit)
             late.purse = CoordinatorPurse(InprocTransport(run.coordinator), worker="trainer/trainer", node="trainer")
             finished = run.loop.run()
             assert finished.reason == "stopped"
-            assert finished.text.startswith("the judges' budget of $0.15 is used up")
+            assert finished.text.startswith("budget: the judges' money is used up: the next calls may cost")
+            assert finished.text.endswith(f"less is left of ${(limit or 150_000) / 1e6:.2f}")
             made.append(len(server.sizes))
+            iterations.append(finished.iteration)
     assert made[0] == made[1], "a run that starts again makes no call"
     assert 10 < made[0] <= 150_000 / 5500
+    assert made[0] + 10 < made[2] <= 300_000 / 5500, "the money spent before counts"
+    assert iterations[0] < iterations[2], "the run continues from its checkpoint"
+    assert made[2] == made[3], "a new machine finds in the store that the larger budget is taken too"
     lines = (tmp_path / "progress" / "coordinator.jsonl").read_text().splitlines()
     events = [Progress.from_json(line).event for line in lines]
     calls = [call for event in events if isinstance(event, Judged) for call in event.calls]
     assert set(calls) == {(1000, 50, 5500)}
-    assert len(calls) == made[0]
+    assert len(calls) == made[3]
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"sk-planted" in path.read_bytes()]
     assert "sk-planted" not in f"{capsys.readouterr()}"
 

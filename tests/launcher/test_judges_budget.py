@@ -5,18 +5,22 @@ from pathlib import Path
 import pytest
 
 from engine.clock import ScaledClock
-from engine.events import Judged, Progress
+from engine.events import JUDGES_USED_UP, Judged, Progress
+from launcher.cli.follow import exit_code, last_words
 from launcher.cli.main import run
+from launcher.cli.status import headline
 from launcher.controller.controller import wanted_of
+from launcher.controller.node_specs import node_spec
 from launcher.exit_codes import ExitCode
 from launcher.job.checked import JobError
 from launcher.job.load import load_job
 from launcher.job.schema import Job
-from launcher.ledger.accounting import judge_calls, judge_micro_usd, run_costs
+from launcher.ledger.accounting import judge_budget, judge_calls, judge_micro_usd, run_costs
 from launcher.money import HOUR_MS
 from launcher.placement.plan import Plan
 from launcher.report.build import build_report
-from launcher.runs.new_limits import LimitTooLow, NewLimits
+from launcher.runs.new_limits import LimitTooLow, NewLimits, resume_with_more
+from launcher.runs.views import view_of
 from tests.engine.judge_server import JudgeServer
 from tests.launcher.made_ledger import JOB, START_MS, a_run, a_session
 
@@ -49,7 +53,7 @@ def test_nodes_may_spend_what_the_judges_may_not(job):
 
 def test_the_budget_guard_works_with_the_part_for_nodes(job):
     with a_session() as session:
-        row = a_run(session).run
+        row = a_run(session, job={**JOB, "reward": REWARD}).run
         row.max_total_micro_usd, row.max_hourly_micro_usd = 100 * DOLLAR, 10 * DOLLAR
         plan = Plan(region="us", slots=(), max_total_micro_usd=100 * DOLLAR, max_hourly_micro_usd=None)
         wanted = wanted_of(row, job(text()), plan, ScaledClock(origin_ms=START_MS))
@@ -83,6 +87,89 @@ def test_a_new_limit_must_leave_the_judges_their_budget():
             NewLimits(max_total_micro_usd=21 * DOLLAR).apply(session, made.run, START_MS + HOUR_MS)
         NewLimits(max_total_micro_usd=22 * DOLLAR).apply(session, made.run, START_MS + HOUR_MS)
         assert made.run.max_total_micro_usd == 22 * DOLLAR
+
+
+SPENT = f"{JUDGES_USED_UP}: the next calls may cost $0.0100, and less is left of $20.00"
+
+
+def a_judged_run(session, max_total=None):
+    """A run with a judge of $20 whose trainer has cost $1."""
+    made = a_run(session, job={**JOB, "iterations": 1, "reward": REWARD}, folder="/nowhere")
+    made.node("trainer", rate=DOLLAR, up=0, end=HOUR_MS)
+    made.run.max_total_micro_usd = max_total
+    return made
+
+
+@pytest.mark.parametrize(
+    ("max_total", "command"),
+    [(None, "spotrl resume demo --max-judges 40"), (100, "spotrl resume demo --max-judges 40 --max-total 120")],
+)
+def test_a_run_without_money_for_its_judges_names_the_command_that_continues_it(max_total, command):
+    with a_session() as session:
+        made = a_judged_run(session, max_total and max_total * DOLLAR)
+        made.status("stopped", HOUR_MS, SPENT)
+        view = view_of(session, made.run)
+        assert view.resume_with == command
+        assert f"Go on with more money: {command}" in headline(view)
+        assert f"Go on with more money: {command}" in list(last_words(view, []))
+        assert exit_code(view) is ExitCode.STOPPED_BY_BUDGET
+        words = command.split()[3:]
+        limits = {name.replace("-", "_"): int(value) * DOLLAR for name, value in zip(words[::2], words[1::2], strict=True)}
+        changed = NewLimits(
+            max_judges_micro_usd=limits["__max_judges"], max_total_micro_usd=limits.get("__max_total")
+        ).apply(session, made.run, START_MS + HOUR_MS)
+        assert "max_judges $20.00 -> $40.00" in changed
+        assert judge_budget(made.run) == 40 * DOLLAR
+        assert view_of(session, made.run).resume_with.startswith("spotrl resume demo --max-judges 80")
+
+
+def test_a_run_without_money_for_nodes_names_its_command_and_others_name_none():
+    with a_session() as session:
+        run = a_judged_run(session, 100 * DOLLAR).run
+        assert resume_with_more(run, "budget", 80 * DOLLAR) == "spotrl resume demo --max-total 200"
+        assert resume_with_more(run, SPENT, 90 * DOLLAR) == "spotrl resume demo --max-judges 40 --max-total 130"
+        for reason in ("asked for by a person", "budget: all_runs.max_total is used up by all runs together", "target"):
+            assert resume_with_more(run, reason, DOLLAR) == ""
+
+
+def test_a_larger_budget_of_judges_reaches_the_nodes_and_leaves_the_job_as_it_was(job):
+    with a_session() as session:
+        made = a_judged_run(session, 100 * DOLLAR)
+        the_job = job(text())
+        NewLimits(max_judges_micro_usd=30 * DOLLAR).apply(session, made.run, START_MS + HOUR_MS)
+        node = made.nodes["demo-trainer-g1"]
+        spec = node_spec(
+            made.run, the_job, node, is_cloud=False, money_deadline_ms=None, money_longest_ms=None
+        )
+        plan = Plan(region="us", slots=(), max_total_micro_usd=100 * DOLLAR, max_hourly_micro_usd=None)
+        wanted = wanted_of(made.run, the_job, plan, ScaledClock(origin_ms=START_MS))
+    assert spec.judges_micro_usd == 30 * DOLLAR
+    assert spec.engine == the_job.engine(), "the digest of checkpoints is of the job"
+    assert wanted.limits.max_total == 70 * DOLLAR
+
+
+@pytest.mark.parametrize(
+    ("limits", "found"),
+    [
+        ({"max_judges_micro_usd": 20 * DOLLAR}, r"--max-judges is \$20.00, and the judges of demo have \$20.00; name a"),
+        ({"max_judges_micro_usd": 99 * DOLLAR}, r"budget.max_total is \$100.00, and demo has already spent \$100.00"),
+        (
+            {"max_judges_micro_usd": 30 * DOLLAR, "max_total_micro_usd": 31 * DOLLAR},
+            r"--max-total is \$31.00, and demo has already spent \$31.00 with the budget of its judges; name a larger",
+        ),
+    ],
+)
+def test_a_budget_of_judges_that_cannot_hold_is_refused_and_changes_nothing(limits, found):
+    with a_session() as session:
+        run = a_judged_run(session, 100 * DOLLAR).run
+        with pytest.raises(LimitTooLow, match=found):
+            NewLimits(**limits).apply(session, run, START_MS + HOUR_MS)
+        assert (run.max_total_micro_usd, run.max_judges_micro_usd) == (100 * DOLLAR, None)
+
+
+def test_a_run_without_a_paid_judge_takes_no_budget_for_one():
+    with a_session() as session, pytest.raises(LimitTooLow, match="demo has no paid judge; leave it out"):
+        NewLimits(max_judges_micro_usd=DOLLAR).apply(session, a_run(session).run, START_MS)
 
 
 def test_an_event_of_calls_survives_its_json_line():

@@ -532,16 +532,18 @@ def test_a_spend_deadline_comes_earlier_if_a_node_costs_more_than_planned(sessio
 def test_limits_of_all_runs_come_from_the_current_configuration(sessions, home, monkeypatch):
     config = home / "config.yaml"
     monkeypatch.setenv("SPOTRL_CONFIG", str(config))
-    stage = Stage(sessions, spot=0, all_runs={"max_total": "$50"})
+    judge = {"url": "http://judge", "model": "m", "usd_per_million_input": 1.0, "max_usd": 0.25}
+    reward = {"name": "vlm", "vlm": judge}
+    stage = Stage(sessions, spot=0, all_runs={"max_total": "$50"}, reward=reward)
     stage.passes(1)
-    assert stage.controller.wanted.all_runs.max_total == 50_000_000
+    assert stage.controller.wanted.all_runs.max_total == 49_750_000, "the judge's money is set aside"
     config.write_text("all_runs: {max_total: $1}\n")
     monkeypatch.setattr("launcher.controller.controller.PRICE_SECONDS", 0.0)
     stage.passes(1)
-    assert stage.controller.wanted.all_runs.max_total == 1_000_000
+    assert stage.controller.wanted.all_runs.max_total == 750_000
     config.write_text("all_runs: {max_total: none at all}\n")
     stage.passes(1)
-    assert stage.controller.wanted.all_runs.max_total == 1_000_000, "what cannot be read changes nothing"
+    assert stage.controller.wanted.all_runs.max_total == 750_000, "what cannot be read changes nothing"
     monkeypatch.setattr("launcher.controller.controller.PRICE_SECONDS", 3600.0)
     stage.passes(90, step_ms=50_000)
     assert stage.reason()[0] in ("draining", "stopped")
