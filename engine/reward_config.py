@@ -69,7 +69,8 @@ class VlmConfig(Strict):
     """Most tokens of a question with its image. Before each call, money for so many tokens must be left."""
     max_usd: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | None = None
     """Budget of a paid judge in dollars, for the whole run and inside `budget.max_total`. No call is made after it is
-    used up, and the run then stops. The budgets of several judges are one sum. A judge with a price needs it."""
+    used up, and the run then stops; `spotrl resume --max-judges` raises it. The budgets of several judges are one
+    sum. A judge with a price needs it."""
     concurrency: Positive = 8
     """Most requests of one worker at a time. A request holds one image."""
     requests_per_minute: Positive | None = None
@@ -234,8 +235,10 @@ class PoolConfig(Strict):
     """Scoring processes of a node (`reward.placed: pool`)."""
 
     processes: Positive = 1
-    """Scoring processes of each node, the trainer's too. Each has its own copy of the scorer; on GPUs, the processes
-    share the node's GPUs with the workers, from the last GPU on."""
+    """Scoring processes of each node, the trainer's too. Each has its own copy of the scorer."""
+    gpus: Annotated[int, Field(ge=0)] = 0
+    """GPUs of each rollout node that only score, from the last on; the others sample, with a worker each. The trainer
+    waits for scores, so its node shares its GPUs. 0: the processes share the GPUs of the workers, from the last on."""
     batch: Positive = 16
     """Most images in one call of the scorer. Images of several workers share a call."""
     tries: Positive = 3
@@ -243,6 +246,22 @@ class PoolConfig(Strict):
     skipped with their groups."""
     timeout_seconds: Annotated[float, Field(gt=0.0)] = 600.0
     """Time in which a batch must be scored. A process that takes longer is ended, and a new one starts."""
+
+    @model_validator(mode="after")
+    def _every_gpu_has_a_process(self) -> Self:
+        if self.gpus > self.processes:
+            raise ValueError(
+                f"reward.pool.gpus is {self.gpus}, and reward.pool.processes is {self.processes}; a process uses one "
+                f"GPU: use processes: {self.gpus}, or fewer gpus"
+            )
+        return self
+
+    def gpu_of(self, process: int, *, is_rollout_node: bool) -> int:
+        """Return the number of a process's GPU on its node, counted from the last: -1, -2, ...
+
+        Workers count from the first. On the trainer's node, processes take any GPU of the node.
+        """
+        return -1 - (process % self.gpus if self.gpus and is_rollout_node else process)
 
 
 LEASES_AT_A_SERVER = 4
@@ -307,6 +326,12 @@ class RewardConfig(ScorerConfig):
     def scoring_pool(self) -> PoolConfig | None:
         """Return the settings of the pool, or None if the scorer has no processes of its own."""
         return self.pool or PoolConfig() if self.placed == "pool" else None
+
+    @property
+    def pool_gpus(self) -> int:
+        """Return the GPUs of each rollout node that only score."""
+        pool = self.scoring_pool
+        return 0 if pool is None else pool.gpus
 
     @property
     def scored_beside(self) -> int:

@@ -45,6 +45,7 @@ PURE = {
     "engine.memory.budget",
     "engine.memory.job",
     "engine.memory.published",
+    "engine.memory.scorers",
     "engine.memory.tally",
     "engine.schedule.choose",
     "engine.schedule.decide",

@@ -71,7 +71,8 @@ def build_inproc(
     """Build a run with `workers` spot workers, its journal, checkpoints and progress under `folder`.
 
     `make_adapter` gives the trainer and every worker a separate model, all with equal weights. The default loads the
-    model named by the config. `prompts`: None for the prompts named by the config. `judges_micro_usd`: as in a NodeSpec.
+    model named by the config. `prompts`: None for the prompts named by the config.
+    `judges_micro_usd`: as in a NodeSpec.
     """
     make_adapter = make_adapter or (lambda: load_adapter(config.model, device_of(config.runtime.device, 0)))
     progress = ProgressLog(folder / "progress" / "coordinator.jsonl", run=run, source="coordinator", clock=clock)

@@ -149,8 +149,9 @@ def run_scorer(spec: NodeSpec, heartbeat: SharedHeartbeat, number: int, ready: E
     torch.set_num_threads(1)
     pool = spec.engine.reward.scoring_pool
     assert pool is not None
-    # The workers take the GPUs from the first on, so the scorers take them from the last on.
-    device = device_of(spec.engine.runtime.device, -1 - number)
+    gpu = pool.gpu_of(number, is_rollout_node=spec.role == "rollout")
+    device = device_of(spec.engine.runtime.device, gpu)
+    print(f"scores on {device}", flush=True)
     reward = load_reward_of_job(spec.engine, spec.workdir, device=device)
     listener = listen(Path(spec.folder), number)
     ready.set()

@@ -61,7 +61,7 @@ def job_memory(
     """Return the memory of a job. None for models that ship with spotrl.
 
     `folder`: the model's folder on this machine, if it is here. `ranks`: GPUs that train. `rollout_gpus`:
-    GPUs of a rollout node, a worker on each.
+    GPUs of a rollout node with a worker.
     Raises ValueError if the folder's `transformer/config.json` lacks a size.
     """
     if config.model.name not in FAMILIES:
@@ -75,7 +75,9 @@ def job_memory(
         size=setting.size,
         is_checkpointed=setting.is_checkpointed,
         trainer=_with_scorers(trainer_budget(sizes, setting), scorer_bytes(config.reward, ranks)),
-        rollout=_with_scorers(rollout_budget(sizes, setting), scorer_bytes(config.reward, rollout_gpus)),
+        rollout=_with_scorers(
+            rollout_budget(sizes, setting), scorer_bytes(config.reward, rollout_gpus, config.reward.pool_gpus)
+        ),
         is_published=published,
         model_bytes=((counts.transformer + counts.buffers) * HALF + sizes.text_encoder_bytes + sizes.vae_bytes)
         * file_bytes

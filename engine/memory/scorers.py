@@ -17,15 +17,26 @@ HALF = 2
 PARAMETERS = {"clip": CLIP_L14, "pickscore": CLIP_H14, "aesthetic": CLIP_L14, "hpsv3": HPSV3}
 
 
-def scorer_bytes(reward: RewardConfig, gpus: int) -> int:
-    """Return the bytes of all scorers' models on one of a node's GPUs, which each hold as many scoring processes.
+def scorer_bytes(reward: RewardConfig, gpus: int, pool_gpus: int = 0) -> int:
+    """Return the bytes of all scorers' models on one of a node's GPUs with a worker.
 
-    The student is in the worker, of which each GPU has one.
+    `gpus`: GPUs with a worker, which each hold as many scoring processes, unless the pool has `pool_gpus` more for
+    itself. The student is in the worker, of which each of the `gpus` has one.
     """
     pool = reward.scoring_pool
-    processes = 1 if pool is None else -(-pool.processes // gpus)
+    processes = 1 if pool is None else 0 if pool_gpus else -(-pool.processes // gpus)
     student = 0 if reward.student is None else sum(_bytes_of(reward.student))
-    return student + processes * sum(size for scorer in reward.scorers for size in _bytes_of(scorer))
+    return student + processes * _bytes_of_process(reward)
+
+
+def pool_bytes(reward: RewardConfig) -> int:
+    """Return the bytes of all scorers' models on one of the GPUs that only score. 0: there is none."""
+    pool = reward.scoring_pool
+    return -(-pool.processes // pool.gpus) * _bytes_of_process(reward) if pool is not None and pool.gpus else 0
+
+
+def _bytes_of_process(reward: RewardConfig) -> int:
+    return sum(size for scorer in reward.scorers for size in _bytes_of(scorer))
 
 
 def _bytes_of(scorer: ScorerConfig) -> Iterator[int]:

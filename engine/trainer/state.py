@@ -94,9 +94,11 @@ def config_digest(config: EngineConfig) -> str:
         "reward": {"frames", "http", "vlm", "model", "parts", "pool", "combine", "colours", "student"},
         "runtime": {"cfg_parallel", "help", "pass_seconds", "row_seconds"},
     }
-    unused: dict[str, set[str] | bool] = {
+    unused: dict[str, Any] = {
         section: _with_defaults(getattr(config, section), names) for section, names in newer.items()
     }
+    if config.reward.pool is not None and not config.reward.pool_gpus:
+        unused["reward"] = {**dict.fromkeys(unused["reward"], True), "pool": {"gpus"}}
     unused["runtime"] = {*_with_defaults(config.runtime, newer["runtime"]), "device", "trainer_ranks"}
     if config.early == EarlyConfig():
         unused["early"] = True

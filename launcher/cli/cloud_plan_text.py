@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from launcher.cli.layout import columns, fitted
 from launcher.cli.memory_text import memory_lines
-from launcher.cli.plan_text import algorithm_text, judges_text, place_table
+from launcher.cli.plan_text import algorithm_text, judges_text, place_table, pool_text
 from launcher.decide.run_budget import bound_of_plan
 from launcher.job.schema import Job
 from launcher.market.estimate import Estimate
@@ -123,6 +123,7 @@ def _sums(job: Job, plan: CloudPlan) -> Iterator[str]:
         yield f"  {plan.schedule.text()}"
     yield f"  basis: {plan.basis}"
     yield from judges_text(job)
+    yield from pool_text(job, plan.slots)
     yield f"  {_largest(plan)}"
 
 

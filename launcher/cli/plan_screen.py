@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from launcher.checks.ready import job_problems
 from launcher.cli.layout import COLUMNS, columns
-from launcher.cli.plan_text import clock_note, header, judges_text
+from launcher.cli.plan_text import clock_note, header, judges_text, pool_text
 from launcher.decide.run_budget import bound_of_plan
 from launcher.job.checked import CheckedJob
 from launcher.job.schema import Job
@@ -37,7 +37,7 @@ def cloud_screen(checked: CheckedJob, plan: CloudPlan, now_ms: int) -> Iterator[
     yield _cut(f"{job.name}: {_money(plan.quoted_cost)}, {_time(plan.quoted_time)}")
     goal = f"to {job.target.metric} {job.target.value:g}" if job.target else f"for {job.iterations} iterations"
     yield _cut(f"  {_largest(plan)}; {goal} in {plan.cloud} {plan.region}")
-    yield from map(_cut, judges_text(job))
+    yield from map(_cut, (*judges_text(job), *pool_text(job, plan.slots)))
     yield from _shown([f"  !! {stop}" for stop in stops(checked, plan.slots, now_ms)])
     yield from pool_table(plan.slots)
     for factors in plan.factors:
@@ -53,7 +53,7 @@ def local_screen(job: Job, plan: Plan) -> Iterator[str]:
     yield _cut(f"{job.name}: {header(job, plan)}")
     expected, maximum = plan.expected_micro_usd_per_hour, plan.maximum_micro_usd_per_hour
     yield f"  {hourly(expected)} expected, {hourly(maximum)} at most; {_budget(plan)}"
-    yield from map(_cut, judges_text(job))
+    yield from map(_cut, (*judges_text(job), *pool_text(job, plan.slots)))
     goal = f"{job.target.metric} {job.target.value:g}, or " if job.target else ""
     yield _cut(f"  until {goal}{job.iterations} iterations; how long that takes is not known")
     yield from pool_table(plan.slots)

@@ -10,6 +10,7 @@ from launcher.cli.layout import columns, fitted
 from launcher.job.schema import FASTEST_CLOCK, Job
 from launcher.money import dollars, duration, hourly
 from launcher.placement.exploration import exploration_outlook
+from launcher.placement.memory import gib, pool_bytes_of_job
 from launcher.placement.plan import Plan, Slot
 
 
@@ -55,6 +56,7 @@ def _plan_lines(job: Job, plan: Plan) -> Iterator[str]:
     else:
         yield "  no budget.max_total: the run ends with its iterations or target"
     yield from judges_text(job)
+    yield from pool_text(job, plan.slots)
     if job.target:
         yield f"  until {job.target.metric} {job.target.value:g}, or {job.iterations} iterations; how long is not known"
     yield f"  {algorithm_text(job)}"
@@ -70,6 +72,18 @@ def judges_text(job: Job) -> Iterator[str]:
     """Yield a sentence on the budget of the job's paid judges, if it has any."""
     if judges := job.reward.judge_micro_usd:
         yield f"  judges: at most {dollars(judges)} of budget.max_total; the run stops when it is used up"
+
+
+def pool_text(job: Job, slots: Iterable[Slot]) -> Iterator[str]:
+    """Yield a sentence on the GPUs that only score, and their part of the nodes' listed prices, if there are any."""
+    own, gpus = job.reward.pool_gpus, job.resources.rollout.gpus
+    rollout = [slot.placement for slot in slots if slot.role == "rollout"]
+    if not own or not rollout:
+        return
+    rate = hourly(sum(place.micro_usd_per_hour * own // place.gpus for place in rollout))
+    held = pool_bytes_of_job(job)
+    models = f", with models of {gib(held)} GiB on each" if held else ""
+    yield f"  pool: {own} of the {gpus} GPUs of each rollout node only score{models}; {rate} of the nodes' price"
 
 
 def algorithm_text(job: Job) -> str:
@@ -121,7 +135,7 @@ RESUME = {
 
 def sharing_text(job: Job) -> str:
     """Return a sentence on the SP degree of a node's workers, and on interrupted images after a regroup."""
-    degree, resume, workers = job.runtime.sp_degree, job.runtime.resume, job.resources.rollout.gpus
+    degree, resume, workers = job.runtime.sp_degree, job.runtime.resume, job.rollout_workers
     if workers == 1:
         return f"sp_degree {degree}: a rollout node's only worker works alone"
     who = (

@@ -25,7 +25,7 @@ def node_spec(
         node=node.name,
         role="trainer" if node.role == "trainer" else "rollout",
         market=Market(node.market),
-        workers=max(1, node.gpus),
+        workers=max(1, node.gpus - (0 if node.role == "trainer" else job.reward.pool_gpus)),
         folder=str(node_folder(folder, node.name)),
         store=store,
         coordinator_port=run.coordinator_port,

@@ -181,6 +181,31 @@ class Job(EngineConfig):
         return self
 
     @property
+    def rollout_workers(self) -> int:
+        """Return the workers of a rollout node: one on each GPU that the scoring pool does not have for itself."""
+        return self.resources.rollout.gpus - self.reward.pool_gpus
+
+    @model_check(mode="after")
+    def _the_pool_leaves_gpus_for_workers(self) -> Self:
+        if self.rollout_workers < 1:
+            has = self.resources.rollout.gpus
+            raise ValueError(
+                f"reward.pool.gpus is {self.reward.pool_gpus}, but resources.rollout.accelerators is "
+                f"{self.resources.rollout.accelerators}, which leaves no GPU of a node to sample on; use "
+                f"{f'at most {has - 1}, or ' if has > 1 else ''}nodes with more GPUs"
+            )
+        return self
+
+    @model_check(mode="after")
+    def _ray_gives_workers_every_gpu(self) -> Self:
+        if self.reward.pool_gpus and self.runtime.name == "ray":
+            raise ValueError(
+                f"reward.pool.gpus is {self.reward.pool_gpus}, but runtime.name is ray, which gives workers all GPUs "
+                "of a node; use runtime: local, or leave pool.gpus out"
+            )
+        return self
+
+    @property
     def nodes_max_total(self) -> int | None:
         """Return the part of `budget.max_total` for nodes, in micro-dollars. The judges' budget is set aside."""
         return None if self.budget.max_total is None else self.budget.max_total - self.reward.judge_micro_usd

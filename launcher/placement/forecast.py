@@ -89,13 +89,13 @@ def sums(choice: Choice) -> tuple[GpusAtWork, float, int]:
     gpus = rate = most = 0.0
     copies = 0
     for pool, count in zip(zones, counts, strict=True):
-        gpus += count * pool.offer.gpus * pool.value.useful_share
-        most += count * pool.offer.gpus
+        gpus += count * pool.workers * pool.value.useful_share
+        most += count * pool.workers
         rate += count * pool.value.micro_usd_per_hour
         copies += count > 0
     steady, always = choice.site.on_demand, 0.0
     if choice.on_demand and steady is not None:
-        always = choice.on_demand * steady.offer.gpus * steady.value.useful_share
+        always = choice.on_demand * steady.workers * steady.value.useful_share
         rate += choice.on_demand * steady.value.micro_usd_per_hour
         copies += 1
     variance = gpu_variance(counts, [pool.gpu_spread for pool in zones])
@@ -146,7 +146,7 @@ def on_demand_outlook(needs: CloudRequirements, choice: Choice) -> Outlook:
     The forecast favours on-demand nodes: no preemptions, and every node runs at once.
     """
     recipe = needs.recipe.on(choice.site.trainer.gpus)
-    gpus = GpusAtWork(mean=sum(count * pool.offer.gpus for pool, count in choice.pools))
+    gpus = GpusAtWork(mean=sum(count * pool.workers for pool, count in choice.pools))
     rate = sum(count * pool.on_demand_micro_usd_per_hour for pool, count in choice.pools)
     micro_usd, ms = cost(recipe, choice.site.trainer.micro_usd_per_hour, gpus, rate, sums(choice)[2])
     return _outlook(recipe, gpus, micro_usd, ms)

@@ -37,7 +37,7 @@ def cloud_requirements(
         trainer_gpus_named=resources.trainer.gpus,
         # Sharded weights need the memory of all GPUs that were checked.
         least_trainer_gpus=1 if asked_ranks(job) == "auto" and job.model.weights == "lora" else None,
-        rollout=_node(resources.rollout),
+        rollout=replace(_node(resources.rollout), pool_gpus=job.reward.pool_gpus),
         max_rollout_nodes=resources.rollout.num_nodes,
         min_rollout_nodes=min_nodes,
         clouds=job.clouds,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from engine.memory.budget import GIB, Budget, Role, usable_bytes
 from engine.memory.job import JobMemory, job_memory, smaller_settings
+from engine.memory.scorers import pool_bytes
 from engine.trainer_ranks import LIMITS
 from launcher.job.schema import Job
 from launcher.job.sections import NodeResources
@@ -74,7 +75,7 @@ def memory_of_job(job: Job, folder: Path | None = None, ranks: int | None = None
     """
     try:
         ranks = wanted_ranks(job) if ranks is None else ranks
-        return job_memory(job, folder, ranks=ranks, rollout_gpus=job.resources.rollout.gpus)
+        return job_memory(job, folder, ranks=ranks, rollout_gpus=job.rollout_workers)
     except ValueError as error:
         raise PlacementError(
             f"{error}; download the model again, or give the folder that it was published as"
@@ -92,6 +93,23 @@ def check_memory(job: Job, memory: JobMemory, folder: Path | None = None) -> Non
             f"resources.{role}.accelerators is {resources.accelerators}, and one {budget.unit} of {memory.text} needs "
             f"{gib(budget.needed(1))} GiB of a GPU's memory ({_parts(budget)}), where {gib(usable)} GiB can be used; "
             f"{' or '.join(_remedies(job, budget, resources, folder))}"
+        )
+
+
+def pool_bytes_of_job(job: Job) -> int:
+    """Return the bytes of the scorers' models on each GPU that only scores. 0: no model, or no such GPU."""
+    return pool_bytes(job.reward)
+
+
+def check_pool(job: Job) -> None:
+    """Refuse GPUs of a pool that do not hold the models of its processes. Raises PlacementError."""
+    resources, needed = job.resources.rollout, pool_bytes_of_job(job)
+    usable = usable_of(job, resources.accelerator) if resources.num_nodes else None
+    if usable is not None and needed > usable:
+        raise PlacementError(
+            f"resources.rollout.accelerators is {resources.accelerators}, and the models of the scoring processes need "
+            f"{gib(needed)} GiB of each GPU of the pool, where {gib(usable)} GiB can be used; use fewer "
+            "reward.pool.processes, more reward.pool.gpus, or a larger GPU"
         )
 
 

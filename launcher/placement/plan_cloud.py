@@ -92,7 +92,7 @@ def _pace_ms(needs: CloudRequirements, choice: Choice, expected: Outlook) -> tup
     With fewer nodes fewer candidates fit, and the target takes more iterations: their time is counted in here.
     """
     recipe = needs.recipe.on(choice.site.trainer.gpus)
-    gpus = max((pool.offer.gpus for pool, _ in choice.pools), default=0)
+    gpus = max((pool.workers for pool, _ in choice.pools), default=0)
     pace: list[int] = []
     for nodes in range(choice.nodes + 1):
         share = iterations_share(recipe, candidates_per_prompt(recipe, nodes * gpus), recipe.gain_exponent.mean)
@@ -131,7 +131,7 @@ def _nodes_without_exploring(cost: IterationCost, site: Site) -> float:
     rates = [pool.value.micro_usd_per_hour / pool.value.useful_share for pool in pools if pool.value.useful_share]
     if not rates:
         return 0.0
-    gpus = pools[0].offer.gpus
+    gpus = pools[0].workers
     images = cost.prompts * cost.images_per_prompt
     return square_root_rule(
         images * cost.rollout_gpu_seconds / gpus / 3600,

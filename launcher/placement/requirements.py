@@ -59,6 +59,13 @@ class NodeRequirements:
     infra: str = "*"
     """Allowed places: `cloud`, `cloud/region` or `cloud/region/zone`, any part `*`."""
     instance_type: str | None = None
+    pool_gpus: int = 0
+    """GPUs of a node that only score, so they make no images."""
+
+    @property
+    def workers(self) -> int:
+        """Return the GPUs of a node that sample."""
+        return self.gpus - self.pool_gpus
 
     def fits(self, offer: Offer) -> bool:
         """Return whether the offer fits, with any number of GPUs."""
@@ -174,8 +181,10 @@ class PricedPool:
     cold_start: Estimate
     terms: NodeTerms
     value: SlotValue
+    workers: int
+    """GPUs of a node that sample."""
     gpu_spread: float
-    """Standard deviation of the node's GPUs at work."""
+    """Standard deviation of the node's workers at work."""
 
     @property
     def spells(self) -> ZoneSpells:
@@ -284,7 +293,8 @@ def priced(needs: CloudRequirements, market: MarketView, offer: Offer, on_demand
         cold_start=cold,
         terms=terms,
         value=value,
-        gpu_spread=offer.gpus * value.spread if is_spot else 0.0,
+        workers=offer.gpus - needs.rollout.pool_gpus,
+        gpu_spread=(offer.gpus - needs.rollout.pool_gpus) * value.spread if is_spot else 0.0,
     )
 
 
@@ -306,7 +316,7 @@ def in_one_region(pools: Sequence[PricedPool]) -> list[PricedPool]:
 def revalued(pool: PricedPool, terms: NodeTerms) -> PricedPool:
     """Return the pool on other terms."""
     value, is_spot = value_of(terms), pool.offer.market is Market.SPOT
-    return replace(pool, terms=terms, value=value, gpu_spread=pool.offer.gpus * value.spread if is_spot else 0.0)
+    return replace(pool, terms=terms, value=value, gpu_spread=pool.workers * value.spread if is_spot else 0.0)
 
 
 def _rollout_nodes(

@@ -115,8 +115,8 @@ class _Search:
                 rate=on_demand * steady.value.micro_usd_per_hour,
                 listed=placed.listed + on_demand * steady.offer.micro_usd_per_hour,
                 there=float(on_demand),
-                gpus=on_demand * steady.offer.gpus * steady.value.useful_share,
-                steady=on_demand * steady.offer.gpus * steady.value.useful_share,
+                gpus=on_demand * steady.workers * steady.value.useful_share,
+                steady=on_demand * steady.workers * steady.value.useful_share,
             )
         self._fill(part, placed, [], spot)
 
@@ -160,9 +160,9 @@ class _Search:
         useful = -here.useless.least(zone, left, cap)
         if (placed.there + useful) * SLACK < self.needs.floor_nodes:
             return None
-        spot_gpus = spot * self.needs.rollout.gpus
+        spot_gpus = spot * self.needs.rollout.workers
         gpus = GpusAtWork(
-            mean=min(placed.steady + spot_gpus, (placed.gpus + useful * self.needs.rollout.gpus) * SLACK),
+            mean=min(placed.steady + spot_gpus, (placed.gpus + useful * self.needs.rollout.workers) * SLACK),
             fewest=placed.steady,
             most=placed.steady + spot_gpus,
         )
@@ -191,7 +191,7 @@ class _Search:
         return self._least_ms[key]
 
     def _up_to(self, nodes: int, share: float) -> GpusAtWork:
-        most = nodes * self.needs.rollout.gpus
+        most = nodes * self.needs.rollout.workers
         return GpusAtWork(mean=min(float(most), most * share * SLACK), most=most)
 
 
@@ -237,7 +237,7 @@ class _Columns:
             placed.rate + count * self.rates.each[zone],
             placed.listed + count * self.prices.each[zone],
             placed.there + there,
-            placed.gpus + there * self.site.zones[zone].offer.gpus,
+            placed.gpus + there * self.site.zones[zone].workers,
             placed.steady,
         )
 

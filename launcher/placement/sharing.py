@@ -19,7 +19,7 @@ def degrees_of(job: Job) -> Degrees:
 
     For a model with unknown heads, every degree up to the number of workers counts.
     """
-    workers = job.resources.rollout.gpus
+    workers = job.rollout_workers
     if job.runtime.cfg_parallel:
         return tuple(range(1, min(workers, BRANCHES) + 1))
     heads = HEADS.get(job.model.name) if job.model.path is None else None
@@ -33,7 +33,7 @@ def check_sp_degree(checked: CheckedJob) -> None:
     job = checked.job
     if job.runtime.cfg_parallel and job.model.name in FAMILIES:
         _check_branches(checked)
-    degree, workers, degrees = job.runtime.sp_degree, job.resources.rollout.gpus, degrees_of(job)
+    degree, workers, degrees = job.runtime.sp_degree, job.rollout_workers, degrees_of(job)
     if degree == "auto" or degree in degrees:
         return
     remedy = f"use {', '.join(map(str, degrees))} or auto"

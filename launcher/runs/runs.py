@@ -233,8 +233,8 @@ def resume_run(
         live = [record for record in node_records(session, run) if record.is_live and record.role == "trainer"]
         if limits.max_judges_micro_usd is not None and live:
             raise NothingToResume(
-                f"{live[0].name} still runs with the old budget of the judges; stop it first: `spotrl down {run_name}`, "
-                "then resume"
+                f"{live[0].name} still runs with the old budget of the judges; stop it first: `spotrl down "
+                f"{run_name}`, then resume"
             )
         now_ms = run_clock(run).now_ms()
         changes = limits.apply(session, run, now_ms)

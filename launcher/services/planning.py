@@ -17,7 +17,7 @@ from launcher.market.offers import current_catalog
 from launcher.placement.cloud_plan import CloudPlan
 from launcher.placement.disk import boot_disk, with_disk
 from launcher.placement.from_job import cloud_requirements
-from launcher.placement.memory import check_memory, gpus_of_job, memory_of_job
+from launcher.placement.memory import check_memory, check_pool, gpus_of_job, memory_of_job
 from launcher.placement.plan import PlacementError
 from launcher.placement.plan_cloud import plan_cloud
 from launcher.placement.requirements import market_view
@@ -46,6 +46,7 @@ def cloud_plan(
     memory = memory_of_job(job, folder)
     if memory is not None:
         check_memory(job, memory, folder)
+    check_pool(job)
     disk = boot_disk(job, memory, bytes_of(folder) if folder is not None and folder.is_dir() else None)
     with sessions() as session:
         latest = latest_prices(session, clouds=job.clouds)

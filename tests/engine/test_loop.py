@@ -91,9 +91,7 @@ class Line:
 
 def build(config, folder, *, reward=brightness, workers=1, run="run", at=None, answered=False, judges=None):
     clock = ScaledClock(origin_ms=time.time_ns() // 1_000_000)
-    one = build_inproc(
-        config, folder, run=run, clock=clock, reward=reward, workers=workers, judges_micro_usd=judges
-    )
+    one = build_inproc(config, folder, run=run, clock=clock, reward=reward, workers=workers, judges_micro_usd=judges)
     line = Line(one.loop.coordinator.transport, at=at, answered=answered)
     one.loop.coordinator.transport = line
     one.loop.worker.calls.transport = line

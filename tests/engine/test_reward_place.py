@@ -24,12 +24,22 @@ def test_the_place_decides_how_many_leases_are_scored_beside_sampling(reward, be
 
 
 @pytest.mark.parametrize(
+    ("gpus", "is_rollout_node", "numbers"),
+    [(0, True, [-1, -2, -3]), (1, True, [-1, -1, -1]), (2, True, [-1, -2, -1]), (2, False, [-1, -2, -3])],
+)
+def test_processes_take_the_last_gpus_and_only_those_of_the_pool(gpus, is_rollout_node, numbers):
+    pool = PoolConfig(processes=3, gpus=gpus)
+    assert [pool.gpu_of(process, is_rollout_node=is_rollout_node) for process in range(3)] == numbers
+
+
+@pytest.mark.parametrize(
     ("reward", "message"),
     [
         ({**SERVER, "placed": "pool"}, "a server needs no process beside it"),
         ({"name": "sum", "placed": "pool", "parts": [{"name": "ocr"}, SERVER]}, "a server needs no process"),
         ({"name": "ocr", "placed": "http"}, "a scorer runs on the node"),
         ({"name": "ocr", "pool": {"processes": 2}}, "use placed: pool"),
+        ({"name": "ocr", "placed": "pool", "pool": {"gpus": 2}}, "a process uses one GPU: use processes: 2, or fewer"),
     ],
 )
 def test_a_place_that_does_not_fit_the_scorers_is_refused(reward, message):

@@ -5,7 +5,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.memory.job import job_memory
-from engine.memory.scorers import CLIP_H14, CLIP_L14, MASK2FORMER, scorer_bytes
+from engine.memory.scorers import CLIP_H14, CLIP_L14, MASK2FORMER, pool_bytes, scorer_bytes
 from engine.reward_config import RewardConfig
 
 MODEL = {"path": "there"}
@@ -81,6 +81,17 @@ def test_the_sizes_are_those_of_the_published_configurations():
 )
 def test_every_model_counts_on_each_gpu(reward, expected):
     assert scorer_bytes(RewardConfig.model_validate(reward), gpus=2) == expected
+
+
+@pytest.mark.parametrize(("processes", "gpus", "of_pool"), [(3, 1, 3), (3, 2, 2), (2, 2, 1), (3, 0, 0)])
+def test_a_pool_with_gpus_of_its_own_takes_no_memory_of_workers(processes, gpus, of_pool):
+    pool = {"processes": processes, "gpus": gpus}
+    reward = RewardConfig.model_validate({"name": "clip", "model": MODEL, "placed": "pool", "pool": pool})
+    assert pool_bytes(reward) == of_pool * 2 * CLIP_L14
+    assert scorer_bytes(reward, 1, reward.pool_gpus) == (0 if gpus else 3 * 2 * CLIP_L14)
+    memory = job_memory(EngineConfig.model_validate({**JOB, "reward": reward.model_dump()}))
+    assert ("scorers" in memory.rollout.parts) == (not gpus)
+    assert memory.trainer.parts["scorers"] == processes * 2 * CLIP_L14, "the trainer's node shares its GPUs"
 
 
 def test_a_job_with_a_model_that_scores_needs_that_much_more_on_both_roles():

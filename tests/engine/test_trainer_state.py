@@ -1,6 +1,7 @@
 """The digest of a job, which a checkpoint keeps to recognise its own job."""
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, RewardConfig
+from engine.reward_config import PoolConfig
 from engine.trainer.state import config_digest
 
 OF_0_1_0 = "69b3403fc33280b5"
@@ -9,6 +10,19 @@ OF_0_1_0 = "69b3403fc33280b5"
 
 def test_the_default_job_keeps_the_digest_of_earlier_checkpoints():
     assert config_digest(EngineConfig()) == OF_0_1_0
+
+
+OF_A_POOL = "6d461950cc63ab96"
+"""Digest of the default job with `placed: pool` and two processes, computed by commit d34e1bc, before `pool.gpus`."""
+
+
+def test_a_pool_without_gpus_of_its_own_keeps_the_digest_of_earlier_checkpoints():
+    def digest(**pool: int) -> str:
+        reward = RewardConfig(placed="pool", pool=PoolConfig(**pool))
+        return config_digest(EngineConfig(reward=reward))
+
+    assert digest(processes=2) == OF_A_POOL
+    assert digest(processes=2, gpus=1) != OF_A_POOL
 
 
 def test_another_value_of_a_newer_field_is_another_job():

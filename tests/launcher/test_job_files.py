@@ -63,6 +63,7 @@ def test_a_dry_run_plans_every_job_file(name, tmp_path, monkeypatch, capsys):
     plan = printed("launch", capsys.readouterr().out)["plan"]
     assert [gpu["role"] for gpu in plan["memory"]] == ["trainer", "rollout"]
     assert len(plan["slots"]) >= 2, "a trainer and rollout nodes"
+    assert 0 < plan["cost"]["low"] <= plan["cost"]["expected"] <= plan["cost"]["high"]
 
 
 def main() -> None:

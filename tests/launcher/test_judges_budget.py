@@ -114,7 +114,9 @@ def test_a_run_without_money_for_its_judges_names_the_command_that_continues_it(
         assert f"Go on with more money: {command}" in list(last_words(view, []))
         assert exit_code(view) is ExitCode.STOPPED_BY_BUDGET
         words = command.split()[3:]
-        limits = {name.replace("-", "_"): int(value) * DOLLAR for name, value in zip(words[::2], words[1::2], strict=True)}
+        limits = {
+            name.replace("-", "_"): int(value) * DOLLAR for name, value in zip(words[::2], words[1::2], strict=True)
+        }
         changed = NewLimits(
             max_judges_micro_usd=limits["__max_judges"], max_total_micro_usd=limits.get("__max_total")
         ).apply(session, made.run, START_MS + HOUR_MS)
@@ -138,9 +140,7 @@ def test_a_larger_budget_of_judges_reaches_the_nodes_and_leaves_the_job_as_it_wa
         the_job = job(text())
         NewLimits(max_judges_micro_usd=30 * DOLLAR).apply(session, made.run, START_MS + HOUR_MS)
         node = made.nodes["demo-trainer-g1"]
-        spec = node_spec(
-            made.run, the_job, node, is_cloud=False, money_deadline_ms=None, money_longest_ms=None
-        )
+        spec = node_spec(made.run, the_job, node, is_cloud=False, money_deadline_ms=None, money_longest_ms=None)
         plan = Plan(region="us", slots=(), max_total_micro_usd=100 * DOLLAR, max_hourly_micro_usd=None)
         wanted = wanted_of(made.run, the_job, plan, ScaledClock(origin_ms=START_MS))
     assert spec.judges_micro_usd == 30 * DOLLAR
@@ -151,7 +151,10 @@ def test_a_larger_budget_of_judges_reaches_the_nodes_and_leaves_the_job_as_it_wa
 @pytest.mark.parametrize(
     ("limits", "found"),
     [
-        ({"max_judges_micro_usd": 20 * DOLLAR}, r"--max-judges is \$20.00, and the judges of demo have \$20.00; name a"),
+        (
+            {"max_judges_micro_usd": 20 * DOLLAR},
+            r"--max-judges is \$20.00, and the judges of demo have \$20.00; name a",
+        ),
         ({"max_judges_micro_usd": 99 * DOLLAR}, r"budget.max_total is \$100.00, and demo has already spent \$100.00"),
         (
             {"max_judges_micro_usd": 30 * DOLLAR, "max_total_micro_usd": 31 * DOLLAR},
