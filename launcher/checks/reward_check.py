@@ -84,7 +84,8 @@ def estimate(
 ) -> RewardCheck:
     """Return the check with its verdict and its estimate of the run. `found`: the engine's answer."""
     pool = job.reward.scoring_pool
-    waits_ms = found["score_ms"] / (1 if pool is None else pool.processes) - found["sampling_ms"]
+    share = 1.0 if pool is None else job.rollout_workers / pool.processes  # the workers of a node share its processes
+    waits_ms = found["score_ms"] * share - found["sampling_ms"]
     run_images = job.iterations * job.algorithm.prompts_per_batch * job.algorithm.images_per_prompt
     node = None
     if micro_usd_per_gpu_hour is not None:

@@ -52,6 +52,16 @@ def test_the_judges_bill_grows_with_the_images_of_the_run(tmp_path):
     assert (found.judge_micro_usd, found.run_judge_micro_usd, found.run_node_micro_usd) == (600, 300_000, None)
 
 
+def test_the_workers_of_a_node_share_its_scoring_processes(tmp_path):
+    def bottleneck(**pool):
+        reward = {"name": "ocr", "placed": "pool", "pool": pool}
+        four = job(reward=reward, resources={"rollout": {"accelerators": "L4:4"}})
+        return estimate(four, FOUND | {"score_ms": 25.0}, [], tmp_path / "sheet.png", None).bottleneck
+
+    assert bottleneck(processes=2) == "scoring", "four workers make an image in 10 ms, two processes score one in 12.5"
+    assert bottleneck(processes=2, gpus=1) == "sampling", "three workers make an image in 13.3 ms"
+
+
 @pytest.fixture
 def checked(tmp_path, monkeypatch):
     """Run the command on a small job with an engine that prints this answer and ends with this code."""
