@@ -203,7 +203,7 @@ def get_ready(member: Member, port: int, rank: int, ranks: int, timed: Timed) ->
             member.kept["follower"] = ShardFollower(joined_shard(group, adapter, config, compiles=False))
         else:
             measure = partial(usage.measure, Phase.COLLECTIVE)
-            shard = led_shard(group, adapter, config, measure, is_started=False, compiles=False)
+            shard = led_shard(group, adapter, config, measure, start=None, compiles=False)
             member.kept["steps"] = Shards(shard, measure)
         return
     parameters = trainable(adapter)
