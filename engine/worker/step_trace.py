@@ -1,10 +1,11 @@
 """Write a step trace: one line for every finished denoising step of a worker, to measure what is sampled twice.
 
-`runtime.trace_steps` turns the trace on. The trace is `traces/WORKER.jsonl` in the node's folder, one JSON object a
-line. A step's line is written only by the leading worker, alone or the first of `degree` workers sharing the images:
+`runtime.trace_steps` turns the trace on, for spot workers and the trainer's own worker. The trace is
+`traces/WORKER.jsonl` in the node's folder, one JSON object a line. A step's line is written only by the leading worker,
+alone or the first of `degree` workers sharing the images:
 
     {"at_ns": wall clock, "lease": number, "step": finished steps, "requests": [[batch, prompt, seed, kind], ...],
-     "degree": number}
+     "version": of the weights, "degree": number}
 
 A regroup order's line is written before the worker follows the order; epoch 0 means to work alone:
 
@@ -31,7 +32,8 @@ class StepTrace:
 
     def stepped(self, work: Work, step: int) -> None:
         requests = [[r.batch, r.prompt, r.seed, r.kind.value] for r in (attempt.request for attempt in work.attempts)]
-        self._write(lease=work.lease, step=step, requests=requests, degree=self._degree())
+        version = work.attempts[0].weights.version  # a lease has images of one version
+        self._write(lease=work.lease, step=step, requests=requests, version=version, degree=self._degree())
 
     def regrouped(self, order: Regroup) -> None:
         self._write(epoch=order.epoch, degree=order.degree, rank=order.rank)

@@ -35,8 +35,8 @@ import psutil
 from setproctitle import getproctitle
 
 from engine.node.starter import become_agent
+from tests import rank_stops, trainer_stops
 from tests.engine.fleet import Fleet
-from tests.rank_stops import plant
 
 
 class Forked:
@@ -242,7 +242,8 @@ def _become(order: Mapping[str, Any]) -> None:
     os.environ.update(order["env"])
     os.chdir(order["cwd"])
     os.sched_setaffinity(0, order["cores"])
-    plant(order["env"])
+    rank_stops.plant(order["env"])
+    trainer_stops.plant(order["env"])
     module, node_file = order["argv"]
     become_agent(module, Path(node_file))
 
