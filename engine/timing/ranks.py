@@ -29,6 +29,10 @@ class StepWork:
     """Training seconds of a group on one GPU."""
     passes_of_group: int
     """Training passes of a group on one GPU."""
+    groups_of_pass: int = 1
+    """Whole groups of a training pass on one GPU, if a pass holds more than one."""
+    unit: int = 0
+    """Most groups that all ranks train together (`algorithm.unit`). 0: as many as fit into their passes."""
     trained_bytes: int
     """Bytes of the trained weights in fp32: adapters, or the whole transformer. A set of gradients has as many."""
     is_sharded: bool
@@ -39,18 +43,26 @@ class StepWork:
         """Return the groups that the busiest rank trains in a step."""
         return -(-self.groups // ranks)
 
+    def passes(self, ranks: int) -> int:
+        """Return the training passes of a step, which all ranks make together."""
+        together = min(self.groups_of_pass, -(-self.unit // ranks)) if self.unit else self.groups_of_pass
+        return -(-self.rounds(ranks) // together) * self.passes_of_group
+
     def received_bytes(self, ranks: int) -> float:
         """Return the bytes that a rank receives from the other ranks in a step."""
         if not self.is_sharded:
             weights = self.trained_bytes if ranks > 1 else 0
             return 2 * (ranks - 1) / ranks * self.trained_bytes + weights
         gathered = 2 * self.trained_bytes / 2  # twice the weights in bf16, half of their bytes in fp32
-        passes = self.rounds(ranks) * self.passes_of_group
-        return (ranks - 1) / ranks * passes * (gathered + self.trained_bytes)
+        return (ranks - 1) / ranks * self.passes(ranks) * (gathered + self.trained_bytes)
 
     def collective_seconds(self, ranks: int) -> float:
         """Return the seconds of a step in which a rank receives bytes."""
         return self.received_bytes(ranks) / (link_of(self.gpu).value * LINK_SHARE.value)
+
+    def collective_seconds_of_pass(self, ranks: int) -> float:
+        """Return the seconds of collectives that each training pass needs, whatever its rows. With LoRA 0."""
+        return self.collective_seconds(ranks) / self.passes(ranks) if self.is_sharded else 0.0
 
     def seconds(self, ranks: int) -> float:
         """Return the seconds of the step."""

@@ -72,6 +72,7 @@ class BatchSchedule:
         self._config, self._coordinator, self._trainer = config, coordinator, trainer
         self._reporter, self._clock, self._own, self._ranks = reporter, clock, own_worker, ranks
         self.measured = MeasuredRates()
+        self._divides = ranks > 1 and config.model.weights == "full"
         self._batch: _Batch | None = None
         self._help_left: int | None = None
         self._goes_ahead = self._samples = False
@@ -125,8 +126,9 @@ class BatchSchedule:
         if self._batch is None or self._gpus is None:
             return 0
         fit = max(1, self._trainer.rows_per_forward // (self._batch.work.rows_of_image * self._batch.work.images))
-        units = tuple(one for one in units_of(self._batch.work) if one <= fit * self._ranks)
-        found = self._best(self._gpus, units or (1,))
+        least = self._ranks if self._divides else 1  # each rank trains at least a group of a unit
+        units = tuple(one for one in units_of(self._batch.work) if least <= one <= fit * self._ranks)
+        found = self._best(self._gpus, units or (least,))
         return found.knobs.unit if found.timeline is not None else 0
 
     def early_share(self) -> float:
@@ -197,14 +199,19 @@ class BatchSchedule:
         self._drop_plan()
         self._samples = False
 
-    def trained(self, seconds: float, *, rows: int) -> None:
-        """Record the training seconds of an optimiser step, and its rows on all ranks."""
+    def trained(self, seconds: float, *, rows: int, collective_ms: float = 0.0) -> None:
+        """Record the training seconds of an optimiser step, and its rows on all ranks.
+
+        `collective_ms`: collectives of the step, on the run's clock. With divided weights every pass has some.
+        """
         batch = self._open_batch()
         self._spent["seconds"] = time.monotonic() - batch.begun
         units = math.ceil(batch.work.groups_of_step / batch.unit)
         rows_of_unit = batch.unit * batch.work.images * batch.work.rows_of_image
         passes = units * math.ceil(rows_of_unit / self._ranks / batch.rows)
-        self.measured.training(seconds, rows=math.ceil(rows / self._ranks), passes=passes)
+        collectives = min(seconds, self._wall(collective_ms)) if self._divides else 0.0
+        rows_of_rank = math.ceil(rows / self._ranks)
+        self.measured.training(seconds, rows=rows_of_rank, passes=passes, collectives=collectives)
 
     def _help(self, outlook: Outlook, rollouts: Rollouts) -> bool:
         """Sample a lease, and stop between steps once a unit is complete. Returns False if no work was there."""

@@ -35,10 +35,14 @@ class MeasuredRates:
         """Record the seconds from the last optimiser step of a batch until its weights were published."""
         self._newest["publish"].append(seconds)
 
-    def training(self, seconds: float, *, rows: int, passes: int) -> None:
-        """Record the seconds of some training passes on one rank, with their rows together."""
+    def training(self, seconds: float, *, rows: int, passes: int, collectives: float = 0.0) -> None:
+        """Record the seconds of some training passes on one rank, with their rows together.
+
+        `collectives`: those of the seconds that every pass needs, whatever its rows.
+        """
         if rows > 0 and passes > 0:
-            self._passes[round(rows / passes)].append(seconds / passes)
+            self._passes[round(rows / passes)].append((seconds - collectives) / passes)
+            self._newest["collective"].append(collectives / passes)
 
     def rates(self) -> Rates:
         """Return the rates as known now."""
@@ -46,7 +50,7 @@ class MeasuredRates:
         return Rates(
             image=self._figure("image"),
             row=_figure(row, "training passes"),
-            launch=_figure(launch, "training passes"),
+            launch=_figure(launch + self._figure("collective").value, "training passes"),
             switch=self._figure("switch"),
             publish=self._figure("publish"),
         )

@@ -51,7 +51,7 @@ class BatchUpdates:
         finished = []
         for minibatch in range(len(manifest.minibatches)):
             step = self._ranks.begin(manifest, minibatch, plan, std=std)
-            seconds = 0.0
+            seconds, collective_ms = 0.0, self._collective_ms
             try:
                 while step.missing:
                     ready = [number for number in step.missing if rollouts.is_complete(number)]
@@ -71,8 +71,15 @@ class BatchUpdates:
             begun = time.perf_counter()
             with self._usage.measure(Phase.TRAINING):
                 finished.append(self._commit(manifest, minibatch, step, rollouts))
-            self._schedule.trained(seconds + time.perf_counter() - begun, rows=finished[-1].rows)
+            seconds += time.perf_counter() - begun
+            collective_ms = self._collective_ms - collective_ms
+            self._schedule.trained(seconds, rows=finished[-1].rows, collective_ms=collective_ms)
         return finished
+
+    @property
+    def _collective_ms(self) -> float:
+        """Return the milliseconds of collectives since the start."""
+        return self._usage.total.get(Phase.COLLECTIVE.value, 0.0)
 
     def _std(self, rollouts: Rollouts) -> float | None:
         """Return the reward std that normalises advantages, or None for the std of each group (algorithm.std)."""

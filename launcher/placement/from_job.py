@@ -62,10 +62,13 @@ def _step_of(job: Job, recipe: Recipe, folder: Path | None) -> StepWork:
     """Return an optimiser step of the job, from the training seconds of one GPU."""
     algorithm = job.algorithm
     rows = min(algorithm.rows_per_forward, rows_that_fit(job, folder) or algorithm.rows_per_forward)
+    of_group = rows_of_an_image(job) * algorithm.images_per_prompt
     return StepWork(
         groups=groups_of(job),
         group_seconds=recipe.cost.train_seconds / algorithm.prompts_per_batch,
-        passes_of_group=ceil(rows_of_an_image(job) * algorithm.images_per_prompt / rows),
+        passes_of_group=ceil(of_group / rows),
+        groups_of_pass=max(1, rows // of_group),
+        unit=algorithm.unit if isinstance(algorithm.unit, int) else 0,
         trained_bytes=weights_bytes(job.model, folder),
         is_sharded=job.model.weights == "full",
         gpu=job.resources.trainer.accelerator,

@@ -30,7 +30,7 @@ class PlanSchedule:
     rollout_gpus: int
     """Rollout GPUs: the average number at work, rounded."""
     unit: int
-    """Groups that train together: as many whole groups as fit into `algorithm.rows_per_forward` rows."""
+    """Groups that train together: as many whole groups as fit into `algorithm.rows_per_forward` rows of each rank."""
     seconds: float
     seconds_at_least: float
     """Seconds that no schedule can beat."""
@@ -66,22 +66,27 @@ class PlanSchedule:
         return "; ".join(parts)
 
 
-def plan_schedule(job: Job, recipe: Recipe, *, trainer: int, rollout: int) -> PlanSchedule | None:
+def plan_schedule(job: Job, recipe: Recipe, *, trainer: int, rollout: int, ranks: int = 1) -> PlanSchedule | None:
     """Return the schedule of a job. None: no usable rates, or more than `MOST_IMAGES` images.
 
     recipe   as it is on the trainer's node
     trainer  GPUs of the trainer that sample
     rollout  rollout GPUs at work
+    ranks    GPUs that train
     """
     cost, algorithm, gpus = recipe.cost, job.algorithm, Gpus(trainer=trainer, rollout=rollout)
     rows = rows_of_an_image(job)
     images = cost.prompts * cost.images_per_prompt
     source = Source(basis="assumed", text=recipe.source)
-    # The training seconds are those of all ranks together, which the schedule takes for one GPU of the trainer.
-    row_seconds = cost.train_seconds * trainer / (images * rows)
+    # The training seconds are those of all ranks together, which the schedule takes for one GPU of the trainer. Each
+    # pass of divided weights has collectives, so small passes cost more.
+    gather = recipe.step.collective_seconds_of_pass(ranks) if recipe.step is not None else 0.0
+    gathers = gather * recipe.step.passes(ranks) * algorithm.updates_per_batch if recipe.step is not None else 0.0
+    row_seconds = (cost.train_seconds - gathers) * trainer / (images * rows)
     rates = Rates(
         image=Figure(value=cost.rollout_gpu_seconds, source=source),
         row=Figure(value=row_seconds, source=source),
+        launch=Figure(value=gather, source=source),
         publish=Figure(value=cost.sync_seconds, source=source),
     )
     if images > MOST_IMAGES or rates.problems():
@@ -97,17 +102,19 @@ def plan_schedule(job: Job, recipe: Recipe, *, trainer: int, rollout: int) -> Pl
     )
     of_group = rows * cost.images_per_prompt
     whole_step = work.groups_of_step
-    unit = min(whole_step, max(1, algorithm.rows_per_forward // of_group))
+    unit = min(whole_step, ranks * max(1, algorithm.rows_per_forward // of_group))
     if isinstance(algorithm.unit, int):
         unit = min(whole_step, algorithm.unit)
+    pass_rows = ranks * algorithm.rows_per_forward
     search: Help = "search" if images <= MOST_SEARCHED else "feedback"
     helps: tuple[Help, ...] = ("off", search) if job.runtime.help == "auto" else (job.runtime.help,)
     least, *_ = job.early.shares
-    allowed = Allowed(units=(unit,), rows=(algorithm.rows_per_forward,), helps=helps, early=(least,))
+    allowed = Allowed(units=(unit,), rows=(pass_rows,), helps=helps, early=(least,))
     now = with_early(best(rates, work, gpus, allowed), rates, work, gpus, job.early.shares)
     timeline = now.timeline
     assert timeline is not None
-    smaller = tuple(dict.fromkeys((unit, *(ceil(unit / part) for part in (2, 4, 8)), 1)))
+    smallest = min(unit, ranks)  # each rank trains at least a group of a unit
+    smaller = tuple(dict.fromkeys((unit, *(max(smallest, ceil(unit / part)) for part in (2, 4, 8)), smallest)))
     early = (now.knobs.early,)
     better = best(rates, work, gpus, Allowed(units=smaller, rows=(now.knobs.rows,), helps=helps, early=early), now)
     assert better.timeline is not None
@@ -119,7 +126,7 @@ def plan_schedule(job: Job, recipe: Recipe, *, trainer: int, rollout: int) -> Pl
         bubble_share=timeline.bubble_share,
         idle=dict(timeline.idle),
         better_unit=better.knobs.unit,
-        better_rows=better.knobs.unit * of_group,
+        better_rows=ceil(better.knobs.unit / ranks) * of_group,
         better_seconds=better.timeline.seconds,
         early_share=now.knobs.early,
         stale_share=timeline.stale_share,

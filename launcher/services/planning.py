@@ -69,8 +69,8 @@ def cloud_plan(
     plan = with_disk(plan, disk)
     recipe = needs.recipe.on(plan.trainer.gpus)
     useful = plan.spot_pays.gpus if plan.pools and plan.spot_pays is not None else 0.0
-    schedule = plan_schedule(job, recipe, trainer=plan.trainer.sampling, rollout=round(useful))
-    plan = replace(plan, schedule=schedule)
     ranks = plan.trainer.ranks
+    schedule = plan_schedule(job, recipe, trainer=plan.trainer.sampling, rollout=round(useful), ranks=ranks)
+    plan = replace(plan, schedule=schedule)
     memory = memory_of_job(job, folder, ranks)
     return plan if memory is None else replace(plan, memory=gpus_of_job(job, memory, ranks))

@@ -13,7 +13,7 @@ from engine.config import EvaluationConfig, ExplorationConfig
 from engine.entrypoints.inproc import build_inproc
 from engine.protocol.messages import Outlook, UnderWay, Waiting
 from engine.protocol.request import Group, Kind, Manifest
-from engine.schedule.values import NOTHING
+from engine.schedule.values import NOTHING, Work, train_seconds
 from engine.trainer.batch_schedule import BatchSchedule
 from engine.trainer.measured_rates import MeasuredRates
 from tests.engine.test_loop import TINY, Killed, brightness, manifests, newest, progress
@@ -195,6 +195,17 @@ def test_two_sizes_of_passes_give_the_seconds_of_a_row_and_of_a_launch():
     assert rates.rates().launch.value == pytest.approx(0.24)
     assert not rates.rates().problems()
     assert rates.rates().score == NOTHING
+
+
+def test_collectives_of_a_pass_count_as_its_fixed_cost_from_the_first_measurement_on():
+    """4 passes of 10 rows in 8 s, of which 6 s are collectives: .05 s a row, and 1.5 s a pass."""
+    rates = MeasuredRates()
+    rates.training(8.0, rows=40, passes=4, collectives=6.0)
+    found = rates.rates()
+    assert (found.row.value, found.launch.value) == pytest.approx((0.05, 1.5))
+    work = Work(groups=8, images=10, rows_of_image=1)
+    one, eight = (sum(train_seconds(found, work, 1, unit, 80) for _ in range(8 // unit)) for unit in (1, 8))
+    assert one - eight == pytest.approx(7 * 1.5), "eight passes instead of one"
 
 
 # --- decisions

@@ -2,6 +2,7 @@
 
 import pytest
 
+from engine.timing.figures import LINK_SHARE
 from launcher.job.schema import Job
 from launcher.placement.from_job import recipe_of
 from launcher.placement.schedule import MOST_IMAGES, plan_schedule
@@ -55,6 +56,46 @@ def test_a_plan_prints_the_share_of_early_groups_that_auto_means():
     assert f"early.share {auto.early_share:g}: {auto.stale_share:.0%} of the groups one version early" in auto.text()
     assert schedule_of(job(early=0.25)).early_share == 0.25
     assert schedule_of(job(early="auto"), rollout=0).early_share == 0.0, "no rollout GPU is ever idle"
+
+
+def full(rows, *, unit="rows", prompts=16, ranks=8):
+    """Return the schedule and the recipe of full weights that ranks share. A group has 16 rows."""
+    made = job(rows=rows, prompts=prompts)
+    made = made.model_copy(
+        update={
+            "model": made.model.model_copy(update={"weights": "full"}),
+            "algorithm": made.algorithm.model_copy(update={"unit": unit}),
+            "runtime": made.runtime.model_copy(update={"trainer_ranks": ranks}),
+            "resources": made.resources.model_copy(
+                update={"trainer": made.resources.trainer.model_copy(update={"accelerators": f"H200:{ranks}"})}
+            ),
+        }
+    )
+    recipe = recipe_of(made).on(ranks)
+    return plan_schedule(made, recipe, trainer=1, rollout=0, ranks=ranks), recipe
+
+
+def test_a_unit_of_ranks_is_as_many_groups_as_fit_into_all_their_passes():
+    assert full(16)[0].unit == 8, "a group for each rank"
+    assert full(10_000)[0].unit == 16
+
+
+def test_divided_weights_gather_in_every_pass_so_passes_with_fewer_rows_cost_more():
+    """Without rollout GPUs nothing overlaps: the schedule takes as long as the price says."""
+    (small, dear), (large, cheap) = full(8), full(16)
+    assert dear.step.passes(8) == 4
+    assert cheap.step.passes(8) == 2
+    gather = cheap.step.collective_seconds_of_pass(8)
+    assert gather == pytest.approx(7 / 8 * 20_430_401_088 * (2 * 2 + 4) / (450e9 * LINK_SHARE.value), rel=1e-3)
+    assert small.seconds - large.seconds == pytest.approx(dear.cost.train_seconds - cheap.cost.train_seconds)
+    assert dear.step.collective_seconds(8) - cheap.step.collective_seconds(8) == pytest.approx(2 * gather)
+    rollouts = 16 * 8 * cheap.cost.rollout_gpu_seconds
+    assert large.seconds == pytest.approx(rollouts + cheap.cost.train_seconds)
+
+
+def test_a_smaller_unit_of_divided_weights_is_chosen_only_if_it_pays_for_its_collectives():
+    assert full(10_000)[0].better_unit == 16
+    assert full(10_000, unit=8)[1].step.passes(8) == 2
 
 
 def test_a_trainer_alone_is_never_idle():
