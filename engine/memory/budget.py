@@ -232,8 +232,8 @@ def _sharded_budget(model: ModelSizes, setting: Setting) -> Budget:
         ),
         unit="row",
         bytes_each=_kept_of_a_row(model, setting),
-        # Autograd returns the gradients of a block on every rank, before the ranks divide them. While rank 0 samples, the
-        # sum of a pass is not there.
+        # Autograd returns the gradients of a block on every rank, before the ranks divide them. While rank 0 samples,
+        # the sum of a pass is not there.
         least_beside=max(shard + FP32 * counts.largest_block, HALF * counts.transformer - shard),
         start=shard + model.vae_bytes + model.text_encoder_bytes,
         asked=setting.rows,
