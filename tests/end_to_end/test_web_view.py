@@ -3,6 +3,7 @@
 The screenshots go to `test-results/web/`, which CI keeps.
 """
 
+import random
 import re
 import signal
 import socket
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,14 @@ __all__ = ["bench"]  # the fixture
 PICTURES = Path(__file__).parents[2] / "test-results" / "web"
 PATIENCE_MS = 120_000
 """Milliseconds that a busy computer may take for one step of the test."""
+
+
+def free_port() -> int:
+    """Return a free port below those of outgoing connections, one of which may take it while no server listens."""
+    while True:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", random.choice(range(12_000, 20_000))))
+            return int(probe.getsockname()[1])
 
 
 @contextmanager
@@ -66,9 +75,7 @@ def looked_at(page: Any, name: str, width: int = 1280) -> None:
 
 def test_a_live_run_is_watched_and_stopped_in_the_browser(bench: Bench) -> None:
     PICTURES.mkdir(parents=True, exist_ok=True)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     # The page is under test, so iterations are small: a computer of two cores also runs a browser.
     small = ("--exploration", "none", "--set", "algorithm.images_per_prompt=2", "--set", "evaluation.prompts=8")
     job = str(bench.folder / bench.job("watched", iterations=2000))
