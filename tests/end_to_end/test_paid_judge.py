@@ -49,7 +49,7 @@ def files_with_the_key(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_goes_on_with_more_money_for_its_judge_and_keeps_the_key(bench: Bench) -> None:  # noqa: F811
     bench.environment["JUDGE_KEY"] = KEY
     with JudgeServer() as server, process_list() as commands:
