@@ -12,6 +12,7 @@ Ranks are processes on this machine and use gloo. Three tables:
 
 import argparse
 import itertools
+import json
 import math
 import os
 import signal
@@ -356,6 +357,7 @@ def main() -> None:
     load1 = load_now()
     parameters = sum(one.numel() for one in large_adapter().transformer.parameters())
     timed = {one.name: speed(options.blocks, one) for one in TIMED}
+    print(json.dumps({name: _middles(rows) for name, rows in timed.items()}), file=sys.stderr, flush=True)
     equal = equality(FAMILIES)
     with tempfile.TemporaryDirectory() as name:
         more, resumed = full_equality(FAMILIES, Path(name))
