@@ -7,11 +7,14 @@ from launcher.decide.launch_history import MoveRules
 from launcher.exit_codes import BudgetError
 from launcher.money import HOUR_MS, duration
 from launcher.placement.cloud_plan import CloudPlan, PlanReplays
-from launcher.replay.simulate import INTERVAL, generated_markets, simulate, work_of
+from launcher.replay.simulate import INTERVAL, Simulated, generated_markets, simulate, work_of
 
 MOST_STARTS, LEAST_STARTS, NODE_HOURS = 30, 3, 360
 """Starts of a plan: as many as `NODE_HOURS` of replayed node time hold, within the two bounds. Under a second of
 processor time; equal plans get equal replays."""
+
+IN_DOUBT = 4
+"""A plan that would be refused is replayed this many times as often: few replays refuse a good plan too easily."""
 
 LONGEST_IDEAL_MS = 100 * HOUR_MS
 """A plan that takes longer with every node at work is not replayed: that would take too long for a dry run."""
@@ -38,16 +41,21 @@ def replays_of(plan: CloudPlan, rules: MoveRules, confidence: float) -> PlanRepl
     if ideal_ms > LONGEST_IDEAL_MS:
         return None
     ends_ms = plan.longest_ms if deadline_ms is None else ROOM * max(deadline_ms, round(ideal_ms))
-    starts = round(NODE_HOURS * HOUR_MS / (ideal_ms * (1 + work.nodes)))
-    found = simulate(
-        bought,
-        rules,
-        generated_markets(bought, plan.zones, deadline_ms),
-        starts=min(MOST_STARTS, max(LEAST_STARTS, starts)),
-        deadline_ms=deadline_ms,
-        ends_ms=ends_ms,
-        longest_ms=ends_ms or ROOM * round(work.left_ms(0)),
-    )
+
+    def replayed(starts: int) -> Simulated:
+        return simulate(
+            bought,
+            rules,
+            generated_markets(bought, plan.zones, deadline_ms),
+            starts=min(MOST_STARTS, max(LEAST_STARTS, starts)),
+            deadline_ms=deadline_ms,
+            ends_ms=ends_ms,
+            longest_ms=ends_ms or ROOM * round(work.left_ms(0)),
+        )
+
+    found = replayed(round(NODE_HOURS * HOUR_MS / (ideal_ms * (1 + work.nodes))))
+    if deadline_ms is not None and not _meets(found, confidence):
+        found = replayed(IN_DOUBT * found.starts)
     (ours,) = found.policies
     met = None if deadline_ms is None else found.starts - ours.misses
     low, high = (None, None) if met is None else wilson(met, found.starts)
@@ -64,6 +72,10 @@ def replays_of(plan: CloudPlan, rules: MoveRules, confidence: float) -> PlanRepl
         probability_high=high,
         enough_ms=None if done_ms == inf else ceil(done_ms / STEP_MS) * STEP_MS,
     )
+
+
+def _meets(found: Simulated, confidence: float) -> bool:
+    return found.starts - found.policies[0].misses >= confidence * found.starts
 
 
 def wilson(hits: int, tries: int) -> tuple[float, float]:

@@ -203,7 +203,7 @@ def test_the_plan_uses_the_prices_that_the_cloud_reported(launch, monkeypatch):
             monkeypatch.setenv(name, value)
         monkeypatch.delenv("AWS_PROFILE", raising=False)
         assert run(["prices", "refresh", "--cloud", "aws", "--gpu", "H100"]) == ExitCode.OK
-    _, text, _ = launch("--dry-run", "--explain", "--infra", "aws")
+    _, text, _ = launch("--dry-run", "--explain", "--infra", "aws", "--max-total", "9000")
     assert "price of p5.48xlarge spot in us-west-2a: aws ec2 DescribeSpotPriceHistory, " in unwrapped(text)
     assert "$11.11/h" in text
     assert "TOO OLD" not in text

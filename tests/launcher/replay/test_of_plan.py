@@ -8,7 +8,9 @@ from launcher.decide.launch_history import MoveRules
 from launcher.exit_codes import BudgetError
 from launcher.money import HOUR_MS
 from launcher.placement.plan_cloud import plan_cloud
+from launcher.replay import of_plan
 from launcher.replay.of_plan import check_deadline, replays_of, wilson
+from launcher.replay.simulate import simulate
 from tests.launcher.test_cloud_plan import EAST, requirements, view
 
 
@@ -33,6 +35,24 @@ def test_a_deadline_with_room_is_met_and_one_without_is_refused_with_one_that_wo
     check_deadline(tight, 0.0)
     enough = replayed(replace(calm, deadline_ms=3 * tight.replays.enough_ms))
     assert enough.replays.met == enough.replays.starts
+
+
+def test_a_plan_that_seems_late_is_replayed_more_often_before_it_is_refused(monkeypatch):
+    asked = []
+
+    def with_one_miss(*arguments, starts, **named):
+        asked.append(starts)
+        found = simulate(*arguments, starts=starts, **named)
+        return replace(found, policies=(replace(found.policies[0], misses=1),))
+
+    monkeypatch.setattr(of_plan, "simulate", with_one_miss)
+    calm = planned()
+    once = replayed(replace(calm, deadline_ms=3 * calm.time.expected), confidence=0.5)
+    assert len(asked) == 1
+    asked.clear()
+    doubtful = replayed(replace(calm, deadline_ms=3 * calm.time.expected), confidence=0.99)
+    assert asked == [once.replays.starts, min(30, 4 * once.replays.starts)]
+    assert doubtful.replays.met == doubtful.replays.starts - 1
 
 
 def test_without_a_deadline_only_dollars_are_replayed():
