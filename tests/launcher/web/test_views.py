@@ -167,7 +167,7 @@ def test_a_run_that_is_removed_while_its_page_is_open_is_told(served):
     assert (page.status_code, "did you mean" in page.json()["error"]) == (404, True)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_more_image_sheets_than_a_slider_has_places_are_bounded(served):
     """10,000 image sheets: the page, its report and the memory that they take are bounded."""
     with served.add() as made:
