@@ -44,7 +44,7 @@ from launcher.job.load import all_runs_of
 from launcher.job.schema import Job
 from launcher.ledger.accounting import judge_budget
 from launcher.ledger.models import STAND_IN, Node, NodeEvent, Run
-from launcher.ledger.node_history import last_trainer_cloud, node_records, option_of, unpriced_costs
+from launcher.ledger.node_history import last_trainer_cloud, node_of, node_records, option_of, unpriced_costs
 from launcher.ledger.store import append_status, current_status, nodes_of
 from launcher.money import duration
 from launcher.placement.plan import Plan
@@ -197,7 +197,6 @@ class Controller:
                 session.add_all(unpriced_costs(self._run, self._clock.now_ms()))
 
     def _buy(self, action: Buy) -> None:
-        placement = action.option.placement
         with self.recorder.transaction() as session:
             if self.sites:
                 # Only one transaction writes at a time, so the facts read here include purchases by other controllers.
@@ -205,26 +204,15 @@ class Controller:
                 if refusal is not None:
                     log.info("%s is not bought: %s", action.name, refusal.text)
                     return
-            node = Node(
-                run_id=self._run.id,
+            node = node_of(
+                self._run,
+                action.option,
                 name=action.name,
                 slot=action.slot.name,
                 generation=action.generation,
                 role=action.slot.role,
-                market=placement.market,
-                cloud=placement.cloud,
-                region=placement.region,
-                zone=placement.zone,
-                instance_type=placement.instance_type,
-                accelerator=placement.accelerator,
-                gpus=placement.gpus,
-                micro_usd_per_hour=placement.micro_usd_per_hour,
-                on_demand_micro_usd_per_hour=action.option.on_demand_micro_usd_per_hour,
-                price_source=placement.price_source,
-                price_observed_at=placement.price_observed_at,
                 requested_ms=self._clock.now_ms(),
                 reserved_micro_usd=action.reserved_micro_usd,
-                disk_gib=placement.disk_gib,
             )
             session.add(node)
             if action.stand_in:

@@ -76,6 +76,42 @@ def option_of(node: Node) -> Option:
     )
 
 
+def node_of(
+    run: Run,
+    option: Option,
+    *,
+    name: str,
+    slot: str,
+    generation: int,
+    role: str,
+    requested_ms: int,
+    reserved_micro_usd: int,
+) -> Node:
+    """Return the row of a node that is about to be requested: the opposite of `option_of`."""
+    placement = option.placement
+    return Node(
+        run_id=run.id,
+        name=name,
+        slot=slot,
+        generation=generation,
+        role=role,
+        market=placement.market,
+        cloud=placement.cloud,
+        region=placement.region,
+        zone=placement.zone,
+        instance_type=placement.instance_type,
+        accelerator=placement.accelerator,
+        gpus=placement.gpus,
+        micro_usd_per_hour=placement.micro_usd_per_hour,
+        on_demand_micro_usd_per_hour=option.on_demand_micro_usd_per_hour,
+        price_source=placement.price_source,
+        price_observed_at=placement.price_observed_at,
+        requested_ms=requested_ms,
+        reserved_micro_usd=reserved_micro_usd,
+        disk_gib=placement.disk_gib,
+    )
+
+
 def last_trainer_cloud(session: Session, run: Run, node: Node) -> str | None:
     """Return the cloud of the last trainer that came up before this node. None: no earlier trainer came up."""
     earlier = [other for other in nodes_of(session, run) if other.role == "trainer" and other.id < node.id]

@@ -17,6 +17,7 @@ from launcher.decide.facts import ENDS, NodeRecord, Stage
 from launcher.job.checked import CheckedJob
 from launcher.ledger.billing import bill, minimum_billed_ms, side_costs
 from launcher.ledger.models import STAND_IN, Node, NodeEvent, NodePrice, Preemption, ProgressRow, Run
+from launcher.ledger.node_history import node_of
 from launcher.ledger.store import append_status, writing
 from launcher.placement.plan import Plan
 from launcher.replay.replay import Replayed
@@ -52,27 +53,16 @@ def write_replayed(
 
 def _write_node(session: Session, run: Run, record: NodeRecord, result: Replayed, trace: Trace, start_ms: int) -> None:
     assert record.wanted is not None, "a replay buys offers only"
-    placement, since_ms = record.wanted.placement, run.created_ms
-    node = Node(
-        run_id=run.id,
+    since_ms = run.created_ms
+    node = node_of(
+        run,
+        record.wanted,
         name=f"{run.name}-{record.slot}-g{record.generation}",
         slot=record.slot,
         generation=record.generation,
         role=record.role,
-        market=placement.market,
-        cloud=placement.cloud,
-        region=placement.region,
-        zone=placement.zone,
-        instance_type=placement.instance_type,
-        accelerator=placement.accelerator,
-        gpus=placement.gpus,
-        micro_usd_per_hour=placement.micro_usd_per_hour,
-        on_demand_micro_usd_per_hour=record.wanted.on_demand_micro_usd_per_hour,
-        price_source=placement.price_source,
-        price_observed_at=placement.price_observed_at,
         requested_ms=since_ms + record.requested_ms,
         reserved_micro_usd=record.reserved_micro_usd,
-        disk_gib=placement.disk_gib,
     )
     session.add(node)
     session.flush()
