@@ -125,13 +125,12 @@ class ArrivingWeights:
         memory, disk = self._memory.in_memory[self._slot], self._memory.on_disk[self._slot]
         available = _available_bytes() + os.fstat(memory).st_size
         self._on_disk = available < MEMORY_ROOM * size
-        os.ftruncate(disk, 0)
+        os.ftruncate(memory if self._on_disk else disk, 0)
         if self._on_disk:
-            os.ftruncate(memory, 0)
             room = os.fstatvfs(disk)
-            if room.f_bavail * room.f_frsize < size:
+            if room.f_bavail * room.f_frsize + os.fstat(disk).st_size < size:
                 raise OSError(errno.ENOSPC, f"no room for {size / 1e9:.1f} GB of weights in memory or on disk")
-        # In memory, write into existing pages: the first touch of a page is the expensive part.
+        # Write into the pages of earlier weights: the first touch of a page is the expensive part.
         os.ftruncate(self._handle, size)
         self._note(0)
 
