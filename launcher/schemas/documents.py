@@ -80,6 +80,7 @@ def documents() -> dict[str, Schema]:
         "resume": _schema(outputs.Resumed),
         "rm": _schema(outputs.Removed),
         "pull": _schema(outputs.Pulled),
+        "sync": _schema(outputs.Synced),
         "sample": _schema(outputs.Sampled),
         "ssh": _either("Output of `spotrl ssh --json`.", outputs.LocalNode, outputs.Login, outputs.RemoteCommand),
         "config-show": _schema(outputs.ConfigShow),

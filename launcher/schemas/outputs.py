@@ -146,6 +146,26 @@ class Removed(TypedDict):
     spent_micro_usd: int
 
 
+class ShippedOutput(TypedDict):
+    sink: Literal["wandb", "mlflow"]
+    sent: int
+    """Records that the sink has."""
+    known: int
+    """Records of the run in the ledger."""
+    is_whole: bool
+    where: str
+    """Place of the run in the sink; empty: unknown."""
+    problem: str
+    """Why the sink lacks records; empty: no reason."""
+
+
+class Synced(TypedDict):
+    """Output of `spotrl sync --json`."""
+
+    run: str
+    sinks: list[ShippedOutput]
+
+
 class PulledFileOutput(TypedDict):
     path: str
     sha256: str

@@ -7,14 +7,20 @@
 The ledger is the queue: a thread reads at most `MOST_RECORDS` records, asks the sink's own process to take them, and
 goes on after its answer. The thread holds no transaction while it waits, so a sink that is down, slow or frozen delays
 nothing else.
+
+Each sender holds a kernel lock on a file of the sink. A controller sends without it if a frozen controller holds it;
+`spotrl sync` does not, so two processes never send the same records.
 """
 
+import fcntl
 import json
 import logging
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -52,6 +58,18 @@ MOST_RECORDS = 20
 _STATES: Mapping[str, ENDS] = {Stage.FINISHED: "finished", Stage.FAILED: "failed"}
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shipped:
+    """What a sink has of a run. `sent`, `known`: records. `where`: place in the sink. `problem`: why it lacks some."""
+
+    sink: str
+    sent: int
+    known: int
+    is_whole: bool
+    where: str
+    problem: str
+
+
 class Shipper:
     """Sends the records of one run to one sink, in a thread."""
 
@@ -79,6 +97,7 @@ class Shipper:
             self._run = find_run(session, run_name)
         self._folder = Path(self._run.folder) / "logging" / sink
         self._facts: dict[str, Any] = {}
+        self._lock = _locked(self._folder.with_suffix(".lock"))
 
     def start(self) -> None:
         self._thread.start()
@@ -93,6 +112,25 @@ class Shipper:
         self._thread.join(max(0.0, self._until - time.monotonic()) + 2.0)
         if self._thread.is_alive():
             log.warning("%s has %s records of %s, and may lack later ones", self._sink, self._sent, self._run.name)
+
+    @property
+    def is_only_sender(self) -> bool:
+        """False: another process sends this run's records to this sink, or is frozen while it does."""
+        return self._lock is not None
+
+    def send_all(self) -> Shipped:
+        """Send all records in the calling thread, and finish the run in the sink."""
+        self.look()
+        self._close()
+        self._leave()
+        return Shipped(
+            sink=self._sink,
+            sent=self._sent,
+            known=self._facts["known"],
+            is_whole=self._facts["is_whole"],
+            where=self._facts.get("where", ""),
+            problem="" if self._facts["is_whole"] else self._facts.get("problem", ""),
+        )
 
     def _watch(self) -> None:
         while not self._ended.wait(LOOK_SECONDS):
@@ -182,8 +220,18 @@ class Shipper:
         if is_whole:
             is_whole = self._ask(Close(state=state)) is not None
         if not is_whole:
-            log.warning("%s has %s of the %s records of %s", self._sink, self._sent, known, self._run.name)
+            log.warning(
+                "%s has %s of the %s records of %s; `spotrl sync %s` sends the rest",
+                self._sink,
+                self._sent,
+                known,
+                self._run.name,
+                self._run.name,
+            )
         self._note(known=known, is_whole=is_whole)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def _leave(self) -> None:
         if self._connection is not None:
@@ -201,10 +249,15 @@ def run_id(run: Run) -> str:
     return f"{run.name}-{blake2b(f'{run.name} {run.created_ms}'.encode(), digest_size=4).hexdigest()}"
 
 
+def shippers_of(sessions: sessionmaker[Session], run: Run, wanted: Logging, clock: Clock) -> list[Shipper]:
+    """Return a shipper for each sink that the job names. None has started."""
+    settings = wanted.model_dump(mode="json", exclude_none=True)
+    return [Shipper(sessions, run.name, clock, sink, of_sink) for sink, of_sink in settings.items()]
+
+
 def start_shippers(sessions: sessionmaker[Session], run: Run, wanted: Logging, clock: Clock) -> list[Shipper]:
     """Start a thread for each sink that the job names."""
-    settings = wanted.model_dump(mode="json", exclude_none=True)
-    shippers = [Shipper(sessions, run.name, clock, sink, of_sink) for sink, of_sink in settings.items()]
+    shippers = shippers_of(sessions, run, wanted, clock)
     for shipper in shippers:
         shipper.start()
     return shippers
@@ -216,3 +269,15 @@ def end_shippers(shippers: Sequence[Shipper], timeout_s: float | None = None) ->
         shipper.end(END_SECONDS if timeout_s is None else timeout_s)
     for shipper in shippers:
         shipper.wait()
+
+
+def _locked(path: Path) -> int | None:
+    """Return a handle that holds the lock on this file until it is closed. None: another process holds it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        return None
+    return handle

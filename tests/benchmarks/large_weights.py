@@ -305,7 +305,7 @@ def measure(weight_bytes: int, scratch: Path | None) -> tuple[dict[str, Any], li
             rows.append({"process": name, **phase, "seconds": round(phase["seconds"], 2), **rate})
 
     def rate_of(version: int) -> float:
-        slowest = max(row["seconds"] for row in rows if row["step"] == fetch_name(version))
+        slowest = max(float(row["seconds"]) for row in rows if row["step"] == fetch_name(version))
         return round(NODES * weight_bytes / 1e9 / slowest, 2)
 
     return {

@@ -39,6 +39,7 @@ MISTAKES = {
     "ssh": ("ssh", "nobody", "node"),
     "selftest": ("selftest", "--infra", "aws", "--max-total", "$6"),
     "status": ("status", "nobody"),
+    "sync": ("sync", "nobody"),
     "trace": ("trace", "nobody", "-o", "no/such/trace.json"),
     "simulate": ("simulate", "none.yaml"),
     "ui": ("ui",),

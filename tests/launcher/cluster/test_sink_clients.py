@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 
 from launcher.ledger.store import find_run, open_ledger
+from launcher.runs.late_numbers import send_late
 from launcher.runs.views import run_clock
 from launcher.settings import ledger_path
 from launcher.sinks.messages import Open, Record
@@ -87,6 +88,8 @@ def restarted_run(home, monkeypatch, controllers, **logging):
     with sessions() as session:
         records = read_records(session, find_run(session, "demo"), 0, 1000, run_clock(run).now_ms())
     assert len(records) == 2 * ITERATIONS
+    (late,) = send_late(sessions, "demo")  # `spotrl sync` opens the finished run again, and sends nothing twice
+    assert (late.sent, late.known, late.is_whole) == (2 * ITERATIONS, 2 * ITERATIONS, True), late.problem
     return run, records
 
 

@@ -10,11 +10,13 @@ import pytest
 
 from engine.events import IterationDone, Judged
 from launcher.checks.preflight import check_secrets, check_sinks
+from launcher.cli import main as cli_main
 from launcher.controller.run_process import run_controller
+from launcher.exit_codes import ExitCode
 from launcher.job.checked import JobError
 from launcher.job.load import load_job
 from launcher.ledger.models import NodeEvent, ProgressRow
-from launcher.ledger.store import find_run, open_ledger, writing
+from launcher.ledger.store import append_status, find_run, open_ledger, writing
 from launcher.provision.local.provisioner import LocalProvisioner
 from launcher.runs.views import run_clock
 from launcher.sinks import shipper as shipping
@@ -25,6 +27,7 @@ from launcher.sinks.shipper import Shipper, end_shippers, run_id
 from tests.launcher.cluster.file_sink import command, lines_of
 from tests.launcher.cluster.stage import FAKE_AGENT, ledger, made_run
 from tests.launcher.made_ledger import HOUR_MS, JOB, MINUTE_MS, START_MS, a_run
+from tests.launcher.printed import printed
 
 
 @pytest.fixture
@@ -190,6 +193,67 @@ def test_a_question_larger_than_the_pipe_to_a_frozen_process_times_out(tmp_path,
     large = shipping.Records(records=tuple(records_of(sessions) * 10), known=330)
     assert len(large.model_dump_json()) > 1 << 16
     assert "no answer within" in connection.ask(large, until=in_a_moment()).text
+
+
+# --- after the end ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def over(tmp_path, monkeypatch, capsys):
+    """Return a function that runs `spotrl sync done` and returns its exit code and its JSON or error."""
+    monkeypatch.setenv("SPOTRL_HOME", str(tmp_path))
+    monkeypatch.setenv("SPOTRL_CONFIG", str(tmp_path / "none.yaml"))
+    monkeypatch.setattr(shipping, "command_of", lambda sink: command(tmp_path / "sink.jsonl", "full"))
+
+    def sync():
+        capsys.readouterr()
+        code = cli_main.run(["sync", "done", "--json"])
+        out = capsys.readouterr()
+        return code, printed("sync", out.out) if out.out.startswith('{"run"') else out.out + out.err
+
+    return sync
+
+
+def with_sink(sessions, **logging):
+    with writing(sessions) as session:
+        run = find_run(session, "done")
+        run.job = {**run.job, "logging": logging}
+
+
+def test_sync_sends_what_a_sink_that_was_down_lacks(sessions, tmp_path, over):
+    with_sink(sessions, wandb={})
+    code, answer = over()
+    (sink,) = answer["sinks"]
+    assert (code, sink["sent"], sink["known"], sink["is_whole"]) == (ExitCode.FAILURE, 0, 33, False)
+    assert sink["problem"] == "no space left"
+    (tmp_path / "sink.free").touch()
+    for _ in range(2):  # a second time sends nothing twice
+        code, answer = over()
+        (sink,) = answer["sinks"]
+        assert (code, sink["sent"], sink["is_whole"], sink["problem"]) == (ExitCode.OK, 33, True, "")
+        assert [line["number"] for line in stored(tmp_path / "sink.jsonl")] == list(range(33))
+    assert lines_of(tmp_path / "sink.jsonl")[-1] == {"close": "finished"}
+
+
+def test_sync_refuses_a_run_without_a_sink_or_with_a_sender_or_that_goes_on(sessions, tmp_path, over):
+    assert "names no sink" in over()[1]
+    with_sink(sessions, wandb={})
+    sender = shipping.Shipper(sessions, "done", run_clock(run_of(sessions)), "wandb", {})
+    assert "another process still sends the numbers of done" in over()[1]
+    sender.send_all()
+    with writing(sessions) as session:
+        append_status(session, find_run(session, "done"), "running", "resumed", START_MS + 2 * HOUR_MS)
+    code, text = over()
+    assert (code, "done is running" in text) == (ExitCode.FAILURE, True)
+    assert not stored(tmp_path / "sink.jsonl")
+
+
+def test_a_new_controller_sends_beside_a_frozen_one(sessions, tmp_path):
+    frozen = shipper(sessions, tmp_path / "sink.jsonl")
+    new = shipper(sessions, tmp_path / "sink.jsonl")
+    assert (frozen.is_only_sender, new.is_only_sender) == (True, False)
+    new.look()
+    assert len(stored(tmp_path / "sink.jsonl")) == 33
 
 
 # --- a whole run --------------------------------------------------------------------------------------
