@@ -236,6 +236,8 @@ def _notes(runs: Sequence[Run], compared: Sequence[ComparedRun]) -> Iterator[str
     if len(factors) > 1:
         clocks = ", ".join(f"{run.name} x{run.clock_factor:g}" for run in runs)
         yield f"the clocks of the runs differ ({clocks}): hours and dollars depend on the clock"
+    elif factors != {1}:
+        yield f"hours are on the runs' clock, {factors.pop():g} times as fast as the wall clock"
     if going := [run.name for run in compared if run.status not in ("finished", "stopped", "failed")]:
         yield f"not over yet: {', '.join(going)}"
     seeds = {run.group: 0 for run in compared}

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from importlib.resources import files
+from math import ceil, floor, log10
 
 from jinja2 import Environment, StrictUndefined
 
@@ -19,12 +20,13 @@ TICKS = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Line:
-    """One run's curve. `points`: SVG points in pixels."""
+    """One run's curve. `points`: SVG points in pixels. `end`: the last one, which is all there is of one evaluation."""
 
     name: str
     colour: str
     dash: str
     points: str
+    end: tuple[float, float]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,6 +91,9 @@ def _plot(comparison: Comparison, runs: list[ComparedRun], axis: str) -> Plot:
     low, high = min(scores), max(scores)
     if low == high:
         low, high = low - 0.05, high + 0.05
+    y_ticks = round_ticks(low, high, outside=True)
+    low, high = y_ticks[0], y_ticks[-1]
+    x_ticks = round_ticks(0.0, last, finest=1.0 if axis == "iterations" else 0.0)
 
     def px(value: float) -> float:
         return round(LEFT + value / last * (WIDTH - LEFT - RIGHT), 1)
@@ -96,7 +101,6 @@ def _plot(comparison: Comparison, runs: list[ComparedRun], axis: str) -> Plot:
     def py(value: float) -> float:
         return round(TOP + (high - value) / (high - low) * (HEIGHT - BOTTOM - TOP), 1)
 
-    steps = [number / TICKS for number in range(TICKS + 1)]
     return Plot(
         axis=axis,
         lines=tuple(
@@ -105,12 +109,26 @@ def _plot(comparison: Comparison, runs: list[ComparedRun], axis: str) -> Plot:
                 colour=COLOURS[number % len(COLOURS)],
                 dash=DASHES[number // len(COLOURS) % len(DASHES)],
                 points=" ".join(f"{px(x_of(point))},{py(point.smoothed)}" for point in run.curve),
+                end=(px(x_of(run.curve[-1])), py(run.curve[-1].smoothed)),
             )
             for number, run in enumerate(runs)
         ),
         x_ticks=tuple(
-            (px(last * step), f"${last * step:.2f}" if axis == "dollars" else f"{last * step:.3g}") for step in steps
+            (px(value), dollars(round(value * MICRO)) if axis == "dollars" else f"{value:,.10g}") for value in x_ticks
         ),
-        y_ticks=tuple((py(low + (high - low) * step), f"{low + (high - low) * step:.3g}") for step in steps),
+        y_ticks=tuple((py(value), f"{value:,.10g}") for value in y_ticks),
         target=None if comparison.target is None else py(comparison.target),
     )
+
+
+def round_ticks(low: float, high: float, *, finest: float = 0.0, outside: bool = False) -> list[float]:
+    """Return about `TICKS` round numbers between two values, `low` < `high`.
+
+    They are multiples of 1, 2 or 5 times a power of ten. `finest`: smallest distance of two ticks. `outside`: the first
+    and the last tick enclose the values.
+    """
+    wanted = max((high - low) / TICKS, finest)
+    power = 10.0 ** floor(log10(wanted))
+    step = next(size * power for size in (1, 2, 5, 10) if size * power * 1.25 >= wanted)
+    first, last = (floor, ceil) if outside else (ceil, floor)
+    return [round(number * step, 12) for number in range(first(round(low / step, 9)), last(round(high / step, 9)) + 1)]

@@ -10,7 +10,7 @@ from sqlalchemy.orm import sessionmaker
 from launcher.cli.compare import compare
 from launcher.exit_codes import Failure
 from launcher.report.comparison import T_975, ComparedRun, compare_runs, flattened, score_at, seed_mean
-from launcher.report.comparison_html import render_comparison
+from launcher.report.comparison_html import render_comparison, round_ticks
 from tests.launcher.made_ledger import HOUR_MS, JOB, START_MS, a_run, a_session
 from tests.launcher.printed import check, printed
 
@@ -93,6 +93,7 @@ def test_runs_with_different_metrics_are_refused(session):
 
 def test_other_bases_of_money_and_other_clocks_are_told(session):
     a, b = climbing(session, "a", FAST), climbing(session, "b", FAST)
+    assert "hours are on the runs' clock, 60 times as fast as the wall clock" in compare_runs(session, [a, b]).notes
     b.money_basis, b.clock_factor = "metered", 30.0
     notes = compare_runs(session, [a, b]).notes
     assert "the dollars have different bases (assumed, metered): compare them with care" in notes
@@ -103,6 +104,21 @@ def test_a_run_without_an_evaluation_is_compared_by_its_dollars(session):
     found = compare_runs(session, [climbing(session, "a", FAST), climbing(session, "b", [])])
     assert (found.runs[1].best, found.runs[1].confirmed, found.runs[1].micro_usd) == (None, None, 10_000_000)
     assert "<polyline" in render_comparison(found)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "options", "ticks"),
+    [
+        (0.0, 1.08, {}, [0, 0.2, 0.4, 0.6, 0.8, 1]),
+        (0.0, 1.0, {}, [0, 0.2, 0.4, 0.6, 0.8, 1]),
+        (0.0, 3.0, {"finest": 1.0}, [0, 1, 2, 3]),
+        (0.45, 0.95, {"outside": True}, [0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1]),
+        (0.0, 4321.0, {}, [0, 1000, 2000, 3000, 4000]),
+        (-0.3, 0.3, {"outside": True}, [-0.3, -0.2, -0.1, 0, 0.1, 0.2, 0.3]),
+    ],
+)
+def test_the_numbers_at_an_axis_are_round(low, high, options, ticks):
+    assert round_ticks(low, high, **options) == ticks
 
 
 def test_the_interval_of_equal_values_is_the_value():
