@@ -14,6 +14,7 @@ from launcher.cli.run_argument import run_argument
 from launcher.ledger.store import find_run
 from launcher.money import dollars, duration, hourly
 from launcher.report.sharing import groups_text
+from launcher.report.words import clock_words
 from launcher.runs.event_lines import EventLine, event_lines
 from launcher.runs.runs import still_running
 from launcher.runs.views import RunView, run_view, short_name
@@ -84,6 +85,7 @@ def headline(view: RunView) -> list[str]:
         f"spent {dollars(view.spent_micro_usd)}{limit}, now {hourly(view.micro_usd_per_hour)}; "
         f"{duration(view.elapsed_ms)} on the run's clock ({view.clock_factor:g}x), "
         f"{duration(round(view.wall_seconds * 1000))} by the wall",
+        *([clock] if (clock := clock_words(view.clock_factor)) else []),
     ]
 
 

@@ -29,6 +29,7 @@ from launcher.report.words import (
     saving_words,
     score,
     short_node,
+    span_words,
 )
 
 MOST_SHEETS = 64
@@ -58,6 +59,7 @@ def render_html(report: Report, read: Callable[[str], bytes | None]) -> str:
         report=report,
         headline=headline(report),
         drift=drift_words(report),
+        span=span_words(report),
         exploration=exploration_words(report.exploration),
         schedule=schedule_words(report.schedule),
         sharing=sharing_words(report.sharing),

@@ -22,6 +22,7 @@ from launcher.report.words import (
     score,
     seconds,
     short_node,
+    span_words,
     stand_in_words,
 )
 
@@ -199,13 +200,14 @@ def _factors(factors: Factors) -> str:
 
 def _provenance(report: Report, console: Console) -> None:
     for price in report.prices:
-        console.print(f"Prices: {price.source}, observed {price.observed_at}, {age(price.age_days)} when used")
+        console.print(f"Prices: {price.source}, observed {moment(price.observed_at)}, {age(price.age_days)} when used")
     run = report.run
     console.print(f"Job {run.job_digest}, code {run.code_version}, lock {run.lock_digest}")
     if run.started_from:
         console.print(f"Started from {run.started_from}")
     _origin(report.provenance, run.name, console)
-    console.print(f"Seeds {', '.join(map(str, run.seeds))}; {moment(run.created_at)} to {moment(run.until)}")
+    console.print(f"Seeds {', '.join(map(str, run.seeds))}")
+    console.print(span_words(report))
     for note in report.notes:
         console.print(note, style="dim")
 
@@ -221,5 +223,3 @@ def _origin(origin: Provenance, run_name: str, console: Console) -> None:
         console.print(f"{', '.join(short_node(node, run_name) for node in nodes)}: {hardware}")
     if origin.versions:
         console.print(", ".join(f"{name} {version}" for name, version in origin.versions.items()))
-    if origin.ended_at:
-        console.print(f"Ended {moment(origin.ended_at)} by the wall clock")

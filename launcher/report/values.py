@@ -28,7 +28,10 @@ class RunFacts:
     infra: str
     created_at: str
     until: str
-    """End of the run, or the time of the report if the run has not ended; ISO, UTC."""
+    """End of the run, or the time of the report if the run has not ended, on the run's clock; ISO, UTC.
+
+    `provenance.ended_at` is the end by the wall clock.
+    """
     hours: float
     wall_seconds: float
     clock_factor: float

@@ -93,8 +93,27 @@ def age(days: float | None) -> str:
 
 
 def moment(iso: str) -> str:
-    """Return an ISO time as `2027-01-15 08:00 UTC`."""
-    return f"{iso[:10]} {iso[11:16]} UTC"
+    """Return an ISO time in UTC as `2027-01-15 08:00 UTC`; a date, or another text, as it is."""
+    return f"{iso[:10]} {iso[11:16]} UTC" if iso[10:11] == "T" else iso
+
+
+def span_words(report: Report) -> str:
+    """Return the begin and the end of the run as a sentence, by the wall clock: the run's clock may run faster."""
+    began, ended = report.provenance.started_at, report.provenance.ended_at
+    named = " by the wall clock" if report.run.clock_factor != 1 else ""
+    if not ended:
+        return f"Since {moment(began)}{named}; not over."
+    return f"From {began[:10]} {began[11:16]} to {moment(ended).removeprefix(began[:10]).strip()}{named}."
+
+
+def clock_words(factor: float) -> str:
+    """Return a sentence on the clock of hours, ages and times of events; empty if it is the wall clock.
+
+    `factor`: how many times as fast as the wall clock the run's clock is.
+    """
+    if factor == 1:
+        return ""
+    return f"Hours, ages and times of events are on the run's clock, {factor:g} times as fast as the wall clock."
 
 
 def phase_name(name: str) -> str:

@@ -3,7 +3,7 @@
 import csv
 import json
 import subprocess
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 from click.testing import CliRunner
@@ -15,6 +15,7 @@ from launcher.report.build import build_report
 from launcher.report.html import render_html
 from launcher.report.tables import write_tables
 from launcher.report.terminal import a_console, print_report
+from launcher.report.words import span_words
 from launcher.runs.start_command import commit_of, commit_of_code, origin_of
 from tests.launcher.made_ledger import HOUR_MS, MINUTE_MS, START_MS, a_long_run, a_run, a_session
 
@@ -66,8 +67,20 @@ def test_the_terminal_fits_80_columns_and_groups_equal_nodes(report, capsys):
     assert "--max-total 40" in printed
     assert f"  spotrl at git {'a' * 40}-dirty" in printed
     assert "spot-0-g1, spot-1-g1: 8 CPU cores" in printed
-    assert "Ended 2025-01-15 08:01 UTC by the wall clock" in printed
+    assert "From 2025-01-15 08:00 to 08:01 UTC by the wall clock." in printed
     assert max(map(len, printed.splitlines())) <= 80
+
+
+def test_begin_and_end_are_by_the_wall_clock_and_are_named_if_the_run_has_a_faster_one(report):
+    """The run of the fixture ended at 09:00 on its clock."""
+    page = render_html(report, lambda path: None)
+    assert "From 2025-01-15 08:00 to 08:01 UTC by the wall clock." in page
+    assert "09:00" not in page
+    going = replace(report, provenance=replace(report.provenance, ended_at=""))
+    assert span_words(going) == "Since 2025-01-15 08:00 UTC by the wall clock; not over."
+    overnight = replace(report.provenance, ended_at="2025-01-16T02:00:00+00:00")
+    on_the_wall = replace(report, run=replace(report.run, clock_factor=1.0), provenance=overnight)
+    assert span_words(on_the_wall) == "From 2025-01-15 08:00 to 2025-01-16 02:00 UTC."
 
 
 def test_a_password_in_the_job_file_is_not_in_the_report(report):

@@ -48,6 +48,8 @@ def test_the_status_fits_80_columns_and_lists_a_node_once(made):
     assert [line.split()[:2] for line in shown.splitlines() if line.startswith("spot-0")] == [["spot-0-g1", "spot"]]
     assert "rollout" not in shown
     assert "\ndemo has no controller; start one: spotrl resume demo\n" in shown
+    words = " ".join(shown.split())
+    assert "Hours, ages and times of events are on the run's clock, 60 times as fast as the wall clock." in words
 
 
 def test_groups_of_a_newer_lineage_count_although_its_numbers_restart(made):
