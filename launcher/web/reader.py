@@ -20,7 +20,7 @@ from launcher.report.build import build_report, clock_of
 from launcher.report.provenance import hardware_by_nodes
 from launcher.report.reached import by_iteration
 from launcher.report.values import Report
-from launcher.report.words import drift_words, headline
+from launcher.report.words import clock_words, drift_words, headline
 from launcher.runs.event_lines import Seen, newest_events, newest_seen
 from launcher.runs.views import view_of
 
@@ -44,6 +44,7 @@ def run_page(sessions: sessionmaker[Session], name: str) -> dict[str, Any]:
             "headline": headline(report),
             "drift": drift_words(report),
             "money_note": report.money_note,
+            "clock_note": clock_words(run.clock_factor),
             "view": asdict(view) | {"is_over": view.status in OVER, "lacks_controller": view.lacks_controller},
             "run": asdict(report.run),
             "target": asdict(report.target),

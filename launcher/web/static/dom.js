@@ -37,6 +37,9 @@ export function duration(ms) {
 
 export const score = (value) => (value == null ? "–" : value.toFixed(3));
 
+// An ISO time as `2027-01-15 08:00 UTC`; a date, or another text, as it is.
+export const moment = (iso) => (iso[10] === "T" ? `${iso.slice(0, 16).replace("T", " ")} UTC` : iso);
+
 export const short = (run, node) => (node.startsWith(run + "-") ? node.slice(run.length + 1) : node);
 
 export function table(caption, heads, rows) {

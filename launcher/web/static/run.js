@@ -1,7 +1,7 @@
 // The page of one run: the controls are built once, and what is read from the ledger is drawn again after each change.
 
 import { LineChart, spendRate, timeline } from "./charts.js";
-import { dollars, duration, h, hourly, score, short, table } from "./dom.js";
+import { dollars, duration, h, hourly, moment, score, short, table } from "./dom.js";
 import { follow, read, withToken } from "./server.js";
 
 const REDRAW_MS = 2000;
@@ -120,15 +120,17 @@ class RunPage {
       ["Saved", saved ? dollars(saved.saved_micro_usd) : "–", saved ? "against " + saved.against : ""],
     ];
     const stop = view.is_over ? null : h("button", { type: "button", class: "stop", onclick: () => this.dialog.showModal() }, "Drain and stop…");
-    const trouble = view.lacks_controller ? h("p", { role: "alert", class: "alarm" }, `No controller manages this run; start one with \`spotrl resume ${this.name}\`.`) : null;
+    const trouble = view.lacks_controller ? h("p", { role: "alert", class: "alarm" }, "No controller manages this run; start one: ", h("code", { class: "command" }, `spotrl resume ${this.name}`)) : null;
+    const again = view.status !== "stopped" || view.is_removed || trouble ? null
+      : h("p", {}, view.resume_with ? "Go on with more money: " : "Go on with it: ", h("code", { class: "command" }, view.resume_with || `spotrl resume ${this.name}`));
     const focused = document.activeElement?.classList.contains("stop");
     this.head.replaceChildren(
       h("div", { class: "title" }, h("h1", {}, this.name), h("span", { class: "state " + view.status }, view.status + (view.reason ? ": " + view.reason : "")), stop ?? ""),
-      h("p", { class: "verdict" }, page.headline, " ", page.drift), trouble ?? "",
+      h("p", { class: "verdict" }, page.headline, " ", page.drift), trouble ?? "", again ?? "",
       h("progress", { max: view.iterations, value: view.iteration, "aria-label": `iteration ${view.iteration} of ${view.iterations}` }),
       this.inside(view),
       h("dl", { class: "facts" }, facts.map(([term, value, note]) => h("div", {}, h("dt", {}, term), h("dd", {}, value, h("small", {}, note))))),
-      h("p", { class: "note" }, "Money is " + page.money_note));
+      h("p", { class: "note" }, `Money is ${page.money_note}. ${page.clock_note}`));
     if (focused) this.head.querySelector(".stop")?.focus();
     if (view.is_over && this.dialog.open) this.dialog.close();
   }
@@ -265,7 +267,7 @@ class RunPage {
 
   drawTables() {
     const { page } = this;
-    const split = (caption, amounts) => table(caption, [{ name: caption.replace("By ", "") }, { name: "Dollars", number: true }, { name: "Share", number: true }],
+    const split = (caption, amounts) => table(caption, [{ name: caption[3].toUpperCase() + caption.slice(4) }, { name: "Dollars", number: true }, { name: "Share", number: true }],
       Object.entries(amounts).filter(([, amount]) => amount).sort((a, b) => b[1] - a[1])
         .map(([key, amount]) => [short(this.name, key).replaceAll("_", " "), dollars(amount), ((100 * amount) / page.costs.total).toFixed(1) + "%"]));
     this.costs.replaceChildren(split("By phase", page.costs.by_phase), split("By role", page.costs.by_role), split("By market", page.costs.by_market), split("By node", page.costs.by_node));
@@ -275,7 +277,7 @@ class RunPage {
     this.plan.replaceChildren(table("Slots", [{ name: "Slot" }, { name: "Planned" }, { name: "Price", number: true }, { name: "Nodes", number: true }, { name: "Preempted", number: true }, { name: "Hours", number: true }, { name: "Dollars", number: true }, { name: "Zones" }],
       page.plan.map((slot) => [slot.slot, `${slot.planned.market} ${slot.planned.instance_type} in ${slot.planned.zone}`, hourly(slot.planned.micro_usd_per_hour), slot.nodes, slot.preemptions, slot.hours.toFixed(2), dollars(slot.micro_usd), slot.zones.join(", ")])));
     this.more.replaceChildren(
-      table("Prices", [{ name: "Source" }, { name: "Observed" }, { name: "Nodes", number: true }], page.prices.map((price) => [price.source, price.observed_at || "unknown", price.nodes])),
+      table("Prices", [{ name: "Source" }, { name: "Observed" }, { name: "Nodes", number: true }], page.prices.map((price) => [price.source, moment(price.observed_at) || "unknown", price.nodes])),
       this.origin(page.provenance),
       h("details", {}, h("summary", {}, "Job file"), h("pre", { tabindex: "0", "aria-label": "Job file" }, page.job)));
   }
@@ -284,9 +286,9 @@ class RunPage {
     const commit = (name, hash) => (hash ? [`Commit of ${name}`, hash] : null);
     const rows = [
       ...commands.flatMap((one, number) => [
-        [`${number ? "Resumed" : "Launched"} ${one.at.slice(0, 16).replace("T", " ")} UTC`, one.command || "by a program"],
+        [`${number ? "Resumed" : "Launched"} ${moment(one.at)}`, one.command || "by a program"],
         commit("spotrl", one.code_commit), commit("the job's folder", one.workdir_commit)]),
-      ["By the wall clock", `${started_at.slice(0, 16).replace("T", " ")} to ${ended_at ? ended_at.slice(0, 16).replace("T", " ") + " UTC" : "now"}`],
+      ["By the wall clock", `${moment(started_at)} to ${ended_at ? moment(ended_at) : "now"}`],
       ...Object.entries(alike).map(([hardware, nodes]) => ["Hardware of " + nodes.map((node) => short(this.name, node)).join(", "), hardware]),
       ["Libraries", Object.entries(versions).map(([name, version]) => `${name} ${version}`).join(", ") || "–"],
     ];

@@ -168,6 +168,20 @@ def test_a_run_is_stopped_only_after_the_question(served, open_page):
     assert served.stopped == ["live"]
 
 
+def test_a_stopped_run_shows_the_command_that_goes_on_with_it(served, open_page):
+    page = open_page(served.page + VIEWS["over"])
+    ready(page, "over")
+    assert page.locator(".command").count() == 0, "it reached its target"
+    with served.add("done") as made:
+        made.run.max_total_micro_usd = 2_000_000
+        made.status("stopped", HOUR_MS, "budget")
+    page.wait_for_selector("p:has-text('Go on with more money: spotrl resume done --max-total 4')")
+    with served.add("done") as made:
+        made.status("stopped", HOUR_MS, "asked for by a person")
+    page.wait_for_selector("p:has-text('Go on with it: spotrl resume done')")
+    assert page.locator(".command").inner_text() == "spotrl resume done"
+
+
 def test_the_keyboard_reaches_every_control_and_moves_in_a_chart(served, open_page):
     page = open_page(served.page + VIEWS["run"])
     ready(page, "run")
