@@ -16,7 +16,7 @@ from launcher.decide.run_budget import bound_of_plan
 from launcher.job.checked import CheckedJob
 from launcher.job.schema import Job
 from launcher.market.offers import TOO_OLD, age_of
-from launcher.money import dollars, duration, hourly
+from launcher.money import HOUR_MS, dollars, duration, hourly
 from launcher.placement.cloud_plan import Alternative, CloudPlan, Factors, PlanReplays, Span
 from launcher.placement.plan import Plan, Slot
 
@@ -95,8 +95,8 @@ def pool_table(slots: Sequence[Slot]) -> Iterator[str]:
 
 def replays_text(replays: PlanReplays) -> str:
     """Return a sentence on the replays of a plan: dollars, hours and how often they met the deadline."""
-    money = f"${replays.usd:,.2f} (${replays.usd_low:,.2f} to ${replays.usd_high:,.2f}), {replays.hours:.0f}h"
-    text = f"{replays.starts} replays: {money}"
+    money = f"${replays.usd:,.2f} (${replays.usd_low:,.2f} to ${replays.usd_high:,.2f})"
+    text = f"{replays.starts} replays: {money}, {duration(round(replays.hours * HOUR_MS))}"
     if replays.met is None:
         return text
     return f"{text}; {replays.met} in time ({replays.probability_low:.0%} to {replays.probability_high:.0%})"

@@ -14,7 +14,6 @@ from launcher.cli.run_argument import run_argument
 from launcher.ledger.store import find_run
 from launcher.money import dollars, duration, hourly
 from launcher.report.sharing import groups_text
-from launcher.report.words import clock_words
 from launcher.runs.event_lines import EventLine, event_lines
 from launcher.runs.runs import still_running
 from launcher.runs.views import RunView, run_view, short_name
@@ -82,11 +81,18 @@ def headline(view: RunView) -> list[str]:
         *warning,
         *more,
         f"iteration {view.iteration}/{view.iterations}, {view.metric} {score} (best {peak}{target}){eta}",
-        f"spent {dollars(view.spent_micro_usd)}{limit}, now {hourly(view.micro_usd_per_hour)}; "
-        f"{duration(view.elapsed_ms)} on the run's clock ({view.clock_factor:g}x), "
-        f"{duration(round(view.wall_seconds * 1000))} by the wall",
-        *([clock] if (clock := clock_words(view.clock_factor)) else []),
+        f"spent {dollars(view.spent_micro_usd)}{limit}, now {hourly(view.micro_usd_per_hour)}",
+        _time(view),
     ]
+
+
+def _time(view: RunView) -> str:
+    """Return the time since the launch, and which clock it and the lines below are on."""
+    passed = duration(view.elapsed_ms)
+    if view.clock_factor == 1:
+        return f"{passed} since the launch"
+    wall = duration(round(view.wall_seconds * 1000))
+    return f"{passed} on the run's clock ({view.clock_factor:g}x; {wall} by the wall), like all ages and times below"
 
 
 def node_rows(view: RunView) -> list[tuple[str, ...]]:

@@ -28,10 +28,11 @@ def fewer_or_more(needs: CloudRequirements, choice: Choice, expected: Outlook) -
             few.ms / HOUR_MS, more.ms / HOUR_MS, few.micro_usd * HOUR_MS / few.ms, more.micro_usd * HOUR_MS / more.ms
         )
         last = f"the last one saves {dollars(marginal.saved)} by ending earlier and costs {dollars(marginal.paid)}"
+        counted = f"{nodes} rollout node{'s' if nodes > 1 else ''}" if nodes else "the trainer alone"
         broken = broken_limits(needs, other.listed_micro_usd_per_hour, there.micro_usd, there.ms)
         alternatives.append(
             Alternative(
-                what=f"{word}, {nodes}",
+                what=f"{word}: {counted}",
                 why_not=broken or f"{difference(there.micro_usd, there.ms, expected)}: {last}",
                 micro_usd=there.micro_usd,
                 ms=there.ms,

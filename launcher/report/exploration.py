@@ -65,9 +65,8 @@ def exploration_words(exploration: Exploration | None) -> str:
     interval = f"{exploration.low:.2f} to {exploration.high:.2f}"
     text += f" Old weights ranked seeds with a Spearman correlation of {exploration.spearman:.2f} ({interval}, {how})"
     if exploration.realised_gain is not None:
-        text += (
-            f"; the rewards that were trained differed x{exploration.realised_gain:.1f} as much as a random choice's"
-        )
+        gain = f"{exploration.realised_gain:.1f} times"
+        text += f"; the rewards that were trained differed {gain} as much as a random choice's"
     if exploration.predicted_gain is not None:
-        text += f" (x{exploration.predicted_gain:.1f} was predicted)"
+        text += f" ({exploration.predicted_gain:.1f} was predicted)"
     return f"{text}." if exploration.explores_on else f"{text}. It was not worth it, and was switched off."

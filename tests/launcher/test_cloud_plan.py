@@ -194,6 +194,7 @@ def test_without_a_gain_from_exploration_only_the_trainer_is_planned():
     assert plan.spot_pays is not None
     assert not plan.spot_pays.pays
     more = next(other for other in plan.alternatives if other.what.startswith("one node more"))
+    assert more.what == "one node more: 1 rollout node"
     assert more.micro_usd is not None
     assert more.micro_usd > plan.cost.expected
     assert "the last one saves" in more.why_not

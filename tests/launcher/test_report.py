@@ -342,7 +342,7 @@ def test_the_report_shows_the_gain_and_cost_of_exploration(session):
     assert exploration_words(explored) == (
         "Exploration: 244 candidates for 2 batches, $0.50 of the cost. Old weights ranked seeds with a Spearman "
         "correlation of 0.90 (0.86 to 0.93, corrected by a random control slice); the rewards that were trained "
-        "differed x2.0 as much as a random choice's (x1.9 was predicted)."
+        "differed 2.0 times as much as a random choice's (1.9 was predicted)."
     )
 
 
