@@ -275,7 +275,7 @@ class RunPage {
     this.idle.replaceChildren(table("Idle shares, dearest nodes first", [{ name: "Node" }, { name: "Market" }, { name: "Hours", number: true }, { name: "Dollars", number: true }, { name: "Idle", number: true }],
       dearest.map((node) => [short(this.name, node.node), node.market.replaceAll("_", " "), node.hours.toFixed(2), dollars(node.micro_usd), (100 * (node.phase_micro_usd.idle ?? 0) / node.micro_usd).toFixed(0) + "%"])));
     this.plan.replaceChildren(table("Slots", [{ name: "Slot" }, { name: "Planned" }, { name: "Price", number: true }, { name: "Nodes", number: true }, { name: "Preempted", number: true }, { name: "Hours", number: true }, { name: "Dollars", number: true }, { name: "Zones" }],
-      page.plan.map((slot) => [slot.slot, `${slot.planned.market} ${slot.planned.instance_type} in ${slot.planned.zone}`, hourly(slot.planned.micro_usd_per_hour), slot.nodes, slot.preemptions, slot.hours.toFixed(2), dollars(slot.micro_usd), slot.zones.join(", ")])));
+      page.plan.map((slot) => [slot.slot, `${slot.planned.market.replaceAll("_", " ")} ${slot.planned.instance_type} in ${slot.planned.zone}`, hourly(slot.planned.micro_usd_per_hour), slot.nodes, slot.preemptions, slot.hours.toFixed(2), dollars(slot.micro_usd), slot.zones.join(", ")])));
     this.more.replaceChildren(
       table("Prices", [{ name: "Source" }, { name: "Observed" }, { name: "Nodes", number: true }], page.prices.map((price) => [price.source, moment(price.observed_at) || "unknown", price.nodes])),
       this.origin(page.provenance),
