@@ -18,7 +18,7 @@ from alembic.config import Config
 from sqlalchemy import select
 from sqlalchemy.orm import Session, sessionmaker
 
-from launcher.ledger.models import PriceRow, Run
+from launcher.ledger.models import NodeEvent, PriceRow, Run
 from launcher.ledger.store import open_ledger, open_read_only
 from launcher.replay.simulate import PolicyResult, Range, Simulated
 from launcher.runs.runs import request_stop
@@ -152,7 +152,8 @@ def two_runs(folder: Path) -> tuple[Path, sessionmaker[Session]]:
         session.add_all(a_price(market, zone) for market, zone in (("spot", "us-east-1a"), ("on_demand", "")))
         done = a_run(session, "done", job=job)
         done.status("running", 0)
-        done.node("trainer", market="on_demand", rate=2_000_000, up=0, end=HOUR_MS)
+        trainer = done.node("trainer", market="on_demand", rate=2_000_000, up=0, end=HOUR_MS)
+        session.add(NodeEvent(node_id=trainer.id, at_ms=START_MS + HOUR_MS, kind="gone", evidence="finished"))
         done.evaluated(0, 0.5, MINUTE_MS)
         done.status("finished", HOUR_MS, "target")
         live = a_run(session, "live", job=job, folder=str(folder / "runs" / "live"), factor=1.0)
