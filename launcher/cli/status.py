@@ -92,7 +92,7 @@ def _time(view: RunView) -> str:
     if view.clock_factor == 1:
         return f"{passed} since the launch"
     wall = duration(round(view.wall_seconds * 1000))
-    return f"{passed} on the run's clock ({view.clock_factor:g}x; {wall} by the wall), like all ages and times below"
+    return f"{passed} on the run's clock ({view.clock_factor:g}x; {wall} by the wall), as are times below"
 
 
 def node_rows(view: RunView) -> list[tuple[str, ...]]:

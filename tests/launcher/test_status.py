@@ -50,7 +50,7 @@ def test_the_status_fits_80_columns_and_lists_a_node_once(made):
     assert "\ndemo has no controller; start one: spotrl resume demo\n" in shown
     words = " ".join(shown.split())
     assert "on the run's clock (60x; " in words
-    assert "by the wall), like all ages and times below" in words
+    assert "by the wall), as are times below" in words
 
 
 def test_groups_of_a_newer_lineage_count_although_its_numbers_restart(made):
