@@ -102,12 +102,12 @@ def _print(found: Comparison, over: str) -> None:
     print_table([(over, *names), *_scores(found, over)], numbers=(over, *names))
     if found.differences:
         click.echo()
-        short = [one for one in found.differences if max(map(len, one.values.values())) <= LONGEST]
+        short = [one for one in found.differences if max(map(len, map(one.shown, names))) <= LONGEST]
         if short:
-            fields = [(one.field, *(one.values[name] for name in names)) for one in short]
+            fields = [(one.field, *(one.shown(name) for name in names)) for one in short]
             print_table([("in the job", *names), *fields])
         for one in (one for one in found.differences if one not in short):
-            print_text(f"{one.field} of {name}: {one.values[name]}" for name in names)
+            print_text(f"{one.field} of {name}: {one.shown(name)}" for name in names)
     click.echo()
     print_table([("dollars", *names), *_phases(found)], numbers=names)
     if found.notes:

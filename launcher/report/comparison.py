@@ -15,6 +15,7 @@ from typing import Any
 from sqlalchemy.orm import Session
 
 from launcher.exit_codes import Failure
+from launcher.harmless import harmless
 from launcher.ledger.models import Run
 from launcher.report.build import build_report, clock_of
 from launcher.report.target import WINDOW
@@ -90,6 +91,11 @@ class Difference:
 
     field: str
     values: Mapping[str, str]
+
+    def shown(self, run: str) -> str:
+        """Return a run's value for people: a string without its quotes and control characters."""
+        text = self.values[run]
+        return harmless(json.loads(text)).replace("\n", "\\n") if text.startswith('"') else text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -162,6 +162,7 @@ def test_the_terminal_shows_results_scores_jobs_and_dollars_in_80_columns(ledger
     assert ["b", "2", "$7.00", "7.00", "7", "0.800", "$10.00"] in lines
     assert ["7.00", "-", "0.800"] in lines
     assert ["all", "$10.00", "$10.00"] in lines
+    assert ["algorithm.name", "flow-grpo", NASTY] in lines
     assert max(map(len, result.output.splitlines())) <= 80
 
 
