@@ -45,7 +45,7 @@ class Served:
         self._thread.start()
 
     def transport(self):
-        return HttpTransport("127.0.0.1", self.port, role_token(TOKEN, "trainer"), patience_seconds=5.0)
+        return HttpTransport("127.0.0.1", self.port, role_token(TOKEN, "trainer"), patience_seconds=30.0)
 
     def of(self, name):
         return [(at, head) for at, head in self.calls if head["call"] == name]

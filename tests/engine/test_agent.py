@@ -28,6 +28,8 @@ from tests.engine.test_node_agent_on_cloud import spec_of
 
 V0 = WeightsKey(version=0)
 STEPS = 40
+LONG = 5 * STEPS
+"""Steps of an image that lasts ten seconds: long enough to hear of a notice in the middle of it on a busy computer."""
 CONFIG = EngineConfig(runtime=RuntimeConfig(shape=2, step_seconds=0.05, commit_every=4))
 
 
@@ -55,13 +57,13 @@ def node(tmp_path_factory):
         yield node
 
 
-def submit(node, batch, count):
+def submit(node, batch, count, steps=STEPS):
     requests = tuple(
         RequestId(run="r", lineage=0, batch=batch, prompt=f"{seed:04d}", seed=seed, kind=Kind.TRAIN)
         for seed in range(count)
     )
-    sampler = json.dumps(plan_to_dict(rollout_plan(SamplerConfig(steps=STEPS), 0, batch)))
-    task = Task(requests=requests, weights=V0, sampler=sampler, steps=STEPS, shape=2, dtype="float32")
+    sampler = json.dumps(plan_to_dict(rollout_plan(SamplerConfig(steps=steps), 0, batch)))
+    task = Task(requests=requests, weights=V0, sampler=sampler, steps=steps, shape=2, dtype="float32")
     node.transport.call({"call": "submit", "task": task_to_dict(task)})
 
 
@@ -78,13 +80,13 @@ def wait_for_both_to_commit(node, since=0.0):
 
 
 def both_are_in_an_image(node):
-    """Whether the newest call of each worker committed an image whose last quarter is still to come.
+    """Whether the newest call of each worker committed a long image whose second half is still to come.
 
     A worker that reads the notice after its last step has no lease to give back.
     """
     newest = {head["worker"]: head for _, head in list(node.served.calls) if head.get("worker")}
-    steps = [head["states"][0][1] if head["call"] == "commit" else STEPS for head in newest.values()]
-    return len(steps) == 2 and max(steps) <= STEPS * 3 // 4
+    steps = [head["states"][0][1] if head["call"] == "commit" else LONG for head in newest.values()]
+    return len(steps) == 2 and max(steps) <= LONG // 2
 
 
 def test_two_workers_fetch_weights_once_and_a_restarted_worker_reuses_them(node):
@@ -94,14 +96,19 @@ def test_two_workers_fetch_weights_once_and_a_restarted_worker_reuses_them(node)
 
     os.kill(node.fleet.pid_of("spot", "worker-0"), signal.SIGKILL)
     killed = time.monotonic()
-    wait_for_both_to_commit(node, since=killed)
-    died = [(at, head["worker"]) for at, head in node.served.of("died") if at > killed]
-    assert died[0][1] == "spot/0"
-    assert died[0][0] - killed < 0.5
+
+    def died():
+        return [(at, head["worker"]) for at, head in node.served.of("died") if at > killed]
+
+    node.fleet.wait_for(died, seconds=60.0)
+    ((reported, who),) = died()
+    assert who == "spot/0"
+    assert reported - killed < 5.0  # a silent worker is noticed later: its lease lasts longer
+    wait_for_both_to_commit(node, since=reported)
     successor = psutil.Process(node.fleet.pid_of("spot", "worker-0"))
     assert successor.ppid() == node.fleet.agents["spot"].pid  # the worker was forked, so it imported nothing
     again = next(at for at, head in pulls(node, "spot/0") if at > killed and head["seq"] == 1)
-    print(f"killed: death reported after {died[0][0] - killed:.3f} s, pulls again {again - killed:.3f} s after")
+    print(f"killed: death reported after {reported - killed:.3f} s, pulls again {again - killed:.3f} s after")
     assert len(node.served.of("weights")) == 1
     assert node.served.coordinator.queue.poisoned == {}
 
@@ -112,7 +119,7 @@ def test_a_worker_ends_with_its_agent_while_another_worker_is_frozen(tmp_path):
         frozen, other = (psutil.Process(node.fleet.pid_of("spot", f"worker-{number}")) for number in (1, 0))
         frozen.suspend()
         os.kill(node.fleet.agents["spot"].pid, signal.SIGKILL)
-        psutil.wait_procs([other], timeout=20)
+        psutil.wait_procs([other], timeout=60)
         assert not other.is_running()
         assert frozen.is_running()
 
@@ -126,7 +133,7 @@ def test_finished_rollouts_count_as_progress_of_a_spot_node(node):
 
 
 def test_a_node_under_notice_commits_returns_its_leases_and_pulls_no_more(node):
-    submit(node, 1, 40)  # enough that both workers are busy at the notice even on a slow computer
+    submit(node, 1, 40, steps=LONG)
     node.fleet.wait_for(lambda: both_are_in_an_image(node), seconds=60.0)
     node.fleet.notice("spot", seconds=60.0)
     noticed = time.monotonic()
@@ -134,9 +141,9 @@ def test_a_node_under_notice_commits_returns_its_leases_and_pulls_no_more(node):
     def both_gave_back():
         return {head["worker"] for at, head in node.served.of("give_back") if at > noticed} == {"spot/0", "spot/1"}
 
-    node.fleet.wait_for(both_gave_back, seconds=20.0)
+    node.fleet.wait_for(both_gave_back, seconds=60.0)
     last = node.served.calls[-1][0]
-    node.fleet.wait_for(lambda: len(node.served.of("notice")) == 1, seconds=20.0)
+    node.fleet.wait_for(lambda: len(node.served.of("notice")) == 1, seconds=60.0)
     time.sleep(0.5)
     assert [head for at, head in node.served.of("pull") if at > last] == []
     # The next worker repeats no step: the last commit is of the step at which the lease was returned.

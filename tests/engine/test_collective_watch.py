@@ -133,7 +133,7 @@ def test_a_pass_with_a_dead_peer_raises_within_the_timeout(call):
     began = time.monotonic()
     with pytest.raises(TornGroup, match="did not end in time"):
         whole_pass(group, call)
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < 20.0
     with pytest.raises(TornGroup, match="was aborted"):
         group.all_reduce(torch.ones(2))
     assert hanging.aborts == 1
@@ -144,7 +144,7 @@ def test_the_thread_aborts_a_group_whose_worker_waits_for_the_device():
     device.watch.call(device.queue)
     device.now = 1.0
     thread.add(device.watch)
-    until = time.monotonic() + 5.0
+    until = time.monotonic() + 60.0
     while not device.watch.is_torn and time.monotonic() < until:
         time.sleep(0.001)
     assert device.aborts == 1
@@ -162,7 +162,7 @@ def test_nccl_needs_a_gpu_for_every_member(places, backend):
 @pytest.fixture
 def store():
     served = serve_store()
-    yield join_store(served.port, timeout_seconds=5.0)
+    yield join_store(served.port, timeout_seconds=60.0)
     del served
 
 
@@ -175,7 +175,7 @@ def test_a_worker_whose_nccl_groups_fail_uses_gloo_from_then_on(store):
             raise RuntimeError("NCCL error: unhandled system error")
         return ON_CPU.form(backend, *how)
 
-    communicators = Communicators(store, timeout_seconds=1.0, links=replace(ON_CPU, place="a GPU", form=form))
+    communicators = Communicators(store, timeout_seconds=20.0, links=replace(ON_CPU, place="a GPU", form=form))
     for number in range(NCCL_TRIES):
         with pytest.raises(TornGroup, match="NCCL error"):
             communicators.get(number, 0, 1)

@@ -35,7 +35,7 @@ def publish(served, data):
     served.transport().call({"call": "publish", "weights": weights_to_list(V0)}, {"weights": data})
 
 
-def a_download(port, *, role="rollout", patience=5.0):
+def a_download(port, *, role="rollout", patience=60.0):
     return Download("127.0.0.1", port, role_token(TOKEN, role), patience_seconds=patience)
 
 

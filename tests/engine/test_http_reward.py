@@ -127,15 +127,15 @@ def test_a_frozen_server_leaves_images_unscored_and_a_killed_one_too(protocol):
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             url = process.stdout.readline().strip()
-            config = HttpConfig(url=url, protocol=protocol, timeout_seconds=0.5, tries=3)
 
-            def scores(means=(-1.0, 1.0)):
+            def scores(means=(-1.0, 1.0), timeout_seconds=60.0):
+                config = HttpConfig(url=url, protocol=protocol, timeout_seconds=timeout_seconds, tries=3)
                 images = torch.tensor(means)[:, None, None, None].expand(-1, 3, 8, 8)
                 return HttpReward(config).score(images, ["two cups"] * 2, [TAGGED] * 2)
 
             assert rewards(scores()) == pytest.approx([0, 1], abs=0.01)
             os.kill(process.pid, signal.SIGSTOP)
-            frozen = scores()
+            frozen = scores(timeout_seconds=0.5)
             os.kill(process.pid, signal.SIGCONT)
             again = scores((1.0, -1.0))  # an answer to the frozen requests would be 0 and 1
             process.kill()

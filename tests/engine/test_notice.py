@@ -62,7 +62,7 @@ def note(folder, name="notice.json"):
     return json.loads(path.read_text()) if path.exists() else None
 
 
-def wait_for(what, seconds=10.0):
+def wait_for(what, seconds=60.0):
     until = time.monotonic() + seconds
     while not (found := what()):
         assert time.monotonic() < until, "waited in vain"
@@ -75,7 +75,7 @@ def test_an_aws_notice_gives_the_deadline(imds, tmp_path):
     wait_for(lambda: any("instance-action" in path for _, path in imds.requests))
     assert note(tmp_path) is None
     imds.set_text("meta-data/spot/instance-action", '{"action": "terminate", "time": "2030-01-01T00:02:00Z"}')
-    notice = wait_for(lambda: note(tmp_path), seconds=3.0)
+    notice = wait_for(lambda: note(tmp_path))
     assert notice == {"deadline_ms": 1_893_456_120_000, "source": "aws spot/instance-action: terminate"}
 
 
@@ -102,7 +102,7 @@ def test_a_google_notice_gives_30_seconds(gce, tmp_path):
     began = CLOCK.now_ms()
     gce.set_text("instance/preempted", "TRUE")
     notice = wait_for(lambda: note(tmp_path))
-    assert 0 <= notice["deadline_ms"] - began - GCE_NOTICE_MS < 1000
+    assert 0 <= notice["deadline_ms"] - began - GCE_NOTICE_MS < 15_000
     assert notice["source"] == "gcp instance/preempted"
 
 
@@ -110,7 +110,7 @@ def test_a_google_notice_gives_what_was_granted(gce, tmp_path):
     began = CLOCK.now_ms()
     gce.set_text("instance/preempted", "TRUE")
     watch_notice("gcp", tmp_path, CLOCK, notice_ms=120_000)
-    assert 0 <= wait_for(lambda: note(tmp_path))["deadline_ms"] - began - 120_000 < 5000
+    assert 0 <= wait_for(lambda: note(tmp_path))["deadline_ms"] - began - 120_000 < 15_000
 
 
 def test_a_google_preemption_before_the_first_poll_is_noticed(gce, tmp_path):

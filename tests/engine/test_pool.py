@@ -40,8 +40,8 @@ class Pool:
     def __init__(self, folder, *rewards, batch=16):
         self.folder = folder
         self.listeners = [listen(folder, number) for number in range(len(rewards))]
-        for listener, reward in zip(self.listeners, rewards, strict=True):
-            process = ScoringProcess(reward, batch=batch, timeout_seconds=60.0)
+        self.processes = [ScoringProcess(reward, batch=batch, timeout_seconds=60.0) for reward in rewards]
+        for listener, process in zip(self.listeners, self.processes, strict=True):
             threading.Thread(target=self._serve, args=(process, listener), daemon=True).start()
         self.reward = PoolReward(folder, processes=len(rewards), tries=3)
 
@@ -95,7 +95,7 @@ def test_requests_that_wait_share_a_batch_and_keep_their_scores(open_pool):
     def slow(images, prompts):
         sizes.append(len(prompts))
         first.set()
-        go_on.wait(20)
+        go_on.wait(60)
         return means(images, prompts)
 
     pool = open_pool(slow, batch=4)
@@ -106,10 +106,10 @@ def test_requests_that_wait_share_a_batch_and_keep_their_scores(open_pool):
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(5)]
     threads[0].start()
-    assert first.wait(20)
+    assert first.wait(60)
     for thread in threads[1:]:
         thread.start()
-    time.sleep(0.3)  # they wait now; with fewer waiting, the batches below are smaller and the test fails
+    wait_until(lambda: pool.processes[0]._waiting.qsize() == 4)  # fewer would make smaller batches
     go_on.set()
     for thread in threads:
         thread.join()
@@ -122,7 +122,7 @@ def test_free_processes_share_the_images_of_a_request(open_pool):
 
     def shared(images, prompts):
         sizes.append(len(prompts))
-        together.wait(20)  # breaks unless three processes score at the same time
+        together.wait(60)  # breaks unless three processes score at the same time
         return means(images, prompts)
 
     values = [number / 8 for number in range(5)]
@@ -291,13 +291,13 @@ def ask_beside(reward, *arguments):
 def test_a_request_to_a_lost_process_is_repeated_at_the_next(tmp_path, start, number):
     """The node's agent kills a frozen process after a while; the test does it in the agent's place."""
     victim = start(0)
-    wait_for(tmp_path / "scorer-0.sock")
+    wait_until((tmp_path / "scorer-0.sock").exists)
     thread, found = ask_beside(PoolReward(tmp_path, processes=2, tries=3), images_of(0.25), ["hang"])
     time.sleep(0.3)
     os.kill(victim.pid, number)
     (tmp_path / "mended").touch()
     start(1)
-    wait_for(tmp_path / "scorer-1.sock")
+    wait_until((tmp_path / "scorer-1.sock").exists)
     victim.kill()
     thread.join(60)
     assert rewards(found) == [0.25]
@@ -314,7 +314,7 @@ def test_a_worker_waits_for_a_process_that_is_started_again(tmp_path, start):
 @pytest.mark.slow
 def test_a_scorer_that_hangs_ends_its_process(tmp_path, start):
     process = start(0, timeout_seconds=0.3)
-    wait_for(tmp_path / "scorer-0.sock")
+    wait_until((tmp_path / "scorer-0.sock").exists)
     thread, found = ask_beside(PoolReward(tmp_path, processes=1, tries=2), images_of(0.25), ["hang"])
     assert process.wait(60) == EXIT_HANGS
     (tmp_path / "mended").touch()
@@ -323,9 +323,9 @@ def test_a_scorer_that_hangs_ends_its_process(tmp_path, start):
     assert rewards(found) == [0.25]
 
 
-def wait_for(path):
+def wait_until(is_so):
     until = time.monotonic() + 60
-    while not path.exists():
+    while not is_so():
         assert time.monotonic() < until
         time.sleep(0.01)
 

@@ -105,7 +105,7 @@ def disturbed(tmp_path_factory: pytest.TempPathFactory) -> Record:
         fleet.wait_for_iteration(len(fleet.manifests()))
         fleet.signal_node("spot-1", signal.SIGKILL)
         finish(fleet, record)
-        record.exits = {node: fleet.agents[node].wait(timeout=20) for node in ("trainer", "spot-0")}
+        record.exits = {node: fleet.agents[node].wait(timeout=120) for node in ("trainer", "spot-0")}
         record.supervisor = supervisor.read_text()
         record.logs = fleet.logs()
     finally:
@@ -113,7 +113,7 @@ def disturbed(tmp_path_factory: pytest.TempPathFactory) -> Record:
         mine = {pid for node in fleet.agents for pid in fleet.pids(node)}
         fleet.close()
         mine |= {p.pid for p in psutil.process_iter(["cmdline"]) if folder in " ".join(p.info["cmdline"] or [])}
-        until = time.monotonic() + 2.0  # a killed process may need a moment to end
+        until = time.monotonic() + 30.0  # a killed process may need a moment to end
         while (left := [pid for pid in mine if _runs(pid)]) and time.monotonic() < until:
             time.sleep(0.05)
         record.left = [f"{pid} {psutil.Process(pid).name()}" for pid in left]

@@ -112,7 +112,7 @@ def spec(folder: Path, **fields: Any) -> dict[str, Any]:
     return {"node": "n", "folder": str(folder), "coordinator_host": "10.0.0.1", "money_left_ms": 1, **fields}
 
 
-def wait_until(true: Callable[[], object], seconds: float = 10.0) -> None:
+def wait_until(true: Callable[[], object], seconds: float = 60.0) -> None:
     until = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < until, "it did not happen in time"
@@ -238,7 +238,8 @@ POLITE = (
     sys.executable,
     "-c",
     "import json, os, signal, sys, time; spec = json.load(open(sys.argv[1]));"
-    "end = lambda *_: (open('exit.json', 'w').write('{}'), time.sleep(0.5), os._exit(1));"
+    "wait = lambda: [time.sleep(0.01) for _ in iter(lambda: os.path.exists('seen'), True)];"
+    "end = lambda *_: (open('exit.json', 'w').write('{}'), wait(), os._exit(1));"
     "signal.signal(signal.SIGTERM, end);"
     "open('agent.json', 'w').write(json.dumps({'pid': os.getpid()})); time.sleep(300)",
 )
@@ -254,6 +255,7 @@ def test_the_exit_of_a_replaced_agent_is_not_the_end_of_the_node(folder, mirror)
     replacing.start()
     wait_until((folder / "exit.json").exists)
     assert "exit.json" not in view.look().files
+    (folder / "seen").touch()
     replacing.join()
     assert "exit.json" not in view.look().files
     assert started(folder) != first
@@ -335,7 +337,7 @@ def test_the_console_exits_after_its_launcher(folder, launcher):
         assert b"gone" in process.stdout.readline()
         if launcher == "goes away":
             process.stdin.close()
-        assert process.wait(timeout=5) == 0
+        assert process.wait(timeout=60) == 0
 
 
 def test_the_console_needs_only_the_standard_library():

@@ -52,7 +52,7 @@ from tests.engine.test_families import FAMILIES as ADAPTERS
 
 PAIR, EVERYONE = (0, 1), (0, 1, 2, 3)
 THREE = (0, 1, 2)
-FROZEN_SECONDS = 2.0
+FROZEN_SECONDS = 3.0
 """Timeout of the groups in tests with a frozen peer."""
 BF16 = 2.0**-8
 """Resolution of bfloat16 at 1."""
@@ -406,7 +406,7 @@ def test_a_dead_peer_fails_every_survivor_and_keeps_the_model_usable(mortal, how
     os.kill(mortal.processes[3].pid, how)
     found = mortal.answers(THREE)
     assert all(isinstance(one, Failed) for one in found), found
-    assert time.monotonic() - died < FROZEN_SECONDS + 5.0
+    assert time.monotonic() - died < FROZEN_SECONDS + 20.0
     assert mortal.run(THREE, alone) == before[:3]
     # A group that the dead rank was not in still serves.
     pair = mortal.run(PAIR, begin_pass, 2)

@@ -74,7 +74,7 @@ class Sshd:
             Path("/run/sshd").mkdir(exist_ok=True)  # sshd started by root needs this folder to be empty
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-        until = time.monotonic() + 10
+        until = time.monotonic() + 60
         while True:
             try:
                 socket.create_connection((self.login.host, self.login.port), timeout=1).close()

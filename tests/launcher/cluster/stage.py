@@ -301,8 +301,8 @@ def fact_of(provisioner: LocalProvisioner, name: str) -> NodeFact | None:
     return next((fact for fact in provisioner.observe() if fact.name == name), None)
 
 
-def wait_until(true: Callable[[], object], seconds: float = 15.0) -> None:
-    """Poll until the condition holds, because real processes take real time."""
+def wait_until(true: Callable[[], object], seconds: float = 120.0) -> None:
+    """Poll until the condition holds, because real processes take real time, and more of it on a busy computer."""
     until = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < until, "it did not happen in time"

@@ -103,7 +103,7 @@ class Instance:
     def set_up(self, bundle: Bundle, exit_code: int = 0, store: str = "") -> str:
         self.send(bundle)
         process = self.start(bundle, store)
-        out = process.communicate(timeout=60)[0]
+        out = process.communicate(timeout=240)[0]
         assert process.returncode == exit_code, out
         return out
 
@@ -302,9 +302,9 @@ def test_the_setup_makes_a_node_and_its_second_run_does_nothing(tmp_path, instan
     assert (instance.env / ".digest").read_text() == bundle.digest
     assert instance.python("import pinned, engine.clock; print(pinned.version)") == "1.0"
     assert (instance.home / "spotrl/work/mine/reward.py").exists()
-    began = time.monotonic()
+    (instance.env / "witness").touch()
     assert "there already" in instance.set_up(bundle)
-    assert time.monotonic() - began < 2
+    assert (instance.env / "witness").exists()
 
 
 def test_another_prompt_file_causes_no_new_installation(tmp_path, instance, workdir):
@@ -332,7 +332,7 @@ def test_a_killed_setup_is_repeated_and_two_at_once_install_once(tmp_path, insta
     bundle = bundle_of(tmp_path, None)
     instance.has_python().send(bundle)
     first = instance.start(bundle)
-    until = time.monotonic() + 20
+    until = time.monotonic() + 120
     while not (instance.env / "bin").exists():
         assert time.monotonic() < until
         time.sleep(0.01)
@@ -340,7 +340,7 @@ def test_a_killed_setup_is_repeated_and_two_at_once_install_once(tmp_path, insta
     first.communicate()
     assert not (instance.env / ".digest").exists()
     two = [instance.start(bundle), instance.start(bundle)]
-    last_lines = sorted(process.communicate(timeout=60)[0].splitlines()[-1] for process in two)
+    last_lines = sorted(process.communicate(timeout=240)[0].splitlines()[-1] for process in two)
     assert [process.returncode for process in two] == [0, 0], last_lines
     assert "done" in last_lines[0] + last_lines[1]
     assert sum("there already" in line for line in last_lines) == 1

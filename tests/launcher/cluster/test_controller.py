@@ -44,7 +44,7 @@ def controller_of(sessions, run: Run, provisioner=None) -> Controller:
     )
 
 
-def passes(controller: Controller, until, seconds: float = 20.0) -> None:
+def passes(controller: Controller, until, seconds: float = 120.0) -> None:
     """Run passes until the condition holds or the run is over."""
     ends = time.monotonic() + seconds
     while not until():

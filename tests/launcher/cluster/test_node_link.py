@@ -229,7 +229,7 @@ def test_a_killed_agent_is_reported_gone(node):
     node.link().run(node.spec(role="rollout"))
     wait_until(lambda: node.here("ready.json"))
     os.kill(node.agent(), signal.SIGKILL)
-    wait_until(lambda: node.here("exit.json"), seconds=2)
+    wait_until(lambda: node.here("exit.json"))
     assert node.here("exit.json")["code"] == -signal.SIGKILL
 
 
@@ -334,7 +334,7 @@ def test_a_stalled_connection_is_replaced(node, sshd, who):
             os.kill(ssh_of(node), signal.SIGSTOP)
     (node.folder / "notice.json").write_text('{"deadline_ms": 7}')
     began = time.monotonic()
-    wait_until(lambda: node.here("notice.json"), seconds=12)
+    wait_until(lambda: node.here("notice.json"), seconds=60)
     assert time.monotonic() - began > 4  # of patience
     for process in {*windows, *sshd.sessions()}:
         if process.is_running():
@@ -391,7 +391,7 @@ def test_no_call_blocks_on_an_instance_that_does_not_answer(node, tmp_path):
         link.notice(1)
         assert link.tunnel(node.port) is None
         link.close()
-        assert time.monotonic() - began < 0.5
+        assert time.monotonic() - began < 5.0  # ssh itself waits ten seconds for an answer
 
 
 # --- replaced files -------------------------------------------------------------------------------
@@ -431,7 +431,7 @@ def test_a_mirror_refuses_forbidden_file_names(tmp_path):
 
 
 def get(tunnel: tuple[str, int], path: str) -> int:
-    with socket.create_connection(tunnel, timeout=5) as connection:
+    with socket.create_connection(tunnel, timeout=60) as connection:
         connection.sendall(f"GET {path} HTTP/1.0\r\n\r\n".encode())
         return int(connection.recv(64).split()[1])
 
@@ -524,7 +524,7 @@ def launcher_of(node: Node) -> "subprocess.Popen[str]":
 def test_a_suspended_launcher_does_not_count_its_gap_as_node_silence(node, sshd):
     launcher = launcher_of(node)
     try:
-        wait_until(lambda: node.here("ready.json"), seconds=20)
+        wait_until(lambda: node.here("ready.json"))
         (window,) = sshd.windows()
         launcher.send_signal(signal.SIGSTOP)
         time.sleep(7)
@@ -540,7 +540,7 @@ def test_a_suspended_launcher_does_not_count_its_gap_as_node_silence(node, sshd)
 
 def test_a_killed_launcher_leaves_no_console_and_a_running_agent(node, sshd):
     launcher = launcher_of(node)
-    wait_until(lambda: node.here("ready.json"), seconds=20)
+    wait_until(lambda: node.here("ready.json"))
     assert sshd.windows()
     launcher.kill()
     launcher.wait()
@@ -548,6 +548,7 @@ def test_a_killed_launcher_leaves_no_console_and_a_running_agent(node, sshd):
     agent = node.agent()
     node.link().run(node.spec())
     progress = "progress/trainer.jsonl"
+    wait_until(lambda: (node.mirror / progress).exists())
     size = (node.folder / progress).stat().st_size
     wait_until(lambda: (node.mirror / progress).stat().st_size > size)
     assert node.agent() == agent

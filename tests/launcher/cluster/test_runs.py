@@ -94,9 +94,9 @@ def test_a_run_survives_kill_9_of_any_process_at_any_moment(sessions):
             pid = resume_run(sessions, run.name)
         except NothingToResume:  # on a busy computer the run may be over before the last kill
             break
-    wait_until(lambda: run_view(sessions, run.name).status in ("finished", "failed"), 30)
+    wait_until(lambda: run_view(sessions, run.name).status in ("finished", "failed"))
     assert run_view(sessions, run.name).status == "finished"
-    assert wait_released(sessions, run.name, 5)
+    assert wait_released(sessions, run.name, 60)
     assert iterations(sessions, run) == 20
     assert_consistent(sessions, run)
 
@@ -115,7 +115,7 @@ def test_a_run_goes_on_without_its_controller(sessions):
     resume_run(sessions, run.name)
     wait_until(lambda: iterations(sessions, run) > reached + 1)
     assert running_processes(run) == before  # still the same node
-    assert bring_down(sessions, run.name, 20) == []
+    assert bring_down(sessions, run.name, 120) == []
 
 
 def test_a_stopped_run_resumes_from_its_checkpoint(sessions):
@@ -134,7 +134,7 @@ def test_a_stopped_run_resumes_from_its_checkpoint(sessions):
         starts = session.scalars(select(ProgressRow).where(ProgressRow.kind == "engine_started")).all()
     assert [start.lineage for start in starts] == [0, 1]
     assert starts[1].event["iteration"] == reached
-    assert bring_down(sessions, run.name, 20) == []
+    assert bring_down(sessions, run.name, 120) == []
     with sessions() as session:
         origin = build_report(session, run, run_clock(run).now_ms()).provenance
     assert len(origin.commands) == 2, "the launch and the resume"
@@ -147,7 +147,7 @@ def test_a_stopped_run_resumes_from_its_checkpoint(sessions):
 def test_a_run_that_its_budget_stopped_goes_on_with_a_larger_one(sessions):
     run = made_run(sessions, spot=1, iterations=1000, max_total=150_000)
     start_controller(sessions, run.name)
-    wait_until(lambda: run_view(sessions, run.name).status == "stopped", 30)
+    wait_until(lambda: run_view(sessions, run.name).status == "stopped")
     wait_until(lambda: not is_controlled(sessions, run.name))
     spent, reached = run_view(sessions, run.name).spent_micro_usd, iterations(sessions, run)
     refused = invoke(resume, sessions, run.name, "--max-total", "0.01").exception
@@ -168,7 +168,7 @@ def test_a_run_that_its_budget_stopped_goes_on_with_a_larger_one(sessions):
         assert 9 * 3_600_000 < kept.deadline_ms - kept.created_ms < 12 * 3_600_000
     changed = "max_total $0.15 -> $5.00, max_hourly unlimited -> $4.00, ends in 10h at the latest"
     assert f"resumed: {changed}" in reasons
-    assert bring_down(sessions, run.name, 20) == []
+    assert bring_down(sessions, run.name, 120) == []
     assert_consistent(sessions, run)
 
 
@@ -196,11 +196,11 @@ def test_down_needs_no_running_controller(sessions, frozen):
             lease.expires_wall_ms = 0
     else:
         kill(pid)
-    assert bring_down(sessions, run.name, 20) == []
+    assert bring_down(sessions, run.name, 120) == []
     assert_consistent(sessions, run)
     if frozen:
         os.kill(pid, signal.SIGCONT)
-        psutil.Process(pid).wait(10)  # it notices that its lease is lost, and exits
+        psutil.Process(pid).wait(60)  # it notices that its lease is lost, and exits
         assert_consistent(sessions, run)
 
 
@@ -215,7 +215,7 @@ def test_a_second_controller_is_refused_and_down_names_what_it_could_not_end(ses
     result = invoke(down, sessions, run.name, "--timeout", "0")
     assert result.return_value == 10
     assert "demo-trainer-g0" in result.output
-    assert wait_released(sessions, run.name, 20)
+    assert wait_released(sessions, run.name, 120)
 
 
 def test_the_real_controller_process_stops_a_run_beyond_its_budget(sessions, monkeypatch):
@@ -262,7 +262,7 @@ def test_commands_show_a_run_and_its_lost_nodes(sessions):
     shown = invoke(status, sessions, run.name).output
     assert "spot-0-g1" in shown
     assert printed("status", invoke(status, sessions, run.name, "--json").output)["micro_usd_per_hour"] > 0
-    assert bring_down(sessions, run.name, 20) == []
+    assert bring_down(sessions, run.name, 120) == []
     shown = invoke(events, sessions, run.name, "--json", "--follow").output
     listed = [printed("events", line) for line in shown.splitlines()]
     assert ("demo-spot-0-g0", "gone") in [(line["source"], line["kind"]) for line in listed]

@@ -70,7 +70,7 @@ def test_a_setup_is_started_in_the_background_and_its_end_is_read(tmp_path):
         server.stop()
 
 
-def until(look, holds, seconds=20.0):
+def until(look, holds, seconds=120.0):
     end = time.monotonic() + seconds
     while not holds(found := look()):
         assert time.monotonic() < end, found

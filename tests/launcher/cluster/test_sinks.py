@@ -170,8 +170,8 @@ def test_a_sink_that_is_frozen_dead_or_full_ends_in_time_and_says_so(sessions, t
     one = shipper(sessions, path, manner)
     one.start()
     began = time.monotonic()
-    end_shippers([one], 1.0 if manner == "silent" else 20.0)
-    assert time.monotonic() - began < 22.0
+    end_shippers([one], 1.0 if manner == "silent" else 60.0)
+    assert time.monotonic() - began < 75.0
     assert "file has 0 of the 33 records of done" in caplog.text
     found = {"silent": "no answer within", "dead": "its process ended with 1", "full": "no space left"}[manner]
     assert found in caplog.text

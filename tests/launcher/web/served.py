@@ -45,7 +45,7 @@ class Served:
         return f"{self.url}/?token={TOKEN}"
 
     def get(self, path: str, **headers: str) -> httpx.Response:
-        return httpx.get(self.url + path, headers={"Authorization": f"Bearer {TOKEN}", **headers}, timeout=10)
+        return httpx.get(self.url + path, headers={"Authorization": f"Bearer {TOKEN}", **headers}, timeout=60)
 
     def add(self, name: str = "live") -> "Adding":
         return Adding(self.sessions, name)
@@ -91,7 +91,7 @@ def serving(path: Path, sessions: sessionmaker[Session], port: int = 0) -> Itera
         yield served
     finally:
         server.should_exit = True
-        thread.join(timeout=10)
+        thread.join(timeout=60)
         listening.close()
 
 
@@ -121,7 +121,7 @@ def locked(served: Served) -> Iterator[None]:
             yield
         finally:
             holder.stdin.close()
-            holder.wait(timeout=10)
+            holder.wait(timeout=60)
 
 
 def migrate_back(served: Served, revision: str) -> None:

