@@ -240,7 +240,7 @@ def guard(
     except BlockingIOError:
         return
     with contextlib.suppress(OSError):
-        (folder / "guard.json").write_text(json.dumps({"pid": os.getpid()}))
+        write_durably(folder / "guard.json", json.dumps({"pid": os.getpid()}).encode())
     money, alone = TimeLeft(folder, now), Alone(folder, lambda: now().boot_ms, now().boot_id)
     has_copied = False
     while folder.exists():
