@@ -3,15 +3,13 @@
 The screenshots go to `test-results/web/`, which CI keeps.
 """
 
-import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ import pytest
 
 from launcher.decide.facts import OVER
 from tests.end_to_end.test_launch import Bench, bench
+from tests.engine.fleet import free_port
 from tests.launcher.web.test_browser import AXE, CHROMIUM, RULES
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: `pip install playwright`")
@@ -33,14 +32,6 @@ __all__ = ["bench"]  # the fixture
 PICTURES = Path(__file__).parents[2] / "test-results" / "web"
 PATIENCE_MS = 120_000
 """Milliseconds that a busy computer may take for one step of the test."""
-
-
-def free_port() -> int:
-    """Return a free port below those of outgoing connections, one of which may take it while no server listens."""
-    while True:
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", random.choice(range(12_000, 20_000))))
-            return int(probe.getsockname()[1])
 
 
 @contextmanager

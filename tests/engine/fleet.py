@@ -6,6 +6,7 @@ It takes the launcher's part: it starts nodes, ends them and sends capacity snap
 import contextlib
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -177,6 +178,14 @@ def newest_pid(log: Path) -> int:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a free port for a server that starts later.
+
+    The port lies below those of outgoing connections, one of which could take it before the server does, and workers of
+    pytest-xdist choose from different ranges.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    first = 20_000 + 3_000 * (worker % 4)
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", secrets.choice(range(first, first + 3_000))))
+            return int(probe.getsockname()[1])
