@@ -232,7 +232,7 @@ def test_the_dry_run_takes_less_than_three_seconds_and_loads_no_sdk(launch):
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
-    assert min(seconds() for _ in range(3)) < 3
+    assert any(seconds() < 3 for _ in range(3))
 
 
 # --- capacity advice of the clouds -------------------------------------------------------------------
