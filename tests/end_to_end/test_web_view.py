@@ -30,6 +30,8 @@ pytestmark = [
 __all__ = ["bench"]  # the fixture
 
 PICTURES = Path(__file__).parents[2] / "test-results" / "web"
+PYTHON = sys.executable
+"""The real one: `forked_engine` puts another in its place."""
 PATIENCE_MS = 120_000
 """Milliseconds that a busy computer may take for one step of the test."""
 
@@ -37,7 +39,7 @@ PATIENCE_MS = 120_000
 @contextmanager
 def served(bench: Bench, port: int) -> Iterator[str]:
     """Serve the bench's ledger. Yield the printed address."""
-    command = [sys.executable, "-m", "launcher.cli.main", "ui", "--port", str(port)]
+    command = [PYTHON, "-m", "launcher.cli.main", "ui", "--port", str(port)]
     server = subprocess.Popen(
         command,
         cwd=Path(__file__).parents[2],
@@ -64,7 +66,7 @@ def looked_at(page: Any, name: str, width: int = 1280) -> None:
     page.screenshot(path=str(PICTURES / f"{name}.png"), full_page=True)
 
 
-def test_a_live_run_is_watched_and_stopped_in_the_browser(bench: Bench) -> None:
+def test_a_live_run_is_watched_and_stopped_in_the_browser(bench: Bench, forked_engine: None) -> None:
     PICTURES.mkdir(parents=True, exist_ok=True)
     port = free_port()
     # The page is under test, so iterations are small: a computer of two cores also runs a browser.
@@ -97,7 +99,7 @@ def test_a_live_run_is_watched_and_stopped_in_the_browser(bench: Bench) -> None:
             assert again == address
             page.wait_for_selector("#link.live")
             page.wait_for_selector(f".events li:has-text('iteration {int(seen[0]) + 2}:')")
-            for view in ("", "&view=prices", "&view=simulations", "&run=watched"):
+            for view in ("", "&run=watched"):  # test_browser.py looks at all views
                 phone = opened(address + view, 400, "dark")
                 if view == "&run=watched":
                     phone.wait_for_selector("#h-more")

@@ -114,11 +114,11 @@ def test_a_run_across_hosts_survives_the_loss_of_a_host(hosts, tmp_path, monkeyp
             )
         trainer, lost = instances["trainer"], instances["spot-1"]
         for instance in instances.values():
-            instance.wait_for(lambda instance=instance: instance.read("ready.json"), seconds=90)
+            instance.wait_for(lambda instance=instance: instance.read("ready.json"), seconds=240)
         assert {address for port, address in hosts.listening("trainer") if port == str(PORT)} == {TRAINER}
         trainer.wait_for(lambda: "iteration_done" in kinds(trainer))
         shipped = trainer.folder / "shipped/spot-1/worker-0.log"
-        trainer.wait_for(lambda: shipped.exists() and shipped.stat().st_size > 0, seconds=30)
+        trainer.wait_for(lambda: shipped.exists() and shipped.stat().st_size > 0, seconds=120)
         hosts.do("trainer", "ip link set to2 down")
         for process in lost.processes():
             with contextlib.suppress(psutil.Error):
@@ -127,10 +127,10 @@ def test_a_run_across_hosts_survives_the_loss_of_a_host(hosts, tmp_path, monkeyp
         done = kinds(trainer).count("iteration_done")
         trainer.wait_for(lambda: kinds(trainer).count("iteration_done") > done)
         print(f"{runtime}: an iteration was done {time.monotonic() - vanished:.1f} s after a host vanished")
-        trainer.wait_for(lambda: "engine_finished" in kinds(trainer), seconds=120)
+        trainer.wait_for(lambda: "engine_finished" in kinds(trainer), seconds=300)
         assert kinds(trainer).count("iteration_done") == ITERATIONS
-        assert trainer.agent.wait(30) == 0
-        assert instances["spot-0"].agent.wait(30) == 0
+        assert trainer.agent.wait(120) == 0
+        assert instances["spot-0"].agent.wait(120) == 0
         assert "worker-0 of spot-0" in (trainer.folder / "shipped/spot-0/worker-0.log").read_text()
         for log in ("spot-0/worker-0.log", "spot-1/worker-0.log", "trainer/trainer.jsonl", "trainer/trainer.log"):
             assert (tmp_path / "store/logs" / log).stat().st_size > 0

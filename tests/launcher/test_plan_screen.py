@@ -47,7 +47,7 @@ def test_every_cloud_job_is_planned_on_one_screen(dry_run, name):
     assert "--explain" in lines[-2]
 
 
-def test_a_local_job_is_planned_on_one_screen(dry_run):
+def test_a_local_job_is_planned_on_one_screen(dry_run, forked_engine):
     lines = dry_run("template")
     assert is_one_screen(lines)
     assert "nothing was bought" in lines[0]

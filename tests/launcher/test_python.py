@@ -151,7 +151,7 @@ def test_every_python_example_of_the_docs_is_run_by_a_test():
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_notebook_runs(tmp_path, monkeypatch):
+def test_the_notebook_runs(tmp_path, monkeypatch, forked_engine):
     monkeypatch.setenv("SPOTRL_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("SPOTRL_CONFIG", str(tmp_path / "config.yaml"))
     (tmp_path / "docs").mkdir()

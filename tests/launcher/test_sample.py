@@ -46,7 +46,7 @@ def stands_in(monkeypatch, program):
     monkeypatch.setattr("launcher.cli.sample.engine_command", lambda module: [sys.executable, "-c", program])
 
 
-def test_images_of_the_newest_checkpoint_are_written(sessions, tmp_path):
+def test_images_of_the_newest_checkpoint_are_written(sessions, tmp_path, forked_engine):
     adapter = load_digits()
     with torch.no_grad():
         adapter.transformer.proj_out.bias -= 9.0
