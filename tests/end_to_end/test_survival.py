@@ -29,7 +29,9 @@ CONFIG = EngineConfig(
     iterations=ITERATIONS,
     algorithm=AlgorithmConfig(prompts_per_batch=2, images_per_prompt=4),
     exploration=ExplorationConfig(
-        budget=CandidateBudget(candidates=CANDIDATES), wait="all", profiles=(ProfileConfig(shape=16),)
+        budget=CandidateBudget(candidates=CANDIDATES, patience_seconds=200),
+        wait="all",
+        profiles=(ProfileConfig(shape=16),),
     ),
     evaluation=EvaluationConfig(prompts=16, every=100),
     runtime=RuntimeConfig(shape=8, lease_seconds=1.5, heartbeat_seconds=0.3, trainer_threads=1),

@@ -198,7 +198,7 @@ def test_a_killed_selftest_is_found_by_its_lock_and_shown_by_status(home, capsys
     held = forks.Event()
     process = forks.Process(target=hold, args=(RUN, held), daemon=True)
     process.start()
-    assert held.wait(20)
+    assert held.wait(120)
     assert (abandoned(sessions), is_abandoned(sessions, RUN)) == ([], False)
     with pytest.raises(Failure, match="runs already"), alive(RUN):
         pass

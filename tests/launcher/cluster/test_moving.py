@@ -31,6 +31,7 @@ from tests.launcher.cluster.stage import (
     cloud_run,
     dead_pid,
     ledger,
+    wait_until,
 )
 
 MINUTE = 60_000
@@ -132,7 +133,7 @@ def test_a_cloud_without_a_trainer_fails_over_after_copying_the_checkpoint(sessi
     gate = threading.Event()
 
     def slow(source: str, target: str) -> None:
-        assert gate.wait(10)
+        assert gate.wait(120)
         stage.carried.append((source, target))
 
     stage.controller = stage.another(slow)
@@ -143,6 +144,7 @@ def test_a_cloud_without_a_trainer_fails_over_after_copying_the_checkpoint(sessi
     assert intent.wanted.placement.cloud == "aws"
     assert "requested" not in intent.happened  # no node is bought before the checkpoint has been copied
     gate.set()
+    wait_until(lambda: stage.carried)
     for _ in range(100):
         stage.passes(0.2)
         if len(stage.live()) == 3 and set(stage.live().values()) == {("aws", "e1")}:

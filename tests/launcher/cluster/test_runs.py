@@ -6,6 +6,7 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -76,12 +77,23 @@ def iterations(sessions, run: Run) -> int:
     return run_view(sessions, run.name).iteration
 
 
+def trains_on(sessions, run: Run) -> Callable[[], bool]:
+    """Return whether the run has made two more iterations or is over, as a function."""
+    reached = iterations(sessions, run)
+    return lambda: iterations(sessions, run) > reached + 1 or not still_running(sessions, run.name)
+
+
 def test_a_run_survives_kill_9_of_any_process_at_any_moment(sessions):
-    """Controllers, agents and workers are killed at random times; `resume` continues each time."""
+    """Controllers, agents and workers are killed at random times; `resume` continues each time.
+
+    A run that loses its trainer three times without a new iteration fails, so there is one between two pairs of kills.
+    """
     chance = random.Random(7)
     run = made_run(sessions, spot=1, iterations=20, factor=3000.0)
     pid = start_controller(sessions, run.name)
-    for _ in range(4):
+    for kills in range(4):
+        if kills == 2:
+            wait_until(trains_on(sessions, run))
         time.sleep(chance.uniform(0.0, 0.5))
         victims = running_processes(run)
         if victims:

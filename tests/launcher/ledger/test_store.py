@@ -247,7 +247,7 @@ def test_processes_may_open_a_new_ledger_at_the_same_moment(tmp_path):
     for process in processes:
         process.start()
     for process in processes:
-        process.join(30)
+        process.join(120)
     assert [process.exitcode for process in processes] == [0] * 4
     assert sqlite3.connect(path).execute("SELECT count(*) FROM run").fetchone() == (80,)
 
