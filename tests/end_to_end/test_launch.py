@@ -133,7 +133,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
 
 def test_a_preempted_launch_recovers_and_accounts_for_every_micro_dollar(
-    bench: Bench, capsys: pytest.CaptureFixture[str]
+    bench: Bench, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:
     # The first node is preempted with notice 10 s after it is ready; the second one after 15 s, without notice.
     more = {"spot": 2, "reward": "mine:share_of_digits_read", "factor": 200, "trace": "bamboo-p3"}
@@ -163,6 +163,7 @@ def test_a_preempted_launch_recovers_and_accounts_for_every_micro_dollar(
     ]
     assert len(origin["hardware"]) >= 3
     assert all("CPU core" in one["hardware"] and "GiB of memory" in one["hardware"] for one in origin["hardware"])
+    request.getfixturevalue("forked_engine")  # now: the processes of the launch were started like a user's
     bench.spotrl_here("pull", "taken", "--to", "weights")
     assert (bench.folder / "weights" / "ema.safetensors").stat().st_size > 1_000_000
     assert (bench.folder / "weights" / "transformer" / "config.json").exists()
