@@ -128,11 +128,11 @@ def test_a_full_disk_pauses_the_run_and_loses_no_result(drill: Drill) -> None:
     batch = drill.submit(3 * WAVE)
     drill.in_the_middle(batch, step=2)
     drill.stage.fill_disk()
+    publishing = threading.Thread(target=drill.publish)
+    publishing.start()  # now: a slow test may have filled the disk after the last image, and weights never fit
     try:
         text = drill.wait(drill.stage.trouble, "the coordinator says that its disk is full")
         assert any(os.strerror(number) in text for number in NO_ROOM), text
-        publishing = threading.Thread(target=drill.publish)
-        publishing.start()
         time.sleep(drill.lease_seconds)
         paused = drill.collect(batch)[0]
         time.sleep(drill.lease_seconds)
