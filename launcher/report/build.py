@@ -21,6 +21,7 @@ from launcher.report.costs import BASIS, costs_of, extra_lines, node_line_of, pr
 from launcher.report.exploration import exploration_of
 from launcher.report.preemptions import preemption_lines
 from launcher.report.provenance import provenance_of
+from launcher.report.ranks import collectives_of
 from launcher.report.reached import (
     ENDED,
     GAINS,
@@ -69,6 +70,7 @@ def _report(session: Session, run: Run, now_ms: int, target_reward: float | None
     images = images_of(session, run, target.metric)
     started = progress_of(session, run, EngineStarted.KIND)
     status = current_status(session, run)
+    iterations = [row.event for row in by_iteration(session, run, IterationDone.KIND).values()]
     saved = [savings_of(costs, preemptions)]
     if against is not None:
         # `against` has its own clock, so count its costs only up to its last evaluation.
@@ -89,7 +91,7 @@ def _report(session: Session, run: Run, now_ms: int, target_reward: float | None
             hours=(end_ms - run.created_ms) / HOUR_MS,
             wall_seconds=(end_ms - run.created_ms) / 1000 / run.clock_factor,
             clock_factor=run.clock_factor,
-            iterations=len(by_iteration(session, run, IterationDone.KIND)),
+            iterations=len(iterations),
             lineages=len({row.lineage for row in started}),
             job_digest=run.job_digest,
             code_version=run.code_version,
@@ -112,7 +114,7 @@ def _report(session: Session, run: Run, now_ms: int, target_reward: float | None
         preemptions=preemptions,
         stand_ins=stand_in_lines(session, run, costs),
         exploration=exploration_of(
-            [row.event for row in by_iteration(session, run, IterationDone.KIND).values()],
+            iterations,
             [row.event for row in by_iteration(session, run, Ranked.KIND).values()],
             costs.by_phase.get(Phase.EXPLORATION, 0),
         ),
@@ -129,7 +131,8 @@ def _report(session: Session, run: Run, now_ms: int, target_reward: float | None
         pictures=tuple(images),
         job_text=without_secrets(run.job_yaml),
         provenance=provenance_of(session, run, ended_ms),
-        schedule=schedule_of([row.event for row in by_iteration(session, run, IterationDone.KIND).values()]),
+        schedule=schedule_of(iterations),
+        collectives=collectives_of(iterations, costs.by_phase.get(Phase.COLLECTIVE, 0), run.clock_factor),
     )
 
 

@@ -15,6 +15,7 @@ from launcher.money import dollars, duration, hourly
 from launcher.report.charts import Drawing, learning_chart, reward_chart, scores_chart, spend_chart, timeline_chart
 from launcher.report.exploration import exploration_words
 from launcher.report.provenance import hardware_by_nodes
+from launcher.report.ranks import collectives_words
 from launcher.report.schedule import schedule_words
 from launcher.report.sharing import sharing_words
 from launcher.report.values import Pictures, Report
@@ -62,6 +63,7 @@ def render_html(report: Report, read: Callable[[str], bytes | None]) -> str:
         span=span_words(report),
         exploration=exploration_words(report.exploration),
         schedule=schedule_words(report.schedule),
+        collectives=collectives_words(report.collectives),
         sharing=sharing_words(report.sharing),
         reward=_figure(reward_chart(report)) if report.curve else None,
         scores=_figure(scores_chart(report)) if report.scores else None,

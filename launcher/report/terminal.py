@@ -9,6 +9,7 @@ from rich.table import Table
 from launcher.money import dollars, hourly
 from launcher.report.exploration import exploration_words
 from launcher.report.provenance import Provenance, hardware_by_nodes
+from launcher.report.ranks import collectives_words
 from launcher.report.schedule import schedule_words
 from launcher.report.sharing import sharing_words
 from launcher.report.values import Factors, Report, Saving
@@ -73,6 +74,8 @@ def _print(report: Report, console: Console) -> None:
     console.print(exploration_words(report.exploration))
     if report.schedule is not None:
         console.print(schedule_words(report.schedule))
+    if report.collectives is not None:
+        console.print(collectives_words(report.collectives))
     if report.sharing is not None:
         console.print(sharing_words(report.sharing))
     _compared(report, console)

@@ -53,7 +53,9 @@ RUN_ADDED_LATER = frozenset(
         "resume_with",
     }
 )
-REPORT_ADDED_LATER = frozenset({"learning", "pictures", "job_text", "schedule", "provenance", "stand_ins"})
+REPORT_ADDED_LATER = frozenset(
+    {"learning", "pictures", "job_text", "schedule", "provenance", "stand_ins", "collectives"}
+)
 """Keys of a run's state and of a report that are always printed. Outputs of version 1 from before the keys are valid
 all the same."""
 

@@ -43,6 +43,8 @@ def trained_by(folder: Path, disturbances: Sequence[Disturbance]) -> tuple[dict[
         done = fleet.events("iteration_done")
         assert sorted({event.iteration for event in done}) == list(range(BATCHES))
         assert all(event.phase_ms["collective"] > 0 for event in done)
+        used = [event for event in fleet.events("node_usage", "coordinator") if event.node == "trainer"]
+        assert sum(event.phase_ms.get("collective", 0) for event in used) > 0, "dollars of the report come from these"
         return fleet.manifests(), fleet.events("checkpoint_saved")[-1].digest
     finally:
         fleet.close()
