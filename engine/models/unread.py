@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from engine.model_folder import ModelFolder
 from engine.models.weights import fill_tensors, local_part
@@ -68,7 +68,7 @@ def empty_transformer(path: Path, dtype: torch.dtype) -> nn.Module:
 def read_values(transformer: nn.Module, device: torch.device) -> None:
     """Give the parameters memory on the device, and read this rank's part of each. Nothing if they were read before.
 
-    Raises ValueError if the files lack a parameter.
+    Prints the size of the part. Raises ValueError if the files lack a parameter.
     """
     unread: tuple[Path, torch.dtype] | None = getattr(transformer, _UNREAD, None)
     if unread is None:
@@ -90,7 +90,14 @@ def read_values(transformer: nn.Module, device: torch.device) -> None:
         if not in_fp32.intersection(name.split(".")):
             own = local_part(one)
             own.copy_(own.to(dtype))
+    part, whole = sum(local_part(one).nbytes for one in parameters.values()), sum(map(_nbytes, parameters.values()))
+    print(f"read {part / 1e6:.3f} of {whole / 1e6:.3f} MB of the transformer, this rank's part", flush=True)
     delattr(transformer, _UNREAD)
+
+
+def _nbytes(tensor: Tensor) -> int:
+    """Return the bytes of a whole tensor, whichever part of it is here."""
+    return tensor.numel() * tensor.element_size()
 
 
 def _files(folder: Path) -> list[Path]:
