@@ -22,7 +22,8 @@ from engine.parallel.communicator import join_store, serve_store
 from engine.parallel.rank_group import RankGroup
 from engine.parallel.sharding import whole_of
 from engine.storage import tensor_files
-from engine.storage.tensor_files import Stored
+from engine.storage.checkpoint import Checkpoint, CheckpointStore
+from engine.storage.tensor_files import Stored, TensorFile
 from engine.trainer.model import TrainedModel
 from engine.trainer.outbox import Outbox
 from engine.trainer.ranks import Ranks
@@ -46,7 +47,8 @@ class Task:
     in_bfloat16: bool = False
     """Compute in bfloat16, as models from a folder do."""
     disk_fills: bool = False
-    """The disk of rank 0 is full for a moment, in the middle of the checkpoint's files."""
+    """The disk of rank 0 is full for a moment, in the middle of the files of the last checkpoint. The batch before has
+    a checkpoint too."""
     bad: tuple[int, ...] = ()
     """Groups with a latent that is not finite."""
 
@@ -60,6 +62,8 @@ class Trained:
     health: list[dict[str, float]]
     sampled: tuple[Tensor, Tensor]
     collective_ms: float
+    newest: tuple[str, ...] = ()
+    """Newest whole checkpoint at each message about a full disk, and at the end."""
 
     @property
     def bits(self) -> dict[str, bytes]:
@@ -121,7 +125,7 @@ def full_for_a_moment() -> Iterator[None]:
     plain, writes = tensor_files.write_all, itertools.count()
 
     def write_all(file: Any, data: memoryview) -> None:
-        if next(writes) == 100:
+        if next(writes) in (100, 101):
             raise OSError(errno.ENOSPC, "No space left on device")
         plain(file, data)
 
@@ -130,7 +134,31 @@ def full_for_a_moment() -> Iterator[None]:
         yield
     finally:
         tensor_files.write_all = plain
-        assert next(writes) > 100, "the disk was never full"
+        assert next(writes) > 101, "the disk was never full"
+
+
+def _save(model: TrainedModel, store: CheckpointStore, batch: int) -> dict[str, TensorFile]:
+    """Save a checkpoint as the trainer does, and return its files."""
+    files = model.files(model.rollout_weights())
+    checkpoint = Checkpoint(
+        iteration=batch + 1,
+        lineage=1,
+        next_batch=manifest_of(batch + 1),
+        files={},
+        evaluations=(),
+        std=None,
+        skipped_in_a_row=0,
+        config_digest="",
+        exploration={},
+    )
+    store.save(checkpoint, keep=2, digests=store.write_files(checkpoint.name, files))
+    return files
+
+
+def _name_of_newest(store: CheckpointStore) -> str:
+    """Return the name of the newest whole checkpoint. Raises CheckpointDamaged if its files are not whole."""
+    newest = store.newest()
+    return "none" if newest is None else newest.name
 
 
 def _keep_gradients(shard: Shard | TrainedModel, first: dict[str, Tensor]) -> None:
@@ -147,7 +175,8 @@ def _lead(
     adapter: DiTAdapter, group: RankGroup | None, task: Task, made: list[FinishedGroup], first: dict[str, Tensor]
 ) -> Trained:
     job, usage = task.job, Usage(ScaledClock(origin_ms=0))
-    outbox = Outbox(task.folder / "outbox", print)
+    store, newest = CheckpointStore(f"file://{task.folder}/store"), []
+    outbox = Outbox(task.folder / "outbox", lambda _: newest.append(_name_of_newest(store)))
     measure = lambda: usage.measure("collective")  # noqa: E731
     model = TrainedModel(adapter, job.algorithm, None, outbox, divided_over=group, measure=measure)
     _keep_gradients(model, first)
@@ -166,8 +195,11 @@ def _lead(
                         seen = sampled(adapter)
             health.append(step.commit().summary())
         model.follow(batch)
+        if task.disk_fills and batch < job.batches - 1:
+            _save(model, store, batch)
     with full_for_a_moment() if task.disk_fills else nullcontext():
-        files = model.files(model.rollout_weights())
+        files = _save(model, store, job.batches - 1)
+    newest.append(_name_of_newest(store))
     with model.exchanged(files["ema"]):
         averaged = sampled(adapter)
     assert seen is not None
@@ -179,6 +211,7 @@ def _lead(
         health=health,
         sampled=(seen, averaged),
         collective_ms=usage.total.get("collective", 0.0),
+        newest=tuple(newest),
     )
 
 

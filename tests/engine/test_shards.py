@@ -69,6 +69,8 @@ def test_divided_weights_repeat_bit_for_bit_in_any_order_and_after_a_full_disk(t
     again = trainings.run(Task(job=other, folder=tmp_path / "again", disk_fills=True), 2)
     one = trainings.run(Task(job=job, folder=tmp_path / "one"), 1)
     assert again.bits == first.bits
+    before, last = "l0001-i000001", "l0001-i000002"
+    assert again.newest == (before, before, last), "while the disk was full, when it had room again, and at the end"
     assert largest_difference(first.first_gradients, one.first_gradients) <= 1e-5
 
 
