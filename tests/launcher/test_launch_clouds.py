@@ -135,6 +135,34 @@ def test_a_job_that_cannot_be_planned_is_refused_with_a_remedy(launch, arguments
     assert "Traceback" not in error
 
 
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (
+            ("runtime.trainer_ranks=8", "resources.trainer.accelerators=H100:8", "algorithm.prompts_per_batch=8"),
+            ("runtime.trainer_ranks is 8, and an optimiser step has 4 groups", "use 4 or fewer, or auto"),
+        ),
+        (
+            ("runtime.trainer_ranks=8", "resources.trainer.accelerators=H100:4"),
+            ("runtime.trainer_ranks is 8, and a trainer node with H100:4", "has 4 GPUs", "use 4 or fewer, or auto"),
+        ),
+        (
+            ("resources.trainer.instance_type=p5.4xlarge", "resources.trainer.accelerators=H100:4"),
+            ("is H100:4, and resources.trainer.instance_type p5.4xlarge has H100:1", "use accelerators: H100:1"),
+        ),
+        (
+            ("resources.trainer.accelerators={H100: 4, A100: 4}",),
+            ("names 2 kinds of GPU; use one kind, like H100:8", "wait for the slowest"),
+        ),
+    ],
+)
+def test_ranks_that_no_node_has_are_refused_before_a_plan_and_a_purchase(launch, settings, words):
+    code, text, error = launch("-y", *(word for setting in settings for word in ("--set", setting)))
+    assert code == ExitCode.INVALID_JOB
+    assert [word for word in words if word not in unwrapped(error)] == [], error
+    assert "on_demand" not in text, "nothing was planned"
+
+
 def test_an_untimed_job_is_planned_as_configured_and_marked_a_guess(launch, capsys):
     (launch.folder / "digits.yaml").write_text("infra: aws\n")
     assert run(["launch", str(launch.folder / "digits.yaml"), "--dry-run", "--explain"]) == ExitCode.OK
