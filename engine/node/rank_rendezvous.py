@@ -2,20 +2,24 @@
 
     rank 0 removes an earlier entry -> all ranks load their models -> rank 0 writes the entry -> the group forms
 
-The store lives in rank 0's process, so the ranks of an earlier rank 0 can never meet the ranks of a later one.
+The store lives in rank 0's process, so the ranks of an earlier rank 0 can never meet the ranks of a later one. A store
+meets each rank once: a second process of a rank tells that the first was lost, marks the store as void, and waits for
+the next entry. Rank 0 ends when its store is void, and the others end with the next entry (rank_watch.py).
 """
 
 import contextlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from engine.node.child import EXIT_TORN, read_note, write_note
+from engine.node.rank_watch import leave_when
 from engine.node_spec import NodeSpec
 from engine.parallel.communicator import TornGroup, join_store, serve_store
 from engine.parallel.rank_group import LIMIT_SECONDS, RankGroup
@@ -26,6 +30,9 @@ LOOK_SECONDS = 0.05
 
 JOIN_SECONDS = 5.0
 """Longest wait of a rank at a store that may be gone."""
+
+VOID = "void"
+"""Key of a store to which another process of the same rank came: the earlier one is lost."""
 
 
 def forget_ranks(spec: NodeSpec) -> None:
@@ -42,22 +49,37 @@ def led_group(spec: NodeSpec, device: torch.device) -> Iterator[RankGroup | None
         return
     store = serve_store()
     write_note(_file(spec), port=store.port, started_ns=time.time_ns())
-    yield RankGroup.form(store, 0, ranks, device)
+    # A client of its own, because a client that waits is locked.
+    looker = join_store(store.port, timeout_seconds=JOIN_SECONDS)
+    over = leave_when(lambda: looker.check([VOID]), "it began again")
+    try:
+        yield RankGroup.form(store, 0, ranks, device)
+    finally:
+        over.set()
 
 
 def joined_group(spec: NodeSpec, rank: int, device: torch.device) -> RankGroup:
     """Return the group of the present rank 0, and wait for rank 0."""
-    return RankGroup.form(_store(spec), rank, ranks_of(spec.engine), device)
+    return RankGroup.form(_store(spec, rank), rank, ranks_of(spec.engine), device)
 
 
-def _store(spec: NodeSpec) -> dist.TCPStore:
+def _store(spec: NodeSpec, rank: int) -> dist.TCPStore:
     while True:
-        if port := read_note(_file(spec)).get("port"):
+        entry = read_note(_file(spec))
+        if port := entry.get("port"):
             with contextlib.suppress(RuntimeError):  # an earlier rank 0's store: look again
                 store = join_store(port, timeout_seconds=JOIN_SECONDS)
-                store.set_timeout(timedelta(seconds=LIMIT_SECONDS))
-                return store
+                if store.add(f"came/{rank}", 1) == 1:
+                    store.set_timeout(timedelta(seconds=LIMIT_SECONDS))
+                    leave_when(partial(_is_replaced, spec, entry), "rank 0 began again")
+                    return store
+                store.set(VOID, "")
         time.sleep(LOOK_SECONDS)
+
+
+def _is_replaced(spec: NodeSpec, entry: Mapping[str, object]) -> bool:
+    """Return True if another rank 0 has written its entry. Rank 0 also removes entries, and ends with the run."""
+    return read_note(_file(spec)) not in ({}, entry)
 
 
 @contextlib.contextmanager
