@@ -68,8 +68,11 @@ def existing_is_fine() -> Iterator[None]:
 
 
 @contextmanager
-def errors_named(what: str) -> Iterator[None]:
-    """Convert the client's errors to CloudUnreachable (unknown state) or CloudRefused."""
+def errors_named(what: str, policy: str = "--print-policy aws") -> Iterator[None]:
+    """Convert the client's errors to CloudUnreachable (unknown state) or CloudRefused.
+
+    `policy`: options of `spotrl check` that print the permissions of this call.
+    """
     from botocore import exceptions as aws
 
     try:
@@ -79,7 +82,7 @@ def errors_named(what: str) -> Iterator[None]:
         status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
         if TRANSIENT.search(code) or status >= 500 or status == 429:
             raise CloudUnreachable(f"{what}: AWS answers {code or status} ({message}); it is asked again") from None
-        advice = advice_on(message) or "`spotrl check --print-policy aws` prints what is needed"
+        advice = advice_on(message) or f"`spotrl check {policy}` prints what is needed"
         raise CloudRefused(f"{what}: AWS refused ({code}: {message}); {advice}") from None
     except (aws.NoCredentialsError, aws.PartialCredentialsError, aws.ProfileNotFound, aws.SSOError) as error:
         raise CloudRefused(

@@ -33,7 +33,8 @@ STATES = {
     "cancelled": Progress.FAILED,
 }
 
-REMEDY = "`spotrl check --selftest --print-policy aws` prints the commands that make it"
+POLICY = "--selftest --print-policy aws"
+REMEDY = f"`spotrl check {POLICY}` prints the commands that make it"
 
 
 class AwsPreempter(AwsLimits):
@@ -70,21 +71,21 @@ class AwsPreempter(AwsLimits):
     def preempt(self, instance: Instance) -> Order:
         account = self.caller().account
         fis = self._client("fis", instance.region)
-        with errors_named(f"aws fis CreateExperimentTemplate, {instance.region}"):
+        with errors_named(f"aws fis CreateExperimentTemplate, {instance.region}", POLICY):
             template = fis.create_experiment_template(**_template(account, instance))["experimentTemplate"]["id"]
         try:
-            with errors_named(f"aws fis StartExperiment, {instance.region}"):
+            with errors_named(f"aws fis StartExperiment, {instance.region}", POLICY):
                 made = fis.start_experiment(
                     clientToken=secrets.token_hex(16), experimentTemplateId=template, tags={RUN_LABEL: instance.run}
                 )
         finally:
             # An experiment keeps what its template said, and a template left behind would have to be found again.
-            with errors_named(f"aws fis DeleteExperimentTemplate, {instance.region}"):
+            with errors_named(f"aws fis DeleteExperimentTemplate, {instance.region}", POLICY):
                 fis.delete_experiment_template(id=template)
         return Order(region=instance.region, zone=instance.zone, id=made["experiment"]["id"])
 
     def state(self, order: Order) -> OrderState:
-        with errors_named(f"aws fis GetExperiment, {order.region}"):
+        with errors_named(f"aws fis GetExperiment, {order.region}", POLICY):
             found = self._client("fis", order.region).get_experiment(id=order.id)["experiment"]["state"]
         return OrderState(
             progress=STATES.get(found["status"], Progress.RUNNING),

@@ -227,8 +227,11 @@ def existing_is_fine() -> Iterator[None]:
 
 
 @contextmanager
-def errors_named(what: str) -> Iterator[None]:
-    """Convert unhandled answers to CloudUnreachable (unknown state) or CloudRefused."""
+def errors_named(what: str, policy: str = "--print-policy gcp") -> Iterator[None]:
+    """Convert unhandled answers to CloudUnreachable (unknown state) or CloudRefused.
+
+    `policy`: options of `spotrl check` that print the permissions of this call.
+    """
     import requests
     from google.auth import exceptions as auth
 
@@ -237,7 +240,7 @@ def errors_named(what: str) -> Iterator[None]:
     except Answer as answer:
         if answer.status in TRANSIENT or answer.reason in ("rateLimitExceeded", "RATE_LIMIT_EXCEEDED"):
             raise CloudUnreachable(f"{what}: Google Cloud answers {answer}; it is asked again") from None
-        advice = advice_on(str(answer)) or "`spotrl check --print-policy gcp` prints what is needed"
+        advice = advice_on(str(answer)) or f"`spotrl check {policy}` prints what is needed"
         raise CloudRefused(f"{what}: Google Cloud refused ({answer}); {advice}") from None
     except auth.DefaultCredentialsError:
         raise CloudRefused(

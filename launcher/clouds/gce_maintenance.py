@@ -16,6 +16,8 @@ from launcher.clouds.limits import Permissions
 from launcher.clouds.preempting import Order, OrderState, Progress
 from launcher.clouds.selftest_policies import SIMULATE
 
+POLICY = "--selftest --print-policy gcp"
+
 
 class GcePreempter(GceLimits):
     """Simulated maintenance events in one project."""
@@ -31,7 +33,7 @@ class GcePreempter(GceLimits):
 
     def preempt(self, instance: Instance) -> Order:
         path = f"/zones/{instance.zone}/instances/{instance.id}/simulateMaintenanceEvent"
-        with errors_named(f"gcp compute instances.simulateMaintenanceEvent {instance.id}"):
+        with errors_named(f"gcp compute instances.simulateMaintenanceEvent {instance.id}", POLICY):
             operation = self.calls.ask("POST", COMPUTE, path, {})
         return Order(region=instance.region, zone=instance.zone, id=operation["name"])
 

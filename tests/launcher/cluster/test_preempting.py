@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import boto3
 import pytest
@@ -71,6 +72,15 @@ def test_aws_orders_an_interruption_that_fis_accepts_and_keeps_no_template(aws):
     assert template["tags"] == {"spotrl-run": "selftest"}
     assert client.list_experiment_templates()["experimentTemplates"] == []
     assert (order.region, aws.state(order).progress) == (REGION, Progress.RUNNING)
+
+
+def test_a_refused_order_names_the_command_that_prints_its_permissions(aws):
+    refused = {"Code": "AccessDeniedException", "Message": "no fis:StartExperiment"}
+    answer = (SimpleNamespace(status_code=403), {"Error": refused, "ResponseMetadata": {"HTTPStatusCode": 403}})
+    aws._client("fis", REGION).meta.events.register("before-call.fis.StartExperiment", lambda **_: answer)
+    with pytest.raises(CloudRefused, match=r"no fis:StartExperiment.*`spotrl check --selftest --print-policy aws`"):
+        aws.preempt(INSTANCE)
+    assert aws._client("fis", REGION).list_experiment_templates()["experimentTemplates"] == []
 
 
 @pytest.mark.parametrize(
@@ -192,7 +202,7 @@ def test_google_tells_how_the_event_goes(answer, state):
 def test_a_missing_permission_of_google_is_named():
     lacks = google(testIamPermissions={"permissions": []})
     assert lacks.permissions_to_preempt().missing == ("compute.instances.simulateMaintenanceEvent",)
-    with pytest.raises(CloudRefused, match="simulateMaintenanceEvent"):
+    with pytest.raises(CloudRefused, match=r"simulateMaintenanceEvent.*`spotrl check --selftest --print-policy gcp`"):
         google(simulateMaintenanceEvent=Answer(403, "forbidden", "no")).preempt(INSTANCE)
 
 
