@@ -74,7 +74,7 @@ FAULTS = (
     Fault(
         step=Step.BUY,
         about="the cloud refuses to create machines",
-        says="",
+        says="the run is failed (no trainer can be had: ",
         before=lambda selftest: selftest.denied("ec2:RunInstances", "create"),
     ),
     Fault(
@@ -88,7 +88,7 @@ FAULTS = (
     Fault(
         step=Step.PUBLISH,
         about="the worker of the spot node is killed (SIGKILL) whenever it starts",
-        says="",
+        says="has made no rollout with published weights yet",
         plant=no_worker,
         settings={"runtime.step_seconds": "0.5"},
         minutes={Step.PUBLISH: 1.0},
@@ -96,7 +96,7 @@ FAULTS = (
     Fault(
         step=Step.PREEMPT,
         about="the cloud refuses the order to preempt",
-        says="",
+        says="`spotrl check --selftest --print-policy ",
         before=lambda selftest: selftest.denied("fis:StartExperiment", "simulateMaintenanceEvent"),
     ),
     Fault(
