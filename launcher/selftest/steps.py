@@ -86,7 +86,7 @@ def judge(step: Step, facts: Facts) -> Judgement:
     found = JUDGES[step](facts)
     ended = facts.stage in ("failed", "finished") or (facts.stage == "stopped" and facts.stopped_ms is None)
     if found.verdict is Verdict.WAITING and step not in ALWAYS and ended:
-        return _failed(f"the run is {facts.stage} ({facts.reason}); it waited: {found.text}", *found.compared)
+        return _failed(f"the run has {facts.stage} ({facts.reason}); it waited: {found.text}", *found.compared)
     return found
 
 

@@ -74,7 +74,7 @@ FAULTS = (
     Fault(
         step=Step.BUY,
         about="the cloud refuses to create machines",
-        says="the run is failed (no trainer can be had: ",
+        says="the run has failed (no trainer can be had: ",
         before=lambda selftest: selftest.denied("ec2:RunInstances", "create"),
     ),
     Fault(

@@ -121,7 +121,7 @@ FAULTS = [
         {"nodes": (node("trainer"), node(market="on_demand"))},
         "run-spot-0-g0 is on_demand, and should be spot",
     ),
-    (Step.BUY, {"nodes": (), "stage": "failed", "reason": "quota of 0"}, "the run is failed (quota of 0)"),
+    (Step.BUY, {"nodes": (), "stage": "failed", "reason": "quota of 0"}, "the run has failed (quota of 0)"),
     (Step.TRAIN, {"batches": (batch(0, 5), batch(1, 6, a=31))}, "batch 1 has 31 rollouts, and should have 32"),
     (Step.TRAIN, {"batches": (batch(0, 5),), "stage": "stopped", "stopped_ms": None}, "1 of 2 batches are trained"),
     (Step.PUBLISH, {"batches": tuple(batch(n, 5 + n, a=32) for n in range(7))}, "none of the rollouts of 6 batches"),
