@@ -183,7 +183,7 @@ def test_an_event_of_calls_survives_its_json_line():
 
 
 @pytest.mark.parametrize("infra", ["local", "aws"])
-def test_a_plan_names_the_budget_and_counts_it(job, tmp_path, monkeypatch, capsys, forked_engine, infra):
+def test_a_plan_names_the_budget_and_counts_it(job, tmp_path, monkeypatch, capsys, forked_engine, few_replays, infra):
     monkeypatch.setenv("SPOTRL_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("SPOTRL_CONFIG", str(tmp_path / "config.yaml"))
     monkeypatch.chdir(tmp_path)

@@ -15,7 +15,7 @@ LINES, COLUMNS = 20, 80
 
 
 @pytest.fixture
-def dry_run(tmp_path, monkeypatch, capsys):
+def dry_run(tmp_path, monkeypatch, capsys, few_replays):
     """Call `spotrl launch --dry-run` on copies of the example jobs, in a temporary home."""
     monkeypatch.setenv("SPOTRL_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("SPOTRL_CONFIG", str(tmp_path / "config.yaml"))
