@@ -193,8 +193,8 @@ def test_a_trainer_that_cannot_start_fails_the_run_with_its_log(sessions, monkey
 
 def test_the_budget_stops_a_run_within_its_limit(sessions, monkeypatch):
     monkeypatch.setenv("FAKE_SECONDS", "0.1")
-    # Stopping takes 360 s of the run's clock and costs $0.13. $0.15 leave about 55 s, three seconds of wall time.
-    run = made_run(sessions, spot=1, iterations=1000, factor=20.0, max_total=150_000)
+    # Stopping takes 360 s of the run's clock and costs $0.13. $0.15 leave about 55 s, 1.4 s of wall time.
+    run = made_run(sessions, spot=1, iterations=1000, factor=40.0, max_total=150_000)
     run_until_over(sessions, run, controller_of(sessions, run))
     assert status_of(sessions, run) == ("stopped", "budget")
     assert_consistent(sessions, run)
