@@ -1,7 +1,7 @@
 """Hazard of spot nodes by age: the formulas checked by hand, and the effect of evidence from a ledger."""
 
 from dataclasses import replace
-from math import exp
+from math import exp, sqrt
 
 import pytest
 from hypothesis import given, settings
@@ -24,7 +24,9 @@ from launcher.market.evidence import (
 from launcher.market.hazard import (
     BURST_MS,
     H100_HAZARDS,
+    MOST_LAUNCHES,
     POOLED,
+    PRIOR_LAUNCHES,
     STEADY,
     Z90,
     HazardCurve,
@@ -333,7 +335,16 @@ def test_launch_outcomes_are_added_to_the_prior_odds():
     assert refused.mean == pytest.approx(0.128)
     assert (refused.events, refused.basis) == (8, Basis.MEASURED)
     assert 0 < refused.low < refused.mean < refused.high <= 1
-    assert LaunchOdds(successes=400).estimate().low > 0.98
+    assert LaunchOdds(successes=400).estimate().mean > 0.99
+
+
+@pytest.mark.parametrize("launches", [2, 10, 1000])
+def test_launches_move_an_uptime_and_hardly_narrow_its_interval(launches):
+    """The next days of a zone are known no better by a thousand launches than by one beside the prior."""
+    said = LaunchOdds(successes=launches // 2, failures=launches // 2).estimate()
+    least = Z90 * sqrt(said.mean * (1 - said.mean) / (PRIOR_LAUNCHES + MOST_LAUNCHES + 1))
+    assert said.high - said.mean >= least
+    assert said.mean - said.low >= least
 
 
 def test_a_clouds_capacity_advice_counts_before_the_first_launch():
