@@ -8,7 +8,8 @@ not hang on a pool without capacity, and must not scatter over the world.
 - A run is in the region of its newest trainer. Rollout nodes are bought in the same region only.
 - A pool that refused a request cools down. The cool-down doubles with each refusal, up to half an hour. Refusals of one
   burst count as one refusal. A pool that preempted a node is avoided for a while if another pool is ready. The planned
-  pool comes first, then the pool with the cheapest hour at work, by its price and the preemptions seen in it.
+  pool comes first, unless it has lost more hours than another. Then comes the pool with the cheapest hour at work: by
+  its price, and the preemptions and the outages seen in it.
 - A slot without spot waits, or gets a stand-in, by the price of waiting (waiting.py): on demand, or spot that costs
   much more than planned. A plan without predicted times buys a stand-in after `MoveRules.on_demand_after_ms`.
 - A stand-in (an on-demand node, or dear spot, in a spot slot) works until a spot node has replaced the stand-in. One
@@ -31,6 +32,7 @@ from dataclasses import dataclass
 
 from engine.events import Market
 from launcher.decide.launch_history import AGAIN_MS, MoveRules, Tried, cooled_until_ms, end_text
+from launcher.market.pools import SAME_REGION
 from launcher.money import duration
 from launcher.placement.options import Option, SiteOptions
 from launcher.placement.value import COOL_MOST_MS, DEAR, most_in_one_zone
@@ -46,6 +48,14 @@ forth."""
 
 LOST_HOURS = 0.2
 """Node-hours that a preemption loses: the answer to a launch, and the cold start."""
+
+ALL_OUT = SAME_REGION.mean
+"""Chance that the slots of a zone wait for the end of its outage, because no other zone has capacity: zones of a region
+are alike to this degree."""
+
+GIVES_WAY = 1.1
+"""The planned pool comes after others if its hour at work takes this many times as long as in the best pool, with what
+preemptions and outages lose. One refused look alone does not reach it; four do. Assumed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -257,7 +267,8 @@ def _cheapest_ready(
 ) -> Move:
     """Return the planned option if its pool is ready, else the ready option with the cheapest hour at work.
 
-    If no pool is ready, return a `Wait`.
+    The planned option also gives way (`GIVES_WAY`) if its pool has lost more hours than another. If no pool is ready,
+    return a `Wait`.
 
     With two zones or more, at most half of the nodes go to one zone. `asks_often`: the slot is empty and the trainer
     waits for it, so a pool that refused is asked again soon.
@@ -275,6 +286,9 @@ def _cheapest_ready(
         lacks = "quota" if all(map(tried.full, options)) else "capacity"
         return Wait(until_ms=min(refused_until), why=f"no {market} {lacks} in {_regions(options)}")
 
+    lost = {number: _lost_hours(options[number], tried, now_ms) for number in ready}
+    most_lost = GIVES_WAY * (1 + min(lost.values())) - 1
+
     def order(number: int) -> tuple[object, ...]:
         option = options[number]
         return (
@@ -282,17 +296,20 @@ def _cheapest_ready(
             # ends first.
             max(0, tried.taken_until_ms(option, first_ms) - now_ms),
             tried.live_in(option.placement.zone) >= most,
-            option.place != preferred.place,
-            _hour_micro_usd(option, tried, now_ms),
+            option.place != preferred.place or lost[number] > most_lost,
+            option.placement.micro_usd_per_hour * (1 + lost[number]),
             number,
         )
 
     return options[min(ready, key=order)]
 
 
-def _hour_micro_usd(option: Option, tried: Tried, now_ms: int) -> float:
-    """Return the price of an hour at work: an hour's price, and as often as a preemption comes, its lost hours."""
-    return option.placement.micro_usd_per_hour * (1 + tried.hazard_per_hour(option, now_ms) * LOST_HOURS)
+def _lost_hours(option: Option, tried: Tried, now_ms: int) -> float:
+    """Return the node-hours that preemptions lose in an hour: `LOST_HOURS`, and the outage if no other zone is up.
+
+    One preemption in 2 h, and outages of 1.1 h: .5 (.2 + .42 x 1.1) = .33.
+    """
+    return tried.hazard_per_hour(option, now_ms) * (LOST_HOURS + ALL_OUT * tried.outage_hours(option))
 
 
 def _regions(options: Iterable[Option]) -> str:

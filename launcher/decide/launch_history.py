@@ -28,6 +28,13 @@ MOST_IN_A_ROW = 21
 PRIOR_HAZARD, PRIOR_HAZARD_HOURS = 0.3, 6.0
 """Preemptions per node-hour before a run has seen any, and the node-hours that the prior weighs."""
 
+PRIOR_OUT_HOURS, PRIOR_OUTAGES = 1.1, 2.0
+"""Mean length of an outage before a run has seen any, and the outages that it weighs (tests/benchmarks/calibration.py:
+H100 zones)."""
+
+LOOK_MS = COOL_MOST_MS
+"""Requests within half an hour, in milliseconds, are one look at a pool."""
+
 QUOTA_LAG_MS = 300_000
 """Time after a node's end during which the cloud may still count the node against a quota, in milliseconds."""
 
@@ -139,6 +146,8 @@ class EndedAttempts:
         self.full: defaultdict[tuple[str, ...], list[Attempt]] = defaultdict(list)
         """Refusals of a quota used up by nodes of the run, since the quota last allowed a node."""
         self.lacked_ms: dict[tuple[str, ...], int] = {}
+        self.refused_looks: defaultdict[tuple[str, ...], set[int]] = defaultdict(set)
+        """Numbers of the `LOOK_MS` in which a pool refused a node."""
         self.taken: dict[tuple[str, ...], Attempt] = {}
         self.watched: defaultdict[tuple[str, ...], Watched] = defaultdict(Watched)
         self.denied: dict[tuple[str, ...], Attempt] = {}
@@ -161,6 +170,7 @@ class EndedAttempts:
         match attempt.outcome:
             case Outcome.REFUSED:
                 self._lacked(attempt)
+                self.refused_looks[attempt.place].add(end_text(attempt)[0] // LOOK_MS)
                 self._keep(self.refused[attempt.place], attempt, attempt.place)
             case Outcome.FULL:
                 self._keep(self.full[_quota(attempt.option)], attempt, _quota(attempt.option))
@@ -223,6 +233,7 @@ class Tried:
 
     def _look(self, ended: EndedAttempts, live: Iterable[Attempt]) -> None:
         self._lacked_ms, self._taken, self._watched = ended.lacked_ms, ended.taken, ended.watched
+        self._refused_looks = ended.refused_looks
         self._live: defaultdict[tuple[str, ...], list[Attempt]] = defaultdict(list)
         self._live_in: Counter[str] = Counter()
         self.trainer: Attempt | None = None
@@ -326,6 +337,15 @@ class Tried:
         live_ms = sum(now_ms - attempt.up_ms for attempt in self._live[option.place] if attempt.up_ms is not None)
         hours = (watched.ms + live_ms) / HOUR_MS
         return (watched.preemptions + PRIOR_HAZARD * PRIOR_HAZARD_HOURS) / (hours + PRIOR_HAZARD_HOURS)
+
+    def outage_hours(self, option: Option) -> float:
+        """Return the mean length of a pool's outages, as this run has seen it, with a prior.
+
+        Refusals within half an hour are one look, and say that the outage lasts half an hour. Four such half hours
+        after one preemption: (2.2 + 2) / 3 = 1.4 h.
+        """
+        hours = PRIOR_OUT_HOURS * PRIOR_OUTAGES + len(self._refused_looks.get(option.place, ())) * LOOK_MS / HOUR_MS
+        return hours / (PRIOR_OUTAGES + self._watched.get(option.place, Watched()).preemptions)
 
     def is_denied(self, option: Option) -> bool:
         """Return whether a denial covers the option.

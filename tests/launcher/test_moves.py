@@ -494,3 +494,43 @@ def test_of_equal_prices_the_zone_with_fewer_preemptions_is_taken():
     assert tried.hazard_per_hour(second, NOW) == pytest.approx((2 + 1.8) / (1 + 6))
     assert tried.hazard_per_hour(third, NOW) == pytest.approx(0.3)
     assert rollout(history, sites=sites) == third
+
+
+def three_zones() -> tuple[Option, ...]:
+    """Return the planned zone, and two more at its price."""
+    planned = R1.rollout[0]
+    zone = planned.placement.zone
+    return planned, *(replace(planned, placement=replace(planned.placement, zone=f"{zone}-{n}")) for n in (2, 3))
+
+
+def test_a_zone_that_was_out_for_long_comes_after_one_of_the_same_price():
+    """Each had a preemption. Then the planned zone refused for two and a half hours, and the second never did."""
+    planned, second, third = three_zones()
+    sites = (replace(R1, rollout=(planned, second, third)),)
+    begun = NOW
+    history = with_trainer()
+    for zone in (planned, second, third):
+        history.spot(zone, Outcome.RECLAIMED, at=begun, ended=begun + 30 * MINUTE, was_up=True)
+    assert rollout(history, now_ms=begun + 300 * MINUTE, sites=sites) == planned
+    for minutes in range(30, 180, 6):
+        history.spot(planned, Outcome.REFUSED, at=begun + minutes * MINUTE)
+    tried = Tried(history.attempts)
+    assert tried.outage_hours(planned) == pytest.approx((2.2 + 2.5) / 3, abs=0.2)
+    assert tried.outage_hours(second) == pytest.approx(2.2 / 3)
+    assert rollout(history, now_ms=begun + 300 * MINUTE, sites=sites) == second
+
+
+@given(refused=st.lists(st.integers(0, 600), max_size=30), shuffled=st.randoms())
+def test_outages_are_the_same_in_any_order_and_a_burst_is_one_look(refused, shuffled):
+    planned = R1.rollout[0]
+
+    def out_hours(minutes: list[int]) -> float:
+        history = with_trainer()
+        for at in minutes:
+            history.spot(planned, Outcome.REFUSED, at=at * MINUTE)
+        return Tried(history.attempts).outage_hours(planned)
+
+    mixed = [*refused, *refused]
+    shuffled.shuffle(mixed)
+    assert out_hours(mixed) == out_hours(refused)
+    assert out_hours(refused) == pytest.approx((2.2 + 0.5 * len({at // 30 for at in refused})) / 2)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from engine.events import Market
 from launcher.decide.actions import Buy
-from launcher.decide.launch_history import MoveRules
+from launcher.decide.launch_history import MoveRules, Tried
 from launcher.decide.reconcile import decide
 from launcher.market.hazard import COLD_START_MS
 from launcher.money import HOUR_MS
@@ -167,3 +167,20 @@ def test_dear_spot_goes_when_a_cheap_zone_is_back():
         assert "released" in node.happened
         assert 5 * HOUR_MS <= node.happened["releasing"] <= 6 * HOUR_MS
     assert result.ms <= 11.2 * HOUR_MS
+
+
+def test_a_zone_with_long_outages_is_learnt_though_the_plan_prefers_it(monkeypatch):
+    """Zone a, the planned one, is up for 20 minutes of 200; b and c are out for 20 minutes of 200, in turn."""
+    a, b = [1, 1, *[0] * 18], [*[1] * 18, 0, 0]
+    c = b[10:] + b[:10]
+    trace = market({"a": a * 12, "b": b * 12, "c": c * 12})
+
+    def at_work() -> Replayed:
+        return replay(plan("abc", 1), MoveRules(on_demand=False), work(1, 25.0), trace, 0, 1)
+
+    learnt = at_work()
+    monkeypatch.setattr(Tried, "outage_hours", lambda self, option: 1.1)
+    ignored = at_work()
+    assert learnt.share_at_work > ignored.share_at_work
+    assert learnt.refusals < ignored.refusals
+    assert learnt.micro_usd < ignored.micro_usd
