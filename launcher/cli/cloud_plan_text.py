@@ -116,9 +116,14 @@ def _sums(job: Job, plan: CloudPlan) -> Iterator[str]:
     )
     goal = f"{job.target.metric} {job.target.value:g}" if job.target else "the end"
     yield (
-        f"  to {goal}: {_money(plan.cost)}, {_time(plan.time)}; {_count(plan.iterations)} iterations of "
-        f"{plan.seconds_per_iteration:.0f} s"
+        f"  to {goal}: {_money(plan.forecast_cost)}, {_time(plan.forecast_time)}; {_count(plan.iterations)} iterations "
+        f"of {plan.seconds_per_iteration:.0f} s"
     )
+    if plan.stand_ins is not None:
+        yield (
+            f"  of these {dollars(plan.stand_ins.micro_usd)} for {plan.stand_ins.hours:.1f} node-hours on demand where "
+            "spot is missing"
+        )
     if plan.schedule is not None:
         yield f"  {plan.schedule.text()}"
     yield f"  basis: {plan.basis}"

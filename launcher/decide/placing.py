@@ -9,9 +9,10 @@ from launcher.decide.failover import Move, Wait, back_to_spot, next_rollout, nex
 from launcher.decide.launch_history import Tried
 from launcher.decide.replacing import stays
 from launcher.decide.run_budget import beside, hourly_of
-from launcher.decide.waiting import Prices, may_risk_spot, price_of, why_stand_in
+from launcher.decide.waiting import may_risk_spot, price_of, why_stand_in
 from launcher.placement.options import Option, SiteOptions
 from launcher.placement.plan import Slot
+from launcher.placement.price_of_waiting import Prices
 
 
 def place_of(slot: Slot, tried: Tried, after: Sequence[NodeRecord], facts: Facts, wanted: Wanted) -> Move:

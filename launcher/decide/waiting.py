@@ -6,9 +6,7 @@ Three questions; one yes buys the stand-in:
   to come: a preemption takes a slot out for `CHANGE_MS`, and waiting may not spend the time that preemptions will take.
 - Is the money for waiting used up? A run never plans to cost more than `MOST_OVER` above all on demand, so waiting is
   paid from that, and from what spot has saved so far.
-- Does waiting cost more than it saves? An iteration made later costs V: the trainer waits out the rest of the outage
-  and later outages, then spot does the work. A node on demand pays if its iterations, at V, are worth more than its
-  price. Outages are heavy-tailed: the longer one has lasted, the longer it will last (`expected_rest_hours`).
+- Does waiting cost more than it saves? The rule is that of the plan: `launcher/placement/price_of_waiting.py`.
 """
 
 from dataclasses import dataclass
@@ -17,39 +15,9 @@ from engine.events import Market
 from launcher.decide.facts import Facts, Wanted
 from launcher.decide.launch_history import PRIOR_HAZARD, PRIOR_HAZARD_HOURS
 from launcher.decide.work_left import WorkLeft
-from launcher.market.hazard import COLD_START_MS
 from launcher.money import HOUR_MS, duration
 from launcher.placement.options import Option
-
-CHANGE_MS = COLD_START_MS + 240_000
-"""Time that a slot is out after a loss: the answer to a launch, and the cold start. Milliseconds."""
-
-SPARE_CHANGES = 2
-"""Changes of every node at once that the reserve holds, beside the expected churn: one to go on demand, and one for
-spot nodes that are all lost after that."""
-
-MOST_OVER = 0.01
-"""Share of the price of all on demand that waiting may cost before it has saved anything."""
-
-REST_HOURS, REST_GROWTH = 0.5, 1.0
-"""Expected rest of an outage of x hours: `REST_HOURS` + `REST_GROWTH` x."""
-
-PRIOR_SHARE, PRIOR_SHARE_HOURS = 0.7, 6.0
-"""Share of time with spot before a run has seen any, and the hours that it weighs."""
-
-
-def expected_rest_hours(out_hours: float) -> float:
-    """Return the expected rest of an outage that has lasted so long."""
-    return REST_HOURS + REST_GROWTH * out_hours
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Prices:
-    """Hourly prices in micro-dollars, with disks and addresses."""
-
-    trainer: float
-    spot: float
-    on_demand: float
+from launcher.placement.price_of_waiting import CHANGE_MS, MOST_OVER, SPARE_CHANGES, Prices, Waiting, prior_share_after
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,11 +39,9 @@ class Seen:
                 ended_ms = node.ended_ms
                 hours += ((facts.now_ms if ended_ms is None else ended_ms) - node.happened["up"]) / HOUR_MS
                 preemptions += node.reclaimed
-        wanted = max(1, slots) * (facts.now_ms - since_ms) / HOUR_MS
-        prior = PRIOR_SHARE_HOURS * max(1, slots)
-        share = (hours + PRIOR_SHARE * prior) / (wanted + prior)
+        share = prior_share_after(hours / max(1, slots), (facts.now_ms - since_ms) / HOUR_MS)
         hazard = (preemptions + PRIOR_HAZARD * PRIOR_HAZARD_HOURS) / (hours + PRIOR_HAZARD_HOURS)
-        return cls(share=min(1.0, max(share, 0.01)), hazard_per_hour=hazard)
+        return cls(share=share, hazard_per_hour=hazard)
 
 
 def slack_ms(work: WorkLeft, deadline_ms: int, now_ms: int) -> float:
@@ -134,12 +100,14 @@ def costs_more_to_wait(
     """
     if not work.left:
         return False
-    rest = expected_rest_hours(out_hours)
-    useful = max(0.0, rest - CHANGE_MS / HOUR_MS) / rest
-    full_hours = work.left_ms(work.nodes) / HOUR_MS
-    later = prices.trainer * (rest + full_hours / seen.share) + work.nodes * prices.spot * full_hours
-    gained = work.per_hour(working + 1) - work.per_hour(working)
-    return later / work.left * gained * useful > (prices.on_demand if price is None else price)
+    waiting = Waiting(
+        left=work.left,
+        full_hours=work.left_ms(work.nodes) / HOUR_MS,
+        nodes=work.nodes,
+        gained=work.per_hour(working + 1) - work.per_hour(working),
+        prices=prices,
+    )
+    return waiting.earns(out_hours, seen.share) > (prices.on_demand if price is None else price)
 
 
 def why_stand_in(

@@ -94,6 +94,19 @@ class Alternative:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PlanStandIns:
+    """Forecast of a plan with the nodes on demand that a run buys in spot slots, after long outages or when late."""
+
+    hours: float
+    """Node-hours of stand-ins."""
+    micro_usd: int
+    """Dollars of stand-ins, a part of `cost`."""
+    cost: Span
+    time: Span
+    """Cost and time of the whole run, with the trainer's start."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PlanReplays:
     """Replays of the plan on generated markets, with the decisions of a live run. Simulated."""
 
@@ -169,6 +182,9 @@ class CloudPlan:
     """Forecast of an iteration, played forward. None: no rates, or too large a batch."""
     replays: PlanReplays | None = None
     """None: not replayed, or the plan predicts no iteration times."""
+    stand_ins: PlanStandIns | None = None
+    """None: the job has no stand-ins, or the plan no spot nodes. `cost`, `time`, `factors` and `alternatives` are of
+    spot alone: choices are compared by that."""
 
     @property
     def longest_ms(self) -> int | None:
@@ -176,23 +192,34 @@ class CloudPlan:
         return self.deadline_ms if self.max_runtime_ms is None else self.max_runtime_ms
 
     @property
+    def forecast_cost(self) -> Span:
+        """Return the dollars of the closed form, with stand-ins if there are any."""
+        return self.cost if self.stand_ins is None else self.stand_ins.cost
+
+    @property
+    def forecast_time(self) -> Span:
+        """Return the time of the closed form, as `forecast_cost`."""
+        return self.time if self.stand_ins is None else self.stand_ins.time
+
+    @property
     def quoted_cost(self) -> Span:
-        """Return the dollars to quote: the mean of the replays, which also count stand-ins, if there are any.
+        """Return the dollars to quote: the mean of the replays if there are any.
 
         The interval is that of the forecast, widened by the starts.
         """
         if self.replays is None:
-            return self.cost
+            return self.forecast_cost
         usd, low, high = (round(1e6 * usd) for usd in (self.replays.usd, self.replays.usd_low, self.replays.usd_high))
-        return Span(expected=usd, low=min(low, self.cost.low), high=max(high, self.cost.high))
+        of_forecast = self.forecast_cost
+        return Span(expected=usd, low=min(low, of_forecast.low), high=max(high, of_forecast.high))
 
     @property
     def quoted_time(self) -> Span:
         """Return the time to quote, as `quoted_cost`."""
         if self.replays is None:
-            return self.time
-        ms = round(self.replays.hours * HOUR_MS)
-        return Span(expected=ms, low=min(ms, self.time.low), high=max(ms, self.time.high))
+            return self.forecast_time
+        ms, of_forecast = round(self.replays.hours * HOUR_MS), self.forecast_time
+        return Span(expected=ms, low=min(ms, of_forecast.low), high=max(ms, of_forecast.high))
 
     def as_plan(self) -> Plan:
         """Return the plan in the form that the run's controller keeps."""

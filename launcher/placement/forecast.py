@@ -178,7 +178,7 @@ def at_the_end(needs: CloudRequirements, choice: Choice, end: End) -> tuple[int,
     free first hour of AWS. The range is wider than a 90 % interval of all of them together.
     """
     recipe = needs.recipe.on(choice.site.trainer.gpus)
-    site = _moved_site(choice.site, end)
+    site = moved_site(choice.site, end)
     is_good = end == "good"
     iterations = recipe.iterations.low if is_good else recipe.iterations.high
     exponent = recipe.gain_exponent.high if is_good else recipe.gain_exponent.low
@@ -186,7 +186,8 @@ def at_the_end(needs: CloudRequirements, choice: Choice, end: End) -> tuple[int,
     return cost(recipe, site.trainer.micro_usd_per_hour, *sums(moved), iterations=iterations, exponent=exponent)
 
 
-def _moved_site(site: Site, end: End) -> Site:
+def moved_site(site: Site, end: End) -> Site:
+    """Return a site with the uncertain figures of every pool at an end."""
     steady = site.on_demand
     return replace(
         site,
@@ -216,7 +217,7 @@ def share_at_work(site: Site, pool: PricedPool) -> Estimate:
     if pool.offer.market is not Market.SPOT:
         return replace(pool.odds, mean=pool.value.useful_share, low=pool.value.useful_share, high=1.0)
     number = site.zones.index(pool)
-    low, high = (_moved_site(site, end).zones[number].value.useful_share for end in ("bad", "good"))
+    low, high = (moved_site(site, end).zones[number].value.useful_share for end in ("bad", "good"))
     return replace(pool.odds, mean=pool.value.useful_share, low=low, high=high)
 
 

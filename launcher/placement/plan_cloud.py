@@ -9,12 +9,14 @@ that would fit. Money is integer micro-dollars, time integer milliseconds; expec
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import ceil
 
 from engine.events import Market
 from engine.exploration.value import IterationCost
 from launcher.exit_codes import BudgetError
+from launcher.money import HOUR_MS
 from launcher.placement.alternatives import elsewhere, fewer_or_more, other_policies, with_nodes
-from launcher.placement.cloud_plan import CloudPlan, ExplorationShare, Factors, PoolShare, Span
+from launcher.placement.cloud_plan import CloudPlan, ExplorationShare, Factors, PlanStandIns, PoolShare, Span
 from launcher.placement.forecast import Choice, Outlook, at_the_end, on_demand_outlook, outlook, share_at_work, sums
 from launcher.placement.iteration_time import (
     WhenSpotPays,
@@ -30,6 +32,7 @@ from launcher.placement.plan_notes import basis_of, dearer_zones, notes_of
 from launcher.placement.policy import Ours, Situation, build_policy
 from launcher.placement.ranks import ranks_of_node
 from launcher.placement.requirements import CloudRequirements, MarketView, PricedPool, Site, sites_of
+from launcher.placement.stand_ins import with_stand_ins
 from launcher.placement.value import square_root_rule
 
 
@@ -83,6 +86,17 @@ def plan_cloud(needs: CloudRequirements, market: MarketView) -> CloudPlan:
         sites=_site_options(needs, sites, choice),
         pace_ms=_pace_ms(needs, choice, expected),
         zones=tuple(pool.spells for pool in choice.site.zones),
+        stand_ins=_stand_ins(needs, choice),
+    )
+
+
+def _stand_ins(needs: CloudRequirements, choice: Choice) -> PlanStandIns | None:
+    found, good, bad = (with_stand_ins(needs, choice, end) for end in (None, "good", "bad"))
+    if found is None or good is None or bad is None:
+        return None
+    usd, ms = zip(*((ceil(one.micro_usd), ceil(one.hours * HOUR_MS)) for one in (found, good, bad)), strict=True)
+    return PlanStandIns(
+        hours=found.stand_in_hours, micro_usd=ceil(found.stand_in_micro_usd), cost=_span(*usd), time=_span(*ms)
     )
 
 

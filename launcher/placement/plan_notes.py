@@ -46,10 +46,6 @@ def notes_of(needs: CloudRequirements, choice: Choice) -> tuple[str, ...]:
         )
     if sum(choice.spot) > 1 and len(choice.site.zones) == 1:
         notes.append("the region has one zone with such spot nodes: what takes one back may take all of them")
-    if needs.spot is Spot.AUTO and sum(choice.spot) > 0:
-        notes.append(
-            "not counted in the forecast, but in the replays: nodes bought on demand while an outage of spot lasts"
-        )
     if sum(choice.spot) > 0:
         notes.append(
             "how often spot has capacity: zones of recorded markets had some for 0 to 100 % of the time. The interval "
@@ -57,7 +53,12 @@ def notes_of(needs: CloudRequirements, choice: Choice) -> tuple[str, ...]:
         )
     if choice.site.trainer.cloud == "aws" and sum(choice.spot) > 0:
         notes.append("not counted: AWS bills nothing for a spot node that it preempts in its first hour")
-    notes.append("not counted: evaluations, taxes; the trainer's own start and disks are in the replays only")
+    if needs.spot is Spot.AUTO and sum(choice.spot) > 0:
+        notes.append(
+            "alternatives are compared by spot alone; the dollars to the target also count the trainer's start, and "
+            "nodes on demand after long outages or near the deadline"
+        )
+    notes.append("not counted: evaluations, taxes; disks are in the replays only")
     return tuple(notes)
 
 

@@ -68,13 +68,13 @@ def needs() -> CloudRequirements:
     return CloudRequirements(recipe=recipe, trainer=one, rollout=one, max_rollout_nodes=NODES, min_rollout_nodes=NODES)
 
 
-def offers_of(pools: Sequence[PoolTrace]) -> list[Offer]:
-    first = pools[0]
-    steady = Offer(
-        cloud=first.cloud,
-        region=first.region,
+def steady_offer(cloud: str, region: str, instance_type: str) -> Offer:
+    """Return a node with one H100 on demand."""
+    return Offer(
+        cloud=cloud,
+        region=region,
         zone="",
-        instance_type=first.instance_type,
+        instance_type=instance_type,
         accelerator="H100",
         gpus=1,
         market=Market.ON_DEMAND,
@@ -82,6 +82,10 @@ def offers_of(pools: Sequence[PoolTrace]) -> list[Offer]:
         source="replay",
         observed_at="",
     )
+
+
+def offers_of(pools: Sequence[PoolTrace]) -> list[Offer]:
+    steady = steady_offer(pools[0].cloud, pools[0].region, pools[0].instance_type)
     spot = [replace(steady, zone=pool.zone, market=Market.SPOT, micro_usd_per_hour=SPOT) for pool in pools]
     return [steady, *spot]
 
@@ -111,7 +115,7 @@ def planned_starts(
                 PlannedStart(
                     region=region,
                     start_ms=start_ms,
-                    planned=plan.cost,
+                    planned=plan.forecast_cost,
                     paid=result.micro_usd,
                     reached=result.reached,
                 )

@@ -11,6 +11,7 @@ from launcher.decide.facts import Facts, Stage
 from launcher.decide.launch_history import MoveRules
 from launcher.decide.reconcile import decide
 from launcher.money import HOUR_MS
+from launcher.placement.price_of_waiting import CHANGE_MS
 from launcher.replay.baselines import all_on_demand
 from launcher.replay.replay import Policy, Replayed, replay
 from launcher.replay.trace import Trace
@@ -87,7 +88,7 @@ def the_margin_is_taken_once() -> bool:
     done_ms, begin_ms = 4 * HOUR_MS, 24 * TICK_MS
     slack_ms = 16 * HOUR_MS - (10 * HOUR_MS - done_ms) - first_stand_in_ms(result)
     assert first_stand_in_ms(result) > begin_ms
-    return slack_ms < 5 * waiting.CHANGE_MS
+    return slack_ms < 5 * CHANGE_MS
 
 
 def no_policy_knows_the_future(policy_on: Callable[[Trace], Policy] = lambda trace: decide) -> bool:

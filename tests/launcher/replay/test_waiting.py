@@ -8,12 +8,8 @@ from engine.events import Market
 from launcher.decide.budget_guard import NO_LIMITS
 from launcher.decide.facts import Facts, NodeRecord, Stage, Wanted
 from launcher.decide.waiting import (
-    CHANGE_MS,
-    SPARE_CHANGES,
-    Prices,
     Seen,
     costs_more_to_wait,
-    expected_rest_hours,
     is_late,
     is_money_used_up,
     may_risk_spot,
@@ -22,6 +18,7 @@ from launcher.decide.waiting import (
     slack_ms,
 )
 from launcher.money import HOUR_MS
+from launcher.placement.price_of_waiting import CHANGE_MS, SPARE_CHANGES, Prices, expected_rest_hours
 from tests.launcher.replay.markets import plan, work
 
 PRICES = Prices(trainer=55e6, spot=15e6, on_demand=55e6)
