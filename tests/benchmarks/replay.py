@@ -27,11 +27,13 @@ from launcher.market.offers import Offer, read_catalog
 from launcher.money import HOUR_MS
 from launcher.placement.options import Option, SiteOptions
 from launcher.placement.plan import Plan, placement_of, slot_of
+from launcher.placement.price_of_waiting import MOST_OVER
 from launcher.replay.baselines import BASELINES
 from launcher.replay.optimum import optimum
 from launcher.replay.readers import read_folder
 from launcher.replay.replay import Policy, Replayed, replay
 from launcher.replay.trace import PoolTrace, Trace
+from tests.benchmarks import not_knowing
 from tests.benchmarks.page import ROOT, load_now, publish
 
 TRACES = ROOT / "catalogs" / "traces"
@@ -42,10 +44,14 @@ NODES = 6
 IDEAL_MS, DEADLINE_MS, TIGHT_MS = 40 * HOUR_MS, 60 * HOUR_MS, 50 * HOUR_MS
 STARTS = 3
 TIGHT_STARTS = 100
+WORST_TARGET = 1.3
 TIMED_STARTS = 30
 TIMED_POLICIES = ("shipped", "all-on-demand", "uniform-progress", "greedy-net")
 ON_DEMAND = {"aws": 55_040_000, "gcp": 87_830_000}
 """On-demand prices of eight H100: p5.48xlarge in us-east-1, a3-highgpu-8g in us-east4 (catalogs/). Micro-dollars."""
+
+ALLOWED = (MOST_OVER, 0.02)
+"""Shares above all on demand that the shipped policy may pay, and that the target allows."""
 
 POLICIES: dict[str, Policy] = {"shipped": decide, **BASELINES}
 
@@ -248,6 +254,40 @@ def tight_misses(found: Sequence[Scenario]) -> tuple[int, int]:
     return misses, len(pairs)
 
 
+def not_known(found: Sequence[Scenario], starts: Sequence[Start]) -> list[dict[str, Any]]:
+    """Return the arithmetic of not knowing the future for each start of the worst scenario (not_knowing.py)."""
+    by_scenario: defaultdict[str, list[Start]] = defaultdict(list)
+    for start in starts:
+        by_scenario[start.scenario].append(start)
+    if not starts:
+        return []
+    worst = max(by_scenario, key=lambda name: statistics.fmean(s.over_optimum("shipped") for s in by_scenario[name]))
+    scenario = next(scenario for scenario in found if scenario.name == worst)
+    site = scenario.plan.sites[0]
+    spot = min(o.placement.micro_usd_per_hour for o in site.rollout if o.placement.market is Market.SPOT)
+    rows = []
+    for start in by_scenario[worst]:
+        case = not_knowing.Start(
+            trace=scenario.trace,
+            start_ms=start.start_ms,
+            work=scenario.work,
+            trainer=site.trainer[0].placement.micro_usd_per_hour,
+            on_demand=site.rollout[-1].placement.micro_usd_per_hour,
+            spot=spot,
+        )
+        rows.append(
+            {
+                "scenario": worst,
+                "start_h": start.start_ms / HOUR_MS,
+                "back_h": case.back_hours,
+                "shipped": start.over_optimum("shipped"),
+            }
+            | {f"wait_h_{100 * share:g}": case.wait_hours(share) for share in ALLOWED}
+            | {f"least_{100 * share:g}": case.least(share) / start.optimum for share in ALLOWED}
+        )
+    return [rounded(row) for row in rows]
+
+
 def rounded(figures: dict[str, Any]) -> dict[str, Any]:
     return {name: round(value, 3) if isinstance(value, float) else value for name, value in figures.items()}
 
@@ -285,6 +325,7 @@ def main() -> None:
         "scenarios": len({start.scenario for start in tested}),
         "too_short": short,
         "baselines": {row["policy"]: row for row in rows if row["policy"] != "shipped"},
+        "not_known": not_known(found, tested),
     }
     if options.print_only:
         print(json.dumps(result))
@@ -316,6 +357,15 @@ def by_scenario(starts: Sequence[Start]) -> list[dict[str, Any]]:
 
 
 def text(result: dict[str, Any], short: Sequence[str]) -> str:
+    cases = result["not_known"]
+    ours, most = (f"{100 * share:g}" for share in ALLOWED)
+    mean = {name: statistics.fmean(case[f"least_{name}"] for case in cases) for name in (ours, most)}
+    lines = "\n".join(
+        f"| {case['start_h']:g} h | {case['back_h']:.1f} h | {case['shipped']:.2f} | {case[f'least_{ours}']:.2f} "
+        f"| {case[f'least_{most}']:.2f} |"
+        for case in cases
+    )
+    met = "met" if result["over_optimum_worst"] <= WORST_TARGET else "**missed**"
     return f"""
 Replayed: recorded capacity, the shipped decisions, a market on paper (launcher/replay/world.py). Each figure is over
 the starts named: dollars over the optimum (mean of starts; worst scenario as the mean of its starts; worst start),
@@ -328,6 +378,20 @@ shipped policy. CPU seconds of {TIMED_STARTS} starts x 60 h x {len(TIMED_POLICIE
 
 Fitted on: {", ".join(FITTED_ON)}. The other part of that recording is held out: other days of the same zones, so it is
 no test of another cloud, GPU or year. Too short for 60 h, and left out: {", ".join(short) or "none"}.
+
+over_optimum_worst is {met}, in {cases[0]["scenario"]}. The price of not knowing the future there:
+
+| start | spot is back after | shipped | least at {ours} % above all on demand | least at {most} % |
+| --- | --- | --- | --- | --- |
+{lines}
+| mean | | {result["over_optimum_worst"]:.2f} | {mean[ours]:.2f} | {mean[most]:.2f} |
+
+An hour of waiting costs the trainer, less what it does alone. A policy that never pays more than {ours} % above all on
+demand may wait {cases[0][f"wait_h_{ours}"]:.1f} h before spot has saved anything, at {most} %
+{cases[0][f"wait_h_{most}"]:.1f} h. Then it buys, for nobody knows when spot is back: in the same zones of the part
+fitted on, it stayed away for three days. The least charges no start, preemption or doubt; the optimum pauses the
+trainer, too, which no policy here can. {ours} % was kept: in a trial on nine starts of the part fitted on, 1.8 % made
+the mean 1.080 instead of 1.078, and the worst start 1.02 times all on demand.
 
 Assumed: the work (90 % rollouts, 40 h with {NODES} nodes), on-demand prices of eight H100 from the catalog, on demand
 is always there, a probe's count is what a run could hold, answers after 1 to 2 minutes, a cold start of 8 minutes.
