@@ -225,6 +225,7 @@ def _launch() -> Schema:
         "max_runtime_ms",
         "replays",
         "zones",
+        "stand_ins",
     ):
         on_clouds["required"].remove(added_later)
     for added_later in ("judge_micro_usd", "iterations", "pace_ms"):
