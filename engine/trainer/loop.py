@@ -29,6 +29,7 @@ from engine.rewards.reward import Reward
 from engine.storage.checkpoint import Checkpoint
 from engine.storage.disk import ASK_AGAIN_SECONDS
 from engine.storage.tensor_files import TensorFile
+from engine.trainer.batch_forecast import BatchForecast
 from engine.trainer.batch_schedule import BatchSchedule
 from engine.trainer.checkpoints import Checkpoints, is_due
 from engine.trainer.context import TrainerContext
@@ -102,20 +103,18 @@ class Loop:
             coordinator=self.coordinator,
             checkpoints=self.checkpoints,
             reporter=self.reporter,
-            share=lambda: self.batch_schedule.early_share(),
+            share=lambda: self.forecast.early_share(),
         )
         copies = None if full else group
         ranks = self.model.steps(Ranks(copies, self.model.trainer, self.usage, is_started=start is not None))
+        trainer_ranks = 1 if group is None else group.ranks
+        self.forecast = BatchForecast(config, self.model.trainer, self.reporter, context.clock, ranks=trainer_ranks)
         self.batch_schedule = BatchSchedule(
-            config,
-            self.coordinator,
-            self.model.trainer,
-            self.reporter,
-            context.clock,
-            own_worker=self.worker.name,
-            ranks=1 if group is None else group.ranks,
+            config, self.coordinator, self.forecast, context.clock, own_worker=self.worker.name
         )
-        self.updates = BatchUpdates(config, ranks, self.state, self.usage, self.reporter, self.batch_schedule)
+        self.updates = BatchUpdates(
+            config, ranks, self.state, self.usage, self.reporter, schedule=self.batch_schedule, forecast=self.forecast
+        )
         self.evaluator = Evaluator(
             config,
             prompts,
@@ -196,9 +195,9 @@ class Loop:
         self.state.std = self.state.std.after(trained) if len(trained) else self.state.std
         # Report before the checkpoint is durable. A crash between the two repeats the batch and its report; the report
         # is never lost.
-        self.reports.report(manifest, finite, len(candidates), health, rollouts, self.batch_schedule.figures())
+        self.reports.report(manifest, finite, len(candidates), health, rollouts, self.forecast.figures())
         self.state.iteration += 1
-        unit = self.batch_schedule.unit()
+        unit = self.forecast.unit()
         fresh = self.exploration.next_manifest(self.context.run, order, candidates, unit=unit)
         self.state.next_batch = self.early.merge(fresh)
         if not self.state.next_batch.early:
@@ -206,7 +205,7 @@ class Loop:
         self._save(files)
         with self.usage.measure(Phase.SYNC):
             self._publish(weights)
-        self.batch_schedule.measured.publish(time.perf_counter() - trained_at)
+        self.forecast.measured.publish(time.perf_counter() - trained_at)
         self.reports.end()
 
     @property
@@ -222,7 +221,7 @@ class Loop:
             self._restore(newest)
         self.state.lineage = self._settle_lineage(newest)
         if newest is None:
-            unit = self.batch_schedule.unit()
+            unit = self.forecast.unit()
             self.state.next_batch = self.exploration.next_manifest(self.context.run, None, (), unit=unit)
         manifest = self.state.next_batch
         # The coordinator of another lineage has no old weights: its early groups are made anew, whole.

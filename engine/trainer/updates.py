@@ -13,6 +13,7 @@ from engine.config import EngineConfig
 from engine.diffusion.sampler import Plan
 from engine.events import Phase
 from engine.protocol.request import Manifest
+from engine.trainer.batch_forecast import BatchForecast
 from engine.trainer.batch_schedule import BatchSchedule
 from engine.trainer.ending import Unhealthy
 from engine.trainer.ranks import Step, Steps
@@ -35,7 +36,9 @@ class BatchUpdates:
         state: TrainerState,
         usage: Usage,
         reporter: Reporter,
+        *,
         schedule: BatchSchedule,
+        forecast: BatchForecast,
     ) -> None:
         self._config = config
         self._ranks = ranks
@@ -43,6 +46,7 @@ class BatchUpdates:
         self._usage = usage
         self._reporter = reporter
         self._schedule = schedule
+        self._forecast = forecast
 
     def train(self, manifest: Manifest, plan: Plan, rollouts: Rollouts) -> list[Health]:
         """Take all optimiser steps of a batch. Returns the health of each step."""
@@ -73,7 +77,7 @@ class BatchUpdates:
                 finished.append(self._commit(manifest, minibatch, step, rollouts))
             seconds += time.perf_counter() - begun
             collective_ms = self._collective_ms - collective_ms
-            self._schedule.trained(seconds, rows=finished[-1].rows, collective_ms=collective_ms)
+            self._forecast.trained(seconds, rows=finished[-1].rows, collective_ms=collective_ms)
         return finished
 
     @property

@@ -8,6 +8,7 @@ from engine.clock import ScaledClock
 from engine.config import EarlyConfig, EngineConfig
 from engine.early_config import AUTO_SHARES
 from engine.protocol.request import Group, Manifest
+from engine.trainer.batch_forecast import BatchForecast
 from engine.trainer.batch_schedule import BatchSchedule
 from tests.engine.test_early_groups import EARLY, stale_shares
 from tests.engine.test_help import JOB, STEPS, Coordinator, Waits
@@ -17,8 +18,8 @@ GROUPS = 8
 AUTO = EarlyConfig(share="auto", patience_seconds=600)
 
 
-def schedule_of(share="auto", *, image, row, workers=1, early=(), sp_degree=1):
-    """Return the schedule of a run with these seconds of an image and of a training row, after a first decision."""
+def forecast_of(share="auto", *, image, row, workers=1, early=(), sp_degree=1):
+    """Return the forecast of a run with these seconds of an image and of a training row, after a first decision."""
     groups = tuple(Group(prompt=str(number), seeds=(2 * number, 2 * number + 1)) for number in range(GROUPS))
     manifest = Manifest(
         run="r",
@@ -33,25 +34,26 @@ def schedule_of(share="auto", *, image, row, workers=1, early=(), sp_degree=1):
     )
     runtime = JOB.runtime.model_copy(update={"help": "off", "sp_degree": sp_degree})
     config = JOB.model_copy(update={"runtime": runtime, "early": EarlyConfig(share=share)})
-    schedule = BatchSchedule(
+    clock = ScaledClock(origin_ms=0)
+    forecast = BatchForecast(
         config,
-        Coordinator(manifest, step_ms=image * 1000 * 2 / STEPS, workers=workers),
         SimpleNamespace(rows_per_forward=168, objective=SimpleNamespace(rows_per_image=lambda plan: STEPS)),
         SimpleNamespace(warn=lambda text: None),
-        ScaledClock(origin_ms=0),
-        own_worker="trainer/trainer",
+        clock,
     )
+    coordinator = Coordinator(manifest, step_ms=image * 1000 * 2 / STEPS, workers=workers)
+    schedule = BatchSchedule(config, coordinator, forecast, clock, own_worker="trainer/trainer")
     schedule.begin(manifest, SimpleNamespace(steps=STEPS))
-    assert schedule.early_share() in (0.0, share), "no rate is known yet"
+    assert forecast.early_share() in (0.0, share), "no rate is known yet"
     if row:
-        schedule.measured.training(row * STEPS * 2 * GROUPS, rows=STEPS * 2 * GROUPS, passes=GROUPS)
+        forecast.measured.training(row * STEPS * 2 * GROUPS, rows=STEPS * 2 * GROUPS, passes=GROUPS)
     schedule.fill_time(Waits())
-    return schedule
+    return forecast
 
 
 def test_early_groups_are_on_where_rollout_gpus_would_wait_for_the_trainer():
     """An image takes 6 s and is trained in 6 s: without early groups, the rollout GPU waits for the last unit."""
-    assert schedule_of(image=6.0, row=1.0).early_share() in AUTO_SHARES[1:]
+    assert forecast_of(image=6.0, row=1.0).early_share() in AUTO_SHARES[1:]
 
 
 @pytest.mark.parametrize(
@@ -65,22 +67,22 @@ def test_early_groups_are_on_where_rollout_gpus_would_wait_for_the_trainer():
     ids=["rollouts-only", "row-unknown", "image-unknown", "shared-images"],
 )
 def test_early_groups_are_off_where_they_gain_nothing_or_the_gain_is_unknown(more):
-    assert schedule_of(**more).early_share() == 0.0
+    assert forecast_of(**more).early_share() == 0.0
 
 
 @pytest.mark.parametrize("share", [0.0, 0.125, 0.5])
 def test_a_number_is_the_share_whatever_the_rates(share):
-    assert schedule_of(share, image=6.0, row=1.0).early_share() == share
-    assert schedule_of(share, image=0.0, row=0.0).early_share() == share
+    assert forecast_of(share, image=6.0, row=1.0).early_share() == share
+    assert forecast_of(share, image=0.0, row=0.0).early_share() == share
 
 
 def test_the_forecast_of_a_batch_counts_its_early_groups():
-    without, half = schedule_of(image=6.0, row=1.0), schedule_of(image=6.0, row=1.0, early=(0, 1, 2, 3))
+    without, half = forecast_of(image=6.0, row=1.0), forecast_of(image=6.0, row=1.0, early=(0, 1, 2, 3))
     assert without.expected.stale_share == 0.0
     assert 0.0 < half.expected.stale_share <= 0.5
     assert half.expected.seconds < without.expected.seconds
     assert half.figures()["expected_stale_share"] == half.expected.stale_share
-    assert "expected_stale_share" not in schedule_of(0.0, image=6.0, row=1.0).figures()
+    assert "expected_stale_share" not in forecast_of(0.0, image=6.0, row=1.0).figures()
 
 
 @pytest.mark.parametrize(
@@ -102,6 +104,6 @@ def test_each_batch_has_the_share_that_was_best_before_it(tmp_path):
     """The share of batch 1 is chosen while batch 0 is open, and so on."""
     run = build(EARLY.model_copy(update={"early": AUTO, "iterations": 4}), tmp_path)
     best = {0: 0.0, 1: 0.5, 2: 0.25}  # a quarter of two groups is none
-    run.loop.batch_schedule.early_share = lambda: best[run.loop.state.iteration]
+    run.loop.forecast.early_share = lambda: best[run.loop.state.iteration]
     assert run.loop.run().reason == "iterations"
     assert stale_shares(tmp_path) == [0.0, 0.0, 0.5, 0.0]

@@ -14,6 +14,7 @@ from engine.entrypoints.inproc import build_inproc
 from engine.protocol.messages import Outlook, UnderWay, Waiting
 from engine.protocol.request import Group, Kind, Manifest
 from engine.schedule.values import NOTHING, Work, train_seconds
+from engine.trainer.batch_forecast import BatchForecast
 from engine.trainer.batch_schedule import BatchSchedule
 from engine.trainer.measured_rates import MeasuredRates
 from tests.engine.test_loop import TINY, Killed, brightness, manifests, newest, progress
@@ -261,21 +262,21 @@ def decided(help_="auto", *, image=None, row=None, workers=1, late=0.0):
     )
     config = JOB.model_copy(update={"runtime": JOB.runtime.model_copy(update={"help": help_})})
     coordinator = Coordinator(manifest, step_ms=0.0 if image is None else image * 1000 * 2 / STEPS, workers=workers)
-    schedule = BatchSchedule(
+    clock = ScaledClock(origin_ms=0)
+    forecast = BatchForecast(
         config,
-        coordinator,
         SimpleNamespace(rows_per_forward=168, objective=SimpleNamespace(rows_per_image=lambda plan: STEPS)),
         SimpleNamespace(warn=warned.append),
-        ScaledClock(origin_ms=0),
-        own_worker="trainer/trainer",
+        clock,
     )
+    schedule = BatchSchedule(config, coordinator, forecast, clock, own_worker="trainer/trainer")
     if row is not None:
-        schedule.measured.training(row * STEPS * 8, rows=STEPS * 8, passes=4)
+        forecast.measured.training(row * STEPS * 8, rows=STEPS * 8, passes=4)
     schedule.begin(manifest, SimpleNamespace(steps=STEPS))
     rollouts = Waits()
     schedule.fill_time(rollouts)
     if late:
-        schedule._batch = replace(schedule._batch, begun=time.monotonic() - late)
+        forecast._batch = replace(forecast.batch, begun=time.monotonic() - late)
         schedule.fill_time(rollouts)
         schedule.fill_time(rollouts)
     return rollouts, warned
