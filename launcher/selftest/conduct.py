@@ -1,4 +1,4 @@
-"""Conduct a selftest: act, read the facts, judge, step by step; clean up in every case.
+"""Conduct a selftest: act (`step_work.py`), read the facts, judge, step by step; clean up in every case.
 
 The run is a launch like any other: `spotrl launch` has started it, its controller buys, replaces and ends nodes within
 its budget, and this module only orders what a user or the cloud could order: a preemption, a stop, a resume. Ctrl-C, a
@@ -6,18 +6,15 @@ failed step and an error all lead to the cleanup, which stops the run and asks t
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from launcher.clouds.base import CloudUnreachable
-from launcher.clouds.preempting import Order, OrderState, Progress
 from launcher.exit_codes import ExitCode, Failure
-from launcher.runs.runs import CLOUD_RELEASE_SECONDS, ControllerFailed
 from launcher.selftest.acting import Acts
-from launcher.selftest.facts import Facts, Preempted
+from launcher.selftest.facts import Facts
 from launcher.selftest.interruption import Interrupted, Interruption
 from launcher.selftest.reading import Seen
+from launcher.selftest.step_work import SAY_SECONDS, StepWork
 from launcher.selftest.steps import ALWAYS, Judgement, Step, Verdict, judge
 
 MINUTES: Mapping[Step, float] = {
@@ -36,8 +33,8 @@ MINUTES: Mapping[Step, float] = {
 """Longest time of each step. A node takes minutes to come up, and a cloud minutes to report its end. A run that is slow
 in every step ends at its deadline. `spotrl selftest --minutes STEP=N` sets another."""
 
-LOOK_SECONDS, SAY_SECONDS = 1.0, 30.0
-"""Seconds between two looks at the facts, and between two lines about a step that still waits for the same."""
+LOOK_SECONDS = 1.0
+"""Seconds between two looks at the facts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,8 +58,16 @@ class Conductor:
     interruption: Interruption = field(default_factory=Interruption)
     look_seconds: float = LOOK_SECONDS
     is_interrupted: bool = False
-    order: Order | None = None
-    """The accepted order to preempt."""
+
+    def __post_init__(self) -> None:
+        self._work = StepWork(
+            run=self.run,
+            say=self.say,
+            seen=self.seen,
+            minutes=self.minutes,
+            interruption=self.interruption,
+            look_seconds=self.look_seconds,
+        )
 
     def conduct(self) -> None:
         """Take every step. Never raises: an error of a step is its failure, and the cleanup follows."""
@@ -98,7 +103,7 @@ class Conductor:
         return ExitCode.FAILURE if self.failed else ExitCode.OK
 
     def facts(self) -> Facts:
-        return self.run.facts(self.seen)
+        return self._work.facts()
 
     def _take(self, step: Step) -> bool:
         """Act, and wait until the step is judged. Return True if the next step may be taken.
@@ -121,7 +126,7 @@ class Conductor:
         if step is Step.CLEANUP:
             self.run.ask_to_stop()  # even if a signal ends the waiting at once
         with self.interruption.may_interrupt():
-            self._act(step)
+            self._work.act(step)
             return self._judged(step, began + self.minutes[step] * 60)
 
     def _judge_bill(self) -> Judgement:
@@ -144,7 +149,7 @@ class Conductor:
         said, said_at = "", 0.0
         while True:
             self.interruption.check()
-            self._look(step)
+            self._work.look(step)
             found = judge(step, self.facts())
             if found.verdict is not Verdict.WAITING:
                 return found
@@ -156,66 +161,3 @@ class Conductor:
                 self.say(step, found.text)
                 said, said_at = found.text, time.monotonic()
             time.sleep(self.look_seconds)
-
-    def _act(self, step: Step) -> None:
-        match step:
-            case Step.PREEMPT:
-                self._preempt()
-            case Step.CHECKPOINT:
-                self._stop(step)
-                self.seen.stopped_ms = self.run.now_ms()
-                self.seen.stored = self.run.newest_checkpoint()
-            case Step.RESUME:
-                self.seen.resumed_ms = self.run.now_ms()
-                self.run.resume()
-            case Step.CLEANUP:
-                self._stop(step)
-            case _:
-                pass
-
-    def _stop(self, step: Step) -> None:
-        """Stop the run, and say what still runs as long as something does."""
-        left: Sequence[str] = self.facts().still_running
-        until = time.monotonic() + min(self.minutes[step] * 60, CLOUD_RELEASE_SECONDS)
-        self.say(step, f"stopping the run; still there: {', '.join(left) or 'nothing'}")
-        while True:
-            try:
-                left = self.run.stop(min(SAY_SECONDS, max(0.0, until - time.monotonic())))
-                if not left:
-                    return
-                self.say(step, f"still there: {', '.join(left)}")
-            except ControllerFailed as failure:  # a slow machine; what still runs must be ended all the same
-                self.say(step, f"{failure}; trying again")
-                time.sleep(self.look_seconds)
-            self.interruption.check()
-            if time.monotonic() > until:
-                return
-
-    def _look(self, step: Step) -> None:
-        """Refresh what the ledger does not hold, and restart a controller that died."""
-        if step is Step.PREEMPT and self.order is not None and self.seen.order is not None:
-            with suppress(CloudUnreachable):
-                self.seen.order = replace(self.seen.order, state=self.run.order_state(self.order))
-        if step is Step.CLEANUP:
-            with suppress(CloudUnreachable):
-                self.seen.in_cloud = self.run.left_in_cloud()
-            return
-        try:
-            if self.run.ensure_controller():
-                self.say(step, "the controller had ended; another is started")
-        except ControllerFailed as failure:  # the next looks try again, until the step's time is over
-            self.say(step, f"{failure}; trying again")
-
-    def _preempt(self) -> None:
-        spot = self.facts().spot
-        if spot is None:
-            raise Failure("no spot node is ready, so none can be preempted")
-        at_ms = self.run.now_ms()
-        self.order = self.run.preempt(spot.name)
-        self.seen.order = Preempted(
-            node=spot.name,
-            at_ms=at_ms,
-            means=self.run.means,
-            notice_ms=self.run.notice_ms,
-            state=OrderState(progress=Progress.RUNNING),
-        )
