@@ -14,7 +14,8 @@ from engine.exploration.budget import PHASES, candidates_that_fit, seconds_until
 from engine.protocol.messages import Span
 from engine.protocol.request import WeightsKey
 from engine.protocol.task import Task
-from engine.queue.queue import PRIORITY, Queue
+from engine.queue.priority import PRIORITY
+from engine.queue.queue import Queue
 
 
 class ExplorationDesk:

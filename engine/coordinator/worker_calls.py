@@ -26,7 +26,8 @@ from engine.protocol.messages import (
 )
 from engine.protocol.records import ResultsAccepted, StatesCommitted
 from engine.protocol.request import ALONE, Kind, Reply, Wait, Work
-from engine.queue.queue import PRIORITY, Queue
+from engine.queue.priority import PRIORITY
+from engine.queue.queue import Queue
 
 
 class WorkerCalls:

@@ -228,6 +228,12 @@ class Drain(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="drai
     deadline_ms: int
 
 
+class Yield(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="yield"):
+    """The order to give a lease of exploration back and to pull again: a rollout waits, so the GPU is not idle."""
+
+    lease: int
+
+
 class Fenced(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="fenced"):
     """The answer to a call with a revoked lease: drop the work and pull again."""
 
@@ -240,7 +246,7 @@ class Exit(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="exit"
     reason: str
 
 
-Reply = Wait | Work | LoadWeights | Regroup | Drain | Fenced | Exit
+Reply = Wait | Work | LoadWeights | Regroup | Drain | Yield | Fenced | Exit
 
 
 # --- results from workers ----------------------------------------------------------------------------

@@ -30,6 +30,8 @@ class WorkerRecord:
     to have died while the node lives, the crash is recorded for these requests."""
     missed: tuple[int, Lease] | None = None
     """The last lease revoked after missed heartbeats, with the lease number."""
+    most_images: int | None = None
+    """The `most_images` of the worker's last pull."""
     warned_images: int | None = None
     """The `most_images` of the worker's pull that was last reported to the launcher as too small."""
 

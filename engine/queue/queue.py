@@ -6,15 +6,14 @@ No I/O, no torch, no Ray and no clock. Workers only call in. The queue answers e
 - every request of a manifest finishes exactly once, even if workers are killed, frozen, delayed or repeat a call;
 - the queue issues each lease number once and rejects calls with a revoked number;
 - a worker samples an attempt only with the weights named in the attempt;
-- rollouts of the open batch come first, then early rollouts of the next batch, evaluation and exploration; when no
-  request waits, an idle worker makes a speculative copy of the lease with the latest predicted end, and the first
-  result to arrive counts;
+- rollouts of the open batch come first, then early rollouts of the next batch, evaluation and exploration, which gives
+  way to rollouts (priority.py); when no request waits, an idle worker makes a speculative copy of the lease with the
+  latest predicted end, and the first result to arrive counts;
 - a poisoned request (every worker crashes on the request) is reported and no longer retried; requests leased together
   with the poisoned request are cleared.
 
-The parts: backlog.py, leases.py, members.py, suspects.py, speculation.py, weights.py and commits.py hold one value or
-decision each. state.py holds the parts and the transitions between them, with a diagram. recovery.py restores the
-facts of a journal.
+Each other file of this folder holds one value or decision. state.py holds the parts and the transitions between them,
+with a diagram. recovery.py restores the facts of a journal.
 
 Methods return every change the coordinator must remember. The coordinator makes the change durable *before* answering
 (engine/coordinator/coordinator.py). After a crash, the `restore_...` methods load the same facts.
@@ -39,6 +38,7 @@ from engine.protocol.request import (
     Wait,
     WeightsKey,
     Work,
+    Yield,
 )
 from engine.protocol.task import Task
 from engine.queue import recovery
@@ -47,12 +47,11 @@ from engine.queue.leases import Lease
 from engine.queue.members import WorkerRecord
 from engine.queue.outlook import outlook
 from engine.queue.pace import STEPS_PER_LEASE, Pace, Rules
+from engine.queue.priority import PRIORITY, gives_way, in_order
 from engine.queue.speculation import slowest_requests
 from engine.queue.state import REPORTED_LOST, QueueState
 from engine.queue.task import QueuedRequest, Submission
 from engine.queue.weights import PublishedWeights
-
-PRIORITY = (Kind.TRAIN, Kind.EARLY, Kind.EVALUATE, Kind.CONTROL, Kind.EXPLORE)
 
 MISSED = "missed its lease"
 
@@ -187,7 +186,12 @@ class Queue:
                 self._lengthen_after_late_call(worker, number, now_ms)
                 return Fenced(lease=number)
             self._leases.renew(lease, step, now_ms)
-        return self._pending(node)
+        order = self._pending(node)
+        for number in leases if isinstance(order, Wait) else ():
+            most = self._members.workers[worker].most_images
+            if gives_way(self._leases.open[number], self._backlog, self.weights, most):
+                return Yield(lease=number)
+        return order
 
     def may_finish(self, worker: str, number: int) -> bool:
         """Return True if the worker holds the lease. Call before making the worker's bytes durable."""
@@ -362,10 +366,7 @@ class Queue:
         recovery.restore_poisoned(self.state, request, text)
 
     def restore_lease(self, record: LeaseRecord, *, now_ms: int) -> None:
-        """Restore a lease whose worker kept sampling while the coordinator was down.
-
-        A request leased again by a later record leaves the earlier lease.
-        """
+        """Restore a lease. Its worker kept sampling while the coordinator was down."""
         recovery.restore_lease(self.state, record, now_ms)
 
     def begin_leases(self, first: int) -> None:
@@ -385,10 +386,7 @@ class Queue:
         return recovery.committed_states(self.state, requests)
 
     def forget_all_weights(self) -> None:
-        """Forget all weights at the start of a new lineage.
-
-        Version numbers of the old lineage mean different weights.
-        """
+        """Forget all weights: version numbers of a new lineage mean different weights."""
         self.weights.clear()
 
     def check(self, number: int | None = None) -> None:
@@ -415,8 +413,8 @@ class Queue:
             return Exit(reason="this node was given up")
         if node.deadline_ms is not None:
             return Drain(deadline_ms=node.deadline_ms)
-        too_large = 0
-        for kind in PRIORITY:
+        too_large, member.most_images = 0, most_images
+        for kind in in_order(self._backlog, self.weights, holds, most_images):
             if kind not in kinds:
                 continue
             items, copy = self._backlog.next_batch(kind, most_images, self.weights.digests), False

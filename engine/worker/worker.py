@@ -36,6 +36,7 @@ from engine.protocol.request import (
     Wait,
     WeightsKey,
     Work,
+    Yield,
 )
 from engine.rewards.reward import Reward
 from engine.worker.commits import CommitSender
@@ -54,6 +55,10 @@ from engine.worker.weight_source import FromCoordinator, WeightSource
 LAST_SCORES_SECONDS = 0.5
 """Wall seconds a drained worker waits for scores. A preemption notice may leave few seconds, and a scoring server may
 take minutes."""
+
+IDLE_HEARTBEAT = 0.2
+"""Heartbeats of a lease that uses idle GPU time, as a share of `heartbeat_seconds`: the worker must soon learn that its
+GPU is no longer idle. Assumed."""
 
 
 @dataclass(kw_only=True)
@@ -209,7 +214,7 @@ class Worker:
                 self.on_regroup(reply)
                 with self.usage.measure(Phase.SYNC):
                     self.elastic.follow(reply)
-            case Regroup() | Fenced():
+            case Regroup() | Fenced() | Yield():
                 raise RuntimeError(f"the coordinator answered a pull with {reply}, which this worker cannot follow")
             case _:
                 assert_never(reply)
@@ -270,7 +275,9 @@ class Worker:
         self._scores.send(block=False)
         drain = self.draining()
         replies = [self._commits.answer(wait=False)]
-        if not drain and time.perf_counter() - self.calls.last >= self.heartbeat_seconds:
+        is_idle = work.attempts[0].request.kind in IDLE_KINDS
+        longest = self.heartbeat_seconds * (IDLE_HEARTBEAT if is_idle else 1.0)
+        if not drain and time.perf_counter() - self.calls.last >= longest:
             replies.append(self.calls.heartbeat({**self._scores.leases(), work.lease: trajectories[0].step}))
         for reply in replies:
             match reply:
@@ -280,7 +287,7 @@ class Worker:
                         return False
                 case Exit():
                     return False
-                case Drain() | Regroup():  # preemption, or an order to join another group
+                case Drain() | Regroup() | Yield():  # preemption, an order to join another group, or rollouts wait
                     drain = True
                 case _:
                     pass

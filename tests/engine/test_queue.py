@@ -19,6 +19,7 @@ from engine.protocol.request import (
     Wait,
     WeightsKey,
     Work,
+    Yield,
 )
 from engine.protocol.task import Task
 from engine.queue.pace import Rules, commit_interval
@@ -109,6 +110,51 @@ def test_training_comes_before_evaluation_and_exploration_last():
     kinds = [pull(queue).attempts[0].request.kind for _ in range(3)]
     assert kinds == [Kind.TRAIN, Kind.EVALUATE, Kind.EXPLORE]
     assert pull(queue) == Wait()
+
+
+def test_a_worker_that_holds_the_weights_of_leftover_early_groups_samples_them_first():
+    """Two early images of the open batch are left over. The worker of the old weights samples them, then loads."""
+    queue = queue_with(task(2, Kind.EARLY))
+    queue.publish(V1, DIGEST[V1])
+    queue.submit(task(2, batch=1, weights=V1))
+    assert pull(queue, "b/0", holds=V1).attempts[0].request.kind is Kind.TRAIN
+    assert pull(queue, holds=V0).attempts[0].request.kind is Kind.EARLY
+
+
+def test_early_groups_of_the_next_batch_come_after_all_rollouts_of_the_open_batch():
+    queue = queue_with(task(2, Kind.EARLY, batch=1), task(2))
+    assert [pull(queue).attempts[0].request.kind for _ in range(2)] == [Kind.TRAIN, Kind.EARLY]
+
+
+@pytest.mark.parametrize("idle", [Kind.CONTROL, Kind.EXPLORE])
+@pytest.mark.parametrize("urgent", [Kind.TRAIN, Kind.EARLY])
+def test_exploration_gives_way_to_rollouts(idle, urgent):
+    queue = queue_with(task(2, idle))
+    work = pull(queue)
+    assert queue.heartbeat("a/0", "a", {work.lease: 1}, now_ms=0) == Wait()
+    queue.submit(task(2, urgent, batch=1))
+    assert queue.heartbeat("a/0", "a", {work.lease: 2}, now_ms=0) == Yield(lease=work.lease)
+    assert queue.heartbeat("a/0", "a", {work.lease: STEPS}, now_ms=0) == Wait(), "its images are being scored"
+    queue.give_back("a/0", work.lease, now_ms=0)
+    assert [pull(queue).attempts[0].request.kind for _ in range(2)] == [urgent, idle]
+    queue.check()
+
+
+@pytest.mark.parametrize("more", [{"weights": V1}, {"shape": 4}, {"kind": Kind.EVALUATE}], ids=str)
+def test_exploration_does_not_give_way_to_work_that_its_worker_cannot_take_or_that_may_wait(more):
+    queue = queue_with(task(2, Kind.EXPLORE))
+    work = pull(queue, most_images=2)
+    queue.submit(task(2, batch=1, **more))
+    assert queue.heartbeat("a/0", "a", {work.lease: 1}, now_ms=0) == Wait()
+
+
+def test_rollouts_and_evaluations_do_not_give_way():
+    queue = queue_with(task(2, Kind.EVALUATE))
+    queue_of_rollouts = queue_with(task(4))
+    for one in (queue, queue_of_rollouts):
+        work = pull(one)
+        one.submit(task(2, batch=1))
+        assert one.heartbeat("a/0", "a", {work.lease: 1}, now_ms=0) == Wait()
 
 
 def test_a_worker_gets_only_the_kinds_that_it_pulls():

@@ -88,6 +88,7 @@ from engine.protocol.request import (
     Wait,
     WeightsKey,
     Work,
+    Yield,
 )
 from engine.protocol.task import Task
 from tests.engine.heads import (
@@ -128,6 +129,7 @@ REPLIES = [
     LoadWeights(weights=WEIGHTS, digest="abc"),
     Regroup(epoch=4, rank=1, degree=2, members=("a/0", "a/1"), communicator=3),
     Drain(deadline_ms=99),
+    Yield(lease=6),
     Fenced(lease=5),
     Exit(reason="the run is over"),
 ]

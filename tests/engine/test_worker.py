@@ -30,6 +30,7 @@ from engine.protocol.request import (
     Wait,
     WeightsKey,
     Work,
+    Yield,
 )
 from engine.protocol.task import Task
 from engine.worker.worker import Worker
@@ -184,6 +185,24 @@ def test_work_that_would_restart_is_not_committed_on_a_drain():
     worker(line, heartbeat_seconds=0.0, resume="restart").serve()
     assert line.of("commit") == []
     assert line.of("give_back")
+
+
+def test_a_worker_whose_rollouts_wait_gives_its_candidates_back_after_the_step():
+    line, model = Line(order(kind=Kind.EXPLORE), heartbeat=Yield(lease=LEASE)), Toy()
+    worker(line, model, heartbeat_seconds=0.0).serve()
+    assert model.steps == 1
+    assert line.names() == ["pull", "give_back", "pull"]
+    assert line.of("commit") == [], "candidates are made anew"
+
+
+def test_a_worker_that_explores_asks_after_every_step_whether_its_gpu_is_still_idle():
+    line, model = Line(order(kind=Kind.EXPLORE), order(kind=Kind.TRAIN)), Toy()
+    one = worker(line, model, heartbeat_seconds=0.25)
+    model.between = lambda step: time.sleep(0.06)
+    one.serve()
+    first = line.calls[: line.calls.index(line.of("finish")[0])]
+    assert sum(call["call"] == "heartbeat" for call in first) == STEPS - 1
+    assert len(line.of("heartbeat")) < 2 * (STEPS - 1), "a rollout has an ordinary heartbeat"
 
 
 # --- commits

@@ -150,7 +150,7 @@ class Worker:
                 return answer["lease"] != work["lease"]
             if answer["do"] == "exit":
                 return False
-            drain = answer["do"] == "drain"
+            drain = answer["do"] in ("drain", "yield")
         if drain:
             yield from self._hand_back(work, trails)
         return not drain
