@@ -17,6 +17,7 @@ from engine.config import CandidateBudget, EngineConfig, ProfileConfig
 from engine.exploration.batch import BatchExploration
 from engine.exploration.profiles import Profile, ProfileBandit, visit_value
 from engine.exploration.ranking import RankingMonitor, RankingReport, Scored, Visit
+from engine.exploration.rest import Rest
 from engine.exploration.selection import choose_groups, control_slice, first_seeds
 from engine.protocol.exploration_order import Belief, ExplorationOrder
 from engine.protocol.request import Finished, Group, Kind, Manifest, RequestId
@@ -37,6 +38,7 @@ class Explorer:
         self._profiles = [_profile(one, config.sampler.steps) for one in exploration.profiles]
         self.monitor = RankingMonitor()
         self.bandit = ProfileBandit(self._profiles, run_seed=config.seed)
+        self.rest = Rest()
         self.beliefs: dict[str, Belief] = {}
         self._stale: dict[tuple[str, int], float] = {}
         """Every candidate's reward, for the next batch to train."""
@@ -55,7 +57,8 @@ class Explorer:
         waits = exploration.wait == "all"
         counted = budget.candidates if isinstance(budget, CandidateBudget) and waits else None
         each = self._each(prompts)
-        if exploration.mode != "stale" or each <= keep or not self.monitor.explores(batch):
+        explores = self.monitor.explores(batch) and not self.rest.rests(batch)
+        if exploration.mode != "stale" or each <= keep or not explores:
             return None
         profile = self.bandit.choose(batch)
         return ExplorationOrder(
@@ -107,6 +110,8 @@ class Explorer:
             self._stale = self.monitor.admit(scored, version=batch, sampler=signature)
             self._visits[batch] = (self.bandit.choose(batch).name, gpu_seconds)
             self._remember(order, results)
+            if order.counted is None:  # a budget that is waited for depends on no idle time
+                self.rest.explored(batch, (prompt for prompt, _ in self._stale), keep=order.keep)
         return choose_groups(
             prompts,
             self._stale,
@@ -201,6 +206,7 @@ class Explorer:
         return {
             "monitor": self.monitor.to_dict(),
             "bandit": self.bandit.to_dict(),
+            "rest": self.rest.to_dict(),
             "beliefs": self.beliefs,
             "stale": [[prompt, seed, reward] for (prompt, seed), reward in self._stale.items()],
             "visits": [[batch, name, seconds] for batch, (name, seconds) in self._visits.items()],
@@ -211,6 +217,7 @@ class Explorer:
         self.monitor = RankingMonitor.from_dict(raw["monitor"])
         if list(raw["bandit"]["arms"]) == [profile.name for profile in self._profiles]:
             self.bandit = ProfileBandit.from_dict(raw["bandit"], self._profiles, run_seed=self._config.seed)
+        self.rest = Rest(**raw.get("rest", {}))  # missing in checkpoints of earlier versions
         self.beliefs = dict(raw["beliefs"])
         self._stale = {(prompt, seed): reward for prompt, seed, reward in raw["stale"]}
         self._visits = {batch: (name, seconds) for batch, name, seconds in raw["visits"]}

@@ -13,6 +13,7 @@ from engine.config import CandidateBudget, EngineConfig
 from engine.diffusion.sampler import batch_plan, plan_to_dict, preview_plan
 from engine.events import Ranked
 from engine.exploration.explorer import Explorer
+from engine.exploration.rest import REST_BATCHES, SHORT
 from engine.noise_schedule import ModelSchedule
 from engine.prompts import PromptSource
 from engine.protocol.exploration_order import ExplorationOrder
@@ -47,6 +48,7 @@ class SeedExploration:
         """GPU-seconds of exploration up to the previous batch."""
         self._warned_at: float | None = None
         """The value of `CoordinatorClient.alone_since` for which a warning was written."""
+        self._has_told_of_rest = False
 
     def order(self, batch: int) -> ExplorationOrder | None:
         """Order exploration of a batch's candidates with the current weights.
@@ -126,6 +128,7 @@ class SeedExploration:
         groups = self.explorer.choose(
             order, self._prompts.batch(batch), candidates, batch=batch, gpu_seconds=max(0.0, spent)
         )
+        self._tell_of_rest(batch)
         share = len(groups) // algorithm.updates_per_batch
         return Manifest(
             run=run,
@@ -136,6 +139,18 @@ class SeedExploration:
             groups=groups,
             minibatches=tuple(tuple(range(i, i + share)) for i in range(0, len(groups), share)),
             unit=unit,
+        )
+
+    def _tell_of_rest(self, batch: int) -> None:
+        """Warn of the first rest of exploration."""
+        if self._has_told_of_rest or not self.explorer.rest.rests(batch + 1):
+            return
+        self._has_told_of_rest = True
+        keep = self._config.algorithm.images_per_prompt
+        self._reporter.warn(
+            f"batch {batch}: in {SHORT} batches in a row no prompt had more candidates than the {keep} that it trains, "
+            f"so no seed could be chosen; exploration rests for {REST_BATCHES} batches at a time. Rollout GPUs are "
+            "hardly idle: add spot GPUs, use a cheaper profile (exploration.profiles), or exploration.mode: none"
         )
 
     def _is_alone(self) -> bool:

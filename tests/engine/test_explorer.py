@@ -1,13 +1,16 @@
 """The trainer's side of exploration: it chooses by stale rewards, checks itself by fresh ones, and restarts alike."""
 
 import json
+from types import SimpleNamespace
 
 from msgspec.structs import replace
 
 from engine.algorithm_config import AlgorithmConfig
 from engine.config import CandidateBudget, EngineConfig, ExplorationConfig, ProfileConfig
 from engine.exploration.explorer import Explorer
+from engine.noise_schedule import EVEN
 from engine.protocol.request import Finished, Kind, Manifest, RequestId, Score, Stream, seed_of
+from engine.trainer.exploration import SeedExploration
 
 PROMPTS = tuple(f"prompt {number}" for number in range(8))
 PROFILES = (ProfileConfig(name="full"), ProfileConfig(name="fast", dtype="bfloat16", steps=4, scorer="student"))
@@ -114,6 +117,76 @@ def test_results_of_weights_that_are_too_old_choose_nothing():
     first = [seed_of(0, Stream.TRAIN, 5, PROMPTS[0], index) for index in range(4)]
     assert list(groups[0].seeds) == first
     assert one.monitor.report().refused_stale == 128
+
+
+def short_of(one, batch, each=4):
+    """Explore a batch with `each` candidates a prompt. Return whether the batch was explored."""
+    order = order_of(one, batch)
+    found = [] if order is None else candidates(order, quality)
+    found = [result for number, result in enumerate(found) if number % 16 < each]
+    one.choose(order, PROMPTS, found, batch=batch, gpu_seconds=1.0)
+    return order is not None
+
+
+def test_exploration_rests_where_no_prompt_has_more_candidates_than_it_trains():
+    one = explorer(wait="idle")
+    explored = [short_of(one, batch) for batch in range(1, 26)]
+    assert explored == [True, True, True, *[False] * 10, True, *[False] * 10, True]
+
+
+def test_exploration_goes_on_once_a_seed_can_be_chosen():
+    one = explorer(wait="idle")
+    assert [short_of(one, batch, each) for batch, each in enumerate((4, 4, 5, 4, 4, 0, 5), 1)] == [True] * 7
+    for batch in (8, 9, 10):
+        short_of(one, batch)
+    assert not short_of(one, 11)
+    assert [short_of(one, batch, each=5) for batch in range(21, 25)] == [True] * 4
+
+
+def test_the_first_rest_is_told_once():
+    one, warned, state = explorer(wait="idle"), [], SimpleNamespace(iteration=0, lineage=1)
+    seeds = SeedExploration(
+        CONFIG,
+        one,
+        SimpleNamespace(batch=lambda batch: PROMPTS),
+        state,
+        SimpleNamespace(exploring_seconds=0.0),
+        SimpleNamespace(warn=warned.append),
+        EVEN,
+    )
+    for state.iteration in range(1, 16):
+        order = order_of(one, state.iteration)
+        found = [] if order is None else candidates(order, quality)[::16]
+        seeds.next_manifest("run", order, found, unit=1)
+        assert len(warned) == (state.iteration >= 3)
+    assert warned[0].startswith(
+        "batch 3: in 3 batches in a row no prompt had more candidates than the 4 that it trains"
+    )
+
+
+def test_batches_without_any_candidate_start_no_rest():
+    """No spot node was there: once one comes, exploration begins at once."""
+    one = explorer(wait="idle")
+    assert all(short_of(one, batch, each=0) for batch in range(1, 9))
+
+
+def test_a_budget_that_is_waited_for_never_rests():
+    one = explorer()
+    assert all(short_of(one, batch) for batch in range(1, 9))
+
+
+def test_a_restarted_trainer_rests_as_long():
+    one = explorer(wait="idle")
+    for batch in (1, 2, 3):
+        short_of(one, batch)
+    again = explorer(wait="idle")
+    again.restore(json.loads(json.dumps(one.to_dict())))
+    assert [short_of(again, batch) for batch in (13, 14)] == [False, True]
+    assert not short_of(again, 15), "one more short batch is enough for the next rest"
+    old = one.to_dict()
+    del old["rest"]
+    again.restore(old)
+    assert again.rest.until == 0
 
 
 def test_one_that_was_restored_goes_on_alike():

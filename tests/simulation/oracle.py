@@ -306,7 +306,18 @@ class Oracle:
             return self._fenced(answer["lease"])
         for number in head["leases"]:
             self._accepted(int(number), head, answer)
+        if answer["do"] == "yield":
+            self._gives_way(answer["lease"])
         return None
+
+    def _gives_way(self, number: int) -> None:
+        """Check that only exploration gives way, and only to a rollout that somebody wants."""
+        kinds = {self.kind[key][0] for key in self.leases[number].given if key in self.kind}
+        if kinds - {"explore"}:
+            raise Broken(f"lease {number} on {kinds} was told to give way")
+        unfinished = self.wanted.keys() - self.finished.keys() - self.reported
+        if not any(self.kind[key][0] in ("train", "early") for key in unfinished):
+            raise Broken(f"lease {number} was told to give way, and no rollout is wanted")
 
     def _answered_commit(self, head: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
         if answer["do"] == "fenced":
