@@ -14,6 +14,8 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import assert_never
 
+from msgspec.structs import replace
+
 from engine.coordinator.judge_account import JudgeAccount
 from engine.exploration.batch import BatchExploration
 from engine.protocol.messages import BeginLineage, CommittedState, Explore, Result, Submit, Withdraw
@@ -71,8 +73,9 @@ class RunState:
             case Submit():
                 self._submit(record.task)
             case Explore():
-                # A repeated order changes nothing.
-                if self.exploration is None or self.exploration.order != record.order:
+                # A repeated order changes nothing, even if a restarted trainer expects other early groups.
+                known = None if self.exploration is None else self.exploration.order
+                if known is None or known != replace(record.order, pool=known.pool):
                     self.exploration = BatchExploration(record.order)
             case Withdraw():
                 dropped = self._withdraw(record.batches)

@@ -3,12 +3,16 @@
 The coordinator hands out candidates, because the coordinator sees rewards first and knows the idle workers. Whenever a
 spot worker is idle, the planner chooses the candidates to try next. A *counted* budget is handed out in rounds. Each
 round starts after all results of the round before, and a repeated run therefore tries the same seeds. An *idle-time*
-budget is handed out a forward pass at a time, as long as training is expected to go on.
+budget is handed out a forward pass at a time, as long as training is expected to go on. Once every prompt has the pool
+of candidates from which early groups are chosen, an idle-time budget waits for the early rollouts: they come before
+further candidates.
 
 The promise: a batch restored from its order and from its submitted and finished requests continues with equal choices.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from math import isfinite
 
 from engine.exploration.planner import Planner
 from engine.protocol.exploration_order import Belief, ExplorationOrder
@@ -37,6 +41,10 @@ class BatchExploration:
         }
         self._asked: set[RequestId] = set()
         self._settled: set[RequestId] = set()
+        self._sound: Counter[str] = Counter()
+        """By prompt: candidates with a finite reward, or without a result yet."""
+        self._has_early = False
+        """True once early rollouts of the batch were submitted."""
 
     @property
     def pending(self) -> int:
@@ -56,7 +64,7 @@ class BatchExploration:
         `fit`: number of candidates for the rest of the idle time; ignored by a counted budget.
         """
         if self.order.counted is None:
-            return self._ask(min(fit, self.order.shape))
+            return () if self._waits_for_early_rollouts() else self._ask(min(fit, self.order.shape))
         left = self.order.counted - len(self._asked)
         if self.order.policy == "uniform":
             return self._ask(left)
@@ -65,16 +73,20 @@ class BatchExploration:
         return () if self.pending else self._ask(min(left, self._passes(later if self._asked else first)))
 
     def took(self, requests: Iterable[RequestId]) -> None:
-        """Record candidates requested by an earlier process."""
+        """Record submitted requests: candidates requested by an earlier process, and early rollouts of the batch."""
         for request in requests:
+            if request.kind is Kind.EARLY and request.batch == self.order.batch:
+                self._has_early = True
             if request in self._index and request not in self._asked:
                 self._asked.add(request)
+                self._sound[request.prompt] += 1
                 self._planner.took(*self._index[request])
 
     def take_back(self, requests: Iterable[RequestId]) -> None:
         """Undo the request of candidates that could not be submitted. `more` then returns the candidates again."""
         for request in requests:
             self._asked.discard(request)
+            self._sound[request.prompt] -= 1
             self._planner.take_back(*self._index[request])
 
     def settled(self, request: RequestId, reward: float) -> None:
@@ -84,6 +96,7 @@ class BatchExploration:
         """
         if request in self._asked and request not in self._settled:
             self._settled.add(request)
+            self._sound[request.prompt] -= not isfinite(reward)
             self._planner.tell(*self._index[request], reward)
 
     def add_results(self, results: Sequence[Finished]) -> None:
@@ -95,6 +108,11 @@ class BatchExploration:
         """Return the moments of the prompts' rewards, for a later order's `priors`."""
         return self._planner.beliefs()
 
+    def _waits_for_early_rollouts(self) -> bool:
+        """Return True if the pool is complete or under way, and the early groups are not chosen yet."""
+        pool = self.order.pool
+        return pool is not None and not self._has_early and all(self._sound[one] >= pool for one in self.order.prompts)
+
     def _passes(self, count: int) -> int:
         """Round up to whole forward passes: a partial pass takes as long as a full pass."""
         return -(-count // self.order.shape) * self.order.shape
@@ -102,6 +120,7 @@ class BatchExploration:
     def _ask(self, count: int) -> tuple[RequestId, ...]:
         chosen = tuple(self._request(prompt, index) for prompt, index in self._planner.ask(max(0, count)))
         self._asked.update(chosen)
+        self._sound.update(request.prompt for request in chosen)
         return chosen
 
     def _request(self, prompt: str, index: int) -> RequestId:

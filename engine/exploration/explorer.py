@@ -46,11 +46,19 @@ class Explorer:
         """By batch in the monitor's window: the profile used for exploration, and the GPU-seconds spent."""
 
     def order(
-        self, batch: int, prompts: Sequence[str], *, lineage: int, version: int, sampler_of: Callable[[int], str]
+        self,
+        batch: int,
+        prompts: Sequence[str],
+        *,
+        lineage: int,
+        version: int,
+        sampler_of: Callable[[int], str],
+        pool: int | None = None,
     ) -> ExplorationOrder | None:
         """Return the exploration order for a batch with the live weights. None: the batch is not explored.
 
-        `sampler_of`: returns the first steps of the batch's sampler plan, as JSON.
+        `sampler_of`: returns the first steps of the batch's sampler plan, as JSON. `pool`: candidates of each prompt
+        from which early groups are chosen; None: there are none.
         """
         exploration, keep = self._config.exploration, self._config.algorithm.images_per_prompt
         budget = exploration.budget
@@ -61,6 +69,8 @@ class Explorer:
         if exploration.mode != "stale" or each <= keep or not explores:
             return None
         profile = self.bandit.choose(batch)
+        # A counted budget is small: the planner may give a prompt several times its even share.
+        most = each if counted is None or exploration.policy == "uniform" else min(counted, MOST_SHARES * each)
         return ExplorationOrder(
             run=self._run,
             run_seed=self._config.seed,
@@ -68,8 +78,7 @@ class Explorer:
             batch=batch,
             prompts=tuple(prompts),
             keep=keep,
-            # A counted budget is small: the planner may give a prompt several times its even share.
-            most=each if counted is None or exploration.policy == "uniform" else min(counted, MOST_SHARES * each),
+            most=most,
             policy=exploration.policy,
             chunk=exploration.chunk,
             counted=counted,
@@ -79,6 +88,7 @@ class Explorer:
             shape=profile.shape,
             dtype=profile.dtype,
             scorer=profile.scorer,
+            pool=None if pool is None or counted is not None else min(pool, most),
             priors={prompt: self.beliefs[prompt] for prompt in prompts if prompt in self.beliefs},
         )
 

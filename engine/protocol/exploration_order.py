@@ -45,4 +45,7 @@ class ExplorationOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     shape: int
     dtype: str
     scorer: Scorer
+    pool: int | None = None
+    """Candidates of each prompt from which early groups are chosen. Once every prompt has as many, no more are tried
+    before the early rollouts are submitted. None: no early groups are chosen."""
     priors: Mapping[str, Belief] = msgspec.field(default_factory=dict)

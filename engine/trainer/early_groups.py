@@ -69,6 +69,14 @@ class EarlyGroups:
         """Return True if the next batch has a draft, or may still get one."""
         return self._draft is not None or self._looks
 
+    def pool(self, batch: int) -> int | None:
+        """Return the candidates that each prompt needs before early groups of a batch are chosen. None: none are."""
+        if batch >= self._config.iterations or batch < self._state.early_off_until:
+            return None
+        if not early_groups(self._share(), self._config.algorithm.prompts_per_batch):
+            return None
+        return self._config.early.min_pool or 2 * self._config.algorithm.images_per_prompt
+
     def begin(self, order: ExplorationOrder | None) -> None:
         """Begin with the batch after the open batch. `order`: its exploration.
 

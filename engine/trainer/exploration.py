@@ -50,10 +50,10 @@ class SeedExploration:
         """The value of `CoordinatorClient.alone_since` for which a warning was written."""
         self._has_told_of_rest = False
 
-    def order(self, batch: int) -> ExplorationOrder | None:
+    def order(self, batch: int, *, pool: int | None) -> ExplorationOrder | None:
         """Order exploration of a batch's candidates with the current weights.
 
-        Returns None for a batch after the last, or when exploration is off.
+        `pool`: as of `EarlyGroups.pool`. Returns None for a batch after the last, or when exploration is off.
         """
         if batch >= self._config.iterations:
             return None
@@ -67,6 +67,7 @@ class SeedExploration:
             lineage=self._state.lineage,
             version=self._state.iteration,
             sampler_of=sampler_of,
+            pool=pool,
         )
         if order is not None:
             self._coordinator.explore(order)

@@ -168,7 +168,7 @@ class Loop:
         manifest = self.state.next_batch
         rollouts = self._roll_out(manifest)
         self.evaluator.begin_if_due()
-        order = self.exploration.order(manifest.batch + 1)
+        order = self.exploration.order(manifest.batch + 1, pool=self.early.pool(manifest.batch + 1))
         self.early.begin(order)
         plan = batch_plan(self.config, manifest.batch, self.schedule)
         if self.config.exploration.mode == "in-path":

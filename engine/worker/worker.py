@@ -56,10 +56,6 @@ LAST_SCORES_SECONDS = 0.5
 """Wall seconds a drained worker waits for scores. A preemption notice may leave few seconds, and a scoring server may
 take minutes."""
 
-IDLE_HEARTBEAT = 0.2
-"""Heartbeats of a lease that uses idle GPU time, as a share of `heartbeat_seconds`: the worker must soon learn that its
-GPU is no longer idle. Assumed."""
-
 
 @dataclass(kw_only=True)
 class Worker:
@@ -275,9 +271,7 @@ class Worker:
         self._scores.send(block=False)
         drain = self.draining()
         replies = [self._commits.answer(wait=False)]
-        is_idle = work.attempts[0].request.kind in IDLE_KINDS
-        longest = self.heartbeat_seconds * (IDLE_HEARTBEAT if is_idle else 1.0)
-        if not drain and time.perf_counter() - self.calls.last >= longest:
+        if not drain and time.perf_counter() - self.calls.last >= self.heartbeat_seconds:
             replies.append(self.calls.heartbeat({**self._scores.leases(), work.lease: trajectories[0].step}))
         for reply in replies:
             match reply:

@@ -558,6 +558,33 @@ def test_no_candidate_is_leased_while_rollouts_wait(bench):
     assert kinds == [Kind.TRAIN, Kind.TRAIN, Kind.EXPLORE]
 
 
+def test_with_a_complete_pool_workers_wait_for_the_early_rollouts_even_after_a_restart(bench):
+    def pull(worker):
+        bench.pull(worker)  # a worker's first call shows that its node lives
+        return bench.pull(worker)
+
+    bench.begin()
+    bench.call("explore", order=encode(replace(EXPLORE, counted=None, most=64, pool=1)))
+    candidates = pull("a/0")
+    assert len(candidates.attempts) == 2
+    results = [
+        finished_to_dict(Finished(request=a.request, score=Score(reward=0.0, metrics={}), trajectory=None))
+        for a in candidates.attempts
+    ]
+    assert pull("b/0") == Wait(), "the pool is under way"
+    bench.call("finish", worker="a/0", node="a", lease=candidates.lease, results=results)
+    for _ in range(2):
+        assert pull("b/0") == Wait()
+        bench.kill()
+    bench.call("explore", order=encode(replace(EXPLORE, counted=None, most=64)))
+    assert pull("b/0") == Wait(), "the same order of a restarted trainer"
+    early = RequestId(run="run", lineage=1, batch=1, prompt="1234", seed=9, kind=Kind.EARLY)
+    bench.submit(replace(train(1), requests=(early,)))
+    bench.kill()
+    assert bench.pull("b/0").attempts[0].request.kind is Kind.EARLY
+    assert pull("c/0").attempts[0].request.kind is Kind.EXPLORE
+
+
 def test_a_repeated_exploration_order_is_ignored_and_a_withdrawn_one_ends(bench):
     bench.begin()
     bench.call("explore", order=encode(EXPLORE))

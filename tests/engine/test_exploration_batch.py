@@ -10,7 +10,7 @@ from msgspec import convert
 from engine.exploration.batch import BatchExploration
 from engine.protocol.codec import decode_call, encode
 from engine.protocol.exploration_order import ExplorationOrder
-from engine.protocol.request import Finished, Kind, Score
+from engine.protocol.request import Finished, Kind, RequestId, Score
 
 PROMPTS = ("one", "two", "three", "four")
 
@@ -115,6 +115,34 @@ def test_a_restored_exploration_continues_identically(data):
     for one in (exploration, again):
         one.add_results([result(request) for request in rest])
     assert all_issued(again) == all_issued(exploration)
+
+
+def early_rollout(batch):
+    return RequestId(run="run", lineage=1, batch=batch, prompt="one", seed=1, kind=Kind.EARLY)
+
+
+def test_an_idle_time_budget_with_its_pool_waits_for_the_early_rollouts():
+    exploration = BatchExploration(order(counted=None, shape=4, pool=2))
+    first, second = exploration.more(1000), exploration.more(1000)
+    assert [len(first), len(second)] == [4, 4]
+    assert exploration.more(1000) == (), "every prompt has two candidates, finished or under way"
+    exploration.add_results([result(request) for request in (*first, *second)])
+    exploration.took([early_rollout(2)])
+    assert exploration.more(1000) == (), "early rollouts of another batch"
+    exploration.took([early_rollout(3)])
+    assert len(exploration.more(1000)) == 4
+
+
+def test_a_candidate_without_a_finite_reward_is_no_part_of_the_pool():
+    exploration = BatchExploration(order(counted=None, shape=4, pool=1))
+    requests = exploration.more(1000)
+    assert exploration.more(1000) == ()
+    exploration.settled(requests[0], math.nan)
+    assert exploration.more(1), "the prompt needs another"
+    exploration.take_back(exploration.more(1000))
+    again = BatchExploration(exploration.order)
+    again.took(requests)
+    assert again.more(1000) == (), "a restarted coordinator waits too"
 
 
 def test_results_of_another_batch_are_not_counted():

@@ -195,16 +195,6 @@ def test_a_worker_whose_rollouts_wait_gives_its_candidates_back_after_the_step()
     assert line.of("commit") == [], "candidates are made anew"
 
 
-def test_a_worker_that_explores_asks_after_every_step_whether_its_gpu_is_still_idle():
-    line, model = Line(order(kind=Kind.EXPLORE), order(kind=Kind.TRAIN)), Toy()
-    one = worker(line, model, heartbeat_seconds=0.25)
-    model.between = lambda step: time.sleep(0.06)
-    one.serve()
-    first = line.calls[: line.calls.index(line.of("finish")[0])]
-    assert sum(call["call"] == "heartbeat" for call in first) == STEPS - 1
-    assert len(line.of("heartbeat")) < 2 * (STEPS - 1), "a rollout has an ordinary heartbeat"
-
-
 # --- commits
 
 
