@@ -1,9 +1,11 @@
-"""Planted bugs of early groups: a wrong version, a forgotten draft, a step that does not wait."""
+"""Planted bugs of early groups: a wrong version, a forgotten draft, a step that does not wait, candidates first."""
 
 from engine.algorithm.flow_grpo import own_means
 from engine.algorithm.old_policy import OldPolicy
 from engine.algorithm.transaction import Transaction
+from engine.exploration.batch import BatchExploration
 from engine.exploration.explorer import Explorer
+from engine.queue.queue import Queue
 from engine.trainer.checkpoints import Checkpoints
 from engine.trainer.early_groups import EarlyGroups
 from engine.trainer.evaluator import Evaluator
@@ -100,6 +102,25 @@ FAULTS: dict[str, Fault] = {
                 (Transaction, "commit", changed(Transaction.commit, "if self.missing:", "if False:")),
             ),
             found_by=f"{EARLY}::test_every_step_trains_exactly_its_mini_batch",
+        ),
+        Fault(
+            name="candidates-keep-their-gpu",
+            forgets="that exploration uses idle GPUs, when a rollout waits",
+            patches=((Queue, "heartbeat", changed(Queue.heartbeat, "if gives_way(", "if False and gives_way(")),),
+            found_by="tests/engine/test_queue.py::test_exploration_gives_way_to_rollouts",
+        ),
+        Fault(
+            name="candidates-come-before-early-rollouts",
+            forgets="that early groups follow once every prompt has its pool",
+            patches=(
+                (
+                    BatchExploration,
+                    "more",
+                    changed(BatchExploration.more, "self._waits_for_early_rollouts()", "False"),
+                ),
+            ),
+            found_by="tests/engine/test_exploration_batch.py::"
+            "test_an_idle_time_budget_with_its_pool_waits_for_the_early_rollouts",
         ),
     )
 }
