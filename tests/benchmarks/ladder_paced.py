@@ -1,11 +1,12 @@
 """ladder_paced: what do the rungs gain with real processes, and how far is the schedule's forecast from them?
 
-    python -m tests.benchmarks.ladder_paced --json [--quick] [--runs FILE]
+    python -m tests.benchmarks.ladder_paced --json [--quick | --split NAME] [--runs FILE]
 
 The ladder on nodes of a run, with denoising steps, training rows and training passes stretched by sleep. A pace is
 several times the real work of this small model, so cores that all processes share matter little. In the setting of
 verl-omni #575, two trainer GPUs and one generator, the trainer's process stands for both of its GPUs: the process
-trains and samples at twice the pace of one GPU. `--runs`: keeps the runs, for a second start.
+trains and samples at twice the pace of one GPU. `--runs`: keeps the runs, for a second start. `--split`: prints the
+figures of one split, and writes no page.
 """
 
 import argparse
@@ -33,6 +34,7 @@ from engine.config import (
 )
 from engine.early_config import EarlyConfig
 from engine.events import IterationDone
+from engine.exploration.rest import REST_BATCHES, SHORT
 from engine.protocol.request import Kind
 from engine.schedule.choose import predict
 from engine.schedule.values import NOTHING, Gpus, Help, Knobs, Rates, Timeline, Work
@@ -55,6 +57,9 @@ WARM = 2
 COUNTED, COUNTED_EARLY = 3, 6
 """Repeats: iterations of a run that count. With early groups, a short iteration may follow a long one: early groups
 that one iteration has no time for are missing in the next. So more iterations count, and their mean."""
+
+WARM_WHOLE, COUNTED_WHOLE = SHORT + 1, REST_BATCHES + 1
+"""With exploration: where no seed can be chosen, it rests after so many batches. A rest and one trial count."""
 
 AT_ONCE = 2
 """Runs beside each other: they sleep most of the time."""
@@ -139,15 +144,18 @@ SPLITS = (
 )
 
 
-def counted(arm: Arm) -> int:
-    return COUNTED_EARLY if arm.early else COUNTED
+def warm_and_counted(arm: Arm) -> tuple[int, int]:
+    """Return the iterations before those that count, and those that count."""
+    if arm.whole:
+        return WARM_WHOLE, COUNTED_WHOLE
+    return WARM, COUNTED_EARLY if arm.early else COUNTED
 
 
 def config_of(split: Split, arm: Arm, updates: int, *, is_trainer: bool) -> EngineConfig:
     step = split.lease_seconds / STEPS / (split.trainer_gpus if is_trainer else 1)
     exploration = EXPLORATION if arm.whole else ExplorationConfig(mode="none")
     return EngineConfig(
-        iterations=WARM + counted(arm),
+        iterations=sum(warm_and_counted(arm)),
         sampler=SamplerConfig(steps=STEPS),
         algorithm=AlgorithmConfig(
             prompts_per_batch=GROUPS,
@@ -188,13 +196,14 @@ def measured(split: Split, arm: Arm, updates: int) -> dict[str, Any]:
             fleet.engine = config_of(split, arm, updates, is_trainer=True)
             fleet.start("trainer")
             fleet.wait_until_finished(every=0.5, seconds=900)
-            done: Sequence[IterationDone] = fleet.events("iteration_done")[WARM:]
+            done: Sequence[IterationDone] = fleet.events("iteration_done")[warm_and_counted(arm)[0] :]
             return {
                 "seconds": statistics.fmean(event.wall_seconds for event in done),
                 "all_seconds": [event.wall_seconds for event in done],
                 "images_of_help": statistics.fmean(event.made_by.get("trainer", 0) for event in done),
                 "stale_share": statistics.fmean(event.health.get("stale_share", 0.0) for event in done),
                 "explored": statistics.fmean(event.explored for event in done),
+                "all_explored": [event.explored for event in done],
                 "trainer_waited": statistics.fmean(event.schedule.get("waited_seconds", 0.0) for event in done),
                 "images_regenerated": regenerated(folder),
                 "steps_lost": sum(event.lost_steps for event in fleet.events("node_missed", "coordinator")),
@@ -327,9 +336,11 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="kept for symmetry: the last line is always JSON")
     parser.add_argument("--quick", action="store_true", help="the balanced split and the published setting, one update")
     parser.add_argument("--runs", type=Path, help="file that keeps finished runs")
+    parser.add_argument("--split", choices=[split.name for split in SPLITS], help="print the figures of one split")
     options = parser.parse_args()
     load1 = load_now()
     splits, updates = (SPLITS[:2], UPDATES[:1]) if options.quick else (SPLITS, UPDATES)
+    splits = [split for split in splits if options.split in (None, split.name)]
     cells = [(split, count, arm) for split, count in itertools.product(splits, updates) for arm in ARMS]
     runs = measure_all(cells, options.runs)
     found = [
@@ -337,6 +348,9 @@ def main() -> None:
         for split, count in itertools.product(splits, updates)
         for one in with_forecasts(split, count, {arm.name: runs[split.name, count, arm.name] for arm in ARMS})
     ]
+    if options.split is not None:
+        print(json.dumps([row_of(one) for one in found]))
+        return
     summary = summarised(found)
     publish(
         "ladder_paced",
@@ -361,8 +375,8 @@ def text_of(summary: Mapping[str, Any]) -> str:
     return f"""
 Real nodes of a run: agents, coordinator, trainer and workers, one run a rung, {AT_ONCE} runs at a time. Means of
 {COUNTED} iterations after {WARM}, with early groups of {COUNTED_EARLY}. Steps, rows and passes are stretched by sleep.
-`all`: with exploration, and elastic sequence parallelism where two workers are. The table shows one optimiser step a
-batch; the raw figures have two too.
+`all`: with exploration, and elastic sequence parallelism where two workers are; {COUNTED_WHOLE} iterations after
+{WARM_WHOLE}. The table shows one optimiser step a batch; the raw figures have two too.
 
 | figure | value | target |
 | --- | --- | --- |
@@ -377,8 +391,9 @@ batch; the raw figures have two too.
 of an iteration that no pace explains; the other rungs are forecast with them. Help is `auto`, with rates that the run
 measures itself. `bubbles`: the time of the GPUs that neither rollouts nor packed training nor candidates fill. The
 forecast knows no exploration, so its error leaves out `all`, where it is up to
-{summary["prediction_error_with_exploration"]:.0%}. Where rollouts need all time of the workers, exploration costs time,
-and early groups gain little. `again`: images of which the traces have a denoising step twice. In the setting of
+{summary["prediction_error_with_exploration"]:.0%}. Where rollouts need all time of the workers, no prompt gets more
+candidates than it trains, so no seed can be chosen: exploration then rests, and one batch of {COUNTED_WHOLE} explores.
+`again`: images of which the traces have a denoising step twice. In the setting of
 verl-omni #575 one process stands for two trainer GPUs, and the published seconds are divided by 40; they published a
 gain of 1.23.
 """
