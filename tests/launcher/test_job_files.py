@@ -56,7 +56,7 @@ def test_every_pass_that_a_job_file_asks_for_fits(name):
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_dry_run_plans_every_job_file(name, tmp_path, monkeypatch, capsys):
+def test_a_dry_run_plans_every_job_file(name, tmp_path, monkeypatch, capsys, few_replays):
     monkeypatch.setenv("SPOTRL_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("SPOTRL_CONFIG", str(tmp_path / "config.yaml"))
     assert run(["launch", str(path_of(name)), "--dry-run", "--json"]) == ExitCode.OK

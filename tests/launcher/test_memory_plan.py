@@ -15,7 +15,7 @@ JOB = "qwen_image_ocr.yaml"
 
 
 @pytest.fixture
-def dry_run(tmp_path, monkeypatch, capsys):
+def dry_run(tmp_path, monkeypatch, capsys, few_replays):
     """Call `spotrl launch --dry-run` on a copy of the reference recipe, in a temporary home."""
     monkeypatch.setenv("SPOTRL_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("SPOTRL_CONFIG", str(tmp_path / "config.yaml"))
