@@ -283,18 +283,23 @@ def _bill(facts: Facts) -> Judgement:
         compared.append(Compared(what=what, expected=f"{expected} micro-dollars", found=f"{paid.micro_usd}"))
         if expected != paid.micro_usd:
             return _failed(f"{paid.node} costs {paid.micro_usd} micro-dollars, and should cost {expected}", *compared)
+    still = [paid.node for paid in facts.paid if not paid.is_closed]
+    # A sum that grows while it is read proves nothing. The cleanup has failed by then.
+    is_growing = bool(still and facts.still_running)
     limit = facts.max_total_micro_usd
     compared.append(Compared(what="sum", expected=f"{total} micro-dollars", found=str(facts.spent_micro_usd)))
     whole = total + facts.beside_micro_usd
     compared.append(Compared(what="disks and addresses", expected="measured", found=str(facts.beside_micro_usd)))
     compared.append(Compared(what="budget", expected=f"at most {limit} micro-dollars", found=str(whole)))
-    if total != facts.spent_micro_usd:
+    if total != facts.spent_micro_usd and not is_growing:
         return _failed(
             f"the run cost {facts.spent_micro_usd} micro-dollars, and its parts add up to {total}", *compared
         )
     if whole > limit:
         return _failed(f"{dollars(whole)} were spent, more than {dollars(limit)}", *compared)
-    still = [paid.node for paid in facts.paid if not paid.is_closed]
+    if is_growing:
+        text = f"{', '.join(still)} may still cost money, so the bill is not closed"
+        return Judgement(verdict=Verdict.NOT_TESTED, text=text, compared=tuple(compared))
     if still:
         return _failed(f"the bill of {', '.join(still)} is not closed", *compared)
     return _passed(f"{dollars(whole)} were spent by the estimate; compare it with your invoice", *compared)

@@ -147,6 +147,19 @@ def test_a_planted_fault_fails_its_step_and_is_named(step, fault, words):
     assert (found.verdict, words in found.text) == (Verdict.FAILED, True), found.text
 
 
+def test_a_bill_that_still_grows_is_not_tested_but_held_against_the_budget():
+    """The nodes and the ledger's sum are read a moment apart: a cleanup that failed made the bill fail by cents."""
+    growing = replace(
+        WHOLE,
+        paid=(replace(WHOLE.paid[0], is_closed=False), *WHOLE.paid[1:]),
+        spent_micro_usd=125_999,
+        still_running=("run-trainer-g0",),
+    )
+    found = judge(Step.BILL, growing)
+    assert (found.verdict, "run-trainer-g0 may still cost money" in found.text) == (Verdict.NOT_TESTED, True)
+    assert judge(Step.BILL, replace(growing, max_total_micro_usd=1)).verdict is Verdict.FAILED
+
+
 WAITS = [
     (Step.BUY, {"nodes": (node("trainer"),)}),
     (Step.TRAIN, {"batches": (batch(0, 5),)}),
