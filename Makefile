@@ -112,7 +112,7 @@ $(VENV)-sinks/.ready: pyproject.toml
 	@touch $@
 
 test-sinks: $(VENV)-sinks/.ready
-	$(VENV)-sinks/bin/pytest --durations 15 -m slow tests/launcher/cluster/test_sink_clients.py
+	$(VENV)-sinks/bin/pytest --durations 15 --junitxml test-results/$@.xml -m slow tests/launcher/cluster/test_sink_clients.py
 
 test-gpu: env tools
 	$(PYTEST) -m gpu
