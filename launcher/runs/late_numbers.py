@@ -30,7 +30,7 @@ def send_late(sessions: sessionmaker[Session], run_name: str) -> list[Shipped]:
         found = "without a status" if status is None else status.status
         raise NotSendable(f"{run_name} is {found}, and its controller sends the numbers; try again after its end")
     shippers = shippers_of(sessions, run, wanted, run_clock(run))
-    if not all(shipper.is_only_sender for shipper in shippers):
+    if not all(shipper.becomes_only_sender() for shipper in shippers):
         raise NotSendable(
             f"another process still sends the numbers of {run_name}; try again in a minute, or end the process: "
             f"fuser {run.folder}/logging/*.lock"

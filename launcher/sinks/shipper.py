@@ -20,6 +20,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -97,7 +98,7 @@ class Shipper:
             self._run = find_run(session, run_name)
         self._folder = Path(self._run.folder) / "logging" / sink
         self._facts: dict[str, Any] = {}
-        self._lock = _locked(self._folder.with_suffix(".lock"))
+        self._lock: int | None = None
 
     def start(self) -> None:
         self._thread.start()
@@ -113,9 +114,9 @@ class Shipper:
         if self._thread.is_alive():
             log.warning("%s has %s records of %s, and may lack later ones", self._sink, self._sent, self._run.name)
 
-    @property
-    def is_only_sender(self) -> bool:
-        """False: another process sends this run's records to this sink, or is frozen while it does."""
+    def becomes_only_sender(self) -> bool:
+        """Take the lock of the sink. False: another process sends to it, or is frozen while it does. Raises OSError."""
+        self._lock = _locked(self._folder.with_suffix(".lock"))
         return self._lock is not None
 
     def send_all(self) -> Shipped:
@@ -133,6 +134,8 @@ class Shipper:
         )
 
     def _watch(self) -> None:
+        with suppress(OSError):  # a full disk: the run goes on, and so do its numbers
+            self.becomes_only_sender()
         while not self._ended.wait(LOOK_SECONDS):
             if not self._is_refused and time.monotonic() >= self._next_at:
                 self._survive(self.look)

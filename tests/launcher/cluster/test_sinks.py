@@ -239,6 +239,7 @@ def test_sync_refuses_a_run_without_a_sink_or_with_a_sender_or_that_goes_on(sess
     assert "names no sink" in over()[1]
     with_sink(sessions, wandb={})
     sender = shipping.Shipper(sessions, "done", run_clock(run_of(sessions)), "wandb", {})
+    assert sender.becomes_only_sender()
     assert "another process still sends the numbers of done" in over()[1]
     sender.send_all()
     with writing(sessions) as session:
@@ -251,9 +252,17 @@ def test_sync_refuses_a_run_without_a_sink_or_with_a_sender_or_that_goes_on(sess
 def test_a_new_controller_sends_beside_a_frozen_one(sessions, tmp_path):
     frozen = shipper(sessions, tmp_path / "sink.jsonl")
     new = shipper(sessions, tmp_path / "sink.jsonl")
-    assert (frozen.is_only_sender, new.is_only_sender) == (True, False)
+    assert (frozen.becomes_only_sender(), new.becomes_only_sender()) == (True, False)
     new.look()
     assert len(stored(tmp_path / "sink.jsonl")) == 33
+
+
+def test_a_folder_that_cannot_be_made_ends_no_controller(sessions, tmp_path, caplog):
+    (tmp_path / "done").write_text("no folder")
+    one = shipper(sessions, tmp_path / "sink.jsonl")
+    one.start()
+    end_shippers([one], 20.0)
+    assert "records could not be read or sent to file" in caplog.text
 
 
 # --- a whole run --------------------------------------------------------------------------------------
