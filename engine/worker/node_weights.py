@@ -128,7 +128,8 @@ class ArrivingWeights:
         os.ftruncate(memory if self._on_disk else disk, 0)
         if self._on_disk:
             room = os.fstatvfs(disk)
-            if room.f_bavail * room.f_frsize + os.fstat(disk).st_size < size:
+            # 512: the unit of st_blocks. A file whose fetch broke is shorter on the disk than its size says.
+            if room.f_bavail * room.f_frsize + 512 * os.fstat(disk).st_blocks < size:
                 raise OSError(errno.ENOSPC, f"no room for {size / 1e9:.1f} GB of weights in memory or on disk")
         # Write into the pages of earlier weights: the first touch of a page is the expensive part.
         os.ftruncate(self._handle, size)

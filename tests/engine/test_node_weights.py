@@ -207,6 +207,22 @@ def test_weights_too_large_for_the_memory_lie_on_disk(folder, monkeypatch):
     assert not list(folder.iterdir())
 
 
+def test_on_a_full_disk_weights_take_the_room_of_earlier_ones_and_no_more(folder, monkeypatch):
+    monkeypatch.setattr(node_weights, "MEMORY_ROOM", 1e9)
+    memory = NodeMemory.make(folder)
+    versions = [weights(number) for number in range(node_weights.SLOTS + 1)]
+    source = NodeWeights(memory, Book(*versions).fetch)
+    for version in versions[:-1]:
+        assert read(source, version)
+    monkeypatch.setattr(os, "fstatvfs", lambda handle: SimpleNamespace(f_bavail=0, f_frsize=4096))
+    assert read(source, versions[-1])
+
+    os.ftruncate(memory.on_disk[1], 0)
+    os.ftruncate(memory.on_disk[1], SIZE)  # as after a fetch that broke at once: a size, and no room behind it
+    with pytest.raises(OSError, match="no room"):
+        node_weights.ArrivingWeights(memory, 1, "another").begin(SIZE)
+
+
 def test_a_writer_that_makes_progress_is_waited_for(folder, monkeypatch):
     """Patience counts from the newest bytes, because large weights take longer than any fixed patience."""
     monkeypatch.setattr(node_weights, "PATIENCE_SECONDS", 1.0)  # the whole fetch takes longer
