@@ -124,8 +124,9 @@ def ask_engine(checked: CheckedJob, start: Path | None = None) -> dict[str, Any]
     except subprocess.TimeoutExpired:
         raise checked.error(
             "reward",
-            f"one call of the reward {checked.job.reward.name} took more than {ENGINE_SECONDS} s",
-            "make it faster: it is called for every image",
+            f"the engine took more than {ENGINE_SECONDS} s to start, load the model and call the reward "
+            f"{checked.job.reward.name} once",
+            "if this machine is busy, try again later; else make the reward faster: it is called for every image",
         ) from None
     return answer_of_engine(checked, done)
 
