@@ -182,6 +182,21 @@ class Ranked:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ExplorationRests:
+    """First rest of exploration in this process: for information, because training goes on as well without.
+
+    In `short_batches` batches in a row up to this batch, no prompt had more candidates than the `trained` ones of a
+    group. Exploration rests for `batches` batches at a time (engine/exploration/rest.py).
+    """
+
+    KIND: ClassVar[str] = "exploration_rests"
+    iteration: int
+    short_batches: int
+    trained: int
+    batches: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointSaved:
     KIND: ClassVar[str] = "checkpoint_saved"
     iteration: int
@@ -315,6 +330,7 @@ ProgressEvent = (
     | IterationDone
     | Evaluated
     | Ranked
+    | ExplorationRests
     | CheckpointSaved
     | NodeUsage
     | NodeSeen
@@ -334,6 +350,7 @@ _KINDS: dict[str, type[Any]] = {
         IterationDone,
         Evaluated,
         Ranked,
+        ExplorationRests,
         CheckpointSaved,
         NodeUsage,
         NodeSeen,

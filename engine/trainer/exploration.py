@@ -11,7 +11,7 @@ from dataclasses import asdict
 
 from engine.config import CandidateBudget, EngineConfig
 from engine.diffusion.sampler import batch_plan, plan_to_dict, preview_plan
-from engine.events import Ranked
+from engine.events import ExplorationRests, Ranked
 from engine.exploration.explorer import Explorer
 from engine.exploration.rest import REST_BATCHES, SHORT
 from engine.noise_schedule import ModelSchedule
@@ -143,15 +143,13 @@ class SeedExploration:
         )
 
     def _tell_of_rest(self, batch: int) -> None:
-        """Warn of the first rest of exploration."""
+        """Report the first rest of exploration. No warning: training goes on, and the user need not act."""
         if self._has_told_of_rest or not self.explorer.rest.rests(batch + 1):
             return
         self._has_told_of_rest = True
-        keep = self._config.algorithm.images_per_prompt
-        self._reporter.warn(
-            f"batch {batch}: in {SHORT} batches in a row no prompt had more candidates than the {keep} that it trains, "
-            f"so no seed could be chosen; exploration rests for {REST_BATCHES} batches at a time. Rollout GPUs are "
-            "hardly idle: add spot GPUs, use a cheaper profile (exploration.profiles), or exploration.mode: none"
+        trained = self._config.algorithm.images_per_prompt
+        self._reporter.write(
+            ExplorationRests(iteration=batch, short_batches=SHORT, trained=trained, batches=REST_BATCHES)
         )
 
     def _is_alone(self) -> bool:

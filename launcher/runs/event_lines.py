@@ -11,6 +11,7 @@ from engine.events import (
     EngineFinished,
     EngineStarted,
     Evaluated,
+    ExplorationRests,
     IterationDone,
     NodeMissed,
     Regrouped,
@@ -74,6 +75,7 @@ _WORDS: Mapping[str, Callable[[ProgressRow, Mapping[str, Any]], str]] = {
         f"iteration {event['iteration']}: reward {event['reward_mean']:.3f}, {event['explored']} explored"
     ),
     Evaluated.KIND: lambda row, event: f"version {event['iteration']}: {_scores(event['metrics'])}",
+    ExplorationRests.KIND: lambda row, event: f"for {event['batches']} batches; no action needed",
     NodeMissed.KIND: lambda row, event: f"{event['node']}: {event['reason']}, {event['lost_steps']} steps to do again",
     Regrouped.KIND: lambda row, event: f"{event['node']}: groups {groups_text(event['groups'])} ({event['reason']})",
     TargetReached.KIND: lambda row, event: f"{event['metric']} {event['value']:.3f} at iteration {event['iteration']}",

@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from engine.algorithm_config import AlgorithmConfig
 from engine.config import CandidateBudget, EngineConfig, ExplorationConfig, ProfileConfig
+from engine.events import ExplorationRests
 from engine.exploration.explorer import Explorer
 from engine.noise_schedule import EVEN
 from engine.protocol.request import Finished, Kind, Manifest, RequestId, Score, Stream, seed_of
@@ -144,24 +145,22 @@ def test_exploration_goes_on_once_a_seed_can_be_chosen():
 
 
 def test_the_first_rest_is_told_once():
-    one, warned, state = explorer(wait="idle"), [], SimpleNamespace(iteration=0, lineage=1)
+    one, told, state = explorer(wait="idle"), [], SimpleNamespace(iteration=0, lineage=1)
     seeds = SeedExploration(
         CONFIG,
         one,
         SimpleNamespace(batch=lambda batch: PROMPTS),
         state,
         SimpleNamespace(exploring_seconds=0.0),
-        SimpleNamespace(warn=warned.append),
+        SimpleNamespace(write=told.append),
         EVEN,
     )
     for state.iteration in range(1, 16):
         order = order_of(one, state.iteration)
         found = [] if order is None else candidates(order, quality)[::16]
         seeds.next_manifest("run", order, found, unit=1)
-        assert len(warned) == (state.iteration >= 3)
-    assert warned[0].startswith(
-        "batch 3: in 3 batches in a row no prompt had more candidates than the 4 that it trains"
-    )
+        assert len(told) == (state.iteration >= 3)
+    assert told == [ExplorationRests(iteration=3, short_batches=3, trained=4, batches=10)]
 
 
 def test_batches_without_any_candidate_start_no_rest():

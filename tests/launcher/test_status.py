@@ -4,10 +4,11 @@ import pytest
 from click.testing import CliRunner
 from sqlalchemy.orm import sessionmaker
 
+from engine.events import ExplorationRests
 from launcher.cli.events import events
 from launcher.cli.status import status
 from launcher.ledger.models import NodeEvent
-from tests.launcher.made_ledger import JOB, MINUTE_MS, START_MS, a_run, a_session
+from tests.launcher.made_ledger import HOUR_MS, JOB, MINUTE_MS, START_MS, a_run, a_session
 from tests.launcher.printed import printed
 
 
@@ -75,6 +76,12 @@ def test_an_ended_node_has_no_groups_and_its_successor_has_its_own(made):
     assert "0+1" not in show(made, status)
     made.regrouped(made.node("spot-0", 2, up=3 * MINUTE_MS), (0,), (1,), at=4 * MINUTE_MS)
     assert groups_of(made)["demo-spot-0-g2"] == [["demo-spot-0-g2/0"], ["demo-spot-0-g2/1"]]
+
+
+def test_a_rest_of_exploration_is_one_short_line_that_asks_for_nothing(made):
+    made.record(ExplorationRests(iteration=9, short_batches=3, trained=4, batches=10), at=HOUR_MS)
+    (line,) = [line for line in show(made, events).splitlines() if "exploration" in line]
+    assert line.split(maxsplit=2)[1:] == ["trainer", "exploration_rests for 10 batches; no action needed"]
 
 
 def test_regroups_are_listed_as_events_without_hiding_others(made):
