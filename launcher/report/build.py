@@ -36,6 +36,7 @@ from launcher.report.reached import (
     score_points,
     target_of,
 )
+from launcher.report.resume_command import resume_command
 from launcher.report.savings import NOT_MODELLED, NOT_MODELLED_ON_CLOUDS, saving_against, savings_of
 from launcher.report.schedule import schedule_of
 from launcher.report.sharing import sharing_of
@@ -133,6 +134,7 @@ def _report(session: Session, run: Run, now_ms: int, target_reward: float | None
         provenance=provenance_of(session, run, ended_ms),
         schedule=schedule_of(iterations),
         collectives=collectives_of(iterations, costs.by_phase.get(Phase.COLLECTIVE, 0), run.clock_factor),
+        resume_with=resume_command(session, run, status, now_ms),
     )
 
 

@@ -319,6 +319,8 @@ class Report:
     """Commands, git commits, hardware and versions behind the run, and the wall time of its end."""
     stand_ins: tuple[StandInLine, ...] = ()
     """Nodes bought for slots without spot, oldest first."""
+    resume_with: str = ""
+    """Command that continues a stopped run; empty for any other run, and for one whose files were removed."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as a dictionary for JSON."""

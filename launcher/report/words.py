@@ -1,6 +1,7 @@
 """Sentences and number formats of the report, shared by the terminal and the HTML page."""
 
 from launcher.money import dollars, duration
+from launcher.report.resume_command import plain_resume
 from launcher.report.values import Report
 
 
@@ -63,6 +64,11 @@ def stand_in_words(report: Report) -> str:
         shown.append(f"{len(lines) - STAND_INS_SHOWN} more (--json)")
     count = f"{len(lines)} node{'s' if len(lines) > 1 else ''} stood in for missing spot"
     return f"{count}, {dollars(sum(line.micro_usd for line in lines))}: {'; '.join(shown)}."
+
+
+def resume_label(report: Report) -> str:
+    """Return the words before the command that continues the run."""
+    return "Go on with it" if report.resume_with == plain_resume(report.run.name) else "Go on with more money"
 
 
 def drift_words(report: Report) -> str:

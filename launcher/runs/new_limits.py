@@ -5,15 +5,11 @@ from dataclasses import dataclass
 
 from sqlalchemy.orm import Session
 
-from engine.events import JUDGES_USED_UP
 from launcher.exit_codes import BudgetError
 from launcher.ledger.accounting import judge_budget
 from launcher.ledger.models import Run
 from launcher.ledger.node_history import metered_micro_usd
-from launcher.money import dollars, duration, exact_dollars
-
-MORE = 2
-"""The suggested budget, as a multiple of the budget that is used up."""
+from launcher.money import dollars, duration
 
 
 class LimitTooLow(BudgetError):
@@ -95,28 +91,6 @@ class NewLimits:
 
 
 UNCHANGED = NewLimits()
-
-
-def resume_with_more(run: Run, reason: str, metered_micro_usd: int) -> str:
-    """Return the command that continues a run which a budget of its own stopped, or "" for any other reason.
-
-    `reason`: of the run's end. `metered_micro_usd`: spent on nodes. More money of the judges is added to the total, so
-    the nodes keep their part.
-    """
-    total, judges = run.max_total_micro_usd, judge_budget(run)
-    if reason.startswith(JUDGES_USED_UP):
-        command = f"spotrl resume {run.name} --max-judges {_written(MORE * judges)}"
-        if total is None:
-            return command
-        return f"{command} --max-total {_written(max(total, metered_micro_usd + judges) + (MORE - 1) * judges)}"
-    if reason == "budget" and total is not None:
-        return f"spotrl resume {run.name} --max-total {_written(MORE * total)}"
-    return ""
-
-
-def _written(micro_usd: int) -> str:
-    """Return an amount as the command takes it. A dollar sign would be the shell's."""
-    return exact_dollars(micro_usd).removeprefix("$")
 
 
 def _amount(micro_usd: int | None) -> str:

@@ -23,9 +23,9 @@ from launcher.ledger.store import (
     progress_of,
 )
 from launcher.provision.local.provisioner import node_folder
+from launcher.report.resume_command import resume_with_more
 from launcher.report.target import Evaluation, best, smoothed
 from launcher.runs.event_lines import newest_events
-from launcher.runs.new_limits import resume_with_more
 
 DEFAULT_METRIC = "exact_match"
 

@@ -54,7 +54,7 @@ RUN_ADDED_LATER = frozenset(
     }
 )
 REPORT_ADDED_LATER = frozenset(
-    {"learning", "pictures", "job_text", "schedule", "provenance", "stand_ins", "collectives"}
+    {"learning", "pictures", "job_text", "schedule", "provenance", "stand_ins", "collectives", "resume_with"}
 )
 """Keys of a run's state and of a report that are always printed. Outputs of version 1 from before the keys are valid
 all the same."""

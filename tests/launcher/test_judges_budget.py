@@ -19,7 +19,8 @@ from launcher.ledger.accounting import judge_budget, judge_calls, judge_micro_us
 from launcher.money import HOUR_MS
 from launcher.placement.plan import Plan
 from launcher.report.build import build_report
-from launcher.runs.new_limits import LimitTooLow, NewLimits, resume_with_more
+from launcher.report.resume_command import resume_with_more
+from launcher.runs.new_limits import LimitTooLow, NewLimits
 from launcher.runs.views import view_of
 from tests.engine.judge_server import JudgeServer
 from tests.launcher.made_ledger import JOB, START_MS, a_run, a_session

@@ -7,6 +7,7 @@ from html.parser import HTMLParser
 import pytest
 
 from engine.events import Evaluated
+from launcher.ledger.models import Removal
 from launcher.report.build import build_report
 from launcher.report.html import PNG, render_html
 from launcher.storage.stores import open_store, read_object
@@ -94,6 +95,22 @@ def test_a_run_without_any_event_has_a_page(session, tmp_path):
     text = a_page(session, a_run(session).run, tmp_path)
     assert "Nothing has been evaluated yet" in text
     assert "No node was preempted" in text
+
+
+def test_the_page_of_a_stopped_run_shows_the_command_that_goes_on_with_it(session, tmp_path):
+    made = a_run(session)
+    made.run.max_total_micro_usd = 2_000_000
+    made.status("running", 0)
+    assert "spotrl resume" not in a_page(session, made.run, tmp_path)
+    made.status("stopped", HOUR_MS, "budget")
+    more = '<p>Go on with more money: <code class="command">spotrl resume demo --max-total 4</code></p>'
+    assert more in a_page(session, made.run, tmp_path)
+    made.status("stopped", 2 * HOUR_MS, "asked for by a person")
+    assert '<p>Go on with it: <code class="command">spotrl resume demo</code></p>' in a_page(
+        session, made.run, tmp_path
+    )
+    session.add(Removal(run_id=made.run.id, at_wall_ms=0))
+    assert "spotrl resume" not in a_page(session, made.run, tmp_path)
 
 
 def test_one_evaluation_at_no_cost_can_be_drawn(session, tmp_path):

@@ -6,6 +6,7 @@ With SPOTRL_SCREENSHOTS set to a folder, the views are kept there as PNG files.
 import os
 import shutil
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,8 @@ from launcher.report.build import build_report
 from launcher.report.comparison import compare_runs
 from launcher.report.comparison_html import render_comparison
 from launcher.report.html import render_html
-from tests.launcher.made_ledger import HOUR_MS
+from launcher.report.values import StandInLine
+from tests.launcher.made_ledger import HOUR_MS, MadeLedger
 from tests.launcher.web.served import a_png, locked, migrate_back, serving, two_runs
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: `pip install playwright`")
@@ -279,3 +281,30 @@ def test_the_static_pages_fit_their_width_without_a_violation_of_wcag_aa(tmp_pat
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         if folder := os.environ.get("SPOTRL_SCREENSHOTS"):
             page.screenshot(path=f"{folder}/static-{name}-{scheme}-{width}.png", full_page=True)
+
+
+def test_only_wide_tables_of_a_static_report_scroll_sideways_at_400_px(tmp_path, open_page):
+    _, sessions = two_runs(tmp_path)
+    zone, kind, name = "northamerica-northeast1-b", "a2-ultragpu-16g-with-local-disks", "on-demand-stand-in-" * 3
+    with sessions() as session:
+        made = MadeLedger(session=session, run=find_run(session, "live"), seq=100_000)
+        made.run.max_total_micro_usd = 2_000_000
+        node = made.node("spot-9", up=0, end=HOUR_MS, seen=0, zone=zone)
+        node.instance_type = kind
+        made.preempted(node, HOUR_MS, signal="SIGSTOP", lost_steps=412)
+        made.status("stopped", HOUR_MS, "budget")
+        report = build_report(session, made.run, made.run.created_ms + 2 * HOUR_MS)
+    stood = StandInLine(
+        node=name, zone=zone, market="on_demand", hours=1.0, why="no spot", paid_hours=1234.5, micro_usd=10**12
+    )
+    amounts = dict.fromkeys(("rollout", "a_phase_of_a_long_name_of_its_own"), 10**14)
+    costs = replace(report.costs, by_phase=amounts, by_role=amounts, total=2 * 10**14)
+    page_file = tmp_path / "report.html"
+    page_file.write_text(render_html(replace(report, stand_ins=(stood,), costs=costs), lambda path: a_png()))
+    page = open_page(page_file.as_uri(), 400, bypass_csp=True)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 400
+    wide = "[...document.querySelectorAll('[role=region]')].filter(one => one.scrollWidth > one.clientWidth)"
+    scrolling = page.evaluate(f"{wide}.map(one => one.getAttribute('aria-label'))")
+    assert {"Nodes", "Preemptions", "Stand-ins"} <= set(scrolling)
+    page.evaluate(AXE)
+    assert page.evaluate("rules => axe.run({runOnly: rules})", RULES)["violations"] == []
