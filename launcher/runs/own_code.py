@@ -6,7 +6,7 @@ An upgrade of the package replaces files under a running process. Later imports 
 by the process, would then have a different version. So a controller keeps the version of its start. The next
 controller, started by `spotrl resume`, has the version of the `resume` command. Nodes on clouds run from the run's
 bundle.
-A copy is named after its contents and is never changed. Copies stay: SkyPilot's API server may run from a copy.
+A copy is named after its contents and is never changed. old_code.py removes the copies that nothing uses any more.
 """
 
 import hashlib
@@ -20,13 +20,21 @@ from pathlib import Path
 
 from launcher.provision.sky.bundle import PACKAGES
 
+CODE = "code"
+
+
+def copies_in(home: Path) -> list[Path]:
+    """Return the folders of the whole copies."""
+    folder = home / CODE
+    return [path for path in folder.iterdir() if not path.name.startswith(".")] if folder.exists() else []
+
 
 def keep_code(home: Path) -> Path:
     """Return the folder with a copy of the running code, and create the copy if missing. Raises OSError.
 
     May be killed, and run twice at once.
     """
-    folder = home / "code" / _digest()
+    folder = home / CODE / _digest()
     if folder.exists():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

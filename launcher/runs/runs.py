@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from hashlib import blake2b
 from importlib.metadata import version
 from importlib.resources import files
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 from sqlalchemy import select
+from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session, sessionmaker
 
 from launcher.controller.lease import is_given_up, is_held
@@ -38,7 +40,8 @@ from launcher.placement.plan import Plan
 from launcher.provision.local.processes import processes_of
 from launcher.provision.local.provisioner import nodes_folder
 from launcher.runs.new_limits import UNCHANGED, NewLimits
-from launcher.runs.own_code import environment_for, keep_code
+from launcher.runs.old_code import code_for, remove_unused_code
+from launcher.runs.own_code import environment_for
 from launcher.runs.start_command import origin_of
 from launcher.runs.views import is_controlled, run_clock, status_of
 from launcher.settings import runs_folder
@@ -128,8 +131,7 @@ def start_controller(sessions: sessionmaker[Session], run_name: str, timeout_s: 
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     log = folder / "controller.log"
     home = _ledger_file(sessions).parent
-    code = keep_code(home)
-    with log.open("ab") as output:
+    with code_for(home, folder) as code, log.open("ab") as output:
         child = subprocess.Popen(
             [*CONTROLLER, run_name],
             stdin=subprocess.DEVNULL,
@@ -143,12 +145,19 @@ def start_controller(sessions: sessionmaker[Session], run_name: str, timeout_s: 
         with sessions() as session:
             lease = session.get(ControllerLease, run.id)
         if lease is not None and lease.pid == child.pid:
+            _remove_old_code(sessions, home, code)
             return child.pid
         if child.poll() is not None:
             break
         time.sleep(0.05)
     tail = log.read_text(errors="replace").strip()[-1500:]
     raise ControllerFailed(f"the controller of {run_name} did not start; the end of {log}:\n{tail}")
+
+
+def _remove_old_code(sessions: sessionmaker[Session], home: Path, code: Path) -> None:
+    """Remove copies that nothing uses. A copy that cannot be removed stays, and hinders no run."""
+    with suppress(OSError, SQLAlchemyError), sessions() as session:
+        remove_unused_code(session, home, code)
 
 
 def request_stop(sessions: sessionmaker[Session], run_name: str, reason: str = "asked for by a person") -> None:

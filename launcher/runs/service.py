@@ -22,7 +22,8 @@ from launcher.exit_codes import Failure
 from launcher.job.schema import Job
 from launcher.ledger.store import find_run
 from launcher.runs import runs
-from launcher.runs.own_code import environment_for, keep_code
+from launcher.runs.old_code import code_for
+from launcher.runs.own_code import environment_for
 from launcher.runs.views import is_controlled
 from launcher.settings import config_path, home
 
@@ -106,18 +107,20 @@ def start_service(sessions: sessionmaker[Session], run_name: str, timeout_s: flo
     Raises NoService when systemd or launchd refuses, ControllerFailed when no controller appears in `timeout_s`.
     """
     with sessions() as session:
-        log = Path(find_run(session, run_name).folder) / "controller.log"
+        folder = Path(find_run(session, run_name).folder)
+    log = folder / "controller.log"
     file = service_file(run_name)
     file.parent.mkdir(parents=True, exist_ok=True)
     environ = {name: value for name, value in os.environ.items() if name in KEPT or name.startswith("SPOTRL_")}
-    environ = environment_for(keep_code(home()), {**environ, "SPOTRL_HOME": str(home())})
     command = [*runs.CONTROLLER, run_name]
-    if sys.platform == "darwin":
-        write_durably(file, launchd_agent(run_name, command, environ, log))
-        calls = [("launchctl", "bootstrap", f"gui/{os.getuid()}", str(file))]
-    else:
-        write_durably(file, systemd_unit(run_name, command, environ, log).encode())
-        calls = [("systemctl", "--user", "daemon-reload"), ("systemctl", "--user", "enable", "--now", file.name)]
+    with code_for(home(), folder) as code:
+        environ = environment_for(code, {**environ, "SPOTRL_HOME": str(home())})
+        if sys.platform == "darwin":
+            write_durably(file, launchd_agent(run_name, command, environ, log))
+            calls = [("launchctl", "bootstrap", f"gui/{os.getuid()}", str(file))]
+        else:
+            write_durably(file, systemd_unit(run_name, command, environ, log).encode())
+            calls = [("systemctl", "--user", "daemon-reload"), ("systemctl", "--user", "enable", "--now", file.name)]
     for call in calls:
         done = _call(*call)
         if done.returncode != 0:

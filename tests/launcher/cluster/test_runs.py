@@ -130,10 +130,13 @@ def test_a_run_goes_on_without_its_controller(sessions):
     assert bring_down(sessions, run.name, 120) == []
 
 
-def test_a_stopped_run_resumes_from_its_checkpoint(sessions):
+def test_a_stopped_run_resumes_from_its_checkpoint(sessions, home):
     run = made_run(sessions, spot=1, iterations=1000)
     start_controller(sessions, run.name)
     wait_until(lambda: iterations(sessions, run) >= 2)
+    code = home / "code"
+    (own,) = code.iterdir()
+    (code / "of-an-old-version").mkdir()
     result = invoke(down, sessions, run.name, "--json")
     assert printed("down", result.output) == {"run": "demo", "left": []}
     assert result.return_value == 0
@@ -142,6 +145,7 @@ def test_a_stopped_run_resumes_from_its_checkpoint(sessions):
     wait_until(lambda: not is_controlled(sessions, run.name))
     assert printed("resume", invoke(resume, sessions, run.name, "--json").output)["run"] == "demo"
     wait_until(lambda: iterations(sessions, run) > reached)
+    assert list(code.iterdir()) == [own], "a start removes code that nothing uses"
     with sessions() as session:
         starts = session.scalars(select(ProgressRow).where(ProgressRow.kind == "engine_started")).all()
     assert [start.lineage for start in starts] == [0, 1]
