@@ -16,8 +16,8 @@ from pydantic import (
 )
 from pydantic import model_validator as model_check
 
-from engine.config import DRIFT, EngineConfig
-from engine.reward_config import LOCAL_MODELS
+from engine.config import EngineConfig
+from launcher.job.agreement import CHECKS
 from launcher.job.company import Identity, Named, Network, named_in
 from launcher.job.sections import (
     AllRuns,
@@ -33,25 +33,8 @@ from launcher.job.sections import (
 from launcher.job.values import Cidr, Infra, RunName, VariableNames
 from launcher.market.offers import CLOUDS
 
-SELF_CONTAINED = ("ocr", "ocr_strict", "ocr_smooth", "shapes", "shapes_strict")
-"""Scorers without settings, models or servers of their own."""
-
-REWARDS = (*SELF_CONTAINED, *LOCAL_MODELS, "http", "vlm")
-"""Scorers that ship with spotrl (engine/rewards/). A user's own scorer is written `package.module:function`."""
-
 PROMPTS = ("digits", "shapes")
 """Prompt sets that spotrl generates; any other name is a file."""
-
-METRICS = dict.fromkeys(SELF_CONTAINED, ("exact_match", "similarity", "reward")) | {
-    "ocr_smooth": ("exact_match", "similarity", "smooth", "reward"),
-    **dict.fromkeys(LOCAL_MODELS, ("reward",)),
-    "geneval": ("accuracy", "reward"),
-}
-"""Metrics of each scorer that computes its own. A server, a vision-language model and a user's own scorer have
-`reward` and the metrics that they return."""
-
-BOUNDED_METRICS = ("exact_match", "similarity")
-"""Metrics that are shares and cannot exceed 1."""
 
 FASTEST_CLOCK = 60.0
 """`clock_factor: auto` on a machine at least as fast as the reference machine."""
@@ -158,26 +141,9 @@ class Job(EngineConfig):
         return value
 
     @model_check(mode="after")
-    def _reward_exists(self) -> Self:
-        for name in (one.name for one in self.reward.loaded):
-            if ":" in name and not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", name):
-                raise ValueError(f"reward.name is {name!r}; write your own reward as package.module:function")
-            if ":" not in name and name not in REWARDS:
-                raise ValueError(
-                    f"reward.name is {name!r}; use {', '.join(REWARDS)}, or your own package.module:function"
-                )
-        return self
-
-    @model_check(mode="after")
-    def _keys_are_secrets(self) -> Self:
-        # The message does not repeat the value, because a user may have written the key itself.
-        unlisted = next((name for name in self.reward.key_names if name not in self.secrets), None)
-        if unlisted is not None:
-            of_vlm = any(one.vlm is not None and one.vlm.key == unlisted for one in self.reward.loaded)
-            raise ValueError(
-                f"reward.{'vlm' if of_vlm else 'http'}.key names a variable that secrets does not list, so nodes would "
-                "not get it; add it, like secrets: [JUDGE_KEY]"
-            )
+    def _fields_agree(self) -> Self:
+        for check in CHECKS:
+            check(self)
         return self
 
     @property
@@ -185,105 +151,10 @@ class Job(EngineConfig):
         """Return the workers of a rollout node: one on each GPU that the scoring pool does not have for itself."""
         return self.resources.rollout.gpus - self.reward.pool_gpus
 
-    @model_check(mode="after")
-    def _the_pool_leaves_gpus_for_workers(self) -> Self:
-        if self.rollout_workers < 1:
-            has = self.resources.rollout.gpus
-            raise ValueError(
-                f"reward.pool.gpus is {self.reward.pool_gpus}, but resources.rollout.accelerators is "
-                f"{self.resources.rollout.accelerators}, which leaves no GPU of a node to sample on; use "
-                f"{f'at most {has - 1}, or ' if has > 1 else ''}nodes with more GPUs"
-            )
-        return self
-
-    @model_check(mode="after")
-    def _ray_gives_workers_every_gpu(self) -> Self:
-        if self.reward.pool_gpus and self.runtime.name == "ray":
-            raise ValueError(
-                f"reward.pool.gpus is {self.reward.pool_gpus}, but runtime.name is ray, which gives workers all GPUs "
-                "of a node; use runtime: local, or leave pool.gpus out"
-            )
-        return self
-
     @property
     def nodes_max_total(self) -> int | None:
         """Return the part of `budget.max_total` for nodes, in micro-dollars. The judges' budget is set aside."""
         return None if self.budget.max_total is None else self.budget.max_total - self.reward.judge_micro_usd
-
-    @model_check(mode="after")
-    def _judges_leave_money_for_nodes(self) -> Self:
-        if self.nodes_max_total is not None and self.nodes_max_total <= 0:
-            raise ValueError(
-                f"reward.vlm.max_usd is ${self.reward.judge_micro_usd / 1e6:.2f} in all, which leaves nodes no money "
-                f"in budget.max_total ${(self.budget.max_total or 0) / 1e6:.2f}; use less, or a larger max_total"
-            )
-        return self
-
-    @model_check(mode="after")
-    def _target_can_be_reached(self) -> Self:
-        if self.target is None:
-            return self
-        known, metric, value = METRICS.get(self.reward.name), self.target.metric, self.target.value
-        if known and metric not in known:
-            raise ValueError(f"target.metric is {metric!r}; the reward {self.reward.name} has {', '.join(known)}")
-        guarded = (*known, DRIFT) if known else ()
-        if guarded and (strange := [guard.metric for guard in self.target.guards if guard.metric not in guarded]):
-            raise ValueError(
-                f"target.guards has {strange[0]!r}; with the reward {self.reward.name} use {', '.join(guarded)}"
-            )
-        if metric in BOUNDED_METRICS and not 0 < value <= 1:
-            raise ValueError(f"target.value is {value}; {metric} is a share, so use more than 0 and at most 1")
-        possible = self.iterations // self.evaluation.every + 1
-        if self.target.evaluations > possible:
-            raise ValueError(
-                f"target.evaluations is {self.target.evaluations}, but {self.iterations} iterations with one "
-                f"evaluation every {self.evaluation.every} make {possible}; use fewer, or more iterations"
-            )
-        return self
-
-    @model_check(mode="after")
-    def _resources_are_where_infra_is(self) -> Self:
-        for role in ("trainer", "rollout"):
-            infra = getattr(self.resources, role).infra
-            cloud = (infra or "").partition("/")[0]
-            if self.clouds and cloud and cloud not in self.clouds:
-                raise ValueError(
-                    f"resources.{role}.infra is {infra}, but infra is {self.infra}; add {cloud} to infra, or leave "
-                    f"resources.{role}.infra out"
-                )
-        return self
-
-    @model_check(mode="after")
-    def _store_is_where_infra_is(self) -> Self:
-        strange = sorted(set(self.store) - set(self.clouds)) if self.clouds else []
-        if strange:
-            raise ValueError(
-                f"store is a bucket of {', '.join(strange)}, which infra does not name ({self.infra}); add it to "
-                "infra, or leave it out"
-            )
-        return self
-
-    @model_check(mode="after")
-    def _resources_are_where_the_network_is(self) -> Self:
-        for role in ("trainer", "rollout"):
-            infra: str | None = getattr(self.resources, role).infra
-            cloud, region, *_ = [*(infra or "").split("/"), "", ""]
-            if self.clouds and region not in ("", "*") and not self.network.reaches(cloud, region):
-                named = ", ".join(self.network.regions(cloud))
-                raise ValueError(
-                    f"resources.{role}.infra is {infra}, but network.{cloud} is in {named}; name the network in "
-                    f"{region} too, or leave resources.{role}.infra out"
-                )
-        return self
-
-    @model_check(mode="after")
-    def _spot_only_has_spot(self) -> Self:
-        if self.spot == "only" and not self.resources.rollout.use_spot:
-            raise ValueError(
-                "spot is only, but resources.rollout.use_spot is false; use spot: never for rollout nodes on demand, "
-                "or use_spot: true"
-            )
-        return self
 
     @property
     def clouds(self) -> tuple[str, ...]:
