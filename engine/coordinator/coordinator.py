@@ -28,7 +28,7 @@ from engine.coordinator.run_log import RunLog
 from engine.coordinator.run_state import RunState
 from engine.coordinator.weight_book import WeightBook, digest_of
 from engine.coordinator.worker_calls import WorkerCalls
-from engine.events import Capacity, ProgressEvent
+from engine.events import Capacity, NodeState, ProgressEvent
 from engine.protocol.codec import Blobs
 from engine.protocol.messages import (
     Answer,
@@ -165,6 +165,8 @@ class Coordinator:
                 self._workers.observe(call, now_ms)
                 if isinstance(call, WorkerDied):
                     self._judges.died(call.worker, call.boot, now_ms)
+                if isinstance(call, NodeLost):
+                    self._judges.lost(call.node, now_ms)
                 return Done(), {}
             case BeginLineage() | Submit() | Explore() | Publish() | Withdraw() | Stop():
                 return self._obey(call, blobs, now_ms), {}
@@ -178,8 +180,13 @@ class Coordinator:
         return self._book.path(weights)
 
     def set_capacity(self, snapshot: Capacity) -> None:
-        """Apply the launcher's snapshot of the nodes."""
-        self.queue.capacity(snapshot, now_ms=self._clock.now_ms())
+        """Apply the launcher's snapshot of the nodes. Raises OSError if the disk is full; the launcher sends the next
+        snapshot within seconds."""
+        now_ms = self._clock.now_ms()
+        self.queue.capacity(snapshot, now_ms=now_ms)
+        for node in snapshot.nodes:
+            if node.state is NodeState.LOST:
+                self._judges.lost(node.node, now_ms)
         self.state.changes += 1
 
     def stop(self, reason: str) -> None:
@@ -226,6 +233,8 @@ class Coordinator:
         """Obey an order of the trainer. Refuse an order that arrives after a newer order."""
         if (order.boot, order.seq) < self.state.newest_order:
             return Late()
+        if order.boot > self.state.newest_order[0]:  # the first order of this process: an earlier one may hold money
+            self._judges.died(f"{order.node}/trainer", order.boot, now_ms)
         self.state.newest_order = (order.boot, order.seq)
         answer: Answer = Done()
         match order:

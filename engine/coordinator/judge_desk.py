@@ -3,11 +3,12 @@
 Each step is in the journal before its answer leaves, so a restarted coordinator knows what is spent and held.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from engine.coordinator.judge_account import Hold
 from engine.coordinator.run_log import RunLog
 from engine.events import JUDGES_USED_UP, Judged
+from engine.parallel.worker_group import node_of
 from engine.protocol.messages import BillJudge, Done, Held, HoldMoney, NoMoney
 from engine.protocol.records import JudgeBilled, JudgesFunded, MoneyHeld
 from engine.protocol.request import Wait
@@ -54,9 +55,16 @@ class JudgeDesk:
 
     def died(self, worker: str, boot: int, now_ms: int) -> None:
         """Count money held by a dead process, or by earlier processes of the same worker, as spent."""
-        for key in self._log.state.judges.of_worker(worker, before_boot=boot + 1):
+        self._give_up(self._log.state.judges.of_worker(worker, before_boot=boot + 1), now_ms)
+
+    def lost(self, node: str, now_ms: int) -> None:
+        """Count money held on a lost node as spent. Otherwise the other workers would wait for the money for ever."""
+        self._give_up([hold for hold in self._log.state.judges.holds if node_of(hold[0]) == node], now_ms)
+
+    def _give_up(self, holds: Sequence[Hold], now_ms: int) -> None:
+        for key in holds:
             held = self._log.state.judges.holds[key]
-            self._spend(key, Judged(worker=worker, unaccounted=held), now_ms)
+            self._spend(key, Judged(worker=key[0], unaccounted=held), now_ms)
 
     def _spend(self, key: Hold, event: Judged, now_ms: int) -> None:
         # Report first: a crash between the lines reports money twice, and never too little.

@@ -253,6 +253,8 @@ class CoordinatorServer:
             self._front.coordinator.set_capacity(Capacity.from_json((await request.body()).decode()))
         except ValueError as error:
             return PlainTextResponse(str(error), status_code=400)
+        except OSError as error:
+            return PlainTextResponse(f"the coordinator's disk: {error}", status_code=507)
         self._front.wake()
         return JSONResponse({"ok": True, "trouble": self._front.trouble})
 

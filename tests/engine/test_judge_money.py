@@ -17,9 +17,9 @@ from engine.clock import ScaledClock
 from engine.config import EngineConfig, RewardConfig, RuntimeConfig
 from engine.coordinator.judge_desk import JudgeDesk
 from engine.coordinator.open import open_coordinator
-from engine.events import Judged, Progress
+from engine.events import Capacity, Judged, Market, NodeCapacity, NodeState, Progress
 from engine.prompt_set import NO_METADATA
-from engine.protocol.messages import PaidCall, WorkerDied
+from engine.protocol.messages import BeginLineage, NodeLost, PaidCall, Withdraw, WorkerDied
 from engine.reward_config import VlmConfig
 from engine.rewards.load import load_reward, load_reward_of_job
 from engine.rewards.purse import BudgetUsedUp, Payment
@@ -219,6 +219,42 @@ def test_a_planted_bug_that_frees_held_money_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr(JudgeDesk, "died", lambda self, worker, boot, now_ms: self._log.state.judges.holds.clear())
     with pytest.raises(AssertionError, match="sum"):
         [walk(tmp_path, seed) for seed in range(20)]
+
+
+# --- money that nobody would give back -----------------------------------------------------------------------
+
+
+def lost(*names):
+    nodes = [NodeCapacity(node=name, market=Market.SPOT, state=NodeState.LOST, workers=1) for name in names]
+    return Capacity(generation=1, nodes=tuple(nodes))
+
+
+@pytest.mark.parametrize("by", ["the launcher", "Ray"])
+def test_money_on_a_lost_node_is_spent_and_nobody_waits_for_it(tmp_path, by):
+    """A node that vanishes closes no connection, so no worker of the node is reported dead."""
+    bank = Bank(tmp_path, 100)
+    bank.purse("run-spot-0-g0/0").hold(60, wait=True)
+    if by == "Ray":
+        ask(bank, NodeLost(node="run-spot-0-g0", reason="Ray lost its node"))
+    else:
+        bank.coordinator.set_capacity(lost("run-spot-0-g0"))
+    with pytest.raises(BudgetUsedUp):
+        bank.purse("run-spot-0-g1/0").hold(60, wait=False)
+    assert bank.reported == 60
+    assert bank.coordinator.queue.stop_reason is not None, "the run stops, and its nodes cost nothing more"
+
+
+def test_money_of_a_killed_trainer_is_spent_once_the_next_trainer_gives_an_order(tmp_path):
+    """A trainer holds no connection that tells of its death, and may never score again."""
+    bank = Bank(tmp_path, 100)
+    first, second = bank.purse("run-trainer-g0/trainer"), bank.purse("run-trainer-g0/trainer")
+    first.hold(60, wait=True)
+    for _ in range(2):
+        ask(bank, BeginLineage(node="run-trainer-g0", lineage=1, boot=10**9, seq=1))
+        assert bank.reported == 60
+    assert second.hold(40, wait=False) is not None
+    ask(bank, Withdraw(node="run-trainer-g0", batches=(), boot=10**9, seq=2))
+    assert list(bank.coordinator.state.judges.holds.values()) == [40], "the present trainer's money stays held"
 
 
 # --- with a judge ------------------------------------------------------------------------------------------
