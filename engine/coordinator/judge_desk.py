@@ -20,6 +20,10 @@ class JudgeDesk:
 
     def __init__(self, log: RunLog, fund: JudgeFund | None, report: Callable[[Judged], None]) -> None:
         self._log, self._fund, self._report = log, fund, report
+        self._taken = 0
+        """Money taken from the fund and not in the journal yet, because the disk is full."""
+        self._reported: set[Hold] = set()
+        """Holds whose spending is reported, and is not in the journal yet, because the disk is full."""
 
     def hold(self, call: HoldMoney, now_ms: int) -> Held | NoMoney | Wait:
         """Hold money, or let the caller wait for money that others hold. Raises OSError if disk or store is full."""
@@ -29,8 +33,11 @@ class JudgeDesk:
         self.died(call.worker, call.boot - 1, now_ms)
         if self._fund is None or self._log.state.queue.stop_reason is not None:
             return NoMoney(text=self._log.state.queue.stop_reason or "this job has no paid judge")
-        if account.free < call.micro_usd and (taken := self._fund.take(call.micro_usd - account.free)):
-            self._log.record_and_apply(JudgesFunded(micro_usd=taken), now_ms)
+        if (missing := call.micro_usd - account.free - self._taken) > 0:
+            self._taken += self._fund.take(missing)
+        if self._taken:
+            self._log.record_and_apply(JudgesFunded(micro_usd=self._taken), now_ms)
+            self._taken = 0
         if account.free >= call.micro_usd:
             held = MoneyHeld(worker=call.worker, boot=call.boot, seq=call.seq, micro_usd=call.micro_usd)
             self._log.record_and_apply(held, now_ms)
@@ -67,9 +74,12 @@ class JudgeDesk:
             self._spend(key, Judged(worker=key[0], unaccounted=held), now_ms)
 
     def _spend(self, key: Hold, event: Judged, now_ms: int) -> None:
-        # Report first: a crash between the lines reports money twice, and never too little.
-        if event.micro_usd:
+        # Report first: a crash between the lines reports money twice, and never too little. While the disk is full,
+        # the call is repeated, and reports nothing again.
+        if event.micro_usd and key not in self._reported:
             self._report(event)
+            self._reported.add(key)
         worker, boot, seq = key
         self._log.record_and_apply(JudgeBilled(worker=worker, boot=boot, seq=seq, micro_usd=event.micro_usd), now_ms)
+        self._reported.discard(key)
         self._log.state.changes += 1

@@ -1,5 +1,6 @@
 """The budget of paid judges: no call without money, whatever is restarted, lost, repeated or killed."""
 
+import errno
 import itertools
 import math
 import os
@@ -25,6 +26,7 @@ from engine.rewards.load import load_reward, load_reward_of_job
 from engine.rewards.purse import BudgetUsedUp, Payment
 from engine.rewards.reward import RewardError
 from engine.rewards.vlm import VlmReward
+from engine.storage import disk
 from engine.storage.checkpoint import CheckpointStore
 from engine.storage.judge_fund import OBJECT, JudgeFund
 from engine.storage.progress import ProgressLog
@@ -255,6 +257,29 @@ def test_money_of_a_killed_trainer_is_spent_once_the_next_trainer_gives_an_order
     assert second.hold(40, wait=False) is not None
     ask(bank, Withdraw(node="run-trainer-g0", batches=(), boot=10**9, seq=2))
     assert list(bank.coordinator.state.judges.holds.values()) == [40], "the present trainer's money stays held"
+
+
+def test_a_full_disk_of_the_coordinator_neither_takes_nor_reports_money_again(tmp_path, monkeypatch):
+    """The store may have room: on clouds the budget is in a bucket."""
+    monkeypatch.setattr(disk, "ASK_AGAIN_SECONDS", 0.0)
+    bank = Bank(tmp_path, 1000)
+    journal, purse = bank.coordinator.journal, bank.purse()
+    append, times = journal.append, itertools.count()
+
+    def full(*arguments, **fields):
+        if next(times) < 5:
+            raise OSError(errno.ENOSPC, "no space left on device")
+        return append(*arguments, **fields)
+
+    monkeypatch.setattr(journal, "append", full)
+    first = purse.hold(10, wait=True)
+    assert bank.coordinator.state.judges.funded == 20, "one part of the budget"
+    times = itertools.count()
+    purse.bill(first, [paid(10)])
+    assert bank.reported == 10
+    second = purse.hold(980, wait=True)
+    purse.bill(second, [paid(980)])
+    assert bank.reported == 990
 
 
 # --- with a judge ------------------------------------------------------------------------------------------
