@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import stamina
@@ -30,6 +31,7 @@ from engine.storage import disk
 from engine.storage.checkpoint import CheckpointStore
 from engine.storage.judge_fund import OBJECT, JudgeFund
 from engine.storage.progress import ProgressLog
+from engine.worker import coordinator_purse
 from engine.worker.coordinator_purse import CoordinatorPurse
 from engine.worker.transport import InprocTransport, ask
 from tests.engine.judge_server import JudgeServer
@@ -257,6 +259,36 @@ def test_money_of_a_killed_trainer_is_spent_once_the_next_trainer_gives_an_order
     assert second.hold(40, wait=False) is not None
     ask(bank, Withdraw(node="run-trainer-g0", batches=(), boot=10**9, seq=2))
     assert list(bank.coordinator.state.judges.holds.values()) == [40], "the present trainer's money stays held"
+
+
+def test_a_hold_that_waits_lets_the_other_payments_of_its_process_end(tmp_path, monkeypatch):
+    """A server scores several leases of a worker at once, so one payment may need another's money to end."""
+    bank = Bank(tmp_path, 100)
+    purse = bank.purse()
+    payment, asked = Payment(purse, 60, 1), itertools.count()
+    call = bank.call
+
+    def count(*arguments, **fields):
+        assert next(asked) < 100, "it asks for ever"
+        return call(*arguments, **fields)
+
+    def pause(seconds):
+        assert payment.take()
+        payment.made(paid(50))  # an answer without a score
+        assert not payment.take(), "no other try: the money is held"
+        payment.__exit__(None, None, None)
+
+    bank.call = count
+    monkeypatch.setattr(coordinator_purse.time, "sleep", lambda seconds: on_a_thread(pause, seconds))
+    with Payment(purse, 45, 1) as second:
+        assert second.take()
+        second.made(paid(45))
+    assert bank.reported == 95
+
+
+def on_a_thread(do, *arguments):
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(do, *arguments).result(timeout=10)
 
 
 def test_a_full_disk_of_the_coordinator_neither_takes_nor_reports_money_again(tmp_path, monkeypatch):
