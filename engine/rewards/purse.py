@@ -5,6 +5,7 @@ that may have been made is never used again.
 """
 
 import threading
+from collections import deque
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Protocol
@@ -42,7 +43,8 @@ class Payment:
         self._left = most_micro_usd * calls
         first = purse.hold(self._left, wait=True)
         assert first is not None, "a hold that waits has a number"
-        self._holds = [first]
+        self._holds = [(first, self._left)]
+        """Number and money of each hold."""
         self._calls: list[PaidCall] = []
         self._lock = threading.Lock()
 
@@ -50,8 +52,26 @@ class Payment:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for place, hold in enumerate(self._holds):
-            self._purse.bill(hold, self._calls if place == 0 else [])
+        # The last hold comes first. It alone may be billed for more than its money, so the money that the others give
+        # back is free only afterwards.
+        for hold, calls in reversed(self._bills()):
+            self._purse.bill(hold, calls)
+
+    def _bills(self) -> list[tuple[int, list[PaidCall]]]:
+        """Return the calls of each hold: those that its money pays, and all others with the last hold.
+
+        The coordinator may count a hold as spent, if it takes the worker for dead. The calls of later holds then still
+        count.
+        """
+        calls, bills = deque(self._calls), []
+        for hold, left in self._holds:
+            paid: list[PaidCall] = []
+            while calls and calls[0].micro_usd <= left:
+                paid.append(calls.popleft())
+                left -= paid[-1].micro_usd
+            bills.append((hold, paid))
+        bills[-1][1].extend(calls)
+        return bills
 
     def take(self) -> bool:
         """Take the money of one call. False: there is none at the moment. Raises BudgetUsedUp."""
@@ -60,7 +80,7 @@ class Payment:
                 more = self._purse.hold(self._most, wait=False)
                 if more is None:
                     return False
-                self._holds.append(more)
+                self._holds.append((more, self._most))
                 self._left += self._most
             self._left -= self._most
             return True

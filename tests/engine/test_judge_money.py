@@ -291,6 +291,48 @@ def on_a_thread(do, *arguments):
         threads.submit(do, *arguments).result(timeout=10)
 
 
+def test_tries_after_a_lost_connection_are_paid_although_the_first_hold_counts_as_spent(tmp_path):
+    bank = Bank(tmp_path, 1000)
+    with Payment(bank.purse(), 100, 2) as payment:
+        for _ in range(2):
+            assert payment.take()
+            payment.made(paid(100))
+        bank.died("spot-0/0")  # its connection closed, and it is alive
+        assert payment.take()
+        payment.made(paid(70))
+    assert bank.reported == 270
+    assert not bank.coordinator.state.judges.holds
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_payment_of_several_holds_bills_each_call_once_and_no_hold_early(seed):
+    draw, billed = random.Random(seed), []
+
+    class Known:
+        def __init__(self):
+            self.numbers, self.held = itertools.count(1), {}
+
+        def hold(self, micro_usd, *, wait):
+            number = next(self.numbers)
+            self.held[number] = micro_usd
+            return number
+
+        def bill(self, hold, calls):
+            del self.held[hold]
+            billed.extend(call.micro_usd for call in calls)
+            assert sum(self.held.values()) + sum(billed) >= made, "money of a call that was made is free"
+
+    purse, made = Known(), 0
+    with Payment(purse, 100, 3) as payment:
+        for _ in range(12):
+            assert payment.take()
+            price = draw.randint(1, 100)
+            payment.made(paid(price))
+            made += price
+    assert sum(billed) == made
+    assert len(billed) == 12
+
+
 def test_a_full_disk_of_the_coordinator_neither_takes_nor_reports_money_again(tmp_path, monkeypatch):
     """The store may have room: on clouds the budget is in a bucket."""
     monkeypatch.setattr(disk, "ASK_AGAIN_SECONDS", 0.0)
