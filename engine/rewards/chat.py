@@ -52,7 +52,7 @@ class Usage(msgspec.Struct, frozen=True):
     """Tokens of one request, as the server counted them."""
 
     prompt_tokens: int
-    completion_tokens: int = 0
+    completion_tokens: int
 
 
 class _Answer(msgspec.Struct):

@@ -29,6 +29,10 @@ Around = Callable[[Callable[[], bytes]], bytes]
 TRY_AGAIN = (408, 425, 429)
 """Status codes below 500 after which the same request may succeed."""
 
+GAVE_UP = (502, 504, 520, 524)
+"""Status codes of a gateway that got no whole answer from the server behind it. The server may have worked on the
+request. 520 and 524 are Cloudflare's."""
+
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 """Seconds between two tries. A pause is twice the pause before, with up to a second of jitter."""
 
@@ -122,7 +126,7 @@ class HttpCall:
         fault = f"HTTP {response.status_code} and {shown(bytes(content))}"
         if response.status_code in TRY_AGAIN or response.status_code >= 500:
             _wait_as_told(response)
-            raise BadAnswer(fault)
+            raise Unanswered(fault) if response.status_code in GAVE_UP else BadAnswer(fault)
         raise RewardError(
             f"the scorer {self._url} refused a request with {self._without_key(fault)}; check url, protocol and key"
         )

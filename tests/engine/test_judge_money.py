@@ -381,6 +381,22 @@ def test_calls_cost_what_the_server_counted_and_unknown_calls_the_most(tmp_path)
     assert not bank.coordinator.state.judges.holds
 
 
+@pytest.mark.parametrize("status", [502, 504, 520, 524])
+def test_a_call_that_a_gateway_gave_up_on_costs_the_most(tmp_path, status):
+    """The server behind the gateway may have answered, and charges for the answer."""
+    bank = Bank(tmp_path, 1_000_000)
+    with JudgeServer([status, None]) as server:
+        assert not math.isnan(VlmReward(judge(server), bank.purse()).score(grey(1), ["a"], [NO_METADATA])[0].reward)
+    assert bank.reported == 10120 + 5500
+
+
+def test_an_answer_that_does_not_count_its_own_tokens_costs_the_most(tmp_path):
+    bank = Bank(tmp_path, 1_000_000)
+    with JudgeServer(usage={"prompt_tokens": 1000}) as server:
+        VlmReward(judge(server), bank.purse()).score(grey(1), ["a"], [NO_METADATA])
+    assert bank.reported == 10120
+
+
 def test_a_refused_call_is_free_and_leaves_no_money_held(tmp_path):
     bank = Bank(tmp_path, 1_000_000)
     with JudgeServer([401]) as server, pytest.raises(RewardError, match="refused"):
