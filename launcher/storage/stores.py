@@ -11,6 +11,7 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from obstore.store import RetryConfig
 
 PROBE = "spotrl-probe"
+
+JUDGES = "judges/taken.json"
+"""How much of the paid judges' budget is taken (engine/storage/judge_fund.py): {"micro_usd": ...}."""
 
 RETRIES: "RetryConfig" = {"max_retries": 3, "retry_timeout": timedelta(seconds=20)}
 """Retry limits: a bucket that does not answer is reported within half a minute, and later callers try again."""
@@ -156,9 +160,11 @@ def newest_checkpoint(store: ObjectStore) -> str | None:
 def carry_over(source: ObjectStore, target: ObjectStore) -> str | None:
     """Copy the newest whole checkpoint and the list of lineages. Return the checkpoint's name; None: no checkpoint yet.
 
-    May be repeated, and interrupted anywhere: the manifest counts, and is copied last. Bytes pass through this machine,
+    The taken part of the judges' budget comes first: a trainer without it would spend the budget a second time. May be
+    repeated, and interrupted anywhere: the manifest counts, and is copied last. Bytes pass through this machine,
     because no cloud copies from another cloud's buckets.
     """
+    _carry_taken_part(source, target)
     for path in paths_in(source, "lineages/"):
         obstore.put(target, path, b"claimed")
     name = newest_checkpoint(source)
@@ -169,6 +175,30 @@ def carry_over(source: ObjectStore, target: ObjectStore) -> str | None:
             for piece in obstore.get(source, path).stream():
                 writer.write(piece)
     return name
+
+
+def _carry_taken_part(source: ObjectStore, target: ObjectStore) -> None:
+    """Copy the taken part of the judges' budget, unless the target knows of a larger part.
+
+    An object that cannot be read counts as the whole budget, on either side.
+    """
+    try:
+        found = bytes(obstore.get(source, JUDGES).bytes())
+    except FileNotFoundError:
+        return
+    try:
+        known = _taken_micro_usd(bytes(obstore.get(target, JUDGES).bytes()))
+    except FileNotFoundError:
+        known = -1.0
+    if known < _taken_micro_usd(found):
+        obstore.put(target, JUDGES, found)
+
+
+def _taken_micro_usd(content: bytes) -> float:
+    try:
+        return float(json.loads(content)["micro_usd"])
+    except (ValueError, KeyError, TypeError):
+        return inf
 
 
 def _s3(url: str, bucket: str) -> ObjectStore:

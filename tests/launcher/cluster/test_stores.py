@@ -10,8 +10,10 @@ import pytest
 from moto.server import ThreadedMotoServer
 from obstore.store import MemoryStore
 
+from engine.storage.judge_fund import JudgeFund
 from launcher.exit_codes import ExitCode
 from launcher.storage.stores import (
+    JUDGES,
     StoreDenied,
     StoreError,
     bucket_region,
@@ -137,6 +139,34 @@ def test_a_run_without_a_checkpoint_copies_only_its_lineages():
     obstore.put(here, "lineages/0001", b"claimed")
     assert carry_over(here, there) is None
     assert paths(there) == {"lineages/0001"}
+
+
+@pytest.mark.parametrize("has_checkpoint", [True, False])
+@pytest.mark.parametrize(
+    ("here", "there", "then"),
+    [
+        (b'{"micro_usd": 700}', None, 700),
+        (b'{"micro_usd": 700}', b'{"micro_usd": 300}', 700),
+        (b'{"micro_usd": 700}', b'{"micro_usd": 900}', 900),
+        (b"{", b'{"micro_usd": 300}', 1000),
+        (b'{"micro_usd": 700}', b"{", 1000),
+        (None, b'{"micro_usd": 300}', 300),
+    ],
+)
+def test_judges_have_one_budget_on_both_clouds(tmp_path, here, there, then, has_checkpoint):
+    """The next trainer takes from the bucket of its own cloud."""
+    stores = []
+    for name, content in (("here", here), ("there", there)):
+        (tmp_path / name).mkdir()
+        stores.append(open_store((tmp_path / name).as_uri()))
+        if content is not None:
+            obstore.put(stores[-1], JUDGES, content)
+        if has_checkpoint:  # the run was there before, and has no newer checkpoint
+            with_checkpoint(stores[-1], "l0001-i000003")
+    for _ in range(2):
+        carry_over(*stores)
+    fund = JudgeFund((tmp_path / "there").as_uri(), 1000)
+    assert fund.take(1000) == 1000 - then
 
 
 def test_a_checkpoint_is_copied_over_the_s3_protocol(s3):
