@@ -67,6 +67,7 @@ def load_job(
     )
     _check_files(checked)
     _check_gpus(checked)
+    _check_judges(checked)
     return checked
 
 
@@ -145,6 +146,26 @@ def _check_gpus(checked: CheckedJob) -> None:
                 "driver (535, and CUDA 13 needs 580)",
                 f"use one of {', '.join(usable)}",
             )
+
+
+def _check_judges(checked: CheckedJob) -> None:
+    """Raise JobError if the judges' budget does not bear the images of one lease: the run would stop at its first.
+
+    A worker holds money for all images of a lease before it asks a judge.
+    """
+    job = checked.job
+    evaluated = min(job.evaluation.shape, job.evaluation.prompts)
+    rolled_out = min(job.runtime.shape, job.algorithm.prompts_per_batch * job.algorithm.images_per_prompt)
+    explored = [profile.shape for profile in job.exploration.profiles] if job.exploration.mode == "stale" else []
+    images = max(evaluated, rolled_out, *explored) * (job.reward.frames or 1)
+    most = images * max((one.vlm.most_micro_usd for one in job.reward.loaded if one.vlm is not None), default=0)
+    if most > job.reward.judge_micro_usd:
+        raise checked.error(
+            "reward",
+            f"reward.vlm.max_usd is ${job.reward.judge_micro_usd / 1e6:.2f} in all, and the {images} images that a "
+            f"worker scores at a time may cost ${most / 1e6:.2f}",
+            "use more, fewer most_input_tokens, or smaller shapes (runtime, evaluation, exploration.profiles)",
+        )
 
 
 def _check_prompt_files(checked: CheckedJob) -> None:

@@ -52,6 +52,16 @@ def test_nodes_may_spend_what_the_judges_may_not(job):
         job(text(max_total="$20"))
 
 
+def test_a_budget_that_bears_no_lease_is_refused_before_nodes_are_bought(job):
+    """A worker holds money for all its images first, so such a run would stop before its first score."""
+    assert job(text(max_usd=2)).reward.judge_micro_usd == 2 * DOLLAR
+    found = r"max_usd is \$1.90 in all, and the 48 images that a worker scores at a time may cost \$1.97"
+    with pytest.raises(JobError, match=found):
+        job(text(max_usd=1.9))
+    smaller = "evaluation: {shape: 12}\nexploration: {profiles: [{shape: 12}]}\n"
+    assert job(text(max_usd=1.9) + smaller).evaluation.shape == 12
+
+
 def test_the_budget_guard_works_with_the_part_for_nodes(job):
     with a_session() as session:
         row = a_run(session, job={**JOB, "reward": REWARD}).run
