@@ -121,16 +121,14 @@ class ArrivingWeights:
         """
         if size == self.size:
             return
-        self.size, self.have, self._noted, self._hash = size, 0, 0, hashlib.sha256()
         memory, disk = self._memory.in_memory[self._slot], self._memory.on_disk[self._slot]
-        available = _available_bytes() + os.fstat(memory).st_size
-        self._on_disk = available < MEMORY_ROOM * size
+        self._on_disk = _available_bytes() + _kept_bytes(memory) < MEMORY_ROOM * size
         os.ftruncate(memory if self._on_disk else disk, 0)
         if self._on_disk:
             room = os.fstatvfs(disk)
-            # 512: the unit of st_blocks. A file whose fetch broke is shorter on the disk than its size says.
-            if room.f_bavail * room.f_frsize + 512 * os.fstat(disk).st_blocks < size:
+            if room.f_bavail * room.f_frsize + _kept_bytes(disk) < size:
                 raise OSError(errno.ENOSPC, f"no room for {size / 1e9:.1f} GB of weights in memory or on disk")
+        self.size, self.have, self._noted, self._hash = size, 0, 0, hashlib.sha256()
         # Write into the pages of earlier weights: the first touch of a page is the expensive part.
         os.ftruncate(self._handle, size)
         self._note(0)
@@ -277,6 +275,11 @@ def _stored(memory: NodeMemory, slot: int) -> Stored:
     entry = read_entry(memory, slot)
     handle = (memory.on_disk if entry.on_disk else memory.in_memory)[slot]
     return Stored.of_handle(handle, entry.size)
+
+
+def _kept_bytes(handle: int) -> int:
+    """Return the bytes that a file takes. After a fetch that broke, these are fewer than the file's size."""
+    return 512 * os.fstat(handle).st_blocks  # 512: the unit of st_blocks
 
 
 def _available_bytes() -> int:

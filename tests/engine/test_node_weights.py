@@ -219,8 +219,18 @@ def test_on_a_full_disk_weights_take_the_room_of_earlier_ones_and_no_more(folder
 
     os.ftruncate(memory.on_disk[1], 0)
     os.ftruncate(memory.on_disk[1], SIZE)  # as after a fetch that broke at once: a size, and no room behind it
-    with pytest.raises(OSError, match="no room"):
-        node_weights.ArrivingWeights(memory, 1, "another").begin(SIZE)
+    arriving = node_weights.ArrivingWeights(memory, 1, "another")
+    for _ in range(2):  # the fetch waits for room, and asks again
+        with pytest.raises(OSError, match="no room"):
+            arriving.begin(SIZE)
+
+
+def test_memory_of_a_broken_fetch_counts_by_its_pages(folder, monkeypatch):
+    memory = NodeMemory.make(folder)
+    os.ftruncate(memory.in_memory[0], SIZE)  # as after a fetch that broke at once: a size, and no page behind it
+    monkeypatch.setattr(node_weights, "_available_bytes", lambda: round(node_weights.MEMORY_ROOM * SIZE) - 1)
+    node_weights.ArrivingWeights(memory, 0, "another").begin(SIZE)
+    assert (os.fstat(memory.in_memory[0]).st_size, os.fstat(memory.on_disk[0]).st_size) == (0, SIZE)
 
 
 def test_a_writer_that_makes_progress_is_waited_for(folder, monkeypatch):
