@@ -9,6 +9,7 @@ import click
 from sqlalchemy.orm import Session, sessionmaker
 
 from launcher.cli.layout import print_table, print_text
+from launcher.cli.number import Number
 from launcher.cli.run_argument import names_of_runs
 from launcher.ledger.store import find_run
 from launcher.money import MICRO, dollars
@@ -35,7 +36,7 @@ LONGEST = 28
     "seed alone.",
 )
 @click.option("--over", type=click.Choice(list(AXES)), default="dollars", show_default=True, help="Axis of the scores.")
-@click.option("--target-reward", type=float, help="Target score (default: the target of the first run).")
+@click.option("--target-reward", type=Number(), help="Target score (default: the target of the first run).")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option(
     "--html",

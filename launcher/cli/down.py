@@ -5,6 +5,7 @@ import json
 import click
 from sqlalchemy.orm import Session, sessionmaker
 
+from launcher.cli.number import Number
 from launcher.cli.run_argument import run_argument
 from launcher.exit_codes import ExitCode
 from launcher.ledger.store import find_run
@@ -15,7 +16,7 @@ from launcher.runs.runs import CLOUD_RELEASE_SECONDS, RELEASE_SECONDS, bring_dow
 @run_argument
 @click.option(
     "--timeout",
-    type=float,
+    type=Number(least=0),
     help="Seconds to wait until every node is gone.  "
     f"[default: {RELEASE_SECONDS:g}, on clouds {CLOUD_RELEASE_SECONDS:g}]",
 )

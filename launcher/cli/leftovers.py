@@ -26,6 +26,7 @@ from launcher.cleanup.reaping import (
     sign_in,
 )
 from launcher.cli.layout import print_table
+from launcher.cli.number import Number
 from launcher.clouds.base import CloudApi, Instance, Resource
 from launcher.exit_codes import ExitCode, Failure
 from launcher.ledger.billing import LOCAL
@@ -69,7 +70,7 @@ def cleanup_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--json", "as_json", is_flag=True, help="Print one JSON object. Progress goes to stderr."),
         click.option(
             "--timeout",
-            type=float,
+            type=Number(least=0),
             default=600.0,
             show_default=True,
             help="Seconds to wait until every node and resource is gone.",

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 from sqlalchemy.orm import Session, sessionmaker
 
+from launcher.cli.number import Number
 from launcher.cli.run_argument import run_argument
 from launcher.ledger.models import Removal, Run
 from launcher.ledger.store import find_run
@@ -19,7 +20,7 @@ from launcher.storage.stores import StoreError, read_object, run_stores
 
 @click.command()
 @run_argument
-@click.option("--target-reward", type=float, help="Target score (default: the job's target).")
+@click.option("--target-reward", type=Number(), help="Target score (default: the job's target).")
 @click.option("--against", metavar="RUN2", help="Baseline run. The report adds the saving against RUN2.")
 @click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON object. Its field `schema` is the version of the format."

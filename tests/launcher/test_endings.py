@@ -146,6 +146,19 @@ def test_an_impossible_option_value_is_refused(home, tmp_path, capsys, flag, val
     assert words in error_text(capsys)
 
 
+@pytest.mark.parametrize("value", ["nan", "inf", "-1"])
+@pytest.mark.parametrize("words", [("down", RUN, "--timeout"), ("reap", "--timeout"), ("panic", "--timeout")])
+def test_a_time_that_never_ends_is_refused(home, capsys, words, value):
+    assert run([*words, value]) == ExitCode.USAGE
+    assert f"{value} is not a finite number of 0 or more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [("report", RUN), ("compare", RUN, "other")])
+def test_a_target_that_is_no_number_is_refused(home, capsys, words):
+    assert run([*words, "--target-reward", "nan"]) == ExitCode.USAGE
+    assert "nan is not a finite number; write it in decimal digits" in capsys.readouterr().err
+
+
 def test_a_job_file_that_is_empty_or_a_pipe_is_refused(home, tmp_path, capsys):
     (tmp_path / "empty.yaml").write_text("# nothing yet\n")
     os.mkfifo(tmp_path / "pipe.yaml")
