@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import click
+from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 from sqlalchemy import select
 from sqlalchemy.orm import Session, sessionmaker
@@ -22,6 +23,7 @@ from launcher.clouds.build import build_cloud_api
 from launcher.clouds.preempting import Preempter, build_preempter
 from launcher.exit_codes import BudgetError, ExitCode, Failure
 from launcher.harmless import harmless
+from launcher.job.values import RunName
 from launcher.ledger.models import Run
 from launcher.ledger.prices import latest_prices
 from launcher.ledger.store import find_run
@@ -96,7 +98,7 @@ def selftest(
       spotrl selftest --infra gcp --store gs://my-bucket/spotrl -y --json
     """
     out = Console(stderr=as_json)
-    run = name or f"selftest-{infra}-{time.strftime('%m%d%H%M', time.gmtime())}"
+    run = _run_name(name or f"selftest-{infra}-{time.strftime('%m%d%H%M', time.gmtime())}")
     limit, longest = _limit(max_total), _minutes(minutes)
     bought = _gpu(sessions, infra, gpu)
     job = _write_job(run, job_text(run, infra, str(bought["gpu"]), limit))
@@ -171,6 +173,14 @@ class StillThere(Failure):
     """An earlier selftest may still cost money, so nothing is bought."""
 
     exit_code: ClassVar[ExitCode] = ExitCode.TEARDOWN_INCOMPLETE
+
+
+def _run_name(text: str) -> str:
+    """Return the name. Raises click.UsageError for a name that is none, because a folder gets it before the launch."""
+    try:
+        return str(TypeAdapter(RunName).validate_python(text))
+    except ValidationError as error:
+        raise click.UsageError(f"--{error.errors()[0]['ctx']['error']}") from None
 
 
 def _minutes(texts: tuple[str, ...]) -> dict[Step, float]:

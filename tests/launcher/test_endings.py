@@ -159,6 +159,13 @@ def test_a_target_that_is_no_number_is_refused(home, capsys, words):
     assert "nan is not a finite number; write it in decimal digits" in capsys.readouterr().err
 
 
+def test_a_selftest_writes_no_file_for_a_name_that_is_a_path(home, tmp_path, capsys):
+    (tmp_path / "job.yaml").write_text("name: mine\n")
+    assert run(["selftest", "--infra", "aws", "--dry-run", "--name", str(tmp_path)]) == ExitCode.USAGE
+    assert "use up to 40 of a-z, 0-9 and -" in capsys.readouterr().err
+    assert (tmp_path / "job.yaml").read_text() == "name: mine\n"
+
+
 def test_a_job_file_that_is_empty_or_a_pipe_is_refused(home, tmp_path, capsys):
     (tmp_path / "empty.yaml").write_text("# nothing yet\n")
     os.mkfifo(tmp_path / "pipe.yaml")
