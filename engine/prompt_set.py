@@ -78,7 +78,7 @@ def read_prompts(path: Path) -> dict[str, Metadata]:
     """
     try:
         # Split at line feeds alone, as a file's `readlines` does: `splitlines` also splits at characters inside JSON.
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (UnicodeDecodeError, OSError) as error:
         raise PromptFileError(f"{path} cannot be read as text ({error}); save it as UTF-8") from None
     if path.suffix != JSON_LINES:

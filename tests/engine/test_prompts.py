@@ -4,6 +4,7 @@ import pytest
 
 from engine.algorithm_config import AlgorithmConfig
 from engine.config import EngineConfig, EvaluationConfig
+from engine.prompt_set import read_prompts
 from engine.prompts import held_out_digits, prompt_source
 
 
@@ -68,6 +69,13 @@ LINES = [f"{subject} {number}" for subject in ("cat", "dog", "hen", "pig", "cow"
 
 def source_of(folder, lines, **fields):
     return prompt_source(config(write(folder, lines), per_batch=6, **fields), str(folder))
+
+
+def test_a_byte_order_mark_belongs_to_no_prompt(tmp_path):
+    """Windows writes one at the start of a UTF-8 file."""
+    (tmp_path / "prompts.txt").write_text("# a comment\na cat\n", encoding="utf-8-sig")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a cat"}\n', encoding="utf-8-sig")
+    assert list(read_prompts(tmp_path / "prompts.txt")) == list(read_prompts(tmp_path / "prompts.jsonl")) == ["a cat"]
 
 
 def test_a_random_part_of_a_file_is_held_out_and_never_trained(tmp_path):
