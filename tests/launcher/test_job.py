@@ -410,8 +410,7 @@ def test_a_late_error_names_the_line_of_its_field(write):
 
 def test_every_reward_of_the_engine_can_be_chosen():
     from engine.rewards.load import BUILT_IN
-    from launcher.job.agreement import METRICS
-    from launcher.job.schema import REWARDS
+    from launcher.job.agreement import METRICS, REWARDS
 
     assert set(REWARDS) == set(BUILT_IN)
     assert set(METRICS) == {*BUILT_IN} - {"http", "vlm"}
