@@ -25,7 +25,7 @@ export function showRun(main, name, onState) {
 
 class RunPage {
   constructor(main, name, onState) {
-    Object.assign(this, { main, name, onState, page: null, axis: "dollars", timer: null, charts: {}, events: [] });
+    Object.assign(this, { main, name, onState, page: null, axis: "dollars", timer: null, charts: {}, events: [], seen: [] });
   }
 
   start() {
@@ -41,12 +41,11 @@ class RunPage {
       const page = await read("api/runs/" + encodeURIComponent(this.name));
       this.pause = Math.max(REDRAW_MS, PAUSE * (performance.now() - begun));
       const isFirst = this.page === null;
-      if (!isFirst) page.ids = page.ids.map((id, index) => Math.max(id, this.page.ids[index]));  // the stream was quicker
       this.page = page;
       if (isFirst) this.build();
       this.draw();
       this.onState("live");
-      if (isFirst) follow(`api/runs/${encodeURIComponent(this.name)}/changes`, () => this.page.ids, (news) => this.onNews(news), this.onState);
+      if (isFirst) follow(`api/runs/${encodeURIComponent(this.name)}/changes`, () => this.seen, (news) => this.onNews(news), this.onState);
       this.due = performance.now() + 5 * this.pause;
       if (!page.view.is_over) this.timer ??= setTimeout(() => this.load(), 5 * this.pause);
     } catch (error) {
@@ -58,7 +57,7 @@ class RunPage {
   }
 
   onNews(news) {
-    this.page.ids = news.ids;
+    this.seen = news.ids;
     this.addEvents(news.events);
     const isChange = news.events.some((line) => line.source === "run");  // started, stopping, ended: rare, and shown at once
     const due = performance.now() + (isChange ? 0 : this.pause);
@@ -96,6 +95,7 @@ class RunPage {
       section("h-plan", "The plan beside what happened", this.plan),
       section("h-more", "Where the numbers come from", this.more));
     this.events = this.page.events;
+    this.seen = this.page.ids;  // of the list: a page that is read again is newer, and its events are not added
   }
 
   draw() {

@@ -231,6 +231,29 @@ def test_a_page_comes_back_after_the_server_was_away(tmp_path, open_page):
     assert page.locator(".events li:has-text('while it was away')").count() == 1
 
 
+def test_a_page_read_again_before_its_stream_is_back_misses_no_event(tmp_path, open_page):
+    path, sessions = two_runs(tmp_path)
+    with serving(path, sessions) as first:
+        page = open_page(first.page + VIEWS["run"])
+        page.wait_for_selector("#link.live")
+        page.route("**/api/runs/live/changes*", lambda route: route.abort())  # the open stream stays, a new one fails
+        with page.expect_response("**/api/runs/live"), first.add() as made:  # a quick reading: the next comes soon
+            made.status("running", 2 * HOUR_MS, "a change")
+        with first.add() as made:
+            made.trained(8, 2 * HOUR_MS + 1)
+        page.wait_for_selector(".events li:has-text('iteration 8')")
+        port = int(first.url.rpartition(":")[2])
+    page.wait_for_selector("#link.trouble")
+    with first.add() as made:
+        made.status("running", 2 * HOUR_MS + 2, "while it was away")
+    with serving(path, sessions, port):
+        with page.expect_response("**/api/runs/live"):
+            pass
+        page.wait_for_selector(".state.running")
+        page.unroute("**/api/runs/live/changes*")
+        page.wait_for_selector(".events li:has-text('while it was away')")
+
+
 def test_a_page_over_a_locked_or_migrating_ledger_is_never_blank_and_comes_back(served, open_page):
     page = open_page(served.page + VIEWS["run"])
     ready(page, "run")
