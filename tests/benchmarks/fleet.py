@@ -9,6 +9,7 @@ shipped `decide()` runs after each event, and every four minutes while a slot wa
 
 import argparse
 import statistics
+import sys
 import time
 from dataclasses import replace
 from random import Random
@@ -184,7 +185,11 @@ def main() -> None:
     parser.parse_args()
     load1 = load_now()
     kept, anew = decide_ms()
-    print(f"decide: {statistics.median(kept):.3f} ms, built anew {statistics.median(anew):.1f} ms", flush=True)
+    print(
+        f"decide: {statistics.median(kept):.3f} ms, built anew {statistics.median(anew):.1f} ms",
+        file=sys.stderr,
+        flush=True,
+    )
     began, cpu = time.perf_counter(), time.process_time()
     runs = [follow(seed) for seed in range(RUNS)]
     seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu

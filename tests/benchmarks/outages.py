@@ -7,6 +7,7 @@ except in one outage of every zone, and on demand always. Nothing is random, so 
 """
 
 import argparse
+import sys
 from typing import Any
 
 from tests.benchmarks.page import load_now, publish
@@ -29,7 +30,7 @@ def main() -> None:
         for zones in ZONES:
             cells = {f"{minutes} min": minutes_of(slots, zones, minutes) for minutes in OUTAGE_MINUTES}
             rows.append({"slots": slots, "zones": len(zones), **cells})
-            print(rows[-1], flush=True)
+            print(rows[-1], file=sys.stderr, flush=True)
     cells = [row[f"{minutes} min"] for row in rows for minutes in OUTAGE_MINUTES]
     publish(
         "outages",

@@ -12,6 +12,7 @@ the policy were fitted on `FITTED_ON`; those traces are replayed too, and counte
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -311,7 +312,7 @@ def main() -> None:
             if start is not None:
                 starts.append(start)
                 ratios = " ".join(f"{name} {start.over_optimum(name):.2f}" for name in POLICIES)
-                print(f"{start.scenario} +{start_ms // HOUR_MS} h: x optimum: {ratios}", flush=True)
+                print(f"{start.scenario} +{start_ms // HOUR_MS} h: x optimum: {ratios}", file=sys.stderr, flush=True)
     tested = [start for start in starts if not start.is_fitted] or starts
     misses, tight = tight_misses(found)
     rows = [{"policy": name, "starts": "held out"} | rounded(summary(tested, name)) for name in POLICIES]
