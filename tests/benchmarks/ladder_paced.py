@@ -1,22 +1,18 @@
-"""ladder_paced: what do the rungs gain with real processes, and how far is the schedule's forecast from them?
-
-    python -m tests.benchmarks.ladder_paced --json [--quick | --split NAME] [--runs FILE]
+"""The paced clock of the ladder: `python -m tests.benchmarks.ladder --json --clock paced`.
 
 The ladder on nodes of a run, with denoising steps, training rows and training passes stretched by sleep. A pace is
 several times the real work of this small model, so cores that all processes share matter little. In the setting of
 verl-omni #575, two trainer GPUs and one generator, the trainer's process stands for both of its GPUs: the process
-trains and samples at twice the pace of one GPU. `--runs`: keeps the runs, for a second start. `--split`: prints the
-figures of one split, and writes no page.
+trains and samples at twice the pace of one GPU.
 """
 
-import argparse
 import itertools
 import json
 import statistics
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,9 +33,9 @@ from engine.events import IterationDone
 from engine.exploration.rest import REST_BATCHES, SHORT
 from engine.protocol.request import Kind
 from engine.schedule.choose import predict
-from engine.schedule.values import NOTHING, Gpus, Help, Knobs, Rates, Timeline, Work
+from engine.schedule.values import NOTHING, Gpus, Help, Knobs, Rates, Timeline, Work, lower_bound
 from tests.benchmarks.ladder_cells import assumed
-from tests.benchmarks.page import load_now, publish
+from tests.benchmarks.page import commit_now, load_now, origin, write_page
 from tests.engine.fleet import Fleet
 
 GROUPS, IMAGES, STEPS = 8, 4, 8
@@ -54,12 +50,13 @@ PASS_SECONDS = 0.03
 WARM = 2
 """Iterations before the first that counts: the first evaluation runs beside them."""
 
-COUNTED, COUNTED_EARLY = 3, 6
+COUNTED, COUNTED_EARLY = 3, 12
 """Repeats: iterations of a run that count. With early groups, a short iteration may follow a long one: early groups
-that one iteration has no time for are missing in the next. So more iterations count, and their mean."""
+that one iteration has no time for are missing in the next. So an even number counts, and their mean."""
 
-WARM_WHOLE, COUNTED_WHOLE = SHORT + 1, REST_BATCHES + 1
-"""With exploration: where no seed can be chosen, it rests after so many batches. A rest and one trial count."""
+WARM_WHOLE, COUNTED_WHOLE = SHORT + 1, REST_BATCHES + 2
+"""With exploration: where no seed can be chosen, it rests after so many batches. A rest and its trials count, an even
+number."""
 
 AT_ONCE = 2
 """Runs beside each other: they sleep most of the time."""
@@ -152,6 +149,7 @@ def warm_and_counted(arm: Arm) -> tuple[int, int]:
 
 
 def config_of(split: Split, arm: Arm, updates: int, *, is_trainer: bool) -> EngineConfig:
+    """Return the settings of a node. Without a pace (`split.lease_seconds` 0) its work takes the time that it takes."""
     step = split.lease_seconds / STEPS / (split.trainer_gpus if is_trainer else 1)
     exploration = EXPLORATION if arm.whole else ExplorationConfig(mode="none")
     return EngineConfig(
@@ -173,7 +171,7 @@ def config_of(split: Split, arm: Arm, updates: int, *, is_trainer: bool) -> Engi
             shape=IMAGES,
             step_seconds=step,
             row_seconds=split.training_seconds / ROWS,
-            pass_seconds=PASS_SECONDS,
+            pass_seconds=PASS_SECONDS if split.lease_seconds else 0.0,
             trainer_threads=1,
             help=arm.help,
             sp_degree="auto" if arm.whole and split.workers == 2 else 1,
@@ -205,6 +203,8 @@ def measured(split: Split, arm: Arm, updates: int) -> dict[str, Any]:
                 "explored": statistics.fmean(event.explored for event in done),
                 "all_explored": [event.explored for event in done],
                 "trainer_waited": statistics.fmean(event.schedule.get("waited_seconds", 0.0) for event in done),
+                "switched": statistics.fmean(event.schedule.get("switch_seconds", 0.0) for event in done),
+                "step_seconds": step_seconds(folder),
                 "images_regenerated": regenerated(folder),
                 "steps_lost": sum(event.lost_steps for event in fleet.events("node_missed", "coordinator")),
             }
@@ -212,12 +212,28 @@ def measured(split: Split, arm: Arm, updates: int) -> dict[str, Any]:
             fleet.close()
 
 
+def step_seconds(folder: Path) -> float:
+    """Return the median of the seconds from one denoising step of a lease of training images to its next."""
+    found: list[float] = []
+    for lines in traces(folder):
+        for earlier, later in itertools.pairwise(lines):
+            if earlier["lease"] == later["lease"] and later["requests"][0][3] in (Kind.TRAIN, Kind.EARLY):
+                found.append((later["at_ns"] - earlier["at_ns"]) / 1e9)
+    return statistics.median(found)
+
+
+def traces(folder: Path) -> Iterator[list[dict[str, Any]]]:
+    """Yield the finished denoising steps of each worker, oldest first."""
+    for path in folder.glob("nodes/*/traces/*.jsonl"):
+        yield [line for line in map(json.loads, path.read_text().splitlines()) if "requests" in line]
+
+
 def regenerated(folder: Path) -> int:
     """Return the number of images of which a denoising step was made twice, by whichever processes."""
     made: Counter[tuple[Any, ...]] = Counter()
-    for path in folder.glob("nodes/*/traces/*.jsonl"):
-        for line in map(json.loads, path.read_text().splitlines()):
-            for batch, prompt, seed, kind in line.get("requests", ()):
+    for lines in traces(folder):
+        for line in lines:
+            for batch, prompt, seed, kind in line["requests"]:
                 if kind in (Kind.TRAIN, Kind.EARLY):
                     made[(batch, prompt, seed, line["step"])] += 1
     if not made:
@@ -226,9 +242,9 @@ def regenerated(folder: Path) -> int:
 
 
 def measure_all(
-    cells: Sequence[tuple[Split, int, Arm]], keep: Path | None
+    cells: Sequence[tuple[Split, int, Arm]], keep: Path | None, at_once: int = AT_ONCE
 ) -> dict[tuple[str, int, str], dict[str, Any]]:
-    """Run what `keep` does not hold yet, two runs at a time."""
+    """Run what `keep` does not hold yet, `at_once` runs at a time."""
     lines = keep.read_text().splitlines() if keep is not None and keep.exists() else []
     found = {(one["split"], one["updates"], one["arm"]): one for one in map(json.loads, lines)}
 
@@ -237,14 +253,15 @@ def measure_all(
         key = (split.name, updates, arm.name)
         if key in found:
             return
-        one = {"split": split.name, "updates": updates, "arm": arm.name, **measured(split, arm, updates)}
+        names = {"split": split.name, "updates": updates, "arm": arm.name, "commit": commit_now()}
+        one = {**names, **measured(split, arm, updates)}
         found[key] = one
         if keep is not None:
             with keep.open("a") as file:
                 file.write(json.dumps(one) + "\n")
         print(f"{len(found)} of {len(cells)} runs", json.dumps(one), file=sys.stderr, flush=True)
 
-    with ThreadPoolExecutor(AT_ONCE) as runs:
+    with ThreadPoolExecutor(at_once) as runs:
         list(runs.map(run, cells))
     return found
 
@@ -260,6 +277,7 @@ def with_forecasts(split: Split, updates: int, runs: Mapping[str, dict[str, Any]
     found: list[dict[str, Any]] = []
     for arm in ARMS:
         timeline, one = forecast(split, arm, updates, overhead), runs[arm.name]
+        share = bubbles(split, one["seconds"], one["explored"])
         below = found[-1]["seconds"] if found else None
         found.append(
             {
@@ -267,7 +285,9 @@ def with_forecasts(split: Split, updates: int, runs: Mapping[str, dict[str, Any]
                 "overhead": overhead,
                 "forecast_seconds": timeline.seconds,
                 "prediction_error": None if arm is first else one["seconds"] / timeline.seconds - 1,
-                "bubble_share": bubbles(split, one["seconds"], one["explored"]),
+                "over_bound": one["seconds"] / lower_bound(split.rates(0.0), split.work(updates), split.gpus),
+                "bubble_share": share,
+                "idle_by_cause": idle_by_cause(one, share, split.gpus),
                 "ratio_to_rung_below": None if below is None else below / one["seconds"],
             }
         )
@@ -279,6 +299,14 @@ def bubbles(split: Split, seconds: float, explored: float) -> float:
     training = (split.training_seconds + GROUPS * PASS_SECONDS) * split.trainer_gpus
     candidates = explored * split.lease_seconds / IMAGES / 2  # half of the steps
     return 1 - (GROUPS * split.lease_seconds + training + candidates) / (seconds * split.gpus.number)
+
+
+def idle_by_cause(one: Mapping[str, Any], share: float, gpus: Gpus) -> dict[str, float]:
+    """Return the idle GPU-seconds of an iteration. `share`: of all GPU-seconds. The trainer measures its own."""
+    known = {"trainer waits for rollouts": one["trainer_waited"], "switch": one["switched"]}
+    known = {cause: seconds * gpus.trainer for cause, seconds in known.items()}
+    rest = share * one["seconds"] * gpus.number - sum(known.values())
+    return {**known, "rollout GPUs wait, and what no pace explains": rest}
 
 
 def row_of(one: Mapping[str, Any]) -> dict[str, Any]:
@@ -312,6 +340,7 @@ def summarised(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         "ratio_to_rung_below": {arm: min(values) for arm, values in ratios.items()},
         "best_gain": {arm: max(values) for arm, values in ratios.items()},
+        "on_in": on_in(found),
         "all_over_barrier_at_balance": [
             seconds[BALANCED.name, updates, "barrier"] / seconds[BALANCED.name, updates, "all"]
             for updates in UPDATES
@@ -331,39 +360,60 @@ def summarised(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true", help="kept for symmetry: the last line is always JSON")
-    parser.add_argument("--quick", action="store_true", help="the balanced split and the published setting, one update")
-    parser.add_argument("--runs", type=Path, help="file that keeps finished runs")
-    parser.add_argument("--split", choices=[split.name for split in SPLITS], help="print the figures of one split")
-    options = parser.parse_args()
+def on_in(found: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Return the number of cells in which each rung did something: helped, sampled early or explored.
+
+    Units and packed rows are set by hand, so they are on in all.
+    """
+    did = {"+TAG": "images_of_help", "+TCSS": "stale_share", "all": "explored"}
+    return {
+        arm.name: sum(one["arm"] == arm.name and one.get(did.get(arm.name, "seconds"), 0) > 0 for one in found)
+        for arm in ARMS[1:]
+    }
+
+
+def paced(*, quick: bool, only: str | None, keep: Path | None) -> dict[str, Any]:
+    """Return the figures of the paced clock, and write the page `ladder_paced`.
+
+    `quick`: the balanced split and the published setting, one optimiser step a batch. `only`: name of one split. Both
+    write no page. `keep`: file that keeps finished runs, for a second start.
+    """
     load1 = load_now()
-    splits, updates = (SPLITS[:2], UPDATES[:1]) if options.quick else (SPLITS, UPDATES)
-    splits = [split for split in splits if options.split in (None, split.name)]
+    splits, updates = (SPLITS[:2], UPDATES[:1]) if quick else (SPLITS, UPDATES)
+    splits = [split for split in splits if only in (None, split.name)]
     cells = [(split, count, arm) for split, count in itertools.product(splits, updates) for arm in ARMS]
-    runs = measure_all(cells, options.runs)
+    runs = measure_all(cells, keep)
     found = [
         one
         for split, count in itertools.product(splits, updates)
         for one in with_forecasts(split, count, {arm.name: runs[split.name, count, arm.name] for arm in ARMS})
     ]
-    if options.split is not None:
-        print(json.dumps([row_of(one) for one in found]))
-        return
-    summary = summarised(found)
-    publish(
-        "ladder_paced",
-        question="what do the rungs gain with real processes, and how far is the forecast?",
-        command=f"python -m tests.benchmarks.ladder_paced --json{' --quick' if options.quick else ''}",
-        result={"targets": TARGETS, **summary, "paced": found},
-        runs=len(found),
-        seeds=[0],
-        load1=load1,
-        rows=[row_of(one) for one in found],
-        text=text_of(summary),
-        shown=lambda row: options.quick or row["updates"] == UPDATES[0],
-    )
+    figures = {**by_cell(found), **summarised(found), "targets": TARGETS, "runs": found}
+    if not quick and only is None:
+        write_page(
+            "ladder_paced",
+            question="what do the rungs gain with real processes, and how far is the forecast?",
+            command="python -m tests.benchmarks.ladder --json --clock paced",
+            whole={"paced": figures, "seeds": [0], **origin(load1)},
+            rows=[row_of(one) for one in found],
+            text=text_of(figures),
+            shown=lambda row: row["updates"] == UPDATES[0],
+        )
+    return figures
+
+
+def by_cell(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the seconds of each rung by split and updates, and the figures of the highest rung."""
+
+    def name(one: Mapping[str, Any]) -> str:
+        return f"{one['split']}, updates {one['updates']}"
+
+    seconds: dict[str, dict[str, float]] = {}
+    for one in found:
+        seconds.setdefault(name(one), {})[one["arm"]] = one["seconds"]
+    whole = [one for one in found if one["arm"] == ARMS[-1].name]
+    keys = ("over_bound", "bubble_share", "idle_by_cause")
+    return {"seconds": seconds, **{key: {name(one): one[key] for one in whole} for key in keys}}
 
 
 def text_of(summary: Mapping[str, Any]) -> str:
@@ -372,11 +422,12 @@ def text_of(summary: Mapping[str, Any]) -> str:
     whole = " and ".join(f"{value:.2f}" for value in summary["all_over_barrier_at_balance"])
     helped = " and ".join(f"{value:.2f}" for value in summary["gain_of_help_575"])
     idle = " and ".join(f"{value:.2f}" for value in summary["bubble_share_at_balance"])
+    commits = ", ".join(sorted({one["commit"] for one in summary["runs"]}))
     return f"""
 Real nodes of a run: agents, coordinator, trainer and workers, one run a rung, {AT_ONCE} runs at a time. Means of
 {COUNTED} iterations after {WARM}, with early groups of {COUNTED_EARLY}. Steps, rows and passes are stretched by sleep.
 `all`: with exploration, and elastic sequence parallelism where two workers are; {COUNTED_WHOLE} iterations after
-{WARM_WHOLE}. The table shows one optimiser step a batch; the raw figures have two too.
+{WARM_WHOLE}. The table shows one optimiser step a batch; the raw figures have two too. Runs of commit {commits}.
 
 | figure | value | target |
 | --- | --- | --- |
@@ -397,7 +448,3 @@ candidates than it trains, so no seed can be chosen: exploration then rests, and
 verl-omni #575 one process stands for two trainer GPUs, and the published seconds are divided by 40; they published a
 gain of 1.23.
 """
-
-
-if __name__ == "__main__":
-    main()

@@ -40,20 +40,34 @@ def publish(
     `rows`: the table; the page has the rows that are `shown`. `text`: what the table means and what it changed, in
     sections (`## ...`).
     """
-    whole = {
-        **result,
-        "runs": runs,
-        "seeds": list(seeds),
-        "versions": installed_versions(),
-        "cpu": f"{processor()}, {os.cpu_count()} cores",
-        "load1": load1,
-    }
+    whole = {**result, "runs": runs, "seeds": list(seeds), **origin(load1)}
+    write_page(name, question=question, command=command, whole=whole, rows=rows, text=text, shown=shown)
+    print(json.dumps(whole), flush=True)
+
+
+def origin(load1: float) -> dict[str, Any]:
+    """Return what a figure was measured on. `load1`: of `load_now`, before the benchmark began."""
+    return {"versions": installed_versions(), "cpu": f"{processor()}, {os.cpu_count()} cores", "load1": load1}
+
+
+def write_page(
+    name: str,
+    *,
+    question: str,
+    command: str,
+    whole: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]],
+    text: str,
+    shown: Callable[[Mapping[str, Any]], bool] = lambda row: True,
+) -> None:
+    """Write `results/NAME.md` and `results/NAME.json`. `whole`: the raw figures, with their `origin`."""
     head = [
         f"# {name}: {question}",
         "",
         f"`{command}`",
         "",
-        f"{time.strftime('%Y-%m-%d')}, commit {_commit()}, {whole['cpu']}, load before it began {load1:.2f}; "
+        f"{time.strftime('%Y-%m-%d')}, commit {commit_now()}, {whole['cpu']}, "
+        f"load before it began {whole['load1']:.2f}; "
         + ", ".join(f"{package} {version}" for package, version in whole["versions"].items()),
         "",
         *_table([row for row in rows if shown(row)]),
@@ -63,7 +77,6 @@ def publish(
     (RESULTS / f"{name}.md").write_text(page)
     raw = {**whole, "table": [dict(row) for row in rows], "sections": later}
     (RESULTS / f"{name}.json").write_text(json.dumps(raw, indent=1, ensure_ascii=False) + "\n")
-    print(json.dumps(whole), flush=True)
 
 
 def fitted(text: str, name: str) -> tuple[str, dict[str, str]]:
@@ -116,6 +129,7 @@ def processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def _commit() -> str:
+def commit_now() -> str:
+    """Return the short id of the checked out commit."""
     found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     return found.stdout.strip() or "unknown"
