@@ -443,7 +443,8 @@ of an iteration that no pace explains; the other rungs are forecast with them. H
 measures itself. `bubbles`: the time of the GPUs that neither rollouts nor packed training nor candidates fill. The
 forecast knows no exploration, so its error leaves out `all`, where it is up to
 {summary["prediction_error_with_exploration"]:.0%}. Where rollouts need all time of the workers, no prompt gets more
-candidates than it trains, so no seed can be chosen: exploration then rests, and one batch of {COUNTED_WHOLE} explores.
+candidates than it trains, so no seed can be chosen: exploration then rests, and one batch of
+{REST_BATCHES + 1} explores.
 `again`: images of which the traces have a denoising step twice. In the setting of
 verl-omni #575 one process stands for two trainer GPUs, and the published seconds are divided by 40; they published a
 gain of 1.23.
