@@ -14,8 +14,8 @@ from typing import Any
 
 from engine.schedule.choose import Allowed, best, units_of
 from engine.schedule.values import Gpus, train_seconds
-from tests.benchmarks.ladder_simulated import EARLY, shares
 from tests.benchmarks.ladder_cells import Setting, cells
+from tests.benchmarks.ladder_simulated import EARLY, shares
 from tests.benchmarks.page import RESULTS, load_now, publish
 
 PUBLISHED = {
