@@ -272,7 +272,7 @@ class Coordinator:
         """Return the results of a batch from index `have` on, in order of arrival, with their trajectories."""
         found = self.state.results(call.kind, call.batch, call.have)
         self.log.record_poison(now_ms)
-        poisoned = [text for request, text in self.queue.poisoned.items() if request.kind == call.kind]
+        poisoned = self.state.poisoned(call.kind, call.batch)
         exploration = self.state.exploration
         answer = Results(
             results=tuple(map(Result.of, found)),

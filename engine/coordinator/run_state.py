@@ -107,6 +107,10 @@ class RunState:
         """Return the results of a batch after the first `have`, in order of arrival."""
         return [self.queue.finished[request] for request in islice(self._arrivals[kind, batch], have, None)]
 
+    def poisoned(self, kind: Kind, batch: int) -> list[str]:
+        """Return the error texts of the poisoned requests of a batch. Early requests of two batches may be open."""
+        return [text for one, text in self.queue.poisoned.items() if (one.kind, one.batch) == (kind, batch)]
+
     def new_poison(self) -> list[RequestPoisoned]:
         """Return the records of poisoned requests that the journal does not hold yet."""
         self._recorded_poison &= self.queue.poisoned.keys()
@@ -131,7 +135,11 @@ class RunState:
             yield WeightsPublished(weights=weights, digest=digest), []
         if self.exploration is not None:  # before the tasks: each task's requests count as issued candidates
             yield Explore(order=self.exploration.order), []
-        for task in self._tasks:
+        early, other = ([task for task in self._tasks if _is_early(task) is wanted] for wanted in (True, False))
+        for task in early:  # with their results, before the training requests that replace those without a result
+            yield Submit(task=task), []
+        yield from self._results(early=True)
+        for task in other:
             yield Submit(task=task), []
         for task in self._tasks:  # after all tasks: a request restarted with new weights is in two tasks
             for request, step, name in self.queue.committed(task.requests):
@@ -141,8 +149,12 @@ class RunState:
             yield RequestPoisoned(request=request, text=text), []
         for lease in self.queue.lease_records():
             yield lease, []
-        for arrived in self._arrivals.values():
-            for request in arrived:
+        yield from self._results(early=False)
+
+    def _results(self, *, early: bool) -> Iterator[tuple[Record, list[str]]]:
+        """Yield the records of early results, or of all others, in order of arrival."""
+        for (kind, _), arrived in self._arrivals.items():
+            for request in arrived if (kind is Kind.EARLY) is early else ():
                 result = self.queue.finished[request]
                 kept = [] if result.trajectory is None else [result.trajectory]
                 yield ResultsAccepted(results=(Result.of(result),)), kept
@@ -196,3 +208,8 @@ class RunState:
         for weights in dropped:
             self._digests.pop(weights, None)
         return dropped
+
+
+def _is_early(task: Task) -> bool:
+    """Return True for a task of early rollouts. A task has requests of one kind."""
+    return bool(task.requests) and task.requests[0].kind is Kind.EARLY

@@ -87,7 +87,7 @@ class Queue:
         """Add the task's requests. Skip requests already finished, and requests already queued with the same weights.
 
         A request queued with other weights becomes a new attempt: its old leases are revoked and sampling starts from
-        step 0.
+        step 0. A training request replaces the early request for the same image.
         """
         if not task.requests:
             return
@@ -97,8 +97,9 @@ class Queue:
         of = Submission(number=self._submissions, task=task, pace=pace, shown=shown)
         self._submissions += 1
         for request in task.requests:
-            if request in self.finished:
+            if request in self.finished or self.state.is_made_anew(request):
                 continue
+            self.state.drop_early(request)
             item = self.state.requests.get(request)
             if item is not None and item.attempt.weights == task.weights:
                 continue

@@ -11,9 +11,11 @@ in none of the three.
 
 from collections.abc import Iterable
 
+from msgspec.structs import replace
+
 from engine.events import NodeMissed, ProgressEvent, Warned
 from engine.parallel.forecast import Demand, Requests
-from engine.protocol.request import Finished, RequestId
+from engine.protocol.request import Finished, Kind, RequestId
 from engine.queue.backlog import Backlog
 from engine.queue.leases import Lease, LeaseTable
 from engine.queue.members import Members, WorkerRecord
@@ -85,6 +87,22 @@ class QueueState:
             if not lease.requests:
                 self.end_lease(number)
         item.leases = []
+
+    def is_made_anew(self, request: RequestId) -> bool:
+        """Return True for an early request whose image is wanted, or was made, as a training rollout."""
+        fresh = replace(request, kind=Kind.TRAIN)
+        return request.kind is Kind.EARLY and (fresh in self.requests or fresh in self.finished)
+
+    def drop_early(self, request: RequestId) -> None:
+        """Drop the unfinished early request for the image of a training request: its group is made anew.
+
+        Otherwise a worker could still load old weights and sample an image that nobody trains.
+        """
+        early = replace(request, kind=Kind.EARLY)
+        item = self.requests.pop(early, None) if request.kind is Kind.TRAIN else None
+        if item is not None:
+            self.leave(item)
+            self.poisoned.pop(early, None)
 
     def finish(self, result: Finished) -> None:
         """Record the result of a request. Ignore a request that the queue does not hold."""

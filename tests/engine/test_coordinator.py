@@ -223,6 +223,27 @@ def test_a_poisoned_request_stays_poisoned_after_a_restart(bench):
         bench.kill()
 
 
+def test_only_poisoned_requests_of_the_asked_batch_are_told(bench):
+    """Early requests of the open batch and of the next one may be there together."""
+    bench.begin(train(1, batch=2, kind=Kind.EARLY))
+    for boot in (1, 2, 3, 4):
+        bench.pull(boot=boot)
+    told = [bench.call("collect", kind="early", batch=batch, have=0)[0]["poisoned"] for batch in (1, 2)]
+    assert [len(texts) for texts in told] == [0, 1]
+
+
+def test_early_results_stay_after_a_restart_though_the_other_images_are_made_anew(bench):
+    bench.begin(train(4, kind=Kind.EARLY))
+    bench.finish(bench.pull())
+    bench.publish(V1)
+    bench.submit(train(4, weights=V1))
+    for _ in range(2):
+        assert bench.collect(Kind.EARLY)[0] == [0, 1]
+        assert (bench.coordinator.queue.wanted(Kind.EARLY), bench.coordinator.queue.wanted(Kind.TRAIN)) == (0, 4)
+        bench.withdraw()  # compacts
+        bench.kill()
+
+
 def test_leases_survive_a_compaction_and_a_restart(bench):
     bench.begin(train(2, batch=0), train(2, batch=1))
     bench.finish(bench.pull())

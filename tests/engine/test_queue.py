@@ -121,6 +121,26 @@ def test_a_worker_that_holds_the_weights_of_leftover_early_groups_samples_them_f
     assert pull(queue, holds=V0).attempts[0].request.kind is Kind.EARLY
 
 
+def test_a_training_request_replaces_the_early_request_for_its_image():
+    """An early group whose spot nodes are gone is made anew: no later node loads old weights for it."""
+    queue = queue_with(task(4, Kind.EARLY))
+    finish(queue, pull(queue, holds=V0))
+    work = pull(queue, holds=V0)
+    queue.publish(V1, DIGEST[V1])
+    queue.submit(task(4, weights=V1))
+    assert finish(queue, work) == Fenced(lease=work.lease)
+    assert queue.wanted(Kind.EARLY) == 0
+    assert [request.seed for request in queue.finished] == [0, 1], "a finished early image is kept"
+    queue.submit(task(4, Kind.EARLY))  # by a trainer that starts anew and does not know of it
+    works = [pull(queue, name, holds=V1) for name in ("a/0", "b/0")]
+    assert [attempt.request.kind for one in works for attempt in one.attempts] == [Kind.TRAIN] * 4
+    for one, name in zip(works, ("a/0", "b/0"), strict=True):
+        finish(queue, one, name)
+    queue.submit(task(4, Kind.EARLY))
+    assert pull(queue, holds=V0) == LoadWeights(weights=V1, digest=DIGEST[V1])
+    queue.check()
+
+
 def test_early_groups_of_the_next_batch_come_after_all_rollouts_of_the_open_batch():
     queue = queue_with(task(2, Kind.EARLY, batch=1), task(2))
     assert [pull(queue).attempts[0].request.kind for _ in range(2)] == [Kind.TRAIN, Kind.EARLY]
