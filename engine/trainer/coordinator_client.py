@@ -70,9 +70,9 @@ class CoordinatorClient:
         self._boot, self._orders = time.time_ns(), itertools.count(1)
         self.exploring_seconds = 0.0
         """GPU-seconds of exploration by spot workers since the start of the run, as counted by the coordinator."""
-        self.alone_since: float | None = None
+        self.alone_since: float | None = time.monotonic()
         """Time since which the coordinator has reported no spot node (`time.monotonic`); None while a spot node is
-        live."""
+        live. A new trainer knows of no spot node until its first `collect`."""
 
     def peek(self) -> Known:
         """Return the coordinator's lineage, and the newest published weight version or None."""

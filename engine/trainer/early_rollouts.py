@@ -39,18 +39,23 @@ class EarlyRollouts:
         self._found: dict[tuple[str, int], EarlyImage] = {}
         self._received = 0
         self.open = set(manifest.early)
-        """Groups that are neither complete nor made anew."""
+        """Groups that are neither complete nor made anew. The owner removes a group that it learns is made anew."""
+
+    def count(self, number: int) -> int:
+        """Return the number of received early images of a group."""
+        group = self._manifest.groups[number]
+        return sum((group.prompt, seed) in self._found for seed in group.seeds)
 
     def take(self, *, wait: bool) -> dict[int, list[EarlyImage]]:
         """Return the images of the groups that became complete, by group number and in the order of their seeds."""
         if not self.open:
             return {}
         new = self._coordinator.collect(Kind.EARLY, self._manifest.batch, self._received, wait=wait)
-        self._received += len(new.results)
         for result in new.results:
             assert result.trajectory is not None, "a rollout to train always carries its trajectory"
             trajectory = Trajectory.from_bytes(new.blobs[result.trajectory])
             self._found[result.request.prompt, result.request.seed] = result, trajectory
+            self._received += 1
         complete, lost = {}, []
         for number in sorted(self.open):
             group = self._manifest.groups[number]

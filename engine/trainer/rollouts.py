@@ -6,7 +6,7 @@ trainer commits the images' state and gives its lease back, and another worker g
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -15,7 +15,7 @@ from engine.algorithm.advantages import decoupled
 from engine.algorithm.objective import FinishedGroup
 from engine.config import RewardConfig
 from engine.diffusion.trajectory import Trajectory
-from engine.protocol.request import Manifest, Score, Wait
+from engine.protocol.request import Finished, Manifest, Score, Wait
 from engine.trainer.coordinator_client import Collected
 from engine.trainer.early_rollouts import EarlyRollouts
 from engine.worker.worker import Worker
@@ -101,7 +101,9 @@ class Rollouts:
         return all(map(self.is_complete, range(len(self._manifest.groups))))
 
     def count(self, number: int) -> int:
-        """Return the number of received images of a group."""
+        """Return the number of received images of a group. Early images count before their group is whole."""
+        if self._early is not None and number in self._early.open:
+            return self._early.count(number)
         group = self._manifest.groups[number]
         return sum((group.prompt, seed) in self._found for seed in group.seeds)
 
@@ -158,15 +160,30 @@ class Rollouts:
     def _take(self, *, wait: bool) -> bool:
         early = self._take_early(wait=wait and self._waits_for_early_groups())
         new = self._collect(self._manifest.batch, self._received, wait and not early)
-        self._received += len(new.results)
         for result in new.results:
-            assert result.trajectory is not None, "a rollout to train always carries its trajectory"
-            self.made_by[result.node] += 1
-            prompt, trajectory = result.request.prompt, Trajectory.from_bytes(new.blobs[result.trajectory])
-            if trajectory.degree is None:
-                trajectory = self._own_log_probs(prompt, trajectory)
-            self._found[prompt, result.request.seed] = (result.score, trajectory)
+            if self._is_wanted(result.request.prompt):
+                self._add(result, new.blobs)
+            self._received += 1  # last, so that a result that could not be read is asked for again
         return bool(new.results) or early
+
+    def _add(self, result: Finished, blobs: Mapping[str, bytes]) -> None:
+        assert result.trajectory is not None, "a rollout to train always carries its trajectory"
+        prompt, trajectory = result.request.prompt, Trajectory.from_bytes(blobs[result.trajectory])
+        if trajectory.degree is None:
+            trajectory = self._own_log_probs(prompt, trajectory)
+        self.made_by[result.node] += 1
+        self._found[prompt, result.request.seed] = (result.score, trajectory)
+
+    def _is_wanted(self, prompt: str) -> bool:
+        """Return False for a training rollout of a group that was taken with its early images.
+
+        A training rollout of an early group means that the group is made anew: an earlier process of the trainer had
+        ordered that. Its early images are then not taken any more, so the group has images of one version.
+        """
+        numbers = [number for number in self._manifest.early if self._manifest.groups[number].prompt == prompt]
+        if self._early is not None:
+            self._early.open.difference_update(numbers)
+        return not any(number in self.early for number in numbers)
 
     def _take_early(self, *, wait: bool) -> bool:
         """Take new complete early groups. Return True if there was one. Their log-probs stay as the workers sent them.

@@ -1,5 +1,6 @@
 """Early groups: sampled one version early, trained once, with the log-probs of their own version."""
 
+import contextlib
 import shutil
 import time
 from dataclasses import replace
@@ -21,6 +22,7 @@ from engine.trainer.coordinator_client import Collected
 from engine.trainer.early_groups import MOST_OUTSIDE, PAUSE_BATCHES
 from engine.trainer.early_rollouts import EarlyRollouts
 from engine.trainer.report import early_figures
+from engine.trainer.rollouts import Rollouts
 from tests.engine.test_loop import (
     TINY,
     Killed,
@@ -187,6 +189,15 @@ def test_without_any_spot_node_early_groups_are_made_anew_whole(tmp_path, monkey
     assert stale_shares(tmp_path)[-2:] == [0.0, 0.0]
 
 
+def test_a_run_that_has_seen_no_spot_node_drafts_nothing(tmp_path):
+    """A draft would be waited for in the next batch, and made anew there."""
+    early = EARLY.early.model_copy(update={"patience_seconds": 0.001})
+    config = EARLY.model_copy(update={"early": early, "exploration": ExplorationConfig(mode="none"), "iterations": 2})
+    assert finish(config, tmp_path, workers=0).reason == "iterations"
+    assert stale_shares(tmp_path) == [0.0, 0.0]
+    assert not [event.text for event in progress(tmp_path, "warned") if "made anew" in event.text]
+
+
 @pytest.mark.slow
 def test_a_lost_machine_makes_early_groups_anew_under_the_next_lineage(tmp_path, straight):
     old, new = tmp_path / "old", tmp_path / "new"
@@ -204,8 +215,10 @@ def test_a_lost_machine_makes_early_groups_anew_under_the_next_lineage(tmp_path,
 def test_a_restarted_trainer_keeps_its_draft_and_chooses_no_other(tmp_path):
     """The draft decides: seeds that are chosen again could be others, and would waste the early images."""
     config = EARLY.model_copy(update={"exploration": ExplorationConfig(mode="none")})
+    first = build(config, tmp_path, at=("submit-early", 1), answered=True)
+    first.workers[0].serve_once(wait=False)  # a live spot node, as far as the coordinator knows
     with pytest.raises(Killed):
-        build(config, tmp_path, at=("submit-early", 1), answered=True).loop.run()
+        first.loop.run()
     store = CheckpointStore(f"file://{tmp_path}/store")
     draft = store.draft(1, 1)
     assert draft is not None
@@ -281,10 +294,10 @@ class Found:
         return self.found
 
 
-def early_result(prompt, seed, degrees):
+def early_result(prompt, seed, degrees, *, kind=Kind.EARLY, reward=1.0):
     trajectory = replace(Trajectory.begin(torch.zeros(1, 1)), degrees=torch.tensor(degrees, dtype=torch.uint8))
-    request = RequestId(run="r", lineage=1, batch=3, prompt=prompt, seed=seed, kind=Kind.EARLY)
-    finished = Finished(request=request, score=Score(reward=1.0, metrics={}), trajectory=f"{prompt}{seed}")
+    request = RequestId(run="r", lineage=1, batch=3, prompt=prompt, seed=seed, kind=kind)
+    finished = Finished(request=request, score=Score(reward=reward, metrics={}), trajectory=f"{prompt}{seed}")
     return finished, trajectory.to_bytes()
 
 
@@ -322,6 +335,61 @@ def test_groups_that_cannot_be_completed_are_made_anew_and_whole_ones_are_kept()
     assert taken(Found(results, blobs=blobs, poisoned=1)) == ([0], [1])
     assert taken(Found(results, blobs=blobs, alone_since=time.monotonic() - 1)) == ([0], [1])
     assert taken(Found(results, blobs=blobs, alone_since=time.monotonic() + 1)) == ([0], [])
+
+
+ANEW = 2.0
+"""Reward of an image that is made anew."""
+
+
+def rollouts_of(early, anew):
+    """Return the rollouts of a manifest with the early groups 0 and 1.
+
+    `early`: degrees of the early images that are there. `anew`: list of (prompt, seed) of images that are made anew,
+    because an earlier process of the trainer ordered it. Both may grow later.
+    """
+    results, blobs = results_of(early)
+    coordinator = Found(results, blobs=blobs)
+    manifest = with_draft(MANIFEST, DRAFT)
+    arriving = EarlyRollouts(manifest, coordinator, lambda numbers: None, patience_seconds=600, any_degrees=False)
+
+    def collect(batch, have, wait):
+        made = [early_result(prompt, seed, (1,), kind=Kind.TRAIN, reward=ANEW) for prompt, seed in anew]
+        files = {one.trajectory: data for one, data in made}
+        return Collected(results=[one for one, _ in made][have:], blobs=files, to_come=False, poisoned=0)
+
+    return coordinator, Rollouts(
+        manifest, collect, None, own_log_probs=None, old_policy=contextlib.nullcontext, early=arriving
+    )
+
+
+def test_an_early_group_that_is_whole_takes_no_image_made_anew():
+    """A trainer that died had the group made anew, and the last early image came after all."""
+    _, rollouts = rollouts_of(WHOLE, [("a", 9)])
+    rollouts.look()
+    assert rollouts.group(0).rewards == (1.0, 1.0)
+    assert rollouts.group(0).is_early
+    assert sum(rollouts.made_by.values()) == 2
+
+
+def test_a_group_that_is_made_anew_takes_no_early_image():
+    anew = [("a", 9)]
+    coordinator, rollouts = rollouts_of({("a", 8): (1,)}, anew)
+    rollouts.look()
+    results, blobs = results_of(WHOLE)
+    coordinator.found = replace(coordinator.found, results=results, blobs=blobs)
+    rollouts.look()
+    assert not rollouts.is_complete(0)
+    anew.append(("a", 8))
+    rollouts.look()
+    assert rollouts.group(0).rewards == (ANEW, ANEW)
+    assert not rollouts.group(0).is_early
+
+
+def test_early_images_count_before_their_group_is_whole():
+    """Otherwise the schedule takes them for lost, and plans no help."""
+    _, rollouts = rollouts_of({**WHOLE, ("b", 6): (1,)}, [])
+    rollouts.look()
+    assert [rollouts.count(number) for number in (0, 1, 2)] == [2, 1, 0]
 
 
 # --- values

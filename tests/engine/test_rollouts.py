@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 from dataclasses import replace
 
+import pytest
 import torch
 
 from engine.diffusion.trajectory import Trajectory
@@ -44,3 +45,26 @@ def test_only_a_trajectory_whose_degree_changed_on_the_way_is_computed_again():
     assert rollouts.count(0) == 3
     assert asked == ["1234"]
     assert [t.log_probs.tolist() for t in rollouts.group(0).trajectories] == [[-1.0] * 2, [-1.0] * 2, [-2.0] * 2]
+
+
+def test_a_result_that_could_not_be_read_is_asked_for_again():
+    """For example without memory for its log-probs while the trainer samples: the worker only gives its lease back."""
+    made = replace(Trajectory.begin(torch.zeros(2)), step=2, degrees=torch.tensor([2, 1], dtype=torch.uint8))
+    requests = MANIFEST.requests()
+    results = [Finished(request=one, score=Score(reward=0.0, metrics={}), trajectory="t") for one in requests]
+    errors = [MemoryError()]
+
+    def own(prompt, trajectory):
+        if errors:
+            raise errors.pop()
+        return trajectory
+
+    def collect(batch, have, wait):
+        return Collected(results=results[have:], blobs={"t": made.to_bytes()}, to_come=False, poisoned=0)
+
+    rollouts = Rollouts(MANIFEST, collect, None, own_log_probs=own, old_policy=nullcontext)
+    with pytest.raises(MemoryError):
+        rollouts.look()
+    rollouts.look()
+    assert rollouts.are_complete()
+    assert sum(rollouts.made_by.values()) == 3
