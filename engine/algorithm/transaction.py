@@ -262,6 +262,8 @@ class Transaction:
         if number not in self._wanted or number in self._groups:
             raise ValueError(f"group {number} of batch {self._manifest.batch} is not wanted: missing {self.missing}")
         self._groups[number] = group
+        if self._trainer.rows_per_forward != self.health.rows_per_forward:
+            self._start()  # beside the step, log-probs that the trainer computed again did not fit
         while True:
             try:
                 self._train_ready()

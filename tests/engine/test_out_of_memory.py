@@ -138,8 +138,11 @@ def limit_losses(trainer, room):
     trainer.objective.losses = losses
 
 
-def stepped(model, config, made, room, *, rows=ROWS, order=(0, 1)):
-    """Train one batch of two groups twice, the second time with an old policy that differs. Return all bits of both."""
+def stepped(model, config, made, room, *, rows=ROWS, order=(0, 1), between=lambda trainer: None):
+    """Train one batch of two groups twice, the second time with an old policy that differs. Return all bits of both.
+
+    `between`: called after each group.
+    """
     adapter, parameters, first = model
     set_weights(parameters, first)
     algorithm = config.algorithm.model_copy(update={"rows_per_forward": rows})
@@ -153,6 +156,7 @@ def stepped(model, config, made, room, *, rows=ROWS, order=(0, 1)):
         step = trainer.begin(manifest, 0, batch_plan(config, 0))
         for number in order:
             step.add(number, groups[number])
+            between(trainer)
         bits.append({name: p.grad.clone() for name, p in parameters.items() if p.grad is not None})
         health = step.commit()
         bits.append(health.summary())
@@ -254,6 +258,17 @@ def test_log_probs_that_the_trainer_computes_again_are_halved_too(models):
     again = trainer.with_own_log_probs(manifest.groups[0].prompt, lost, batch_plan(GRPO, 0))
     torch.testing.assert_close(again.log_probs, trajectory.log_probs, atol=1e-5, rtol=0)
     assert told == [1]
+
+
+def test_a_step_starts_again_if_log_probs_did_not_fit_between_two_groups(models, undisturbed):
+    """The trainer computes log-probs of late images while it waits for the second group of the step."""
+
+    def halve(trainer):
+        if trainer.rows_per_forward == 6:
+            trainer.halve(6, "no room for log-probs")
+
+    _, found = stepped(models["lora"], GRPO, rolled_out(models["lora"], GRPO), Room("nowhere"), rows=6, between=halve)
+    assert_equal(found, undisturbed("lora", "grpo", 3))
 
 
 # --- a whole run
