@@ -69,8 +69,12 @@ class BatchForecast:
     # --- a batch
 
     def begin(self, manifest: Manifest, plan: Plan) -> None:
-        """Begin a batch: its work, its unit and the place of each group."""
+        """Begin a batch: its work, its unit and the place of each group.
+
+        The figures go on if the batch was begun before, with candidates of which `manifest` has the chosen ones.
+        """
         config = self._config
+        goes_on = self._batch is not None and self._batch.manifest.batch == manifest.batch
         in_order = [number for step in manifest.minibatches for number in step]
         rows = self._trainer.objective.rows_per_image(plan)
         images = max(len(group.seeds) for group in manifest.groups)
@@ -91,10 +95,11 @@ class BatchForecast:
             rows=self._trainer.rows_per_forward,
             place={number: place for place, number in enumerate(in_order)},
             early=min(MOST, (len(manifest.early) + 0.5) / len(in_order)) if manifest.early else 0.0,
-            begun=time.monotonic(),
+            begun=self.batch.begun if goes_on else time.monotonic(),
         )
         self._distrusts = False
-        self._spent = defaultdict(float)
+        if not goes_on:
+            self._spent = defaultdict(float)
 
     @property
     def batch(self) -> OpenBatch:

@@ -75,9 +75,12 @@ class BatchSchedule:
         while not rollouts.are_complete():
             if rollouts.look():
                 continue
+            begun = time.monotonic()
             helps = self._config.runtime.help != "off" or not self._rollout_gpus(self._look_ahead())
-            if not (helps and rollouts.help(lambda: False)):
+            helped = helps and rollouts.help(lambda: False)
+            if not helped:
                 rollouts.wait()
+            self._forecast.spend("helped_seconds" if helped else "waited_seconds", time.monotonic() - begun)
 
     def group_added(self) -> None:
         """Make a new plan at the next decision: the trainer trained, so the facts differ."""
