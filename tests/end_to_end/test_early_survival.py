@@ -18,11 +18,11 @@ from engine.config import (
 from engine.early_config import EarlyConfig
 from engine.storage.checkpoint import CheckpointStore
 from tests.engine.nursery import NurseryFleet
-from tests.trainer_stops import EVERY_POINT, environment, happened, trained_groups
+from tests.trainer_stops import EVERY_POINT, FREEZE, KILL, POINTS, Stop, environment, happened, trained_groups
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
-STEPS, BATCHES = 6, 26
+STEPS, BATCHES, AFTER_LOSS = 6, 26, 2
 
 CONFIG = EngineConfig(
     iterations=BATCHES,
@@ -101,3 +101,26 @@ def test_a_trainer_stopped_at_every_edge_of_early_groups_ends_on_the_same_bits(t
         fleet.close()
     assert happened(tmp_path / "stops") == len(EVERY_POINT)
     assert check_versions(tmp_path) == 2 * (BATCHES - 1), "every batch but the first has its early groups"
+
+
+@pytest.mark.parametrize("number", [KILL, FREEZE], ids=["SIGKILL", "SIGSTOP"])
+def test_with_all_spot_gone_at_every_edge_each_batch_is_trained_once(tmp_path, monkeypatch, number):
+    """The trainer dies at the edge, and all spot with it. A new spot node comes some batches later."""
+    stops = [Stop(point=point, signal=KILL) for point in POINTS]
+    for name, value in environment(tmp_path / "stops", stops).items():
+        monkeypatch.setenv(name, value)
+    early = CONFIG.early.model_copy(update={"patience_seconds": 1.0})
+    fleet = NurseryFleet(tmp_path, CONFIG.model_copy(update={"early": early}))
+    try:
+        fleet.start("trainer")
+        for lost in range(len(stops)):
+            fleet.start(f"spot-{lost}")
+            fleet.wait_for(lambda lost=lost: happened(tmp_path / "stops") > lost)
+            fleet.signal_node(f"spot-{lost}", number)
+            fleet.report_lost(f"spot-{lost}")
+            fleet.wait_for_iteration(len(fleet.manifests()) + AFTER_LOSS)
+        finish(fleet)
+    finally:
+        fleet.close()
+    assert check_versions(tmp_path) >= 2, "the early groups of the batch that died between its commits were whole"
+    assert any("made anew with version" in event.text for event in fleet.events("warned"))
