@@ -273,11 +273,13 @@ class Coordinator:
         found = self.state.results(call.kind, call.batch, call.have)
         self.log.record_poison(now_ms)
         poisoned = self.state.poisoned(call.kind, call.batch)
+        new_poisoned = list(poisoned)[call.poisoned :]
         exploration = self.state.exploration
         answer = Results(
             results=tuple(map(Result.of, found)),
             stop=self.queue.stop_reason,
-            poisoned=tuple(poisoned[call.poisoned :]),
+            poisoned=tuple(poisoned[request] for request in new_poisoned),
+            poisoned_requests=tuple(new_poisoned),
             nodes=tuple(self.queue.live_nodes(now_ms, 2 * self._rules.lease_ms)),
             to_come=None if exploration is None else exploration.open,
             exploring_seconds=self.exploration.exploring_seconds,

@@ -107,9 +107,10 @@ class RunState:
         """Return the results of a batch after the first `have`, in order of arrival."""
         return [self.queue.finished[request] for request in islice(self._arrivals[kind, batch], have, None)]
 
-    def poisoned(self, kind: Kind, batch: int) -> list[str]:
-        """Return the error texts of the poisoned requests of a batch. Early requests of two batches may be open."""
-        return [text for one, text in self.queue.poisoned.items() if (one.kind, one.batch) == (kind, batch)]
+    def poisoned(self, kind: Kind, batch: int) -> dict[RequestId, str]:
+        """Return the error texts of a batch's poisoned requests. Early requests of two batches may be open."""
+        poisoned = self.queue.poisoned.items()
+        return {request: text for request, text in poisoned if (request.kind, request.batch) == (kind, batch)}
 
     def new_poison(self) -> list[RequestPoisoned]:
         """Return the records of poisoned requests that the journal does not hold yet."""

@@ -397,8 +397,9 @@ class WeightsBytes(_Answer, frozen=True, kw_only=True, tag="weights"):
 class Results(_Answer, frozen=True, kw_only=True, tag="results"):
     """New results of a batch, with their trajectories in the blobs.
 
-    `stop`: the reason to end the run, or None. `poisoned`: errors of newly poisoned requests. `nodes`: live nodes.
-    `to_come`: exploration results still expected; None: no counted budget. `exploring_seconds`: GPU-seconds explored.
+    `stop`: the reason to end the run, or None. `poisoned`: errors of newly poisoned requests. `poisoned_requests`:
+    those requests, in the same order. `nodes`: live nodes. `to_come`: exploration results still expected; None: no
+    counted budget. `exploring_seconds`: GPU-seconds explored.
     """
 
     results: tuple[Result, ...]
@@ -407,6 +408,7 @@ class Results(_Answer, frozen=True, kw_only=True, tag="results"):
     nodes: tuple[str, ...]
     to_come: int | None
     exploring_seconds: float
+    poisoned_requests: tuple[RequestId, ...] = ()
 
 
 class Waiting(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

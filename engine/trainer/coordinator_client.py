@@ -48,12 +48,12 @@ from engine.worker.usage import Usage
 
 @dataclass(frozen=True, kw_only=True)
 class Collected:
-    """New results of a batch. `to_come`: results are still expected. `poisoned`: poisoned requests of the batch."""
+    """New results of a batch. `to_come`: results are still expected. `poisoned`: new poisoned requests of the batch."""
 
     results: list[Finished]
     blobs: Mapping[str, bytes]
     to_come: bool
-    poisoned: int
+    poisoned: Sequence[RequestId]
 
 
 A = TypeVar("A")
@@ -149,7 +149,7 @@ class CoordinatorClient:
             results=[result.finished() for result in found.results],
             blobs=blobs,
             to_come=bool(found.to_come),
-            poisoned=len(found.poisoned),
+            poisoned=found.poisoned_requests,
         )
 
     def _order(self, order: Order) -> None:

@@ -56,6 +56,7 @@ class EarlyRollouts:
             trajectory = Trajectory.from_bytes(new.blobs[result.trajectory])
             self._found[result.request.prompt, result.request.seed] = result, trajectory
             self._received += 1
+        poisoned = {(request.prompt, request.seed) for request in new.poisoned}
         complete, lost = {}, []
         for number in sorted(self.open):
             group = self._manifest.groups[number]
@@ -64,7 +65,7 @@ class EarlyRollouts:
                 lost.append(number)  # its log-probs would have to be computed again, with weights that are gone
             elif len(images) == len(group.seeds):
                 complete[number] = images
-            elif new.poisoned or self._is_alone():
+            elif self._is_alone() or not poisoned.isdisjoint((group.prompt, seed) for seed in group.seeds):
                 lost.append(number)
         self.open -= {*complete, *lost}
         if lost:

@@ -86,7 +86,7 @@ class SeedExploration:
             wait = order.counted is not None and not self._is_alone()
             found = self._coordinator.collect(Kind.EXPLORE, order.batch, len(results), wait=wait, poisoned=poisoned)
             results += found.results
-            poisoned += found.poisoned
+            poisoned += len(found.poisoned)
             if order.counted is None or not found.to_come:
                 return results
             if self._is_alone():

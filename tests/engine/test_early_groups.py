@@ -285,7 +285,7 @@ def test_early_groups_train_with_every_std_and_with_grpo_guard(tmp_path, change)
 class Found:
     """A coordinator that has these early results. `alone_since`: as of `CoordinatorClient`."""
 
-    def __init__(self, results=(), *, blobs=None, poisoned=0, alone_since=None):
+    def __init__(self, results=(), *, blobs=None, poisoned=(), alone_since=None):
         self.found = Collected(results=list(results), blobs=blobs or {}, to_come=False, poisoned=poisoned)
         self.alone_since = alone_since
 
@@ -330,9 +330,16 @@ def test_an_image_finished_with_another_number_of_gpus_makes_its_group_anew():
     assert taken(Found(results, blobs=blobs), any_degrees=True) == ([0], []), "the trainer computes the log-probs"
 
 
+def test_a_poisoned_image_makes_no_other_group_anew():
+    results, blobs = results_of({("a", 8): (1,), ("b", 6): (1,)})
+    poisoned = [early_result("b", 7, (1,))[0].request]
+    assert taken(Found(results, blobs=blobs, poisoned=poisoned)) == ([], [1])
+
+
 def test_groups_that_cannot_be_completed_are_made_anew_and_whole_ones_are_kept():
     results, blobs = results_of({**WHOLE, ("b", 6): (1,)})
-    assert taken(Found(results, blobs=blobs, poisoned=1)) == ([0], [1])
+    poisoned = [early_result("b", 7, (1,))[0].request]
+    assert taken(Found(results, blobs=blobs, poisoned=poisoned)) == ([0], [1])
     assert taken(Found(results, blobs=blobs, alone_since=time.monotonic() - 1)) == ([0], [1])
     assert taken(Found(results, blobs=blobs, alone_since=time.monotonic() + 1)) == ([0], [])
 
@@ -355,7 +362,7 @@ def rollouts_of(early, anew):
     def collect(batch, have, wait):
         made = [early_result(prompt, seed, (1,), kind=Kind.TRAIN, reward=ANEW) for prompt, seed in anew]
         files = {one.trajectory: data for one, data in made}
-        return Collected(results=[one for one, _ in made][have:], blobs=files, to_come=False, poisoned=0)
+        return Collected(results=[one for one, _ in made][have:], blobs=files, to_come=False, poisoned=())
 
     return coordinator, Rollouts(
         manifest, collect, None, own_log_probs=None, old_policy=contextlib.nullcontext, early=arriving

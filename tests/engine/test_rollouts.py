@@ -37,7 +37,7 @@ def test_only_a_trajectory_whose_degree_changed_on_the_way_is_computed_again():
         return replace(trajectory, log_probs=torch.full((2,), -2.0))
 
     def collect(batch, have, wait):
-        return Collected(results=results[have:], blobs=blobs, to_come=False, poisoned=0)
+        return Collected(results=results[have:], blobs=blobs, to_come=False, poisoned=())
 
     rollouts = Rollouts(MANIFEST, collect, None, own_log_probs=own, old_policy=nullcontext)
     rollouts.wait()
@@ -60,7 +60,7 @@ def test_a_result_that_could_not_be_read_is_asked_for_again():
         return trajectory
 
     def collect(batch, have, wait):
-        return Collected(results=results[have:], blobs={"t": made.to_bytes()}, to_come=False, poisoned=0)
+        return Collected(results=results[have:], blobs={"t": made.to_bytes()}, to_come=False, poisoned=())
 
     rollouts = Rollouts(MANIFEST, collect, None, own_log_probs=own, old_policy=nullcontext)
     with pytest.raises(MemoryError):

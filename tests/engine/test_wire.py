@@ -270,7 +270,15 @@ ANSWERS = [
     Published(digest="abc"),
     States(),
     WeightsBytes(),
-    Results(results=(), stop=None, poisoned=("boom",), nodes=("a",), to_come=3, exploring_seconds=1.5),
+    Results(
+        results=(),
+        stop=None,
+        poisoned=("boom",),
+        nodes=("a",),
+        to_come=3,
+        exploring_seconds=1.5,
+        poisoned_requests=(REQUEST,),
+    ),
     Outlook(
         waiting=(Waiting(prompt="1234", seed=2**63, step=3),),
         leases=(UnderWay(worker="a/0", left_ms=12.5, steps_left=4, images=(("1234", 2**63),)),),
