@@ -4,14 +4,15 @@ The module does not import torch, because the launcher writes the instructions.
 """
 
 import hmac
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from engine.clock import ScaledClock
 from engine.config import EngineConfig
 from engine.events import Market
 from engine.strict import Positive, Strict
+from engine.trainer_ranks import NodeOfTrainer
 
 
 class ClockConfig(Strict):
@@ -25,7 +26,7 @@ class ClockConfig(Strict):
 EXIT_UNFIT = 10
 """Exit code of an agent on a machine that cannot be a node. `exit.json` says why, with a cure (self_check.py)."""
 
-Role = Literal["trainer", "rollout", "controller"]
+Role = Literal["trainer", "ranks", "rollout", "controller"]
 """Role of a caller of the coordinator. engine/coordinator/rights.py lists the calls allowed to each role."""
 
 
@@ -45,7 +46,15 @@ class NodeSpec(Strict):
 
     run: str
     node: str
-    role: Literal["trainer", "rollout"]
+    role: Literal["trainer", "ranks", "rollout"]
+    """`trainer`: coordinator and rank 0 of the trainer, with this node's other ranks. `ranks`: only ranks of a trainer
+    of several nodes."""
+    trainer_nodes: Positive = 1
+    """Nodes of the trainer. Each has as many of its ranks."""
+    trainer_node: Annotated[int, Field(ge=0)] = 0
+    """Number of this node among them. The trainer's first node is 0."""
+    generation: Annotated[int, Field(ge=0)] = 0
+    """Number of this node among the nodes of its slot, which replaced one another."""
     market: Market
     workers: Positive = 1
     folder: str
@@ -56,7 +65,7 @@ class NodeSpec(Strict):
     coordinator_port: int
     token: str
     """Token of the node. On the trainer's node: the run's token, from which the coordinator derives the token of every
-    role. On a rollout node: the rollout role's token, which allows only the calls of a spot node."""
+    role. On any other node: the token of the node's role, which allows only the calls of such a node."""
     clock: ClockConfig
     engine: EngineConfig
     weights: str = ""
@@ -82,6 +91,21 @@ class NodeSpec(Strict):
     """Notice of a preemption that Google Cloud granted this VM, in milliseconds. None: the cloud's usual notice."""
     digest: str = ""
     """Digest of the node's setup (launcher/provision/sky/bundle.py). An agent with another digest does not start."""
+
+    @model_validator(mode="after")
+    def _one_first_node(self) -> Self:
+        is_first = self.trainer_node == 0
+        if (self.role == "ranks") == is_first or self.trainer_node >= self.trainer_nodes:
+            raise ValueError(
+                f"a node of the role {self.role} is number {self.trainer_node} of {self.trainer_nodes} trainer nodes; "
+                "only nodes of the role ranks have a number above 0, and it is below the number of nodes"
+            )
+        return self
+
+    @property
+    def in_trainer(self) -> NodeOfTrainer:
+        """Return the place of this node in the trainer."""
+        return NodeOfTrainer(number=self.trainer_node, nodes=self.trainer_nodes)
 
     @property
     def own_token(self) -> str:

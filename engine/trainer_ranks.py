@@ -1,7 +1,8 @@
 """Number of ranks of a trainer, decided in one place: the engine starts as many, and a plan counts as many. Pure.
 
 A rank is a process of the trainer with a GPU of its own. The groups of an optimiser step are divided over the ranks,
-and each rank trains whole groups, so there are never more ranks than groups.
+and each rank trains whole groups, so there are never more ranks than groups. A trainer may have several nodes, with as
+many ranks on each.
 """
 
 from collections.abc import Mapping
@@ -64,6 +65,29 @@ def ranks_of(config: "EngineConfig") -> int:
     asked = config.runtime.trainer_ranks
     groups = groups_of_step(config.algorithm.prompts_per_batch, config.algorithm.updates_per_batch)
     return LIMITS[config.model.weights].ranks(asked, gpus=1 if asked == "auto" else asked, groups=groups)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeOfTrainer:
+    """A node among the nodes of a trainer. `number`: from 0, the node of rank 0."""
+
+    number: int
+    nodes: int
+
+    def ranks(self, config: "EngineConfig") -> range:
+        """Return the ranks of this node. Raises ValueError if the ranks cannot be divided over the nodes."""
+        each = ranks_of_each_node(ranks_of(config), self.nodes)
+        return range(self.number * each, (self.number + 1) * each)
+
+
+def ranks_of_each_node(ranks: int, nodes: int) -> int:
+    """Return the ranks of each node of a trainer. Raises ValueError if the nodes cannot have as many ranks each."""
+    if ranks % nodes:
+        raise ValueError(
+            f"a trainer of {ranks} rank{'s' if ranks > 1 else ''} cannot be divided over {nodes} nodes; set "
+            f"runtime.trainer_ranks to a multiple of {nodes}"
+        )
+    return ranks // nodes
 
 
 def groups_of_step(prompts_per_batch: int, updates_per_batch: int) -> int:

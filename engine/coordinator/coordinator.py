@@ -10,7 +10,7 @@ The coordinator runs on the on-demand node, beside the trainer. Killed at any mo
 journal (engine/coordinator/recovery.py), leases included: a worker in the middle of an image notices nothing.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal, assert_never
@@ -28,7 +28,7 @@ from engine.coordinator.run_log import RunLog
 from engine.coordinator.run_state import RunState
 from engine.coordinator.weight_book import WeightBook, digest_of
 from engine.coordinator.worker_calls import WorkerCalls
-from engine.events import Capacity, NodeState, ProgressEvent
+from engine.events import Capacity, NodeSeen, NodeState, ProgressEvent
 from engine.protocol.codec import Blobs
 from engine.protocol.messages import (
     Answer,
@@ -59,6 +59,7 @@ from engine.protocol.messages import (
     Pull,
     Result,
     Results,
+    Span,
     States,
     Stop,
     Submit,
@@ -216,6 +217,12 @@ class Coordinator:
         if self._clock.wall_seconds(now_ms - self.usage.reported_ms) >= node_usage.EVERY_WALL_SECONDS:
             for event in self.usage.events(now_ms):
                 self._progress.write(self.lineage, event)
+
+    def add_usage(self, node: str, worker: str, spans: Sequence[Span], of: int) -> None:
+        """Add the times of a rank on a further node of the trainer, with `of` ranks. The first call shows the node."""
+        if node not in self.usage.nodes:
+            self._report(NodeSeen(node=node, worker=worker))
+        self.usage.add(node, worker, spans, of)
 
     def _report(self, event: ProgressEvent) -> None:
         if self._progress is not None:

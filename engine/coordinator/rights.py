@@ -3,6 +3,7 @@
 trainer     every call of workers and trainer, because the trainer runs beside the coordinator
 rollout     the calls of a spot node: leases, commits, results, weights to read, logs to ship; no call that changes the
             run for other nodes: no weights, no tasks, no stop, no capacity
+ranks       the meeting of the trainer's ranks, logs to ship: a further node of the trainer
 controller  capacity, stop, health
 
 Every role has its own token, derived from the run's token (`engine.node_spec.role_token`). The run's token itself gives
@@ -21,7 +22,8 @@ CALLS_OF_A_SPOT_NODE = frozenset(tag_of(call) for call in get_args(NodeCall))
 """Calls allowed to spot nodes. Only the trainer may make the coordinator's remaining calls."""
 
 ROUTES: Mapping[Role, frozenset[str]] = {
-    "trainer": frozenset({"/call", "/weights", "/presence", "/ship", "/ray", "/health"}),
+    "trainer": frozenset({"/call", "/weights", "/presence", "/ship", "/ray", "/ranks", "/health"}),
+    "ranks": frozenset({"/ranks", "/ship", "/health"}),
     "rollout": frozenset({"/call", "/weights", "/presence", "/ship", "/ray", "/health"}),
     "controller": frozenset({"/capacity", "/stop", "/health"}),
 }

@@ -11,6 +11,8 @@ address, with the token of a role on every call (engine/coordinator/rights.py), 
     POST /stop       {"reason": ...}
     GET  /health     lineage, and the disk's trouble if any
     GET  /ray        {"address": ...} of this run's Ray cluster; 404 without a cluster
+    GET  /ranks      ?number=&generation=: where the trainer's ranks meet; a sign of life of a node (rank_nodes.py)
+    POST /ranks      ?node=&rank=&of=: times of a rank on a further node of the trainer, [[phase, begin, end], ...]
     POST /ship       ?node=&file=&offset=: a piece of a spot node's log; {"offset": ...}: bytes of the file received
 
 A full disk gets the answer 507: the caller repeats the call until the disk has room. A disk that fails to *keep*
@@ -27,6 +29,7 @@ import traceback
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+import msgspec
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
@@ -35,9 +38,10 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from engine.coordinator.coordinator import Answered, Coordinator
+from engine.coordinator.rank_nodes import RankNodes
 from engine.coordinator.rights import NotAllowed, Rights, WrongToken
 from engine.coordinator.weights_part import WeightsPart
-from engine.events import Capacity
+from engine.events import Capacity, Phase
 from engine.protocol.codec import Blobs, decode_call, encode, pack, unpack
 from engine.protocol.messages import Call, WorkerDied, has_news, without_usage
 from engine.protocol.request import WeightsKey
@@ -164,17 +168,25 @@ async def _left(_request: Request, _error: Exception) -> Response:
 class CoordinatorServer:
     """HTTP server for a front. `ray_address`: address of this run's Ray cluster, or None.
 
-    `shipped`: folder of the spot nodes' logs; None keeps no logs.
+    `shipped`: folder of the other nodes' logs; None keeps no logs. `ranks`: the trainer's further nodes, if it may have
+    any.
     """
 
     def __init__(
-        self, front: Front, rights: Rights, *, shipped: Path | None = None, ray_address: str | None = None
+        self,
+        front: Front,
+        rights: Rights,
+        *,
+        shipped: Path | None = None,
+        ray_address: str | None = None,
+        ranks: RankNodes | None = None,
     ) -> None:
         self._front = front
         self._rights = rights
         self._shipped = shipped
         self._shipping = asyncio.Lock()
         self._ray_address = ray_address
+        self._ranks = ranks
         routes = [
             Route("/call", self._call, methods=["POST"]),
             Route("/weights", self._weights),
@@ -183,6 +195,8 @@ class CoordinatorServer:
             Route("/stop", self._stop, methods=["POST"]),
             Route("/health", self._health),
             Route("/ray", self._ray),
+            Route("/ranks", self._meeting),
+            Route("/ranks", self._rank_worked, methods=["POST"]),
             Route("/ship", self._ship, methods=["POST"]),
         ]
         self.app = Starlette(routes=routes, lifespan=self._lifespan, exception_handlers={ClientDisconnect: _left})
@@ -280,6 +294,36 @@ class CoordinatorServer:
         if self._ray_address is None:
             return PlainTextResponse("this run has no Ray cluster", status_code=404)
         return JSONResponse({"address": self._ray_address})
+
+    async def _meeting(self, request: Request) -> Response:
+        if refused := self._refuse(request):
+            return refused
+        if self._ranks is None:
+            return PlainTextResponse("no ranks of other nodes meet here", status_code=404)
+        live = self._front.coordinator.queue.weights.live
+        iteration = 0 if live is None else live.version
+        if self._rights.check(_token_of(request), "/ranks") == "trainer":
+            return Response(msgspec.json.encode(self._ranks.found(iteration)), media_type="application/json")
+        try:
+            number, generation = int(request.query_params["number"]), int(request.query_params["generation"])
+        except (KeyError, ValueError) as error:
+            return PlainTextResponse(f"{type(error).__name__}: {error}", status_code=400)
+        found = self._ranks.answer(number, generation, iteration)
+        return Response(msgspec.json.encode(found), media_type="application/json")
+
+    async def _rank_worked(self, request: Request) -> Response:
+        if refused := self._refuse(request):
+            return refused
+        query = request.query_params
+        try:
+            spans = msgspec.json.decode(await request.body(), type=list[tuple[Phase, float, float]])
+            node, worker, of = query["node"], f"trainer-rank-{int(query['rank'])}", int(query["of"])
+            self._front.coordinator.add_usage(node, f"{node}/{worker}", spans, max(1, of))
+        except (KeyError, ValueError) as error:
+            return PlainTextResponse(f"{type(error).__name__}: {error}", status_code=400)
+        except OSError as error:
+            return PlainTextResponse(f"the coordinator's disk: {error}", status_code=507)
+        return JSONResponse({"ok": True})
 
     async def _ship(self, request: Request) -> Response:
         if refused := self._refuse(request):

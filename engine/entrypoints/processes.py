@@ -9,6 +9,7 @@ iteration instead of .83). A process without its agent exits, so all processes o
 import asyncio
 import os
 import threading
+from functools import partial
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
@@ -18,12 +19,15 @@ import engine.rewards.ocr  # noqa: F401  preloaded
 from engine.algorithm.transaction import Trainer
 from engine.coordinator.coordinator import Coordinator
 from engine.coordinator.open import fund_of, open_coordinator
+from engine.coordinator.rank_nodes import RankNodes
 from engine.coordinator.rights import Rights
 from engine.coordinator.server import CoordinatorServer, Front, bind
+from engine.events import Phase
 from engine.models.load import trainable
 from engine.node.build_worker import load_model, make_worker, reward_of_node
 from engine.node.child import SharedHeartbeat, begin
 from engine.node.rank_rendezvous import forget_ranks, joined_group, leaves_torn_group, led_group
+from engine.node.trainer_nodes import RankReport, copy_meeting, meeting_file
 from engine.node_spec import NodeSpec
 from engine.pool.server import ScoringProcess, listen
 from engine.prompts import prompt_source
@@ -34,7 +38,7 @@ from engine.storage.progress import ProgressLog
 from engine.trainer.context import TrainerContext
 from engine.trainer.loop import Loop
 from engine.trainer.metrics import MetricsLog
-from engine.trainer.ranks import Follower, take_start
+from engine.trainer.ranks import Follower, MeasurePhase, Stepped, nothing, take_start, unmeasured
 from engine.trainer.reference import reference_of
 from engine.trainer.shards import ShardFollower, joined_shard
 from engine.trainer_ranks import ranks_of
@@ -69,7 +73,9 @@ def run_coordinator(spec: NodeSpec, heartbeat: SharedHeartbeat, ready: Event) ->
     coordinator = when_there_is_room(open_it, print)
     listener = bind(spec.coordinator_host, spec.coordinator_port)
     ready.set()
-    asyncio.run(CoordinatorServer(Front(coordinator), Rights(spec.token), shipped=folder / "shipped").serve(listener))
+    ranks = RankNodes(meeting_file(spec)) if spec.trainer_nodes > 1 else None
+    server = CoordinatorServer(Front(coordinator), Rights(spec.token), shipped=folder / "shipped", ranks=ranks)
+    asyncio.run(server.serve(listener))
 
 
 def run_trainer(spec: NodeSpec, heartbeat: SharedHeartbeat, ready: Event) -> None:
@@ -94,6 +100,8 @@ def run_trainer(spec: NodeSpec, heartbeat: SharedHeartbeat, ready: Event) -> Non
     purse = CoordinatorPurse(context.transport, worker=f"{spec.node}/trainer", node=spec.node)
     reward = reward_of_node(spec, 0, purse)
     prompts = prompt_source(spec.engine, spec.workdir)
+    if spec.trainer_nodes > 1:
+        ready.set()  # the other nodes may be lost, and bought again at any time
     with leaves_torn_group(), led_group(spec, torch.device(device_of(spec.engine.runtime.device, 0))) as group:
         loop = Loop(spec.engine, context, adapter, reward, prompts, group)
         ready.set()
@@ -104,16 +112,37 @@ def run_trainer_rank(spec: NodeSpec, heartbeat: SharedHeartbeat, rank: int, read
     """Compute the gradients of this rank's groups until the agent ends this process."""
     begin(spec, f"trainer-rank-{rank}", heartbeat)
     _use_threads(spec)
-    adapter, config = load_model(spec, rank, reads_later=_divides(spec)), spec.engine
+    config, number = spec.engine, rank - spec.in_trainer.ranks(spec.engine).start  # of this node's GPU
+    adapter = load_model(spec, number, reads_later=_divides(spec))
     parameters, compiles = trainable(adapter), config.model.compile == "on"
     ready.set()
     with leaves_torn_group():
-        group = joined_group(spec, rank, torch.device(device_of(config.runtime.device, rank)))
+        group = joined_group(spec, rank, torch.device(device_of(config.runtime.device, number)))
+        measure, stepped = _reported(spec, rank)
+        stepped()
         if config.model.weights == "full":
-            ShardFollower(joined_shard(group, adapter, config.algorithm, compiles=compiles)).follow()
+            shard = joined_shard(
+                group, adapter, config.algorithm, partial(measure, Phase.COLLECTIVE), compiles=compiles
+            )
+            ShardFollower(shard, measure=measure, stepped=stepped).follow()
         reference = reference_of(adapter, config.algorithm, is_started=take_start(group, parameters.values()))
         trainer = Trainer(adapter, parameters, config.algorithm, reference, workers_compile=compiles)
-        Follower(group, trainer).follow()
+        Follower(group, trainer, measure=measure, stepped=stepped).follow()
+
+
+def run_meeting(spec: NodeSpec, heartbeat: SharedHeartbeat, ready: Event) -> None:
+    """Tell the ranks of a further node where ranks meet. A return means that the run needs this node no more."""
+    begin(spec, "meeting", heartbeat)
+    ready.set()
+    copy_meeting(spec)
+
+
+def _reported(spec: NodeSpec, rank: int) -> tuple[MeasurePhase, Stepped]:
+    """Return what measures a rank's work and reports it. Rank 0's node is measured by the work of rank 0."""
+    if spec.role != "ranks":
+        return unmeasured, nothing
+    report = RankReport(spec, rank)
+    return report.usage.measure, report.send
 
 
 def _divides(spec: NodeSpec) -> bool:

@@ -3,8 +3,9 @@
 The agent starts the node's processes from a preloaded forkserver, or forks the processes directly if starter.py forked
 the agent. The agent restarts dead processes, receives the cloud's preemption notice first, orders the node's workers to
 drain, and owns the memory with the node's single copy of the weights. The processes are coordinator and trainer on the
-on-demand node, and the workers on a spot node. A lock on the node's folder ensures one agent per node, however often
-the node was requested. The agent terminates the node at the spend deadline, even if no controller is left.
+on-demand node, only ranks of the trainer on its further nodes, and the workers on a spot node. A lock on the node's
+folder ensures one agent per node, however often the node was requested. The agent terminates the node at the spend
+deadline, even if no controller is left.
 
 On a cloud's instance (`NodeSpec.cloud`), the node is the whole instance. There the agent reads the metadata service
 (preemption_notice.py), counts its money on the boot clock and terminates the instance itself (spend_guard.py,
@@ -51,12 +52,12 @@ from engine.node.self_check import unfit
 from engine.node.self_termination import terminate_instance
 from engine.node.spend_guard import Guard, TimeLeft, boot_id
 from engine.node.starter import ENVIRONMENT
+from engine.node.trainer_nodes import meeting_file
 from engine.node_spec import EXIT_UNFIT, NodeSpec
 from engine.protocol.codec import encode, pack
 from engine.protocol.messages import Notice
 from engine.storage.disk import log_to
 from engine.storage.ship import begin_shipping
-from engine.trainer_ranks import ranks_of
 from engine.worker.node_weights import NodeMemory
 
 LOOK_SECONDS = 0.05
@@ -71,6 +72,9 @@ ENDING_SECONDS = 2.0
 
 TRAINER = "trainer"
 """Name of the process that runs the training loop. The node's work is done when this process is done."""
+
+MEETING = "meeting"
+"""Name of the same process of a trainer's further node: it copies the meeting of the ranks."""
 
 EXIT_FINISHED, EXIT_BROKEN, EXIT_MONEY, EXIT_REFUSED = 0, 1, 7, 9
 
@@ -249,6 +253,9 @@ class Agent:
                 *self._scorers(),
                 *self._ranks(),
             ]
+        if self.spec.role == "ranks":
+            meeting_file(self.spec).unlink(missing_ok=True)  # of an earlier agent
+            return [self._child(MEETING, "run_meeting"), *self._ranks()]
         forget_store(self.spec)
         beside = self._scorers() + ([self._child("store", "run_store")] if may_share(self.spec) else [])
         if self.ray:
@@ -264,11 +271,12 @@ class Agent:
         return [self._child(f"scorer-{n}", "run_scorer", n) for n in range(0 if pool is None else pool.processes)]
 
     def _ranks(self) -> list[Any]:
-        """Register the trainer, which is rank 0, and its other ranks."""
-        others = range(1, ranks_of(self.spec.engine))
+        """Register the ranks of this node. Rank 0 is the trainer."""
         return [
-            self._child(TRAINER, "run_trainer"),
-            *(self._child(f"trainer-rank-{rank}", "run_trainer_rank", rank) for rank in others),
+            self._child(f"trainer-rank-{rank}", "run_trainer_rank", rank)
+            if rank
+            else self._child(TRAINER, "run_trainer")
+            for rank in self.spec.in_trainer.ranks(self.spec.engine)
         ]
 
     def _child(self, name: str, runs: str, *arguments: Any) -> Any:
@@ -289,10 +297,13 @@ class Agent:
     def _is_finished(self) -> bool:
         """Return True if the node's work is done: the trainer has ended, or all workers of a spot node have ended.
 
-        The weight store and the scoring processes end with the workers.
+        A further node of the trainer is done when the run is. The weight store and the scoring processes end with the
+        workers.
         """
         if self.spec.role == "trainer":
             return next(child.done for child in self.children if child.name == TRAINER)
+        if self.spec.role == "ranks":
+            return next(child.done for child in self.children if child.name == MEETING)
         return all(child.done for child in self.children if not child.serves)
 
     def _is_money_spent(self) -> bool:

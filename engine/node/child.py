@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from engine.events import IterationDone, Progress
 from engine.mark import rename
 from engine.node_spec import NodeSpec
+from engine.protocol.rank_meeting import read_meeting
 from engine.storage.disk import log_to
 
 
@@ -45,6 +46,9 @@ counts."""
 
 FINISHED_FILE = "finished"
 """File touched by a spot node's workers after every finished lease."""
+
+MEETING_FILE = "ranks.json"
+"""File that tells where the trainer's ranks meet (engine/protocol/rank_meeting.py)."""
 
 LAST_LINE_CHARACTERS = 300
 
@@ -124,9 +128,12 @@ def exit_in_words(code: int | None) -> str:
 def progress_of(spec: NodeSpec) -> object:
     """Return a value that changes after every new iteration (trainer), or after finished rollouts (spot node).
 
-    An iteration repeated after a checkpoint is no progress: the run was there before.
+    An iteration repeated after a checkpoint is no progress: the run was there before. A further node of the trainer
+    learns of iterations with the meeting of the ranks.
     """
     folder = Path(spec.folder)
+    if spec.role == "ranks":
+        return read_meeting(folder / MEETING_FILE).iteration
     if spec.role == "rollout":
         try:
             return (folder / FINISHED_FILE).stat().st_mtime_ns

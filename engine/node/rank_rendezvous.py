@@ -5,24 +5,28 @@
 The store lives in rank 0's process, so the ranks of an earlier rank 0 can never meet the ranks of a later one. A store
 meets each rank once: a second process of a rank tells that the first was lost, marks the store as void, and waits for
 the next entry. Rank 0 ends when its store is void, and the others end with the next entry (rank_watch.py).
+
+On another node of the trainer, a process copies the entry into its own folder (trainer_nodes.py). Everything is on
+loopback: the nodes of a trainer are folders of one machine. Nodes with addresses of their own are not built yet.
 """
 
 import contextlib
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from engine.node.child import EXIT_TORN, read_note, write_note
+from engine.node.child import EXIT_TORN
 from engine.node.rank_watch import leave_when
+from engine.node.trainer_nodes import OtherNodes, meeting_file
 from engine.node_spec import NodeSpec
 from engine.parallel.communicator import TornGroup, join_store, serve_store
 from engine.parallel.rank_group import LIMIT_SECONDS, RankGroup
+from engine.protocol.rank_meeting import RankMeeting, read_meeting, write_meeting
 from engine.trainer_ranks import ranks_of
 
 LOOK_SECONDS = 0.05
@@ -37,25 +41,34 @@ VOID = "void"
 
 def forget_ranks(spec: NodeSpec) -> None:
     """Remove an earlier rank 0's entry. Rank 0 calls this function first."""
-    _file(spec).unlink(missing_ok=True)
+    meeting_file(spec).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def led_group(spec: NodeSpec, device: torch.device) -> Iterator[RankGroup | None]:
-    """Form the group as rank 0, with a store that lives as long as the context. None: the job has a single rank."""
+    """Form the group as rank 0, with a store that lives as long as the context. None: the job has a single rank.
+
+    A context that ends without an error is the end of the run, which the trainer's other nodes learn.
+    """
     ranks = ranks_of(spec.engine)
     if ranks == 1:
         yield None
         return
+    others = OtherNodes(spec)
+    others.wait_for_all()
     store = serve_store()
-    write_note(_file(spec), port=store.port, started_ns=time.time_ns())
+    meeting = RankMeeting(generation=time.time_ns(), port=store.port)
+    write_meeting(meeting_file(spec), meeting)
     # A client of its own, because a client that waits is locked.
     looker = join_store(store.port, timeout_seconds=JOIN_SECONDS)
     over = leave_when(lambda: looker.check([VOID]), "it began again")
+    deserted = leave_when(others.are_silent, "its node is silent") if spec.trainer_nodes > 1 else over
     try:
         yield RankGroup.form(store, 0, ranks, device)
     finally:
         over.set()
+        deserted.set()
+    write_meeting(meeting_file(spec), RankMeeting(generation=meeting.generation, is_over=True))
 
 
 def joined_group(spec: NodeSpec, rank: int, device: torch.device) -> RankGroup:
@@ -65,21 +78,22 @@ def joined_group(spec: NodeSpec, rank: int, device: torch.device) -> RankGroup:
 
 def _store(spec: NodeSpec, rank: int) -> dist.TCPStore:
     while True:
-        entry = read_note(_file(spec))
-        if port := entry.get("port"):
+        meeting = read_meeting(meeting_file(spec))
+        if meeting.port is not None:
             with contextlib.suppress(RuntimeError):  # an earlier rank 0's store: look again
-                store = join_store(port, timeout_seconds=JOIN_SECONDS)
+                store = join_store(meeting.port, timeout_seconds=JOIN_SECONDS)
                 if store.add(f"came/{rank}", 1) == 1:
                     store.set_timeout(timedelta(seconds=LIMIT_SECONDS))
-                    leave_when(partial(_is_replaced, spec, entry), "rank 0 began again")
+                    leave_when(partial(_is_replaced, spec, meeting), "rank 0 began again")
                     return store
                 store.set(VOID, "")
         time.sleep(LOOK_SECONDS)
 
 
-def _is_replaced(spec: NodeSpec, entry: Mapping[str, object]) -> bool:
+def _is_replaced(spec: NodeSpec, meeting: RankMeeting) -> bool:
     """Return True if another rank 0 has written its entry. Rank 0 also removes entries, and ends with the run."""
-    return read_note(_file(spec)) not in ({}, entry)
+    now = read_meeting(meeting_file(spec))
+    return now.port is not None and now.generation != meeting.generation
 
 
 @contextlib.contextmanager
@@ -90,7 +104,3 @@ def leaves_torn_group() -> Iterator[None]:
     except TornGroup as error:
         print(f"another rank of the trainer was lost: {error}", flush=True)
         sys.exit(EXIT_TORN)
-
-
-def _file(spec: NodeSpec) -> Path:
-    return Path(spec.folder) / "ranks.json"

@@ -11,7 +11,8 @@ A rank's share depends on the manifest and not on arrival. With `order: fixed` t
 given number of ranks. Updates of different numbers of ranks differ by rounding, because a sum has another order.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -164,12 +165,30 @@ def share_of(numbers: Sequence[int], rank: int, ranks: int) -> tuple[int, ...]:
     return tuple(numbers[rank::ranks])
 
 
+MeasurePhase = Callable[[Phase], AbstractContextManager[None]]
+"""Makes the context around work of a phase, to measure its time (`Usage.measure`)."""
+
+Stepped = Callable[[], None]
+
+
+def unmeasured(phase: Phase) -> AbstractContextManager[None]:
+    """Measure nothing: the times of a rank on rank 0's node are not reported."""
+    return nullcontext()
+
+
+def nothing() -> None:
+    """Do nothing after a step."""
+
+
 class Follower:
     """A rank other than rank 0: computes the gradients of its groups, for as long as the group lives."""
 
-    def __init__(self, group: RankGroup, trainer: Trainer) -> None:
-        """Start without a step. `trainer`: made after `take_start`."""
+    def __init__(
+        self, group: RankGroup, trainer: Trainer, *, measure: MeasurePhase = unmeasured, stepped: Stepped = nothing
+    ) -> None:
+        """Start without a step. `trainer`: made after `take_start`. `stepped`: called after each optimiser step."""
         self._group, self._trainer = group, trainer
+        self._measure, self._stepped = measure, stepped
         self._step: Transaction | None = None
         self._memory_error = self._does_not_fit = ""
         trainer.on_fewer_rows = self._fewer_rows
@@ -181,22 +200,30 @@ class Follower:
 
     def follow_step(self) -> None:
         """Obey rank 0 until the end of an optimiser step. Raises as `follow`."""
-        while not isinstance(order := decoded_order(self._group.receive(0, idle=True)), EndStep):
+        while not isinstance(order := self._next(), EndStep):
             self._obey(order)
         self._obey(order)
+        self._stepped()
+
+    def _next(self) -> Order:
+        with self._measure(Phase.IDLE):
+            return decoded_order(self._group.receive(0, idle=True))
 
     def _obey(self, order: Order) -> None:
         if isinstance(order, BeginStep):
-            self._begin(order)
+            with self._measure(Phase.COLLECTIVE):
+                self._begin(order)
         elif self._step is None:
             raise ValueError(f"rank 0 sent {type(order).__name__} before BeginStep")
         elif isinstance(order, TrainGroup) and not self._does_not_fit:
             try:
-                self._step.add(order.number, order.group)
+                with self._measure(Phase.TRAINING):
+                    self._step.add(order.number, order.group)
             except DoesNotFit as error:
                 self._does_not_fit = str(error)
         elif isinstance(order, EndStep):
-            self._end(self._step)
+            with self._measure(Phase.COLLECTIVE):
+                self._end(self._step)
 
     def _begin(self, order: BeginStep) -> None:
         trainer, group = self._trainer, self._group

@@ -29,6 +29,7 @@ from engine.algorithm.objective import FinishedGroup
 from engine.algorithm.transaction import DoesNotFit, GroupRows, Trainer, Transaction
 from engine.algorithm_config import AlgorithmConfig
 from engine.diffusion.sampler import Plan
+from engine.events import Phase
 from engine.models.adapter import DiTAdapter
 from engine.models.load import computing_dtype, trainable
 from engine.models.unread import read_values
@@ -55,7 +56,7 @@ from engine.trainer.rank_messages import (
     decoded_share,
     encoded,
 )
-from engine.trainer.ranks import Step
+from engine.trainer.ranks import MeasurePhase, Step, Stepped, nothing, unmeasured
 from engine.trainer.reference import reference_of
 
 
@@ -224,19 +225,22 @@ def led_shard(
     return shard
 
 
-def joined_shard(group: RankGroup, adapter: DiTAdapter, algorithm: AlgorithmConfig, *, compiles: bool) -> Shard:
-    """Return the part of a rank other than rank 0, and wait for rank 0."""
+def joined_shard(
+    group: RankGroup, adapter: DiTAdapter, algorithm: AlgorithmConfig, measure: Measure = nullcontext, *, compiles: bool
+) -> Shard:
+    """Return the part of a rank other than rank 0, and wait for rank 0. `measure`: context around collectives."""
     start = decoded_shard_order(group.receive(0, idle=True))
     if not isinstance(start, Start):
         raise ValueError(f"rank 0 sent {type(start).__name__} first, and must send Start")
-    return shard_of(group, adapter, algorithm, nullcontext, is_started=start.is_started, compiles=compiles)
+    return shard_of(group, adapter, algorithm, measure, is_started=start.is_started, compiles=compiles)
 
 
 class ShardFollower:
     """A rank other than rank 0: obeys rank 0 for as long as the group lives."""
 
-    def __init__(self, shard: Shard) -> None:
-        self._shard = shard
+    def __init__(self, shard: Shard, *, measure: MeasurePhase = unmeasured, stepped: Stepped = nothing) -> None:
+        """`stepped`: called after each optimiser step."""
+        self._shard, self._measure, self._stepped = shard, measure, stepped
 
     def follow(self) -> None:
         """Obey rank 0. Raises TornGroup when the group ends, because rank 0 ended or another rank was lost."""
@@ -247,9 +251,11 @@ class ShardFollower:
         """Obey rank 0 until the end of an optimiser step. Raises as `follow`."""
         order: ShardOrder | None = None
         while not isinstance(order, TakeStep):
-            order = decoded_shard_order(self._shard.group.receive(0, idle=True))
-            with torn_if_lost():
+            with self._measure(Phase.IDLE):
+                order = decoded_shard_order(self._shard.group.receive(0, idle=True))
+            with torn_if_lost(), self._measure(Phase.TRAINING):
                 self._obey(order)
+        self._stepped()
 
     def _obey(self, order: ShardOrder) -> None:
         shard = self._shard

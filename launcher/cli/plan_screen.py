@@ -57,7 +57,7 @@ def local_screen(job: Job, plan: Plan) -> Iterator[str]:
     goal = f"{job.target.metric} {job.target.value:g}, or " if job.target else ""
     yield _cut(f"  until {goal}{job.iterations} iterations; how long that takes is not known")
     yield from pool_table(plan.slots)
-    alone = sum(slot.placement.micro_usd_per_hour for slot in plan.slots if slot.role == "trainer")
+    alone = sum(slot.placement.micro_usd_per_hour for slot in plan.slots if slot.role != "rollout")
     if maximum > expected:
         less = f"{1 - expected / maximum:.0%} less"
         yield f"  {less} than the same nodes on demand, {hourly(maximum)}; the trainer alone {hourly(alone)}"

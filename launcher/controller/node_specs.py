@@ -1,14 +1,19 @@
 """The NodeSpec of a node: everything that a node gets at its start."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from engine.events import Market
 from engine.node_spec import ClockConfig, NodeSpec, role_token
 from launcher.job.schema import Job
 from launcher.ledger.models import Node, Run
+from launcher.placement.plan import SlotRole, number_of_trainer_slot
 from launcher.provision.local.provisioner import node_folder
 from launcher.storage.stores import run_store
+
+_ROLES: Mapping[str, SlotRole] = {role: role for role in get_args(SlotRole)}
+"""Roles by their name in the ledger."""
 
 
 def node_spec(
@@ -19,17 +24,21 @@ def node_spec(
     On a real cloud the provisioner adds the folder, the addresses and the digest.
     """
     folder = Path(run.folder)
+    role = _ROLES[node.role]
     store = run_store(job.store, node.cloud, run.name) if is_cloud else (folder / "store").as_uri()
     return NodeSpec(
         run=run.name,
         node=node.name,
-        role="trainer" if node.role == "trainer" else "rollout",
+        role=role,
+        trainer_nodes=1 if role == "rollout" else job.resources.trainer.num_nodes,
+        trainer_node=number_of_trainer_slot(node.slot) if role == "ranks" else 0,
+        generation=node.generation,
         market=Market(node.market),
-        workers=max(1, node.gpus - (0 if node.role == "trainer" else job.reward.pool_gpus)),
+        workers=max(1, node.gpus - (job.reward.pool_gpus if role == "rollout" else 0)),
         folder=str(node_folder(folder, node.name)),
         store=store,
         coordinator_port=run.coordinator_port,
-        token=run.token if node.role == "trainer" else role_token(run.token, "rollout"),
+        token=run.token if role == "trainer" else role_token(run.token, role),
         clock=ClockConfig(origin_ms=run.clock_origin_ms, factor=1.0 if is_cloud else run.clock_factor),
         engine=job.engine(),
         judges_micro_usd=run.max_judges_micro_usd,

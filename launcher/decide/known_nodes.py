@@ -87,7 +87,7 @@ class KnownNodes(Sequence[NodeRecord]):
         if not was_refused(node):
             insort(self._last[slot], node, key=lambda known: known.generation)
             del self._last[slot][:-LAST_OF_SLOT]
-            if node.role == "trainer" and not node.reclaimed:
+            if node.role != "rollout" and not node.reclaimed:
                 self._lost_trainers[node.name] = node
         if "releasing" in node.happened:
             last = self._given_back.get((slot, node.market), node)
@@ -110,7 +110,7 @@ class KnownNodes(Sequence[NodeRecord]):
         """Return the nodes that can still change a decision on a slot.
 
         These are the live nodes and, of each slot, the newest, the last `LAST_OF_SLOT` that were not refused, and the
-        node of each market that was given back last; and every trainer that was lost.
+        node of each market that was given back last; and every node of the trainer that was lost.
         """
         found = self._live | self._lost_trainers
         for nodes in (self._latest.values(), *self._last.values(), self._given_back.values()):

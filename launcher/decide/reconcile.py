@@ -123,11 +123,16 @@ def _fill(facts: Facts, recent: Facts, known: KnownNodes, wanted: Wanted, tried:
         rate = move.placement.micro_usd_per_hour + beside(move.placement, facts)
         generation = 0 if latest is None else latest.generation + 1
         reserve = budget_guard.worst_case(rate, MINIMUM_BILLED_MS)
-        refusal = budget_refusal(facts, wanted, after, rate, reserve)
+        missing = _missing_beside(slot, after, wanted)
+        rates = [rate, *(one.placement.micro_usd_per_hour + beside(one.placement, facts) for one in missing)]
+        reserves = sum(budget_guard.worst_case(one, MINIMUM_BILLED_MS) for one in rates)
+        # Each amount is rounded up, so that of several nodes may be less than their sum, by as many micro-dollars.
+        refusal = budget_refusal(facts, wanted, after, sum(rates), reserves + len(missing))
         if refusal is not None:
-            if slot.role == "trainer" and refusal.for_good:
+            if slot.role != "rollout" and refusal.for_good:
                 return [Enter(stage=Stage.DRAINING, reason="budget")]
-            refusals += [] if works else [f"{slot.name} is not bought: {refusal.text}"]
+            without = f" without {', '.join(one.name for one in missing)}" if missing else ""
+            refusals += [] if works else [f"{slot.name} is not bought{without}: {refusal.text}"]
             continue
         name = f"{wanted.run}-{slot.name}-g{generation}"
         actions.append(
@@ -143,6 +148,14 @@ def _fill(facts: Facts, recent: Facts, known: KnownNodes, wanted: Wanted, tried:
     if facts.stage is not Stage.RUNNING or facts.reason != reason:
         actions.append(Enter(stage=Stage.RUNNING, reason=reason))
     return actions
+
+
+def _missing_beside(slot: Slot, after: Sequence[NodeRecord], wanted: Wanted) -> list[Slot]:
+    """Return the other nodes of the trainer that are missing too. None is bought if the money does not bear all."""
+    if slot.role == "rollout":
+        return []
+    held = {node.slot for node in after if stays(node)} | {slot.name}
+    return [one for one in wanted.slots if one.role != "rollout" and one.name not in held]
 
 
 def _launches(known: KnownNodes, wanted: Wanted, now_ms: int) -> list[int]:

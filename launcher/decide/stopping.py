@@ -40,25 +40,34 @@ def must_stop(facts: Facts, wanted: Wanted, live: Sequence[NodeRecord], tried: T
     if wanted.last_ms is not None and facts.now_ms >= wanted.last_ms:
         reason = "deadline" if wanted.last_ms == wanted.deadline_ms else "max_runtime"
         return Enter(stage=Stage.DRAINING, reason=reason)
-    trainers = [node for node in facts.nodes if node.role == "trainer"]
+    trainers = [node for node in facts.nodes if node.role != "rollout"]
     denial = _no_trainer_can_be_had(facts, wanted, trainers, tried)
     if denial is not None:
         return Enter(stage=Stage.DRAINING, reason=f"{FAILING}no trainer can be had: {denial}")
-    since_ms = max(facts.advanced_ms, facts.planned_ms)
-    lost = [node for node in trainers if _was_lost(node, since_ms)]
-    alike = _alike(lost)
-    if alike is not None:
-        reason = f"the trainer was lost {SAME_ENDS} times in the same way without a new iteration: {alike.evidence}"
-        return Enter(stage=Stage.DRAINING, reason=FAILING + reason, log_of=alike.name)
-    if len(lost) >= TRAINER_TRIES:
-        reason = f"the trainer was lost {len(lost)} times without a new iteration; the last one: {lost[-1].evidence}"
-        return Enter(stage=Stage.DRAINING, reason=FAILING + reason, log_of=lost[-1].name)
+    for slot in wanted.slots:
+        if slot.role != "rollout" and (lost := _trainer_is_lost(facts, slot)) is not None:
+            return lost
     rollouts = [slot for slot in wanted.slots if slot.role == "rollout"]
     if rollouts and all(is_given_up(facts, slot) for slot in rollouts):
         evidence = is_given_up(facts, rollouts[0])
         reason = f"no rollout node works, the last {SAME_ENDS} of each slot ended in the same way: {evidence}"
         return Enter(stage=Stage.DRAINING, reason=FAILING + reason)
     return _standstill(facts, wanted)
+
+
+def _trainer_is_lost(facts: Facts, slot: Slot) -> Enter | None:
+    """Return the action that ends a run whose node of the trainer ends again and again; None if it may still work."""
+    who = "the trainer" if slot.role == "trainer" else f"the trainer's node {slot.name}"
+    since_ms = max(facts.advanced_ms, facts.planned_ms)
+    lost = [node for node in facts.nodes if node.slot == slot.name and _was_lost(node, since_ms)]
+    alike = _alike(lost)
+    if alike is not None:
+        reason = f"{who} was lost {SAME_ENDS} times in the same way without a new iteration: {alike.evidence}"
+        return Enter(stage=Stage.DRAINING, reason=FAILING + reason, log_of=alike.name)
+    if len(lost) >= TRAINER_TRIES:
+        reason = f"{who} was lost {len(lost)} times without a new iteration; the last one: {lost[-1].evidence}"
+        return Enter(stage=Stage.DRAINING, reason=FAILING + reason, log_of=lost[-1].name)
+    return None
 
 
 def _standstill(facts: Facts, wanted: Wanted) -> Enter | None:

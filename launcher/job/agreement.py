@@ -108,6 +108,26 @@ def resources_are_where_infra_is(job: "Job") -> None:
             )
 
 
+def trainer_nodes_can_be_had(job: "Job") -> None:
+    """Allow several trainer nodes only where they run: as process sessions of this machine, with equal ranks."""
+    field, nodes = "resources.trainer.num_nodes", job.resources.trainer.num_nodes
+    asked = job.runtime.trainer_ranks
+    if nodes == 1:
+        return
+    if job.clouds:
+        raise ValueError(
+            f"{field} is {nodes}, but infra is {job.infra}; use 1, or infra: local, because spotrl cannot buy "
+            "several trainer nodes on clouds yet"
+        )
+    if job.runtime.name != "local":
+        raise ValueError(f"{field} is {nodes}, but runtime.name is {job.runtime.name}; use 1, or runtime.name: local")
+    if asked == "auto" or asked % nodes:
+        raise ValueError(
+            f"{field} is {nodes}, but runtime.trainer_ranks is {asked}; set runtime.trainer_ranks: {nodes}, one on "
+            f"each node, or another multiple of {nodes}"
+        )
+
+
 def the_store_is_where_infra_is(job: "Job") -> None:
     strange = sorted(set(job.store) - set(job.clouds)) if job.clouds else []
     if strange:
@@ -145,6 +165,7 @@ CHECKS: tuple[Callable[["Job"], None], ...] = (
     judges_leave_money_for_nodes,
     the_target_can_be_reached,
     resources_are_where_infra_is,
+    trainer_nodes_can_be_had,
     the_store_is_where_infra_is,
     resources_are_where_the_network_is,
     spot_only_has_spot,

@@ -34,7 +34,8 @@ class NodeResources(Strict):
     """True: buy spot capacity. Default: false for the trainer, where only false is allowed, and true for rollout
     nodes."""
     num_nodes: Annotated[int, Field(ge=0, le=64)] = 1
-    """Number of nodes. The trainer has exactly 1. For rollout nodes: the maximum, default 2."""
+    """Number of nodes. Of the trainer: 1, or on `infra: local` up to as many as it has ranks, which
+    `runtime.trainer_ranks` names and the nodes share equally. For rollout nodes: the maximum, default 2."""
     min_nodes: Annotated[int, Field(ge=0, le=64)] | None = None
     """Minimum number of rollout nodes, bought even if the plan expects no saving. None: the plan decides; a model
     without timings gets all of `num_nodes`."""
@@ -86,7 +87,7 @@ class Resources(Strict):
     """
 
     trainer: NodeResources = NodeResources()
-    """Node of the trainer: one node, on demand."""
+    """Nodes of the trainer, on demand. One, unless `num_nodes` says otherwise; several are bought together."""
     rollout: NodeResources = NodeResources(use_spot=True, num_nodes=2)
     """Nodes of the rollout workers. Default: up to two spot nodes."""
     disk_gb: Annotated[int, Field(ge=1, le=16_000)] | None = None
@@ -100,14 +101,14 @@ class Resources(Strict):
 
     @field_validator("trainer")
     @classmethod
-    def _one_trainer_that_stays(cls, value: NodeResources) -> NodeResources:
+    def _trainer_that_stays(cls, value: NodeResources) -> NodeResources:
         if value.use_spot:
             raise ValueError(
                 "trainer.use_spot is true; use false, because the trainer holds the weights and the work committed "
                 "by spot nodes"
             )
-        if value.num_nodes != 1:
-            raise ValueError(f"trainer.num_nodes is {value.num_nodes}; use 1, more trainer nodes are not built yet")
+        if not value.num_nodes:
+            raise ValueError("trainer.num_nodes is 0; use 1 or more, because nothing else can train")
         return value
 
 

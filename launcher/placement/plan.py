@@ -22,6 +22,9 @@ from launcher.money import HOUR_MS
 from launcher.placement.options import Option, SiteOptions
 from launcher.placement.placement import Placement
 
+SlotRole = Literal["trainer", "ranks", "rollout"]
+"""Work of a slot's node. `ranks`: a further node of the trainer; the first one has the role `trainer`."""
+
 
 class PlacementError(Failure):
     """No offer fits the job's resources."""
@@ -31,13 +34,13 @@ class PlacementError(Failure):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slot:
-    """A place in the cluster that is kept filled: `trainer`, `spot-0`, ...
+    """A place in the cluster that is kept filled: `trainer`, `trainer-1`, `spot-0`, ...
 
     The successor of a lost node takes the node's slot.
     """
 
     name: str
-    role: Literal["trainer", "rollout"]
+    role: SlotRole
     placement: Placement
     on_demand_micro_usd_per_hour: int
     """Price of the same instance on demand, the reference of the price effect."""
@@ -161,7 +164,11 @@ def _slots_in(
     trainer_offers = _fitting(trainer, Market.ON_DEMAND, here)
     if not trainer_offers:
         return None
-    slots = [slot_of("trainer", "trainer", trainer_offers[0], trainer_offers[0].micro_usd_per_hour)]
+    offer = trainer_offers[0]
+    slots = [
+        slot_of(trainer_slot(number), "ranks" if number else "trainer", offer, offer.micro_usd_per_hour)
+        for number in range(trainer.num_nodes)
+    ]
     if rollout.num_nodes == 0:
         return tuple(slots)
     on_demand = {offer.instance_type: offer for offer in reversed(_fitting(rollout, Market.ON_DEMAND, here))}
@@ -204,7 +211,17 @@ def _fitting(resources: NodeResources, market: Market, offers: Sequence[Offer]) 
     return sorted(fitting, key=lambda offer: (offer.micro_usd_per_hour, offer.zone, offer.instance_type))
 
 
-def slot_of(name: str, role: Literal["trainer", "rollout"], offer: Offer, on_demand_micro_usd_per_hour: int) -> Slot:
+def trainer_slot(number: int) -> str:
+    """Return the slot of a trainer node: `trainer`, `trainer-1`, `trainer-2`, ..."""
+    return f"trainer-{number}" if number else "trainer"
+
+
+def number_of_trainer_slot(slot: str) -> int:
+    """Return the number of a trainer node by its slot. The first node is 0."""
+    return int(slot.removeprefix("trainer").removeprefix("-") or 0)
+
+
+def slot_of(name: str, role: SlotRole, offer: Offer, on_demand_micro_usd_per_hour: int) -> Slot:
     """Return a slot filled from an offer."""
     return Slot(
         name=name,

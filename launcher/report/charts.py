@@ -259,7 +259,7 @@ def learning_chart(report: Report) -> Drawing | None:
 def _slots(nodes: Sequence[NodeLine]) -> list[str]:
     """Return the slots with a charge, in the order of the first request; the trainer comes first."""
     paid = [node for node in nodes if node.charges]
-    return list(dict.fromkeys(node.slot for node in sorted(paid, key=lambda node: node.role != "trainer")))
+    return list(dict.fromkeys(node.slot for node in sorted(paid, key=lambda node: node.role == "rollout")))
 
 
 def _stacked(report: Report, slots: Sequence[str]) -> list[dict[str, Any]]:

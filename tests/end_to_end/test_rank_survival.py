@@ -30,16 +30,23 @@ CONFIG = EngineConfig(
 Disturbance = Callable[[Fleet], None]
 
 
-def trained_by(folder: Path, disturbances: Sequence[Disturbance]) -> tuple[dict[int, str], str]:
-    """Run with a disturbance after every batch. Return the manifests by batch and the last checkpoint's digest."""
-    fleet = NurseryFleet(folder, CONFIG)
+Trained = tuple[dict[int, str], str]
+"""The manifests by batch, and the digest of the last checkpoint."""
+
+
+def trained_by(
+    folder: Path, disturbances: Sequence[Disturbance], *, trainer_nodes: int = 1, ends: Sequence[str] = ()
+) -> Trained:
+    """Run with a disturbance after every batch. `ends`: nodes that end by themselves after the run."""
+    fleet = NurseryFleet(folder, CONFIG, trainer_nodes=trainer_nodes)
     try:
-        for node in ("trainer", "spot-0", "spot-1"):
+        for node in ("trainer", *(f"ranks-{number}" for number in range(1, trainer_nodes)), "spot-0", "spot-1"):
             fleet.start(node)
         for number, disturb in enumerate(disturbances):
             fleet.wait_for_iteration(1 + number)
             disturb(fleet)
         assert fleet.wait_until_finished(seconds=400).reason == "iterations", fleet.logs()
+        fleet.wait_for(lambda: all((folder / "nodes" / node / "exit.json").exists() for node in ends), seconds=20)
         done = fleet.events("iteration_done")
         assert sorted({event.iteration for event in done}) == list(range(BATCHES))
         assert all(event.phase_ms["collective"] > 0 for event in done)
@@ -66,8 +73,25 @@ def one_rank_instead(fleet: Fleet) -> None:
     fleet.start("trainer-g2")
 
 
-def test_killed_and_frozen_ranks_change_no_batch_and_no_weight(tmp_path: Path) -> None:
-    calm = trained_by(tmp_path / "calm", [])
+def replace(node: str, number: signal.Signals, successor: str, *, after: str = "") -> Disturbance:
+    """Lose a node of the trainer. Start its successor once `after` is in the trainer's log. A frozen node stays."""
+
+    def lose(fleet: Fleet) -> None:
+        fleet.signal_node(node, number)
+        log = fleet.folder / "nodes/trainer/logs/trainer.log"
+        fleet.wait_for(lambda: after in log.read_text())
+        fleet.start(successor)
+
+    return lose
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """Return what two ranks of one node train without a disturbance."""
+    return trained_by(tmp_path_factory.mktemp("calm"), [])
+
+
+def test_killed_and_frozen_ranks_change_no_batch_and_no_weight(tmp_path: Path, calm: Trained) -> None:
     in_turn = [
         rank("trainer-rank-1", signal.SIGKILL),
         rank("trainer-rank-1", signal.SIGSTOP),
@@ -79,6 +103,13 @@ def test_killed_and_frozen_ranks_change_no_batch_and_no_weight(tmp_path: Path) -
     log = (tmp_path / "disturbed/nodes/trainer/logs/agent.log").read_text()
     assert "trainer-rank-1 is frozen: killed" in log
     assert "exit code 76" in log, "a rank that lost another rank says so"
+
+
+def test_two_nodes_with_a_rank_each_train_what_two_ranks_of_one_node_train(tmp_path: Path, calm: Trained) -> None:
+    """A killed node. Frozen nodes are in test_trainer_nodes.py, because noticing them takes longer."""
+    in_turn = [replace("ranks-1", signal.SIGKILL, "ranks-1-g1")]
+    assert trained_by(tmp_path, in_turn, trainer_nodes=2, ends=["ranks-1-g1"]) == calm
+    assert "another rank of the trainer was lost" in (tmp_path / "nodes/trainer/logs/trainer.log").read_text()
 
 
 def test_a_run_continues_with_another_number_of_ranks(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import psutil
@@ -33,8 +33,17 @@ ALLOWED = {role: {"Authorization": f"Bearer {role_token(TOKEN, role)}"} for role
 class Fleet:
     """Nodes of one run under a folder; `close` leaves no process behind."""
 
-    def __init__(self, folder: Path, engine: EngineConfig, *, run: str = "fleet", workdir: Path | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        engine: EngineConfig,
+        *,
+        run: str = "fleet",
+        workdir: Path | None = None,
+        trainer_nodes: int = 1,
+    ) -> None:
         self.folder, self.engine, self.run, self.workdir = folder, engine, run, workdir
+        self.trainer_nodes = trainer_nodes
         self.clock = ClockConfig(origin_ms=time.time_ns() // 1_000_000)
         self.port = free_port()
         self.agents: dict[str, Any] = {}
@@ -43,23 +52,27 @@ class Fleet:
     def start(
         self, node: str, *, workers: int = 1, module: str = "engine.node.agent", cores: Sequence[int] | None = None
     ) -> None:
-        """Start a node. A name that begins with `trainer` makes a trainer node, any other a spot node.
+        """Start a node: `trainer...` the trainer's first node, `ranks-N...` its node N, any other name a spot node.
 
         `module`: the program of the node. `cores`: the CPU cores that the node may use.
         """
         folder = self.folder / "nodes" / node
         (folder / "logs").mkdir(parents=True, exist_ok=True)
-        trains = node.startswith("trainer")
+        role: Literal["trainer", "ranks", "rollout"]
+        role = "trainer" if node.startswith("trainer") else "ranks" if node.startswith("ranks") else "rollout"
         spec = NodeSpec(
             run=self.run,
             node=node,
-            role="trainer" if trains else "rollout",
-            market=Market.ON_DEMAND if trains else Market.SPOT,
+            role=role,
+            trainer_nodes=1 if role == "rollout" else self.trainer_nodes,
+            trainer_node=int(node.split("-")[1]) if role == "ranks" else 0,
+            generation=int(node.partition("-g")[2] or 0),
+            market=Market.SPOT if role == "rollout" else Market.ON_DEMAND,
             workers=workers,
             folder=str(folder),
             store=f"file://{self.folder}/store",
             coordinator_port=self.port,
-            token=TOKEN if trains else role_token(TOKEN, "rollout"),
+            token=TOKEN if role == "trainer" else role_token(TOKEN, role),
             clock=self.clock,
             engine=self.engine,
             workdir=None if self.workdir is None else str(self.workdir),

@@ -19,7 +19,7 @@ from tests.engine.fleet import TOKEN
 class Served:
     """A coordinator behind HTTP. `calls`: every received head with its monotonic time."""
 
-    def __init__(self, folder, runtime=None, *, port=0):
+    def __init__(self, folder, runtime=None, *, port=0, ranks=None):
         clock = ScaledClock(origin_ms=time.time_ns() // 1_000_000)
         self.coordinator = open_coordinator(folder, clock=clock, runtime=runtime or RuntimeConfig())
         self.calls = []
@@ -39,7 +39,7 @@ class Served:
         self.coordinator.weights_file = weights_file
         self._listener = bind("127.0.0.1", port)
         self.port = self._listener.getsockname()[1]
-        app = CoordinatorServer(Front(self.coordinator), Rights(TOKEN)).app
+        app = CoordinatorServer(Front(self.coordinator), Rights(TOKEN), ranks=ranks).app
         self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning", ws="none", timeout_graceful_shutdown=1))
         self._thread = threading.Thread(target=self._server.run, args=([self._listener],))
         self._thread.start()

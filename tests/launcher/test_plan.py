@@ -10,7 +10,7 @@ from launcher.job.load import load_job
 from launcher.job.schema import Job
 from launcher.market.offers import Offer, read_catalog
 from launcher.market.quality import Quality
-from launcher.placement.plan import PlacementError, plan_json, plan_local, slots_from
+from launcher.placement.plan import PlacementError, number_of_trainer_slot, plan_json, plan_local, slots_from
 
 
 def offer(zone: str, usd: float, *, region: str = "east", accelerator: str = "L4") -> Offer:
@@ -48,6 +48,19 @@ def test_a_trainer_on_demand_and_spot_nodes_in_the_two_cheapest_zones():
         ("spot-2", "b", 1_000_000),
     ]
     assert [slot.role for slot in plan.slots] == ["trainer", "rollout", "rollout", "rollout"]
+
+
+def test_every_node_of_a_trainer_is_in_one_place_and_in_the_rates():
+    three = Job(resources={"trainer": {"num_nodes": 3}}, runtime={"trainer_ranks": 6})
+    plan = plan_local(three, EAST)
+    roles = {slot.name: slot.role for slot in plan.slots}
+    assert roles == {
+        "trainer": "trainer", "trainer-1": "ranks", "trainer-2": "ranks", "spot-0": "rollout", "spot-1": "rollout"
+    }  # fmt: skip
+    assert len({slot.placement for slot in plan.slots[:3]}) == 1
+    assert plan.expected_micro_usd_per_hour == 3 * 3_000_000 + 2_500_000
+    assert slots_from(json.loads(json.dumps(plan_json(plan)))) == plan.slots
+    assert [number_of_trainer_slot(slot.name) for slot in plan.slots[:3]] == [0, 1, 2]
 
 
 def test_a_plan_has_hourly_rates_and_the_time_that_the_budget_lasts():

@@ -24,7 +24,7 @@ from launcher.ledger.node_history import metered_micro_usd
 from launcher.ledger.store import find_run, nodes_of, open_ledger, progress_of
 from launcher.placement.options import Option, SiteOptions
 from launcher.placement.placement import Placement
-from launcher.placement.plan import Plan, Slot
+from launcher.placement.plan import Plan, Slot, trainer_slot
 from launcher.provision.local.preemptions import MANNERS, PreemptionSchedule, ScheduledPreemption
 from launcher.provision.local.provisioner import LocalProvisioner, node_folder, nodes_folder
 from launcher.runs.runs import create_run, running_processes
@@ -65,18 +65,21 @@ def placement(market: Market = Market.SPOT) -> Placement:
     )
 
 
-def slots(spot: int) -> tuple[Slot, ...]:
-    trainer = Slot(
-        name="trainer",
-        role="trainer",
-        placement=placement(Market.ON_DEMAND),
-        on_demand_micro_usd_per_hour=TRAINER_RATE,
+def slots(spot: int, trainers: int = 1) -> tuple[Slot, ...]:
+    trainer = (
+        Slot(
+            name=trainer_slot(number),
+            role="ranks" if number else "trainer",
+            placement=placement(Market.ON_DEMAND),
+            on_demand_micro_usd_per_hour=TRAINER_RATE,
+        )
+        for number in range(trainers)
     )
     rollout = (
         Slot(name=f"spot-{n}", role="rollout", placement=placement(), on_demand_micro_usd_per_hour=TRAINER_RATE)
         for n in range(spot)
     )
-    return (trainer, *rollout)
+    return (*trainer, *rollout)
 
 
 class SimulatedCloud:
@@ -254,17 +257,23 @@ def made_run(
     *,
     name: str = "demo",
     spot: int = 1,
+    trainers: int = 1,
     iterations: int = 3,
     factor: float = 60.0,
     max_total: int | None = None,
     max_hourly: int | None = None,
     **job_fields: Any,
 ) -> Run:
+    if trainers > 1:
+        several = {"resources": {"trainer": {"num_nodes": trainers}}, "runtime": {"trainer_ranks": trainers}}
+        job_fields = several | job_fields
     job = Job(name=name, iterations=iterations, clock_factor=factor, preemptions={"trace": "none"}, **job_fields)
     checked = CheckedJob(
         job=job, origins={}, lines={}, digest="d", text="name: demo\n", path=Path("job.yaml"), workdir=Path.cwd()
     )
-    plan = Plan(region="us-east-2", slots=slots(spot), max_total_micro_usd=max_total, max_hourly_micro_usd=max_hourly)
+    plan = Plan(
+        region="us-east-2", slots=slots(spot, trainers), max_total_micro_usd=max_total, max_hourly_micro_usd=max_hourly
+    )
     create_run(sessions, checked, plan, name)
     with sessions() as session:
         return find_run(session, name)

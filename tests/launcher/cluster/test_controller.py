@@ -1,5 +1,6 @@
 """The controller over real processes: the ledger after nodes, controllers and the budget ended."""
 
+import itertools
 import json
 import os
 import signal
@@ -11,7 +12,7 @@ from sqlalchemy import select
 
 from engine.clock import ScaledClock
 from engine.events import Capacity, Market, NodeState
-from engine.node_spec import role_token
+from engine.node_spec import NodeSpec, role_token
 from launcher.controller import controller as controller_module
 from launcher.controller.controller import Controller
 from launcher.controller.lease import LEASE_MS, take_lease
@@ -97,7 +98,7 @@ def test_a_run_buys_nodes_trains_and_releases_everything(sessions):
 
 def test_the_engine_gets_capacity_snapshots(sessions, monkeypatch):
     monkeypatch.setenv("FAKE_SECONDS", "0.2")
-    run = made_run(sessions, spot=1, iterations=1000)
+    run = made_run(sessions, spot=1, trainers=2, iterations=1000)
     controller = controller_of(sessions, run)
     received = node_folder(Path(run.folder), "demo-trainer-g0") / "calls.jsonl"
 
@@ -106,7 +107,7 @@ def test_the_engine_gets_capacity_snapshots(sessions, monkeypatch):
         assert all(line["allowed"] for line in lines)
         return [Capacity.from_json(json.dumps(line["body"])) for line in lines if line["path"] == "/capacity"]
 
-    passes(controller, lambda: snapshots() and len(snapshots()[-1].nodes) == 2)
+    passes(controller, lambda: snapshots() and len(snapshots()[-1].nodes) == 2)  # trainer-1 only trains
     assert {(node.node, node.market, node.state) for node in snapshots()[-1].nodes} == {
         ("demo-trainer-g0", Market.ON_DEMAND, NodeState.READY),
         ("demo-spot-0-g0", Market.SPOT, NodeState.READY),
@@ -122,26 +123,34 @@ def test_the_engine_gets_capacity_snapshots(sessions, monkeypatch):
 
 
 def test_only_the_trainers_node_gets_the_runs_token(sessions):
-    run = made_run(sessions, spot=1, iterations=1000)
-    passes(controller_of(sessions, run), lambda: len(names_ready(sessions, run)) == 2)
-    received = {
-        name: json.loads((node_folder(Path(run.folder), f"demo-{name}-g0") / "node.json").read_text())["token"]
-        for name in ("trainer", "spot-0")
+    run = made_run(sessions, spot=1, trainers=2, iterations=1000)
+    passes(controller_of(sessions, run), lambda: len(names_ready(sessions, run)) == 3)
+    specs = {
+        name: NodeSpec.model_validate_json((node_folder(Path(run.folder), f"demo-{name}-g0") / "node.json").read_text())
+        for name in ("trainer", "trainer-1", "spot-0")
     }
-    assert received == {"trainer": run.token, "spot-0": role_token(run.token, "rollout")}
+    assert {name: spec.token for name, spec in specs.items()} == {
+        "trainer": run.token,
+        "trainer-1": role_token(run.token, "ranks"),
+        "spot-0": role_token(run.token, "rollout"),
+    }
+    places = {name: (spec.role, spec.trainer_node, spec.trainer_nodes) for name, spec in specs.items()}
+    assert places == {"trainer": ("trainer", 0, 2), "trainer-1": ("ranks", 1, 2), "spot-0": ("rollout", 0, 1)}
 
 
 # --- nodes are lost -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("slot", ["trainer", "spot-0"])
+@pytest.mark.parametrize(
+    ("slot", "signum"),
+    [*itertools.product(("trainer", "spot-0"), (signal.SIGKILL, signal.SIGSTOP)), ("trainer-1", signal.SIGKILL)],
+)
 def test_a_node_that_is_killed_or_frozen_is_replaced(sessions, monkeypatch, slot, signum):
     monkeypatch.setenv("FAKE_SECONDS", "0.1")
     monkeypatch.setattr("launcher.provision.local.node_end.STOPPED_SECONDS", 0.5)
-    run = made_run(sessions, spot=1, iterations=1000)
+    run = made_run(sessions, spot=1, trainers=2, iterations=1000)
     controller = controller_of(sessions, run)
-    passes(controller, lambda: len(names_ready(sessions, run)) == 2)
+    passes(controller, lambda: len(names_ready(sessions, run)) == 3)
     for pid in processes_of(node_folder(Path(run.folder), f"demo-{slot}-g0")):
         os.kill(pid, signum)
     passes(controller, lambda: f"demo-{slot}-g1" in names_ready(sessions, run))

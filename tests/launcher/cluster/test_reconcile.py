@@ -22,12 +22,12 @@ NOW = 10_000_000
 
 
 def node(slot="spot-0", generation=0, **happened) -> NodeRecord:
-    is_trainer = slot == "trainer"
+    is_trainer = slot.startswith("trainer")
     return NodeRecord(
         name=f"demo-{slot}-g{generation}",
         slot=slot,
         generation=generation,
-        role="trainer" if is_trainer else "rollout",
+        role="trainer" if slot == "trainer" else "ranks" if is_trainer else "rollout",
         market=Market.ON_DEMAND if is_trainer else Market.SPOT,
         micro_usd_per_hour=TRAINER_RATE if is_trainer else SPOT_RATE,
         requested_ms=happened.get("up", 0),
@@ -45,10 +45,10 @@ def facts(*nodes, stage=Stage.RUNNING, **more) -> Facts:
     return Facts(nodes=nodes, **(plain | more))
 
 
-def wanted(spot=1, max_total=None, max_hourly=None, **more) -> Wanted:
+def wanted(spot=1, max_total=None, max_hourly=None, trainers=1, **more) -> Wanted:
     limits = Limits(max_total=max_total, max_hourly=max_hourly)
     plain = {"deadline_ms": None, "allowance_ms": 60_000, "settle_ms": 4000}
-    return Wanted(run="demo", slots=slots(spot), limits=limits, **(plain | more))
+    return Wanted(run="demo", slots=slots(spot, trainers), limits=limits, **(plain | more))
 
 
 def bought(actions) -> list[str]:

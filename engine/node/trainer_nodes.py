@@ -1,0 +1,134 @@
+"""Hold the nodes of a trainer together, through the coordinator on the first node.
+
+    a further node            asks every second: a sign of life; copies the meeting of the ranks into its own folder
+    rank 0, before a group    waits until every further node was heard
+    rank 0, with a group      ends itself when a node is silent for SILENT_SECONDS: the group is torn on all nodes
+    other ranks               end themselves when rank 0 has begun another group (rank_rendezvous.py)
+
+A killed node closes its connections, and every rank notices at once. A frozen or vanished node closes nothing; then
+only the signs of life tell. A process of its own gives them, so a rank that holds Python's lock is no lost node.
+"""
+
+import contextlib
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx
+import msgspec
+
+from engine.node.child import MEETING_FILE
+from engine.node_spec import NodeSpec
+from engine.protocol.messages import Span
+from engine.protocol.rank_meeting import RanksFound, read_meeting, write_meeting
+from engine.worker.usage import Usage
+
+SIGN_SECONDS = 1.0
+"""Interval of a node's questions, and of those of a rank 0 that waits."""
+
+SILENT_SECONDS = 10.0
+"""Silence of a node after which the node counts as lost."""
+
+FRESH_SECONDS = 3.0
+"""Age of a sign of life with which a node counts as present, before a group is formed."""
+
+ANSWER_SECONDS = 2.0
+"""Longest wait for the coordinator's answer."""
+
+
+def meeting_file(spec: NodeSpec) -> Path:
+    """Return the file with the meeting of the ranks in this node's folder."""
+    return Path(spec.folder) / MEETING_FILE
+
+
+class RankCalls:
+    """Calls of a trainer's node to the coordinator about the ranks, with one client: a new one takes 17 ms of a core.
+
+    A coordinator that does not answer is no error: it starts again, or its node is bought again.
+    """
+
+    def __init__(self, spec: NodeSpec) -> None:
+        self._place = {"number": spec.trainer_node, "generation": spec.generation}
+        self._client = httpx.Client(
+            base_url=f"http://{spec.coordinator_host}:{spec.coordinator_port}",
+            headers={"Authorization": f"Bearer {spec.own_token}"},
+            timeout=ANSWER_SECONDS,
+            trust_env=False,
+        )
+
+    def ask(self) -> RanksFound | None:
+        """Ask for the meeting. None: the coordinator does not answer, or not as it should."""
+        with contextlib.suppress(httpx.HTTPError, ValueError):
+            answer = self._client.get("/ranks", params=self._place).raise_for_status()
+            return msgspec.json.decode(answer.content, type=RanksFound)
+        return None
+
+    def report(self, node: str, rank: int, of: int, spans: Sequence[Span]) -> None:
+        """Report the times of a rank, one of `of` on its node. Times that cannot be sent count as idle."""
+        query: dict[str, str | int] = {"node": node, "rank": rank, "of": of}
+        with contextlib.suppress(httpx.HTTPError):
+            self._client.post("/ranks", params=query, content=msgspec.json.encode(spans))
+
+
+def copy_meeting(spec: NodeSpec) -> None:
+    """Give signs of life, and copy the meeting, until the run needs no ranks of this node any more."""
+    file, calls = meeting_file(spec), RankCalls(spec)
+    while True:
+        found = calls.ask()
+        if found is not None:
+            known = read_meeting(file)
+            new = msgspec.structs.replace(found.meeting, iteration=max(found.meeting.iteration, known.iteration))
+            if new.is_over:
+                return
+            if new != known:
+                with contextlib.suppress(OSError):  # a full disk: the next answer is copied
+                    write_meeting(file, new)
+        time.sleep(SIGN_SECONDS)
+
+
+class OtherNodes:
+    """Rank 0's view of the other nodes of the trainer."""
+
+    def __init__(self, spec: NodeSpec) -> None:
+        self._calls = RankCalls(spec)
+        self._numbers = range(1, spec.trainer_nodes)
+
+    def wait_for_all(self) -> None:
+        """Wait until every other node gives signs of life. A lost node is bought again, which takes any time."""
+        said: list[int] = []
+        while self._numbers and (absent := self.absent(self._calls.ask())):
+            if absent != said:
+                print(f"waits for the trainer's nodes {absent}", flush=True)
+                said = absent
+            time.sleep(SIGN_SECONDS)
+
+    def are_silent(self) -> bool:
+        """Return True if a node was silent for too long."""
+        found = self._calls.ask()
+        lost = [] if found is None else self.silent(found)
+        if lost:
+            print(f"the trainer's nodes {lost} are silent", flush=True)
+        return bool(lost)
+
+    def absent(self, found: RanksFound | None) -> list[int]:
+        """Return the nodes without a fresh sign of life. `found`: None if the coordinator did not answer."""
+        heard_ms = {} if found is None else found.heard_ms
+        return [number for number in self._numbers if heard_ms.get(number, math.inf) > 1000 * FRESH_SECONDS]
+
+    def silent(self, found: RanksFound) -> list[int]:
+        """Return the nodes that were silent for too long."""
+        return [number for number in self._numbers if found.silent_ms(number) > 1000 * SILENT_SECONDS]
+
+
+class RankReport:
+    """Times of a rank on a further node, for the report of the run's costs."""
+
+    def __init__(self, spec: NodeSpec, rank: int) -> None:
+        self._node, self._rank, self._calls = spec.node, rank, RankCalls(spec)
+        self._of = len(spec.in_trainer.ranks(spec.engine))
+        self.usage = Usage(spec.clock.clock())
+
+    def send(self) -> None:
+        """Send the times since the last call. The first call tells that the node has joined."""
+        self._calls.report(self._node, self._rank, self._of, self.usage.take())

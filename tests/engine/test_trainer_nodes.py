@@ -1,0 +1,158 @@
+"""The nodes of a trainer, as the coordinator hears them, and the ranks of each. Real runs: test_rank_survival.py."""
+
+import time
+
+import httpx
+import pytest
+
+from engine.algorithm_config import AlgorithmConfig
+from engine.config import EngineConfig, RuntimeConfig
+from engine.coordinator.rank_nodes import RankNodes
+from engine.events import Market, Phase
+from engine.node.child import Deaths, progress_of
+from engine.node.trainer_nodes import OtherNodes, RankCalls, RankReport, meeting_file
+from engine.node_spec import ClockConfig, NodeSpec, role_token
+from engine.protocol.rank_meeting import NO_MEETING, RankMeeting, RanksFound, read_meeting, write_meeting
+from engine.trainer_ranks import NodeOfTrainer
+from tests.engine.fleet import TOKEN
+from tests.engine.served import Served
+
+
+class Clock:
+    """Seconds that a test sets."""
+
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def config(ranks):
+    return EngineConfig(
+        algorithm=AlgorithmConfig(prompts_per_batch=8, updates_per_batch=1), runtime=RuntimeConfig(trainer_ranks=ranks)
+    )
+
+
+def spec(folder, *, number, port=1, role=None, nodes=2):
+    role = role or ("ranks" if number else "trainer")
+    return NodeSpec(
+        run="r",
+        node=f"node-{number}",
+        role=role,
+        trainer_nodes=nodes,
+        trainer_node=number,
+        market=Market.ON_DEMAND,
+        folder=str(folder),
+        store="file:///nowhere",
+        coordinator_port=port,
+        token=TOKEN if role == "trainer" else role_token(TOKEN, role),
+        clock=ClockConfig(origin_ms=0),
+        engine=config(nodes),
+    )
+
+
+def test_each_node_has_as_many_ranks():
+    shares = [NodeOfTrainer(number=number, nodes=3).ranks(config(6)) for number in range(3)]
+    assert [list(share) for share in shares] == [[0, 1], [2, 3], [4, 5]]
+    with pytest.raises(
+        ValueError, match=r"6 ranks cannot be divided over 4 nodes; set runtime.trainer_ranks to a mult"
+    ):
+        NodeOfTrainer(number=0, nodes=4).ranks(config(6))
+
+
+@pytest.mark.parametrize(("role", "number"), [("trainer", 1), ("rollout", 1), ("ranks", 0), ("ranks", 2)])
+def test_only_a_further_node_of_the_trainer_has_a_number(tmp_path, role, number):
+    with pytest.raises(ValueError, match=rf"role {role} is number {number} of 2 trainer nodes"):
+        spec(tmp_path, number=number, role=role)
+
+
+def test_silence_is_counted_from_the_last_sign_of_the_newest_node(tmp_path):
+    clock = Clock()
+    nodes = RankNodes(tmp_path / "ranks.json", clock)
+    clock.now = 2.0
+    assert nodes.found(0).heard_ms == {}
+    assert nodes.found(0).silent_ms(1) == 2000, "a coordinator that restarted heard nothing, and waits first"
+    nodes.answer(1, 0, 0)
+    clock.now = 5.0
+    assert nodes.found(0).silent_ms(1) == 3000
+    nodes.answer(1, 1, 0)
+    clock.now = 9.0
+    late = nodes.answer(1, 0, 0)
+    assert late.meeting.is_over, "a node that comes back after its successor came has no place"
+    assert late.heard_ms == {1: 4000}, "and is no sign of life of its successor"
+    assert not nodes.answer(1, 1, 0).meeting.is_over
+    restarted = RankNodes(tmp_path / "ranks.json", clock)
+    assert not restarted.answer(1, 1, 0).meeting.is_over
+    assert restarted.answer(1, 0, 0).meeting.is_over, "a restarted coordinator knows the newer node too"
+
+
+def test_an_unreadable_meeting_is_none(tmp_path):
+    file = tmp_path / "ranks.json"
+    assert read_meeting(file) == NO_MEETING
+    file.write_text('{"port": "x"}')
+    assert read_meeting(file) == NO_MEETING
+    write_meeting(file, RankMeeting(generation=7, port=9))
+    assert RankNodes(file).found(4).meeting == RankMeeting(generation=7, port=9, iteration=4)
+
+
+def test_the_coordinator_tells_only_the_trainers_nodes_where_ranks_meet(tmp_path):
+    first, second = spec(tmp_path, number=0), spec(tmp_path, number=1)
+    served = Served(tmp_path / "coordinator", ranks=RankNodes(meeting_file(first)))
+    try:
+        first, second = (one.model_copy(update={"coordinator_port": served.port}) for one in (first, second))
+        write_meeting(meeting_file(first), RankMeeting(generation=7, port=9))
+        assert RankCalls(first).ask().heard_ms == {}, "rank 0 asks, and is no further node"
+        assert RankCalls(second).ask().meeting == RankMeeting(generation=7, port=9)
+        assert 1 in RankCalls(first).ask().heard_ms
+        for role in ("rollout", "controller"):
+            headers = {"Authorization": f"Bearer {role_token(TOKEN, role)}"}
+            url = f"http://127.0.0.1:{served.port}/ranks?number=1&generation=0"
+            assert httpx.get(url, headers=headers, trust_env=False).status_code == 403
+        stranger = second.model_copy(update={"token": "stolen"})
+        assert RankCalls(stranger).ask() is None
+        for path in ("/call", "/capacity", "/stop"):
+            headers = {"Authorization": f"Bearer {second.own_token}"}
+            url = f"http://127.0.0.1:{served.port}{path}"
+            assert httpx.post(url, headers=headers, trust_env=False).status_code == 403, "such a node changes no run"
+    finally:
+        served.close()
+
+
+def test_the_work_of_a_further_node_is_in_the_usage_of_that_node(tmp_path):
+    served = Served(tmp_path / "coordinator", ranks=RankNodes(tmp_path / "ranks.json"))
+    try:
+        node = spec(tmp_path, number=1, port=served.port)
+        report = RankReport(node, 1)
+        report.send()
+        usage = served.coordinator.usage
+        assert list(usage.nodes) == ["node-1"], "the node is seen as soon as it joins"
+        with report.usage.measure(Phase.TRAINING):
+            time.sleep(0.02)
+        report.send()
+        assert usage.nodes["node-1"].phase_ms["training"] == pytest.approx(report.usage.total["training"])
+        headers = {"Authorization": f"Bearer {node.own_token}"}
+        url = f"http://127.0.0.1:{served.port}/ranks?node=node-1&rank=1&of=1"
+        assert httpx.post(url, content='[["play", 0, 1]]', headers=headers, trust_env=False).status_code == 400
+    finally:
+        served.close()
+
+
+def test_rank_0_waits_for_nodes_never_heard_and_gives_up_only_silent_ones(tmp_path):
+    others = OtherNodes(spec(tmp_path, number=0, nodes=3))
+    heard = RanksFound(meeting=NO_MEETING, heard_ms={1: 2_000}, up_ms=5_000)
+    assert others.absent(heard) == [2], "node 2 has not come"
+    assert others.silent(heard) == [], "the coordinator restarted 5 s ago"
+    late = RanksFound(meeting=NO_MEETING, heard_ms={1: 9_000, 2: 0}, up_ms=60_000)
+    assert (others.absent(late), others.silent(late)) == ([1], []), "a node just lost is not waited for in vain"
+    silent = RanksFound(meeting=NO_MEETING, heard_ms={1: 10_001, 2: 0}, up_ms=60_000)
+    assert others.silent(silent) == [1]
+    assert others.absent(None) == [1, 2]
+
+
+def test_a_new_iteration_forgives_a_further_node_its_torn_groups(tmp_path):
+    node = spec(tmp_path, number=1)
+    deaths = Deaths(lambda: progress_of(node))
+    deaths.add_torn()
+    write_meeting(meeting_file(node), RankMeeting(iteration=1))
+    deaths.add_torn()
+    assert deaths.torn == 1
