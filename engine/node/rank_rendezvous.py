@@ -6,8 +6,8 @@ The store lives in rank 0's process, so the ranks of an earlier rank 0 can never
 meets each rank once: a second process of a rank tells that the first was lost, marks the store as void, and waits for
 the next entry. Rank 0 ends when its store is void, and the others end with the next entry (rank_watch.py).
 
-On another node of the trainer, a process copies the entry into its own folder (trainer_nodes.py). Everything is on
-loopback: the nodes of a trainer are folders of one machine. Nodes with addresses of their own are not built yet.
+On another node of the trainer, a process copies the entry into its own folder (trainer_nodes.py). The store listens on
+the first node's address then, and on loopback for a trainer of one node (rank_network.py).
 """
 
 import contextlib
@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from engine.node.child import EXIT_TORN
+from engine.node.rank_network import host_of_store, use_network
 from engine.node.rank_watch import leave_when
 from engine.node.trainer_nodes import OtherNodes, meeting_file
 from engine.node_spec import NodeSpec
@@ -56,11 +57,12 @@ def led_group(spec: NodeSpec, device: torch.device) -> Iterator[RankGroup | None
         return
     others = OtherNodes(spec)
     others.wait_for_all()
-    store = serve_store()
+    use_network(spec)
+    store = serve_store(host_of_store(spec))
     meeting = RankMeeting(generation=time.time_ns(), port=store.port)
     write_meeting(meeting_file(spec), meeting)
     # A client of its own, because a client that waits is locked.
-    looker = join_store(store.port, timeout_seconds=JOIN_SECONDS)
+    looker = join_store(store.port, host=host_of_store(spec), timeout_seconds=JOIN_SECONDS)
     over = leave_when(lambda: looker.check([VOID]), "it began again")
     deserted = leave_when(others.are_silent, "its node is silent") if spec.trainer_nodes > 1 else over
     try:
@@ -73,6 +75,7 @@ def led_group(spec: NodeSpec, device: torch.device) -> Iterator[RankGroup | None
 
 def joined_group(spec: NodeSpec, rank: int, device: torch.device) -> RankGroup:
     """Return the group of the present rank 0, and wait for rank 0."""
+    use_network(spec)
     return RankGroup.form(_store(spec, rank), rank, ranks_of(spec.engine), device)
 
 
@@ -81,7 +84,7 @@ def _store(spec: NodeSpec, rank: int) -> dist.TCPStore:
         meeting = read_meeting(meeting_file(spec))
         if meeting.port is not None:
             with contextlib.suppress(RuntimeError):  # an earlier rank 0's store: look again
-                store = join_store(meeting.port, timeout_seconds=JOIN_SECONDS)
+                store = join_store(meeting.port, host=host_of_store(spec), timeout_seconds=JOIN_SECONDS)
                 if store.add(f"came/{rank}", 1) == 1:
                     store.set_timeout(timedelta(seconds=LIMIT_SECONDS))
                     leave_when(partial(_is_replaced, spec, meeting), "rank 0 began again")

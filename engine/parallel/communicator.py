@@ -12,7 +12,7 @@ The promises:
 - on NCCL, `finish` raises `TornGroup` within the timeout if a peer died or froze; the other calls only queue work on
   the GPU, and a thread aborts a group whose work does not end (collective_watch.py)
 - a communicator survives the end of its group: sharing with the same peers again costs nothing
-- all traffic between hosts' interfaces uses loopback
+- all traffic uses loopback, except between the nodes of a trainer (engine/node/rank_network.py)
 
 NCCL is used if every member has a GPU of its own, else gloo, which copies through the CPU. NCCL refuses two members on
 one GPU. All members decide alike, because each publishes its GPU at the store. Groups of NCCL with two members were
@@ -59,17 +59,17 @@ class TornGroup(RuntimeError):
     """A peer died, froze or never came. The group's current operation is lost, and the group cannot be used again."""
 
 
-def serve_store() -> dist.TCPStore:
-    """Start a node's store on loopback. Workers join at its `port`. The store lives as long as the returned object."""
-    listener = socket.create_server((LOOPBACK, 0))
+def serve_store(host: str = LOOPBACK) -> dist.TCPStore:
+    """Start a store on one address of this node. Others join at its `port`. It lives as long as the returned object."""
+    listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
     # With only a host, the store would listen on every interface.
-    return dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-def join_store(port: int, *, timeout_seconds: float) -> dist.TCPStore:
-    """Return the worker's client of the node's store. Calls that wait at the store give up after the timeout."""
-    return dist.TCPStore(LOOPBACK, port, is_master=False, timeout=timedelta(seconds=timeout_seconds))
+def join_store(port: int, *, timeout_seconds: float, host: str = LOOPBACK) -> dist.TCPStore:
+    """Return a client of a store. Calls that wait at the store give up after the timeout."""
+    return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_seconds))
 
 
 @dataclass(frozen=True)

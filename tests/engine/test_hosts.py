@@ -16,8 +16,13 @@ import psutil
 import pytest
 
 from engine.config import CandidateBudget, EngineConfig
-from engine.events import Market, Progress
+from engine.events import CheckpointSaved, IterationDone, Market, Progress
+from engine.node.child import MEETING_FILE
+from engine.node_spec import role_token
+from tests.end_to_end.test_rank_survival import CONFIG as RANKS
+from tests.end_to_end.test_rank_survival import trained_by
 from tests.end_to_end.test_survival import CONFIG
+from tests.engine.fleet import TOKEN
 from tests.engine.test_node_agent_on_cloud import Instance
 
 pytest.importorskip("ray")
@@ -139,7 +144,58 @@ def test_a_run_across_hosts_survives_the_loss_of_a_host(hosts, tmp_path, monkeyp
             instance.end()
 
 
-def kinds(instance):
+def test_a_trainer_of_two_hosts_survives_the_loss_of_a_host(hosts, tmp_path, monkeypatch):
+    """Two ranks on two hosts without any spot node train what two ranks of one host train with spot nodes."""
+    monkeypatch.setenv("SPOTRL_SHUTDOWN", "true")
+    monkeypatch.setenv("GCE_METADATA_HOST", "127.0.0.1:1")
+    calm = trained_by(tmp_path / "calm", [])
+    instances = {}
+
+    def start(node, host, **more):
+        role = more.get("role", "trainer")
+        instances[node] = Instance(
+            tmp_path / node,
+            program=[*hosts.inside(host), sys.executable],
+            run="fleet",
+            node=node,
+            market=Market.ON_DEMAND,
+            store=f"file://{tmp_path}/store",
+            coordinator_host=TRAINER,
+            coordinator_port=PORT,
+            engine=RANKS,
+            trainer_nodes=2,
+            token=TOKEN if role == "trainer" else role_token(TOKEN, role),
+            **{"role": role, **more},
+        )
+        return instances[node]
+
+    try:
+        trainer = start("trainer", "trainer")
+        lost = start("trainer-1-g0", "spot-0", role="ranks", trainer_node=1)
+        trainer.wait_for(lambda: kinds(trainer).count("iteration_done") > 1, seconds=240)
+        meeting = trainer.read(MEETING_FILE)
+        assert (str(meeting["port"]), TRAINER) in hosts.listening("trainer")
+        hosts.do("trainer", "ip link set to1 down")
+        for process in lost.processes():
+            with contextlib.suppress(psutil.Error):
+                process.send_signal(signal.SIGSTOP)
+        trainer.wait_for(lambda: "nodes [1] are silent" in trainer.log("trainer.log"), seconds=60)
+        successor = start("trainer-1-g1", "spot-1", role="ranks", trainer_node=1, generation=1)
+        trainer.wait_for(lambda: "engine_finished" in kinds(trainer), seconds=300)
+        assert trainer.agent.wait(120) == successor.agent.wait(120) == 0
+        done = [event for event in events(trainer) if isinstance(event, IterationDone)]
+        saved = [event for event in events(trainer) if isinstance(event, CheckpointSaved)]
+        assert ({event.iteration: event.manifest_digest for event in done}, saved[-1].digest) == calm
+    finally:
+        for instance in instances.values():
+            instance.end()
+
+
+def events(instance):
     path = instance.folder / "progress/trainer.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
-    return [Progress.from_json(line).event.KIND for line in lines if line.endswith("}")]
+    return [Progress.from_json(line).event for line in lines if line.endswith("}")]
+
+
+def kinds(instance):
+    return [event.KIND for event in events(instance)]
