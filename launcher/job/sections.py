@@ -151,17 +151,23 @@ class Budget(Strict):
 
     @model_check(mode="after")
     def _deadline_is_within_max_runtime(self) -> Self:
-        if self.deadline is not None and self.max_runtime is not None and self.max_runtime < self.deadline:
-            raise ValueError(
-                f"budget.max_runtime is {duration(self.max_runtime)}, less than budget.deadline "
-                f"{duration(self.deadline)}; use a longer max_runtime, or leave out one of the two"
-            )
+        found = runtime_problem(("budget.max_runtime", self.max_runtime), ("budget.deadline", self.deadline))
+        if found is not None:
+            raise ValueError(f"{found}; use a longer max_runtime, or leave out one of the two")
         return self
 
     @property
     def longest_ms(self) -> int | None:
         """Return the time after which the run ends, done or not, in milliseconds. None: no limit."""
         return self.deadline if self.max_runtime is None else self.max_runtime
+
+
+def runtime_problem(max_runtime: tuple[str, int | None], deadline: tuple[str, int | None]) -> str | None:
+    """Return the problem of a run that ends before its deadline, in words, or None. Each limit: name and milliseconds."""
+    (name, ms), (goal, goal_ms) = max_runtime, deadline
+    if ms is None or goal_ms is None or ms >= goal_ms:
+        return None
+    return f"{name} is {duration(ms)}, less than {goal} {duration(goal_ms)}"
 
 
 class Notifications(Strict):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from sqlalchemy.orm import Session
 
 from launcher.exit_codes import BudgetError
+from launcher.job.sections import runtime_problem
 from launcher.ledger.accounting import judge_budget
 from launcher.ledger.models import Run
 from launcher.ledger.node_history import metered_micro_usd
@@ -13,7 +14,7 @@ from launcher.money import dollars, duration
 
 
 class LimitTooLow(BudgetError):
-    """The run has already spent its new budget."""
+    """The run has already spent its new budget, or would end before its deadline."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,10 +36,11 @@ class NewLimits:
         """Write the limits to the run's row, and return what changed, in words ("" for nothing).
 
         Only a controller that starts later reads them, and only a coordinator that starts later reads the judges'.
-        Raises LimitTooLow if the run has spent `max_total_micro_usd`, and for a judges' budget that is not larger, or
-        that leaves nodes no money.
+        Raises LimitTooLow if the run has spent `max_total_micro_usd`, for a judges' budget that is not larger, or that
+        leaves nodes no money, and for an end before the deadline, as a launch does.
         """
         self._check(session, run, now_ms)
+        self._check_end(run, now_ms)
         changes = ", ".join(self._changes(run))
         if self.max_total_micro_usd is not None:
             run.max_total_micro_usd = self.max_total_micro_usd
@@ -74,6 +76,15 @@ class NewLimits:
                 f"{dollars(spent)}{' with the budget of its judges' if judges else ''}; name a larger "
                 f"{'total' if self.max_total_micro_usd is not None else '--max-total'}, which includes the money spent"
             )
+
+    def _check_end(self, run: Run, now_ms: int) -> None:
+        """Compare the new end with the new deadline, or with the time left to the run's own."""
+        deadline, goal_ms = "--deadline", self.deadline_ms
+        if goal_ms is None and run.deadline_ms is not None:
+            deadline, goal_ms = f"the time to the deadline of {run.name},", run.deadline_ms - now_ms
+        found = runtime_problem(("--max-runtime", self.max_runtime_ms), (deadline, goal_ms))
+        if found is not None:
+            raise LimitTooLow(f"{found}; use a longer --max-runtime, or a --deadline that is not later")
 
     def _changes(self, run: Run) -> Iterator[str]:
         if self.max_total_micro_usd is not None:
