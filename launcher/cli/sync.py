@@ -22,7 +22,8 @@ def sync(sessions: sessionmaker[Session], run_name: str, as_json: bool) -> int:
     them at the run's end. A sink that was down then lacks some numbers. After the end of RUN, this command sends them
     from the ledger, into the same run of the sink. Each sink says which records it has, so none arrives twice.
 
-    The clients and keys are those of this machine. Exit code 1: a sink still lacks numbers; repeat the command later.
+    The clients and keys are those of this machine. Without the key of W&B the numbers are written to files, which
+    `wandb sync` sends. Exit code 1: a sink still lacks numbers; repeat the command later.
 
     \b
     Example:
@@ -35,7 +36,11 @@ def sync(sessions: sessionmaker[Session], run_name: str, as_json: bool) -> int:
     else:
         for one in shipped:
             place = f" ({one.where})" if one.where else ""
-            click.echo(f"{one.sink} has {one.sent} of the {one.known} records of {run_name}{place}")
+            numbers = f"{one.sent} of the {one.known} records of {run_name}"
+            if one.is_offline:
+                click.echo(f"{one.sink} was not asked; {numbers} are in files on this machine{place}")
+            else:
+                click.echo(f"{one.sink} has {numbers}{place}")
             if one.problem:
                 click.echo(f"  {one.problem}", err=True)
     return ExitCode.OK if all(one.is_whole for one in shipped) else ExitCode.FAILURE

@@ -149,14 +149,16 @@ class Removed(TypedDict):
 class ShippedOutput(TypedDict):
     sink: Literal["wandb", "mlflow"]
     sent: int
-    """Records that the sink has."""
+    """Records that the sink has; with `is_offline`, that files on this machine have."""
     known: int
     """Records of the run in the ledger."""
     is_whole: bool
     where: str
-    """Place of the run in the sink; empty: unknown."""
+    """Place of the run in the sink, or of the files; empty: unknown."""
     problem: str
     """Why the sink lacks records; empty: no reason."""
+    is_offline: bool
+    """True if the sink was not asked."""
 
 
 class Synced(TypedDict):

@@ -57,11 +57,15 @@ class Close(Strict):
 
 
 class Opened(Strict):
-    """`held`: the number of records that the sink holds. `where`: the place of the run in the sink, for people."""
+    """`held`: the number of records that the sink holds. `where`: the place of the run in the sink, for people.
+
+    `offline`: why the records go into files of this machine only, and what sends them; empty: the sink was reached.
+    """
 
     kind: Literal["opened"] = "opened"
     held: int
     where: str
+    offline: str = ""
 
 
 class Accepted(Strict):

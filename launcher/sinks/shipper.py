@@ -61,7 +61,10 @@ _STATES: Mapping[str, ENDS] = {Stage.FINISHED: "finished", Stage.FAILED: "failed
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shipped:
-    """What a sink has of a run. `sent`, `known`: records. `where`: place in the sink. `problem`: why it lacks some."""
+    """What a sink has of a run. `sent`, `known`: records. `where`: place in the sink. `problem`: why it lacks some.
+
+    `is_offline`: the sink was not asked, and `sent` records are in files of this machine, at `where`.
+    """
 
     sink: str
     sent: int
@@ -69,6 +72,7 @@ class Shipped:
     is_whole: bool
     where: str
     problem: str
+    is_offline: bool
 
 
 class Shipper:
@@ -124,13 +128,15 @@ class Shipper:
         self.look()
         self._close()
         self._leave()
+        is_written, offline = self._facts["is_whole"], self._facts.get("offline", "")
         return Shipped(
             sink=self._sink,
             sent=self._sent,
             known=self._facts["known"],
-            is_whole=self._facts["is_whole"],
+            is_whole=is_written and not offline,
             where=self._facts.get("where", ""),
-            problem="" if self._facts["is_whole"] else self._facts.get("problem", ""),
+            problem=offline if is_written else self._facts.get("problem", ""),
+            is_offline=bool(offline),
         )
 
     def _watch(self) -> None:
@@ -192,7 +198,7 @@ class Shipper:
         log.info(
             "%s takes the numbers of %s from record %s on: %s", self._sink, self._run.name, answer.held, answer.where
         )
-        self._note(where=answer.where)
+        self._note(where=answer.where, offline=answer.offline)
         return True
 
     def _ask(self, question: Question) -> Opened | Accepted | None:

@@ -6,7 +6,9 @@ finds one folder with the whole run.
 """
 
 import os
+import shlex
 import shutil
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -58,8 +60,10 @@ class WandbRun:
         )
         self._run.define_metric("iteration")
         self._run.define_metric("*", step_metric="iteration")
-        held = int(self._run.step) if mode == "online" else 0
-        return Opened(held=held, where=self._run.url or str(Path(self._run.dir).parent))
+        if mode == "online":
+            return Opened(held=int(self._run.step), where=self._run.url or "")
+        written = Path(self._run.dir).parent
+        return Opened(held=0, where=str(written), offline=why_offline(settings, written))
 
     def add(self, records: tuple[Record, ...], known: int) -> None:
         for record in records:
@@ -75,3 +79,11 @@ class WandbRun:
     def close(self, state: ENDS) -> None:
         self._run.summary["state"] = state
         self._run.finish(exit_code=1 if state == "failed" else 0)
+
+
+def why_offline(settings: Mapping[str, Any], written: Path) -> str:
+    """Return why a run is offline, and what sends the files in the folder `written`, in words."""
+    sends = f"`wandb sync {shlex.quote(str(written))}` sends the files"
+    if settings.get("mode") == "offline":
+        return f"logging.wandb.mode is offline; {sends}"
+    return f"{settings['key']} is not set here; export it and repeat the command, or {sends}"

@@ -1,7 +1,7 @@
 """A sink whose process writes to a file, or misbehaves: `python -m tests.launcher.cluster.file_sink FILE MANNER`.
 
 MANNER: good, lost-answer (stores the second batch and dies without an answer, once), full (refuses, until FILE.free
-exists), silent (never answers), dead (ends at once), slow (0.2 s a batch).
+exists), silent (never answers), dead (ends at once), slow (0.2 s a batch), offline (writes files only).
 """
 
 import json
@@ -25,7 +25,9 @@ class FileSink:
         if self.manner == "full" and not self.path.with_suffix(".free").exists():
             raise NotAccepted("no space left")
         self._write({"open": wanted.run_id, "pid": os.getpid()})
-        return Opened(held=sum("number" in line for line in lines_of(self.path)), where=str(self.path))
+        held = sum("number" in line for line in lines_of(self.path))
+        offline = "the key is not set here; export it" if self.manner == "offline" else ""
+        return Opened(held=held, where=str(self.path), offline=offline)
 
     def add(self, records: tuple[Record, ...], known: int) -> None:
         self.batches += 1

@@ -24,6 +24,7 @@ from launcher.sinks.connection import Connection
 from launcher.sinks.messages import Close, Refused
 from launcher.sinks.records import count_records, read_records
 from launcher.sinks.shipper import Shipper, end_shippers, run_id
+from launcher.sinks.wandb_run import why_offline
 from tests.launcher.cluster.file_sink import command, lines_of
 from tests.launcher.cluster.stage import FAKE_AGENT, ledger, made_run
 from tests.launcher.made_ledger import HOUR_MS, JOB, MINUTE_MS, START_MS, a_run
@@ -233,6 +234,28 @@ def test_sync_sends_what_a_sink_that_was_down_lacks(sessions, tmp_path, over):
         assert (code, sink["sent"], sink["is_whole"], sink["problem"]) == (ExitCode.OK, 33, True, "")
         assert [line["number"] for line in stored(tmp_path / "sink.jsonl")] == list(range(33))
     assert lines_of(tmp_path / "sink.jsonl")[-1] == {"close": "finished"}
+
+
+def test_sync_without_a_key_says_that_the_records_are_in_files_only(sessions, tmp_path, over, monkeypatch, capsys):
+    with_sink(sessions, wandb={})
+    monkeypatch.setattr(shipping, "command_of", lambda sink: command(tmp_path / "files", "offline"))
+    code, answer = over()
+    (sink,) = answer["sinks"]
+    assert (code, sink["sent"], sink["is_whole"], sink["is_offline"]) == (ExitCode.FAILURE, 33, False, True)
+    assert cli_main.run(["sync", "done"]) == ExitCode.FAILURE
+    out = capsys.readouterr()
+    assert (
+        out.out
+        == f"wandb was not asked; 33 of the 33 records of done are in files on this machine ({tmp_path}/files)\n"
+    )
+    assert out.err == "  the key is not set here; export it\n"
+
+
+def test_a_wandb_run_is_offline_by_the_job_or_for_want_of_a_key():
+    folder = Path("/runs/my run/wandb")
+    sends = "`wandb sync '/runs/my run/wandb'` sends the files"
+    assert why_offline({"mode": "offline", "key": "KEY"}, folder) == f"logging.wandb.mode is offline; {sends}"
+    assert why_offline({"key": "KEY"}, folder) == f"KEY is not set here; export it and repeat the command, or {sends}"
 
 
 def test_sync_refuses_a_run_without_a_sink_or_with_a_sender_or_that_goes_on(sessions, tmp_path, over):
