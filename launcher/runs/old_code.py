@@ -6,6 +6,9 @@ A copy stays if one of these holds. Where none can be told, every copy stays.
     a run that is not finished names it in its folder: controllers and nodes started from it, or it can be resumed
     a process of this machine has it in its environment: SkyPilot's API server outlives the run that started it
 
+A run that names no copy and never had a controller keeps none: its launch has not come so far, or died before. A launch
+that goes on makes its copy anew.
+
 A controller is started under a shared lock: from the look for its copy until the run names the copy and the process is
 there. Removal needs the lock for itself and does not wait for it, so a copy never goes between the two.
 """
@@ -72,16 +75,17 @@ def remove_unused_code(session: Session, home: Path, current: Path) -> list[str]
 
 
 def used_by_runs(session: Session) -> set[str] | None:
-    """Return the copies of runs that go on or can be resumed. None: a run that goes on names none, and may use any."""
+    """Return the copies of runs that go on or can be resumed. None: one with a controller names none."""
     used: set[str] = set()
     for run in session.scalars(select(Run)):
         status = current_status(session, run)
         stage = Stage(status.status) if status is not None else Stage.PLANNED
-        is_done = stage is Stage.FINISHED and is_given_up(session.get(ControllerLease, run.id))
+        lease = session.get(ControllerLease, run.id)
+        is_done = stage is Stage.FINISHED and is_given_up(lease)
         if is_done or session.get(Removal, run.id) is not None:
             continue
         names = _noted(Path(run.folder))
-        if names is None and stage not in OVER:
+        if names is None and stage not in OVER and lease is not None:
             return None  # started by a version that wrote no note
         used |= names or set()
     return used

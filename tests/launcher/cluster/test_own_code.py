@@ -135,10 +135,22 @@ def test_only_copies_of_runs_that_are_done_are_removed(home):
 def test_no_copy_is_removed_while_a_live_run_names_none(home):
     home.copy("now")
     home.copy("old")
-    home.run("stopped-by-an-older-version", "stopped")
-    home.run("of-an-older-version", "running")
+    home.run("stopped-by-an-older-version", "stopped", held=True)
+    home.run("of-an-older-version", "running", held=True)
     assert home.remove_unused() == []
     assert home.left() == {"now", "old"}
+
+
+def test_a_run_whose_launch_died_before_its_controller_keeps_no_copy(installed, home):
+    """A launch that goes on holds the lock from the look for its copy until the controller runs."""
+    home.copy("now")
+    home.copy("old")
+    home.run("whose-launch-died", "planned")
+    home.run("whose-controller-never-came", "planned", "its-copy")
+    with code_for(home.folder, home.folder / "runs" / "whose-launch-died") as code:
+        assert home.remove_unused() == []
+    assert home.remove_unused() == ["old"]
+    assert home.left() == {"now", "its-copy", code.name}
 
 
 def test_a_copy_in_the_environment_of_a_process_stays_until_the_process_ends(home):
