@@ -42,6 +42,7 @@ from launcher.decide.run_budget import refused_now
 from launcher.job.checked import JobError
 from launcher.job.load import all_runs_of
 from launcher.job.schema import Job
+from launcher.job.sections import AllRuns
 from launcher.ledger.accounting import judge_budget
 from launcher.ledger.models import STAND_IN, Node, NodeEvent, Run
 from launcher.ledger.node_history import last_trainer_cloud, node_of, node_records, option_of, unpriced_costs
@@ -145,14 +146,14 @@ class Controller:
     def _facts_in(self, session: Session) -> Facts:
         return self.facts_reader.facts(
             session,
-            limits_of_all=self.wanted.all_runs,
+            is_limited_by_all=self.wanted.all_runs != budget_guard.NO_LIMITS or self.wanted.others_at_most is not None,
             trouble=self.engine.trouble or self._transfer.failure,
             doubt=self._cloud_time.doubt if self._cloud_time is not None else None,
         )
 
     def _read_limits(self) -> None:
         """Read the limits across all runs from the current configuration, not from the time of the launch."""
-        if not self.sites or time.monotonic() - self._limits_at < PRICE_SECONDS:
+        if time.monotonic() - self._limits_at < PRICE_SECONDS:
             return
         self._limits_at = time.monotonic()
         try:
@@ -160,10 +161,10 @@ class Controller:
         except JobError as error:
             log.warning("limits over all runs stay as they are: %s", error)
             return
-        limits = _set_aside(all_runs.max_total, all_runs.max_hourly, self._run)
-        if limits != self.wanted.all_runs:
+        wanted = _limited_by_all(self.wanted, all_runs, self._run, is_cloud=bool(self.sites))
+        if wanted != self.wanted:
             log.info("limits over all runs are now %s", all_runs)
-            self.wanted = replace(self.wanted, all_runs=limits)
+            self.wanted = wanted
 
     def _act(self, action: Action) -> None:
         match action:
@@ -274,7 +275,7 @@ class Controller:
 def wanted_of(run: Run, job: Job, plan: Plan, clock: Clock) -> Wanted:
     """Return the plan, the limits and the waiting times that decisions are made with."""
     is_cloud = bool(plan.sites)
-    return Wanted(
+    wanted = Wanted(
         run=run.name,
         slots=tuple({slot.name: slot for slot in plan.slots}.values()),
         limits=_set_aside(run.max_total_micro_usd, run.max_hourly_micro_usd, run),
@@ -285,10 +286,18 @@ def wanted_of(run: Run, job: Job, plan: Plan, clock: Clock) -> Wanted:
         rules=MoveRules.of(job),
         launch_rate=LaunchRate(per_minute=job.recovery.launches_per_minute) if is_cloud else None,
         iteration_ms=plan.iteration_ms,
-        all_runs=_set_aside(job.all_runs.max_total, job.all_runs.max_hourly, run)
-        if is_cloud
-        else budget_guard.NO_LIMITS,
     )
+    return _limited_by_all(wanted, job.all_runs, run, is_cloud)
+
+
+def _limited_by_all(wanted: Wanted, all_runs: AllRuns, run: Run, is_cloud: bool) -> Wanted:
+    """Return the same with the limits across all runs. On the local infra only the judges' money is spent."""
+    if is_cloud:
+        return replace(wanted, all_runs=_set_aside(all_runs.max_total, all_runs.max_hourly, run))
+    judges = judge_budget(run)
+    if not judges or all_runs.max_total is None:
+        return replace(wanted, others_at_most=None)
+    return replace(wanted, others_at_most=all_runs.max_total - judges)
 
 
 def _set_aside(max_total: int | None, max_hourly: int | None, run: Run) -> budget_guard.Limits:

@@ -60,6 +60,8 @@ class FactsReader:
         self.standstill = Standstill(clock.now_ms())
         self.prices, self._prices_at = PriceNow(), -PRICE_SECONDS
         self._ended_runs: dict[int, tuple[int, int]] = {}
+        self._free: set[int] = set()
+        """Runs on this machine without a paid judge, which cost nothing."""
         self._plans: dict[int, int] = {}
         """By run: the hourly cost of the run's plan, in micro-dollars."""
         self._advance = (0, -1, 0)
@@ -72,9 +74,8 @@ class FactsReader:
             with sessions() as session:
                 self.prices, self._prices_at = prices_now(session, self._job, self._clock.now_ms()), time.monotonic()
 
-    def facts(
-        self, session: Session, *, limits_of_all: budget_guard.Limits, trouble: str | None, doubt: Doubt | None
-    ) -> Facts:
+    def facts(self, session: Session, *, is_limited_by_all: bool, trouble: str | None, doubt: Doubt | None) -> Facts:
+        """`is_limited_by_all`: a limit across all runs is set, so the other runs are read too."""
         now_ms = self._clock.now_ms()
         statuses = session.scalars(
             select(RunStatus).where(RunStatus.run_id == self._run.id).order_by(RunStatus.id.desc())
@@ -110,7 +111,7 @@ class FactsReader:
             advanced_ms=advanced_ms,
             still_since_ms=self.standstill.since_ms,
             trouble=trouble,
-            others=self._others(session, limits_of_all, now_ms),
+            others=self._others(session, now_ms) if is_limited_by_all else Others(),
             doubt=doubt,
             sites=tuple(repriced(site, self.prices) for site in self._sites),
             work=self._work(),
@@ -144,28 +145,34 @@ class FactsReader:
         self._advance = (last_id, best, at_ms)
         return at_ms
 
-    def _others(self, session: Session, limits: budget_guard.Limits, now_ms: int) -> Others:
-        """Return the spending of all other runs on real clouds; zero if no limit across all runs is set."""
-        if limits == budget_guard.NO_LIMITS:
-            return Others()
+    def _others(self, session: Session, now_ms: int) -> Others:
+        """Return the spending of all other runs: nodes on real clouds, and judges also of runs on this machine."""
         metered = reserved = per_hour = planned = 0
-        for run in session.scalars(select(Run).where(Run.infra != LOCAL, Run.id != self._run.id)):
+        for run in session.scalars(select(Run).where(Run.id != self._run.id, Run.id.not_in(self._free))):
             status = current_status(session, run)
             known = self._ended_runs.get(run.id)
             if known is not None and status is not None and status.id == known[0]:
                 metered += known[1]
                 continue
+            is_bought, judged = run.infra != LOCAL, judge_budget(run)
+            if not is_bought and not judged:
+                self._free.add(run.id)
+                continue
             nodes = node_records(session, run)
+            is_live = any(node.is_live for node in nodes)
+            bought = nodes if is_bought else []
             judges = judge_micro_usd(session, run)
-            spent = spent_micro_usd(session, run, now_ms) + judges
-            if status is not None and status.status in OVER and not any(node.is_live for node in nodes):
+            spent = judges + (spent_micro_usd(session, run, now_ms) if is_bought else 0)
+            if status is not None and status.status in OVER and not is_live:
                 self._ended_runs[run.id] = (status.id, spent)  # an ended run costs no more
             else:
-                planned += max(hourly_micro_usd(nodes), self._planned_hourly_of(run))
-                reserved += max(0, judge_budget(run) - judges)
+                planned += max(hourly_micro_usd(bought), self._planned_hourly_of(run) if is_bought else 0)
+                # A run that starts checks the limit itself, and must not end this one before it is refused.
+                if is_live or (status is not None and status.status != Stage.PLANNED):
+                    reserved += max(0, judged - judges)
             metered += spent
-            reserved += reserved_micro_usd(nodes, budget_guard.RELEASE_ALLOWANCE_MS, now_ms)
-            per_hour += hourly_micro_usd(nodes)
+            reserved += reserved_micro_usd(bought, budget_guard.RELEASE_ALLOWANCE_MS, now_ms)
+            per_hour += hourly_micro_usd(bought)
         return Others(metered=metered, reserved=reserved, hourly=per_hour, planned_hourly=planned)
 
     def _planned_hourly_of(self, run: Run) -> int:

@@ -173,6 +173,9 @@ class Wanted:
     infra, where time costs nothing."""
     all_runs: budget_guard.Limits = budget_guard.NO_LIMITS
     """The limits from the user's own configuration, which bind the sum over all runs."""
+    others_at_most: int | None = None
+    """On the local infra: the most that all other runs may have spent and hold when this run starts, so that the budget
+    of its judges fits into `all_runs.max_total`. None: no limit, or no paid judge."""
     ends_ms: int | None = None
     """Time at which the run ends, done or not. None: at the deadline."""
 

@@ -37,6 +37,11 @@ def must_stop(facts: Facts, wanted: Wanted, live: Sequence[NodeRecord], tried: T
         metered=facts.metered + others.metered, reserved=held + others.reserved, max_total=wanted.all_runs.max_total
     ):
         return Enter(stage=Stage.DRAINING, reason="budget: all_runs.max_total is used up by all runs together")
+    # Once the run has started, the other runs set its judges' budget aside.
+    most = wanted.others_at_most
+    if facts.stage is Stage.PLANNED and most is not None and others.metered + others.reserved > most:
+        reason = "budget: all_runs.max_total does not bear the judges of this run beside the other runs"
+        return Enter(stage=Stage.DRAINING, reason=reason)
     if wanted.last_ms is not None and facts.now_ms >= wanted.last_ms:
         reason = "deadline" if wanted.last_ms == wanted.deadline_ms else "max_runtime"
         return Enter(stage=Stage.DRAINING, reason=reason)

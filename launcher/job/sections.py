@@ -123,10 +123,13 @@ class Recovery(Strict):
 
 
 class AllRuns(Strict):
-    """Limits on the sum of all runs of this ledger. Belongs in the user's own config file."""
+    """Limits on the sum of all runs of this ledger. Belongs in the user's own config file.
+
+    Nodes of the local infra are not bought, so such a run counts with its paid judges only.
+    """
 
     max_total: MicroUsd | None = None
-    """Money spent so far plus money reserved, over all runs together."""
+    """Money spent so far plus money reserved, over all runs together, with the budgets of paid judges."""
     max_hourly: MicroUsdPerHour | None = None
     """Summed price of the nodes of all runs, like `$40/h`. None: no limit."""
 
@@ -163,7 +166,7 @@ class Budget(Strict):
 
 
 def runtime_problem(max_runtime: tuple[str, int | None], deadline: tuple[str, int | None]) -> str | None:
-    """Return the problem of a run that ends before its deadline, in words, or None. Each limit: name and milliseconds."""
+    """Return the problem of a run that ends before its deadline, in words, or None. A limit is a name and ms."""
     (name, ms), (goal, goal_ms) = max_runtime, deadline
     if ms is None or goal_ms is None or ms >= goal_ms:
         return None

@@ -11,14 +11,16 @@ import pytest
 from obstore.store import MemoryStore
 from sqlalchemy import select
 
-from engine.events import IterationDone, Market, Progress
+from engine.events import IterationDone, Judged, Market, Progress
 from launcher.controller.controller import Controller
+from launcher.decide.actions import Enter
 from launcher.decide.facts import OVER
+from launcher.decide.reconcile import decide
 from launcher.ledger.accounting import run_costs, side_micro_usd
 from launcher.ledger.billing import interval_micro_usd
 from launcher.ledger.models import BillingInterval, Node, NodeEvent, NodePrice, PriceRow, Run, RunStatus, SideCost
 from launcher.ledger.node_history import metered_micro_usd, node_records
-from launcher.ledger.store import append_progress, current_status, writing
+from launcher.ledger.store import append_progress, append_status, current_status, writing
 from launcher.market.side_prices import MINIMUM_BILLED_MS, side_micro_usd_per_hour
 from launcher.runs.runs import request_stop
 from launcher.storage.store_lease import LEASE_SECONDS, LeaseLost, StoreLease
@@ -31,6 +33,7 @@ from tests.launcher.cluster.stage import (
     cloud_run,
     dead_pid,
     ledger,
+    made_run,
     wait_until,
 )
 
@@ -498,6 +501,46 @@ def test_reserves_of_other_runs_count_against_the_limit_of_all_runs(sessions):
     second.passes(0.2)
     assert second.controller.facts().others.metered == 0
     assert second.cloud.requested == {}
+
+
+JUDGED = {"name": "vlm", "vlm": {"url": "http://judge", "model": "m", "usd_per_million_input": 1.0, "max_usd": 4.0}}
+
+
+def local_run(sessions, name, paid=0, status="running", **fields) -> Run:
+    """A run on this machine, whose judge has cost `paid` micro-dollars."""
+    run = made_run(sessions, name=name, **fields)
+    judged = Judged(worker="w", calls=((1, 1, paid),))
+    with writing(sessions) as session:
+        append_progress(session, run, [Progress(run=name, source="c", lineage=1, seq=1, at_ms=0, event=judged)])
+        append_status(session, session.get_one(Run, run.id), status, "", run.created_ms)
+    return run
+
+
+def test_judges_of_local_runs_count_against_the_limit_of_all_runs(sessions):
+    """Nodes of a local run are not bought, and its paid judge is. A run that ended holds no money any more."""
+    stage = Stage(sessions, spot=0, all_runs={"max_total": "$50"})
+    local_run(sessions, "free")
+    local_run(sessions, "over", paid=1_000_000, status="stopped", reward=JUDGED)
+    local_run(sessions, "runs", paid=1_500_000, reward=JUDGED)
+    local_run(sessions, "starts", status="planned", reward=JUDGED)
+    others = stage.controller.facts().others
+    assert (others.metered, others.reserved) == (2_500_000, 2_500_000)
+    assert (others.hourly, others.planned_hourly) == (0, 0)
+    assert stage.controller.facts().others == others
+
+
+@pytest.mark.parametrize(("max_total", "stage"), [("$9", "running"), ("$8.99", "draining")])
+def test_a_local_run_starts_only_if_its_judges_fit_beside_the_other_runs(sessions, max_total, stage):
+    local_run(sessions, "one", paid=1_000_000, reward=JUDGED)
+    local_run(sessions, "two", paid=1_000_000, status="failed", reward=JUDGED)
+    run = made_run(sessions, reward=JUDGED, all_runs={"max_total": max_total})
+    clock = HandClock(factor=1.0)
+    clock.at_ms = run.created_ms
+    controller = Controller(sessions, run, SimulatedCloud(clock), clock, "test", dead_pid())
+    actions = decide(controller.facts(), controller.wanted)
+    [entered] = [action for action in actions if isinstance(action, Enter)]
+    assert entered.stage == stage
+    assert ("all_runs.max_total does not bear the judges" in entered.reason) == (stage == "draining")
 
 
 def test_a_spend_deadline_comes_earlier_if_a_node_costs_more_than_planned(sessions):
