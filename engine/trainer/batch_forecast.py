@@ -122,8 +122,14 @@ class BatchForecast:
         rows_of_unit = batch.unit * batch.work.images * batch.work.rows_of_image
         passes = units * math.ceil(rows_of_unit / self.ranks / batch.rows)
         collectives = min(seconds, self._clock.wall_seconds(1) * collective_ms) if self._divides else 0.0
-        rows_of_rank = math.ceil(rows / self.ranks)
-        self.measured.training(seconds, rows=rows_of_rank, passes=passes, collectives=collectives)
+        planned = batch.work.groups_of_step * batch.work.images * batch.work.rows_of_image
+        self.measured.training(
+            seconds,
+            rows=math.ceil(rows / self.ranks),
+            passes=passes,
+            planned=math.ceil(planned / self.ranks),
+            collectives=collectives,
+        )
 
     @property
     def expected(self) -> Timeline | None:

@@ -13,14 +13,18 @@ from engine.timing.figures import Figure, Source
 NEWEST = 8
 """Measurements that count. Old ones are forgotten, because GPUs come and go."""
 
+LEAST_SHARE = 0.01
+"""Least share of the planned rows, so that a run whose groups all have equal rewards keeps a rate."""
+
 
 class MeasuredRates:
     """Measurements of one run. All durations are wall seconds."""
 
     def __init__(self) -> None:
         self._newest: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=NEWEST))
-        self._passes: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=NEWEST))
-        """Seconds of a training pass by its rows."""
+        self._passes: dict[int, deque[float]] = {}
+        """Seconds of a training pass by its rows, the newest sizes last. Two sizes tell the fixed cost of a pass, so a
+        size stays until as many others have come as measurements count."""
 
     def image(self, seconds: float) -> None:
         """Record the GPU-seconds of an image on a rollout GPU. 0: not known."""
@@ -35,21 +39,32 @@ class MeasuredRates:
         """Record the seconds from the last optimiser step of a batch until its weights were published."""
         self._newest["publish"].append(seconds)
 
-    def training(self, seconds: float, *, rows: int, passes: int, collectives: float = 0.0) -> None:
+    def training(
+        self, seconds: float, *, rows: int, passes: int, planned: int | None = None, collectives: float = 0.0
+    ) -> None:
         """Record the seconds of some training passes on one rank, with their rows together.
 
-        `collectives`: those of the seconds that every pass needs, whatever its rows.
+        `planned`: rows that all groups would have; None: `rows`. A group with equal rewards trains none. `collectives`:
+        those of the seconds that every pass needs, whatever its rows.
         """
+        if planned:
+            self._newest["share"].append(rows / planned)
         if rows > 0 and passes > 0:
-            self._passes[round(rows / passes)].append((seconds - collectives) / passes)
+            size = round(rows / passes)
+            self._passes[size] = self._passes.pop(size, deque(maxlen=NEWEST))
+            self._passes[size].append((seconds - collectives) / passes)
+            if len(self._passes) > NEWEST:
+                del self._passes[next(iter(self._passes))]
             self._newest["collective"].append(collectives / passes)
 
     def rates(self) -> Rates:
-        """Return the rates as known now."""
+        """Return the rates as known now. A row is a planned row: its seconds are those of the share that is trained."""
         row, launch = self._row_and_launch()
+        shares = self._newest["share"]
+        share = max(LEAST_SHARE, median(shares)) if shares else 1.0
         return Rates(
             image=self._figure("image"),
-            row=_figure(row, "training passes"),
+            row=_figure(row * share, "training passes"),
             launch=_figure(launch + self._figure("collective").value, "training passes"),
             switch=self._figure("switch"),
             publish=self._figure("publish"),

@@ -13,7 +13,7 @@ from engine.config import EvaluationConfig, ExplorationConfig
 from engine.entrypoints.inproc import build_inproc
 from engine.protocol.messages import Outlook, UnderWay, Waiting
 from engine.protocol.request import Group, Kind, Manifest
-from engine.schedule.values import NOTHING, Work, train_seconds
+from engine.schedule.values import NOTHING, Work, pass_seconds, train_seconds
 from engine.trainer.batch_forecast import BatchForecast
 from engine.trainer.batch_schedule import BatchSchedule
 from engine.trainer.measured_rates import MeasuredRates
@@ -251,6 +251,27 @@ class Waits:
 
     def wait(self):
         self.waited += 1
+
+
+def test_groups_with_equal_rewards_make_the_expected_iteration_shorter():
+    """Two steps train half of the planned rows in 4 s each: the forecast of the next is 4 s of training, not 8."""
+    rates = MeasuredRates()
+    for _ in range(2):
+        rates.training(4.0, rows=80, passes=4, planned=160)
+    assert 4 * pass_seconds(rates.rates(), 40) == pytest.approx(4.0)
+    for _ in range(6):
+        rates.training(0.01, rows=0, passes=4, planned=160)  # every group has equal rewards
+    assert 0 < 4 * pass_seconds(rates.rates(), 40) < 0.1
+    assert not any("row" in problem for problem in rates.rates().problems())
+
+
+def test_the_slow_first_training_of_a_run_is_forgotten_whatever_its_rows():
+    """With equal rewards in some groups no two steps have the same rows, and only the first had all."""
+    rates = MeasuredRates()
+    rates.training(8.0, rows=160, passes=4)
+    for rows in range(80, 112, 4):
+        rates.training(rows * 0.01, rows=rows, passes=4)
+    assert pass_seconds(rates.rates(), 40) == pytest.approx(0.4)
 
 
 def decided(help_="auto", *, image=None, row=None, workers=1, late=0.0):
