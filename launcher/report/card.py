@@ -9,6 +9,7 @@ from launcher.money import dollars
 from launcher.report.values import Moment, Report
 from launcher.report.weights import Pulled
 from launcher.report.words import headline, hours, score
+from launcher.without_secrets import job_without_secrets
 
 CARD = "README.md"
 CURVE = "curve.svg"
@@ -38,7 +39,7 @@ CLASSES = {
 
 
 def model_card(report: Report, job: Mapping[str, Any], pulled: Pulled, folder: str, has_diffusers_files: bool) -> str:
-    """Return the card as Markdown.
+    """Return the card as Markdown, with the job without secrets: a card is published beside the weights.
 
     `folder`: path of the weights, as the reader will write the path.
     """
@@ -71,7 +72,7 @@ def model_card(report: Report, job: Mapping[str, Any], pulled: Pulled, folder: s
         f"Money is {report.money_note}.",
         "## Job",
         f"Job {run.job_digest}, code {run.code_version}, seeds {', '.join(map(str, run.seeds))}.",
-        f"```json\n{json.dumps(job, indent=2)}\n```",
+        f"```json\n{json.dumps(job_without_secrets(job), indent=2)}\n```",
     ]
     return "\n\n".join(parts) + "\n"
 

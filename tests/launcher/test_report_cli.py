@@ -145,7 +145,8 @@ def test_the_model_card_describes_the_weights_and_their_cost(sessions, tmp_path,
 def test_a_model_card_without_evaluations_has_no_curve(tmp_path):
     with a_session(tmp_path / "ledger.sqlite") as session:
         made = a_run(session, "demo", folder=str(tmp_path))
-        made.run.job = {**made.run.job, "model": {"weights": "lora", "lora_rank": 4}}
+        sink = {"mlflow": {"tracking_uri": "https://me:hunter22@tracker.example/?token=abc"}}
+        made.run.job = {**made.run.job, "model": {"weights": "lora", "lora_rank": 4}, "logging": sink}
         made.status("running", 0)
         report = build_report(session, made.run, 60_000)
         pulled = Pulled(checkpoint="l0001-i000001", iteration=1, files=())
@@ -154,6 +155,7 @@ def test_a_model_card_without_evaluations_has_no_curve(tmp_path):
     assert 'pipeline.load_lora_weights("weights")' in card
     assert "Nothing has been evaluated yet." in card
     assert "curve.svg" not in card
+    assert "https://***@tracker.example/?token=***" in card, "a card is published beside the weights"
 
 
 def test_pull_refuses_weights_that_differ_from_their_manifest(tmp_path):
