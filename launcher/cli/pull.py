@@ -12,9 +12,9 @@ from launcher.exit_codes import Failure
 from launcher.ledger.store import check_kept, find_run
 from launcher.report.build import build_report, clock_of
 from launcher.report.card import CARD, CURVE, model_card
-from launcher.report.diffusers_files import write_for_diffusers
+from launcher.report.diffusers_files import FULL_FOLDER, LORA_FILE, write_for_diffusers
 from launcher.report.values import Report
-from launcher.report.weights import pull_metrics, pull_weights, write_pulled_manifest
+from launcher.report.weights import check_folder, pull_metrics, pull_weights, write_pulled_manifest
 from launcher.runs.run_buckets import buckets_of
 from launcher.storage.stores import run_stores
 
@@ -25,9 +25,11 @@ from launcher.storage.stores import run_stores
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_obj
 def pull(sessions: sessionmaker[Session], run_name: str, to: Path | None, as_json: bool) -> None:
-    """Copy the trained weights of RUN to a folder.
+    """Copy the trained weights of RUN to a folder of their own.
 
     The weights come from the newest complete checkpoint. For a run on a cloud, the checkpoint is in the run's bucket.
+    A second pull of the same run replaces the files of the first. A folder with a manifest.json or README.md of
+    another origin is refused.
 
     weights.safetensors holds the weights for further training. ema.safetensors holds the moving average, used by
     evaluations. The average is also written for diffusers: as pytorch_lora_weights.safetensors (`load_lora_weights`),
@@ -50,6 +52,7 @@ def pull(sessions: sessionmaker[Session], run_name: str, to: Path | None, as_jso
             check_kept(session, run)
         report = build_report(session, run, clock_of(run).now_ms())
     name, folder = run.name, to or Path(f"{run.name}-weights")
+    check_folder(folder, name, (CARD, CURVE, FULL_FOLDER, LORA_FILE))
     stores = run_stores(run.infra, run.job.get("store") or {}, name, Path(run.folder))
     pulled = pull_weights(name, stores, folder)
     write_pulled_manifest(folder, name, run.job.get("model") or {}, pulled)

@@ -21,6 +21,9 @@ from launcher.exit_codes import Failure
 LORA_FILE = "pytorch_lora_weights.safetensors"
 """File name expected by `load_lora_weights` in a folder."""
 
+FULL_FOLDER = "transformer"
+"""Folder with full weights."""
+
 ADAPTER = ".default."
 """Adapter name in PEFT's parameter names. PEFT leaves the adapter name out of files."""
 
@@ -38,7 +41,7 @@ def write_for_diffusers(weights: Path, model: ModelConfig) -> Path:
     """
     if model.weights == "lora":
         return write_lora(weights, model.lora_rank, model.lora_alpha)
-    folder, unfinished = weights.with_name("transformer"), weights.with_name("transformer.part")
+    folder, unfinished = weights.with_name(FULL_FOLDER), weights.with_name(f"{FULL_FOLDER}.part")
     command = engine_command("engine.models.export", model.model_dump_json(), str(weights), str(unfinished))
     shutil.rmtree(unfinished, ignore_errors=True)  # left by a killed export
     try:

@@ -72,6 +72,23 @@ def pull_weights(run_name: str, stores: Sequence[ObjectStore], to: Path, wanted:
     return Pulled(checkpoint=newest, iteration=iteration, files=files)
 
 
+def check_folder(to: Path, run_name: str, others: Sequence[str]) -> None:
+    """Refuse a folder with files that are not of an earlier pull of this run, and would be replaced. Raises Failure.
+
+    `others`: names of files that are written beside the weights.
+    """
+    remedy = "name another folder with --to, or move it away"
+    try:
+        manifest = json.loads((to / PULLED_MANIFEST).read_text("utf-8"))
+        before = manifest["run"] if "checkpoint" in manifest else None
+    except (ValueError, KeyError, TypeError, OSError):
+        before = None
+    if before is None and (found := [name for name in (PULLED_MANIFEST, *others) if (to / name).exists()]):
+        raise Failure(f"{to} holds {found[0]}, which no `spotrl pull` wrote; {remedy}")
+    if before not in (None, run_name):
+        raise Failure(f"{to} holds the weights of {before}; {remedy}")
+
+
 def write_pulled_manifest(folder: Path, run_name: str, model: Mapping[str, Any], pulled: Pulled) -> Path:
     """Write the manifest of the pulled weights in `folder`, and return its path. `model`: the job's model section."""
     file = folder / PULLED_MANIFEST

@@ -142,6 +142,31 @@ def test_the_model_card_describes_the_weights_and_their_cost(sessions, tmp_path,
     assert (folder / "curve.svg").read_text().startswith("<svg")
 
 
+def test_pull_replaces_only_files_of_an_earlier_pull_of_the_same_run(sessions, tmp_path, monkeypatch):
+    monkeypatch.setattr("launcher.cli.pull.write_for_diffusers", not_for_diffusers)
+    a_checkpoint(tmp_path / "store", "l0001-i000042", 42)
+
+    def pulled(name):
+        return CliRunner().invoke(pull, ["digits-ocr", "--to", str(tmp_path / name)], obj=sessions).exception
+
+    for file, text in {
+        "mine/README.md": "# mine",
+        "others/manifest.json": '{"run": "b", "checkpoint": "c"}',
+        "base/transformer": "",
+    }.items():
+        (tmp_path / file).parent.mkdir()
+        (tmp_path / file).write_text(text)
+    assert "mine holds README.md, which no `spotrl pull` wrote; name another folder with --to" in str(pulled("mine"))
+    assert "base holds transformer, which no `spotrl pull` wrote" in str(pulled("base"))
+    assert "others holds the weights of b; name another folder" in str(pulled("others"))
+    assert "42 holds manifest.json, which no `spotrl pull` wrote" in str(pulled("store/checkpoints/l0001-i000042"))
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["README.md"]
+    assert pulled("out") is None
+    (tmp_path / "out" / "weights.safetensors").write_bytes(b"torn")
+    assert pulled("out") is None
+    assert (tmp_path / "out" / "weights.safetensors").read_bytes() == b"weights l0001-i000042"
+
+
 def test_a_model_card_without_evaluations_has_no_curve(tmp_path):
     with a_session(tmp_path / "ledger.sqlite") as session:
         made = a_run(session, "demo", folder=str(tmp_path))
