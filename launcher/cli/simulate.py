@@ -2,20 +2,25 @@
 
 import json
 import os
+import shlex
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 import click
+from sqlalchemy import select
 from sqlalchemy.orm import Session, sessionmaker
 
 from launcher.cli.launch import overrides
 from launcher.cli.layout import print_table, print_text
+from launcher.cli.output_file import check_output
 from launcher.decide.launch_history import MoveRules
-from launcher.exit_codes import ExitCode
+from launcher.exit_codes import ExitCode, Failure
 from launcher.job.checked import CheckedJob, JobError
 from launcher.job.load import load_job
+from launcher.ledger.models import Run
 from launcher.ledger.store import open_ledger
 from launcher.money import duration
 from launcher.placement.plan import Plan
@@ -98,6 +103,10 @@ def simulate(
     """
     if trace is not None and generate:
         raise click.UsageError("--trace names a market and --generate makes one; use one of the two")
+    policies = tuple(dict.fromkeys(policies)) or ("ours",)
+    if html is not None:
+        check_output(html)
+    replays = None if ledger is None else _own_ledger(ledger, policies, starts)
     flags = {"infra": infra, "deadline": deadline, "max_total": max_total, "max_hourly": max_hourly}
     checked = load_job(job, overrides(flags, settings), environ=os.environ, user_config=config_path())
     if not checked.job.clouds:
@@ -114,11 +123,11 @@ def simulate(
         MoveRules.of(checked.job),
         markets,
         starts=starts,
-        policies=policies or ("ours",),
+        policies=policies,
         deadline_ms=limit_ms,
         ends_ms=on_clouds.longest_ms,
         longest_ms=round(ROOM * max(limit_ms or 0, work_of(plan).left_ms(0))),
-        keep=None if ledger is None else partial(_keep, open_ledger(ledger / ledger_path().name), checked, plan),
+        keep=None if replays is None else partial(_keep, replays, checked, plan),
     )
     keep(simulations_path(), Kept(job=checked.job.name, at_ms=time.time_ns() // 1_000_000, result=found))
     if html is not None:
@@ -130,8 +139,25 @@ def simulate(
         return ExitCode.OK
     _print(found, html)
     if ledger is not None:
-        print_text([f"Each replay is a run there: SPOTRL_HOME={ledger} spotrl report {found.policies[0].policy}-0"])
+        place = shlex.quote(str(ledger))
+        print_text([f"Each replay is a run there: SPOTRL_HOME={place} spotrl report {found.policies[0].policy}-0"])
     return ExitCode.OK
+
+
+def _own_ledger(folder: Path, policies: Sequence[str], starts: int) -> sessionmaker[Session]:
+    """Open the ledger for the replays. Raises Failure for the user's own ledger, and for one with such replays."""
+    if folder.resolve() == home().resolve():
+        raise Failure(
+            f"{folder} is the folder of your own runs, and replays there would count as runs and as spent money; name "
+            "another folder with --ledger"
+        )
+    sessions = open_ledger(folder / ledger_path().name)
+    with sessions() as session:
+        used = set(session.scalars(select(Run.name)))
+    names = (f"{policy}-{number}" for policy in policies for number in range(starts))
+    if found := next((name for name in names if name in used), None):
+        raise Failure(f"{folder} holds the replay {found} already; name another folder with --ledger, or delete it")
+    return sessions
 
 
 def _keep(

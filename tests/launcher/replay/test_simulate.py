@@ -11,10 +11,12 @@ import pytest
 from launcher.cli.main import run
 from launcher.decide.launch_history import MoveRules
 from launcher.exit_codes import ExitCode
+from launcher.ledger.store import open_ledger
 from launcher.market.hazard import COLD_START_MS
 from launcher.money import HOUR_MS
 from launcher.placement.plan import PlacementError
 from launcher.replay.simulate import Range, generated_markets, recorded_markets, simulate
+from tests.launcher.made_ledger import a_run
 from tests.launcher.replay.markets import market, plan, work, zones
 
 JOB = "qwen_image_ocr.yaml"
@@ -79,6 +81,24 @@ def test_the_command_prints_every_policy_and_writes_a_page(spotrl, tmp_path):
     text = page.read_text()
     assert "<svg" in text
     assert "<script" not in text
+
+
+def test_replays_go_neither_into_the_users_ledger_nor_over_earlier_ones(spotrl, tmp_path, monkeypatch):
+    """In the user's ledger, replays would count against the limits over all runs. Refused before anything is played."""
+    home, there = tmp_path / "own", tmp_path / "there"
+    monkeypatch.setenv("SPOTRL_HOME", str(home))
+    code, _, error = spotrl(JOB, "--infra", "aws", "--ledger", str(home))
+    assert (code, "is the folder of your own runs" in error) == (ExitCode.FAILURE, True)
+    with open_ledger(there / "ledger.sqlite")() as session, session.begin():
+        a_run(session, "ours-1")
+    code, _, error = spotrl(JOB, "--infra", "aws", "--starts", "2", "--ledger", str(there))
+    assert (code, "there holds the replay ours-1 already" in error) == (ExitCode.FAILURE, True)
+
+
+def test_a_page_that_cannot_be_written_is_refused_before_the_simulation(spotrl, tmp_path):
+    (tmp_path / "file").touch()
+    code, _, error = spotrl(JOB, "--infra", "aws", "--html", str(tmp_path / "file" / "page.html"))
+    assert (code, "cannot be made for page.html" in error) == (ExitCode.FAILURE, True)
 
 
 def test_a_job_of_this_machine_has_no_market(spotrl):
