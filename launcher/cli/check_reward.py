@@ -15,6 +15,7 @@ from launcher.checks.preflight import check_secrets
 from launcher.checks.reward_check import RewardCheck, score_some
 from launcher.cli.launch import overrides
 from launcher.cli.layout import fitted, print_table
+from launcher.cli.output_file import check_output
 from launcher.exit_codes import ExitCode
 from launcher.job.checked import CheckedJob
 from launcher.job.load import load_job
@@ -66,6 +67,7 @@ def check_reward(
     checked = load_job(job, overrides({}, settings), environ=os.environ, user_config=config_path())
     check_secrets(checked, os.environ)
     file = (sheet or Path(f"{checked.job.name}-reward.png")).absolute()
+    check_output(file)
     home().mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=".start-", dir=home()) as place:
         start = None if checked.job.model.start is None else find_start(sessions, checked, Path(place)).file

@@ -23,6 +23,7 @@ from launcher.checks.preflight import ask_engine, preflight
 from launcher.checks.ready import check_clouds, check_here, check_job, check_named, check_prices
 from launcher.cli.cloud_plan_text import cloud_plan_lines
 from launcher.cli.follow import Follow, can_ask, start_and_follow
+from launcher.cli.output_file import check_output
 from launcher.cli.plan_screen import cloud_screen, local_screen
 from launcher.cli.plan_text import clock_text, plan_dict, plan_lines
 from launcher.cli.typed import typed
@@ -176,6 +177,8 @@ def launch(
         _print_json(as_json, {"name": checked.job.name, "started": False, "plan": printed})
         out.print("Dry run: nothing was started.", highlight=False)
         return ExitCode.OK
+    for file in filter(None, (result, html)):
+        check_output(file)
     if not yes:
         _confirm(out)
     if checked.job.clouds:

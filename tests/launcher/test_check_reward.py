@@ -110,6 +110,12 @@ def test_no_score_at_all_is_a_failure(checked):
     assert checked(FOUND | {"images": images}).return_value == ExitCode.FAILURE
 
 
+def test_a_sheet_that_cannot_be_written_is_found_before_judges_are_paid(checked, tmp_path):
+    sheet = tmp_path / "job.yaml" / "sheet.png"
+    error = checked(FOUND, "--sheet", str(sheet), code=9).exception
+    assert str(error) == f"{sheet.parent} cannot be made for sheet.png (File exists); name another file"
+
+
 def test_a_reward_that_cannot_score_is_an_error_of_the_job_file(checked):
     answer = {"field": "reward", "found": "it returned nothing", "remedy": "mend it"}
     error = checked(answer, code=3).exception
