@@ -10,11 +10,14 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 class Settings(BaseSettings):
     """Paths of spotrl's files, read from `SPOTRL_HOME` and `SPOTRL_CONFIG`.
 
-    Other `SPOTRL_*` variables override fields of the job and are ignored here. Two variables do neither:
-    `SPOTRL_GCP_BILLING_ENDPOINT` and `SPOTRL_GCP_COMPUTE_ENDPOINT` (launcher/market/sources/gcp.py).
+    An empty variable counts as unset: an empty path would be the current folder. Other `SPOTRL_*` variables override
+    fields of the job and are ignored here. Two variables do neither: `SPOTRL_GCP_BILLING_ENDPOINT` and
+    `SPOTRL_GCP_COMPUTE_ENDPOINT` (launcher/market/sources/gcp.py).
     """
 
-    model_config = SettingsConfigDict(env_prefix="SPOTRL_", frozen=True, extra="ignore", use_attribute_docstrings=True)
+    model_config = SettingsConfigDict(
+        env_prefix="SPOTRL_", env_ignore_empty=True, frozen=True, extra="ignore", use_attribute_docstrings=True
+    )
 
     home: Path = Field(default_factory=lambda: Path(platformdirs.user_state_dir("spotrl")))
     """Ledger, logs, and the run folders of the local infra."""

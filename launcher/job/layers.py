@@ -117,6 +117,8 @@ def environment_layer(environ: Mapping[str, str]) -> Layer:
     for variable, value in environ.items():
         if variable.startswith(ENVIRONMENT_PREFIX) and variable not in NOT_A_FIELD:
             place = tuple(variable.removeprefix(ENVIRONMENT_PREFIX).lower().split("__"))
+            if not value.strip():  # as a value it would be `null`, which takes a limit away
+                raise JobError("it has no value", "give it one, or unset it", file=variable, field=".".join(place))
             named[place], labels[place] = value, variable
     return Layer(values=_nested(named, labels), labels=labels)
 

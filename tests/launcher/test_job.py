@@ -306,6 +306,7 @@ def test_nested_fields_have_environment_variables(write):
         ({}, {"SPOTRL_BUGDET__MAX_TOTAL": "3"}, "SPOTRL_BUGDET__MAX_TOTAL: bugdet is not a key"),
         ({}, {"SPOTRL_ITERATIONS": "off"}, "SPOTRL_ITERATIONS: `off` is true or false"),
         ({}, {"SPOTRL_SEED": "nan"}, "SPOTRL_SEED: seed is 'nan'"),
+        ({}, {"SPOTRL_BUDGET__MAX_TOTAL": " "}, "SPOTRL_BUDGET__MAX_TOTAL: it has no value; give it one"),
     ],
 )  # fmt: skip
 def test_an_error_names_the_source_of_the_wrong_value(write, overrides, environ, words):

@@ -85,6 +85,10 @@ def test_spotrl_home_sets_the_folder_of_all_files(monkeypatch, tmp_path):
     assert home() == tmp_path / "here"
     assert ledger_path().parent == home()
     assert config_path() == Path.cwd() / "relative.yaml"
+    for name in ("SPOTRL_HOME", "SPOTRL_CONFIG"):  # of a script whose variable is not set
+        monkeypatch.setenv(name, "")
+    assert home() != Path.cwd()
+    assert config_path().name == "config.yaml"
 
 
 def test_a_run_of_a_lost_ledger_is_not_continued_by_a_new_ledger(tmp_path, monkeypatch, capsys):
