@@ -13,8 +13,6 @@ from launcher.runs.views import NodeView, RunView, short_name
 BARS = "▁▂▃▄▅▆▇█"
 
 ENDED = ("finished", "stopped", "failed")
-OVER = ("gone", "reclaimed", "released", "denied", "no_capacity")
-"""Node states without further cost."""
 
 STATE_STYLES = {"ready": "green", "starting": "yellow", "draining": "magenta", "stopping": "magenta", "lost": "red"}
 """Colour of a node's state. The state is also written, for terminals and people without colours."""
@@ -38,7 +36,7 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
 
 def still_running(view: RunView) -> list[NodeView]:
     """Return the nodes that may cost money now."""
-    return [node for node in view.nodes if node.status not in OVER]
+    return [node for node in view.nodes if node.is_live]
 
 
 def score_text(view: RunView) -> str:
@@ -162,7 +160,7 @@ def _body(view: RunView, events: Sequence[str], room: int) -> list[Text]:
 
 
 def _node_lines(view: RunView) -> Iterator[Text]:
-    shown = still_running(view) or view.nodes[-3:]
+    shown = [node for node in view.nodes if node.is_live or node.status == "lost"] or view.nodes[-3:]
     shares = any(node.groups for node in shown)
     rows = [("node", "market", "zone", "state", "age", "price", *(["groups"] if shares else []))]
     for node in shown:

@@ -19,7 +19,7 @@ import pytest
 from rich.console import Console
 
 from launcher.cli.keys import TerminalKeys
-from launcher.cli.live import Frame
+from launcher.cli.live import Frame, plain_line, still_running
 from launcher.controller.lease import take_lease
 from launcher.decide.facts import Stage
 from launcher.ledger.store import append_status, find_run, writing
@@ -50,6 +50,14 @@ def test_a_frame_fits_the_terminal(size, note):
     assert len(lines) <= size[1]
     assert max(map(len, lines)) <= size[0]
     assert lines[0].startswith("quickstart: running"[: size[0] - 1])
+
+
+def test_a_lost_node_is_shown_and_does_not_count_as_running():
+    lost = replace(test_cli.node("quickstart-spot-1-g0"), status="lost")
+    view = replace(VIEW, nodes=(test_cli.node("quickstart-spot-0-g0"), lost))
+    assert plain_line(view).endswith(", 1 node")
+    assert [node.name for node in still_running(view)] == ["quickstart-spot-0-g0"]
+    assert any("spot-1-g0" in line and "lost" in line for line in drawn(Frame(view=view)))
 
 
 def test_a_frame_shows_progress_savings_losses_and_events():
