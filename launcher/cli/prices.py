@@ -27,20 +27,26 @@ Sessions = sessionmaker[Session]
 
 REFUSALS_SHOWN = 5
 
+LEAST_MS = 1000
+"""Shortest duration of an option."""
+
 LEAST_SINCE_MS = 3_600_000
 """Shortest AWS history fetched by `watch`: an hour. The next fetch then contains the changes during a failed fetch."""
 
 
 class Duration(click.ParamType):
-    """A duration like `10m` or `1d`, converted to milliseconds."""
+    """A duration like `10m` or `1d` of a second or more, converted to milliseconds."""
 
     name = "duration"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         try:
-            return value if isinstance(value, int) else parse_duration(value)
+            ms = value if isinstance(value, int) else parse_duration(value)
         except ValueError as error:
             self.fail(str(error), param, ctx)
+        if ms < LEAST_MS:  # `watch --every 0s` would ask the clouds without a pause
+            self.fail(f"{value} is less than a second; use more", param, ctx)
+        return ms
 
 
 def offer_options(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -584,6 +584,12 @@ def test_watching_prints_changed_prices(market, cli, capsys, monkeypatch):
     printed("prices-watch", capsys.readouterr().out)
 
 
+def test_watch_never_asks_the_clouds_without_a_pause(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("SPOTRL_HOME", str(tmp_path / "home"))
+    assert run(["prices", "watch", "--every", "0s"]) == ExitCode.USAGE
+    assert "0s is less than a second" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", [["show"], ["refresh"], ["watch", "--times", "1"], ["show", "--json"]])
 def test_without_credentials_the_command_names_them_and_quotes_no_shipped_price(command, tmp_path, monkeypatch, capsys):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "GOOGLE_APPLICATION_CREDENTIALS"):
