@@ -234,8 +234,13 @@ def validate(folder: Path | None, reseal: bool, as_json: bool) -> int:
         if was.quality is not now.quality
     ]
     counts = Counter(offer.quality.value for offer in verdicts)
+    where = folder or tables_folder()
+    remedy = f"{len(wrong)} rows have another verdict than the rules; `spotrl catalog validate {where} --seal`"
     if as_json:
         click.echo(json.dumps({"place": found.place, "rows": len(offers), "quality": counts, "wrong": wrong}))
+        if wrong:
+            click.echo(f"Error: {remedy}", err=True)
+            return CatalogError.exit_code  # an error would print a second JSON object
     else:
         for offer in verdicts:
             if offer.quality not in USABLE:
@@ -244,10 +249,7 @@ def validate(folder: Path | None, reseal: bool, as_json: bool) -> int:
             click.echo(line)
         click.echo(f"{found.place}: {len(offers)} rows; {', '.join(f'{n} {name}' for name, n in counts.items())}")
     if wrong:
-        where = folder or tables_folder()
-        raise CatalogError(
-            f"{len(wrong)} rows have another verdict than the rules; `spotrl catalog validate {where} --seal`"
-        )
+        raise CatalogError(remedy)
     return ExitCode.OK
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from engine.events import Market
 from launcher.cli import catalog as catalog_module
+from launcher.cli import main
 from launcher.cli.main import cli
 from launcher.exit_codes import ExitCode, Failure
 from launcher.ledger.prices import record_prices
@@ -384,6 +385,16 @@ def test_validate_refuses_a_verdict_that_differs_from_the_rules(run, tmp_path):
     code, text = run("validate", str(tmp_path / "own"))
     assert code == ExitCode.STALE_CATALOG
     assert "another verdict than the rules" in text
+
+
+def test_validate_with_json_prints_one_object_for_a_wrong_table_too(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("SPOTRL_HOME", str(tmp_path / "home"))
+    wrong = [replace(each, quality=Quality.OK) for each in known(LIST_PRICE, point(55.04))]
+    replace_tables(tmp_path / "own", wrong, {}, source="test", now_ms=NOW_MS)
+    assert main.run(["catalog", "validate", str(tmp_path / "own"), "--json"]) == ExitCode.STALE_CATALOG
+    out, err = capsys.readouterr()
+    assert len(printed("catalog-validate", out)["wrong"]) == 1
+    assert "another verdict than the rules" in err
 
 
 class NoCredentials(Failure):
