@@ -17,6 +17,7 @@ from sqlalchemy.orm import Session
 from launcher.exit_codes import Failure
 from launcher.harmless import harmless
 from launcher.ledger.models import Run
+from launcher.money import dollars
 from launcher.report.build import build_report, clock_of
 from launcher.report.target import WINDOW
 from launcher.report.values import Moment
@@ -130,10 +131,11 @@ def compare_runs(
         raise Failure(f"no job of these runs has a field {unknown[0]}; name one like algorithm.name or sampler.steps")
     target = target_reward if target_reward is not None else runs[0].target_value
     groups = {run.name: _group(run.name, jobs, group_by) for run in runs}
-    compared, metrics = [], {}
+    compared, metrics, judges = [], {}, {}
     for run in runs:
         report = build_report(session, run, clock_of(run).now_ms(), target)
         metrics[run.name] = report.target.metric
+        judges[run.name] = sum(line.micro_usd or 0 for line in report.extras if line.kind == "judges")
         compared.append(
             ComparedRun(
                 name=run.name,
@@ -164,7 +166,7 @@ def compare_runs(
         runs=tuple(compared),
         groups=tuple(_grouped(compared)),
         differences=tuple(_differences(jobs)),
-        notes=tuple(_notes(runs, compared)),
+        notes=tuple(_notes(runs, compared, judges)),
     )
 
 
@@ -234,7 +236,10 @@ def _differences(jobs: Mapping[str, Mapping[str, str]]) -> Iterator[Difference]:
             yield Difference(field=field, values=values)
 
 
-def _notes(runs: Sequence[Run], compared: Sequence[ComparedRun]) -> Iterator[str]:
+def _notes(runs: Sequence[Run], compared: Sequence[ComparedRun], judges: Mapping[str, int]) -> Iterator[str]:
+    """Yield what a reader must know of the figures. `judges`: cost of paid judges by run, in micro-dollars."""
+    if paid := ", ".join(f"{name} {dollars(cost)}" for name, cost in judges.items() if cost):
+        yield f"the dollars are those of nodes; paid judges cost beside them: {paid}"
     bases = {run.money_basis for run in compared}
     if len(bases) > 1:
         yield f"the dollars have different bases ({', '.join(sorted(bases))}): compare them with care"

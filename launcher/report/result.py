@@ -8,6 +8,7 @@ from typing import Any
 from sqlalchemy.orm import Session
 
 from engine.events import Evaluated
+from launcher.ledger.accounting import judge_micro_usd
 from launcher.ledger.store import find_run, progress_of
 from launcher.report.build import build_report, clock_of
 from launcher.report.values import PreemptionLine
@@ -62,6 +63,7 @@ def result_dict(session: Session, run_name: str, leftovers: Sequence[int]) -> di
             "by_market": dict(report.costs.by_market),
             "by_role": dict(report.costs.by_role),
             "by_place": dict(report.costs.by_place),
+            "judges": judge_micro_usd(session, run),
         },
         "clouds": _by_cloud(report.costs.by_place),
         "sums_equal": report.costs.sums_equal,

@@ -105,6 +105,7 @@ def documents() -> dict[str, Schema]:
     found["report"]["required"].remove("scores")
     for added_later in ("expected_stale_share", "stale_share", "early_outside_share"):
         found["report"]["$defs"]["ScheduleResult"]["required"].remove(added_later)
+    found["result"]["$defs"]["ResultMoney"]["required"].remove("judges")
     found["sync"]["$defs"]["ShippedOutput"]["required"].remove("is_offline")
     return {
         name: {"$schema": DIALECT, "$id": f"urn:spotrl:schema:{name}:{VERSION}", "title": f"spotrl {name}"} | schema

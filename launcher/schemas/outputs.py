@@ -292,6 +292,8 @@ class ResultMoney(TypedDict):
     by_market: dict[str, int]
     by_role: dict[str, int]
     by_place: dict[str, int]
+    judges: int
+    """Cost of paid judges, which is not in `total`."""
 
 
 class Leftovers(TypedDict):

@@ -7,11 +7,13 @@ import pytest
 from click.testing import CliRunner
 from sqlalchemy.orm import sessionmaker
 
+from engine.events import Judged
 from launcher.cli.compare import compare
 from launcher.exit_codes import Failure
 from launcher.report.comparison import T_975, ComparedRun, compare_runs, flattened, score_at, seed_mean
 from launcher.report.comparison_html import render_comparison, round_ticks
-from tests.launcher.made_ledger import HOUR_MS, JOB, START_MS, a_run, a_session
+from launcher.report.result import result_dict
+from tests.launcher.made_ledger import HOUR_MS, JOB, START_MS, MadeLedger, a_run, a_session
 from tests.launcher.printed import check, printed
 
 NASTY = "<script>alert(1)</script>"
@@ -98,6 +100,16 @@ def test_other_bases_of_money_and_other_clocks_are_told(session):
     notes = compare_runs(session, [a, b]).notes
     assert "the dollars have different bases (assumed, metered): compare them with care" in notes
     assert "the clocks of the runs differ (a x60, b x30): hours and dollars depend on the clock" in notes
+
+
+def test_the_cost_of_paid_judges_is_told_because_it_is_not_in_the_dollars(session):
+    cheap, judged = climbing(session, "a", FAST), climbing(session, "b", SLOW)
+    assert not any("judges" in note for note in compare_runs(session, [cheap, judged]).notes)
+    MadeLedger(session, judged, seq=100).record(Judged(worker="w", calls=((1000, 50, 7_500_000),)), at=HOUR_MS)
+    notes = compare_runs(session, [cheap, judged]).notes
+    assert notes[0] == "the dollars are those of nodes; paid judges cost beside them: b $7.50"
+    money = result_dict(session, "b", [])["micro_usd"]
+    assert (money["total"], money["judges"]) == (10_000_000, 7_500_000)
 
 
 def test_a_run_without_an_evaluation_is_compared_by_its_dollars(session):
