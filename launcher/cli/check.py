@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import click
+from pydantic import TypeAdapter, ValidationError
 
 from launcher.checks.check import Check, CheckGroup, Verdict, ending, failed, run_checks
 from launcher.checks.spotrl_check import of_clouds, of_job, of_selftest, one_will_do, without_a_job
@@ -20,6 +21,8 @@ from launcher.exit_codes import ExitCode, Failure
 from launcher.job.checked import CheckedJob, JobError
 from launcher.job.company import NOTHING_NAMED, Named
 from launcher.job.load import load_job
+from launcher.job.values import Infra
+from launcher.ledger.billing import LOCAL
 from launcher.ledger.store import open_ledger
 from launcher.market.offers import CLOUDS
 from launcher.placement.plan import Plan
@@ -76,7 +79,7 @@ def check(
         return ExitCode.OK
     flags = {"infra": infra, "name": name, "max_total": max_total, "max_hourly": max_hourly}
     if job is None:
-        clouds = infra.split(",") if infra else CLOUDS
+        clouds = _named(infra) if infra else CLOUDS
         more = of_selftest(map(build_preempter, clouds)) if selftest else []
         checks = run_checks([*without_a_job(), *_clouds(clouds), *more])
         return _end(checks if infra else one_will_do(checks), as_json)
@@ -90,6 +93,17 @@ def check(
         )
         return _end([Check(what="job", verdict=Verdict.OK, found=found)], as_json)
     return _end(_on_clouds(checked, selftest), as_json)
+
+
+def _named(infra: str) -> Sequence[str]:
+    """Return the clouds that `--infra` names. Raises click.UsageError for other words, and for this machine."""
+    try:
+        names = str(TypeAdapter(Infra).validate_python(infra))
+    except ValidationError as error:
+        raise click.UsageError(f"--{error.errors()[0]['ctx']['error']}") from None
+    if names == LOCAL:
+        raise click.UsageError("--infra is local, which needs no cloud; `spotrl launch JOB --dry-run` checks a job")
+    return names.split(",")
 
 
 def _on_clouds(checked: CheckedJob, selftest: bool) -> list[Check]:

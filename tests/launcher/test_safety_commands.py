@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sqlite3
 import subprocess
 import sys
@@ -456,6 +457,14 @@ def test_a_local_job_needs_no_cloud_check(home):
     result = check(str(home / "job.yaml"))
     assert result.return_value == ExitCode.OK
     assert "needs no cloud" in result.output
+
+
+@pytest.mark.parametrize(
+    ("infra", "found"), [("azure", "use local .this machine.* or clouds: aws, gcp"), ("local", "which needs no cloud")]
+)
+def test_check_without_a_job_names_the_clouds_that_it_knows(home, capsys, infra, found):
+    assert run(["check", "--infra", infra, "--json"]) == ExitCode.USAGE
+    assert re.search(found, json.loads(capsys.readouterr().out)["error"])
 
 
 def test_check_reports_a_bad_job_in_a_line_and_an_exit_code(home):
