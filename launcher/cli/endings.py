@@ -37,6 +37,19 @@ REMEDIES = {
 }
 
 
+LEDGER_REMEDIES = {
+    "is full": "make room on that disk, and repeat the command; the ledger itself is whole",
+    "readonly": "become its owner, or make it and its folder writable; it is not damaged",
+    "disk I/O error": "make room on that disk and look at its health; move the ledger away only if it stays unreadable",
+}
+"""Remedies by words of SQLite's message, for a ledger that is not damaged: a moved ledger forgets which nodes run."""
+
+DAMAGED = (
+    "if it is damaged, move it away or set SPOTRL_HOME to another folder, and ask `spotrl reap` whether nodes of its "
+    "runs are left"
+)
+
+
 def ending(error: BaseException, argv: Sequence[str]) -> int:
     """Print the error on stderr, with `--json` also as JSON on stdout. Return the exit code."""
     if isinstance(error, BrokenPipeError):  # the reader of stdout, like `head`, has exited
@@ -83,10 +96,8 @@ def sentence(error: BaseException) -> str | None:
                     "the command. If the lock stays, `fuser` on this file names the processes; end the frozen one by "
                     "its id. `spotrl panic` terminates all nodes without the ledger"
                 )
-            return (
-                f"the ledger {ledger_path()} cannot be used: {found}; if it is damaged, move it away or set "
-                "SPOTRL_HOME to another folder, and ask `spotrl reap` whether nodes of its runs are left"
-            )
+            remedy = next((remedy for words, remedy in LEDGER_REMEDIES.items() if words in found), DAMAGED)
+            return f"the ledger {ledger_path()} cannot be used: {found}; {remedy}"
         case OSError() if error.errno is not None:
             place = " and ".join(str(one) for one in (error.filename, error.filename2) if one is not None)
             remedy = REMEDIES.get(error.errno, "")

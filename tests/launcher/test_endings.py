@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from sqlalchemy.exc import OperationalError
 
 from launcher.cli import endings
 from launcher.cli.main import run
@@ -210,6 +211,19 @@ def test_a_ledger_locked_by_another_process_is_no_damaged_ledger(home, capsys, m
     assert "is locked by another process of spotrl" in words
     assert "move it away" not in words
     other.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        ("database or disk is full", "make room on that disk, and repeat the command"),
+        ("attempt to write a readonly database", "become its owner, or make it and its folder writable"),
+    ],
+)
+def test_a_ledger_on_a_full_or_readonly_disk_is_no_damaged_ledger(words, remedy):
+    text = endings.sentence(OperationalError("INSERT", {}, sqlite3.OperationalError(words)))
+    assert remedy in text
+    assert "move it away" not in text, "a moved ledger forgets which nodes run"
 
 
 def test_errors_are_json_with_the_json_option(home, capsys):
