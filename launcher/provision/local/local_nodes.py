@@ -4,6 +4,7 @@ Nodes with running processes are listed (running_nodes.py); a folder without pro
 """
 
 import getpass
+import os
 import socket
 import time
 from collections.abc import Sequence
@@ -32,7 +33,8 @@ class LocalNodes:
         self._runs = runs
 
     def caller(self) -> CallerIdentity:
-        return CallerIdentity(account=socket.gethostname(), identity=getpass.getuser(), owner=getpass.getuser())
+        user = _user()
+        return CallerIdentity(account=socket.gethostname(), identity=user, owner=user)
 
     def regions(self) -> Sequence[str]:
         return [HERE]
@@ -92,6 +94,14 @@ class LocalNodes:
             instance_type="processes",
             launched_ms=_started_ms(processes_of(folder, agent_of(folder))),
         )
+
+
+def _user() -> str:
+    """Return the name of the user, or the number: in a container a user may have no name, and cleanup needs none."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())
 
 
 def recorded_clouds(runs: Path) -> set[str]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import getpass
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ from engine.events import Market
 from engine.mark import MARK, read_exits
 from launcher.decide.node_facts import NodeStatus
 from launcher.provision.local import processes
+from launcher.provision.local.local_nodes import LocalNodes
 from launcher.provision.local.node_records import NodeRecords
 from launcher.provision.local.preempting import SILENCE_MS
 from launcher.provision.local.preemptions import PreemptionSchedule
@@ -305,3 +307,13 @@ def test_an_agent_found_dead_is_not_billed_past_its_spend_deadline(tmp_path):
     fact = fact_of(provisioner, NODE)
     assert fact is not None
     assert fact.ended_ms == clock.at_ms - HOUR_MS + 5000
+
+
+def test_a_user_without_a_name_can_clean_up(tmp_path, monkeypatch):
+    """In a container with another user's number there is no such name, and `spotrl panic` must still end all nodes."""
+
+    def nameless():
+        raise KeyError("getpwuid(): uid not found: 12345")
+
+    monkeypatch.setattr(getpass, "getuser", nameless)
+    assert LocalNodes(tmp_path).caller().owner == str(os.getuid())
