@@ -4,15 +4,16 @@ Only the runs of the first screen are looked up. The newest event of a run is fo
 the number of older events does not matter.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import func, select
+from sqlalchemy import func, select, true
 from sqlalchemy.orm import Session
 
 from engine.clock import ScaledClock
-from engine.events import Evaluated, IterationDone
+from engine.events import Evaluated, IterationDone, Judged
 from launcher.decide.facts import ENDS, OVER
 from launcher.harmless import harmless
 from launcher.ledger.models import BillingInterval, Node, NodeEvent, ProgressRow, Removal, Run, RunStatus
@@ -91,6 +92,7 @@ def _rows(session: Session, ids: Sequence[int], statuses: dict[int, RunStatus]) 
     billed = {run_id: int(micro_usd) for run_id, micro_usd in session.execute(bills.where(Node.run_id.in_(ids)))}
     has_ended = select(NodeEvent.id).where(NodeEvent.node_id == Node.id, NodeEvent.kind.in_(ENDS)).exists()
     with_nodes = set(session.scalars(select(Node.run_id).where(Node.run_id.in_(ids), ~has_ended).distinct()))
+    judged = _judged(session, ids)
     removed = set(session.scalars(select(Removal.run_id).where(Removal.run_id.in_(ids))))
     done, seen = (_newest_events(session, ids, kind) for kind in (IterationDone.KIND, Evaluated.KIND))
     rows = []
@@ -112,7 +114,7 @@ def _rows(session: Session, ids: Sequence[int], statuses: dict[int, RunStatus]) 
                 metric=metric,
                 score=metrics.get(metric),
                 target=run.target_value,
-                micro_usd=_metered(session, run) if is_open else billed.get(run.id, 0),
+                micro_usd=judged[run.id] + (_metered(session, run) if is_open else billed.get(run.id, 0)),
                 max_total_micro_usd=run.max_total_micro_usd,
                 money_basis=run.money_basis,
                 is_over=word in OVER,
@@ -134,6 +136,19 @@ def _metered(session: Session, row: Any) -> int:
     run = session.get_one(Run, row.id)
     clock = ScaledClock(origin_ms=row.clock_origin_ms, factor=row.clock_factor)
     return metered_micro_usd(session, run, clock.now_ms())
+
+
+def _judged(session: Session, ids: Sequence[int]) -> Counter[int]:
+    """Return the cost of paid judges by run, in micro-dollars. SQLite sums it: a run may have many thousand calls."""
+    is_ours = (ProgressRow.kind == Judged.KIND) & ProgressRow.run_id.in_(ids)
+    call = func.json_each(ProgressRow.event, "$.calls").table_valued("value")
+    of_calls = select(ProgressRow.run_id, func.sum(func.json_extract(call.c.value, "$[2]")))
+    held = select(ProgressRow.run_id, func.sum(func.json_extract(ProgressRow.event, "$.unaccounted")))
+    found: Counter[int] = Counter()
+    for query in (of_calls.join(call, true()), held):
+        for run_id, micro_usd in session.execute(query.where(is_ours).group_by(ProgressRow.run_id)):
+            found[run_id] += int(micro_usd or 0)
+    return found
 
 
 def _newest_events(session: Session, ids: Sequence[int], kind: str) -> dict[int, dict[str, Any]]:

@@ -10,14 +10,16 @@ import httpx
 import pytest
 from sqlalchemy import event, insert, select
 
+from engine.events import Judged
 from launcher.ledger.models import ProgressRow
 from launcher.ledger.store import find_run, open_read_only
 from launcher.runs.event_lines import newest_seen
+from launcher.runs.views import view_of
 from launcher.web.guard import refusal
 from launcher.web.reader import EVENTS_SHOWN
 from launcher.web.run_list import COUNT, run_list
 from launcher.web.server import LOG_BYTES, STATIC, STREAMS, parse_ids, tail
-from tests.launcher.made_ledger import HOUR_MS, JOB, a_run
+from tests.launcher.made_ledger import HOUR_MS, JOB, a_run, a_session
 from tests.launcher.web.served import NASTY, TOKEN, Served, serving, two_runs
 
 
@@ -95,6 +97,19 @@ def test_the_list_has_every_run_with_its_spend_and_score(served):
         live, done = run_list(session).rows
     assert (live.name, live.iteration, live.iterations, live.score) == ("live", 8, 45, 0.7)
     assert (done.name, done.status, done.micro_usd, done.is_over) == ("done", "finished", 2_000_000, True)
+
+
+def test_the_list_counts_the_judges_of_a_run_as_its_page_does():
+    with a_session() as session:
+        made = a_run(session, "judged", job={**JOB, "iterations": 45})
+        made.status("finished", HOUR_MS)
+        made.node("trainer", rate=1_000_000, up=0, end=HOUR_MS)
+        made.record(Judged(worker="w", calls=((1000, 50, 5000), (2000, 10, 10_000))), at=1)
+        made.record(Judged(worker="w", unaccounted=7000), at=2)
+        a_run(session, "free", job={**JOB, "iterations": 45}).status("running", 0)
+        session.flush()
+        assert [row.micro_usd for row in run_list(session).rows] == [0, 1_022_000]
+        assert view_of(session, made.run).spent_micro_usd == 1_022_000
 
 
 def test_a_part_of_the_list_is_drawn_by_the_server_and_the_rest_is_asked_for(fresh):
