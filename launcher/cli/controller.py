@@ -1,6 +1,7 @@
 """`spotrl controller`: the process managing one run. `launch` starts the process detached; users may start it too."""
 
 import logging
+import time
 from importlib.metadata import version
 from pathlib import Path
 
@@ -28,7 +29,9 @@ def controller(sessions: sessionmaker[Session], run_name: str) -> ExitCode:
     Example:
       spotrl controller digits
     """
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(utc_format())
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     logging.getLogger("httpx").setLevel(logging.WARNING)
     logging.info("spotrl %s looks after %s, from %s", version("spotrl"), run_name, Path(__file__).parents[2])
     run_controller(sessions, run_name)
@@ -36,3 +39,10 @@ def controller(sessions: sessionmaker[Session], run_name: str) -> ExitCode:
         return ExitCode.FAILURE  # lease lost to another controller: a service retries, in case the new holder dies
     remove_service(run_name)
     return ExitCode.OK
+
+
+def utc_format() -> logging.Formatter:
+    """Return log lines with UTC times, like those of nodes: a local time is there twice when summer time ends."""
+    found = logging.Formatter("%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S")
+    found.converter = time.gmtime
+    return found

@@ -1,16 +1,19 @@
 """Failing commands print one sentence without a traceback, return the right exit code and lose no data."""
 
 import json
+import logging
 import os
 import sqlite3
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from sqlalchemy.exc import OperationalError
 
 from launcher.cli import endings
+from launcher.cli.controller import utc_format
 from launcher.cli.main import run
 from launcher.engine_process import OURS, check_engine_is_ours
 from launcher.exit_codes import ExitCode, Failure
@@ -224,6 +227,17 @@ def test_a_ledger_on_a_full_or_readonly_disk_is_no_damaged_ledger(words, remedy)
     text = endings.sentence(OperationalError("INSERT", {}, sqlite3.OperationalError(words)))
     assert remedy in text
     assert "move it away" not in text, "a moved ledger forgets which nodes run"
+
+
+def test_the_controllers_log_is_in_utc(monkeypatch):
+    monkeypatch.setenv("TZ", "America/New_York")
+    time.tzset()
+    try:
+        record = logging.makeLogRecord({"created": 1_762_063_200.25, "msecs": 250, "levelname": "INFO", "msg": "here"})
+        assert utc_format().format(record) == "2025-11-02T06:00:00.250Z INFO None: here"
+    finally:
+        monkeypatch.undo()
+        time.tzset()
 
 
 def test_errors_are_json_with_the_json_option(home, capsys):
