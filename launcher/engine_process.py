@@ -1,6 +1,7 @@
 """Run a module of the engine in a separate process. The launcher stays free of torch."""
 
 import re
+import signal
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,7 +34,21 @@ def engine_command(module: str, *words: str) -> list[str]:
     return [sys.executable, "-P", "-m", module, *words]
 
 
-def engine_failure(stderr: str) -> Failure:
+def killed_words(returncode: int) -> str:
+    """Return a sentence on the signal that ended an engine process; empty if the process ended by itself.
+
+    `returncode`: as `subprocess` gives it, negative for a signal.
+    """
+    if returncode >= 0:
+        return ""
+    name = next((one.name for one in signal.Signals if one == -returncode), f"signal {-returncode}")
+    more = "; Linux does that when memory is short: free some, or use a smaller model" if name == "SIGKILL" else ""
+    return f"the engine was ended by {name}{more}"
+
+
+def engine_failure(stderr: str, returncode: int) -> Failure:
     """Return the error that ended an engine process, without the name of the error class."""
+    if killed := killed_words(returncode):
+        return Failure(killed)
     last = (stderr.strip().splitlines() or ["the engine ended without a word"])[-1]
     return Failure(re.sub(r"^[\w.]*(Error|Exception): ", "", last))

@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from launcher.engine_process import killed_words
 from launcher.exit_codes import Failure
 from launcher.job.checked import CheckedJob
 from launcher.notifications.webhook import url_problem
@@ -119,7 +120,13 @@ def ask_engine(checked: CheckedJob, start: Path | None = None) -> dict[str, Any]
     command += [] if start is None else [str(start)]
     try:
         done = subprocess.run(
-            command, cwd=checked.workdir, capture_output=True, text=True, timeout=ENGINE_SECONDS, check=False
+            command,
+            cwd=checked.workdir,
+            capture_output=True,
+            text=True,
+            errors="replace",  # a reward may print any bytes
+            timeout=ENGINE_SECONDS,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         raise checked.error(
@@ -139,6 +146,8 @@ def answer_of_engine(checked: CheckedJob, done: "subprocess.CompletedProcess[str
     if done.returncode == 3 and answer is not None and {"field", "found", "remedy"} <= answer.keys():
         raise checked.error(answer["field"], answer["found"], answer["remedy"])
     last_words = "\n".join(done.stderr.strip().splitlines()[-5:]) or "it said nothing"
+    if killed := killed_words(done.returncode):
+        raise Failure(f"the job could not be checked: {killed}. Its last words:\n{last_words}")
     raise Failure(
         f"the engine could not check the job (exit code {done.returncode}); is it installed? "
         f"`pip install 'spotrl[engine]'`. Its last words:\n{last_words}"

@@ -72,7 +72,13 @@ def score_some(
     }
     command = engine_command("engine.entrypoints.check_reward")
     done = subprocess.run(
-        command, input=json.dumps(request), cwd=checked.workdir, capture_output=True, text=True, check=False
+        command,
+        input=json.dumps(request),
+        cwd=checked.workdir,
+        capture_output=True,
+        text=True,
+        errors="replace",  # a reward may print any bytes
+        check=False,
     )
     found = answer_of_engine(checked, done)
     printed = done.stdout.strip().splitlines()[:-1][-MOST_LINES:]

@@ -120,7 +120,7 @@ def sample(
 
 def drawn(command: list[str], request: dict[str, Any]) -> Iterator[str]:
     """Yield one line for each written image. Raises Failure with the engine's error message."""
-    with tempfile.TemporaryFile("w+") as errors:
+    with tempfile.TemporaryFile("w+", errors="replace") as errors:
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, bufsize=1
         )
@@ -138,4 +138,4 @@ def drawn(command: list[str], request: dict[str, Any]) -> Iterator[str]:
             process.wait()
         if process.returncode:
             errors.seek(0)
-            raise engine_failure(errors.read())
+            raise engine_failure(errors.read(), process.returncode)

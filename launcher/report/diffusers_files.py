@@ -45,12 +45,12 @@ def write_for_diffusers(weights: Path, model: ModelConfig) -> Path:
     command = engine_command("engine.models.export", model.model_dump_json(), str(weights), str(unfinished))
     shutil.rmtree(unfinished, ignore_errors=True)  # left by a killed export
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=EXPORT_SECONDS)
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=EXPORT_SECONDS)
     except subprocess.TimeoutExpired:
         raise Failure(f"the engine took more than {EXPORT_SECONDS} s to save the model") from None
     if done.returncode:
         shutil.rmtree(unfinished, ignore_errors=True)
-        raise engine_failure(done.stderr)
+        raise engine_failure(done.stderr, done.returncode)
     shutil.rmtree(folder, ignore_errors=True)
     unfinished.rename(folder)
     return folder

@@ -68,10 +68,10 @@ def checked(tmp_path, monkeypatch):
     (tmp_path / "job.yaml").write_text("name: demo\niterations: 10\n")
     monkeypatch.setenv("SPOTRL_HOME", str(tmp_path / "home"))
 
-    def run(answer, *words, code=0):
+    def run(answer, *words, code=0, command=None):
         text = json.dumps(json.dumps(answer))
         program = f"import json, sys; json.load(sys.stdin); print('HTTP 503'); print({text}); sys.exit({code})"
-        command = [sys.executable, "-c", program]
+        command = command or [sys.executable, "-c", program]
         monkeypatch.setattr("launcher.checks.reward_check.engine_command", lambda module: command)
         arguments = [str(tmp_path / "job.yaml"), "--sheet", str(tmp_path / "sheet.png"), *words]
         return CliRunner(mix_stderr=False).invoke(check_reward, arguments, standalone_mode=False)
@@ -114,6 +114,19 @@ def test_a_sheet_that_cannot_be_written_is_found_before_judges_are_paid(checked,
     sheet = tmp_path / "job.yaml" / "sheet.png"
     error = checked(FOUND, "--sheet", str(sheet), code=9).exception
     assert str(error) == f"{sheet.parent} cannot be made for sheet.png (File exists); name another file"
+
+
+def test_a_reward_may_print_any_bytes(checked):
+    program = f"import sys; sys.stdout.buffer.write(bytes([255, 10])); print({json.dumps(json.dumps(FOUND))})"
+    result = checked(FOUND, "--json", command=[sys.executable, "-c", program])
+    assert json.loads(result.stdout)["printed"] == ["\N{REPLACEMENT CHARACTER}"]
+
+
+def test_an_engine_without_memory_is_not_called_missing(checked):
+    program = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    error = str(checked(FOUND, command=[sys.executable, "-c", program]).exception)
+    assert "the engine was ended by SIGKILL; Linux does that when memory is short" in error
+    assert "pip install" not in error
 
 
 def test_a_reward_that_cannot_score_is_an_error_of_the_job_file(checked):
