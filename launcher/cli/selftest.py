@@ -18,6 +18,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session, sessionmaker
 
 from launcher.cli.launch import launch
+from launcher.cli.output_file import check_output
 from launcher.clouds.base import CallerIdentity
 from launcher.clouds.build import build_cloud_api
 from launcher.clouds.preempting import Preempter, build_preempter
@@ -124,6 +125,8 @@ def selftest(
                 )
             )
         return ExitCode.OK
+    file = to or Path(f"{run}.json")
+    check_output(file)
     _end_abandoned(sessions, out)
     preempter, caller = build_preempter(infra), build_cloud_api(infra).caller()
     _check(preempter)
@@ -133,7 +136,6 @@ def selftest(
         facts = conductor.facts()
         outcome = outcome_of(run, facts, conductor.results, int(conductor.exit_code(facts)))
         answer = sendable(outcome, _private(sessions, run, caller))
-        file = to or Path(f"{run}.json")
         _write(file, json.dumps(answer, indent=2) + "\n")
         _print_end(out, outcome, file)
         if as_json:

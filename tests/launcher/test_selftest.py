@@ -368,6 +368,13 @@ def test_a_dry_run_prints_steps_plan_and_hard_maximum_and_starts_nothing(home, c
     assert not (home / "runs").exists()
 
 
+def test_a_file_that_cannot_be_written_is_found_before_anything_is_bought(home, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    words = ["selftest", "--infra", "aws", "-y", "--to", str(tmp_path / "file" / "outcome.json")]
+    assert run(words) == ExitCode.FAILURE
+    assert "cannot be made for outcome.json" in capsys.readouterr().err
+
+
 def test_the_file_holds_no_account_identity_bucket_or_user():
     secret = "arn:aws:sts::123456789012:assumed-role/Admin/alice@example.com of my-bucket on alice-laptop"
     conductor, _ = conduct(FakeRun(fault={"stage": "failed", "reason": secret, "nodes": ()}))
