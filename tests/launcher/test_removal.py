@@ -1,6 +1,7 @@
 """`spotrl rm` deletes a run's files, keeps its costs, and refuses a run that may still cost money."""
 
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -216,3 +217,14 @@ def test_the_deletion_of_a_bucket_ends_in_a_slash(url, command):
 )
 def test_a_size_is_in_the_largest_unit_that_fits(count, text):
     assert rm_module.size_text(count) == text
+
+
+def test_a_copied_ledger_deletes_no_files_of_the_first(home, tmp_path, monkeypatch, capsys):
+    copy = tmp_path / "copy"
+    shutil.copytree(home, copy)
+    monkeypatch.setenv("SPOTRL_HOME", str(copy))
+    assert f"outside of {copy}: this ledger is a copy of another" in refusal(capsys, "rm", RUN, "-y")
+    assert (home / "runs" / RUN / "controller.log").exists()
+    monkeypatch.setenv("SPOTRL_HOME", str(home))
+    assert run(["rm", RUN, "-y"]) == ExitCode.OK
+    assert not (home / "runs" / RUN).exists()
