@@ -59,7 +59,8 @@ def launch(job: str | Path, **settings: Any) -> "Run":
     The run has a controller of its own and goes on when this process ends. `settings`: as of `plan`. Raises Failure if
     a check refuses the job; nothing was started then.
     """
-    words = [word for field, value in _fields(settings).items() for word in ("--set", f"{field}={value}")]
+    given = {field: value for field, value in _fields(settings).items() if value is not None}  # as `plan` does
+    words = [word for field, value in given.items() for word in ("--set", f"{field}={_written(value)}")]
     answer = _command("launch", str(job), *words, "--yes", "--detach", "--json")
     return run(str(answer["name"]))
 
@@ -138,6 +139,11 @@ def _ledger() -> sessionmaker[Session]:
 
 def _fields(settings: dict[str, Any]) -> dict[str, Any]:
     return {name.replace("__", "."): value for name, value in settings.items()}
+
+
+def _written(value: Any) -> str:
+    """Return a value as a job file may have it: JSON is YAML, and `None` in the text of a Python value is a word."""
+    return value if isinstance(value, str) else str(value) if isinstance(value, Path) else json.dumps(value)
 
 
 def _command(*words: str) -> dict[str, Any]:

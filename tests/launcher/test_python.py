@@ -13,6 +13,7 @@ import pytest
 import spotrl
 from launcher.ledger.models import NodeEvent
 from launcher.ledger.store import open_ledger
+from spotrl import interface
 from spotrl.own_packages import take_own
 from tests.launcher.made_ledger import HOUR_MS, JOB, START_MS, a_run
 
@@ -42,6 +43,15 @@ def test_a_local_job_is_planned_with_settings_in_place_of_the_files(ledger):
     assert isinstance(plan, spotrl.Plan)
     assert plan.max_total_micro_usd == 7_000_000
     assert [slot.name for slot in plan.slots] == ["trainer", "spot-0", "spot-1"]
+
+
+def test_launch_takes_the_values_that_plan_takes(ledger, monkeypatch):
+    """`plan` takes a value as it is, and ignores None."""
+    typed = []
+    monkeypatch.setattr(interface, "_command", lambda *words: typed.extend(words) or {"name": "done"})
+    settings = {"budget__max_total": None, "early": {"share": 0.5}, "model__path": Path("here"), "name": "done"}
+    spotrl.launch(QUICKSTART, **settings)
+    assert typed[2:-3] == ["--set", 'early={"share": 0.5}', "--set", "model.path=here", "--set", "name=done"]
 
 
 def test_a_job_on_clouds_is_planned_with_cost_and_time(ledger):
