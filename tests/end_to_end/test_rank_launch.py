@@ -19,15 +19,15 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]  # test_rank_survival.
 NAME = "ranks"
 ITERATIONS = 24
 
-JOB = """
-name: {name}
+JOB = f"""
+name: {NAME}
 infra: local
 clock_factor: 100
-preemptions: {{trace: {trace}}}
-iterations: {iterations}
+preemptions: {{{{trace: {{trace}}}}}}
+iterations: {ITERATIONS}
 prompts: digits
 reward: ocr
-model: {{name: digits-ocr, weights: lora, lora_rank: 4}}
+model: {{{{name: digits-ocr, weights: {{weights}}, lora_rank: 4}}}}
 algorithm:
   name: diffusion-nft
   prompts_per_batch: 4
@@ -35,19 +35,19 @@ algorithm:
   updates_per_batch: 2
   order: fixed
   rows_per_forward: 16
-exploration: {{mode: none}}
-evaluation: {{prompts: 16, every: 100}}
+exploration: {{{{mode: none}}}}
+evaluation: {{{{prompts: 16, every: 100}}}}
 runtime:
   shape: 8
   lease_seconds: 1.5
   heartbeat_seconds: 0.3
   trainer_threads: 1
   trainer_ranks: 2
-  step_seconds: {step}
+  step_seconds: {{step}}
 resources:
-  trainer: {{accelerators: A100-80GB:2}}
-  rollout: {{accelerators: A100-80GB:2, use_spot: true, num_nodes: 2}}
-budget: {{max_total: $1000, max_hourly: $100}}
+  trainer: {{{{accelerators: A100-80GB:2}}}}
+  rollout: {{{{accelerators: A100-80GB:2, use_spot: true, num_nodes: 2}}}}
+budget: {{{{max_total: $1000, max_hourly: $100}}}}
 """
 
 STOPS = (
@@ -83,11 +83,12 @@ def benches(tmp_path: Path) -> Iterator[tuple[Bench, Bench]]:
                 continue
 
 
-def test_a_launch_that_loses_spot_nodes_and_ranks_trains_the_same(benches: tuple[Bench, Bench]) -> None:
+@pytest.mark.parametrize("weights", ["lora", "full"])
+def test_a_launch_that_loses_spot_nodes_and_ranks_trains_the_same(benches: tuple[Bench, Bench], weights: str) -> None:
     """Preemptions with and without notice, by SIGKILL and by SIGSTOP, while both ranks die and freeze in turn."""
     calm, disturbed = benches
-    undisturbed = trained_by(calm, trace="none", step=0.0)
-    assert trained_by(disturbed, trace="bamboo-p3", step=PACE_SECONDS, stops=STOPS) == undisturbed
+    undisturbed = trained_by(calm, weights, trace="none", step=0.0)
+    assert trained_by(disturbed, weights, trace="bamboo-p3", step=PACE_SECONDS, stops=STOPS) == undisturbed
     report = json.loads(disturbed.spotrl("report", NAME, "--json", "--html", "report.html"))
     assert {(one["notice"], one["signal"]) for one in report["preemptions"]} == KINDS
     trainer = report["nodes"][0]
@@ -98,13 +99,13 @@ def test_a_launch_that_loses_spot_nodes_and_ranks_trains_the_same(benches: tuple
 
 
 def trained_by(
-    bench: Bench, *, trace: str, step: float, stops: Sequence[tuple[str, signal.Signals]] = ()
+    bench: Bench, weights: str, *, trace: str, step: float, stops: Sequence[tuple[str, signal.Signals]] = ()
 ) -> tuple[dict[int, str], str, bytes]:
     """Launch the run, and stop ranks in turn.
 
     Returns the manifests by batch, the digest of the last checkpoint, and the weights that a user pulls.
     """
-    (bench.folder / "job.yaml").write_text(JOB.format(name=NAME, iterations=ITERATIONS, trace=trace, step=step))
+    (bench.folder / "job.yaml").write_text(JOB.format(weights=weights, trace=trace, step=step))
     bench.spotrl("launch", "job.yaml", "--yes", "--detach")
     nodes = bench.folder / "state" / "runs" / NAME / "nodes"
     for number, (process, name) in enumerate(stops):
