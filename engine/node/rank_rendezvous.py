@@ -28,6 +28,7 @@ from engine.node_spec import NodeSpec
 from engine.parallel.communicator import TornGroup, join_store, serve_store
 from engine.parallel.rank_group import LIMIT_SECONDS, RankGroup
 from engine.protocol.rank_meeting import RankMeeting, read_meeting, write_meeting
+from engine.storage.disk import when_there_is_room
 from engine.trainer_ranks import ranks_of
 
 LOOK_SECONDS = 0.05
@@ -60,7 +61,7 @@ def led_group(spec: NodeSpec, device: torch.device) -> Iterator[RankGroup | None
     use_network(spec)
     store = serve_store(host_of_store(spec))
     meeting = RankMeeting(generation=time.time_ns(), port=store.port)
-    write_meeting(meeting_file(spec), meeting)
+    _tell(spec, meeting)
     # A client of its own, because a client that waits is locked.
     looker = join_store(store.port, host=host_of_store(spec), timeout_seconds=JOIN_SECONDS)
     over = leave_when(lambda: looker.check([VOID]), "it began again")
@@ -70,7 +71,12 @@ def led_group(spec: NodeSpec, device: torch.device) -> Iterator[RankGroup | None
     finally:
         over.set()
         deserted.set()
-    write_meeting(meeting_file(spec), RankMeeting(generation=meeting.generation, is_over=True))
+    _tell(spec, RankMeeting(generation=meeting.generation, is_over=True))
+
+
+def _tell(spec: NodeSpec, meeting: RankMeeting) -> None:
+    """Write the meeting as soon as the disk has room. An error would count as a death of rank 0."""
+    when_there_is_room(lambda: write_meeting(meeting_file(spec), meeting), partial(print, flush=True))
 
 
 def joined_group(spec: NodeSpec, rank: int, device: torch.device) -> RankGroup:

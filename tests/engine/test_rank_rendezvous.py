@@ -1,5 +1,6 @@
 """Ranks of a trainer meet again after a loss, whatever the survivors are doing at that time."""
 
+import errno
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -8,10 +9,12 @@ import torch
 
 from engine.config import EngineConfig, RuntimeConfig
 from engine.events import Market
-from engine.node import rank_watch
+from engine.node import rank_rendezvous, rank_watch
 from engine.node.child import EXIT_TORN
 from engine.node.rank_rendezvous import forget_ranks, joined_group, led_group
 from engine.node_spec import ClockConfig, NodeSpec
+from engine.protocol.rank_meeting import write_meeting
+from engine.storage import disk
 
 CPU = torch.device("cpu")
 SECONDS = 20.0
@@ -75,3 +78,23 @@ def test_a_rank_ends_when_rank_0_has_begun_another_group(spec, left):
         with led_group(spec, CPU):
             other.result(SECONDS)
             assert codes_in_time() == [EXIT_TORN]
+
+
+def test_a_full_disk_delays_the_meeting_and_ends_no_rank(spec, left, monkeypatch):
+    codes, _ = left
+    tries = []
+
+    def write(file, meeting):
+        tries.append(meeting)
+        if len(tries) in (1, 3):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_meeting(file, meeting)
+
+    monkeypatch.setattr(rank_rendezvous, "write_meeting", write)
+    monkeypatch.setattr(disk, "ASK_AGAIN_SECONDS", 0.02)
+    with ThreadPoolExecutor() as threads:
+        joined = threads.submit(joined_group, spec, 1, CPU)
+        with led_group(spec, CPU):
+            joined.result(SECONDS)
+    assert codes == []
+    assert [meeting.is_over for meeting in tries] == [False, False, True, True]
