@@ -53,8 +53,9 @@ HITS: tuple[Hit, ...] = (
     ("trainer-1-g0", "trainer-rank-1", FREEZE),
     ("trainer-g0", "trainer", KILL),
     ("trainer-g0", "trainer", FREEZE),
-    ("trainer-1-g0", "", KILL),
+    ("trainer-1-g0", "agent", KILL),
     ("trainer-1-g1", "", FREEZE),
+    ("trainer-1-g2", "agent", FREEZE),
     ("trainer-g0", "", KILL),
 )
 ITERATIONS = BETWEEN * (len(HITS) + 1)
@@ -104,9 +105,14 @@ def after(iteration: int) -> Callable[[RunView], bool]:
 
 
 def pids_of(folder: Path, process: str) -> Sequence[int]:
-    if process:
-        return [newest_pid(folder / "logs" / f"{process}.log")]
-    return processes_of(folder, json.loads((folder / "agent.json").read_text()))
+    agent = json.loads((folder / "agent.json").read_text())
+    match process:
+        case "":
+            return processes_of(folder, agent)
+        case "agent":
+            return [agent["pid"]]
+        case _:
+            return [newest_pid(folder / "logs" / f"{process}.log")]
 
 
 def test_a_frozen_node_is_noticed_by_its_silence_and_ends_when_it_wakes_up_too_late(tmp_path: Path) -> None:
@@ -121,7 +127,7 @@ def test_a_frozen_node_is_noticed_by_its_silence_and_ends_when_it_wakes_up_too_l
 
 
 def test_a_launch_that_loses_ranks_and_nodes_of_its_trainer_trains_the_same(benches: tuple[Bench, Bench]) -> None:
-    """Ranks of both nodes die and freeze; then each node is lost, and bought again."""
+    """Ranks of both nodes die and freeze; then each node is lost, and bought again, also if only its agent is lost."""
     calm, lossy = benches
     assert launched(lossy, 2, HITS) == launched(calm, 1)
     assert lossy.processes() == []
@@ -130,10 +136,10 @@ def test_a_launch_that_loses_ranks_and_nodes_of_its_trainer_trains_the_same(benc
         bought = nodes_of(session, run)
         costs = run_costs(session, run, run_clock(run).now_ms())
     lives = [(node.slot, node.generation) for node in bought if node.role != "rollout"]
-    assert sorted(lives) == [("trainer", 0), ("trainer", 1), ("trainer-1", 0), ("trainer-1", 1), ("trainer-1", 2)]
+    assert sorted(lives) == [("trainer", 0), ("trainer", 1), *(("trainer-1", n) for n in range(4))]
     assert len({node.zone for node in bought if node.role != "rollout"}) == 1
     assert set(costs.by_node) == {node.name for node in bought}, "every node is billed"
     assert sum(costs.by_role.values()) == sum(costs.by_node.values()) == costs.total
     assert costs.by_role["ranks"] > 0
-    last = next(node for node in costs.nodes if (node.slot, node.generation) == ("trainer-1", 2))
+    last = next(node for node in costs.nodes if (node.slot, node.generation) == ("trainer-1", 3))
     assert last.phase_ms["training"] > 0
