@@ -6,8 +6,10 @@ from engine.algorithm.transaction import Transaction
 from engine.exploration.batch import BatchExploration
 from engine.exploration.explorer import Explorer
 from engine.queue.queue import Queue
+from engine.queue.state import QueueState
 from engine.trainer.checkpoints import Checkpoints
 from engine.trainer.early_groups import EarlyGroups
+from engine.trainer.early_rollouts import EarlyRollouts
 from engine.trainer.evaluator import Evaluator
 from engine.trainer.rollouts import Rollouts
 from engine.trainer.updates import BatchUpdates
@@ -77,6 +79,30 @@ FAULTS: dict[str, Fault] = {
             forgets="that a restarted trainer needs the weights of one version before",
             patches=((OldPolicy, "restore_before", lambda self, tensors: None),),
             found_by=f"{MERGED}::test_a_killed_run_compares_early_groups_with_the_same_weights",
+        ),
+        Fault(
+            name="a-group-made-anew-has-images-of-two-versions",
+            forgets="that an earlier process of the trainer had early groups made anew",
+            patches=((Rollouts, "_is_wanted", lambda self, prompt: True),),
+            found_by=f"{EARLY}::test_an_early_group_that_is_whole_takes_no_image_made_anew",
+        ),
+        Fault(
+            name="early-images-are-sampled-though-they-are-made-anew",
+            forgets="that nobody trains an early image of a group that is made anew",
+            patches=((QueueState, "drop_early", lambda self, request: None),),
+            found_by="tests/engine/test_queue.py::test_a_training_request_replaces_the_early_request_for_its_image",
+        ),
+        Fault(
+            name="a-poisoned-image-makes-every-early-group-anew",
+            forgets="which group has the poisoned image",
+            patches=(
+                (
+                    EarlyRollouts,
+                    "take",
+                    changed(EarlyRollouts.take, "not poisoned.isdisjoint(", "poisoned and all("),
+                ),
+            ),
+            found_by=f"{EARLY}::test_a_poisoned_image_makes_no_other_group_anew",
         ),
         Fault(
             name="an-evaluation-is-charged-to-the-wrong-version",
