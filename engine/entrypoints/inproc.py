@@ -76,7 +76,7 @@ def build_inproc(
     """
     make_adapter = make_adapter or (lambda: load_adapter(config.model, device_of(config.runtime.device, 0)))
     progress = ProgressLog(folder / "progress" / "coordinator.jsonl", run=run, source="coordinator", clock=clock)
-    store = f"file://{folder}/store"
+    store = (folder.absolute() / "store").as_uri()
     coordinator = open_coordinator(
         folder / "coordinator",
         clock=clock,

@@ -8,8 +8,9 @@ import os
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from engine.storage.disk import AWAY
 
@@ -19,6 +20,11 @@ if TYPE_CHECKING:
 TRIES, GAP_SECONDS, ANSWER_SECONDS = 3, 1.0, 5.0
 
 
+def folder_of(url: str) -> Path | None:
+    """Return the folder of a `file://` URL, whose blanks and umlauts are written %20 and %C3%BC. None: a bucket."""
+    return Path(unquote(url.removeprefix("file://"))) if url.startswith("file://") else None
+
+
 def open_store(url: str, retries: "RetryConfig | None" = None) -> "ObjectStore":
     """Return the store at an obstore URL, with this machine's own credentials. `retries`: by default obstore's.
 
@@ -26,9 +32,9 @@ def open_store(url: str, retries: "RetryConfig | None" = None) -> "ObjectStore":
     """
     from obstore.store import LocalStore, from_url  # import here only: the node's agent stays small
 
-    where = urlsplit(url)
-    if where.scheme == "file":
-        return LocalStore(url.removeprefix("file://"), mkdir=True)
+    folder, where = folder_of(url), urlsplit(url)
+    if folder is not None:
+        return LocalStore(folder, mkdir=True)
     region = region_of(where.netloc) if where.scheme == "s3" else None
     if region is None:
         return from_url(url, retry_config=retries)

@@ -33,7 +33,7 @@ from engine.drift import Look
 from engine.durable import sync_folder, write_durably
 from engine.protocol.draft import Draft
 from engine.protocol.request import Manifest
-from engine.storage.bucket import open_store
+from engine.storage.bucket import folder_of, open_store
 from engine.storage.disk import AWAY, FULL
 from engine.storage.tensor_files import Stored, TensorFile, copy_durably, link_durably, write_all
 
@@ -114,7 +114,7 @@ class CheckpointStore:
     def __init__(self, url: str) -> None:
         self.url = url
         self._store: ObjectStore = open_store(url)
-        self._folder = Path(url.removeprefix("file://")) if url.startswith("file://") else None
+        self._folder = folder_of(url)
         """The store as a folder; None: a bucket."""
 
     def claim_lineage(self) -> int:

@@ -10,6 +10,7 @@ import pytest
 from moto.server import ThreadedMotoServer
 from obstore.store import MemoryStore
 
+from engine.storage.checkpoint import CheckpointStore
 from engine.storage.judge_fund import JudgeFund
 from launcher.exit_codes import ExitCode
 from launcher.storage.stores import (
@@ -22,7 +23,9 @@ from launcher.storage.stores import (
     check_writable,
     newest_checkpoint,
     open_store,
+    read_object,
     run_store,
+    run_stores,
 )
 
 
@@ -183,3 +186,19 @@ def test_a_store_with_a_checkpoint_of_an_earlier_run_is_refused(tmp_path):
     with_checkpoint(open_store(url), "l0001-i000003")
     with pytest.raises(StoreError, match=r"holds the checkpoint l0001-i000003 of an earlier run.*--name"):
         check_no_checkpoint(url)
+
+
+def test_engine_and_launcher_mean_the_same_folder_whatever_its_name(tmp_path):
+    """The engine wrote checkpoints into a folder with %20 in its name, and `spotrl pull` found none."""
+    home = tmp_path / "Jürgen Müller #1 100%41"
+    home.mkdir()
+    url = (home / "store").as_uri()
+    checkpoints = CheckpointStore(url)
+    assert checkpoints.claim_lineage() == 1
+    checkpoints.put("evaluation/000001.png", b"image")
+    assert [path.name for path in tmp_path.iterdir()] == [home.name]
+    stores = run_stores("local", {}, "demo", home)
+    assert (read_object(stores, "evaluation/000001.png"), read_object(stores, "lineages/0001")) == (
+        b"image",
+        b"claimed",
+    )
