@@ -31,7 +31,7 @@ preemptions: {{trace: none}}
 iterations: {iterations}
 prompts: digits
 reward: ocr
-model: {{name: digits-ocr, weights: lora, lora_rank: 4}}
+model: {{name: digits-ocr, weights: {weights}, lora_rank: 4}}
 algorithm: {{name: diffusion-nft, prompts_per_batch: 4, images_per_prompt: 4, updates_per_batch: 2, order: fixed}}
 exploration: {{mode: none}}
 evaluation: {{prompts: 16, every: 100}}
@@ -75,12 +75,13 @@ def benches(tmp_path: Path) -> Iterator[tuple[Bench, Bench]]:
                 os.kill(process.pid, signal.SIGKILL)
 
 
-def launched(bench: Bench, trainers: int, hits: Sequence[Hit] = ()) -> tuple[dict[int, str], str, bytes]:
+def launched(bench: Bench, weights: str, trainers: int, hits: Sequence[Hit] = ()) -> tuple[dict[int, str], str, bytes]:
     """Launch a run, and lose nodes and ranks in turn.
 
     Returns the manifests by batch, the digest of the last checkpoint, and the weights that a user pulls.
     """
-    (bench.folder / "job.yaml").write_text(JOB.format(name=NAME, trainers=trainers, iterations=ITERATIONS))
+    job = JOB.format(name=NAME, weights=weights, trainers=trainers, iterations=ITERATIONS)
+    (bench.folder / "job.yaml").write_text(job)
     bench.spotrl("launch", "job.yaml", "--yes", "--detach")
     nodes, reached = bench.folder / "state" / "runs" / NAME / "nodes", 0
     for node, process, number in hits:
@@ -126,10 +127,13 @@ def test_a_frozen_node_is_noticed_by_its_silence_and_ends_when_it_wakes_up_too_l
     assert trained_by(tmp_path / "lost", in_turn, trainer_nodes=2, ends=["ranks-1", "ranks-1-g1"]) == calm
 
 
-def test_a_launch_that_loses_ranks_and_nodes_of_its_trainer_trains_the_same(benches: tuple[Bench, Bench]) -> None:
+@pytest.mark.parametrize("weights", ["lora", "full"])
+def test_a_launch_that_loses_ranks_and_nodes_of_its_trainer_trains_the_same(
+    benches: tuple[Bench, Bench], weights: str
+) -> None:
     """Ranks of both nodes die and freeze; then each node is lost, and bought again, also if only its agent is lost."""
     calm, lossy = benches
-    assert launched(lossy, 2, HITS) == launched(calm, 1)
+    assert launched(lossy, weights, 2, HITS) == launched(calm, weights, 1)
     assert lossy.processes() == []
     with lossy._sessions() as session:
         run = find_run(session, NAME)
