@@ -37,10 +37,13 @@ REMEDIES = {
 }
 
 
+PANIC = "`spotrl panic` terminates all nodes without the ledger"
+
 LEDGER_REMEDIES = {
-    "is full": "make room on that disk, and repeat the command; the ledger itself is whole",
+    "is full": f"make room on that disk, and repeat the command; the ledger itself is whole. {PANIC}",
     "readonly": "become its owner, or make it and its folder writable; it is not damaged",
-    "disk I/O error": "make room on that disk and look at its health; move the ledger away only if it stays unreadable",
+    "disk I/O error": "make room on that disk, and look at its health; move the ledger away only if it stays "
+    f"unreadable. {PANIC}",
 }
 """Remedies by words of SQLite's message, for a ledger that is not damaged: a moved ledger forgets which nodes run."""
 
@@ -94,7 +97,7 @@ def sentence(error: BaseException) -> str | None:
                 return (
                     f"the ledger {ledger_path()} is locked by another process of spotrl, perhaps a frozen one: repeat "
                     "the command. If the lock stays, `fuser` on this file names the processes; end the frozen one by "
-                    "its id. `spotrl panic` terminates all nodes without the ledger"
+                    f"its id. {PANIC}"
                 )
             remedy = next((remedy for words, remedy in LEDGER_REMEDIES.items() if words in found), DAMAGED)
             return f"the ledger {ledger_path()} cannot be used: {found}; {remedy}"

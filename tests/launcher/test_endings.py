@@ -220,12 +220,14 @@ def test_a_ledger_locked_by_another_process_is_no_damaged_ledger(home, capsys, m
     ("words", "remedy"),
     [
         ("database or disk is full", "make room on that disk, and repeat the command"),
+        ("disk I/O error", "make room on that disk, and look at its health"),  # of a full disk too
         ("attempt to write a readonly database", "become its owner, or make it and its folder writable"),
     ],
 )
 def test_a_ledger_on_a_full_or_readonly_disk_is_no_damaged_ledger(words, remedy):
     text = endings.sentence(OperationalError("INSERT", {}, sqlite3.OperationalError(words)))
     assert remedy in text
+    assert ("`spotrl panic` terminates all nodes" in text) == ("disk" in words)
     assert "move it away" not in text, "a moved ledger forgets which nodes run"
 
 
