@@ -6,7 +6,6 @@ The removal is written first: from then on no command starts a controller in a h
 killed between the two steps, a second removal of the run deletes the rest.
 """
 
-import shlex
 import shutil
 import time
 from dataclasses import dataclass
@@ -19,9 +18,9 @@ from launcher.decide.facts import OVER, Stage
 from launcher.exit_codes import Failure
 from launcher.ledger.models import ControllerLease, Removal, Run
 from launcher.ledger.store import current_status, find_run, writing
+from launcher.runs.own_folder import check_own_folder
 from launcher.runs.run_buckets import buckets_of
 from launcher.runs.runs import still_running
-from launcher.settings import home
 
 
 class NotRemovable(Failure):
@@ -65,14 +64,9 @@ def remove_run(sessions: sessionmaker[Session], run_name: str) -> None:
 def check_removable(sessions: sessionmaker[Session], session: Session, run: Run) -> None:
     """Raise NotRemovable unless the run is over, every node has a recorded end and the controller has left.
 
-    Files outside of SPOTRL_HOME are refused too: the copy of a ledger must not delete the files of the first.
+    Raises CopiedLedger for files that belong to another ledger.
     """
-    folder = Path(run.folder)
-    if folder.exists() and not folder.resolve().is_relative_to(home().resolve()):
-        raise NotRemovable(
-            f"the files of {run.name} are in {folder}, outside of {home()}: this ledger is a copy of another, to which "
-            f"they belong; use that one (SPOTRL_HOME={shlex.quote(str(folder.parents[1]))}), or delete them by hand"
-        )
+    check_own_folder(run)
     status = current_status(session, run)
     if status is None or Stage(status.status) not in OVER:
         found = "without a status" if status is None else status.status

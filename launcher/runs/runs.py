@@ -42,6 +42,7 @@ from launcher.provision.local.provisioner import nodes_folder
 from launcher.runs.new_limits import UNCHANGED, NewLimits
 from launcher.runs.old_code import code_for, remove_unused_code
 from launcher.runs.own_code import environment_for
+from launcher.runs.own_folder import check_own_folder
 from launcher.runs.start_command import origin_of
 from launcher.runs.views import is_controlled, run_clock, status_of
 from launcher.settings import runs_folder
@@ -221,8 +222,8 @@ def resume_run(
     """Start the controller of a stopped or failed run, or of a run with a dead controller. Return the pid.
 
     The trainer continues from the newest checkpoint; live nodes are kept. `command`: the words that the user typed.
-    Raises LimitTooLow for a spent budget, and NothingToResume for a new budget of judges while a trainer lives, because
-    its coordinator keeps the old one.
+    Raises LimitTooLow for a spent budget, CopiedLedger for the files of another ledger, and NothingToResume for a new
+    budget of judges while a trainer lives, because its coordinator keeps the old one.
     """
     with sessions() as session:
         run = find_run(session, run_name)
@@ -230,6 +231,7 @@ def resume_run(
     with writing(sessions) as session:
         run = find_run(session, run_name)
         check_kept(session, run)
+        check_own_folder(run)
         lease = session.get(ControllerLease, run.id)
         if lease is not None and is_held(lease):
             text = f"{run_name} has a controller (process {lease.pid}); `spotrl status {run_name}` shows how it goes"

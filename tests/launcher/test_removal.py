@@ -219,11 +219,12 @@ def test_a_size_is_in_the_largest_unit_that_fits(count, text):
     assert rm_module.size_text(count) == text
 
 
-def test_a_copied_ledger_deletes_no_files_of_the_first(home, tmp_path, monkeypatch, capsys):
+def test_a_copied_ledger_changes_no_files_of_the_first(home, tmp_path, monkeypatch, capsys):
     copy = tmp_path / "copy"
     shutil.copytree(home, copy)
     monkeypatch.setenv("SPOTRL_HOME", str(copy))
-    assert f"outside of {copy}: this ledger is a copy of another" in refusal(capsys, "rm", RUN, "-y")
+    for words in (("rm", RUN, "-y"), ("resume", RUN)):  # a second controller would write into the first one's folders
+        assert f"outside of {copy}: this ledger is a copy of another" in refusal(capsys, *words)
     assert (home / "runs" / RUN / "controller.log").exists()
     monkeypatch.setenv("SPOTRL_HOME", str(home))
     assert run(["rm", RUN, "-y"]) == ExitCode.OK
