@@ -38,7 +38,7 @@ from launcher.decide.known_nodes import KnownNodes
 from launcher.decide.launch_history import MoveRules
 from launcher.decide.node_facts import NodeFact, NodeStatus
 from launcher.decide.reconcile import decide
-from launcher.decide.run_budget import refused_now
+from launcher.decide.run_budget import judges_refusal, refused_now
 from launcher.job.checked import JobError
 from launcher.job.load import all_runs_of
 from launcher.job.schema import Job
@@ -185,17 +185,26 @@ class Controller:
         reason = action.reason
         if action.log_of is not None:
             reason = f"{reason}\n{log_tail(node_folder(Path(self._run.folder), action.log_of))}"
-        log.info("the run is %s %s", action.stage, reason)
         with self.recorder.transaction() as session:
             now = current_status(session, self._run)
             # A user may have requested a stop since the facts were read. The request must not be overwritten.
             is_stop_requested = (
                 now is not None and now.status == Stage.STOPPING and action.stage in (Stage.RUNNING, Stage.DRAINING)
             )
+            stage = action.stage
+            if stage is Stage.RUNNING and (refusal := self._judges_refusal(session)) is not None:
+                stage, reason = Stage.DRAINING, refusal
+            log.info("the run is %s %s", stage, reason)
             if not is_stop_requested:
-                append_status(session, self._run, action.stage, reason, self._clock.now_ms())
+                append_status(session, self._run, stage, reason, self._clock.now_ms())
             if self.sites and action.stage in OVER:
                 session.add_all(unpriced_costs(self._run, self._clock.now_ms()))
+
+    def _judges_refusal(self, session: Session) -> str | None:
+        """Check the judges' budget again inside a write transaction: two runs may start at the same moment."""
+        if self.wanted.others_at_most is None:
+            return None
+        return judges_refusal(self._facts_in(session), self.wanted)
 
     def _buy(self, action: Buy) -> None:
         with self.recorder.transaction() as session:
@@ -205,6 +214,8 @@ class Controller:
                 if refusal is not None:
                     log.info("%s is not bought: %s", action.name, refusal.text)
                     return
+            elif self._judges_refusal(session) is not None:
+                return
             node = node_of(
                 self._run,
                 action.option,

@@ -25,6 +25,18 @@ def refused_now(facts: Facts, wanted: Wanted, buy: Buy) -> budget_guard.Refusal 
     return budget_refusal(facts, wanted, live, rate, buy.reserved_micro_usd)
 
 
+def judges_refusal(facts: Facts, wanted: Wanted) -> str | None:
+    """Return why a run on this machine may not start: its judges' budget does not fit beside the other runs. Or None.
+
+    Once the run has bought a node, the other runs set that budget aside.
+    """
+    most, others = wanted.others_at_most, facts.others
+    has_begun = any(node.requested_ms >= facts.planned_ms for node in facts.nodes)
+    if most is None or has_begun or others.metered + others.reserved <= most:
+        return None
+    return "budget: all_runs.max_total does not bear the judges of this run beside the other runs"
+
+
 def reserved_micro_usd(nodes: Sequence[NodeRecord], allowance_ms: int, now_ms: int) -> int:
     """Return the money in micro-dollars that a run's live nodes reserve against the limits."""
     return reserve_of([node for node in nodes if node.is_live], allowance_ms, now_ms)

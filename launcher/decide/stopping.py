@@ -11,7 +11,7 @@ from launcher.decide.failover import (
     next_trainer,
 )
 from launcher.decide.launch_history import Tried
-from launcher.decide.run_budget import reserve_of
+from launcher.decide.run_budget import judges_refusal, reserve_of
 from launcher.money import duration
 from launcher.placement.plan import Slot
 
@@ -37,11 +37,9 @@ def must_stop(facts: Facts, wanted: Wanted, live: Sequence[NodeRecord], tried: T
         metered=facts.metered + others.metered, reserved=held + others.reserved, max_total=wanted.all_runs.max_total
     ):
         return Enter(stage=Stage.DRAINING, reason="budget: all_runs.max_total is used up by all runs together")
-    # Once the run has started, the other runs set its judges' budget aside.
-    most = wanted.others_at_most
-    if facts.stage is Stage.PLANNED and most is not None and others.metered + others.reserved > most:
-        reason = "budget: all_runs.max_total does not bear the judges of this run beside the other runs"
-        return Enter(stage=Stage.DRAINING, reason=reason)
+    refusal = judges_refusal(facts, wanted)
+    if refusal is not None:
+        return Enter(stage=Stage.DRAINING, reason=refusal)
     if wanted.last_ms is not None and facts.now_ms >= wanted.last_ms:
         reason = "deadline" if wanted.last_ms == wanted.deadline_ms else "max_runtime"
         return Enter(stage=Stage.DRAINING, reason=reason)

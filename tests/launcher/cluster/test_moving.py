@@ -20,7 +20,7 @@ from launcher.ledger.accounting import run_costs, side_micro_usd
 from launcher.ledger.billing import interval_micro_usd
 from launcher.ledger.models import BillingInterval, Node, NodeEvent, NodePrice, PriceRow, Run, RunStatus, SideCost
 from launcher.ledger.node_history import metered_micro_usd, node_records
-from launcher.ledger.store import append_progress, append_status, current_status, writing
+from launcher.ledger.store import append_progress, append_status, current_status, find_run, writing
 from launcher.market.side_prices import MINIMUM_BILLED_MS, side_micro_usd_per_hour
 from launcher.runs.runs import request_stop
 from launcher.storage.store_lease import LEASE_SECONDS, LeaseLost, StoreLease
@@ -541,6 +541,32 @@ def test_a_local_run_starts_only_if_its_judges_fit_beside_the_other_runs(session
     [entered] = [action for action in actions if isinstance(action, Enter)]
     assert entered.stage == stage
     assert ("all_runs.max_total does not bear the judges" in entered.reason) == (stage == "draining")
+
+
+def test_judges_of_two_local_runs_that_start_at_the_same_moment_keep_the_limit(sessions):
+    clock, cloud, controllers = HandClock(factor=1.0), {}, {}
+    for name in ("one", "two"):
+        run = made_run(sessions, name=name, factor=1.0, reward=JUDGED, all_runs={"max_total": "$7"})  # not two of $4
+        clock.at_ms = max(clock.at_ms, run.created_ms)
+        cloud[name] = SimulatedCloud(clock)
+        controllers[name] = Controller(sessions, run, cloud[name], clock, name, dead_pid())
+    first, second = controllers.values()
+    decided = second.facts
+    seen = decided()  # before the first has bought
+    first.one_pass()
+    second.facts = lambda: seen
+    second.one_pass()
+    assert cloud["one"].requested
+    assert not cloud["two"].requested
+    with sessions() as session:
+        status = current_status(session, find_run(session, "two"))
+        assert status.status == "draining"
+        assert "all_runs.max_total does not bear the judges" in status.reason
+    second.facts = decided
+    second.one_pass()
+    with sessions() as session:
+        assert current_status(session, find_run(session, "two")).status == "stopped"
+        assert current_status(session, find_run(session, "one")).status == "running"
 
 
 def test_a_spend_deadline_comes_earlier_if_a_node_costs_more_than_planned(sessions):
