@@ -419,6 +419,11 @@ def by_cell(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def text_of(summary: Mapping[str, Any]) -> str:
     error, gains, least = summary["prediction_error"], summary["best_gain"], summary["ratio_to_rung_below"]
     rungs = "; ".join(f"{arm} {least[arm]:.2f} to {gains[arm]:.2f}" for arm in gains)
+    below = [
+        f"`{one['arm']}` {one['ratio_to_rung_below']:.3f} on {one['split']}, {one['updates']} updates"
+        for one in summary["runs"]
+        if (one["ratio_to_rung_below"] or 1.0) < TARGETS["rung below"]
+    ]
     whole = " and ".join(f"{value:.2f}" for value in summary["all_over_barrier_at_balance"])
     helped = " and ".join(f"{value:.2f}" for value in summary["gain_of_help_575"])
     idle = " and ".join(f"{value:.2f}" for value in summary["bubble_share_at_balance"])
@@ -437,6 +442,8 @@ Real nodes of a run: agents, coordinator, trainer and workers, one run a rung, {
 | help in the setting of verl-omni #575 | {helped} | 1.23 |
 | images sampled twice | {summary["images_regenerated"]} | 0 |
 | forecast error, median and worst | {error["median"]:.0%} and {error["worst"]:.0%} | 10 % and 15 % |
+
+Below the target, over the rung below: {"; ".join(below) or "none"}.
 
 `barrier`: the first rollout of an optimiser step trains once all rollouts of the step are there. It gives the seconds
 of an iteration that no pace explains; the other rungs are forecast with them. Help is `auto`, with rates that the run
