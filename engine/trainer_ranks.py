@@ -28,8 +28,9 @@ class RankLimits:
     """Most ranks that sample rollouts while no complete group waits for training. The other ranks wait."""
 
     def ranks(self, asked: Asked, *, gpus: int, groups: int) -> int:
-        """Return the ranks of a trainer on a node with so many GPUs.
+        """Return the ranks of a trainer.
 
+        gpus    GPUs of all its nodes
         groups  groups of an optimiser step
         raises  ValueError: the job asks for more ranks than the engine, the GPUs or the groups allow
         """
@@ -38,7 +39,7 @@ class RankLimits:
             return most if self.auto is None else min(most, self.auto)
         if asked > most:
             raise ValueError(
-                f"runtime.trainer_ranks is {asked}, and at most {most} can train: the node has {gpus} GPUs, an "
+                f"runtime.trainer_ranks is {asked}, and at most {most} can train: the trainer has {gpus} GPUs, an "
                 f"optimiser step has {groups} groups, and the engine runs {self.most} ranks at most; use {most} or auto"
             )
         return asked

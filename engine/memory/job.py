@@ -56,12 +56,17 @@ class JobMemory:
 
 
 def job_memory(
-    config: EngineConfig, folder: Path | None = None, *, ranks: int = 1, rollout_gpus: int = 1
+    config: EngineConfig,
+    folder: Path | None = None,
+    *,
+    ranks: int = 1,
+    trainer_nodes: int = 1,
+    rollout_gpus: int = 1,
 ) -> JobMemory | None:
     """Return the memory of a job. None for models that ship with spotrl.
 
-    `folder`: the model's folder on this machine, if it is here. `ranks`: GPUs that train. `rollout_gpus`:
-    GPUs of a rollout node with a worker.
+    `folder`: the model's folder on this machine, if it is here. `ranks`: GPUs that train, on `trainer_nodes` equal
+    nodes. `rollout_gpus`: GPUs of a rollout node with a worker.
     Raises ValueError if the folder's `transformer/config.json` lacks a size.
     """
     if config.model.name not in FAMILIES:
@@ -74,7 +79,7 @@ def job_memory(
         model=sizes.name,
         size=setting.size,
         is_checkpointed=setting.is_checkpointed,
-        trainer=_with_scorers(trainer_budget(sizes, setting), scorer_bytes(config.reward, ranks)),
+        trainer=_with_scorers(trainer_budget(sizes, setting), scorer_bytes(config.reward, ranks // trainer_nodes)),
         rollout=_with_scorers(
             rollout_budget(sizes, setting), scorer_bytes(config.reward, rollout_gpus, config.reward.pool_gpus)
         ),

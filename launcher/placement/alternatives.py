@@ -90,7 +90,8 @@ def _at_its_best(needs: CloudRequirements, site: Site, expected: Outlook) -> Alt
 
 
 def _name(site: Site) -> str:
-    return f"{site.name}, {site.trainer.instance_type}"
+    several = f"{site.trainer_nodes} x " if site.trainer_nodes > 1 else ""
+    return f"{site.name}, {several}{site.trainer.instance_type}"
 
 
 def other_policies(needs: CloudRequirements, situation: Situation, expected: Outlook) -> tuple[Alternative, ...]:

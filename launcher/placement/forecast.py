@@ -2,10 +2,10 @@
 
 C = K [ T (P_T + sum over zones of n_z b_z) + e G m ]      (research notes cost 4.2)
 
-K: iterations. T: hours of an iteration. P_T: the trainer's price per hour. e: traffic price per GB. G: GB of new
-weights. m: copies of the weights per iteration. n_z slots in zone z are each at work for a share u_z of the time and
-cost b_z an hour by the clock (`launcher/placement/value.py`). T and K follow from the GPUs at work over time
-(`launcher/placement/iteration_time.py`). C is the objective of every plan: two choices are compared by C alone.
+K: iterations. T: hours of an iteration. P_T: the trainer's price per hour, of all its nodes. e: traffic price per GB.
+G: GB of new weights. m: copies of the weights per iteration. n_z slots in zone z are each at work for a share u_z of
+the time and cost b_z an hour by the clock (`launcher/placement/value.py`). T and K follow from the GPUs at work over
+time (`launcher/placement/iteration_time.py`). C is the objective of every plan: two choices are compared by C alone.
 """
 
 from dataclasses import dataclass, replace
@@ -53,13 +53,13 @@ class Choice:
     def listed_micro_usd_per_hour(self) -> int:
         """Return the rate with every node running, at the offered prices."""
         rollout = sum(count * pool.offer.micro_usd_per_hour for pool, count in self.pools)
-        return self.site.trainer.micro_usd_per_hour + rollout
+        return self.site.trainer_micro_usd_per_hour + rollout
 
     @property
     def maximum_micro_usd_per_hour(self) -> int:
         """Return the rate with every node running, at on-demand prices. Spot never costs more."""
         rollout = sum(count * pool.on_demand_micro_usd_per_hour for pool, count in self.pools)
-        return self.site.trainer.micro_usd_per_hour + rollout
+        return self.site.trainer_micro_usd_per_hour + rollout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,7 +136,7 @@ def outlook(needs: CloudRequirements, choice: Choice) -> Outlook:
     """Return the forecast of a choice."""
     recipe = needs.recipe.on(choice.site.trainer.gpus)
     gpus, rate, copies = sums(choice)
-    micro_usd, ms = cost(recipe, choice.site.trainer.micro_usd_per_hour, gpus, rate, copies)
+    micro_usd, ms = cost(recipe, choice.site.trainer_micro_usd_per_hour, gpus, rate, copies)
     return _outlook(recipe, gpus, micro_usd, ms)
 
 
@@ -148,7 +148,7 @@ def on_demand_outlook(needs: CloudRequirements, choice: Choice) -> Outlook:
     recipe = needs.recipe.on(choice.site.trainer.gpus)
     gpus = GpusAtWork(mean=sum(count * pool.workers for pool, count in choice.pools))
     rate = sum(count * pool.on_demand_micro_usd_per_hour for pool, count in choice.pools)
-    micro_usd, ms = cost(recipe, choice.site.trainer.micro_usd_per_hour, gpus, rate, sums(choice)[2])
+    micro_usd, ms = cost(recipe, choice.site.trainer_micro_usd_per_hour, gpus, rate, sums(choice)[2])
     return _outlook(recipe, gpus, micro_usd, ms)
 
 
@@ -183,7 +183,7 @@ def at_the_end(needs: CloudRequirements, choice: Choice, end: End) -> tuple[int,
     iterations = recipe.iterations.low if is_good else recipe.iterations.high
     exponent = recipe.gain_exponent.high if is_good else recipe.gain_exponent.low
     moved = replace(choice, site=site)
-    return cost(recipe, site.trainer.micro_usd_per_hour, *sums(moved), iterations=iterations, exponent=exponent)
+    return cost(recipe, site.trainer_micro_usd_per_hour, *sums(moved), iterations=iterations, exponent=exponent)
 
 
 def moved_site(site: Site, end: End) -> Site:

@@ -8,7 +8,7 @@ from engine.config import CandidateBudget
 from engine.memory.job import sent_bytes, weights_bytes
 from engine.timing.job import is_timed, job_seconds, rows_of_an_image
 from engine.timing.ranks import StepWork
-from engine.trainer_ranks import LIMITS, RankLimits
+from engine.trainer_ranks import LIMITS, RankLimits, ranks_of_each_node
 from launcher.job.schema import Job
 from launcher.job.sections import NodeResources
 from launcher.placement.iteration_time import Recipe
@@ -27,13 +27,14 @@ def cloud_requirements(
     unknown. Raises ValueError for ranks that `check_ranks` refuses.
     """
     resources = job.resources
+    trainer_gpus = ranks_of_each_node(wanted_ranks(job, limits), resources.trainer.num_nodes)
     min_nodes = resources.rollout.min_nodes
     if min_nodes is None:
         has_timings = is_timed(job, resources.trainer.accelerator, resources.rollout.accelerator)
         min_nodes = 0 if has_timings else resources.rollout.num_nodes
     return CloudRequirements(
         recipe=recipe_of(job, folder, limits),
-        trainer=replace(_node(resources.trainer), gpus=wanted_ranks(job, limits)),
+        trainer=replace(_node(resources.trainer), gpus=trainer_gpus),
         trainer_gpus_named=resources.trainer.gpus,
         # Sharded weights need the memory of all GPUs that were checked.
         least_trainer_gpus=1 if asked_ranks(job) == "auto" and job.model.weights == "lora" else None,
@@ -55,7 +56,13 @@ def recipe_of(job: Job, folder: Path | None = None, limits: RankLimits | None = 
     """Return the recipe of a job from the timings of its model and GPUs, or an untimed recipe, marked as a guess."""
     recipe = _recipe_of_a_rank(job, folder)
     step = _step_of(job, recipe, folder)
-    return replace(recipe, step=step, asked_ranks=asked_ranks(job), limits=limits or LIMITS[job.model.weights])
+    return replace(
+        recipe,
+        step=step,
+        asked_ranks=asked_ranks(job),
+        limits=limits or LIMITS[job.model.weights],
+        trainer_nodes=job.resources.trainer.num_nodes,
+    )
 
 
 def _step_of(job: Job, recipe: Recipe, folder: Path | None) -> StepWork:

@@ -47,19 +47,25 @@ class Recipe:
     """An optimiser step, as ranks divide it. None: any number of ranks trains as many images in a GPU-second."""
     asked_ranks: Asked = "auto"
     limits: RankLimits = ONE
+    trainer_nodes: int = 1
+    """Equal nodes of the trainer, which share the ranks."""
     never_run: tuple[str, ...] = ()
     """Parts of the recipe that were never run, a sentence each."""
 
     def ranks(self, trainer_gpus: int) -> int:
-        """Return the ranks of a trainer node with so many GPUs. Raises ValueError if the job asks for more."""
+        """Return the ranks of a trainer with so many GPUs in each node. Raises ValueError if the job asks for more."""
         groups = self.cost.prompts if self.step is None else self.step.groups
-        return self.limits.ranks(self.asked_ranks, gpus=trainer_gpus, groups=groups)
+        return self.limits.ranks(self.asked_ranks, gpus=trainer_gpus * self.trainer_nodes, groups=groups)
+
+    def every_gpu_trains(self, trainer_gpus: int) -> bool:
+        """Return whether a trainer with so many GPUs in each node has a rank on every GPU."""
+        return self.ranks(trainer_gpus) == trainer_gpus * self.trainer_nodes
 
     def on(self, trainer_gpus: int) -> "Recipe":
-        """Return the recipe on a trainer node with so many GPUs. Call on the job's own recipe, not on a result.
+        """Return the recipe on trainer nodes with so many GPUs each. Call on the job's own recipe, not on a result.
 
         Training takes as many GPU-seconds as measured, divided by the ranks and their efficiency. The ranks that sample
-        take part in rollouts (`RankLimits.sampling`).
+        take part in rollouts (`RankLimits.sampling`). The network between the nodes is not counted.
         """
         ranks = self.ranks(trainer_gpus)
         efficiency = 1.0 if self.step is None else self.step.efficiency(ranks).value

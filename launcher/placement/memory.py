@@ -31,7 +31,8 @@ class GpuMemory:
     model: str
     """Model, size and checkpointing that the figures are for."""
     ranks: int
-    """GPUs of the node that train together; 1 for rollout workers. With LoRA each holds all parts, else a share."""
+    """GPUs of all nodes of the trainer, which train together; 1 for rollout workers. With LoRA each holds all parts,
+    else a share."""
     usable: int
     """Bytes that tensors may fill: the GPU's memory without CUDA's context and what the allocator loses."""
     parts: Mapping[str, int]
@@ -70,12 +71,13 @@ class GpuMemory:
 def memory_of_job(job: Job, folder: Path | None = None, ranks: int | None = None) -> JobMemory | None:
     """Return the memory that a job needs. None for models that ship with spotrl.
 
-    `folder`: the model's folder, if it is here. `ranks`: GPUs that train; None: as many as the job's own node has.
+    `folder`: the model's folder, if it is here. `ranks`: GPUs that train; None: as many as the job's own nodes have.
     Raises PlacementError for a folder that lacks a size.
     """
     try:
         ranks = wanted_ranks(job) if ranks is None else ranks
-        return job_memory(job, folder, ranks=ranks, rollout_gpus=job.rollout_workers)
+        nodes = job.resources.trainer.num_nodes
+        return job_memory(job, folder, ranks=ranks, trainer_nodes=nodes, rollout_gpus=job.rollout_workers)
     except ValueError as error:
         raise PlacementError(
             f"{error}; download the model again, or give the folder that it was published as"

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from launcher.money import dollars, duration, hourly
 from launcher.placement.forecast import Caps, outlook
-from launcher.placement.requirements import CloudRequirements, LeftOut, Site
+from launcher.placement.requirements import CloudRequirements, LeftOut, Site, trainer_text
 from launcher.placement.search import cheapest_choice
 
 
@@ -75,6 +75,6 @@ def nowhere(needs: CloudRequirements, no_sites: Sequence[LeftOut]) -> str:
         return f"nothing is offered on {clouds}; refresh the catalog (spotrl catalog refresh), or name another cloud"
     places = ", ".join(place.what for place in no_sites)
     return (
-        f"no region of {clouds} offers a trainer with {needs.trainer} or more on demand (looked in {places}); take "
-        "another accelerator (resources.trainer.accelerators), or loosen resources.trainer.infra"
+        f"no region of {clouds} offers a trainer with {trainer_text(needs)} or more on demand (looked in {places}); "
+        "take another accelerator (resources.trainer.accelerators), or loosen resources.trainer.infra"
     )

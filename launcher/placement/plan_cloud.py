@@ -27,10 +27,10 @@ from launcher.placement.iteration_time import (
 )
 from launcher.placement.no_plan import nowhere, too_tight
 from launcher.placement.options import Option, SiteOptions
-from launcher.placement.plan import PlacementError, Slot, placement_of, slot_of, zone_text
+from launcher.placement.plan import PlacementError, Slot, placement_of, slot_of, trainer_slot, zone_text
 from launcher.placement.plan_notes import basis_of, dearer_zones, notes_of
 from launcher.placement.policy import Ours, Situation, build_policy
-from launcher.placement.ranks import ranks_of_node
+from launcher.placement.ranks import ranks_of_nodes
 from launcher.placement.requirements import CloudRequirements, MarketView, PricedPool, Site, sites_of
 from launcher.placement.stand_ins import with_stand_ins
 from launcher.placement.value import square_root_rule
@@ -55,7 +55,7 @@ def plan_cloud(needs: CloudRequirements, market: MarketView) -> CloudPlan:
         region=choice.site.trainer.region,
         policy=needs.policy,
         slots=_slots(choice),
-        trainer=ranks_of_node(needs.recipe, choice.site.trainer.gpus),
+        trainer=ranks_of_nodes(needs.recipe, choice.site.trainer.gpus),
         pools=tuple(_pool_share(choice.site, pool, count) for pool, count in choice.pools),
         listed_micro_usd_per_hour=choice.listed_micro_usd_per_hour,
         expected_micro_usd_per_hour=expected.micro_usd_per_hour,
@@ -150,7 +150,7 @@ def _nodes_without_exploring(cost: IterationCost, site: Site) -> float:
     return square_root_rule(
         images * cost.rollout_gpu_seconds / gpus / 3600,
         cost.train_seconds / 3600,
-        site.trainer.micro_usd_per_hour,
+        site.trainer_micro_usd_per_hour,
         min(rates),
         assist_nodes=cost.reserved_gpus / gpus,
     )
@@ -219,7 +219,10 @@ def _pool_share(site: Site, pool: PricedPool, nodes: int) -> PoolShare:
 
 def _slots(choice: Choice) -> tuple[Slot, ...]:
     trainer = choice.site.trainer
-    slots = [slot_of("trainer", "trainer", trainer, trainer.micro_usd_per_hour)]
+    slots = [
+        slot_of(trainer_slot(number), "ranks" if number else "trainer", trainer, trainer.micro_usd_per_hour)
+        for number in range(choice.site.trainer_nodes)
+    ]
     numbers = {Market.SPOT: 0, Market.ON_DEMAND: 0}
     for pool, count in choice.pools:
         for _ in range(count):
@@ -231,19 +234,19 @@ def _slots(choice: Choice) -> tuple[Slot, ...]:
 
 
 def _site_options(needs: CloudRequirements, sites: Sequence[Site], choice: Choice) -> tuple[SiteOptions, ...]:
-    """Return every region with a trainer within `max_hourly`.
+    """Return every region with a trainer whose nodes are together within `max_hourly`.
 
     Other clouds come last, because a failover copies the checkpoint to the other cloud.
     """
     limit = needs.max_hourly_micro_usd
     by_region: dict[tuple[str, str], list[Site]] = {}
     for site in sites:
-        if limit is None or site.trainer.micro_usd_per_hour <= limit:
+        if limit is None or site.trainer_micro_usd_per_hour <= limit:
             by_region.setdefault((site.trainer.cloud, site.trainer.region), []).append(site)
     home = choice.site.trainer
 
     def preference(options: SiteOptions) -> tuple[bool, bool, int, tuple[str, str]]:
-        cheapest = [min(o.placement.micro_usd_per_hour for o in options.trainer)]
+        cheapest = [min(o.placement.micro_usd_per_hour for o in options.trainer)] * choice.site.trainer_nodes
         cheapest += sorted(o.placement.micro_usd_per_hour for o in options.rollout)[:1] * choice.nodes
         is_home = options.place == (home.cloud, home.region)
         return not is_home, options.cloud != home.cloud, sum(cheapest), options.place

@@ -3,7 +3,7 @@
 from launcher.market.estimate import Basis
 from launcher.money import HOUR_MS, hourly
 from launcher.placement.forecast import Choice
-from launcher.placement.ranks import TrainerRanks, ranks_of_node
+from launcher.placement.ranks import TrainerRanks, ranks_of_nodes
 from launcher.placement.requirements import CloudRequirements, LeftOut, Spot
 
 
@@ -27,7 +27,7 @@ def notes_of(needs: CloudRequirements, choice: Choice) -> tuple[str, ...]:
     """Return notes for the reader: limits of the plan, and parts that were never run."""
     recipe, trainer = needs.recipe, choice.site.trainer
     notes = list(recipe.never_run)
-    ranks = ranks_of_node(recipe, trainer.gpus)
+    ranks = ranks_of_nodes(recipe, trainer.gpus)
     if ranks.ranks != recipe.cost.reserved_gpus:
         notes.append(
             f"the trainer trains on {ranks.ranks} GPU{'s' if ranks.ranks > 1 else ''}, and its seconds are known of "
@@ -38,11 +38,17 @@ def notes_of(needs: CloudRequirements, choice: Choice) -> tuple[str, ...]:
             f"spotrl has never trained with {ranks.ranks} GPUs: an efficiency of {ranks.efficiency:.1%} is "
             f"{ranks.basis} ({ranks.source})"
         )
-    if needs.trainer_gpus_named > ranks.ranks:
+    if ranks.nodes > 1:
+        notes.append(
+            "the network between the trainer's nodes is not in the predicted time; several nodes have never run on GPUs"
+        )
+    if needs.trainer_gpus_named * ranks.nodes > ranks.ranks:
         notes.append(_fewer_ranks(needs, ranks))
     if ranks.idle:
+        several = f", and the trainer has {ranks.nodes} nodes" if ranks.nodes > 1 else ""
         notes.append(
-            f"the smallest trainer node that is sold there has {trainer.gpus} GPUs: {ranks.idle} are paid for idle"
+            f"the smallest trainer node that is sold there has {trainer.gpus} GPUs{several}: {ranks.idle} are paid for "
+            "idle"
         )
     if sum(choice.spot) > 1 and len(choice.site.zones) == 1:
         notes.append("the region has one zone with such spot nodes: what takes one back may take all of them")
@@ -64,7 +70,8 @@ def notes_of(needs: CloudRequirements, choice: Choice) -> tuple[str, ...]:
 
 def _fewer_ranks(needs: CloudRequirements, ranks: TrainerRanks) -> str:
     """Return why fewer GPUs train than the job names."""
-    named = f"the job names {needs.trainer_gpus_named} x {needs.trainer.accelerator} for the trainer"
+    whose = f"each of the trainer's {ranks.nodes} nodes" if ranks.nodes > 1 else "the trainer"
+    named = f"the job names {needs.trainer_gpus_named} x {needs.trainer.accelerator} for {whose}"
     most, asked = needs.recipe.limits.most, needs.recipe.asked_ranks
     if ranks.ranks == ranks.gpus < needs.trainer.gpus:
         return f"{named}; a node with {ranks.gpus}, which all train, is cheaper than one that has idle GPUs"
@@ -74,7 +81,7 @@ def _fewer_ranks(needs: CloudRequirements, ranks: TrainerRanks) -> str:
         why = f"the engine trains on {most}"
     else:
         why = f"an optimiser step has {ranks.ranks} groups"
-    return f"{named}; {why}, so the plan counts {ranks.ranks} and looks for a node with {ranks.ranks}"
+    return f"{named}; {why}, so the plan counts {ranks.ranks} and looks for a node with {ranks.ranks // ranks.nodes}"
 
 
 def dearer_zones(choice: Choice) -> tuple[LeftOut, ...]:

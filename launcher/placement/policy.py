@@ -114,10 +114,8 @@ def _most_that_fits(situation: Situation, choices: Callable[[int], Iterator[Choi
     recipes = {gpus: needs.recipe.on(gpus) for gpus in {site.trainer.gpus for site in situation.sites}}
 
     def fits(choice: Choice) -> bool:
-        trainer = choice.site.trainer
-        return caps.keep(
-            choice.listed_micro_usd_per_hour, *cost(recipes[trainer.gpus], trainer.micro_usd_per_hour, *sums(choice))
-        )
+        recipe, trainer_rate = recipes[choice.site.trainer.gpus], choice.site.trainer_micro_usd_per_hour
+        return caps.keep(choice.listed_micro_usd_per_hour, *cost(recipe, trainer_rate, *sums(choice)))
 
     for nodes in range(needs.max_rollout_nodes, -1, -1):
         found = next(filter(fits, sorted(choices(nodes), key=_listed)), None)

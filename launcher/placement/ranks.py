@@ -6,7 +6,7 @@ start.
 
 from dataclasses import dataclass
 
-from engine.trainer_ranks import LIMITS, Asked, RankLimits, groups_of_step
+from engine.trainer_ranks import LIMITS, Asked, RankLimits, groups_of_step, ranks_of_each_node
 from launcher.job.checked import CheckedJob
 from launcher.job.schema import Job
 from launcher.market.instance_types import instance_types
@@ -15,12 +15,14 @@ from launcher.placement.iteration_time import Recipe
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainerRanks:
-    """Work of the GPUs of the trainer's node."""
+    """Work of the GPUs of the trainer's nodes."""
 
     gpus: int
-    """GPUs of the node."""
+    """GPUs of each node."""
+    nodes: int = 1
+    """Nodes of the trainer, all equal."""
     ranks: int
-    """GPUs that train, a rank on each."""
+    """GPUs of all nodes that train, a rank on each."""
     sampling: int
     """Ranks that sample rollouts while no complete group waits for training. The other ranks wait then."""
     groups: int | None
@@ -41,11 +43,18 @@ class TrainerRanks:
     @property
     def idle(self) -> int:
         """Return the GPUs that are paid for and never used."""
-        return self.gpus - self.ranks
+        return self.all_gpus - self.ranks
+
+    @property
+    def all_gpus(self) -> int:
+        """Return the GPUs of all nodes."""
+        return self.nodes * self.gpus
 
     def text(self) -> str:
         """Return the ranks in words, like `8 of 8 GPUs train; 16 groups of a step take 2 rounds; efficiency 98.0%`."""
-        parts = [f"{self.ranks} of {self.gpus} GPU{'s train' if self.gpus > 1 else ' trains'}"]
+        parts = [f"{self.ranks} of {self.all_gpus} GPU{'s train' if self.all_gpus > 1 else ' trains'}"]
+        if self.nodes > 1:
+            parts[0] = f"{self.nodes} nodes, {parts[0]}"
         if self.ranks > 1 and self.rounds is not None:
             parts.append(f"{self.groups} groups of a step take {self.rounds} round{'s' if self.rounds > 1 else ''}")
         if self.ranks > 1:
@@ -57,12 +66,13 @@ class TrainerRanks:
         return "; ".join(parts)
 
 
-def ranks_of_node(recipe: Recipe, gpus: int) -> TrainerRanks:
-    """Return the work of a trainer node with so many GPUs."""
+def ranks_of_nodes(recipe: Recipe, gpus: int) -> TrainerRanks:
+    """Return the work of the trainer's nodes, with so many GPUs each."""
     ranks, step = recipe.ranks(gpus), recipe.step
     efficiency = None if step is None or ranks == 1 else step.efficiency(ranks)
     return TrainerRanks(
         gpus=gpus,
+        nodes=recipe.trainer_nodes,
         ranks=ranks,
         sampling=min(ranks, recipe.limits.sampling),
         groups=None if step is None else step.groups,
@@ -84,19 +94,20 @@ def groups_of(job: Job) -> int:
 
 
 def wanted_ranks(job: Job, limits: RankLimits | None = None) -> int:
-    """Return the ranks on a node with the GPUs that the job names: the least GPUs of a trainer node.
+    """Return the ranks on nodes with the GPUs that the job names: the least GPUs of all nodes of the trainer.
 
     Ranks of the local infra need no GPUs. `limits`: None: of this engine. Raises ValueError for a job that
     `check_ranks` refuses.
     """
     limits = limits or LIMITS[job.model.weights]
     asked = asked_ranks(job)
-    gpus = job.resources.trainer.gpus if job.clouds or asked == "auto" else asked
+    named = job.resources.trainer.gpus * job.resources.trainer.num_nodes
+    gpus = named if job.clouds or asked == "auto" else asked
     return limits.ranks(asked, gpus=gpus, groups=groups_of(job))
 
 
 def check_ranks(checked: CheckedJob, limits: RankLimits | None = None) -> None:
-    """Raise JobError for more ranks than the groups, the node's GPUs or the engine allow, or GPUs that a node lacks.
+    """Raise JobError for more ranks than the groups, the nodes' GPUs or the engine allow, or GPUs that a node lacks.
 
     Nodes of the local infra have the GPUs of this machine, whatever the job names, so their GPUs are not compared.
     `limits`: None: of this engine.
@@ -105,6 +116,7 @@ def check_ranks(checked: CheckedJob, limits: RankLimits | None = None) -> None:
     job, field = checked.job, "runtime.trainer_ranks"
     _check_instance_type(checked)
     asked, groups, named = asked_ranks(job), groups_of(job), job.resources.trainer.gpus
+    nodes = job.resources.trainer.num_nodes
     if asked == "auto":
         return
     if asked > groups:
@@ -114,24 +126,36 @@ def check_ranks(checked: CheckedJob, limits: RankLimits | None = None) -> None:
             f"{field} is {asked}, and an optimiser step has {groups} group{'s' if groups > 1 else ''} "
             f"(algorithm.prompts_per_batch {algorithm.prompts_per_batch} / updates_per_batch "
             f"{algorithm.updates_per_batch}), of which each rank trains at least one",
-            f"use {groups} or fewer, or auto; or set algorithm.prompts_per_batch: "
-            f"{asked * algorithm.updates_per_batch}",
+            f"{_at_most(groups, nodes)}; or set algorithm.prompts_per_batch: {asked * algorithm.updates_per_batch}",
         )
-    if job.clouds and asked > named:
-        name = job.resources.trainer.accelerator
+    if job.clouds and asked > named * nodes:
+        trainer, all_gpus = job.resources.trainer, named * nodes
+        several = f"{nodes} trainer nodes" if nodes > 1 else "a trainer node"
         raise checked.error(
             field,
-            f"{field} is {asked}, and a trainer node with {job.resources.trainer.accelerators} "
-            f"(resources.trainer.accelerators) has {named} GPU{'s' if named > 1 else ''}, one for each rank",
-            f"use {named} or fewer, or auto; or set resources.trainer.accelerators: {name}:{asked}",
+            f"{field} is {asked}, and {several} with {trainer.accelerators} (resources.trainer.accelerators) "
+            f"{'have' if nodes > 1 else 'has'} {all_gpus} GPU{'s' if all_gpus > 1 else ''}, one for each rank",
+            f"{_at_most(all_gpus, nodes)}; or set resources.trainer.accelerators: "
+            f"{trainer.accelerator}:{ranks_of_each_node(asked, nodes)}",
         )
     if asked > limits.most:
         raise checked.error(
             field,
             f"{field} is {asked}, and this version trains model.weights {job.model.weights} with {limits.most} "
-            f"rank{'s' if limits.most > 1 else ''} at most",
-            f"use {limits.most} or auto",
+            f"rank{'s' if limits.most > 1 else ''} at most{', on all nodes together' if nodes > 1 else ''}",
+            f"use {limits.most} or auto" if nodes == 1 else _at_most(limits.most, nodes),
         )
+
+
+def _at_most(ranks: int, nodes: int) -> str:
+    """Return what to write for `ranks` ranks at most. Several nodes have as many ranks each."""
+    if nodes == 1:
+        return f"use {ranks} or fewer, or auto"
+    if ranks < nodes:
+        return f"use {ranks} or fewer, and resources.trainer.num_nodes: {ranks} or fewer"
+    each = ranks // nodes
+    fewer = ", or fewer on each" if each > 1 else ""
+    return f"use {each * nodes}, {each} on each of the {nodes} nodes{fewer}"
 
 
 def _check_instance_type(checked: CheckedJob) -> None:

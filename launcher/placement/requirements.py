@@ -88,7 +88,8 @@ class CloudRequirements:
 
     recipe: Recipe
     trainer: NodeRequirements
-    """A single on-demand node with at least this many GPUs; the fewer, the better."""
+    """A node of the trainer, on demand, with at least this many GPUs; the fewer, the better. The trainer has
+    `recipe.trainer_nodes` equal nodes."""
     rollout: NodeRequirements
     """Nodes with exactly this many GPUs."""
     max_rollout_nodes: int
@@ -109,7 +110,7 @@ class CloudRequirements:
     lost_work_ms: int = LOST_WORK_MS
     policy: str = "ours"
     trainer_gpus_named: int = 0
-    """GPUs of the trainer in the job file. A plan looks for as many GPUs as the engine uses."""
+    """GPUs of a trainer node in the job file. A plan looks for as many GPUs as the engine uses."""
     least_trainer_gpus: int | None = None
     """GPUs of the smallest node on which the job can train. None: `trainer.gpus`. A node with fewer than `trainer.gpus`
     counts where every larger node would have idle GPUs."""
@@ -212,14 +213,22 @@ class Site:
     """A region with a trainer, and its rollout nodes: at most one kind per zone, the cheapest per useful hour."""
 
     trainer: Offer
+    """A node of the trainer."""
     zones: tuple[PricedPool, ...]
     """Spot pools, cheapest hour first."""
     on_demand: PricedPool | None
     left_out: tuple[LeftOut, ...]
+    trainer_nodes: int = 1
+    """Equal nodes of the trainer."""
 
     @property
     def name(self) -> str:
         return f"{self.trainer.cloud} {self.trainer.region}"
+
+    @property
+    def trainer_micro_usd_per_hour(self) -> int:
+        """Return the rate of all nodes of the trainer."""
+        return self.trainer_nodes * self.trainer.micro_usd_per_hour
 
 
 def sites_of(needs: CloudRequirements, market: MarketView) -> tuple[tuple[Site, ...], tuple[LeftOut, ...]]:
@@ -239,13 +248,23 @@ def sites_of(needs: CloudRequirements, market: MarketView) -> tuple[tuple[Site, 
         offered = [offer for offer in offered if offer.gpus in sizes]
         trainers = [offer for offer in offered if pool_of_offer(offer) not in market.cooling]
         if not trainers:
-            wanted = f"no trainer with {needs.trainer} on demand"
+            wanted = f"no trainer with {trainer_text(needs)} on demand"
             why = f"{wanted} was to be had a moment ago" if offered else f"{wanted} is offered there"
             left_out.append(LeftOut(what=f"{cloud} {region}", why=why))
             continue
         zones, on_demand, refused = _rollout_nodes(needs, market, offers)
-        sites += [Site(trainer=trainer, zones=zones, on_demand=on_demand, left_out=refused) for trainer in trainers]
+        nodes = needs.recipe.trainer_nodes
+        sites += [
+            Site(trainer=trainer, zones=zones, on_demand=on_demand, left_out=refused, trainer_nodes=nodes)
+            for trainer in trainers
+        ]
     return tuple(sites), tuple(left_out)
+
+
+def trainer_text(needs: CloudRequirements) -> str:
+    """Return the trainer that a job needs, like `2 x H100`, or `2 nodes of 4 x H100`."""
+    nodes = needs.recipe.trainer_nodes
+    return f"{nodes} nodes of {needs.trainer}" if nodes > 1 else str(needs.trainer)
 
 
 def _trainer_sizes(needs: CloudRequirements, sold: Collection[int]) -> set[int]:
@@ -257,9 +276,9 @@ def _trainer_sizes(needs: CloudRequirements, sold: Collection[int]) -> set[int]:
     wanted = needs.trainer.gpus
     least = wanted if needs.least_trainer_gpus is None else needs.least_trainer_gpus
     enough = {min(gpus for gpus in sold if gpus >= wanted)} if any(gpus >= wanted for gpus in sold) else set()
-    if any(needs.recipe.ranks(gpus) == gpus for gpus in enough):
+    if any(map(needs.recipe.every_gpu_trains, enough)):
         return enough
-    smaller = [gpus for gpus in sold if least <= gpus < wanted and needs.recipe.ranks(gpus) == gpus]
+    smaller = [gpus for gpus in sold if least <= gpus < wanted and needs.recipe.every_gpu_trains(gpus)]
     return enough | ({max(smaller)} if smaller else set())
 
 

@@ -91,7 +91,7 @@ class _Search:
                 if steady
                 else (0.0, 0, 0.0)
             )
-            trainer = here.site.trainer.micro_usd_per_hour
+            trainer = here.site.trainer_micro_usd_per_hour
             on_spot = self._fastest_ms(here, here.best_share)
             with_steady = self._fastest_ms(here, max(here.best_share, steady_share))
             for spot in range(most + 1 if here.zones and spot_kinds is not Spot.NEVER else 1):
@@ -109,7 +109,7 @@ class _Search:
         """Try every distribution of the part's spot nodes over the zones of the site."""
         _, number, spot, on_demand = part
         here, steady = self.sites[number], self.sites[number].site.on_demand
-        placed = _Placed(0.0, float(here.site.trainer.micro_usd_per_hour), 0.0, 0.0, 0.0)
+        placed = _Placed(0.0, float(here.site.trainer_micro_usd_per_hour), 0.0, 0.0, 0.0)
         if on_demand and steady is not None:
             placed = _Placed(
                 rate=on_demand * steady.value.micro_usd_per_hour,
@@ -143,7 +143,7 @@ class _Search:
         choice = Choice(site=here.site, spot=(*counts, *(0,) * (here.zones - len(counts))), on_demand=on_demand)
         if not is_above_floor(self.needs, choice):
             return
-        micro_usd, ms = cost(here.recipe, here.site.trainer.micro_usd_per_hour, *sums(choice))
+        micro_usd, ms = cost(here.recipe, here.site.trainer_micro_usd_per_hour, *sums(choice))
         if not self.caps.keep(choice.listed_micro_usd_per_hour, micro_usd, ms):
             return
         key = (micro_usd, ms, choice.nodes, number, tuple(-count for count in choice.spot))
@@ -169,7 +169,7 @@ class _Search:
         micro_usd, ms = paid(
             here.recipe,
             here.quickest(gpus),
-            (here.site.trainer.micro_usd_per_hour + placed.rate + here.rates.least(zone, left, cap)) / SLACK,
+            (here.site.trainer_micro_usd_per_hour + placed.rate + here.rates.least(zone, left, cap)) / SLACK,
             0,
         )
         listed = (placed.listed + here.prices.least(zone, left, cap)) / SLACK

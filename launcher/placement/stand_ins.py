@@ -137,7 +137,7 @@ class _Run:
         assert steady is not None
         self.on_demand = float(steady.offer.micro_usd_per_hour)
         self.always = choice.on_demand * steady.value.micro_usd_per_hour
-        self.trainer = float(choice.site.trainer.micro_usd_per_hour)
+        self.trainer = float(choice.site.trainer_micro_usd_per_hour)
         self.full_hours = iterations / self.pace[-1]
         last_ms = needs.deadline_ms if needs.max_runtime_ms is None else needs.max_runtime_ms
         self.longest = None if last_ms is None else last_ms / HOUR_MS

@@ -243,6 +243,7 @@ def _launch() -> Schema:
         on_clouds["$defs"][name] = _join(part.get("description", ""), part, _schema(more))
     definitions = local.pop("$defs") | on_clouds.pop("$defs")
     definitions["Placement"]["required"].remove("disk_gib")
+    definitions["TrainerRanks"]["required"].remove("nodes")
     for added_later in ("early_share", "stale_share"):
         definitions["PlanSchedule"]["required"].remove(added_later)
     started = _joined("A started run.", outputs.LaunchFacts, RunView)

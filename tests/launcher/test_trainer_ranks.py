@@ -9,7 +9,7 @@ from launcher.job.checked import JobError
 from launcher.job.load import load_job
 from launcher.placement.from_job import cloud_requirements, recipe_of
 from launcher.placement.memory import memory_of_job
-from launcher.placement.ranks import check_ranks, ranks_of_node, wanted_ranks
+from launcher.placement.ranks import check_ranks, ranks_of_nodes, wanted_ranks
 
 EVERY_GPU = RankLimits(most=64)
 
@@ -106,7 +106,7 @@ def test_a_step_has_the_groups_the_seconds_and_the_bytes_of_the_job(tmp_path):
     assert recipe.step.trained_bytes == 1_698_693_120 // 2
     assert recipe.step.group_seconds * 16 == pytest.approx(recipe.cost.train_seconds)
     four, alone = recipe.on(4).cost, recipe.on(1).cost
-    assert ranks_of_node(recipe, 4).rounds == 2
+    assert ranks_of_nodes(recipe, 4).rounds == 2
     # Three quarters of the gradients, twice, and the weights, at half of NVLink's 450 GB/s.
     both_steps = 2 * (2 * 3 / 4 + 1) * 0.849346560 / 225
     assert four.train_seconds == pytest.approx(alone.train_seconds / 4 + both_steps)

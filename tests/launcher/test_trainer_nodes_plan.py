@@ -1,0 +1,113 @@
+"""Plans for a trainer of several nodes on clouds: equal slots, the money of all of them, and as many ranks on each."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from engine.trainer_ranks import RankLimits
+from launcher.exit_codes import BudgetError
+from launcher.placement.cloud_plan import CloudPlan, cloud_plan_json
+from launcher.placement.plan import PlacementError, plan_json, slots_from
+from launcher.placement.plan_cloud import plan_cloud
+from launcher.placement.requirements import CloudRequirements, NodeRequirements
+from tests.launcher.reference_recipe import verl_omni
+from tests.launcher.test_cloud_plan import EAST, offer, requirements, view, where
+from tests.launcher.test_plan_screen import dry_run, is_one_screen  # noqa: F401  the fixture is used by its name
+
+NOTE = "the network between the trainer's nodes is not in the predicted time; several nodes have never run on GPUs"
+
+EIGHT = RankLimits(most=8)
+
+
+def needs(nodes: int, gpus: int, **more: object) -> CloudRequirements:
+    """Return needs of a trainer with 8 ranks on `nodes` nodes, of which one rank samples."""
+    recipe = replace(verl_omni(limits=EIGHT), asked_ranks=8, trainer_nodes=nodes)
+    trainer = NodeRequirements(accelerator="H100", gpus=gpus)
+    return requirements(recipe=recipe, trainer=trainer, trainer_gpus_named=gpus, **more)
+
+
+# --- slots and money ----------------------------------------------------------------------------------
+
+
+def test_a_trainer_of_two_nodes_has_two_slots_of_the_same_placement():
+    plan = plan_cloud(needs(2, 4), view(*EAST))
+    first, second, *rollout = plan.slots
+    assert [(slot.name, slot.role) for slot in (first, second)] == [("trainer", "trainer"), ("trainer-1", "ranks")]
+    assert first.placement == second.placement
+    assert first.placement.zone == "east, any zone", "the offer names no zone"
+    assert {slot.role for slot in rollout} == {"rollout"}
+    assert slots_from(json.loads(json.dumps(plan_json(plan.as_plan())))) == plan.slots
+
+
+def test_two_nodes_cost_twice_a_node_for_the_time_of_all_ranks():
+    """4 x 107 GPU-s of rollouts on one rank, 4 x 253 GPU-s of training on eight: 554.5 s, at 2 x $28 an hour."""
+    plan = plan_cloud(needs(2, 4, max_rollout_nodes=0), view(*EAST))
+    assert plan.seconds_per_iteration == pytest.approx(428 + 1012 / 8)
+    assert plan.listed_micro_usd_per_hour == plan.maximum_micro_usd_per_hour == 56_000_000
+    assert plan.cost.expected / 1e6 == pytest.approx(300 * 554.5 / 3600 * 56)
+    one = plan_cloud(needs(1, 8, max_rollout_nodes=0), view(offer("", 28, gpus=8)))
+    assert plan.cost.expected == pytest.approx(2 * one.cost.expected)
+    assert plan.time == one.time
+
+
+def figures(plan: CloudPlan) -> tuple[object, ...]:
+    alternatives = [(other.what, other.why_not, other.micro_usd, other.ms) for other in plan.alternatives]
+    return (
+        (plan.cost, plan.time, plan.iterations, plan.factors, plan.spot_pays, plan.stand_ins),
+        (plan.listed_micro_usd_per_hour, plan.expected_micro_usd_per_hour, plan.maximum_micro_usd_per_hour),
+        (plan.pools, plan.pace_ms, plan.seconds_per_iteration_alone, plan.exploration, where(plan), alternatives),
+    )
+
+
+@pytest.mark.parametrize("policy", ["ours", "all-on-demand", "one-zone", "spread"])
+def test_two_nodes_are_planned_like_one_node_with_twice_the_gpus_and_price(policy):
+    limits = {"policy": policy, "max_hourly_micro_usd": 75_000_000, "max_rollout_nodes": 4}
+    two = plan_cloud(needs(2, 4, **limits), view(*EAST))
+    one = plan_cloud(needs(1, 8, **limits), view(offer("", 56, gpus=8), *EAST[1:]))
+    assert sum(where(two).values()) > 0
+    assert figures(two) == figures(one)
+
+
+def test_the_hourly_limit_holds_all_nodes_of_the_trainer():
+    """$28 an hour hold one node. Two nodes need $56."""
+    held = {"max_rollout_nodes": 0, "max_hourly_micro_usd": 55_999_999}
+    assert plan_cloud(needs(1, 8, **held), view(offer("", 28, gpus=8)))
+    with pytest.raises(BudgetError, match=r"\$56.00/h is above max_hourly \$56.00/h; raise --max-hourly to \$56.00/h"):
+        plan_cloud(needs(2, 4, **held), view(*EAST))
+    plan = plan_cloud(needs(2, 4, **held | {"max_hourly_micro_usd": 56_000_000}), view(*EAST))
+    assert len(plan.slots) == 2
+
+
+def test_regions_whose_nodes_are_together_above_the_limit_are_no_site():
+    west = tuple(replace(each, region="west", micro_usd_per_hour=each.micro_usd_per_hour * 2) for each in EAST)
+    held = {"max_rollout_nodes": 0, "max_hourly_micro_usd": 100_000_000}
+    assert [site.region for site in plan_cloud(needs(2, 4, **held), view(*EAST, *west)).sites] == ["east"]
+    free = plan_cloud(needs(2, 4, max_rollout_nodes=0), view(*EAST, *west))
+    assert [site.region for site in free.sites] == ["east", "west"]
+    assert free.alternatives[0].what == "gcp west, 2 x h100-4: 0 rollout nodes"
+
+
+def test_a_region_without_such_nodes_is_named_with_the_number_of_nodes():
+    with pytest.raises(PlacementError, match="offers a trainer with 2 nodes of 4 x H100 or more on demand"):
+        plan_cloud(needs(2, 4), view(*EAST[1:]))
+
+
+# --- ranks --------------------------------------------------------------------------------------------
+
+
+def test_each_node_has_its_part_of_the_ranks_and_the_smallest_node_is_taken():
+    sizes = [offer("", 7.0 * gpus, gpus=gpus) for gpus in (1, 2, 4, 8)]
+    plan = plan_cloud(needs(2, 4, max_rollout_nodes=0), view(*sizes))
+    trainer = plan.trainer
+    assert (trainer.nodes, trainer.gpus, trainer.ranks, trainer.idle, trainer.waiting) == (2, 4, 8, 0, 7)
+    assert trainer.text().startswith("2 nodes, 8 of 8 GPUs train; ")
+    assert cloud_plan_json(plan)["trainer"]["nodes"] == 2
+    assert NOTE in plan.notes
+    assert NOTE not in plan_cloud(needs(1, 8), view(*sizes)).notes
+
+
+def test_gpus_that_do_not_train_are_counted_over_all_nodes():
+    plan = plan_cloud(needs(2, 4, max_rollout_nodes=0), view(offer("", 55, gpus=8)))
+    assert (plan.trainer.gpus, plan.trainer.idle) == (8, 8)
+    assert any("has 8 GPUs, and the trainer has 2 nodes: 8 are paid for idle" in note for note in plan.notes)
