@@ -6,7 +6,7 @@ uniform-progress: Can't Be Late (Wu et al., NSDI 2024): on demand when behind th
 greedy-net: spot whenever there is any; on demand from the moment at which only that is in time
 spothedge: SkyServe (arXiv 2411.01438): one extra spot node, and on demand for what is missing of the plan
 
-A zone that refused is asked again after ten minutes. The trainer is on demand in all of them.
+A zone that refused is asked again after ten minutes. All nodes of the trainer are on demand in all of them.
 """
 
 from collections.abc import Callable, Mapping
@@ -72,7 +72,7 @@ def spothedge(facts: Facts, wanted: Wanted) -> list[Action]:
     steady = [replace(slot, name=f"bridge-{n}") for n, slot in enumerate(slots)]
     ready = sum(stays(n) and n.market is Market.SPOT and "ready" in n.happened for n in facts.nodes)
     bridge = min(len(slots), len(slots) + SPOTHEDGE_EXTRA - ready)
-    trainer = [slot for slot in wanted.slots if slot.role == "trainer"]
+    trainer = [slot for slot in wanted.slots if slot.role != "rollout"]
     surplus = {slot.name for slot in steady[bridge:]}
     let_go = tuple(n.name for n in facts.nodes if n.slot in surplus and stays(n))
     wider = replace(wanted, slots=(*trainer, *slots, *spare, *steady[:bridge]))
@@ -110,12 +110,13 @@ def _fill(
     held: dict[str, list[NodeRecord]] = {slot.name: [] for slot in wanted.slots}
     for node in facts.nodes:
         held.setdefault(node.slot, []).append(node)
-    trainer_up = any("up" in n.happened and n.is_live for n in held["trainer"])
+    trainer = [slot.name for slot in wanted.slots if slot.role != "rollout"]
+    trainer_up = all(any("up" in n.happened and n.is_live for n in held[name]) for name in trainer)
     free = _ready_zones(facts, [o for o in site.rollout if o.placement.market is Market.SPOT])
     steady = next((o for o in site.rollout if o.placement.market is Market.ON_DEMAND), None)
     for slot in wanted.slots:
         mine = [n for n in held[slot.name] if stays(n)]
-        if slot.role == "trainer":
+        if slot.role != "rollout":
             if not mine:
                 actions.append(_buy(slot, site.trainer[0], held[slot.name], wanted))
             continue

@@ -64,10 +64,19 @@ def hull(per_hour: Sequence[float]) -> list[tuple[float, float]]:
 
 
 def optimum(
-    sites: Sequence[SiteOptions], slots: int, work: WorkLeft, trace: Trace, start_ms: int, deadline_ms: int
+    sites: Sequence[SiteOptions],
+    slots: int,
+    work: WorkLeft,
+    trace: Trace,
+    start_ms: int,
+    deadline_ms: int,
+    trainers: int = 1,
 ) -> Optimum:
-    """Return the lower bound over the given sites; the cheapest site counts. `slots`: rollout nodes of the plan."""
-    found = [_at(site, slots, work, trace, start_ms, deadline_ms) for site in sites]
+    """Return the lower bound over the given sites; the cheapest site counts.
+
+    `slots`: rollout nodes of the plan; `trainers`: nodes of the trainer.
+    """
+    found = [_at(site, slots, work, trace, start_ms, deadline_ms, trainers) for site in sites]
     return Optimum(micro_usd=min((bound for bound in found if bound is not None), default=None))
 
 
@@ -75,7 +84,9 @@ def _price(option: Option) -> float:
     return option.placement.micro_usd_per_hour + option.placement.side_micro_usd_per_hour
 
 
-def _at(site: SiteOptions, slots: int, work: WorkLeft, trace: Trace, start_ms: int, deadline_ms: int) -> int | None:
+def _at(
+    site: SiteOptions, slots: int, work: WorkLeft, trace: Trace, start_ms: int, deadline_ms: int, trainers: int
+) -> int | None:
     ticks = -(-deadline_ms // TICK_MS)
     starts = [start_ms + t * TICK_MS for t in range(ticks)]
     pools = []
@@ -93,7 +104,7 @@ def _at(site: SiteOptions, slots: int, work: WorkLeft, trace: Trace, start_ms: i
                     np.array([pool.most_between(at, at + TICK_MS) for at in starts], float),
                 )
             )
-    trainer = min(_price(option) for option in site.trainer)
+    trainer = trainers * min(_price(option) for option in site.trainer)
     return _solve(pools, trainer, slots, work, ticks)
 
 

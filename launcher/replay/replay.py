@@ -72,7 +72,8 @@ def replay(
     `deadline_ms`: time to be done by; `ends_ms`: time at which the run ends, done or not, None: at the deadline;
     `longest_ms`: time at which the replay ends. All are on the run's clock, which starts at 0.
     """
-    world = World(trace=trace, start_ms=start_ms, work=work, random=Random(seed))
+    trainers = sum(slot.role != "rollout" for slot in plan.slots)
+    world = World(trace=trace, start_ms=start_ms, work=work, random=Random(seed), trainer_nodes=trainers)
     wanted = Wanted(
         run="replay",
         slots=plan.slots,

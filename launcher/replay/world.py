@@ -4,9 +4,9 @@ A launch is answered after one to two minutes, by the capacity of that moment. A
 came up. Capacity that falls preempts nodes of the zone at random, with the cloud's notice. A release takes half a
 minute. On demand is always there. A node is billed from `up` to its end, at the price of the moment.
 
-Progress is the planner's own model of an iteration: with n slots at work, and the trainer, an iteration takes
-`WorkLeft.iteration_ms[n]`. A preemption loses `LOST_WORK_MS` of the node's work. The world alone knows the future of
-the trace: it hands out facts of the past and answers actions.
+Progress is the planner's own model of an iteration: with n slots at work, and all nodes of the trainer, an iteration
+takes `WorkLeft.iteration_ms[n]`. A preemption loses `LOST_WORK_MS` of the node's work. The world alone knows the
+future of the trace: it hands out facts of the past and answers actions.
 """
 
 from collections import Counter
@@ -67,6 +67,8 @@ class World:
     start_ms: int
     work: WorkLeft
     random: Random
+    trainer_nodes: int = 1
+    """Nodes of the trainer. It trains only while all of them work."""
     now_ms: int = 0
     done: float = 0.0
     finished_ms: int | None = None
@@ -162,11 +164,11 @@ class World:
         return len({i.record.slot for i in nodes}), spot, len(nodes) - spot
 
     def _work(self, until_ms: int) -> None:
-        trains = any(i.record.role == "trainer" and i.works_at(self.now_ms) for i in self._live.values())
+        trainer = {i.record.slot for i in self._live.values() if i.record.role != "rollout" and i.works_at(self.now_ms)}
         slots, spot, steady = self.at_work()
         if not self.fleet or self.fleet[-1][1:] != (spot, steady):
             self.fleet.append((self.now_ms, spot, steady))
-        if not trains:
+        if len(trainer) < self.trainer_nodes:
             return
         iteration_ms = self.work.iteration_ms[min(slots, self.work.nodes)]
         self.counts["slot ms"] += slots * (until_ms - self.now_ms)
@@ -185,7 +187,7 @@ class World:
             if instance.pool is not None:
                 recorded = instance.pool.price_at(self.start_ms + instance.billed_to_ms)
                 price = price if recorded is None else recorded
-            whose = "trainer" if record.role == "trainer" else record.market.value
+            whose = record.market.value if record.role == "rollout" else "trainer"
             self.bill[whose] += ms * (price + record.beside_micro_usd_per_hour) / HOUR_MS  # type: ignore[assignment]
             instance.billed_to_ms = self.now_ms
 
@@ -210,6 +212,10 @@ class World:
                 self._end(instance, "refusals")
                 return
         instance.up_ms = instance.billed_to_ms = self.now_ms
+        wanted = instance.record.wanted
+        if self.trainer_nodes > 1 and wanted is not None and not wanted.placement.zone_name:
+            # A cloud names the zone of a node that came up. Further nodes of a trainer are bought in the first one's.
+            instance.record = replace(instance.record, zone=f"one zone of {wanted.placement.region}")
         self.counts["up"] += 1
 
     def _take_back(self) -> None:
