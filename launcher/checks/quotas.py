@@ -1,7 +1,7 @@
 """Check quotas against the plan in every candidate region."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -25,29 +25,37 @@ class Need:
     unknown: tuple[str, ...] = ()
 
 
-def need_of(site: SiteOptions, rollouts: int, draws_on: Callable[[Placement], Mapping[str, int]]) -> Need:
+def need_of(
+    site: SiteOptions, rollouts: int, draws_on: Callable[[Placement], Mapping[str, int]], trainers: int = 1
+) -> Need:
     """Return the quotas used by a trainer and `rollouts` rollout nodes at a site, each bought as its first option.
 
-    `draws_on`: returns the use of each quota by one node, by quota name.
+    `trainers`: nodes of the trainer. `draws_on`: returns the use of each quota by one node, by quota name.
     """
-    trainer = site.trainer[0].placement
-    bought = [trainer, *(site.rollout[0].placement for _ in range(rollouts if site.rollout else 0))]
-    whole: Counter[str] = Counter()
-    for want in bought:
-        whole.update(draws_on(want))
+    trainer = [site.trainer[0].placement] * trainers
+    bought = [*trainer, *(site.rollout[0].placement for _ in range(rollouts if site.rollout else 0))]
     unknown = dict.fromkeys(f"{want.market.value} {want.instance_type}" for want in bought if not draws_on(want))
-    return Need(trainer=dict(draws_on(trainer)), whole=dict(whole), unknown=tuple(unknown))
+    return Need(trainer=_used(trainer, draws_on), whole=_used(bought, draws_on), unknown=tuple(unknown))
+
+
+def _used(nodes: Iterable[Placement], draws_on: Callable[[Placement], Mapping[str, int]]) -> dict[str, int]:
+    used: Counter[str] = Counter()
+    for node in nodes:
+        used.update(draws_on(node))
+    return dict(used)
 
 
 def quotas(plan: Plan, limits: Mapping[str, CloudLimits]) -> list[Check]:
     """Compare quota and need in each candidate region.
 
-    A run fails over when a quota refuses a node, so the check fails only if the trainer fits in no region.
+    A run fails over when a quota refuses a node, so the check fails only if the trainer, with all its nodes, fits in no
+    region.
     """
     sites = [site for site in plan.sites if site.trainer and site.cloud in limits]
     rollouts = sum(1 for slot in plan.slots if slot.role == "rollout")
+    trainers = len(plan.slots) - rollouts
     with ThreadPoolExecutor(max_workers=AT_ONCE) as pool:
-        lines = list(pool.map(lambda site: _of_site(site, rollouts, limits[site.cloud]), sites))
+        lines = list(pool.map(lambda site: _of_site(site, trainers, rollouts, limits[site.cloud]), sites))
     fits = any(trainer_fits for _, trainer_fits in lines)
     checks = [check for check, _ in lines]
     if lines and not fits:
@@ -57,10 +65,10 @@ def quotas(plan: Plan, limits: Mapping[str, CloudLimits]) -> list[Check]:
     return checks
 
 
-def _of_site(site: SiteOptions, rollouts: int, limits: CloudLimits) -> tuple[Check, bool]:
+def _of_site(site: SiteOptions, trainers: int, rollouts: int, limits: CloudLimits) -> tuple[Check, bool]:
     """Return the line of a region, and whether the trainer may fit."""
     what = f"quota {site.cloud}/{site.region}"
-    need = need_of(site, rollouts, limits.draws_on)
+    need = need_of(site, rollouts, limits.draws_on, trainers)
     try:
         found = limits.quotas(site.region, need.whole.keys()) if need.whole else {}
     except Failure as failure:

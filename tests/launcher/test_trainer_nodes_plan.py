@@ -2,22 +2,35 @@
 
 import json
 from dataclasses import replace
+from random import Random
 
 import pytest
 
 from engine.trainer_ranks import RankLimits
+from launcher.checks.quotas import need_of, quotas
+from launcher.decide.actions import Buy
+from launcher.decide.launch_history import MoveRules
 from launcher.exit_codes import BudgetError
+from launcher.money import HOUR_MS
 from launcher.placement.cloud_plan import CloudPlan, cloud_plan_json
-from launcher.placement.plan import PlacementError, plan_json, slots_from
+from launcher.placement.plan import PlacementError, Plan, plan_json, slots_from
 from launcher.placement.plan_cloud import plan_cloud
 from launcher.placement.requirements import CloudRequirements, NodeRequirements
+from launcher.replay.baselines import BASELINES
+from launcher.replay.optimum import optimum
+from launcher.replay.replay import replay
+from launcher.replay.world import World
+from tests.launcher.cluster.test_checks import FakeLimits, enough, site
+from tests.launcher.cluster.test_checks import plan as checked_plan
 from tests.launcher.reference_recipe import verl_omni
+from tests.launcher.replay.markets import ON_DEMAND, market, option, work
+from tests.launcher.replay.markets import plan as replayed_plan
 from tests.launcher.test_cloud_plan import EAST, offer, requirements, view, where
 from tests.launcher.test_plan_screen import dry_run, is_one_screen  # noqa: F401  the fixture is used by its name
 
 NOTE = "the network between the trainer's nodes is not in the predicted time; several nodes have never run on GPUs"
 
-EIGHT = RankLimits(most=8)
+EIGHT, RULES = RankLimits(most=8), MoveRules()
 
 
 def needs(nodes: int, gpus: int, **more: object) -> CloudRequirements:
@@ -111,3 +124,70 @@ def test_gpus_that_do_not_train_are_counted_over_all_nodes():
     plan = plan_cloud(needs(2, 4, max_rollout_nodes=0), view(offer("", 55, gpus=8)))
     assert (plan.trainer.gpus, plan.trainer.idle) == (8, 8)
     assert any("has 8 GPUs, and the trainer has 2 nodes: 8 are paid for idle" in note for note in plan.notes)
+
+
+# --- quotas -------------------------------------------------------------------------------------------
+
+
+def with_trainers(plan: Plan, nodes: int) -> Plan:
+    first = plan.slots[0]
+    more = (replace(first, name=f"trainer-{number}", role="ranks") for number in range(1, nodes))
+    return replace(plan, slots=(first, *more, *plan.slots[1:]))
+
+
+def test_quotas_count_every_node_of_the_trainer():
+    """A node needs 4 vCPUs."""
+    need = need_of(site(), 3, FakeLimits().draws_on, trainers=2)
+    assert (need.trainer, need.whole) == ({"vcpus-on_demand": 8}, {"vcpus-on_demand": 8, "vcpus-spot": 12})
+
+
+def test_a_quota_for_one_node_of_two_starts_no_trainer():
+    limits = {"aws": FakeLimits(has={"us-east-2": enough(on_demand=7)})}
+    assert [line.verdict.value for line in quotas(checked_plan(), limits)] == ["OK"]
+    line, end = quotas(with_trainers(checked_plan(), 2), limits)
+    assert line.found == "Running G (vcpus-on_demand) needs 8, has 7 free of 7: no trainer can start"
+    assert end.found == "the trainer fits into no quota of 1 regions"
+
+
+# --- replays ------------------------------------------------------------------------------------------
+
+
+def test_a_replayed_trainer_works_only_while_all_of_its_nodes_work():
+    plan = with_trainers(replayed_plan("a", 0), 2)
+    world = World(
+        trace=market({"a": [4] * 600}), start_ms=0, work=work(0), random=Random(0), trainer_nodes=2,
+    )  # fmt: skip
+    for number, slot in enumerate(plan.slots):
+        world.advance(number * HOUR_MS)
+        world.buy(Buy(slot=slot, option=slot.option, generation=0, name=f"n-{slot.name}", reserved_micro_usd=0))
+        assert world.done == 0.0, "one of two nodes does no work"
+    world.advance(2 * HOUR_MS)
+    ready_ms = max(one.ready_ms for one in world.instances.values())
+    assert HOUR_MS < ready_ms < 2 * HOUR_MS
+    assert world.done == pytest.approx((2 * HOUR_MS - ready_ms) / work(0).iteration_ms[0])
+    assert {record.zone for record in world.records()} == {"one zone of us-test-1"}
+
+
+@pytest.mark.parametrize("policy", ["all-on-demand", "uniform-progress", "greedy-net", "spothedge"])
+def test_every_node_of_a_replayed_trainer_is_bought_and_paid(policy):
+    plan = with_trainers(replayed_plan("a", 2), 2)
+    trace = market({"a": [4] * 6 * 40})
+    result = replay(plan, RULES, work(2), trace, 0, 1, deadline_ms=20 * HOUR_MS, policy=BASELINES[policy])
+    trainers = [node for node in result.nodes if node.role != "rollout"]
+    assert [node.slot for node in trainers] == ["trainer", "trainer-1"]
+    assert result.reached
+    rate = ON_DEMAND + plan.slots[0].placement.side_micro_usd_per_hour
+    paid_ms = sum(result.ms - node.happened["up"] for node in trainers)
+    assert result.by_market["trainer"] == pytest.approx(rate * paid_ms / HOUR_MS)
+    assert paid_ms > 1.95 * result.ms
+
+
+def test_the_least_that_a_policy_could_pay_has_every_node_of_the_trainer():
+    """A second node works as long as the first: beside rollout nodes on demand alone, 10 hours at $55 and its disk."""
+    found = replayed_plan("a", 2)
+    bounds = [
+        optimum(found.sites, 2, work(2), market({"a": [0] * 6 * 40}), 0, 10 * HOUR_MS + 2_400_000, trainers).micro_usd
+        for trainers in (1, 2)
+    ]
+    rate = ON_DEMAND + option("", found.slots[0].placement.market, ON_DEMAND).placement.side_micro_usd_per_hour
+    assert bounds[1] - bounds[0] == pytest.approx(10 * rate, rel=0.05)
