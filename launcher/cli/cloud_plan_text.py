@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from launcher.cli.layout import columns, fitted
 from launcher.cli.memory_text import memory_lines
-from launcher.cli.plan_text import algorithm_text, judges_text, place_table, pool_text
+from launcher.cli.plan_text import algorithm_text, judges_text, place_table, pool_name, pool_text, pools_of
 from launcher.decide.run_budget import bound_of_plan
 from launcher.job.schema import Job
 from launcher.market.estimate import Estimate
@@ -12,7 +12,6 @@ from launcher.market.offers import TOO_OLD, Age, age_of, age_text
 from launcher.money import dollars, duration, hourly
 from launcher.placement.cloud_plan import Alternative, CloudPlan, Factors, Span
 from launcher.placement.disk import parts_text
-from launcher.placement.plan import Slot
 
 ALTERNATIVES_SHOWN = 12
 LEFT_OUT_SHOWN = 6
@@ -52,10 +51,7 @@ def _lines(job: Job, plan: CloudPlan, now_ms: int) -> Iterator[str]:
 
 def _nodes(plan: CloudPlan) -> Iterator[str]:
     """Yield the tables of nodes, with one row for all slots of a pool, and the estimates of each pool."""
-    named = [
-        (slots[0].name if len(slots) == 1 else f"{len(slots)} x {slots[0].name.rpartition('-')[0]}", slots[0])
-        for slots in _grouped(plan.slots)
-    ]
+    named = [(pool_name(slots), slots[0]) for slots in pools_of(plan.slots)]
     yield from place_table(named)
     yield ""
     useful = {(pool.zone, pool.instance_type, pool.market): pool for pool in plan.pools}
@@ -75,13 +71,6 @@ def _nodes(plan: CloudPlan) -> Iterator[str]:
             )
 
 
-def _grouped(slots: Sequence[Slot]) -> list[list[Slot]]:
-    groups: dict[tuple[object, ...], list[Slot]] = {}
-    for slot in slots:
-        groups.setdefault((slot.role, slot.placement), []).append(slot)
-    return list(groups.values())
-
-
 def _share(estimate: Estimate) -> str:
     return f"{estimate.mean:.0%} ({estimate.low:.0%} to {estimate.high:.0%}, {estimate.basis.value})"
 
@@ -91,7 +80,7 @@ def _share(estimate: Estimate) -> str:
 
 def _prices(plan: CloudPlan, now_ms: int) -> Iterator[str]:
     """Yield the source and age of each price. If a price is too old for `launch` to buy by, print a loud warning."""
-    places = [slots[0].placement for slots in _grouped(plan.slots)]
+    places = [slots[0].placement for slots in pools_of(plan.slots)]
     for place in places:
         name = f"{place.instance_type} {place.market.value} in {place.zone}"
         yield f"  price of {name}: {place.price_source}, {age_text(place.price_observed_at, now_ms)}"

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from launcher.checks.ready import job_problems
 from launcher.cli.layout import COLUMNS, columns
-from launcher.cli.plan_text import clock_note, header, judges_text, pool_text
+from launcher.cli.plan_text import clock_note, header, judges_text, pool_name, pool_text, pools_of
 from launcher.decide.run_budget import bound_of_plan
 from launcher.job.checked import CheckedJob
 from launcher.job.schema import Job
@@ -79,17 +79,14 @@ def stops(checked: CheckedJob, slots: Sequence[Slot], now_ms: int) -> Iterator[s
 
 def pool_table(slots: Sequence[Slot]) -> Iterator[str]:
     """Yield a table of the nodes to keep running; equal nodes share a row."""
-    pools: dict[tuple[object, ...], list[Slot]] = {}
-    for slot in slots:
-        pools.setdefault((slot.role, slot.placement), []).append(slot)
+    pools = pools_of(slots)
     rows = [("nodes", "market", "GPUs", "instance", "zone", "each")]
-    for equal in list(pools.values())[:POOLS_SHOWN]:
-        place, name = equal[0].placement, equal[0].name
-        name = name if len(equal) == 1 else f"{len(equal)} x {name.rpartition('-')[0]}"
+    for equal in pools[:POOLS_SHOWN]:
+        place = equal[0].placement
         gpus, each = f"{place.accelerator}:{place.gpus}", hourly(place.micro_usd_per_hour)
-        rows.append((name, place.market.value, gpus, place.instance_type, place.zone, each))
+        rows.append((pool_name(equal), place.market.value, gpus, place.instance_type, place.zone, each))
     yield from columns(rows, words=5)
-    if hidden := sum(map(len, list(pools.values())[POOLS_SHOWN:])):
+    if hidden := sum(map(len, pools[POOLS_SHOWN:])):
         yield f"  and {hidden} more nodes"
 
 

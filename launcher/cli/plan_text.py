@@ -1,7 +1,7 @@
 """A local plan as text for the user's confirmation, and as a dictionary for `--json`."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -34,6 +34,21 @@ def place_table(slots: Iterable[tuple[str, Slot]]) -> Iterator[str]:
         place = slot.placement
         rows.append((name, place.market.value, f"{place.accelerator}:{place.gpus}", place.instance_type, place.zone))
     return columns(rows, words=5)
+
+
+def pools_of(slots: Iterable[Slot]) -> list[list[Slot]]:
+    """Return the slots in groups of equal nodes. The nodes of the trainer are one group."""
+    pools: dict[tuple[object, ...], list[Slot]] = {}
+    for slot in slots:
+        pools.setdefault((slot.role == "rollout", slot.placement), []).append(slot)
+    return list(pools.values())
+
+
+def pool_name(equal: Sequence[Slot]) -> str:
+    """Return the name of equal nodes, like `trainer`, `2 x trainer` or `3 x spot`."""
+    if len(equal) == 1:
+        return equal[0].name
+    return f"{len(equal)} x {equal[-1].name.rpartition('-')[0]}"
 
 
 def _plan_lines(job: Job, plan: Plan) -> Iterator[str]:
