@@ -300,9 +300,9 @@ class RuntimeConfig(Strict):
     """torch threads of the trainer on a CPU; 0: one thread if spot workers explore on the same machine, else one per
     core, divided by the ranks. Bit-identical repetition of a run needs the same number."""
     trainer_ranks: Literal["auto"] | Positive = "auto"
-    """Processes of the trainer, each with a GPU of its own, that share the groups of an optimiser step. More than 1
-    needs as many groups in a step. With `model.weights: full`, each rank holds a part of the weights (FSDP2). `auto`:
-    1, because several ranks were only run on CPUs, and never on GPUs."""
+    """Processes of the trainer on all of its nodes, each with a GPU of its own, that share the groups of an optimiser
+    step. More than 1 needs as many groups in a step. With `model.weights: full`, each rank holds a part of the weights
+    (FSDP2). `auto`: 1, because several ranks were only run on CPUs, and never on GPUs."""
 
     @model_validator(mode="after")
     def _agree(self) -> Self:

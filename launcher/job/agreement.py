@@ -109,16 +109,11 @@ def resources_are_where_infra_is(job: "Job") -> None:
 
 
 def trainer_nodes_can_be_had(job: "Job") -> None:
-    """Allow several trainer nodes only where they run: as process sessions of this machine, with equal ranks."""
+    """Allow several trainer nodes only with the runtime that starts them, and with as many ranks on each."""
     field, nodes = "resources.trainer.num_nodes", job.resources.trainer.num_nodes
     asked = job.runtime.trainer_ranks
     if nodes == 1:
         return
-    if job.clouds:
-        raise ValueError(
-            f"{field} is {nodes}, but infra is {job.infra}; use 1, or infra: local, because spotrl cannot buy "
-            "several trainer nodes on clouds yet"
-        )
     if job.runtime.name != "local":
         raise ValueError(f"{field} is {nodes}, but runtime.name is {job.runtime.name}; use 1, or runtime.name: local")
     if asked == "auto" or asked % nodes:

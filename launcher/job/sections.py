@@ -34,8 +34,8 @@ class NodeResources(Strict):
     """True: buy spot capacity. Default: false for the trainer, where only false is allowed, and true for rollout
     nodes."""
     num_nodes: Annotated[int, Field(ge=0, le=64)] = 1
-    """Number of nodes. Of the trainer: 1, or on `infra: local` up to as many as it has ranks, which
-    `runtime.trainer_ranks` names and the nodes share equally. For rollout nodes: the maximum, default 2."""
+    """Number of nodes. Of the trainer: 1, or up to as many as it has ranks, which `runtime.trainer_ranks` names and the
+    nodes share equally. For rollout nodes: the maximum, default 2."""
     min_nodes: Annotated[int, Field(ge=0, le=64)] | None = None
     """Minimum number of rollout nodes, bought even if the plan expects no saving. None: the plan decides; a model
     without timings gets all of `num_nodes`."""
@@ -87,7 +87,7 @@ class Resources(Strict):
     """
 
     trainer: NodeResources = NodeResources()
-    """Nodes of the trainer, on demand. One, unless `num_nodes` says otherwise; several are bought together."""
+    """Nodes of the trainer, on demand. One, unless `num_nodes` says otherwise; several are alike and in one zone."""
     rollout: NodeResources = NodeResources(use_spot=True, num_nodes=2)
     """Nodes of the rollout workers. Default: up to two spot nodes."""
     disk_gb: Annotated[int, Field(ge=1, le=16_000)] | None = None

@@ -8,13 +8,19 @@ import pytest
 
 from engine.trainer_ranks import RankLimits
 from launcher.checks.quotas import need_of, quotas
+from launcher.cli.main import run
 from launcher.decide.actions import Buy
 from launcher.decide.launch_history import MoveRules
-from launcher.exit_codes import BudgetError
+from launcher.exit_codes import BudgetError, ExitCode
+from launcher.job.checked import JobError
+from launcher.job.load import load_job
 from launcher.money import HOUR_MS
 from launcher.placement.cloud_plan import CloudPlan, cloud_plan_json
+from launcher.placement.from_job import cloud_requirements
+from launcher.placement.memory import memory_of_job
 from launcher.placement.plan import PlacementError, Plan, plan_json, slots_from
 from launcher.placement.plan_cloud import plan_cloud
+from launcher.placement.ranks import check_ranks
 from launcher.placement.requirements import CloudRequirements, NodeRequirements
 from launcher.replay.baselines import BASELINES
 from launcher.replay.optimum import optimum
@@ -38,6 +44,16 @@ def needs(nodes: int, gpus: int, **more: object) -> CloudRequirements:
     recipe = replace(verl_omni(limits=EIGHT), asked_ranks=8, trainer_nodes=nodes)
     trainer = NodeRequirements(accelerator="H100", gpus=gpus)
     return requirements(recipe=recipe, trainer=trainer, trainer_gpus_named=gpus, **more)
+
+
+def with_ranks(tmp_path, trainer: str, ranks: int, more: str = ""):
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        f"infra: aws\nruntime: {{trainer_ranks: {ranks}}}\nresources:\n  trainer: {{{trainer}}}\n"
+        "  rollout: {num_nodes: 0}\n"
+        f"algorithm: {{prompts_per_batch: 32, updates_per_batch: 2}}\n{more}"
+    )
+    return load_job(path)
 
 
 # --- slots and money ----------------------------------------------------------------------------------
@@ -126,6 +142,53 @@ def test_gpus_that_do_not_train_are_counted_over_all_nodes():
     assert any("has 8 GPUs, and the trainer has 2 nodes: 8 are paid for idle" in note for note in plan.notes)
 
 
+def test_a_job_looks_for_nodes_with_as_many_gpus_as_each_has_ranks(tmp_path):
+    job = with_ranks(tmp_path, "accelerators: 'H100:8', num_nodes: 2", 4).job
+    wanted = cloud_requirements(job)
+    assert (wanted.trainer.gpus, wanted.recipe.trainer_nodes, wanted.recipe.ranks(2)) == (2, 2, 4)
+    plan = plan_cloud(wanted, view(*(offer("", 7.0 * gpus, gpus=gpus, cloud="aws") for gpus in (1, 2, 8)), EAST[1]))
+    assert plan.trainer.gpus == 2
+    named = "the job names 8 x H100 for each of the trainer's 2 nodes; runtime.trainer_ranks is 4"
+    assert any(note.startswith(named) and note.endswith("counts 4 and looks for a node with 2") for note in plan.notes)
+
+
+def test_ranks_over_two_nodes_share_full_weights_like_ranks_on_one(tmp_path):
+    full = "model: {name: qwen-image, path: there, weights: full}\n"
+    two, one = (
+        memory_of_job(with_ranks(tmp_path, trainer, 8, full).job).trainer
+        for trainer in ("accelerators: 'H100:4', num_nodes: 2", "accelerators: 'H100:8'")
+    )
+    assert two == one
+
+
+def test_scorers_are_on_the_gpus_of_one_node(tmp_path):
+    """8 processes on the 4 GPUs of a node: 2 on each. On the 8 GPUs of a single node: 1 on each."""
+    scored = (
+        "model: {name: qwen-image, path: there}\n"
+        "reward: {name: pickscore, model: {path: /scorer}, placed: pool, pool: {processes: 8}}\n"
+    )
+    two, one = (
+        memory_of_job(with_ranks(tmp_path, trainer, 8, scored).job).trainer.parts["scorers"]
+        for trainer in ("accelerators: 'H100:4', num_nodes: 2", "accelerators: 'H100:8'")
+    )
+    assert two == 2 * one
+
+
+@pytest.mark.parametrize(("trainer", "ranks", "words"), [
+    ("accelerators: 'H100:8', num_nodes: 2", 16,
+     ["runtime.trainer_ranks is 16", "8 ranks at most, on all nodes together", "use 8, 4 on each of the 2 nodes"]),
+    ("accelerators: 'H100:2', num_nodes: 2", 8,
+     ["2 trainer nodes with H100:2", "have 4 GPUs", "use 4, 2 on each of the 2 nodes", "accelerators: H100:4"]),
+    ("accelerators: 'H100:1', num_nodes: 18", 18,
+     ["an optimiser step has 16 groups", "use 16 or fewer, and resources.trainer.num_nodes: 16 or fewer"]),
+    ("accelerators: 'H100:1', num_nodes: 3", 9, ["use 3, 1 on each of the 3 nodes;", "accelerators: H100:3"]),
+])  # fmt: skip
+def test_ranks_that_the_nodes_cannot_train_are_refused_with_what_is_allowed(tmp_path, trainer, ranks, words):
+    with pytest.raises(JobError) as caught:
+        check_ranks(with_ranks(tmp_path, trainer, ranks))
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
 # --- quotas -------------------------------------------------------------------------------------------
 
 
@@ -191,3 +254,30 @@ def test_the_least_that_a_policy_could_pay_has_every_node_of_the_trainer():
     ]
     rate = ON_DEMAND + option("", found.slots[0].placement.market, ON_DEMAND).placement.side_micro_usd_per_hour
     assert bounds[1] - bounds[0] == pytest.approx(10 * rate, rel=0.05)
+
+
+# --- the screen ---------------------------------------------------------------------------------------
+
+
+TWO = ("--set", "runtime.name=local", "--set", "resources.trainer.num_nodes=2", "--set", "runtime.trainer_ranks=2")
+
+
+def test_a_dry_run_shows_the_nodes_of_the_trainer_on_one_line(dry_run):  # noqa: F811
+    lines = dry_run("qwen_image_ocr", *TWO)
+    assert is_one_screen(lines)
+    (row,) = [line for line in lines if " x trainer " in line]
+    assert row.split()[:6] == ["2", "x", "trainer", "on_demand", "H100:1", "p5.4xlarge"]
+    assert any(line.startswith("  aws ") and ", 2 x p5.4xlarge: " in line for line in lines)
+
+
+def test_explain_and_json_tell_the_nodes_and_what_is_not_predicted(dry_run, capsys):  # noqa: F811
+    text = " ".join(" ".join(dry_run("qwen_image_ocr", *TWO, "--explain")).split())
+    assert "trainer: 2 nodes, 2 of 2 GPUs train; " in text
+    assert "the network between the trainer's nodes is not in the predicted time" in text
+    assert run(["launch", "qwen_image_ocr.yaml", "--dry-run", "--json", *TWO]) == ExitCode.OK
+    plan = json.loads(capsys.readouterr().out)["plan"]
+    first, second = (slot for slot in plan["slots"] if slot["role"] != "rollout")
+    assert first["placement"] == second["placement"]
+    assert plan["trainer"]["nodes"] == 2
+    rollout = sum(slot["placement"]["micro_usd_per_hour"] for slot in plan["slots"] if slot["role"] == "rollout")
+    assert plan["listed_micro_usd_per_hour"] == 2 * first["placement"]["micro_usd_per_hour"] + rollout
