@@ -117,6 +117,19 @@ def test_regions_whose_nodes_are_together_above_the_limit_are_no_site():
     assert free.alternatives[0].what == "gcp west, 2 x h100-4: 0 rollout nodes"
 
 
+def test_regions_are_in_the_order_of_the_price_of_the_whole_cluster():
+    """Two nodes and a spot node: 2 x $10 + $5 in west, 2 x $11.50 + $3 in north. With one node, north is cheaper."""
+    east, west, north = (
+        (offer("", trainer, gpus=4, region=region), offer("", 7, region=region), offer("a", spot, region=region))
+        for region, trainer, spot in (("east", 5, 1), ("west", 10, 5), ("north", 11.5, 3))
+    )
+    wanted = {"max_rollout_nodes": 1, "min_rollout_nodes": 1}
+    plan = plan_cloud(needs(2, 4, **wanted), view(*east, *west, *north))
+    assert [site.region for site in plan.sites] == ["east", "west", "north"]
+    four = replace(needs(1, 4, **wanted), recipe=replace(verl_omni(limits=EIGHT), asked_ranks=4))
+    assert [site.region for site in plan_cloud(four, view(*east, *west, *north)).sites] == ["east", "north", "west"]
+
+
 def test_a_region_without_such_nodes_is_named_with_the_number_of_nodes():
     with pytest.raises(PlacementError, match="offers a trainer with 2 nodes of 4 x H100 or more on demand"):
         plan_cloud(needs(2, 4), view(*EAST[1:]))

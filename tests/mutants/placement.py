@@ -4,14 +4,19 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from engine.queue.queue import Queue
+from launcher.checks import quotas
 from launcher.decide import budget_guard, failover, giving_back, launch_history, reconcile, replacing, run_budget
 from launcher.market import hazard
+from launcher.placement import from_job, plan_cloud
+from launcher.placement.requirements import Site
+from launcher.replay.world import World
 from tests.mutants.faults import Fault
 from tests.mutants.planted_bug import changed, everywhere
 
 DECISIONS = "tests/launcher/cluster/test_reconcile.py"
 PLACES = "tests/launcher/test_moves.py"
 QUEUE = "tests/engine/test_queue.py"
+NODES = "tests/launcher/test_trainer_nodes_plan.py"
 
 _cooled_until_ms, _next_trainer = launch_history.cooled_until_ms, failover.next_trainer
 _needs_successor, _refusal = replacing.needs_successor, run_budget.budget_refusal
@@ -141,6 +146,46 @@ FAULTS = {
             forgets="what a node costs beside its instance",
             patches=(everywhere(run_budget.beside, nothing_beside),),
             found_by=f"{DECISIONS}::test_disks_and_addresses_count_against_the_hourly_limit",
+        ),
+        Fault(
+            name="trainer-costs-one-node",
+            forgets="that every node of the trainer is paid",
+            patches=((Site, "trainer_micro_usd_per_hour", property(lambda site: site.trainer.micro_usd_per_hour)),),
+            found_by=f"{NODES}::test_two_nodes_cost_twice_a_node_for_the_time_of_all_ranks",
+        ),
+        Fault(
+            name="regions-by-the-price-of-one-trainer-node",
+            forgets="that all nodes of the trainer together are within the hourly limit",
+            patches=(
+                (
+                    plan_cloud,
+                    "_site_options",
+                    changed(
+                        plan_cloud._site_options, "site.trainer_micro_usd_per_hour", "site.trainer.micro_usd_per_hour"
+                    ),
+                ),
+            ),
+            found_by=f"{NODES}::test_regions_whose_nodes_are_together_above_the_limit_are_no_site",
+        ),
+        Fault(
+            name="each-trainer-node-has-all-ranks",
+            forgets="that the nodes of the trainer share the ranks",
+            patches=((from_job, "ranks_of_each_node", lambda ranks, nodes: ranks),),
+            found_by=f"{NODES}::test_a_job_looks_for_nodes_with_as_many_gpus_as_each_has_ranks",
+        ),
+        Fault(
+            name="quotas-of-one-trainer-node",
+            forgets="that every node of the trainer uses up the quota",
+            patches=(
+                (quotas, "quotas", changed(quotas.quotas, "trainers = len(plan.slots) - rollouts", "trainers = 1")),
+            ),
+            found_by=f"{NODES}::test_a_quota_for_one_node_of_two_starts_no_trainer",
+        ),
+        Fault(
+            name="replayed-trainer-works-with-a-node-missing",
+            forgets="that a trainer trains only while all of its nodes work",
+            patches=((World, "_work", changed(World._work, "len(trainer) < self.trainer_nodes", "not trainer")),),
+            found_by=f"{NODES}::test_a_replayed_trainer_works_only_while_all_of_its_nodes_work",
         ),
         Fault(
             name="preempted-node-blames-its-requests",
