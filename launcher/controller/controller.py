@@ -32,7 +32,7 @@ from launcher.controller.recorder import Recorder
 from launcher.controller.spend_deadlines import SpendDeadlines
 from launcher.decide import budget_guard
 from launcher.decide.actions import Action, Buy, Enter, Release, RepeatRequest, StopEngine
-from launcher.decide.facts import OVER, Facts, Stage, Wanted
+from launcher.decide.facts import INCOMPLETE, OVER, Facts, Stage, Wanted
 from launcher.decide.failover import LaunchRate
 from launcher.decide.known_nodes import KnownNodes
 from launcher.decide.launch_history import MoveRules
@@ -175,7 +175,7 @@ class Controller:
             case RepeatRequest():
                 self._request(action.node)
             case Release():
-                self._release(action.nodes)
+                self._release(action.nodes, action.incomplete)
             case StopEngine():
                 self.engine.stop(action.reason)
             case _:
@@ -254,11 +254,13 @@ class Controller:
         with self.recorder.transaction() as session:
             self._event(session, node, "requested", requested_ms)
 
-    def _release(self, names: Sequence[str]) -> None:
+    def _release(self, names: Sequence[str], incomplete: str) -> None:
         with self.recorder.transaction() as session:
             records = {record.name: record for record in node_records(session, self._run)}
             for node in nodes_of(session, self._run):
                 if node.name in names and "releasing" not in records[node.name].happened:
+                    if incomplete:
+                        self._event(session, node, INCOMPLETE, self._clock.now_ms(), incomplete)
                     self._event(session, node, "releasing", self._clock.now_ms())
         self.recorder.check_lease()
         self._provisioner.release(names)

@@ -44,7 +44,13 @@ class RepeatRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Release:
+    """Terminate nodes.
+
+    `incomplete`: why the trainer of these nodes never was whole (further_nodes.py). Empty for every other release.
+    """
+
     nodes: tuple[str, ...]
+    incomplete: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

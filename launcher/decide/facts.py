@@ -33,6 +33,10 @@ OVER = frozenset({Stage.FINISHED, Stage.STOPPED, Stage.FAILED})
 ENDS = frozenset({"gone", "released", "denied", "no_capacity"})
 """The event kinds that end a node. A node has exactly one end event."""
 
+INCOMPLETE = "incomplete"
+"""Kind of the event of a node that is given back because its trainer of several nodes never was whole. It comes before
+the node's release, and says why."""
+
 FAILING = "failed: "
 """Prefix of the reason of a run that drains after a failure. The run becomes `failed` once all its nodes are gone."""
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from engine.events import Market
 from launcher.decide.facts import Facts, NodeRecord, Wanted
 from launcher.decide.failover import is_home_given_up
+from launcher.decide.further_nodes import nodes_in_other_zones
 from launcher.decide.launch_history import GIVE_BACK_AFTER_MS, Tried
 from launcher.decide.placing import place_of
 from launcher.decide.replacing import is_stand_in, needs_successor
@@ -30,6 +31,7 @@ def nodes_to_release(facts: Facts, wanted: Wanted, live: Sequence[NodeRecord], t
         for node in staying
         if trainer is not None and node.name != trainer.name and (node.role == "trainer" or node.site != trainer.site)
     ]
+    elsewhere += [node for node in nodes_in_other_zones(staying) if node not in elsewhere]
     gone = {node.name for node in elsewhere}
     kept = [node for node in staying if node.name not in gone]
     shed = elsewhere + _given_back(facts, wanted, live, kept, tried)

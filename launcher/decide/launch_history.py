@@ -355,8 +355,12 @@ class Tried:
         return _quota(option) in self._denied or option.place in self._denied
 
     def denials(self, role: str) -> str:
-        """Return the cloud's message for each denied quota or permission, joined to one text."""
-        words = (attempt.evidence for attempt in sorted(self._denied.values(), key=order_of) if attempt.role == role)
+        """Return the cloud's message for each denied quota or permission, joined to one text.
+
+        Further nodes of the trainer count as trainers.
+        """
+        denied = sorted(self._denied.values(), key=order_of)
+        words = (one.evidence for one in denied if (one.role == "rollout") is (role == "rollout"))
         return "; ".join(dict.fromkeys(filter(None, words))) or "nothing on offer fits"
 
     def live_in(self, zone: str) -> int:
@@ -413,12 +417,16 @@ def _holds(held: Attempt, denied: Attempt) -> bool:
     """Return whether a node of the run used up the quota named in a denial, or may have.
 
     Types of a family share a quota, so any node of the same region and market counts, until `QUOTA_LAG_MS` after the
-    node's end. With a quota of 0 no node can hold the quota, and the denial is final.
+    node's end. With a quota of 0 no node can hold the quota, and the denial is final. The other nodes of a trainer do
+    not count while they run, because the trainer needs all of them at once.
     """
+    denied_ms = end_text(denied)[0]
+    is_beside = held.role != "rollout" and (held.ended_ms is None or held.ended_ms >= denied_ms)
     return (
         denied.is_quota_used_up
+        and not (denied.role == "ranks" and is_beside)
         and _account(held) == _account(denied)
-        and held.requested_ms <= end_text(denied)[0]
+        and held.requested_ms <= denied_ms
         and (held.ended_ms is None or held.ended_ms + QUOTA_LAG_MS > denied.requested_ms)
     )
 

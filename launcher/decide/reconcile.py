@@ -16,6 +16,7 @@ from launcher.decide import budget_guard
 from launcher.decide.actions import Action, Buy, Enter, Release, RepeatRequest, StopEngine
 from launcher.decide.facts import FAILING, OVER, Facts, NodeRecord, Stage, Wanted
 from launcher.decide.failover import StandIn
+from launcher.decide.further_nodes import given_back_parts
 from launcher.decide.giving_back import nodes_to_release
 from launcher.decide.known_nodes import KnownNodes
 from launcher.decide.launch_history import Tried
@@ -94,6 +95,9 @@ def _fill(facts: Facts, recent: Facts, known: KnownNodes, wanted: Wanted, tried:
     `recent`: the facts with only those nodes that can change a decision on a slot.
     """
     live = known.live
+    given_back = given_back_parts(recent, wanted, live, tried)
+    if given_back is not None:
+        return [given_back]
     actions: list[Action] = [RepeatRequest(node=node.name) for node in live if "requested" not in node.happened]
     let_go = nodes_to_release(recent, wanted, live, tried)
     if let_go:
@@ -124,13 +128,18 @@ def _fill(facts: Facts, recent: Facts, known: KnownNodes, wanted: Wanted, tried:
         generation = 0 if latest is None else latest.generation + 1
         reserve = budget_guard.worst_case(rate, MINIMUM_BILLED_MS)
         missing = _missing_beside(slot, after, wanted)
-        rates = [rate, *(one.placement.micro_usd_per_hour + beside(one.placement, facts) for one in missing)]
+        # On clouds, the trainer's nodes are alike, but the plan's prices may be old.
+        rates = [rate, *(rate if facts.sites else one.placement.micro_usd_per_hour for one in missing)]
         reserves = sum(budget_guard.worst_case(one, MINIMUM_BILLED_MS) for one in rates)
         # Each amount is rounded up, so that of several nodes may be less than their sum, by as many micro-dollars.
         refusal = budget_refusal(facts, wanted, after, sum(rates), reserves + len(missing))
         if refusal is not None:
             if slot.role != "rollout" and refusal.for_good:
                 return [Enter(stage=Stage.DRAINING, reason="budget")]
+            parts = [node for node in live if node.role != "rollout" and stays(node)]
+            if slot.role != "rollout" and facts.sites and parts:
+                # The money went to other runs meanwhile. Nodes of a trainer that is not whole train nothing.
+                return [_release(parts)]
             without = f" without {', '.join(one.name for one in missing)}" if missing else ""
             refusals += [] if works else [f"{slot.name} is not bought{without}: {refusal.text}"]
             continue

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from engine.events import Market
-from launcher.decide.facts import Facts, NodeRecord
+from launcher.decide.facts import INCOMPLETE, Facts, NodeRecord
 from launcher.decide.failover import GIVE_BACK_GAP_MS
 from launcher.decide.launch_history import Attempt, Outcome, jitter
 from launcher.decide.node_facts import is_quota_used_up
@@ -19,7 +19,7 @@ LONGEST_WAIT_MS = 600_000
 
 def needs_successor(slot: Slot, latest: NodeRecord, held: Sequence[NodeRecord], facts: Facts) -> bool:
     """Return whether a used slot needs a new node: the slot is empty, soon empty, or held by a stand-in."""
-    if slot.role == "trainer" and latest.wanted is not None and any(node.is_live for node in held):
+    if slot.role != "rollout" and latest.wanted is not None and any(node.is_live for node in held):
         return False  # two trainers would both write the run's checkpoints, so the old trainer must be gone
     if any(stays(node) for node in held) and not _may_go_back(slot, held, facts):
         return False
@@ -81,11 +81,15 @@ def wait_ms(held: Sequence[NodeRecord], planned_ms: int) -> int:
 
 
 def attempt_of(node: NodeRecord) -> Attempt:
+    """Return a node as an attempt. A node of a trainer that never was whole counts as refused once it has ended."""
     assert node.wanted is not None, f"{node.name} was bought without a place"
     ends = {"no_capacity": Outcome.REFUSED, "denied": Outcome.DENIED}
     outcome = next((ends[kind] for kind in ends if kind in node.happened), Outcome.ENDED)
     if node.reclaimed:
         outcome = Outcome.RECLAIMED
+    is_incomplete = not node.is_live and INCOMPLETE in node.happened
+    if is_incomplete:
+        outcome = Outcome.REFUSED
     return Attempt(
         name=node.name,
         role=node.role,
@@ -93,7 +97,7 @@ def attempt_of(node: NodeRecord) -> Attempt:
         requested_ms=node.requested_ms,
         outcome=Outcome.LIVE if node.is_live else outcome,
         ended_ms=node.ended_ms,
-        up_ms=node.happened.get("up"),
+        up_ms=None if is_incomplete else node.happened.get("up"),
         evidence=node.evidence,
         is_quota_used_up=is_quota_used_up(node.evidence),
         holds_in_its_zone_alone=holds_in_its_zone_alone(node.evidence),

@@ -149,7 +149,7 @@ def _most_hourly(wanted: Wanted, sites: Sequence[SiteOptions]) -> int:
         return sum(slot.placement.micro_usd_per_hour for slot in wanted.slots)
 
     def dearest(role: str) -> int:
-        options = [option for site in sites for option in (site.trainer if role == "trainer" else site.rollout)]
+        options = [option for site in sites for option in (site.rollout if role == "rollout" else site.trainer)]
         return max(map(_at_most, options), default=0)
 
     slots = [slot.role for slot in wanted.slots]

@@ -120,9 +120,9 @@ def was_refused(node: NodeRecord) -> bool:
 def _was_lost(node: NodeRecord, since_ms: int) -> bool:
     """Return True if the node ended by itself after `since_ms`.
 
-    A preemption, missing capacity or a quota does not count.
+    A preemption, missing capacity, a quota or a release does not count.
     """
-    if node.ended_ms is None or node.ended_ms <= since_ms or node.reclaimed:
+    if node.ended_ms is None or node.ended_ms <= since_ms or node.reclaimed or "released" in node.happened:
         return False
     return not was_refused(node)
 

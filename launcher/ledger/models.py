@@ -162,8 +162,9 @@ class NodeEvent(Base):
     """An event of a node, with its evidence.
 
     stand_in (the node replaces missing spot; the evidence says why), requested (the cloud was called), up (billing
-    starts), ready (the node's workers called in), notice, releasing (the launcher requested termination). The last
-    event, once: gone, released, denied or no_capacity.
+    starts), ready (the node's workers called in), notice, incomplete (the node's trainer never was whole; the evidence
+    says why), releasing (the launcher requested termination). The last event, once: gone, released, denied or
+    no_capacity.
     """
 
     __tablename__ = "node_event"

@@ -1,0 +1,129 @@
+"""Decide on a trainer of several nodes on clouds: all of its nodes are in one zone, and it is whole or given back.
+
+first node, anywhere in the region -> its real zone -> the further nodes, in that zone -> rollout nodes
+
+A trainer with a missing node trains nothing, but costs money. If its zone lacks a node for `LACKING_MS`, all of its
+nodes are given back. That counts as a refusal, so the next attempt is made by the rules for a trainer that the cloud
+refused (failover.py).
+
+Pure: no clock, no I/O.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from launcher.decide.actions import Release
+from launcher.decide.facts import Facts, NodeRecord, Wanted
+from launcher.decide.failover import Wait
+from launcher.decide.launch_history import AGAIN_MS, Attempt, MoveRules, Tried, cooled_until_ms, end_text
+from launcher.placement.options import Option
+
+LACKING_MS = 120_000
+"""Time for which a zone may refuse a missing node of the trainer, in milliseconds. Zones often have capacity again
+within seconds. The nodes that are there wait meanwhile, and are paid. Assumed."""
+
+
+def number_of_parts(wanted: Wanted) -> int:
+    """Return the number of nodes of the trainer."""
+    return sum(slot.role != "rollout" for slot in wanted.slots)
+
+
+def missing_parts(wanted: Wanted, nodes: Sequence[NodeRecord]) -> list[str]:
+    """Return the slots of the trainer without a node that is there or requested, and is meant to stay."""
+    held = {node.slot for node in _parts(nodes)}
+    return [slot.name for slot in wanted.slots if slot.role != "rollout" and slot.name not in held]
+
+
+def beside(nodes: Sequence[NodeRecord]) -> Option | None:
+    """Return the offer of another node for the trainer: the type and the zone of those that are there.
+
+    None: no zone is known yet. The first node's zone counts. If the first node is lost, the zone of the others counts.
+    """
+    known = [node for node in _parts(nodes) if node.role == "ranks" or "up" in node.happened]
+    near = min(known, key=lambda node: (node.role == "ranks", node.requested_ms, node.name), default=None)
+    if near is None or near.wanted is None:
+        return None
+    placement = replace(
+        near.wanted.placement,
+        zone=near.zone,
+        instance_type=near.instance_type,
+        micro_usd_per_hour=near.micro_usd_per_hour,
+    )
+    return replace(near.wanted, placement=placement) if placement.zone_name else None
+
+
+def next_part(
+    slot: str, nodes: Sequence[NodeRecord], tried: Tried, rules: MoveRules, now_ms: int
+) -> Option | Wait | None:
+    """Return the offer of a missing node of the trainer, a wait, or None if the node may be in any zone.
+
+    `nodes`: the live nodes. While a node of the trainer is leaving, none is bought: the cloud may still count the
+    leaving node against a quota, and both would write the same checkpoints.
+    """
+    if any(node.role != "rollout" and node.is_leaving for node in nodes):
+        return Wait(until_ms=None, why="earlier nodes of the trainer are ending")
+    option = beside(nodes)
+    if option is None:
+        if slot == "trainer":
+            return None
+        return Wait(until_ms=None, why="the zone of the trainer's first node is not known yet")
+    if tried.is_denied(option):
+        return Wait(until_ms=None, why=tried.denials("ranks"))
+    until_ms = cooled_until_ms(_refusals(option, nodes, tried), AGAIN_MS, rules.cool_down_ms)
+    if until_ms > now_ms:
+        return Wait(until_ms=until_ms, why=f"no capacity in {option.placement.zone}, where the trainer's nodes are")
+    return option
+
+
+def given_back_parts(facts: Facts, wanted: Wanted, live: Sequence[NodeRecord], tried: Tried) -> Release | None:
+    """Return the release of a trainer's nodes beside which another one cannot be had, or None.
+
+    If the trainer never was whole, the release says why, and counts as a refusal of the first node. A trainer that was
+    whole had capacity for all of its nodes, so the search for capacity starts anew.
+    """
+    if not facts.sites or number_of_parts(wanted) == 1:
+        return None
+    parts, missing, option = _parts(live), missing_parts(wanted, live), beside(live)
+    if option is None or not missing:
+        return None
+    if tried.is_denied(option):
+        why = tried.denials("ranks")
+    else:
+        refused_ms = min((one.requested_ms for one in _refusals(option, parts, tried)), default=facts.now_ms)
+        if facts.now_ms < refused_ms + LACKING_MS:
+            return None
+        why = f"{option.placement.zone} has no capacity for it"
+    names = tuple(node.name for node in parts)
+    was_whole = all(_was_beside(slot, parts, facts.nodes) for slot in missing)
+    return Release(nodes=names, incomplete="" if was_whole else f"the trainer lacks {', '.join(missing)}: {why}")
+
+
+def _refusals(option: Option, nodes: Sequence[NodeRecord], tried: Tried) -> list[Attempt]:
+    """Return the refusals of another node for the trainer since its first node is there, by their end."""
+    since_ms = _since_ms(nodes)
+    refused = [one for one in tried.refused(option) if one.role != "rollout" and one.requested_ms >= since_ms]
+    return sorted(refused, key=end_text)
+
+
+def _was_beside(slot: str, parts: Sequence[NodeRecord], nodes: Sequence[NodeRecord]) -> bool:
+    """Return whether a node of the slot was up beside these nodes of the trainer."""
+    since_ms = _since_ms(parts)
+    up = [node for node in nodes if node.slot == slot and "up" in node.happened]
+    return any(node.ended_ms is None or node.ended_ms > since_ms for node in up)
+
+
+def _since_ms(nodes: Sequence[NodeRecord]) -> int:
+    return min(node.happened.get("up", node.requested_ms) for node in _parts(nodes))
+
+
+def nodes_in_other_zones(nodes: Sequence[NodeRecord]) -> list[NodeRecord]:
+    """Return the further nodes of the trainer that are not in the zone of its first node."""
+    option = beside(nodes)
+    if option is None:
+        return []
+    return [node for node in _parts(nodes) if node.role == "ranks" and node.zone != option.placement.zone]
+
+
+def _parts(nodes: Sequence[NodeRecord]) -> list[NodeRecord]:
+    """Return the trainer's nodes that are there or requested, and are meant to stay."""
+    return [node for node in nodes if node.role != "rollout" and node.is_live and not node.is_leaving]
