@@ -87,11 +87,17 @@ class SimulatedCloud:
 
     `answers`: "refuse", "deny" or "late", by `cloud/region/zone` or a prefix of it; the longest prefix counts. A node
     comes up `boot_ms` after its request, and its workers call in after another `boot_ms`.
+    `room`: on-demand nodes that fit into a zone, by `cloud/region/zone`; a zone that is not named has room for all. A
+    request for any zone takes `-a` before `-b`. `quota`: on-demand nodes that the account may have in `cloud/region`.
     """
 
     def __init__(self, clock: HandClock, boot_ms: int = 60_000) -> None:
         self.clock, self.boot_ms = clock, boot_ms
         self.answers: dict[str, str] = {}
+        self.room: dict[str, int] = {}
+        self.quota: dict[str, int] = {}
+        self.zone_of: dict[str, str] = {}
+        self.refused_at_once: dict[str, str] = {}
         self.requested: dict[str, tuple[Placement, NodeSpec, int]] = {}
         self.ended: dict[str, NodeFact] = {}
         self.released: list[str] = []
@@ -101,8 +107,30 @@ class SimulatedCloud:
         self.tidies, self.stays_untidy, self.is_down = 0, False, False
 
     def request(self, want: Placement, spec: NodeSpec) -> None:
-        if spec.node not in self.ended:
-            self.requested.setdefault(spec.node, (want, spec, self.clock.now_ms()))
+        if spec.node in self.ended or spec.node in self.requested:
+            return
+        if want.market is Market.ON_DEMAND:
+            region = f"{want.cloud}/{want.region}"
+            zones = [want.zone_name] if want.zone_name else [f"{want.region}-a", f"{want.region}-b"]
+            free = [
+                zone for zone in zones if self._on_demand_in(f"{region}/{zone}") < self.room.get(f"{region}/{zone}", 99)
+            ]
+            if self._on_demand_in(region) >= self.quota.get(region, 99):
+                self.refused_at_once[spec.node] = "deny"
+            elif free:
+                self.zone_of[spec.node] = free[0]
+            else:
+                self.refused_at_once[spec.node] = "refuse"
+        self.requested[spec.node] = want, spec, self.clock.now_ms()
+
+    def _on_demand_in(self, prefix: str) -> int:
+        """Return the number of on-demand nodes in a zone or region that have not ended."""
+        places = (
+            f"{self.requested[n][0].cloud}/{self.requested[n][0].region}/{zone}"
+            for n, zone in self.zone_of.items()
+            if n not in self.ended
+        )
+        return sum(place == prefix or place.startswith(f"{prefix}/") for place in places)
 
     def observe(self) -> list[NodeFact]:
         if self.is_down:
@@ -155,6 +183,8 @@ class SimulatedCloud:
         return self.up.get(name)
 
     def _answer(self, name: str) -> str:
+        if name in self.refused_at_once:
+            return self.refused_at_once[name]
         want = self.requested[name][0]
         place = f"{want.cloud}/{want.region}/{want.zone_name}"
         fitting = [prefix for prefix in self.answers if place.startswith(prefix)]
@@ -167,13 +197,17 @@ class SimulatedCloud:
         if up_ms is None and answer in ("refuse", "deny"):
             status = NodeStatus.NO_CAPACITY if answer == "refuse" else NodeStatus.DENIED
             words = "there is no capacity" if answer == "refuse" else f"quota GPUS is 0 in {want.cloud} {want.region}"
+            if name in self.refused_at_once and answer == "deny":
+                words = f"VcpuLimitExceeded in {want.cloud} {want.region}"
             tried = (f"{want.cloud}/{want.region}/{want.zone_name}",) if answer == "refuse" else ()
             ended_ms = self.clock.now_ms()
             self.ended[name] = NodeFact(name=name, status=status, evidence=words, ended_ms=ended_ms, tried=tried)
             return self.ended[name]
         if up_ms is None or answer == "late":
             return NodeFact(name=name, status=NodeStatus.PENDING)
-        zone, instance_type = self.really.get(name, (want.zone_name or f"{want.region}-a", want.instance_type))
+        zone, instance_type = self.really.get(
+            name, (self.zone_of.get(name) or want.zone_name or f"{want.region}-a", want.instance_type)
+        )
         return NodeFact(
             name=name,
             status=NodeStatus.UP,
@@ -203,19 +237,20 @@ def cloud_site(cloud: str, region: str, zones: str = "ab") -> SiteOptions:
 CLOUD_SITES = (cloud_site("gcp", "g1"), cloud_site("gcp", "g2"), cloud_site("aws", "e1"))
 
 
-def cloud_slots(spot: int, sites: Sequence[SiteOptions] = CLOUD_SITES) -> tuple[Slot, ...]:
+def cloud_slots(spot: int, sites: Sequence[SiteOptions] = CLOUD_SITES, trainers: int = 1) -> tuple[Slot, ...]:
     """Return slots planned in the first site, over its zones in turn."""
     home = sites[0]
     rollout = [option for option in home.rollout if option.placement.market is Market.SPOT]
-    options = [home.trainer[0], *(rollout[n % len(rollout)] for n in range(spot))]
+    parts = [(trainer_slot(n), "ranks" if n else "trainer", home.trainer[0]) for n in range(trainers)]
+    nodes = [(f"spot-{n}", "rollout", rollout[n % len(rollout)]) for n in range(spot)]
     return tuple(
         Slot(
-            name="trainer" if n == 0 else f"spot-{n - 1}",
-            role="trainer" if n == 0 else "rollout",
+            name=name,
+            role=role,
             placement=option.placement,
             on_demand_micro_usd_per_hour=option.on_demand_micro_usd_per_hour,
         )
-        for n, option in enumerate(options)
+        for name, role, option in (*parts, *nodes)
     )
 
 
@@ -224,12 +259,16 @@ def cloud_run(
     *,
     name: str = "demo",
     spot: int = 2,
+    trainers: int = 1,
     sites: Sequence[SiteOptions] = CLOUD_SITES,
     max_total: int | None = 100_000_000,
     max_hourly: int | None = 5_000_000,
     **job_fields: Any,
 ) -> Run:
     """Create a run that may use all `sites`, on the clock of its controller."""
+    if trainers > 1:
+        several = {"resources": {"trainer": {"num_nodes": trainers}}, "runtime": {"trainer_ranks": trainers}}
+        job_fields = several | job_fields
     store = {"aws": "s3://bucket/spotrl", "gcp": "gs://bucket/spotrl"}
     job = Job(name=name, iterations=1000, infra="gcp,aws", store=store, clock_factor=1.0, **job_fields)
     checked = CheckedJob(
@@ -237,7 +276,7 @@ def cloud_run(
     )
     plan = Plan(
         region=sites[0].region,
-        slots=cloud_slots(spot, sites),
+        slots=cloud_slots(spot, sites, trainers),
         max_total_micro_usd=max_total,
         max_hourly_micro_usd=max_hourly,
         money_basis="metered",
