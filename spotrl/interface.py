@@ -24,6 +24,7 @@ from launcher.ledger.store import find_run, open_ledger
 from launcher.market.offers import read_catalog
 from launcher.placement.cloud_plan import CloudPlan
 from launcher.placement.plan import Plan, plan_local
+from launcher.placement.ranks import check_ranks
 from launcher.report.build import build_report, clock_of
 from launcher.report.comparison import Comparison, compare_runs
 from launcher.report.values import Report
@@ -45,6 +46,7 @@ def plan(job: str | Path, **settings: Any) -> Plan | CloudPlan:
     underscores: `budget__max_total="$40"`. Raises Failure if the job is wrong or cannot be planned.
     """
     checked = load_job(Path(job), _fields(settings), environ=os.environ, user_config=config_path())
+    check_ranks(checked)
     now_ms = time.time_ns() // 1_000_000
     if checked.job.clouds:
         return cloud_plan(_ledger(), checked.job, home() / "catalogs", now_ms, checked.workdir)

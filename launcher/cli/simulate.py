@@ -24,6 +24,7 @@ from launcher.ledger.models import Run
 from launcher.ledger.store import open_ledger
 from launcher.money import duration
 from launcher.placement.plan import Plan
+from launcher.placement.ranks import check_ranks
 from launcher.replay.readers import read_file
 from launcher.replay.replay import Replayed
 from launcher.replay.simulate import (
@@ -111,6 +112,7 @@ def simulate(
     checked = load_job(job, overrides(flags, settings), environ=os.environ, user_config=config_path())
     if not checked.job.clouds:
         raise JobError(f"{checked.job.name} runs on this machine, which has no market", "name clouds: --infra aws,gcp")
+    check_ranks(checked)
     on_clouds = cloud_plan(sessions, checked.job, home() / "catalogs", time.time_ns() // 1_000_000, checked.workdir)
     plan, limit_ms = on_clouds.as_plan(), on_clouds.deadline_ms
     markets = (

@@ -6,6 +6,7 @@ from random import Random
 
 import pytest
 
+import spotrl
 from engine.trainer_ranks import RankLimits
 from launcher.checks.quotas import need_of, quotas
 from launcher.cli.main import run
@@ -273,6 +274,20 @@ def test_the_least_that_a_policy_could_pay_has_every_node_of_the_trainer():
 
 
 TWO = ("--set", "runtime.name=local", "--set", "resources.trainer.num_nodes=2", "--set", "runtime.trainer_ranks=2")
+
+
+@pytest.mark.parametrize("command", [("launch", "--dry-run"), ("simulate",)])
+def test_sixteen_ranks_are_refused_by_launch_and_simulate(command, dry_run, capsys):  # noqa: F811
+    name, *more = command
+    sixteen = [*TWO[:4], "--set", "runtime.trainer_ranks=16", "--set", "resources.trainer.accelerators=H100:8"]
+    assert run([name, "qwen_image_ocr.yaml", *more, *sixteen]) == ExitCode.INVALID_JOB
+    assert "is 16, and this version trains model.weights lora with 8 ranks at most" in capsys.readouterr().err
+
+
+def test_sixteen_ranks_are_refused_by_the_python_interface(dry_run):  # noqa: F811
+    fields = {"runtime__name": "local", "runtime__trainer_ranks": 16, "resources__trainer__num_nodes": 2}
+    with pytest.raises(JobError, match=r"8 ranks at most, on all nodes together; use 8, 4 on each of the 2 nodes"):
+        spotrl.plan("qwen_image_ocr.yaml", resources__trainer__accelerators="H100:8", **fields)
 
 
 def test_a_dry_run_shows_the_nodes_of_the_trainer_on_one_line(dry_run):  # noqa: F811
