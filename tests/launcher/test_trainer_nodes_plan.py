@@ -10,6 +10,7 @@ import spotrl
 from engine.trainer_ranks import RankLimits
 from launcher.checks.quotas import need_of, quotas
 from launcher.cli.main import run
+from launcher.cli.plan_text import pool_name, pools_of
 from launcher.decide.actions import Buy
 from launcher.decide.launch_history import MoveRules
 from launcher.exit_codes import BudgetError, ExitCode
@@ -296,6 +297,15 @@ def test_a_dry_run_shows_the_nodes_of_the_trainer_on_one_line(dry_run):  # noqa:
     (row,) = [line for line in lines if " x trainer " in line]
     assert row.split()[:6] == ["2", "x", "trainer", "on_demand", "H100:1", "p5.4xlarge"]
     assert any(line.startswith("  aws ") and ", 2 x p5.4xlarge: " in line for line in lines)
+
+
+def test_equal_nodes_share_a_line_and_a_single_one_keeps_its_name():
+    """Of three trainer nodes the first has another role, and rollout nodes are apart even if they are alike."""
+    one, three = (with_trainers(replayed_plan("a", 2), nodes).slots for nodes in (1, 3))
+    assert [pool_name(pool) for pool in pools_of(one)] == ["trainer", "2 x spot"]
+    assert [pool_name(pool) for pool in pools_of(three)] == ["3 x trainer", "2 x spot"]
+    alike = [replace(slot, placement=three[0].placement) for slot in three[:-1]]
+    assert [pool_name(pool) for pool in pools_of(alike)] == ["3 x trainer", "spot-0"]
 
 
 def test_explain_and_json_tell_the_nodes_and_what_is_not_predicted(dry_run, capsys):  # noqa: F811
