@@ -24,9 +24,9 @@ from launcher.placement.plan import PlacementError, Plan, plan_json, slots_from
 from launcher.placement.plan_cloud import plan_cloud
 from launcher.placement.ranks import check_ranks
 from launcher.placement.requirements import CloudRequirements, NodeRequirements
-from launcher.replay.baselines import BASELINES
 from launcher.replay.optimum import optimum
 from launcher.replay.replay import replay
+from launcher.replay.simulate import POLICIES
 from launcher.replay.world import World
 from tests.launcher.cluster.test_checks import FakeLimits, enough, site
 from tests.launcher.cluster.test_checks import plan as checked_plan
@@ -246,11 +246,11 @@ def test_a_replayed_trainer_works_only_while_all_of_its_nodes_work():
     assert {record.zone for record in world.records()} == {"one zone of us-test-1"}
 
 
-@pytest.mark.parametrize("policy", ["all-on-demand", "uniform-progress", "greedy-net", "spothedge"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_every_node_of_a_replayed_trainer_is_bought_and_paid(policy):
     plan = with_trainers(replayed_plan("a", 2), 2)
     trace = market({"a": [4] * 6 * 40})
-    result = replay(plan, RULES, work(2), trace, 0, 1, deadline_ms=20 * HOUR_MS, policy=BASELINES[policy])
+    result = replay(plan, RULES, work(2), trace, 0, 1, deadline_ms=20 * HOUR_MS, policy=POLICIES[policy])
     trainers = [node for node in result.nodes if node.role != "rollout"]
     assert [node.slot for node in trainers] == ["trainer", "trainer-1"]
     assert result.reached
@@ -258,6 +258,8 @@ def test_every_node_of_a_replayed_trainer_is_bought_and_paid(policy):
     paid_ms = sum(result.ms - node.happened["up"] for node in trainers)
     assert result.by_market["trainer"] == pytest.approx(rate * paid_ms / HOUR_MS)
     assert paid_ms > 1.95 * result.ms
+    whole_ms = max(node.requested_ms for node in trainers)
+    assert min(node.requested_ms for node in result.nodes if node.role == "rollout") >= whole_ms
 
 
 def test_the_least_that_a_policy_could_pay_has_every_node_of_the_trainer():
