@@ -89,10 +89,10 @@ def given_back_parts(facts: Facts, wanted: Wanted, live: Sequence[NodeRecord], t
     if tried.is_denied(option):
         why = tried.denials("ranks")
     else:
-        refused_ms = min((one.requested_ms for one in _refusals(option, parts, tried)), default=facts.now_ms)
-        if facts.now_ms < refused_ms + LACKING_MS:
+        refusals = _refusals(option, parts, tried)
+        if not refusals or facts.now_ms < min(one.requested_ms for one in refusals) + LACKING_MS:
             return None
-        why = f"{option.placement.zone} has no capacity for it"
+        why = f"{option.placement.zone} refused it: {refusals[-1].evidence}"
     names = tuple(node.name for node in parts)
     was_whole = all(_was_beside(slot, parts, facts.nodes) for slot in missing)
     return Release(nodes=names, incomplete="" if was_whole else f"the trainer lacks {', '.join(missing)}: {why}")

@@ -417,16 +417,12 @@ def _holds(held: Attempt, denied: Attempt) -> bool:
     """Return whether a node of the run used up the quota named in a denial, or may have.
 
     Types of a family share a quota, so any node of the same region and market counts, until `QUOTA_LAG_MS` after the
-    node's end. With a quota of 0 no node can hold the quota, and the denial is final. The other nodes of a trainer do
-    not count while they run, because the trainer needs all of them at once.
+    node's end. With a quota of 0 no node can hold the quota, and the denial is final.
     """
-    denied_ms = end_text(denied)[0]
-    is_beside = held.role != "rollout" and (held.ended_ms is None or held.ended_ms >= denied_ms)
     return (
         denied.is_quota_used_up
-        and not (denied.role == "ranks" and is_beside)
         and _account(held) == _account(denied)
-        and held.requested_ms <= denied_ms
+        and held.requested_ms <= end_text(denied)[0]
         and (held.ended_ms is None or held.ended_ms + QUOTA_LAG_MS > denied.requested_ms)
     )
 

@@ -58,7 +58,10 @@ def test_a_trainer_that_is_not_whole_is_given_back_within_minutes_and_bought_els
     stage = Stage(sessions, spot=0, **TWO)
     stage.cloud.room |= {"gcp/g1/g1-a": 1, "gcp/g1/g1-b": 0}
     stage.passes(6)
-    assert incomplete(stage)["demo-trainer-g0"] == "the trainer lacks trainer-1: g1-a has no capacity for it"
+    assert (
+        incomplete(stage)["demo-trainer-g0"]
+        == "the trainer lacks trainer-1: g1-a refused it: there is no capacity; tried gcp/g1/g1-a"
+    )
     first = stage.records()["demo-trainer-g0"]
     assert first.happened["releasing"] - first.happened["up"] < LACKING_MS + MINUTE
     stage.passes(25)
