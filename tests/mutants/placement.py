@@ -5,7 +5,17 @@ from typing import Any
 
 from engine.queue.queue import Queue
 from launcher.checks import quotas
-from launcher.decide import budget_guard, failover, giving_back, launch_history, reconcile, replacing, run_budget
+from launcher.decide import (
+    budget_guard,
+    failover,
+    further_nodes,
+    giving_back,
+    launch_history,
+    placing,
+    reconcile,
+    replacing,
+    run_budget,
+)
 from launcher.market import hazard
 from launcher.placement import from_job, plan_cloud
 from launcher.placement.requirements import Site
@@ -17,6 +27,7 @@ DECISIONS = "tests/launcher/cluster/test_reconcile.py"
 PLACES = "tests/launcher/test_moves.py"
 QUEUE = "tests/engine/test_queue.py"
 NODES = "tests/launcher/test_trainer_nodes_plan.py"
+WHOLE = "tests/launcher/cluster/test_whole_trainer.py"
 
 _cooled_until_ms, _next_trainer = launch_history.cooled_until_ms, failover.next_trainer
 _needs_successor, _refusal = replacing.needs_successor, run_budget.budget_refusal
@@ -186,6 +197,42 @@ FAULTS = {
             forgets="that a trainer trains only while all of its nodes work",
             patches=((World, "_work", changed(World._work, "len(trainer) < self.trainer_nodes", "not trainer")),),
             found_by=f"{NODES}::test_a_replayed_trainer_works_only_while_all_of_its_nodes_work",
+        ),
+        Fault(
+            name="part-of-a-trainer-kept",
+            forgets="that a trainer with a missing node costs money and trains nothing",
+            patches=((further_nodes, "LACKING_MS", 3_600_000),),
+            found_by=f"{WHOLE}::test_a_trainer_that_is_not_whole_is_given_back_within_minutes_and_bought_elsewhere",
+        ),
+        Fault(
+            name="part-of-a-trainer-is-no-refusal",
+            forgets="that a zone with room for a part of the trainer is asked less often",
+            patches=((replacing, "INCOMPLETE", "never recorded"),),
+            found_by=f"{WHOLE}::test_a_trainer_that_is_not_whole_is_given_back_within_minutes_and_bought_elsewhere",
+        ),
+        Fault(
+            name="whole-trainer-counts-as-refused",
+            forgets="that a trainer that was whole shows capacity in its region",
+            patches=((further_nodes, "_was_beside", lambda *_: False),),
+            found_by=f"{WHOLE}::test_a_whole_trainer_whose_zone_lacks_a_successor_moves_within_its_region",
+        ),
+        Fault(
+            name="further-node-in-any-zone",
+            forgets="that all nodes of a trainer are in the zone of the first",
+            patches=(
+                (
+                    further_nodes,
+                    "beside",
+                    changed(further_nodes.beside, "zone=near.zone", "zone=near.wanted.placement.zone[:-1] + 'a'"),
+                ),
+            ),
+            found_by=f"{WHOLE}::test_the_further_node_is_bought_in_the_real_zone_of_the_first_and_rollouts_after_it",
+        ),
+        Fault(
+            name="rollouts-beside-a-part-of-a-trainer",
+            forgets="that rollout nodes work for a whole trainer only",
+            patches=((placing, "missing_parts", lambda *_: []),),
+            found_by=f"{WHOLE}::test_the_further_node_is_bought_in_the_real_zone_of_the_first_and_rollouts_after_it",
         ),
         Fault(
             name="preempted-node-blames-its-requests",
