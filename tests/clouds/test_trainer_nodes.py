@@ -43,21 +43,22 @@ def launched_on(world: World, cloud: str) -> Launched:
     return run
 
 
-def zone_of(run: Launched, node: str) -> str:
-    """Return the zone of a node from the cloud's inventory."""
-    (zone,) = {str(one["zone"]) for one in run.instances() if node_of(one) == node}
-    return zone
-
-
 def parts(run: Launched) -> dict[str, str]:
-    """Return the zones of the trainer's nodes that work."""
-    return {node.name: zone_of(run, node.name) for node in run.ready() if node.role != "rollout"}
+    """Return the zones of the trainer's nodes that work, as the ledger has them."""
+    records = run.records()
+    return {node.name: records[node.name].zone for node in run.ready() if node.role != "rollout"}
+
+
+def in_the_cloud(run: Launched) -> dict[str, str]:
+    """Return the zones of the run's instances, by the cloud's inventory."""
+    return {node_of(one): str(one["zone"]) for one in run.instances()}
 
 
 def both_train(run: Launched) -> None:
     found = parts(run)
     assert set(found) == {f"{run.name}-trainer-g0", f"{run.name}-trainer-1-g0"}
     assert len(set(found.values())) == 1, "one zone"
+    assert found == {name: zone for name, zone in in_the_cloud(run).items() if name in found}
     run.trains_on(2, TRAINS_SECONDS)
     assert run.every_batch_is_whole()
 
