@@ -46,7 +46,7 @@ TIERS = (
     Tier(name="test-long", parts=("test-long",), limit_s=2400),
     Tier(name="test-clouds", parts=("test-clouds-run", "test-clouds-parts"), limit_s=2400),
     Tier(name="test-clouds-faults-runs", parts=("test-clouds-faults-runs",), limit_s=2400),
-    Tier(name="test-clouds-faults-parts", parts=("test-clouds-faults-parts",), limit_s=1200),
+    Tier(name="test-clouds-faults-parts", parts=("test-clouds-faults-parts",), limit_s=2200),
     Tier(name="test-clouds-selftest", parts=("test-clouds-selftest",), limit_s=1200),
     Tier(name="test-clouds-selftest-faults", parts=("test-clouds-selftest-faults",), limit_s=3000),
 )
