@@ -12,7 +12,7 @@ first.
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import assert_never
@@ -175,7 +175,7 @@ class Controller:
             case RepeatRequest():
                 self._request(action.node)
             case Release():
-                self._release(action.nodes, action.incomplete)
+                self._release(action)
             case StopEngine():
                 self.engine.stop(action.reason)
             case _:
@@ -254,16 +254,17 @@ class Controller:
         with self.recorder.transaction() as session:
             self._event(session, node, "requested", requested_ms)
 
-    def _release(self, names: Sequence[str], incomplete: str) -> None:
+    def _release(self, action: Release) -> None:
         with self.recorder.transaction() as session:
             records = {record.name: record for record in node_records(session, self._run)}
             for node in nodes_of(session, self._run):
-                if node.name in names and "releasing" not in records[node.name].happened:
-                    if incomplete:
-                        self._event(session, node, INCOMPLETE, self._clock.now_ms(), incomplete)
-                    self._event(session, node, "releasing", self._clock.now_ms())
+                if node.name in action.nodes and "releasing" not in records[node.name].happened:
+                    if action.never_whole:
+                        self._event(session, node, INCOMPLETE, self._clock.now_ms(), action.why)
+                    why = "" if action.never_whole else action.why
+                    self._event(session, node, "releasing", self._clock.now_ms(), why)
         self.recorder.check_lease()
-        self._provisioner.release(names)
+        self._provisioner.release(action.nodes)
 
     def _event(self, session: Session, node: Node, kind: str, at_ms: int, evidence: str = "") -> None:
         session.add(NodeEvent(node_id=node.id, at_ms=at_ms, kind=kind, evidence=evidence))

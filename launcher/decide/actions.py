@@ -46,11 +46,13 @@ class RepeatRequest:
 class Release:
     """Terminate nodes.
 
-    `incomplete`: why the trainer of these nodes never was whole (further_nodes.py). Empty for every other release.
+    `why`: the reason, for the ledger; empty if the plan or the end of the run says it. `never_whole`: true if the
+    trainer of these nodes never was whole, which counts as a refusal (further_nodes.py).
     """
 
     nodes: tuple[str, ...]
-    incomplete: str = ""
+    why: str = ""
+    never_whole: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -78,8 +78,8 @@ def next_part(
 def given_back_parts(facts: Facts, wanted: Wanted, live: Sequence[NodeRecord], tried: Tried) -> Release | None:
     """Return the release of a trainer's nodes beside which another one cannot be had, or None.
 
-    If the trainer never was whole, the release says why, and counts as a refusal of the first node. A trainer that was
-    whole had capacity for all of its nodes, so the search for capacity starts anew.
+    If the trainer never was whole, the release counts as a refusal of the first node. A trainer that was whole had
+    capacity for all of its nodes, so the search for capacity starts anew.
     """
     if not facts.sites or number_of_parts(wanted) == 1:
         return None
@@ -93,9 +93,11 @@ def given_back_parts(facts: Facts, wanted: Wanted, live: Sequence[NodeRecord], t
         if not refusals or facts.now_ms < min(one.requested_ms for one in refusals) + LACKING_MS:
             return None
         why = f"{option.placement.zone} refused it: {refusals[-1].evidence}"
-    names = tuple(node.name for node in parts)
-    was_whole = all(_was_beside(slot, parts, facts.nodes) for slot in missing)
-    return Release(nodes=names, incomplete="" if was_whole else f"the trainer lacks {', '.join(missing)}: {why}")
+    return Release(
+        nodes=tuple(node.name for node in parts),
+        why=f"the trainer lacks {', '.join(missing)}: {why}",
+        never_whole=not all(_was_beside(slot, parts, facts.nodes) for slot in missing),
+    )
 
 
 def _refusals(option: Option, nodes: Sequence[NodeRecord], tried: Tried) -> list[Attempt]:

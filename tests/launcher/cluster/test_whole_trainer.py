@@ -29,11 +29,11 @@ def zones(stage: Stage) -> dict[str, str]:
     return {name: record.zone for name, record in stage.records().items() if record.is_live and "trainer" in name}
 
 
-def incomplete(stage: Stage) -> dict[str, str]:
-    """Return why nodes were given back because their trainer never was whole."""
+def incomplete(stage: Stage, kind: str = INCOMPLETE) -> dict[str, str]:
+    """Return why nodes were given back because their trainer never was whole, or what the event of a `kind` says."""
     with stage.sessions() as session:
         of_kind = select(Node.name, NodeEvent).join(Node, Node.id == NodeEvent.node_id)
-        events = session.execute(of_kind.where(NodeEvent.kind == INCOMPLETE))
+        events = session.execute(of_kind.where(NodeEvent.kind == kind))
         return {name: event.evidence for name, event in events}
 
 
@@ -111,6 +111,8 @@ def test_a_whole_trainer_whose_zone_lacks_a_successor_moves_within_its_region(se
     assert {site for _, site in stage.live().items()} == {("gcp", "g1")}, "half an hour of training is no outage"
     assert sum("spot" in name for name in stage.live()) == 2, "rollout nodes stay"
     assert not incomplete(stage), "the trainer was whole"
+    [why] = incomplete(stage, "releasing").values()
+    assert why == f"the trainer lacks {lost[5:-3]}: g1-a refused it: there is no capacity; tried gcp/g1/g1-a"
 
 
 def test_a_quota_that_never_holds_the_whole_trainer_sends_it_to_another_region(sessions):
@@ -165,6 +167,7 @@ def test_parts_are_given_back_if_other_runs_took_the_money(sessions, monkeypatch
     )
     stage.passes(3)
     assert "released" in stage.records()["demo-trainer-g0"].happened
+    assert incomplete(stage, "releasing")["demo-trainer-g0"].startswith("trainer-1 is not bought: all_runs.max_hourly")
     assert not any("trainer-1" in name for name in stage.records())
 
 
