@@ -19,8 +19,8 @@ READY_SECONDS = 600.0
 STOPPED_SECONDS = 5.0
 """Time after which an unexpectedly stopped node (SIGSTOP) counts as lost (wall time)."""
 
-REAP_SECONDS = 0.5
-"""Longest wait for the exit code of an agent that just died."""
+REAP_SECONDS = 2.0
+"""Longest wait for the exit code of an agent that just died. A busy computer may start no process for a second."""
 
 
 def end_node(node: NodeRecords, evidence: str, ended_ms: int, **how: Any) -> NodeFact | None:
@@ -114,10 +114,13 @@ def _exit_evidence(node: NodeRecords, pid: int | None) -> str:
     if the agent wrote exit.json. A second agent of the node, which found the lock taken, has a different pid.
     """
     until = time.monotonic() + REAP_SECONDS
-    while (code := read_exits(node.folder).get(pid or 0)) is None and pid is not None and processes.is_zombie(pid):
-        if time.monotonic() > until:
+    while True:
+        is_unread = pid is not None and processes.is_zombie(pid) and time.monotonic() < until
+        # The starter writes the code before the zombie is gone, so the code is read after the zombie was looked for.
+        code = read_exits(node.folder).get(pid or 0)
+        if code is not None or not is_unread:
             break
-        time.sleep(0.005)  # the starter is about to write the code
+        time.sleep(0.005)
     report = node.read("exit.json")
     if report is not None:
         code = int(report["code"])

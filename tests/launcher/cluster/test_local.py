@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 
 from engine.events import Market
-from engine.mark import MARK, read_exits
+from engine.mark import EXITS, MARK, read_exits
 from launcher.decide.node_facts import NodeStatus
-from launcher.provision.local import processes
+from launcher.provision.local import node_end, processes
 from launcher.provision.local.local_nodes import LocalNodes
 from launcher.provision.local.node_records import NodeRecords
 from launcher.provision.local.preempting import SILENCE_MS
 from launcher.provision.local.preemptions import PreemptionSchedule
 from launcher.provision.local.processes import is_alive, is_stopped, processes_of
 from launcher.provision.local.provisioner import LocalProvisioner, node_folder
-from tests.launcher.cluster.stage import FAKE_AGENT, HandClock, fact_of, placement, rule, spec, wait_until
+from tests.launcher.cluster.stage import FAKE_AGENT, HandClock, dead_pid, fact_of, placement, rule, spec, wait_until
 
 NODE = "demo-spot-0-g0"
 HOUR_MS = 3_600_000
@@ -158,6 +158,19 @@ def test_an_agent_killed_alone_takes_its_children_with_it(tmp_path):
     assert "SIGKILL" in fact.evidence
     assert not fact.reclaimed
     assert processes_of(node_folder(tmp_path, NODE)) == []
+
+
+def test_an_exit_code_is_found_that_is_written_while_the_agent_is_looked_for(tmp_path, monkeypatch):
+    """The starter writes the code and reaps the process between two looks of the provisioner."""
+    folder, pid = tmp_path / "node", dead_pid()
+    folder.mkdir()
+
+    def reaped_meanwhile(_: int) -> bool:
+        (folder / EXITS).write_text(json.dumps({"pid": pid, "code": -signal.SIGKILL}) + "\n")
+        return False
+
+    monkeypatch.setattr(processes, "is_zombie", reaped_meanwhile)
+    assert node_end._exit_evidence(NodeRecords(folder, HandClock()), pid) == "its agent was killed by SIGKILL"
 
 
 def test_a_frozen_node_is_lost_after_a_while(tmp_path):
