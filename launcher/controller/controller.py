@@ -102,6 +102,8 @@ class Controller:
         self.deadlines = SpendDeadlines(provisioner, is_cloud=bool(plan.sites))
         self._transfer = CheckpointTransfer(run, self._job, carry)
         self._limits_at = -PRICE_SECONDS
+        self._released: set[str] = set()
+        """Nodes whose release this controller has ordered."""
         self._known = KnownNodes()
         """The nodes of the ledger again, indexed: a pass indexes only nodes that ended since the last pass."""
 
@@ -122,7 +124,14 @@ class Controller:
         self.facts_reader.standstill.watch(self._clock.now_ms(), cloud.get(self.engine.trainer or ""), is_excused)
         facts = self.facts()
         self.engine.find_trainer(facts.nodes)
-        actions = decide(replace(facts, nodes=self._known.update(facts.nodes)), self.wanted)
+        known = self._known.update(facts.nodes)
+        actions = decide(replace(facts, nodes=known), self.wanted)
+        # A controller may have been killed or frozen after it recorded a release, and before it ordered the release.
+        recorded = [
+            node.name for node in known.live if "releasing" in node.happened and node.name not in self._released
+        ]
+        if recorded:
+            actions.append(Release(nodes=tuple(recorded)))
         unknown = [name for name, fact in cloud.items() if _is_unknown(name, fact, facts)]
         if unknown:
             log.warning("nobody asked for %s: released", ", ".join(unknown))
@@ -265,6 +274,7 @@ class Controller:
                     self._event(session, node, "releasing", self._clock.now_ms(), why)
         self.recorder.check_lease()
         self._provisioner.release(action.nodes)
+        self._released.update(action.nodes)
 
     def _event(self, session: Session, node: Node, kind: str, at_ms: int, evidence: str = "") -> None:
         session.add(NodeEvent(node_id=node.id, at_ms=at_ms, kind=kind, evidence=evidence))

@@ -3,6 +3,7 @@
 The controller, its ledger and every decision are real; the clouds and the clock are simulated.
 """
 
+import contextlib
 import random
 from dataclasses import replace
 
@@ -184,6 +185,30 @@ def test_a_controller_killed_at_any_pass_forgets_no_part(sessions, stops_at):
     assert set(zones(stage).values()) == {"g1-b"}
     assert len(stage.live()) == 4
     assert set(stage.cloud.live()) == set(stage.live())
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+def test_a_release_that_was_recorded_and_not_ordered_is_ordered_by_the_next_controller(sessions, monkeypatch, how):
+    """The controller is killed between its record and its order, or frozen there until another one has taken over."""
+    stage = Stage(sessions, spot=0, **TWO)
+    stage.cloud.room |= {"gcp/g1/g1-a": 1}
+    release, not_ordered = stage.cloud.release, []
+
+    def interrupted(names) -> None:
+        not_ordered.extend(names)
+        stage.cloud.room |= {"gcp/g1/g1-a": 0}
+        monkeypatch.setattr(stage.cloud, "release", release)
+        stage.controller = stage.another()
+        if how == "SIGKILL":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(stage.cloud, "release", interrupted)
+    with contextlib.suppress(KeyboardInterrupt):
+        stage.passes(10)
+    assert not_ordered == ["demo-trainer-g0"]
+    stage.passes(10)
+    assert "demo-trainer-g0" not in stage.cloud.live()
+    assert set(zones(stage).values()) == {"g1-b"}
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
