@@ -1,34 +1,12 @@
 """The plan on one screen: at most 20 lines of 80 columns, with what stops a purchase above the nodes."""
 
-import shutil
-from importlib.resources import files
-
 import pytest
 
-from launcher.cli.main import run
 from launcher.cli.plan_screen import saving
-from launcher.exit_codes import ExitCode
 from launcher.placement.cloud_plan import Factors
 
 CLOUD_JOBS = ("flux", "flux_pickscore", "qwen_image_ocr", "sd3_5", "sd3_5_geneval", "wan_video", "wan_video_http")
 LINES, COLUMNS = 20, 80
-
-
-@pytest.fixture
-def dry_run(tmp_path, monkeypatch, capsys, few_replays):
-    """Call `spotrl launch --dry-run` on copies of the example jobs, in a temporary home."""
-    monkeypatch.setenv("SPOTRL_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("SPOTRL_CONFIG", str(tmp_path / "config.yaml"))
-    monkeypatch.chdir(tmp_path)
-    for file in files("sky_yamls").iterdir():
-        if file.name.endswith((".yaml", ".txt", ".jsonl")):
-            shutil.copy(str(file), tmp_path / file.name)
-
-    def dry_run(name: str, *arguments: str) -> list[str]:
-        assert run(["launch", f"{name}.yaml", "--dry-run", *arguments]) == ExitCode.OK
-        return capsys.readouterr().out.splitlines()
-
-    return dry_run
 
 
 def is_one_screen(lines: list[str]) -> bool:

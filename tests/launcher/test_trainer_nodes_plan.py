@@ -34,7 +34,7 @@ from tests.launcher.reference_recipe import verl_omni
 from tests.launcher.replay.markets import ON_DEMAND, market, option, work
 from tests.launcher.replay.markets import plan as replayed_plan
 from tests.launcher.test_cloud_plan import EAST, offer, requirements, view, where
-from tests.launcher.test_plan_screen import dry_run, is_one_screen  # noqa: F401  the fixture is used by its name
+from tests.launcher.test_plan_screen import is_one_screen
 
 NOTE = "the network between the trainer's nodes is not in the predicted time; several nodes have never run on GPUs"
 
@@ -280,20 +280,20 @@ TWO = ("--set", "runtime.name=local", "--set", "resources.trainer.num_nodes=2", 
 
 
 @pytest.mark.parametrize("command", [("launch", "--dry-run"), ("simulate",)])
-def test_sixteen_ranks_are_refused_by_launch_and_simulate(command, dry_run, capsys):  # noqa: F811
+def test_sixteen_ranks_are_refused_by_launch_and_simulate(command, dry_run, capsys):
     name, *more = command
     sixteen = [*TWO[:4], "--set", "runtime.trainer_ranks=16", "--set", "resources.trainer.accelerators=H100:8"]
     assert run([name, "qwen_image_ocr.yaml", *more, *sixteen]) == ExitCode.INVALID_JOB
     assert "is 16, and this version trains model.weights lora with 8 ranks at most" in capsys.readouterr().err
 
 
-def test_sixteen_ranks_are_refused_by_the_python_interface(dry_run):  # noqa: F811
+def test_sixteen_ranks_are_refused_by_the_python_interface(dry_run):
     fields = {"runtime__name": "local", "runtime__trainer_ranks": 16, "resources__trainer__num_nodes": 2}
     with pytest.raises(JobError, match=r"8 ranks at most, on all nodes together; use 8, 4 on each of the 2 nodes"):
         spotrl.plan("qwen_image_ocr.yaml", resources__trainer__accelerators="H100:8", **fields)
 
 
-def test_a_dry_run_shows_the_nodes_of_the_trainer_on_one_line(dry_run):  # noqa: F811
+def test_a_dry_run_shows_the_nodes_of_the_trainer_on_one_line(dry_run):
     lines = dry_run("qwen_image_ocr", *TWO)
     assert is_one_screen(lines)
     (row,) = [line for line in lines if " x trainer " in line]
@@ -310,7 +310,7 @@ def test_equal_nodes_share_a_line_and_a_single_one_keeps_its_name():
     assert [pool_name(pool) for pool in pools_of(alike)] == ["3 x trainer", "spot-0"]
 
 
-def test_explain_and_json_tell_the_nodes_and_what_is_not_predicted(dry_run, capsys):  # noqa: F811
+def test_explain_and_json_tell_the_nodes_and_what_is_not_predicted(dry_run, capsys):
     text = " ".join(" ".join(dry_run("qwen_image_ocr", *TWO, "--explain")).split())
     assert "trainer: 2 nodes, 2 of 2 GPUs train; " in text
     assert "the network between the trainer's nodes is not in the predicted time" in text
