@@ -3,8 +3,8 @@
 first node, anywhere in the region -> its real zone -> the further nodes, in that zone -> rollout nodes
 
 A trainer with a missing node trains nothing, but costs money. If its zone lacks a node for `LACKING_MS`, all of its
-nodes are given back. That counts as a refusal, so the next attempt is made by the rules for a trainer that the cloud
-refused (failover.py).
+nodes are given back. If the trainer never was whole, that counts as a refusal, and the rules for a refused trainer
+choose the next place (failover.py). If it was whole, the search starts anew in its region.
 
 Pure: no clock, no I/O.
 """
@@ -23,23 +23,23 @@ LACKING_MS = 120_000
 within seconds. The nodes that are there wait meanwhile, and are paid. Assumed."""
 
 
-def number_of_parts(wanted: Wanted) -> int:
+def number_of_trainer_nodes(wanted: Wanted) -> int:
     """Return the number of nodes of the trainer."""
     return sum(slot.role != "rollout" for slot in wanted.slots)
 
 
-def missing_parts(wanted: Wanted, nodes: Sequence[NodeRecord]) -> list[str]:
-    """Return the slots of the trainer without a node that is there or requested, and is meant to stay."""
-    held = {node.slot for node in _parts(nodes)}
+def missing_trainer_slots(wanted: Wanted, nodes: Sequence[NodeRecord]) -> list[str]:
+    """Return the trainer's slots that have neither a running nor a requested node. A leaving node does not count."""
+    held = {node.slot for node in _trainer_nodes(nodes)}
     return [slot.name for slot in wanted.slots if slot.role != "rollout" and slot.name not in held]
 
 
-def beside(nodes: Sequence[NodeRecord]) -> Option | None:
-    """Return the offer of another node for the trainer: the type and the zone of those that are there.
+def offer_beside(nodes: Sequence[NodeRecord]) -> Option | None:
+    """Return the offer for another node of the trainer: the instance type and zone of the first node.
 
-    None: no zone is known yet. The first node's zone counts. If the first node is lost, the zone of the others counts.
+    If the first node is lost, the zone of the others counts. None: no zone is known yet.
     """
-    known = [node for node in _parts(nodes) if node.role == "ranks" or "up" in node.happened]
+    known = [node for node in _trainer_nodes(nodes) if node.role == "ranks" or "up" in node.happened]
     near = min(known, key=lambda node: (node.role == "ranks", node.requested_ms, node.name), default=None)
     if near is None or near.wanted is None:
         return None
@@ -52,7 +52,7 @@ def beside(nodes: Sequence[NodeRecord]) -> Option | None:
     return replace(near.wanted, placement=placement) if placement.zone_name else None
 
 
-def next_part(
+def next_trainer_node(
     slot: str, nodes: Sequence[NodeRecord], tried: Tried, rules: MoveRules, now_ms: int
 ) -> Option | Wait | None:
     """Return the offer of a missing node of the trainer, a wait, or None if the node may be in any zone.
@@ -62,7 +62,7 @@ def next_part(
     """
     if any(node.role != "rollout" and node.is_leaving for node in nodes):
         return Wait(until_ms=None, why="earlier nodes of the trainer are ending")
-    option = beside(nodes)
+    option = offer_beside(nodes)
     if option is None:
         if slot == "trainer":
             return None
@@ -75,57 +75,53 @@ def next_part(
     return option
 
 
-def given_back_parts(facts: Facts, wanted: Wanted, live: Sequence[NodeRecord], tried: Tried) -> Release | None:
-    """Return the release of a trainer's nodes beside which another one cannot be had, or None.
-
-    If the trainer never was whole, the release counts as a refusal of the first node. A trainer that was whole had
-    capacity for all of its nodes, so the search for capacity starts anew.
-    """
-    if not facts.sites or number_of_parts(wanted) == 1:
+def given_back_trainer(facts: Facts, wanted: Wanted, live: Sequence[NodeRecord], tried: Tried) -> Release | None:
+    """Return the release of all nodes of a trainer whose missing node cannot be bought, or None."""
+    if not facts.sites or number_of_trainer_nodes(wanted) == 1:
         return None
-    parts, missing, option = _parts(live), missing_parts(wanted, live), beside(live)
+    trainer, missing, option = _trainer_nodes(live), missing_trainer_slots(wanted, live), offer_beside(live)
     if option is None or not missing:
         return None
     if tried.is_denied(option):
         why = tried.denials("ranks")
     else:
-        refusals = _refusals(option, parts, tried)
+        refusals = _refusals(option, trainer, tried)
         if not refusals or facts.now_ms < min(one.requested_ms for one in refusals) + LACKING_MS:
             return None
         why = f"{option.placement.zone} refused it: {refusals[-1].evidence}"
     return Release(
-        nodes=tuple(node.name for node in parts),
+        nodes=tuple(node.name for node in trainer),
         why=f"the trainer lacks {', '.join(missing)}: {why}",
-        never_whole=not all(_was_beside(slot, parts, facts.nodes) for slot in missing),
+        never_whole=not all(_was_beside(slot, trainer, facts.nodes) for slot in missing),
     )
 
 
 def _refusals(option: Option, nodes: Sequence[NodeRecord], tried: Tried) -> list[Attempt]:
-    """Return the refusals of another node for the trainer since its first node is there, by their end."""
+    """Return the refusals of further nodes since the trainer's oldest node came up, by their end."""
     since_ms = _since_ms(nodes)
     refused = [one for one in tried.refused(option) if one.role != "rollout" and one.requested_ms >= since_ms]
     return sorted(refused, key=end_text)
 
 
-def _was_beside(slot: str, parts: Sequence[NodeRecord], nodes: Sequence[NodeRecord]) -> bool:
+def _was_beside(slot: str, trainer: Sequence[NodeRecord], nodes: Sequence[NodeRecord]) -> bool:
     """Return whether a node of the slot was up beside these nodes of the trainer."""
-    since_ms = _since_ms(parts)
+    since_ms = _since_ms(trainer)
     up = [node for node in nodes if node.slot == slot and "up" in node.happened]
     return any(node.ended_ms is None or node.ended_ms > since_ms for node in up)
 
 
 def _since_ms(nodes: Sequence[NodeRecord]) -> int:
-    return min(node.happened.get("up", node.requested_ms) for node in _parts(nodes))
+    return min(node.happened.get("up", node.requested_ms) for node in _trainer_nodes(nodes))
 
 
 def nodes_in_other_zones(nodes: Sequence[NodeRecord]) -> list[NodeRecord]:
     """Return the further nodes of the trainer that are not in the zone of its first node."""
-    option = beside(nodes)
+    option = offer_beside(nodes)
     if option is None:
         return []
-    return [node for node in _parts(nodes) if node.role == "ranks" and node.zone != option.placement.zone]
+    return [node for node in _trainer_nodes(nodes) if node.role == "ranks" and node.zone != option.placement.zone]
 
 
-def _parts(nodes: Sequence[NodeRecord]) -> list[NodeRecord]:
-    """Return the trainer's nodes that are there or requested, and are meant to stay."""
+def _trainer_nodes(nodes: Sequence[NodeRecord]) -> list[NodeRecord]:
+    """Return the running and requested nodes of the trainer, without those that are leaving."""
     return [node for node in nodes if node.role != "rollout" and node.is_live and not node.is_leaving]

@@ -6,7 +6,7 @@ from functools import partial
 
 from launcher.decide.facts import Facts, NodeRecord, Wanted
 from launcher.decide.failover import Move, Wait, back_to_spot, next_rollout, next_trainer
-from launcher.decide.further_nodes import missing_parts, next_part, number_of_parts
+from launcher.decide.further_nodes import missing_trainer_slots, next_trainer_node, number_of_trainer_nodes
 from launcher.decide.launch_history import Tried
 from launcher.decide.replacing import stays
 from launcher.decide.run_budget import beside, hourly_of
@@ -25,12 +25,12 @@ def place_of(slot: Slot, tried: Tried, after: Sequence[NodeRecord], facts: Facts
     """
     if not facts.sites:
         return slot.option
-    limit, parts = wanted.limits.max_hourly, number_of_parts(wanted)
+    limit, parts = wanted.limits.max_hourly, number_of_trainer_nodes(wanted)
     if slot.role != "rollout":
-        part = next_part(slot.name, after, tried, wanted.rules, facts.now_ms) if parts > 1 else None
+        part = next_trainer_node(slot.name, after, tried, wanted.rules, facts.now_ms) if parts > 1 else None
         sites = _within(facts.sites, facts, None if limit is None else limit // parts)
         return part or next_trainer(tried, sites, wanted.rules, facts.now_ms)
-    if parts > 1 and missing_parts(wanted, after):
+    if parts > 1 and missing_trainer_slots(wanted, after):
         return Wait(until_ms=None, why="the trainer comes first")
     here = [site for site in facts.sites if tried.trainer is not None and site.place == tried.trainer.site]
     sites = _within(here, facts, None if limit is None else limit - hourly_of(after))
@@ -55,7 +55,7 @@ def _why_stand_in(
     trainer = next(node for node in after if node.role == "trainer")
     working = len({node.slot for node in after if node.role == "rollout" and stays(node)})
     prices = Prices(
-        trainer=number_of_parts(wanted) * (trainer.micro_usd_per_hour + trainer.beside_micro_usd_per_hour),
+        trainer=number_of_trainer_nodes(wanted) * (trainer.micro_usd_per_hour + trainer.beside_micro_usd_per_hour),
         spot=min((price_of(option) for option in lacking), default=slot.on_demand_micro_usd_per_hour),
         on_demand=slot.on_demand_micro_usd_per_hour + beside(slot.placement, facts),
     )

@@ -16,7 +16,7 @@ from launcher.decide import budget_guard
 from launcher.decide.actions import Action, Buy, Enter, Release, RepeatRequest, StopEngine
 from launcher.decide.facts import FAILING, OVER, Facts, NodeRecord, Stage, Wanted
 from launcher.decide.failover import StandIn
-from launcher.decide.further_nodes import given_back_parts
+from launcher.decide.further_nodes import given_back_trainer
 from launcher.decide.giving_back import nodes_to_release
 from launcher.decide.known_nodes import KnownNodes
 from launcher.decide.launch_history import Tried
@@ -95,7 +95,7 @@ def _fill(facts: Facts, recent: Facts, known: KnownNodes, wanted: Wanted, tried:
     `recent`: the facts with only those nodes that can change a decision on a slot.
     """
     live = known.live
-    given_back = given_back_parts(recent, wanted, live, tried)
+    given_back = given_back_trainer(recent, wanted, live, tried)
     if given_back is not None:
         return [given_back]
     actions: list[Action] = [RepeatRequest(node=node.name) for node in live if "requested" not in node.happened]

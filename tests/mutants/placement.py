@@ -222,8 +222,8 @@ FAULTS = {
             patches=(
                 (
                     further_nodes,
-                    "beside",
-                    changed(further_nodes.beside, "zone=near.zone", "zone=near.wanted.placement.zone[:-1] + 'a'"),
+                    "offer_beside",
+                    changed(further_nodes.offer_beside, "zone=near.zone", "zone=near.wanted.placement.zone[:-1] + 'a'"),
                 ),
             ),
             found_by=f"{WHOLE}::test_the_further_node_is_bought_in_the_real_zone_of_the_first_and_rollouts_after_it",
@@ -231,7 +231,7 @@ FAULTS = {
         Fault(
             name="rollouts-beside-a-part-of-a-trainer",
             forgets="that rollout nodes work for a whole trainer only",
-            patches=((placing, "missing_parts", lambda *_: []),),
+            patches=((placing, "missing_trainer_slots", lambda *_: []),),
             found_by=f"{WHOLE}::test_the_further_node_is_bought_in_the_real_zone_of_the_first_and_rollouts_after_it",
         ),
         Fault(
