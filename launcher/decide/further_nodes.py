@@ -116,10 +116,9 @@ def _since_ms(nodes: Sequence[NodeRecord]) -> int:
 
 def nodes_in_other_zones(nodes: Sequence[NodeRecord]) -> list[NodeRecord]:
     """Return the further nodes of the trainer that are not in the zone of its first node."""
-    option = offer_beside(nodes)
-    if option is None:
-        return []
-    return [node for node in _trainer_nodes(nodes) if node.role == "ranks" and node.zone != option.placement.zone]
+    further = [node for node in _trainer_nodes(nodes) if node.role == "ranks"]
+    option = offer_beside(nodes) if further else None
+    return [] if option is None else [node for node in further if node.zone != option.placement.zone]
 
 
 def _trainer_nodes(nodes: Sequence[NodeRecord]) -> list[NodeRecord]:
