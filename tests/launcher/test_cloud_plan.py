@@ -2,7 +2,6 @@
 
 import json
 import random
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -47,6 +46,7 @@ from launcher.placement.requirements import (
 )
 from launcher.placement.search import cheapest_choice, is_above_floor, is_spread
 from launcher.placement.value import DEAR, square_root_rule
+from tests.cpu_seconds import takes_less_than
 from tests.launcher.made_ledger import MINUTE_MS, START_MS, a_run, a_session
 from tests.launcher.reference_recipe import verl_omni
 
@@ -787,13 +787,8 @@ def two_clouds(seed: int = 1) -> MarketView:
 def test_two_clouds_200_offers_and_16_nodes_are_planned_quickly():
     market, needs = two_clouds(), requirements(max_rollout_nodes=15)
     assert len(market.offers) == 200
-
-    def seconds() -> float:
-        begin = time.process_time()
-        plan_cloud(needs, market)
-        return time.process_time() - begin
-
-    assert min(seconds() for _ in range(5)) < 0.1  # the benchmark asserts 0.05; this computer may be shared
+    # The benchmark asserts 0.05; this computer may be shared.
+    assert takes_less_than(0.1, lambda: plan_cloud(needs, market), times=10)
 
 
 def test_a_search_gives_a_lower_bound_for_other_sites():
