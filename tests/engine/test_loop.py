@@ -140,14 +140,14 @@ def straight(tmp_path_factory):
     ("at", "answered"),
     [
         (("publish", 2), True),  # the average of iteration 0, to be evaluated
-        (("submit", 2), True),
+        pytest.param(("submit", 2), True, marks=pytest.mark.slow),
         (("finish", 2), False),
-        (("finish", 2), True),
-        (("collect", 12), False),
+        pytest.param(("finish", 2), True, marks=pytest.mark.slow),
+        pytest.param(("collect", 12), False, marks=pytest.mark.slow),
         (("collect-explore", 1), False),  # the checkpoint's files are written, and nobody knows the next batch
-        (("collect-explore", 2), True),
+        pytest.param(("collect-explore", 2), True, marks=pytest.mark.slow),
         (("publish", 3), False),  # the checkpoint is written, nobody knows its weights yet
-        (("publish", 3), True),
+        pytest.param(("publish", 3), True, marks=pytest.mark.slow),
         (("withdraw", 5), False),
     ],
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple) else "answered" if value else "unheard",
@@ -241,7 +241,10 @@ def with_algorithm(key):
     return EngineConfig.model_validate(job)
 
 
-@pytest.mark.parametrize("key", ALGORITHMS)
+@pytest.mark.parametrize(
+    "key",
+    ["diffusion-nft-averaged", *(pytest.param(key, marks=pytest.mark.slow) for key in ("diffusion-nft", "grpo-guard"))],
+)
 def test_every_algorithm_killed_between_its_updates_ends_on_the_same_bits(tmp_path, monkeypatch, key):
     config = with_algorithm(key)
     assert finish(config, tmp_path / "straight").reason == "iterations"

@@ -253,7 +253,9 @@ def test_in_fixed_order_every_order_of_arrival_gives_the_same_bits(model, groups
     assert len(weights) == 1
 
 
-@pytest.mark.parametrize("rows", [1, 6, 12, 168])
+@pytest.mark.parametrize(
+    "rows", [pytest.param(1, marks=pytest.mark.slow), 6, pytest.param(12, marks=pytest.mark.slow), 168]
+)
 def test_in_exact_order_every_order_of_arrival_gives_the_same_bits(model, groups, rows):
     """Units of one, one, two and three groups (6 rows each)."""
     found = []

@@ -391,8 +391,15 @@ def mortal():
     made.close()
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("work", [begin_pass, backward])
+@pytest.mark.parametrize(
+    ("work", "how"),
+    [
+        (begin_pass, signal.SIGSTOP),
+        (backward, signal.SIGKILL),
+        pytest.param(begin_pass, signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param(backward, signal.SIGSTOP, marks=pytest.mark.slow),
+    ],
+)
 def test_a_dead_peer_fails_every_survivor_and_keeps_the_model_usable(mortal, how, work: Callable[..., object]):
     before = mortal.run(EVERYONE, alone)
     if work is backward:

@@ -318,6 +318,7 @@ def test_another_prompt_file_causes_no_new_installation(tmp_path, instance, work
     assert (instance.env / ".digest").read_text() == bundle.digest
 
 
+@pytest.mark.slow
 def test_an_existing_uv_is_used_and_another_lock_makes_a_new_environment(tmp_path, instance):
     instance.has_uv().set_up(bundle_of(tmp_path, None))
     assert instance.python("import pinned; print(pinned.version)") == "1.0"

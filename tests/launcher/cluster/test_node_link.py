@@ -290,7 +290,9 @@ class Writer:
         self._thread.join()
 
 
-@pytest.mark.parametrize("who", ["ssh", "window", "sshd"])
+@pytest.mark.parametrize(
+    "who", ["ssh", pytest.param("window", marks=pytest.mark.slow), pytest.param("sshd", marks=pytest.mark.slow)]
+)
 def test_no_log_byte_is_lost_or_doubled_by_any_kill(node, sshd, who):
     link = node.link()
     link.run(node.spec())
@@ -319,7 +321,9 @@ def test_no_log_byte_is_lost_or_doubled_by_any_kill(node, sshd, who):
     assert node.there("started.json")["pid"] == agent  # the agent did not notice
 
 
-@pytest.mark.parametrize("who", ["window", "sshd", "ssh"])
+@pytest.mark.parametrize(
+    "who", [pytest.param("window", marks=pytest.mark.slow), "sshd", pytest.param("ssh", marks=pytest.mark.slow)]
+)
 def test_a_stalled_connection_is_replaced(node, sshd, who, monkeypatch):
     monkeypatch.setattr(ssh_line, "SILENCE_SECONDS", 3.0)
     link = node.link()
