@@ -10,7 +10,7 @@ JUNIT = """<?xml version="1.0"?><testsuites><testsuite name="pytest" time="{seco
 
 
 @pytest.mark.parametrize(("share", "code"), [(1.0, 0), (TOLERANCE - 0.01, 0), (TOLERANCE + 0.01, 1)])
-def test_a_tier_fails_when_it_takes_half_as_long_again_as_its_limit(tmp_path, capsys, share, code):
+def test_a_tier_fails_when_it_exceeds_its_limit_and_the_tolerance(tmp_path, capsys, share, code):
     tier = TIERS[0]
     (tmp_path / f"{tier.parts[0]}.xml").write_text(JUNIT.format(seconds=share * tier.limit_s))
     assert main(tmp_path, lambda: REFERENCE_S) == code

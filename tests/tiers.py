@@ -1,6 +1,6 @@
 """Time limits of the test tiers, compared with the last run.
 
-    python -m tests.tiers    reads test-results/*.xml and prints a table; exits 1 if a tier took 1.5 times its limit
+    python -m tests.tiers    reads test-results/*.xml and prints a table; exits 1 if a tier took 3 times its limit
 
 The Makefile makes pytest write `test-results/PART.xml` for each part of a tier. Parallel parts belong to one tier: its
 time is that of the longest part. The limits hold on the reference computer: two idle cores. The speed of this computer
@@ -18,9 +18,10 @@ from pathlib import Path
 
 RESULTS = Path(__file__).parents[1] / "test-results"
 
-TOLERANCE = 1.5
-"""A run may exceed its limit by this factor, because one small measurement predicts the time of a tier badly. Nearly
-the same tests took 868 s on a machine that measured as fast as the reference, and 934 s on one 1.31 times slower."""
+TOLERANCE = 3.0
+"""A run may exceed its limit by this factor. One small measurement predicts the time of a tier badly: `make test` took
+615 s on one day. On another it took 1100 s, and `make test-slow` 1696 s instead of 827 s, on a machine that measured as
+.93. The code of the first day was as slow there."""
 
 REFERENCE_S = 1.0
 """Seconds that `computer_seconds` takes on the reference computer."""
