@@ -28,7 +28,7 @@ class Sharing:
             os.kill(newest_pid(self._nodes / node / "logs" / f"worker-{place}.log"), number)
         return self.wait({node: place for node, (place, _) in victims.items()}, began_ns)
 
-    def wait(self, joiners: Mapping[str, int], began_ns: int = 0, *, seconds: float = 120.0) -> float:
+    def wait(self, joiners: Mapping[str, int], began_ns: int = 0, *, seconds: float = 240.0) -> float:
         """Wait until the worker in this place of each node joined a new group that has made a step."""
         until = time.monotonic() + seconds
         while not all(self._shares(node, place, began_ns) for node, place in joiners.items()):

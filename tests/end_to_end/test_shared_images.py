@@ -25,7 +25,8 @@ from tests.end_to_end.sharing import Sharing
 from tests.engine.fleet import Fleet
 from tests.engine.nursery import NurseryFleet
 
-pytestmark = pytest.mark.slow  # tests/engine/test_elastic.py regroups workers without a run
+# tests/engine/test_elastic.py regroups workers without a run.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 ITERATIONS = 40
 """Maximum batches. A disturbed run is stopped after all disturbances and at least `FEWEST` batches."""

@@ -22,6 +22,8 @@ from engine.storage.checkpoint import CheckpointStore
 from tests.engine.fleet import Fleet
 from tests.engine.nursery import NurseryFleet
 
+pytestmark = pytest.mark.timeout(600)
+
 ITERATIONS = 16
 CANDIDATES = 16
 
@@ -134,8 +136,11 @@ def test_losing_every_process_in_turn_keeps_batches_and_weights(
     assert trained_by(tmp_path, in_turn) == undisturbed
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(signal.SIGKILL, marks=pytest.mark.long), pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)],
+    ids=["SIGKILL", "SIGSTOP"],
+)
 def test_losses_beside_an_evaluation_change_no_batch_no_weight_and_no_score(
     tmp_path: Path, number: signal.Signals
 ) -> None:

@@ -150,7 +150,7 @@ class Fleet:
     def events(self, kind: str, source: str = "trainer") -> list[Any]:
         return [progress.event for progress in self.progress(source) if kind == progress.event.KIND]
 
-    def wait_for(self, what: Callable[[], bool], *, seconds: float = 120.0, every: float = 0.02) -> None:
+    def wait_for(self, what: Callable[[], bool], *, seconds: float = 240.0, every: float = 0.02) -> None:
         """Poll until the condition holds. `every`: seconds between two polls; a benchmark polls rarely."""
         until = time.monotonic() + seconds
         while not what():

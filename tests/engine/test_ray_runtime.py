@@ -13,7 +13,7 @@ from tests.end_to_end.test_survival import CANDIDATES, CONFIG
 from tests.engine.fleet import Fleet
 from tests.engine.nursery import NurseryFleet
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 pytest.importorskip("ray")
 
@@ -50,7 +50,7 @@ def with_runtime(name: str, *, step_seconds: float = 0.0) -> EngineConfig:
 
 
 def finish(fleet: Fleet, record: Record) -> None:
-    record.reason = fleet.wait_until_finished(seconds=120).reason
+    record.reason = fleet.wait_until_finished(seconds=240).reason
     record.manifests = fleet.manifests()
     record.digest = fleet.events("checkpoint_saved")[-1].digest
     record.explored = {e.explored for e in fleet.events("iteration_done") if e.iteration < ITERATIONS - 1}
