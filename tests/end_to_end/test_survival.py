@@ -118,7 +118,7 @@ def whole_node(node: str, number: signal.Signals, *, noticed: bool) -> Disturban
 @pytest.mark.parametrize(
     "number",
     # tests/conformance kills every process one by one, on the same runtime
-    [pytest.param(signal.SIGKILL, marks=pytest.mark.slow), signal.SIGSTOP],
+    [pytest.param(signal.SIGKILL, marks=pytest.mark.long), signal.SIGSTOP],
     ids=["SIGKILL", "SIGSTOP"],
 )
 def test_losing_every_process_in_turn_keeps_batches_and_weights(
