@@ -242,8 +242,7 @@ def with_algorithm(key):
 
 
 @pytest.mark.parametrize(
-    "key",
-    ["diffusion-nft-averaged", *(pytest.param(key, marks=pytest.mark.slow) for key in ("diffusion-nft", "grpo-guard"))],
+    "key", [key if key == "diffusion-nft-averaged" else pytest.param(key, marks=pytest.mark.slow) for key in ALGORITHMS]
 )
 def test_every_algorithm_killed_between_its_updates_ends_on_the_same_bits(tmp_path, monkeypatch, key):
     config = with_algorithm(key)
