@@ -81,7 +81,7 @@ def read_part(path: Path) -> Part | None:
 
 
 def fixed_work(rounds: int = ROUNDS) -> None:
-    """Compute what measures a computer."""
+    """Compute hashes: the same work on every computer, so its time measures the computer."""
     digest = b""
     for number in range(rounds):
         digest = hashlib.blake2b(digest + number.to_bytes(4, "big"), digest_size=16).digest()
