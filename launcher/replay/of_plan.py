@@ -10,8 +10,8 @@ from launcher.placement.cloud_plan import CloudPlan, PlanReplays
 from launcher.replay.simulate import INTERVAL, Simulated, generated_markets, simulate, work_of
 
 MOST_STARTS, LEAST_STARTS, NODE_HOURS = 30, 3, 360
-"""Starts of a plan: as many as `NODE_HOURS` of replayed node time hold, within the two bounds. About two seconds
-of processor time; equal plans get equal replays."""
+"""Starts of a plan: as many as `NODE_HOURS` of replayed node time hold, within the two bounds. They take about two
+seconds of processor time; equal plans get equal replays."""
 
 IN_DOUBT = 4
 """A plan that would be refused is replayed this many times as often: few replays refuse a good plan too easily."""
