@@ -25,12 +25,15 @@ def place_of(slot: Slot, tried: Tried, after: Sequence[NodeRecord], facts: Facts
     """
     if not facts.sites:
         return slot.option
-    limit, parts = wanted.limits.max_hourly, number_of_trainer_nodes(wanted)
+    limit, trainer_nodes = wanted.limits.max_hourly, number_of_trainer_nodes(wanted)
     if slot.role != "rollout":
-        part = next_trainer_node(slot.name, after, tried, wanted.rules, facts.now_ms) if parts > 1 else None
-        sites = _within(facts.sites, facts, None if limit is None else limit // parts)
-        return part or next_trainer(tried, sites, wanted.rules, facts.now_ms)
-    if parts > 1 and missing_trainer_slots(wanted, after):
+        if trainer_nodes > 1:
+            beside_others = next_trainer_node(slot.name, after, tried, wanted.rules, facts.now_ms)
+            if beside_others is not None:
+                return beside_others
+        sites = _within(facts.sites, facts, None if limit is None else limit // trainer_nodes)
+        return next_trainer(tried, sites, wanted.rules, facts.now_ms)
+    if trainer_nodes > 1 and missing_trainer_slots(wanted, after):
         return Wait(until_ms=None, why="the trainer comes first")
     here = [site for site in facts.sites if tried.trainer is not None and site.place == tried.trainer.site]
     sites = _within(here, facts, None if limit is None else limit - hourly_of(after))

@@ -136,10 +136,10 @@ def _fill(facts: Facts, recent: Facts, known: KnownNodes, wanted: Wanted, tried:
         if refusal is not None:
             if slot.role != "rollout" and refusal.for_good:
                 return [Enter(stage=Stage.DRAINING, reason="budget")]
-            parts = [node for node in live if node.role != "rollout" and stays(node)]
-            if slot.role != "rollout" and facts.sites and parts:
+            trainer = [node for node in live if node.role != "rollout" and stays(node)]
+            if slot.role != "rollout" and facts.sites and trainer:
                 # The money went to other runs meanwhile. Nodes of a trainer that is not whole train nothing.
-                return [replace(_release(parts), why=f"{slot.name} is not bought: {refusal.text}")]
+                return [replace(_release(trainer), why=f"{slot.name} is not bought: {refusal.text}")]
             without = f" without {', '.join(one.name for one in missing)}" if missing else ""
             refusals += [] if works else [f"{slot.name} is not bought{without}: {refusal.text}"]
             continue

@@ -43,7 +43,7 @@ def launched_on(world: World, cloud: str) -> Launched:
     return run
 
 
-def parts(run: Launched) -> dict[str, str]:
+def trainer_zones(run: Launched) -> dict[str, str]:
     """Return the zones of the trainer's nodes that work, as the ledger has them."""
     records = run.records()
     return {node.name: records[node.name].zone for node in run.ready() if node.role != "rollout"}
@@ -55,7 +55,7 @@ def in_the_cloud(run: Launched) -> dict[str, str]:
 
 
 def both_train(run: Launched) -> None:
-    found = parts(run)
+    found = trainer_zones(run)
     assert set(found) == {f"{run.name}-trainer-g0", f"{run.name}-trainer-1-g0"}
     assert len(set(found.values())) == 1, "one zone"
     assert found == {name: zone for name, zone in in_the_cloud(run).items() if name in found}
@@ -68,27 +68,27 @@ def test_both_nodes_are_in_one_zone_and_train_together(run):
 
 
 def test_a_frozen_further_node_is_replaced_in_the_zone_of_the_first(run):
-    (zone,) = set(parts(run).values())
+    (zone,) = set(trainer_zones(run).values())
     run.world.freeze(f"{run.name}-trainer-1-g0")
     successor = f"{run.name}-trainer-1-g1"
-    run.until("its successor works", lambda: successor in parts(run), BACK_SECONDS)
-    assert parts(run)[successor] == zone
+    run.until("its successor works", lambda: successor in trainer_zones(run), BACK_SECONDS)
+    assert trainer_zones(run)[successor] == zone
     run.trains_on(2, TRAINS_SECONDS)
     assert run.every_batch_is_whole()
 
 
 def test_a_trainer_whose_zone_has_no_capacity_moves_to_another_zone_as_a_whole(run):
-    before = parts(run)
+    before = trainer_zones(run)
     (zone,) = set(before.values())
     run.world.fault("capacity", f"gcp/{zone.rpartition('-')[0]}/{zone}", market="on_demand")
     run.world.reclaim(next(name for name in before if "trainer-1" not in name))
 
     def has_moved() -> bool:
-        after = parts(run)
+        after = trainer_zones(run)
         return len(after) == 2 and not set(after) & set(before)
 
     run.until("both nodes work elsewhere", has_moved, 2 * BACK_SECONDS)
-    (elsewhere,) = set(parts(run).values())
+    (elsewhere,) = set(trainer_zones(run).values())
     assert elsewhere != zone
     run.trains_on(2, TRAINS_SECONDS)
     assert run.every_batch_is_whole()

@@ -199,14 +199,14 @@ FAULTS = {
             found_by=f"{NODES}::test_a_replayed_trainer_works_only_while_all_of_its_nodes_work",
         ),
         Fault(
-            name="part-of-a-trainer-kept",
+            name="incomplete-trainer-kept",
             forgets="that a trainer with a missing node costs money and trains nothing",
             patches=((further_nodes, "LACKING_MS", 3_600_000),),
             found_by=f"{WHOLE}::test_a_trainer_that_is_not_whole_is_given_back_within_minutes_and_bought_elsewhere",
         ),
         Fault(
-            name="part-of-a-trainer-is-no-refusal",
-            forgets="that a zone with room for a part of the trainer is asked less often",
+            name="incomplete-trainer-is-no-refusal",
+            forgets="that a zone with room for some nodes of the trainer is asked less often",
             patches=((replacing, "INCOMPLETE", "never recorded"),),
             found_by=f"{WHOLE}::test_a_trainer_that_is_not_whole_is_given_back_within_minutes_and_bought_elsewhere",
         ),
@@ -229,7 +229,7 @@ FAULTS = {
             found_by=f"{WHOLE}::test_the_further_node_is_bought_in_the_real_zone_of_the_first_and_rollouts_after_it",
         ),
         Fault(
-            name="rollouts-beside-a-part-of-a-trainer",
+            name="rollouts-beside-an-incomplete-trainer",
             forgets="that rollout nodes work for a whole trainer only",
             patches=((placing, "missing_trainer_slots", lambda *_: []),),
             found_by=f"{WHOLE}::test_the_further_node_is_bought_in_the_real_zone_of_the_first_and_rollouts_after_it",

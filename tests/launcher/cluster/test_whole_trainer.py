@@ -73,7 +73,7 @@ def test_a_trainer_that_is_not_whole_is_given_back_within_minutes_and_bought_els
         for record in stage.records().values()
         if not record.is_live and "up" in record.happened
     )
-    assert paid_ms < 10 * MINUTE, "a part of a trainer is paid for minutes, not for hours"
+    assert paid_ms < 10 * MINUTE, "a trainer that is not whole is paid for minutes, not for hours"
 
 
 def test_another_zone_of_the_region_may_hold_the_whole_trainer(sessions):
@@ -156,7 +156,7 @@ def test_the_first_node_is_not_bought_if_the_hourly_limit_does_not_bear_all(sess
     assert stage.reason() == ("stopped", "budget")
 
 
-def test_parts_are_given_back_if_other_runs_took_the_money(sessions, monkeypatch):
+def test_trainer_nodes_are_given_back_if_other_runs_took_the_money(sessions, monkeypatch):
     stage = Stage(sessions, spot=0, **TWO)
     stage.passes(0.5)
     assert list(stage.records()) == ["demo-trainer-g0"]
@@ -175,7 +175,7 @@ def test_parts_are_given_back_if_other_runs_took_the_money(sessions, monkeypatch
 @pytest.mark.parametrize(
     "stops_at", [1, 2, 4, *(pytest.param(passes, marks=pytest.mark.slow) for passes in (0, 3, 5, 6, 7))]
 )
-def test_a_controller_killed_at_any_pass_forgets_no_part(sessions, stops_at):
+def test_a_controller_killed_at_any_pass_forgets_no_node(sessions, stops_at):
     """A new controller goes on after each number of passes; the nodes are those of a run without a break."""
     stage = Stage(sessions, **TWO)
     stage.cloud.room |= {"gcp/g1/g1-a": 1}
@@ -214,7 +214,7 @@ def test_a_release_that_was_recorded_and_not_ordered_is_ordered_by_the_next_cont
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_over_random_clouds_parts_share_a_zone_and_money_stays_within_bounds(sessions, seed):
+def test_over_random_clouds_trainer_nodes_share_a_zone_and_money_stays_within_bounds(sessions, seed):
     """Rooms, quotas and losses at random, for 6 periods of 15 minutes. Seeds fixed beforehand."""
     chance = random.Random(seed)
     stage = Stage(sessions, trainers=3, spot=2, max_hourly=10_000_000, sites=(*CLOUD_SITES, cloud_site("aws", "e2")))
