@@ -4,23 +4,47 @@ The module does not import torch, because the launcher writes the instructions.
 """
 
 import hmac
+from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from engine.clock import ScaledClock
+from engine.clock import Clock, ScaledClock
 from engine.config import EngineConfig
 from engine.events import Market
 from engine.strict import Positive, Strict
 from engine.trainer_ranks import NodeOfTrainer
+from engine.work_clock import NoMeter, ProcessMeter, WorkClock, WorkMeter
 
 
 class ClockConfig(Strict):
+    """The clocks of a run's nodes."""
+
     origin_ms: int
     factor: Annotated[float, Field(gt=0.0)] = 1.0
+    file: str = ""
+    """File of the run's clock on the local infra (engine/work_clock.py). Empty: the run's clock is `clock`."""
 
     def clock(self) -> ScaledClock:
+        """Return the engine's own clock, for leases and spans: the wall clock, `factor` times as fast."""
         return ScaledClock(origin_ms=self.origin_ms, factor=self.factor)
+
+    def run_clock(self) -> Clock:
+        """Return the clock of events, preemptions and money."""
+        return self._work_clock() or self.clock()
+
+    def meter(self) -> WorkMeter:
+        """Return a process's report of its work to the run's clock."""
+        clock = self._work_clock()
+        return NoMeter() if clock is None else ProcessMeter(clock)
+
+    def let_run(self) -> None:
+        """Let the run's clock run by the wall: the engine is finished."""
+        if (clock := self._work_clock()) is not None:
+            clock.let_run()
+
+    def _work_clock(self) -> WorkClock | None:
+        return WorkClock(path=Path(self.file), origin_ms=self.origin_ms, factor=self.factor) if self.file else None
 
 
 EXIT_UNFIT = 10

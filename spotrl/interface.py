@@ -25,7 +25,7 @@ from launcher.market.offers import read_catalog
 from launcher.placement.cloud_plan import CloudPlan
 from launcher.placement.plan import Plan, plan_local
 from launcher.placement.ranks import check_ranks
-from launcher.report.build import build_report, clock_of
+from launcher.report.build import build_report
 from launcher.report.comparison import Comparison, compare_runs
 from launcher.report.values import Report
 from launcher.runs.event_lines import EventLine, Seen, new_events
@@ -119,7 +119,7 @@ class Run:
         """Return the report: dollars and hours to the target, costs, preemptions. `target_reward`: another target."""
         with _ledger()() as session:
             found = find_run(session, self.name)
-            return build_report(session, found, clock_of(found).now_ms(), target_reward)
+            return build_report(session, found, found.clock.now_ms(), target_reward)
 
     def weights(self, to: str | Path | None = None) -> Path:
         """Copy the trained weights to a folder and return it. Default: ./NAME-weights. Raises Failure without any."""

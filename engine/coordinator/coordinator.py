@@ -21,7 +21,7 @@ from engine.coordinator.exploration_desk import ExplorationDesk
 from engine.coordinator.journal import Journal
 from engine.coordinator.judge_desk import JudgeDesk
 from engine.coordinator.judge_turns import JudgeTurns
-from engine.coordinator.node_usage import UsageBook
+from engine.coordinator.node_usage import RunTimes, UsageBook
 from engine.coordinator.recovery import recover
 from engine.coordinator.regrouping import Regrouping
 from engine.coordinator.run_log import RunLog
@@ -91,6 +91,7 @@ class Coordinator:
         book: WeightBook,
         *,
         clock: Clock,
+        run_clock: Clock | None = None,
         rules: Rules,
         progress: ProgressLog | None = None,
         sp_degree: int | Literal["auto"] = 1,
@@ -98,12 +99,14 @@ class Coordinator:
     ) -> None:
         """Restore the state from the journal.
 
+        `clock`: of leases and of workers' spans. `run_clock`: of the run, for reported usage; None: the same clock.
         `sp_degree`: number of workers of a node that share an image's sequence. `fund`: the budget of paid judges.
         """
         self._clock = clock
         self._rules = rules
         self._progress = progress
         self._book = book
+        self._run_times = RunTimes(clock, run_clock or clock)
         self.usage = UsageBook(clock.now_ms())
         self.exploration = ExplorationDesk(clock, rules.lease_ms)
         self.log = RunLog(journal, book, recover(journal, book, rules, clock.now_ms()))
@@ -141,6 +144,7 @@ class Coordinator:
     def handle(self, call: Call, blobs: Blobs) -> Answered:
         """Answer one call. Raises OSError if the disk is full, KeyError if a blob is missing."""
         now_ms = self._clock.now_ms()
+        self._run_times.note()
         self._note_usage(call)
         match call:
             case Pull() | Heartbeat() | Finish() | Commit() | GiveBack() | Fault():
@@ -201,6 +205,7 @@ class Coordinator:
     def tick(self) -> None:
         """Expire leases, regroup workers and write events to the progress log. Call often."""
         now_ms = self._clock.now_ms()
+        self._run_times.note()
         before = len(self.queue.events)
         self.queue.tick(now_ms)
         ends = self.queue.stop_reason is not None  # no regroup while workers exit
@@ -215,14 +220,15 @@ class Coordinator:
                 self._progress.write(self.lineage, events[0])
                 events.pop(0)
         if self._clock.wall_seconds(now_ms - self.usage.reported_ms) >= node_usage.EVERY_WALL_SECONDS:
-            for event in self.usage.events(now_ms):
+            self.usage.reported_ms = now_ms
+            for event in self.usage.events(self._run_times.note()):
                 self._progress.write(self.lineage, event)
 
     def add_usage(self, node: str, worker: str, spans: Sequence[Span], of: int) -> None:
         """Add the times of a rank on a further node of the trainer, with `of` ranks. The first call shows the node."""
         if node not in self.usage.nodes:
             self._report(NodeSeen(node=node, worker=worker))
-        self.usage.add(node, worker, spans, of)
+        self.usage.add(node, worker, self._run_times.spans(spans), of)
 
     def _report(self, event: ProgressEvent) -> None:
         if self._progress is not None:
@@ -233,7 +239,7 @@ class Coordinator:
         if isinstance(call, WorkerDied | NodeLost | Notice) or not call.usage:
             return
         worker = call.worker if isinstance(call, LeaseCall) else f"{call.node}/trainer"
-        self.usage.add(call.node, worker, call.usage, call.of)
+        self.usage.add(call.node, worker, self._run_times.spans(call.usage), call.of)
         self.exploration.add_usage(call.usage)
 
     def _obey(self, order: Order, blobs: Blobs, now_ms: int) -> Answer:

@@ -16,11 +16,15 @@ def open_coordinator(
     folder: Path,
     *,
     clock: Clock,
+    run_clock: Clock | None = None,
     runtime: RuntimeConfig,
     progress: ProgressLog | None = None,
     fund: JudgeFund | None = None,
 ) -> Coordinator:
-    """Open the coordinator with its journal and weights in `folder`. `fund`: the budget of paid judges, if any."""
+    """Open the coordinator with its journal and weights in `folder`. `fund`: the budget of paid judges, if any.
+
+    `clock`: of leases. `run_clock`: of the run; None: `clock`.
+    """
     rules = Rules(
         lease_ms=run_ms(clock, runtime.lease_seconds),
         first_lease_ms=run_ms(clock, runtime.first_lease_seconds),
@@ -31,6 +35,7 @@ def open_coordinator(
         Journal(folder),
         WeightBook(folder / "weights"),
         clock=clock,
+        run_clock=run_clock,
         rules=rules,
         progress=progress,
         sp_degree=runtime.sp_degree,

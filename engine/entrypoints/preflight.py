@@ -21,7 +21,6 @@ from torch import Tensor
 
 from engine.config import DRIFT, SHIPPED, EngineConfig, TargetConfig
 from engine.diffusion.sampler import evaluation_plan, initial
-from engine.machine_speed import slowness
 from engine.model_folder import FolderError, check_folder
 from engine.models.adapter import DiTAdapter
 from engine.models.load import load_adapter, load_start, trainable
@@ -70,7 +69,6 @@ def check(config: EngineConfig, workdir: str | None, start: Path | None = None) 
         "reward": score.reward,
         "metrics": metrics,
         "steps": steps,
-        "slowness": slowness(),
     }
 
 

@@ -35,6 +35,7 @@ from engine.rewards.load import load_reward_of_job
 from engine.storage.checkpoint import CheckpointStore
 from engine.storage.disk import when_there_is_room
 from engine.storage.progress import ProgressLog
+from engine.timing.work import START_SECONDS
 from engine.trainer.context import TrainerContext
 from engine.trainer.loop import Loop
 from engine.trainer.metrics import MetricsLog
@@ -57,14 +58,15 @@ def run_coordinator(spec: NodeSpec, heartbeat: SharedHeartbeat, ready: Event) ->
     """Serve until the agent ends this process."""
     begin(spec, "coordinator", heartbeat)
     folder = Path(spec.folder)
-    clock = spec.clock.clock()
+    spec.clock.meter().done(START_SECONDS)
 
     def open_it() -> Coordinator:
         path = folder / "progress" / "coordinator.jsonl"
-        progress = ProgressLog(path, run=spec.run, source="coordinator", clock=clock)
+        progress = ProgressLog(path, run=spec.run, source="coordinator", clock=spec.clock.run_clock())
         return open_coordinator(
             folder / "coordinator",
-            clock=clock,
+            clock=spec.clock.clock(),
+            run_clock=spec.clock.run_clock(),
             runtime=spec.engine.runtime,
             progress=progress,
             fund=fund_of(spec.engine.reward, spec.store, spec.judges_micro_usd),
@@ -83,7 +85,7 @@ def run_trainer(spec: NodeSpec, heartbeat: SharedHeartbeat, ready: Event) -> Non
     begin(spec, "trainer", heartbeat)
     forget_ranks(spec)
     _use_threads(spec)
-    folder, clock = Path(spec.folder), spec.clock.clock()
+    folder = Path(spec.folder)
     context = TrainerContext(
         run=spec.run,
         node=spec.node,
@@ -91,9 +93,12 @@ def run_trainer(spec: NodeSpec, heartbeat: SharedHeartbeat, ready: Event) -> Non
         outbox=folder / "outbox",
         store=when_there_is_room(lambda: CheckpointStore(spec.store), print),
         transport=_transport_of_trainer(spec),
-        progress=ProgressLog(folder / "progress" / "trainer.jsonl", run=spec.run, source="trainer", clock=clock),
+        progress=ProgressLog(
+            folder / "progress" / "trainer.jsonl", run=spec.run, source="trainer", clock=spec.clock.run_clock()
+        ),
         metrics=MetricsLog(folder / "metrics"),
-        clock=clock,
+        clock=spec.clock.clock(),
+        meter=spec.clock.meter(),
         trace=step_trace(spec, "trainer", lambda: 1).stepped,
     )
     adapter = load_model(spec, 0, reads_later=_divides(spec))

@@ -191,7 +191,7 @@ class Agent:
                     return EXIT_BROKEN, f"{why}; its log ends: {last_line(self.spec, child.name)}"
             if not ready_sent and all(event.is_set() for event in ready):
                 with contextlib.suppress(OSError):  # a full disk: try again at the next look
-                    at_ms = self.spec.clock.clock().now_ms()
+                    at_ms = self.spec.clock.run_clock().now_ms()
                     self.write("ready.json", {"at_ms": at_ms, "pid": os.getpid(), "hardware": has})
                     ready_sent = True
                 if ready_sent and self.on_cloud:
@@ -199,6 +199,7 @@ class Agent:
             self._check_notice()
             if self._is_finished():
                 if self.spec.role == "trainer":
+                    self.spec.clock.let_run()
                     time.sleep(LAST_WORDS_SECONDS)
                 return EXIT_FINISHED, "finished"
             if self._is_money_spent():
@@ -312,7 +313,7 @@ class Agent:
             left_ms = self.money.left_ms()
             return left_ms is not None and left_ms <= 0
         deadline_ms = self._money_deadline_ms()
-        return deadline_ms is not None and self.spec.clock.clock().now_ms() >= deadline_ms
+        return deadline_ms is not None and self.spec.clock.run_clock().now_ms() >= deadline_ms
 
     def _money_deadline_ms(self) -> int | None:
         """Return the spend deadline on the local infra (run's clock), or None without a limit."""
@@ -326,7 +327,7 @@ class Agent:
         On the local infra, a node ended by its spend deadline is billed up to exactly that deadline.
         """
         deadline_ms = None if self.on_cloud or code != EXIT_MONEY else self._money_deadline_ms()
-        now_ms = self.spec.clock.clock().now_ms()
+        now_ms = self.spec.clock.run_clock().now_ms()
         return now_ms if deadline_ms is None else min(now_ms, deadline_ms)
 
     def _check_notice(self) -> None:

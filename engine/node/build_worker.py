@@ -21,6 +21,7 @@ from engine.prompts import prompt_source, prompts_of_job
 from engine.rewards.load import load_reward_of_job, load_student
 from engine.rewards.purse import Purse
 from engine.rewards.reward import Reward
+from engine.timing.work import work_seconds
 from engine.worker.coordinator_purse import CoordinatorPurse
 from engine.worker.device import device_of
 from engine.worker.step_trace import step_trace
@@ -59,6 +60,8 @@ def make_worker(
         scores_share_core=spec.engine.reward.placed == "with_rollout",
         student=lambda: load_student(spec.engine, spec.workdir, device=device, purse=purse),
         clock=spec.clock.clock(),
+        meter=spec.clock.meter(),
+        seconds=work_seconds(spec.engine),
         heartbeat_seconds=spec.engine.runtime.heartbeat_seconds,
         step_seconds=spec.engine.runtime.step_seconds,
         resume=spec.engine.runtime.resume,

@@ -36,6 +36,7 @@ from engine.ray.cluster import NAMESPACE, die_with_raylet
 from engine.storage.disk import when_there_is_room
 from engine.storage.progress import ProgressLog
 from engine.storage.tensor_files import Stored
+from engine.timing.work import START_SECONDS
 from engine.worker.transport import WAIT_MS, Answer, CallRefused, CoordinatorLost
 
 NAME = "coordinator"
@@ -71,15 +72,17 @@ class CoordinatorActor:
             os._exit(1)
 
     def _open(self, spec: NodeSpec, address: str) -> None:
-        folder, clock = Path(spec.folder), spec.clock.clock()
+        folder = Path(spec.folder)
+        spec.clock.meter().done(START_SECONDS)
         self._lock = _only_one(folder / "coordinator.lock")
         listener = bind(spec.coordinator_host, spec.coordinator_port)
         progress = ProgressLog(
-            folder / "progress" / "coordinator.jsonl", run=spec.run, source="coordinator", clock=clock
+            folder / "progress" / "coordinator.jsonl", run=spec.run, source="coordinator", clock=spec.clock.run_clock()
         )
         coordinator = open_coordinator(
             folder / "coordinator",
-            clock=clock,
+            clock=spec.clock.clock(),
+            run_clock=spec.clock.run_clock(),
             runtime=spec.engine.runtime,
             progress=progress,
             fund=fund_of(spec.engine.reward, spec.store, spec.judges_micro_usd),

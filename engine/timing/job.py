@@ -60,7 +60,7 @@ def job_seconds(
     """
     if not is_timed(config, trainer, rollout):
         return None
-    sized = _sized(config, folder)
+    sized = sized_model(config, folder)
     branches = branches_of(sized.architecture, is_guided=config.sampler.guidance != 1.0)
     steps, profile = config.sampler.steps, config.exploration.profiles[0]
     decoded = decode_seconds(sized.size, rollout)
@@ -85,7 +85,8 @@ def rows_of_an_image(config: EngineConfig) -> int:
     return sampler.steps - 1 if sampler.window is None else sampler.window.size
 
 
-def _sized(config: EngineConfig, folder: Path | None) -> SizedModel:
+def sized_model(config: EngineConfig, folder: Path | None) -> SizedModel:
+    """Return the published model whose timings count, with the sizes of the folder and of the job."""
     _, sizes = sizes_of(config.model, folder)
     published = published_model(config.model)
     return SizedModel(model=published.name, architecture=sizes.architecture, size=setting_of(config).size)

@@ -1,7 +1,7 @@
 """Resources that the trainer's process gives to the loop."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from engine.clock import Clock
@@ -9,6 +9,7 @@ from engine.protocol.request import Work
 from engine.storage.checkpoint import CheckpointStore
 from engine.storage.progress import ProgressLog
 from engine.trainer.metrics import MetricsLog
+from engine.work_clock import NoMeter, WorkMeter
 from engine.worker.transport import Transport
 
 
@@ -29,4 +30,5 @@ class TrainerContext:
     progress: ProgressLog
     metrics: MetricsLog
     clock: Clock
+    meter: WorkMeter = field(default_factory=NoMeter)
     trace: Callable[[Work, int], None] = lambda work, step: None

@@ -137,6 +137,8 @@ class CoordinatorClient:
         """
         call = Collect(kind=kind, batch=batch, have=have, poisoned=poisoned)
         answer, blobs = self._call(call, wait=wait)
+        if wait:
+            self._usage.meter.waited()
         found = _expect(answer, Results)
         if found.stop:
             raise Stopped(found.stop)

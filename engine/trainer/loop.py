@@ -29,6 +29,7 @@ from engine.rewards.reward import Reward
 from engine.storage.checkpoint import Checkpoint
 from engine.storage.disk import ASK_AGAIN_SECONDS
 from engine.storage.tensor_files import TensorFile
+from engine.timing.work import work_seconds
 from engine.trainer.batch_forecast import BatchForecast
 from engine.trainer.batch_schedule import BatchSchedule
 from engine.trainer.checkpoints import Checkpoints, is_due
@@ -344,6 +345,8 @@ def own_worker(
         parameters=model.parameters,
         reward=reward,
         clock=context.clock,
+        meter=context.meter,
+        seconds=work_seconds(config),
         heartbeat_seconds=config.runtime.heartbeat_seconds,
         kinds=(Kind.TRAIN,),
         may_load=False,

@@ -13,6 +13,7 @@ from engine.config import EngineConfig
 from engine.diffusion.sampler import Plan
 from engine.events import Phase
 from engine.protocol.request import Manifest
+from engine.timing.work import work_seconds
 from engine.trainer.batch_forecast import BatchForecast
 from engine.trainer.batch_schedule import BatchSchedule
 from engine.trainer.ending import Unhealthy
@@ -20,6 +21,7 @@ from engine.trainer.ranks import Step, Steps
 from engine.trainer.report import Reporter
 from engine.trainer.rollouts import Rollouts, torch_threads
 from engine.trainer.state import TrainerState
+from engine.trainer_ranks import ranks_of
 from engine.worker.usage import Usage
 
 BAD_GROUPS_IN_A_ROW = 3
@@ -47,6 +49,8 @@ class BatchUpdates:
         self._reporter = reporter
         self._schedule = schedule
         self._forecast = forecast
+        ranks_at_work = ranks_of(config)
+        self._image_seconds = work_seconds(config).trained(config, images=1) / ranks_at_work
 
     def train(self, manifest: Manifest, plan: Plan, rollouts: Rollouts) -> list[Health]:
         """Take all optimiser steps of a batch. Returns the health of each step."""
@@ -67,6 +71,7 @@ class BatchUpdates:
                     with self._usage.measure(Phase.TRAINING), torch_threads(self._config.runtime.trainer_threads):
                         step.add(ready[0], rollouts.group(ready[0]))
                     seconds += time.perf_counter() - begun
+                    self._usage.meter.done(self._image_seconds * len(manifest.groups[ready[0]].seeds))
                     self._schedule.group_added()
                     rollouts.look()
             except BaseException:

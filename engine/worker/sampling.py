@@ -20,6 +20,7 @@ from engine.models.adapter import DiTAdapter
 from engine.models.half import precision
 from engine.parallel.communicator import TornGroup
 from engine.protocol.request import TRAINED, Work
+from engine.timing.work import WorkSeconds
 from engine.worker.coordinator_calls import CoordinatorCalls
 from engine.worker.group_member import GroupMember
 from engine.worker.image_inputs import ImageInputs
@@ -45,6 +46,8 @@ class ImageSampler:
     group: GroupMember
     step_seconds: float
     """Minimum wall seconds of a denoising step."""
+    seconds: WorkSeconds
+    """Seconds of a pass on the reference machine."""
     trace: Callable[[Work, int], None]
     """Callback after every step, with the number of finished steps."""
     resume: Literal["exact", "close", "restart"]
@@ -60,6 +63,7 @@ class ImageSampler:
         trajectories = self._begin(work, made.seeds)
         x = torch.stack([trajectories[i].x for i in made.filled]).to(self.device)
         seconds: list[float] = []
+        pass_seconds = self.seconds.forward(len(made.filled))
         try:
             self.group.hand_out(work, x, trajectories[0].step)
             with precision(self.adapter.transformer, work.dtype):
@@ -72,6 +76,7 @@ class ImageSampler:
                     trajectories = self._record(made.plan, work, trajectories, x, log_probs)
                     time.sleep(max(0.0, begun + self.step_seconds - time.perf_counter()))
                     seconds.append(time.perf_counter() - begun)
+                    self.calls.usage.meter.done(max(self.step_seconds, pass_seconds) / self.group.degree)
                     self.trace(work, step + 1)
                     last = step + 1 == made.plan.steps
                     if not last and not self.group.agree(self.go_on(work, trajectories), self.device):

@@ -18,6 +18,7 @@ from engine.diffusion.images import as_bytes
 from engine.out_of_memory import is_out_of_memory
 from engine.protocol.messages import Result, StepTime
 from engine.protocol.request import TRAINED, Fenced, Finished, Score, Work, request_class
+from engine.timing.work import NO_SECONDS, WorkSeconds
 from engine.worker.commits import blob_name
 from engine.worker.coordinator_calls import CoordinatorCalls
 from engine.worker.faults import LeaseFaults
@@ -53,9 +54,12 @@ class ScoringQueue:
         reports_steps: bool,
         finished: Callable[[], None],
         at_once: int = 1,
+        seconds: WorkSeconds = NO_SECONDS,
     ) -> None:
+        """`seconds`: of the work on the reference machine."""
         self._calls, self._usage, self._scorer, self._faults = calls, usage, scorer, faults
         self._heartbeat_seconds, self._reports_steps, self._finished = heartbeat_seconds, reports_steps, finished
+        self._seconds = seconds
         self._unscored: list[_Unscored] = []
         self.waited_seconds = 0.0
         """Seconds in which the worker did nothing but wait for scores."""
@@ -151,4 +155,5 @@ class ScoringQueue:
             pace = StepTime(request_class=class_, degree=sampled.degree, seconds=sampled.step_seconds)
         if not isinstance(self._calls.finish(work.lease, results, blobs, pace), Fenced):
             self._finished()
+        self._usage.meter.done(self._seconds.scored(len(results), by_student=work.scorer == "student"))
         self._faults.clear()

@@ -1,4 +1,7 @@
-"""Measure a worker's time by phase. The report splits a node's dollars by phase, and the trace shows the spans."""
+"""Measure a worker's time by phase. The report splits a node's dollars by phase, and the trace shows the spans.
+
+Spans are measured by the wall. `meter` moves the clock of a local run (engine/work_clock.py).
+"""
 
 import contextlib
 import time
@@ -6,9 +9,10 @@ from collections.abc import Iterator
 
 from engine.clock import Clock
 from engine.events import Phase
+from engine.work_clock import NoMeter, WorkMeter
 
 Span = tuple[str, float, float]
-"""Phase, begin and end: milliseconds of the run's clock."""
+"""Phase, begin and end: milliseconds of the engine's clock (`ClockConfig.clock`)."""
 
 SAME_WALL_SECONDS = 0.002
 """Maximum gap between two spans of one phase to merge the spans."""
@@ -17,8 +21,8 @@ SAME_WALL_SECONDS = 0.002
 class Usage:
     """Timer of spans that do not overlap: an inner measurement interrupts the outer measurement. For one thread."""
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
+    def __init__(self, clock: Clock, meter: WorkMeter | None = None) -> None:
+        self._clock, self.meter = clock, meter or NoMeter()
         self._ms_per_second = 1.0 / clock.wall_seconds(1)
         self._fresh: list[Span] = []
         self.total: dict[str, float] = {}
@@ -45,7 +49,7 @@ class Usage:
         return spans
 
     def _anchor(self) -> None:
-        """Read the run's clock. Between two anchors, the finer performance counter measures time."""
+        """Read the clock. Between two anchors, the finer performance counter measures time."""
         self._anchor_seconds, self._anchor_ms = time.perf_counter(), self._clock.now_ms()
 
     def _cut(self) -> None:

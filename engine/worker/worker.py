@@ -39,6 +39,8 @@ from engine.protocol.request import (
     Yield,
 )
 from engine.rewards.reward import Reward
+from engine.timing.work import NO_SECONDS, WorkSeconds
+from engine.work_clock import NoMeter, WorkMeter
 from engine.worker.commits import CommitSender
 from engine.worker.coordinator_calls import CoordinatorCalls
 from engine.worker.faults import LeaseFaults
@@ -74,6 +76,10 @@ class Worker:
     reward: Reward
     clock: Clock
     heartbeat_seconds: float
+    meter: WorkMeter = field(default_factory=NoMeter)
+    """Reports the worker's work to the clock of a local run."""
+    seconds: WorkSeconds = NO_SECONDS
+    """Seconds of the worker's work on the reference machine."""
     kinds: Sequence[Kind] = tuple(Kind)
     may_load: bool = True
     scored_beside: int = 1
@@ -106,7 +112,7 @@ class Worker:
     usage: Usage = field(init=False)
 
     def __post_init__(self) -> None:
-        self.usage = Usage(self.clock)
+        self.usage = Usage(self.clock, self.meter)
         self.calls = CoordinatorCalls(
             transport=self.transport,
             usage=self.usage,
@@ -117,6 +123,8 @@ class Worker:
         )
         self._faults = LeaseFaults(self.calls)
         self._interrupted: Callable[[], bool] = lambda: False
+        self._waited = True
+        """True if the last answer was no work."""
         transformer, source = self.adapter.transformer, self.source or FromCoordinator(self.transport)
         merged = None
         if self.may_load and merges(transformer):
@@ -136,12 +144,14 @@ class Worker:
             reports_steps=self.elastic is not None,
             finished=self.finished,
             at_once=max(1, self.scored_beside),
+            seconds=self.seconds,
         )
         self.sampler = ImageSampler(
             adapter=self.adapter,
             calls=self.calls,
             group=self._group,
             step_seconds=self.step_seconds,
+            seconds=self.seconds,
             trace=self.trace,
             resume=self.resume,
             go_on=self._go_on,
@@ -191,6 +201,9 @@ class Worker:
             group=self._group.report(),
             wait=wait and not len(self._scores),
         )
+        if self._waited:
+            self.usage.meter.waited()
+        self._waited = isinstance(reply, Wait)
         match reply:
             case Work():
                 self._do(reply)

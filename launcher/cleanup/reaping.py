@@ -27,8 +27,7 @@ from launcher.clouds.base import CallerIdentity, CloudApi, CloudUnreachable, Ins
 from launcher.controller.lease import is_held
 from launcher.decide.facts import OVER, Stage
 from launcher.exit_codes import Failure
-from launcher.ledger.billing import LOCAL
-from launcher.ledger.models import ControllerLease, Run
+from launcher.ledger.models import LOCAL, ControllerLease, Run
 from launcher.ledger.store import current_status, open_ledger
 from launcher.market.offers import Offer
 from launcher.provision.sky.sky import Sky

@@ -22,7 +22,7 @@ from launcher.job.checked import CheckedJob, JobError
 from launcher.job.company import NOTHING_NAMED, Named
 from launcher.job.load import load_job
 from launcher.job.values import Infra
-from launcher.ledger.billing import LOCAL
+from launcher.ledger.models import LOCAL
 from launcher.ledger.store import open_ledger
 from launcher.market.offers import CLOUDS
 from launcher.placement.plan import Plan

@@ -44,7 +44,7 @@ from launcher.runs.runs import (
     still_running,
     wait_released,
 )
-from launcher.runs.views import RunView, newest_log, node_logs, run_clock, run_view
+from launcher.runs.views import RunView, newest_log, node_logs, run_view
 
 LOOK_SECONDS = 0.5
 """Seconds between reads of the ledger. A read is one short query on this machine."""
@@ -408,7 +408,7 @@ def _write_files(sessions: sessionmaker[Session], name: str, *, result: Path | N
         if result:
             _write(result, json.dumps(result_dict(session, name, running_processes(run)), indent=2) + "\n")
         if html:
-            report = build_report(session, run, run_clock(run).now_ms())
+            report = build_report(session, run, run.clock.now_ms())
             _write(html, render_html(report, image_reader(run)))
 
 

@@ -25,15 +25,14 @@ from launcher.cli.cloud_plan_text import cloud_plan_lines
 from launcher.cli.follow import Follow, can_ask, start_and_follow
 from launcher.cli.output_file import check_output
 from launcher.cli.plan_screen import cloud_screen, local_screen
-from launcher.cli.plan_text import clock_text, plan_dict, plan_lines
+from launcher.cli.plan_text import plan_dict, plan_lines
 from launcher.cli.typed import typed
 from launcher.decide.run_budget import bound_of_plan
 from launcher.exit_codes import BudgetError, ExitCode
 from launcher.job.checked import CheckedJob, JobError
 from launcher.job.load import load_job
-from launcher.job.schema import Job, auto_clock_factor
-from launcher.ledger.billing import LOCAL
-from launcher.ledger.models import Run
+from launcher.job.schema import Job
+from launcher.ledger.models import LOCAL, Run
 from launcher.market.offers import Offer, read_catalog
 from launcher.money import hourly
 from launcher.placement.cloud_plan import cloud_plan_json
@@ -172,7 +171,7 @@ def launch(
             _check_clouds(checked, plan, out, allow_old_prices, weights_file)
     else:
         plan, printed = _plan_here(checked, out, explain)
-        checked = _check_on_this_machine(checked, out, weights_file)
+        _check_on_this_machine(checked, out, weights_file)
     if dry_run:
         _print_json(as_json, {"name": checked.job.name, "started": False, "plan": printed})
         out.print("Dry run: nothing was started.", highlight=False)
@@ -254,15 +253,10 @@ def _print_plan(out: Console, screen: Iterable[str], more: Iterable[str]) -> Non
         out.print(line if number else f"\n{line}", highlight=False, markup=False, soft_wrap=True)
 
 
-def _check_on_this_machine(checked: CheckedJob, out: Console, weights: Path | None) -> CheckedJob:
-    """Check the job on this machine. Return the job, with this machine's clock factor if `clock_factor` is `auto`."""
-    found = preflight(checked, home(), start=weights)
+def _check_on_this_machine(checked: CheckedJob, out: Console, weights: Path | None) -> None:
+    """Check the job on this machine."""
+    preflight(checked, home(), start=weights)
     out.print("Checked: reward, prompts and disk.", highlight=False)
-    if checked.job.clock_factor != "auto":
-        return checked
-    checked = checked.with_clock_factor(auto_clock_factor(found["slowness"]))
-    out.print(clock_text(checked.job.factor), highlight=False)
-    return checked
 
 
 def _check_clouds(

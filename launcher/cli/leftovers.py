@@ -29,7 +29,7 @@ from launcher.cli.layout import print_table
 from launcher.cli.number import Number
 from launcher.clouds.base import CloudApi, Instance, Resource
 from launcher.exit_codes import ExitCode, Failure
-from launcher.ledger.billing import LOCAL
+from launcher.ledger.models import LOCAL
 from launcher.market.offers import CLOUDS, Offer, current_catalog
 from launcher.money import duration, hourly
 from launcher.provision.local.local_nodes import LocalNodes

@@ -62,7 +62,7 @@ def local_screen(job: Job, plan: Plan) -> Iterator[str]:
         less = f"{1 - expected / maximum:.0%} less"
         yield f"  {less} than the same nodes on demand, {hourly(maximum)}; the trainer alone {hourly(alone)}"
     yield _cut(f"  algorithm {job.algorithm.name}, exploration {job.exploration.mode}; prices {plan.money_basis}")
-    if job.clock_factor != "auto" and (note := clock_note(job)):  # `launch` prints a measured factor
+    if note := clock_note(job):
         yield _cut(f"  {note}")
     yield f"  {MORE}"
 

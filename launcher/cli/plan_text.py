@@ -7,7 +7,7 @@ from typing import Any
 
 from engine.algorithm_config import recommended
 from launcher.cli.layout import columns, fitted
-from launcher.job.schema import FASTEST_CLOCK, Job
+from launcher.job.schema import Job
 from launcher.money import dollars, duration, hourly
 from launcher.placement.exploration import exploration_outlook
 from launcher.placement.memory import gib, pool_bytes_of_job
@@ -171,12 +171,8 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
 
 
 def clock_note(job: Job) -> str:
-    """Return a sentence on the speed of the run's clock; empty for a clock that runs as fast as any other."""
-    if job.clock_factor == "auto":
-        return f"The clock runs x{FASTEST_CLOCK:g}, or slower where this machine is slower than two free cores."
-    return clock_text(job.clock_factor) if job.clock_factor != 1 else ""
-
-
-def clock_text(factor: float) -> str:
-    here = duration(round(3_600_000 / factor))
-    return f"The clock runs x{factor:g}: an hour of prices and preemptions passes in {here}."
+    """Return a sentence on the run's clock; empty for a clock that runs as fast as any other."""
+    if job.factor == 1:
+        return ""
+    work = duration(round(3_600_000 / job.factor))
+    return f"The clock moves with the work: an hour of prices and preemptions is {work} of two free cores."

@@ -10,7 +10,7 @@ from engine.config import ModelConfig
 from launcher.cli.run_argument import run_argument
 from launcher.exit_codes import Failure
 from launcher.ledger.store import check_kept, find_run
-from launcher.report.build import build_report, clock_of
+from launcher.report.build import build_report
 from launcher.report.card import CARD, CURVE, model_card
 from launcher.report.diffusers_files import FULL_FOLDER, LORA_FILE, write_for_diffusers
 from launcher.report.values import Report
@@ -50,7 +50,7 @@ def pull(sessions: sessionmaker[Session], run_name: str, to: Path | None, as_jso
         run = find_run(session, run_name)
         if not buckets_of(run):
             check_kept(session, run)
-        report = build_report(session, run, clock_of(run).now_ms())
+        report = build_report(session, run, run.clock.now_ms())
     name, folder = run.name, to or Path(f"{run.name}-weights")
     check_folder(folder, name, (CARD, CURVE, FULL_FOLDER, LORA_FILE))
     stores = run_stores(run.infra, run.job.get("store") or {}, name, Path(run.folder))

@@ -12,7 +12,7 @@ from launcher.cli.number import Number
 from launcher.cli.run_argument import run_argument
 from launcher.ledger.models import Removal, Run
 from launcher.ledger.store import find_run
-from launcher.report.build import build_report, clock_of
+from launcher.report.build import build_report
 from launcher.report.tables import write_tables
 from launcher.report.terminal import a_console, print_report
 from launcher.storage.stores import StoreError, read_object, run_stores
@@ -54,7 +54,7 @@ def report(
     with sessions() as session:
         run = find_run(session, run_name)
         other = find_run(session, against) if against else None
-        built = build_report(session, run, clock_of(run).now_ms(), target_reward, other)
+        built = build_report(session, run, run.clock.now_ms(), target_reward, other)
         if session.get(Removal, run.id) is not None:
             click.echo(
                 f"{run.name} was removed with `spotrl rm`: its images and logs are gone, its facts are not", err=True

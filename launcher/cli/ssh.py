@@ -13,8 +13,7 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from launcher.cli.run_argument import run_argument
 from launcher.exit_codes import Failure
-from launcher.ledger.billing import LOCAL
-from launcher.ledger.models import Node
+from launcher.ledger.models import LOCAL, Node
 from launcher.ledger.store import check_kept, find_run, nodes_of
 from launcher.provision.local.provisioner import node_folder
 from launcher.runs.views import short_name

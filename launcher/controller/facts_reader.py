@@ -17,8 +17,7 @@ from launcher.decide.run_budget import hourly_micro_usd, reserved_micro_usd
 from launcher.decide.work_left import WorkLeft
 from launcher.job.schema import Job
 from launcher.ledger.accounting import judge_budget, judge_micro_usd, spent_micro_usd
-from launcher.ledger.billing import LOCAL
-from launcher.ledger.models import ProgressRow, Run, RunStatus
+from launcher.ledger.models import LOCAL, ProgressRow, Run, RunStatus
 from launcher.ledger.node_history import node_records
 from launcher.ledger.store import current_status
 from launcher.placement.plan import Plan

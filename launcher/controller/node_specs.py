@@ -39,7 +39,7 @@ def node_spec(
         store=store,
         coordinator_port=run.coordinator_port,
         token=run.token if role == "trainer" else role_token(run.token, role),
-        clock=ClockConfig(origin_ms=run.clock_origin_ms, factor=1.0 if is_cloud else run.clock_factor),
+        clock=_clock_of(run, is_cloud=is_cloud),
         engine=job.engine(),
         judges_micro_usd=run.max_judges_micro_usd,
         workdir=run.workdir,
@@ -47,6 +47,12 @@ def node_spec(
         money_deadline_ms=money_deadline_ms,
         money_longest_ms=money_longest_ms,
     )
+
+
+def _clock_of(run: Run, *, is_cloud: bool) -> ClockConfig:
+    clock = None if is_cloud else run.work_clock
+    file = "" if clock is None else str(clock.path)
+    return ClockConfig(origin_ms=run.clock_origin_ms, factor=1.0 if is_cloud else run.clock_factor, file=file)
 
 
 def _cloud(name: str) -> Literal["aws", "gcp"]:

@@ -9,7 +9,7 @@ from functools import partial
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session, sessionmaker
 
-from engine.clock import Clock, ScaledClock, SteadyClock, boot_ms
+from engine.clock import Clock, SteadyClock, boot_ms
 from launcher.clouds.limits import build_limits
 from launcher.controller.cloud_time import CloudTime
 from launcher.controller.controller import Controller, log
@@ -123,11 +123,15 @@ def _notifier(sessions: sessionmaker[Session], run: Run, job: Job, clock: Clock)
 def _clock_of(sessions: sessionmaker[Session], run: Run, cloud_time: CloudTime | None) -> Clock:
     """Return the clock by which the controller meters spending.
 
-    Nodes on the local infra share this machine's clock, including its jumps. On clouds the controller uses the clouds'
+    Nodes on the local infra share the run's clock file. On clouds the controller uses the clouds'
     time, and never a time before the newest time in the ledger: a slow clock would forget spending.
     """
     if cloud_time is None:
-        return ScaledClock(origin_ms=run.clock_origin_ms, factor=run.clock_factor)
+        if run.work_clock is None:
+            return run.clock
+        with sessions() as session:
+            run.work_clock.begin(newest_ms(session, run))
+        return run.work_clock
     cloud_time.ask()
     with sessions() as session:
         now_ms = max(cloud_time.now_ms(), newest_ms(session, run))

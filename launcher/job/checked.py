@@ -1,7 +1,7 @@
 """A job that can run, and the error of a job that cannot."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.exit_codes import ExitCode, Failure
@@ -38,9 +38,6 @@ class CheckedJob:
     workdir: Path
     """Folder of the job file. The user's reward module and prompt files are looked up here."""
     lines: Mapping[FieldPath, int]
-
-    def with_clock_factor(self, factor: float) -> "CheckedJob":
-        return replace(self, job=self.job.model_copy(update={"clock_factor": factor}))
 
     def error(self, field: str, found: str, remedy: str) -> JobError:
         """Return a `JobError` for a fault found after loading, such as a reward that raises.

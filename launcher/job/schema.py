@@ -4,7 +4,6 @@ The promise: a job that loads can be planned and sent to every node unchanged.
 """
 
 import re
-from math import sqrt
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal, Self
 
@@ -36,11 +35,8 @@ from launcher.market.offers import CLOUDS
 PROMPTS = ("digits", "shapes")
 """Prompt sets that spotrl generates; any other name is a file."""
 
-FASTEST_CLOCK = 60.0
-"""`clock_factor: auto` on a machine at least as fast as the reference machine."""
-
-SLOWEST_CLOCK = 4.0
-"""`clock_factor: auto` on the slowest machine: an hour of prices takes a quarter of an hour."""
+CLOCK_FACTOR = 60.0
+"""`clock_factor: auto`: an hour of prices and preemptions is a minute of work on the reference machine."""
 
 
 class Job(EngineConfig):
@@ -52,9 +48,9 @@ class Job(EngineConfig):
     """`local`: nodes are process groups of this machine, priced from the catalog. `aws`, `gcp` or `aws,gcp`: the
     clouds to buy from."""
     clock_factor: Literal["auto"] | Annotated[float, Field(gt=0.0, le=3600.0)] = "auto"
-    """Local infra: simulated seconds per second, so that hours of a spot market take minutes. `auto`: 60 on a
-    machine with two free cores, and less on a machine that is slow or busy at launch (half at a quarter of the speed),
-    so that a slow machine does not use up the budget. The factor never changes during a run."""
+    """Local infra: simulated seconds for each second of work, so that hours of a spot market take minutes. The clock
+    moves with the work of the run, counted as on a machine with two free cores: hours, dollars and preemptions are the
+    same on a slow and on a quick machine. `auto`: 60. The factor never changes during a run."""
     resources: Resources = Resources()
     """Nodes of the trainer and of the rollout workers."""
     spot: Literal["auto", "only", "never"] = "auto"
@@ -163,10 +159,10 @@ class Job(EngineConfig):
 
     @property
     def factor(self) -> float:
-        """Return the number of seconds of the run's clock per second. `auto` counts as on the reference machine."""
+        """Return the seconds of the run's clock for each second of work on the reference machine."""
         if self.clouds:
             return 1.0
-        return FASTEST_CLOCK if self.clock_factor == "auto" else self.clock_factor
+        return CLOCK_FACTOR if self.clock_factor == "auto" else self.clock_factor
 
     @property
     def rolls_out_on_spot(self) -> bool:
@@ -191,12 +187,3 @@ class Job(EngineConfig):
         if self.clouds and self.runtime.device == "auto":
             fields["runtime"] = self.runtime.model_copy(update={"device": "cuda"})
         return EngineConfig(**fields)
-
-
-def auto_clock_factor(slowness: float) -> float:
-    """Return the clock factor for a machine that takes `slowness` times as long as the reference machine.
-
-    The square root is a compromise. A factor divided by the slowness gives the same simulated hours everywhere, but a
-    machine that is busy at launch is often free a moment later, and the run would end before its first preemption.
-    """
-    return max(SLOWEST_CLOCK, float(round(FASTEST_CLOCK / sqrt(max(1.0, slowness)))))

@@ -20,8 +20,8 @@ from sqlalchemy.orm import Session
 
 from engine.events import Judged, NodeSeen, NodeUsage, Phase
 from engine.reward_config import RewardConfig
-from launcher.ledger.billing import LOCAL, interval_micro_usd, minimum_billed_ms, side_costs, stretches
-from launcher.ledger.models import BillingInterval, Node, NodeEvent, NodePrice, ProgressRow, Run, SideCost
+from launcher.ledger.billing import interval_micro_usd, minimum_billed_ms, side_costs, stretches
+from launcher.ledger.models import LOCAL, BillingInterval, Node, NodeEvent, NodePrice, ProgressRow, Run, SideCost
 
 ENDED = ("gone", "released")
 """Node events after which a node costs nothing more."""

@@ -11,11 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from engine.events import Market
-from launcher.ledger.models import BillingInterval, Node, NodePrice, Run, SideCost
+from launcher.ledger.models import LOCAL, BillingInterval, Node, NodePrice, Run, SideCost
 from launcher.market.side_prices import MINIMUM_BILLED_MS, side_rates
 from launcher.money import HOUR_MS
-
-LOCAL = "local"
 
 FIRST_HOUR_MS = HOUR_MS
 

@@ -3,12 +3,23 @@
 Money is integer micro-dollars, time integer milliseconds UTC on the run's clock, so sums are exact.
 """
 
+import time
+from pathlib import Path
 from typing import Any, ClassVar
 
 from sqlalchemy import JSON, BigInteger, CheckConstraint, ForeignKey, Integer, UniqueConstraint
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
+from engine.clock import Clock, ScaledClock
+from engine.work_clock import WorkClock
 from launcher.market.side_prices import DISK_GIB
+
+LOCAL = "local"
+"""`Run.infra` of a run on this machine."""
+
+
+def wall_ms() -> int:
+    return time.time_ns() // 1_000_000
 
 
 class Base(DeclarativeBase):
@@ -52,6 +63,36 @@ class Run(Base):
     coordinator_port: Mapped[int]
     token: Mapped[str]
 
+    @property
+    def clock(self) -> Clock:
+        """Return the run's clock. On the local infra it moves with the run's work (engine/work_clock.py)."""
+        return self.work_clock or ScaledClock(origin_ms=self.clock_origin_ms, factor=self.clock_factor)
+
+    @property
+    def work_clock(self) -> WorkClock | None:
+        """Return the clock of a run on the local infra, else None."""
+        if self.infra != LOCAL:
+            return None
+        path = Path(self.folder) / "clock"
+        return WorkClock(path=path, origin_ms=self.clock_origin_ms, factor=self.clock_factor)
+
+    def wall_seconds(self, end: "RunStatus | None", now_ms: int) -> float:
+        """Return the wall seconds from the launch to the last status, or until now.
+
+        `now_ms`: on the run's clock, for runs on clouds, where it is the wall clock.
+        """
+        now = wall_ms() if self.infra == LOCAL else now_ms
+        return ((now if end is None else self.wall_ms(end)) - self.clock_origin_ms) / 1000
+
+    def wall_ms(self, row: "RunStatus | NodeEvent | StartCommand") -> int:
+        """Return the wall time of a row of the run (ms UTC).
+
+        Rows of older versions have none: the clock of their runs ran evenly.
+        """
+        if self.infra == LOCAL and row.wall_ms is not None:
+            return row.wall_ms
+        return self.clock_origin_ms + round((row.at_ms - self.clock_origin_ms) / self.clock_factor)
+
 
 class RunStatus(Base):
     """A status of a run; the newest row counts.
@@ -66,6 +107,7 @@ class RunStatus(Base):
     at_ms: Mapped[int]
     status: Mapped[str]
     reason: Mapped[str] = mapped_column(default="")
+    wall_ms: Mapped[int | None] = mapped_column(default=wall_ms)
 
 
 class StartCommand(Base):
@@ -81,6 +123,7 @@ class StartCommand(Base):
     command: Mapped[str]
     code_commit: Mapped[str]
     workdir_commit: Mapped[str]
+    wall_ms: Mapped[int | None] = mapped_column(default=wall_ms)
 
 
 class Removal(Base):
@@ -173,6 +216,7 @@ class NodeEvent(Base):
     at_ms: Mapped[int]
     kind: Mapped[str]
     evidence: Mapped[str] = mapped_column(default="")
+    wall_ms: Mapped[int | None] = mapped_column(default=wall_ms)
 
 
 class BillingInterval(Base):

@@ -10,8 +10,8 @@ from launcher.decide.facts import ENDS, NodeRecord
 from launcher.decide.node_events import Note
 from launcher.decide.price_events import Paid
 from launcher.ledger.accounting import charges_of_run, prices_of_run
-from launcher.ledger.billing import LOCAL, NOT_PRICED, bill, minimum_billed_ms, side_costs
-from launcher.ledger.models import Node, NodeEvent, NodePrice, Preemption, Run, SideCost
+from launcher.ledger.billing import NOT_PRICED, bill, minimum_billed_ms, side_costs
+from launcher.ledger.models import LOCAL, Node, NodeEvent, NodePrice, Preemption, Run, SideCost
 from launcher.ledger.store import (
     nodes_of,
 )

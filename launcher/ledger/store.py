@@ -40,7 +40,7 @@ from launcher.ledger.models import (
     RunStatus,
 )
 
-REVISION = "0009"
+REVISION = "0010"
 """The newest migration. A ledger at this revision opens without loading alembic. A test compares the value with the
 folder."""
 

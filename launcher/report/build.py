@@ -10,11 +10,9 @@ from datetime import UTC, datetime
 
 from sqlalchemy.orm import Session
 
-from engine.clock import ScaledClock
 from engine.events import EngineStarted, Evaluated, IterationDone, Phase, Ranked, Regrouped
 from launcher.ledger.accounting import run_costs
-from launcher.ledger.billing import LOCAL
-from launcher.ledger.models import Run
+from launcher.ledger.models import LOCAL, Run
 from launcher.ledger.store import current_status, nodes_of, progress_of, reading_once
 from launcher.money import HOUR_MS
 from launcher.report.costs import BASIS, costs_of, extra_lines, node_line_of, price_effect_of, price_sources_of
@@ -46,11 +44,6 @@ from launcher.report.values import SCHEMA, Report, RunFacts
 from launcher.without_secrets import without_secrets
 
 
-def clock_of(run: Run) -> ScaledClock:
-    """Return the clock of the run's times in the ledger."""
-    return ScaledClock(origin_ms=run.clock_origin_ms, factor=run.clock_factor)
-
-
 def build_report(
     session: Session, run: Run, now_ms: int, target_reward: float | None = None, against: Run | None = None
 ) -> Report:
@@ -64,13 +57,13 @@ def build_report(
 
 def _report(session: Session, run: Run, now_ms: int, target_reward: float | None, against: Run | None) -> Report:
     costs = run_costs(session, run, now_ms)
-    ended_ms = _ended_ms(session, run)
-    end_ms = ended_ms or now_ms
+    status = current_status(session, run)
+    end = status if status is not None and status.status in ENDED else None
+    end_ms = now_ms if end is None else end.at_ms
     target, curve = target_of(session, run, costs, target_reward)
     preemptions = preemption_lines(session, run, costs)
     images = images_of(session, run, target.metric)
     started = progress_of(session, run, EngineStarted.KIND)
-    status = current_status(session, run)
     iterations = [row.event for row in by_iteration(session, run, IterationDone.KIND).values()]
     saved = [savings_of(costs, preemptions)]
     if against is not None:
@@ -90,7 +83,7 @@ def _report(session: Session, run: Run, now_ms: int, target_reward: float | None
             created_at=_utc(run.created_ms),
             until=_utc(end_ms),
             hours=(end_ms - run.created_ms) / HOUR_MS,
-            wall_seconds=(end_ms - run.created_ms) / 1000 / run.clock_factor,
+            wall_seconds=run.wall_seconds(end, now_ms),
             clock_factor=run.clock_factor,
             iterations=len(iterations),
             lineages=len({row.lineage for row in started}),
@@ -131,16 +124,11 @@ def _report(session: Session, run: Run, now_ms: int, target_reward: float | None
         learning=learning_of(session, run),
         pictures=tuple(images),
         job_text=without_secrets(run.job_yaml),
-        provenance=provenance_of(session, run, ended_ms),
+        provenance=provenance_of(session, run, end),
         schedule=schedule_of(iterations),
         collectives=collectives_of(iterations, costs.by_phase.get(Phase.COLLECTIVE, 0), run.clock_factor),
         resume_with=resume_command(session, run, status, now_ms),
     )
-
-
-def _ended_ms(session: Session, run: Run) -> int | None:
-    status = current_status(session, run)
-    return status.at_ms if status is not None and status.status in ENDED else None
 
 
 def _utc(at_ms: int) -> str:

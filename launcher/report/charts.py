@@ -311,7 +311,7 @@ def _data(rows: list[dict[str, Any]]) -> Any:
 
 def _time(field: str, report: Report, *, grid: bool) -> Any:
     factor = report.run.clock_factor
-    title = "hours since the start" + (f" (simulated: the clock ran {factor:g} times faster)" if factor != 1 else "")
+    title = "hours since the start" + (f" (simulated: {factor:g} s for a second of work)" if factor != 1 else "")
     until = max(_since(report, report.end_ms), 1e-6)
     return alt.X(
         f"{field}:Q",

@@ -18,7 +18,7 @@ from launcher.exit_codes import Failure
 from launcher.harmless import harmless
 from launcher.ledger.models import Run
 from launcher.money import dollars
-from launcher.report.build import build_report, clock_of
+from launcher.report.build import build_report
 from launcher.report.target import WINDOW
 from launcher.report.values import Moment
 from launcher.without_secrets import job_without_secrets
@@ -133,7 +133,7 @@ def compare_runs(
     groups = {run.name: _group(run.name, jobs, group_by) for run in runs}
     compared, metrics, judges = [], {}, {}
     for run in runs:
-        report = build_report(session, run, clock_of(run).now_ms(), target)
+        report = build_report(session, run, run.clock.now_ms(), target)
         metrics[run.name] = report.target.metric
         judges[run.name] = sum(line.micro_usd or 0 for line in report.extras if line.kind == "judges")
         compared.append(
@@ -248,7 +248,7 @@ def _notes(runs: Sequence[Run], compared: Sequence[ComparedRun], judges: Mapping
         clocks = ", ".join(f"{run.name} x{run.clock_factor:g}" for run in runs)
         yield f"the clocks of the runs differ ({clocks}): hours and dollars depend on the clock"
     elif factors != {1}:
-        yield f"hours are on the runs' clock, {factors.pop():g} times as fast as the wall clock"
+        yield f"hours are on the runs' clock, {factors.pop():g} s for each second of work"
     if going := [run.name for run in compared if run.status not in ("finished", "stopped", "failed")]:
         yield f"not over yet: {', '.join(going)}"
     seeds = {run.group: 0 for run in compared}

@@ -7,8 +7,8 @@ from sqlalchemy.orm import Session
 
 from engine.events import Phase
 from launcher.ledger.accounting import NodeCost, RunCosts, judge_calls, side_costs_of_run
-from launcher.ledger.billing import LOCAL, NOT_PRICED
-from launcher.ledger.models import Node, Run, SideCost
+from launcher.ledger.billing import NOT_PRICED
+from launcher.ledger.models import LOCAL, Node, Run, SideCost
 from launcher.money import HOUR_MS, dollars
 from launcher.report.values import Costs, ExtraLine, NodeLine, PriceEffect, PriceSource
 

@@ -7,10 +7,9 @@ from datetime import UTC, datetime
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from engine.clock import ScaledClock
 from engine.events import EngineStarted
 from launcher.harmless import harmless
-from launcher.ledger.models import Run, StartCommand
+from launcher.ledger.models import Run, RunStatus, StartCommand
 from launcher.ledger.store import node_events, progress_of
 
 
@@ -52,16 +51,16 @@ class Provenance:
     """Versions of the libraries that the trainer used last."""
 
 
-def provenance_of(session: Session, run: Run, ended_ms: int | None) -> Provenance:
-    """Return the origin of the results. `ended_ms`: end of the run on its clock; None if it has not ended."""
+def provenance_of(session: Session, run: Run, end: RunStatus | None) -> Provenance:
+    """Return the origin of the results. `end`: the run's last status; None if the run has not ended."""
     started = progress_of(session, run, EngineStarted.KIND)
     commands = session.scalars(select(StartCommand).where(StartCommand.run_id == run.id).order_by(StartCommand.id))
     return Provenance(
-        started_at=_wall(run, run.created_ms),
-        ended_at="" if ended_ms is None else _wall(run, ended_ms),
+        started_at=_utc(run.clock_origin_ms),
+        ended_at="" if end is None else _utc(run.wall_ms(end)),
         commands=tuple(
             CommandLine(
-                at=_wall(run, row.at_ms),
+                at=_utc(run.wall_ms(row)),
                 command=harmless(row.command),
                 code_commit=row.code_commit,
                 workdir_commit=row.workdir_commit,
@@ -85,8 +84,5 @@ def hardware_by_nodes(provenance: Provenance) -> dict[str, list[str]]:
     return found
 
 
-def _wall(run: Run, at_ms: int) -> str:
-    """Return a time of the run's clock as wall time; ISO, UTC."""
-    clock = ScaledClock(origin_ms=run.clock_origin_ms, factor=run.clock_factor)
-    seconds = run.clock_origin_ms / 1000 + clock.wall_seconds(at_ms - run.clock_origin_ms)
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
+def _utc(wall_ms: int) -> str:
+    return datetime.fromtimestamp(wall_ms / 1000, UTC).isoformat(timespec="seconds")

@@ -10,7 +10,7 @@ from sqlalchemy.orm import Session
 from engine.events import Evaluated
 from launcher.ledger.accounting import judge_micro_usd
 from launcher.ledger.store import find_run, progress_of
-from launcher.report.build import build_report, clock_of
+from launcher.report.build import build_report
 from launcher.report.values import PreemptionLine
 
 METRIC = "exact_match"
@@ -27,7 +27,7 @@ def result_dict(session: Session, run_name: str, leftovers: Sequence[int]) -> di
     `clock_factor` times as fast as wall time.
     """
     run = find_run(session, run_name)
-    report = build_report(session, run, clock_of(run).now_ms())
+    report = build_report(session, run, run.clock.now_ms())
     target = report.target
     there = target.confirmed
     scores = sorted(

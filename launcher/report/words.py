@@ -115,11 +115,11 @@ def span_words(report: Report) -> str:
 def clock_words(factor: float) -> str:
     """Return a sentence on the clock of hours, ages and times of events; empty if it is the wall clock.
 
-    `factor`: how many times as fast as the wall clock the run's clock is.
+    `factor`: seconds of the run's clock for a second of work on the reference machine.
     """
     if factor == 1:
         return ""
-    return f"Hours, ages and times of events are on the run's clock, {factor:g} times as fast as the wall clock."
+    return f"Hours, ages and times of events are on the run's clock, {factor:g} s for each second of work."
 
 
 def phase_name(name: str) -> str:

@@ -6,7 +6,6 @@ from launcher.decide.facts import OVER, Stage
 from launcher.exit_codes import Failure
 from launcher.job.schema import Job
 from launcher.ledger.store import check_kept, current_status, find_run
-from launcher.runs.views import run_clock
 from launcher.sinks.shipper import Shipped, shippers_of
 
 
@@ -29,7 +28,7 @@ def send_late(sessions: sessionmaker[Session], run_name: str) -> list[Shipped]:
     if status is None or Stage(status.status) not in OVER:
         found = "without a status" if status is None else status.status
         raise NotSendable(f"{run_name} is {found}, and its controller sends the numbers; try again after its end")
-    shippers = shippers_of(sessions, run, wanted, run_clock(run))
+    shippers = shippers_of(sessions, run, wanted, run.clock)
     if not all(shipper.becomes_only_sender() for shipper in shippers):
         raise NotSendable(
             f"another process still sends the numbers of {run_name}; try again in a minute, or end the process: "

@@ -26,14 +26,14 @@ from launcher.controller.lease import is_given_up, is_held
 from launcher.decide.facts import OVER, Stage
 from launcher.exit_codes import Failure
 from launcher.job.checked import CheckedJob
-from launcher.ledger.billing import LOCAL
-from launcher.ledger.models import ControllerLease, Run
+from launcher.ledger.models import LOCAL, ControllerLease, Run
 from launcher.ledger.node_history import node_records
 from launcher.ledger.store import (
     append_status,
     check_kept,
     current_status,
     find_run,
+    newest_ms,
     writing,
 )
 from launcher.placement.plan import Plan
@@ -44,7 +44,7 @@ from launcher.runs.old_code import code_for, remove_unused_code
 from launcher.runs.own_code import environment_for
 from launcher.runs.own_folder import check_own_folder
 from launcher.runs.start_command import origin_of
-from launcher.runs.views import is_controlled, run_clock, status_of
+from launcher.runs.views import is_controlled, status_of
 from launcher.settings import runs_folder
 
 PORTS = range(20_000, 32_000)
@@ -167,7 +167,7 @@ def request_stop(sessions: sessionmaker[Session], run_name: str, reason: str = "
         run = find_run(session, run_name)
         status = current_status(session, run)
         if status is None or Stage(status.status) not in OVER | {Stage.STOPPING, Stage.DRAINING}:
-            append_status(session, run, Stage.STOPPING, reason, run_clock(run).now_ms())
+            append_status(session, run, Stage.STOPPING, reason, run.clock.now_ms())
 
 
 def release_seconds(infra: str) -> float:
@@ -247,7 +247,8 @@ def resume_run(
                 f"{live[0].name} still runs with the old budget of the judges; stop it first: `spotrl down "
                 f"{run_name}`, then resume"
             )
-        now_ms = run_clock(run).now_ms()
+        # A local run's clock stands still without work: what comes now is later than all that was recorded.
+        now_ms = max(run.clock.now_ms(), newest_ms(session, run) + 1)
         changes = limits.apply(session, run, now_ms)
         reason = f"resumed: {changes}" if changes else "resumed"
         if stage in (Stage.STOPPED, Stage.FAILED):

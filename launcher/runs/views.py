@@ -7,7 +7,6 @@ from pathlib import Path
 from sqlalchemy import select
 from sqlalchemy.orm import Session, sessionmaker
 
-from engine.clock import ScaledClock
 from engine.events import EngineFinished, Evaluated, IterationDone, Regrouped
 from launcher.controller.lease import is_held
 from launcher.decide.facts import OVER, NodeRecord, Stage
@@ -110,14 +109,10 @@ def is_controlled(sessions: sessionmaker[Session], run_name: str) -> bool:
         return is_held(session.get(ControllerLease, find_run(session, run_name).id))
 
 
-def run_clock(run: Run) -> ScaledClock:
-    return ScaledClock(origin_ms=run.clock_origin_ms, factor=run.clock_factor)
-
-
 def last_moment_ms(session: Session, run: Run) -> int:
     """Return the present time on the run's clock, or the time of its last status if the run is over."""
     status = status_of(session, run)
-    return status.at_ms if Stage(status.status) in OVER else run_clock(run).now_ms()
+    return status.at_ms if Stage(status.status) in OVER else run.clock.now_ms()
 
 
 def run_view(sessions: sessionmaker[Session], run_name: str) -> RunView:
@@ -180,7 +175,7 @@ def view_of(session: Session, run: Run) -> RunView:
     status = status_of(session, run)
     over = Stage(status.status) in OVER
     records = node_records(session, run)
-    now_ms = run_clock(run).now_ms()
+    now_ms = run.clock.now_ms()
     until_ms = status.at_ms if over and not any(record.is_live for record in records) else now_ms
     done = progress_of(session, run, IterationDone.KIND)
     metric = run.target_metric or DEFAULT_METRIC
@@ -196,9 +191,10 @@ def view_of(session: Session, run: Run) -> RunView:
     groups = {row.event["node"]: row.event["groups"] for row in progress_of(session, run, Regrouped.KIND)}
     # Groups may change many times a minute, and each node shows its own groups.
     lines = [line for line in newest_events(session, run, LOOKED_BACK)[0] if line.kind != Regrouped.KIND]
-    pace = [row.at_ms for row in done[-6:]]
+    pace, seconds = [row.at_ms for row in done[-6:]], [row.event["wall_seconds"] for row in done[-5:]]
     usual_ms = (pace[-1] - pace[0]) / (len(pace) - 1) if len(pace) > 1 else None
-    eta_ms = usual_ms * (iterations - iteration) if usual_ms is not None and not over else None
+    is_paced = usual_ms is not None and not over
+    eta_seconds = sum(seconds) / len(seconds) * (iterations - iteration) if is_paced else None
     charges, judges = charges_of_run(session, run, now_ms), judge_micro_usd(session, run)
     of_nodes = sum(charge.micro_usd for of_node in charges.values() for charge in of_node)
     return RunView(
@@ -219,9 +215,9 @@ def view_of(session: Session, run: Run) -> RunView:
             _node_view(record, zones[record.name], groups.get(record.name, ()), now_ms) for record in _shown(records)
         ),
         last_event=f"{lines[-1].source}: {lines[-1].kind} {lines[-1].text}".strip() if lines else "",
-        eta_seconds=eta_ms / 1000 / run.clock_factor if eta_ms is not None else None,
+        eta_seconds=eta_seconds,
         elapsed_ms=until_ms - run.created_ms,
-        wall_seconds=(until_ms - run.created_ms) / 1000 / run.clock_factor,
+        wall_seconds=run.wall_seconds(status if over else None, now_ms),
         clock_factor=run.clock_factor,
         controlled=is_held(session.get(ControllerLease, run.id)),
         is_removed=session.get(Removal, run.id) is not None,

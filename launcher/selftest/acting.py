@@ -13,7 +13,7 @@ from launcher.exit_codes import Failure
 from launcher.ledger.store import find_run
 from launcher.runs.run_buckets import buckets_of
 from launcher.runs.runs import bring_down, request_stop, resume_run, start_controller
-from launcher.runs.views import run_clock, run_view
+from launcher.runs.views import run_view
 from launcher.selftest.facts import Facts
 from launcher.selftest.reading import Seen, instance_of_node, left_in_cloud, read_facts, regions_of
 from launcher.storage.stores import newest_checkpoint, open_store
@@ -85,7 +85,7 @@ class LaunchedRun:
 
     def now_ms(self) -> int:
         with self.sessions() as session:
-            return run_clock(find_run(session, self.name)).now_ms()
+            return find_run(session, self.name).clock.now_ms()
 
     def facts(self, seen: Seen) -> Facts:
         return read_facts(self.sessions, self.name, seen)

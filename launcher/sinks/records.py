@@ -16,8 +16,7 @@ from sqlalchemy.orm import Session
 
 from engine.events import Evaluated, IterationDone, Judged
 from launcher.ledger.accounting import Charge, charges_of_run
-from launcher.ledger.billing import LOCAL
-from launcher.ledger.models import ProgressRow, Run
+from launcher.ledger.models import LOCAL, ProgressRow, Run
 from launcher.money import HOUR_MS, MICRO
 from launcher.sinks.messages import Record
 

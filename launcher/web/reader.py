@@ -16,7 +16,7 @@ from launcher.decide.facts import OVER
 from launcher.ledger.models import Run
 from launcher.ledger.store import find_run, reading_once
 from launcher.money import HOUR_MS
-from launcher.report.build import build_report, clock_of
+from launcher.report.build import build_report
 from launcher.report.provenance import hardware_by_nodes
 from launcher.report.reached import by_iteration
 from launcher.report.values import Report
@@ -38,7 +38,7 @@ def run_page(sessions: sessionmaker[Session], name: str) -> dict[str, Any]:
     with sessions() as session, reading_once(session):
         run = find_run(session, name)
         view, seen = view_of(session, run), newest_seen(session, run)
-        report = build_report(session, run, clock_of(run).now_ms())
+        report = build_report(session, run, run.clock.now_ms())
         return {
             "ids": seen,
             "headline": headline(report),

@@ -12,7 +12,6 @@ from typing import Any
 from sqlalchemy import func, select, true
 from sqlalchemy.orm import Session
 
-from engine.clock import ScaledClock
 from engine.events import Evaluated, IterationDone, Judged
 from launcher.decide.facts import ENDS, OVER
 from launcher.harmless import harmless
@@ -126,7 +125,7 @@ def _rows(session: Session, ids: Sequence[int], statuses: dict[int, RunStatus]) 
 
 def _runs(session: Session, ids: Sequence[int]) -> Sequence[Any]:
     """Return the columns of the list, newest run first. Jobs and plans, which are long, are not read."""
-    shown = (Run.id, Run.name, Run.infra, Run.created_ms, Run.clock_origin_ms, Run.clock_factor, Run.target_metric)
+    shown = (Run.id, Run.name, Run.infra, Run.created_ms, Run.target_metric)
     more = (Run.target_value, Run.max_total_micro_usd, Run.money_basis)
     iterations = func.json_extract(Run.job, "$.iterations").label("iterations")
     return session.execute(select(*shown, *more, iterations).where(Run.id.in_(ids)).order_by(Run.id.desc())).all()
@@ -134,8 +133,7 @@ def _runs(session: Session, ids: Sequence[int]) -> Sequence[Any]:
 
 def _metered(session: Session, row: Any) -> int:
     run = session.get_one(Run, row.id)
-    clock = ScaledClock(origin_ms=row.clock_origin_ms, factor=row.clock_factor)
-    return metered_micro_usd(session, run, clock.now_ms())
+    return metered_micro_usd(session, run, run.clock.now_ms())
 
 
 def _judged(session: Session, ids: Sequence[int]) -> Counter[int]:

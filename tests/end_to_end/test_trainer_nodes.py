@@ -14,7 +14,7 @@ from launcher.decide.facts import OVER
 from launcher.ledger.accounting import run_costs
 from launcher.ledger.store import find_run, nodes_of, progress_of
 from launcher.provision.local.processes import processes_of
-from launcher.runs.views import RunView, run_clock
+from launcher.runs.views import RunView
 from tests.end_to_end.test_launch import Bench
 from tests.end_to_end.test_rank_survival import replace, trained_by
 from tests.engine.fleet import newest_pid
@@ -138,7 +138,7 @@ def test_a_launch_that_loses_ranks_and_nodes_of_its_trainer_trains_the_same(
     with lossy._sessions() as session:
         run = find_run(session, NAME)
         bought = nodes_of(session, run)
-        costs = run_costs(session, run, run_clock(run).now_ms())
+        costs = run_costs(session, run, run.clock.now_ms())
     lives = [(node.slot, node.generation) for node in bought if node.role != "rollout"]
     assert sorted(lives) == [("trainer", 0), ("trainer", 1), *(("trainer-1", n) for n in range(4))]
     assert len({node.zone for node in bought if node.role != "rollout"}) == 1

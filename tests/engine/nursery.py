@@ -82,6 +82,7 @@ class Nursery:
             [sys.executable, "-m", "tests.engine.nursery", str(self.socket)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            cwd=Path(__file__).parents[2],  # a test may have changed the folder
             start_new_session=True,
             text=True,
         )

@@ -2,7 +2,8 @@
 
 python tests/launcher/fake_agent.py node.json
 
-It takes the lock, records its pid, starts a child and reports ready. A trainer answers on the coordinator's port,
+It does no work that moves the run's clock, which therefore runs by the wall. It takes the lock, records its pid, starts
+a child and reports ready. A trainer answers on the coordinator's port,
 writes a progress line per iteration and continues from the number in the store. Received calls are in `calls.jsonl`.
 In the environment: FAKE_SECONDS per iteration, FAKE_TROUBLE = crash (exit 1 at once) | crash-ready | deaf.
 """
@@ -19,19 +20,21 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlparse
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from engine.work_clock import WorkClock
+
 spec = json.loads(Path(sys.argv[1]).read_text())
 folder = Path(spec["folder"])
 store = Path(unquote(urlparse(spec["store"]).path))
-origin_ms, factor = spec["clock"]["origin_ms"], spec["clock"]["factor"]
+clock = WorkClock(
+    path=Path(spec["clock"]["file"] or "/no/file"), origin_ms=spec["clock"]["origin_ms"], factor=spec["clock"]["factor"]
+)
 seconds = float(os.environ.get("FAKE_SECONDS", "0.05"))
 trouble = os.environ.get("FAKE_TROUBLE", "")
 stopping = threading.Event()
 of_controller = hmac.new(spec["token"].encode(), b"controller", "sha256").hexdigest()
 """Token as in engine.node_spec.role_token, which takes a second to import."""
-
-
-def now_ms():
-    return origin_ms + round((time.time_ns() // 1_000_000 - origin_ms) * factor)
 
 
 def write(name, value):
@@ -66,7 +69,13 @@ class Reports:
         self.lineage, self.seq = lineage, 0
 
     def report(self, kind, **event):
-        head = {"run": spec["run"], "source": "trainer", "lineage": self.lineage, "seq": self.seq, "at_ms": now_ms()}
+        head = {
+            "run": spec["run"],
+            "source": "trainer",
+            "lineage": self.lineage,
+            "seq": self.seq,
+            "at_ms": clock.now_ms(),
+        }
         self.file.write(json.dumps(head | {"kind": kind, "event": event}) + "\n")
         self.file.flush()
         self.seq += 1
@@ -81,7 +90,7 @@ def train():
     reports = Reports(lineage)
     server = Server(("127.0.0.1", spec["coordinator_port"]), Coordinator)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    write("ready.json", {"at_ms": now_ms(), "hardware": "2 CPU cores (made up)"})
+    write("ready.json", {"at_ms": clock.now_ms(), "hardware": "2 CPU cores (made up)"})
     reports.report("engine_started", iteration=iteration, config_digest="", devices="cpu", versions={})
     while iteration < spec["engine"]["iterations"]:
         if stopping.wait(seconds):
@@ -118,7 +127,7 @@ def main():
     if spec["role"] == "trainer":
         train()
         return 0
-    write("ready.json", {"at_ms": now_ms(), "hardware": "2 CPU cores (made up)"})
+    write("ready.json", {"at_ms": clock.now_ms(), "hardware": "2 CPU cores (made up)"})
     if trouble == "crash-ready":
         return 1
     time.sleep(300)

@@ -20,7 +20,17 @@ from engine.events import (
     Regrouped,
 )
 from launcher.ledger.accounting import interval_micro_usd
-from launcher.ledger.models import Base, BillingInterval, Node, NodeEvent, Preemption, ProgressRow, Run, RunStatus
+from launcher.ledger.models import (
+    Base,
+    BillingInterval,
+    Node,
+    NodeEvent,
+    Preemption,
+    ProgressRow,
+    Run,
+    RunStatus,
+    StartCommand,
+)
 
 START_MS = 1_736_928_000_000
 """2025-01-15 08:00 UTC."""
@@ -193,8 +203,13 @@ class MadeLedger:
             missed = NodeMissed(node=node.name, reason="reclaimed", lost_steps=lost_steps, fenced_requests=1)
             self.record(missed, at)
 
+    def at_wall(self, row: RunStatus | StartCommand) -> RunStatus | StartCommand:
+        """Set the row's wall time: the run's clock ran evenly."""
+        row.wall_ms = START_MS + round((row.at_ms - START_MS) / self.run.clock_factor)
+        return row
+
     def status(self, status: str, at: int, reason: str = "") -> None:
-        self.session.add(RunStatus(run_id=self.run.id, at_ms=START_MS + at, status=status, reason=reason))
+        self.session.add(self.at_wall(RunStatus(run_id=self.run.id, at_ms=START_MS + at, status=status, reason=reason)))
 
 
 def a_session(path: Path | None = None) -> Session:

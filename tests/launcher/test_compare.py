@@ -95,7 +95,7 @@ def test_runs_with_different_metrics_are_refused(session):
 
 def test_other_bases_of_money_and_other_clocks_are_told(session):
     a, b = climbing(session, "a", FAST), climbing(session, "b", FAST)
-    assert "hours are on the runs' clock, 60 times as fast as the wall clock" in compare_runs(session, [a, b]).notes
+    assert "hours are on the runs' clock, 60 s for each second of work" in compare_runs(session, [a, b]).notes
     b.money_basis, b.clock_factor = "metered", 30.0
     notes = compare_runs(session, [a, b]).notes
     assert "the dollars have different bases (assumed, metered): compare them with care" in notes

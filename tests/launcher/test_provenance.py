@@ -38,7 +38,7 @@ def report():
         for number, command in enumerate(COMMANDS):
             at_ms = START_MS + number * HOUR_MS
             commit = {"code_commit": "a" * 40 + "-dirty", "workdir_commit": "b" * 40 if number == 0 else ""}
-            session.add(StartCommand(run_id=made.run.id, at_ms=at_ms, command=command, **commit))
+            session.add(made.at_wall(StartCommand(run_id=made.run.id, at_ms=at_ms, command=command, **commit)))
         made.status("finished", HOUR_MS, "target")
         yield build_report(session, made.run, START_MS + 2 * HOUR_MS)
 

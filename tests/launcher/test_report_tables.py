@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from launcher.cli.report import report as report_command
 from launcher.ledger.store import find_run, open_ledger
-from launcher.report.build import build_report, clock_of
+from launcher.report.build import build_report
 from launcher.report.charts import learning_chart
 from launcher.report.html import MOST_SHEETS, render_html
 from launcher.report.tables import tables, write_tables
@@ -34,7 +34,7 @@ def sessions(tmp_path_factory):
 def report(sessions):
     with sessions() as session:
         run = find_run(session, "quickstart")
-        return build_report(session, run, clock_of(run).now_ms())
+        return build_report(session, run, run.clock.now_ms())
 
 
 def test_every_table_is_written_and_adds_up(sessions, report, tmp_path):

@@ -16,7 +16,7 @@ import psutil
 from engine.events import Market
 from launcher.clouds.base import CallerIdentity, CloudRefused, Finding, Instance, InstanceState, RegionSetup, Resource
 from launcher.job.company import NOTHING_NAMED, Named
-from launcher.ledger.billing import LOCAL
+from launcher.ledger.models import LOCAL
 from launcher.provision.local.processes import kill_all, processes_of
 from launcher.provision.local.running_nodes import agent_of, read_json, running_nodes
 

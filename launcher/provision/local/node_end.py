@@ -58,7 +58,7 @@ def find_end(node: NodeRecords, *, are_nodes_preempted: bool) -> NodeFact | None
         return None
     now_ms = node.clock.now_ms()
     spawned = node.read("spawned.json")
-    waited = node.clock.wall_seconds(now_ms - int((spawned or request).get("at_ms", request["requested_ms"])))
+    waited = node.seconds_since(spawned or request)
     if agent is None:
         exits = read_exits(node.folder)
         is_coming = not exits and (spawned is None or processes.is_recorded_alive(spawned))
@@ -89,9 +89,9 @@ def _end_of_stopped(node: NodeRecords, pid: int, now_ms: int) -> NodeFact | None
         return None
     since = node.read("stopped.json")
     if since is None:
-        node.write("stopped.json", {"at_ms": now_ms})
+        node.write("stopped.json", {"boot_ms": node.boot()})
         return None
-    if node.clock.wall_seconds(now_ms - int(since["at_ms"])) < STOPPED_SECONDS:
+    if node.seconds_since(since) < STOPPED_SECONDS:
         return None
     return end_node(node, "it stood still (SIGSTOP) and did not come back", now_ms, signal="SIGSTOP")
 

@@ -5,10 +5,11 @@ None. A damaged request is rebuilt.
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from engine.clock import Clock
+from engine.clock import Clock, boot_ms
 from engine.durable import write_durably
 from launcher.decide.node_facts import NodeFact, NodeStatus
 
@@ -16,8 +17,9 @@ from launcher.decide.node_facts import NodeFact, NodeStatus
 class NodeRecords:
     """The records of one node, and the facts that follow from the records alone."""
 
-    def __init__(self, folder: Path, clock: Clock) -> None:
-        self.folder, self.clock = folder, clock
+    def __init__(self, folder: Path, clock: Clock, boot: Callable[[], int] = boot_ms) -> None:
+        """`clock`: the run's. `boot`: this machine's boot clock (ms), for timeouts of processes."""
+        self.folder, self.clock, self.boot = folder, clock, boot
 
     def read(self, name: str) -> dict[str, Any] | None:
         """Return the JSON object in the file, or None when the file is missing or damaged."""
@@ -30,6 +32,10 @@ class NodeRecords:
     def write(self, name: str, value: dict[str, Any]) -> None:
         """Replace the file durably, readable by its owner only: node.json holds the run's token."""
         write_durably(self.folder / name, json.dumps(value).encode())
+
+    def seconds_since(self, record: dict[str, Any] | None) -> float:
+        """Return the wall seconds since a record with `boot_ms` was written; 0 for a record without."""
+        return max(0, self.boot() - int((record or {}).get("boot_ms", self.boot()))) / 1000
 
     def requested(self) -> dict[str, Any] | None:
         """Return the recorded request. A damaged record is rebuilt from the started process."""

@@ -12,13 +12,14 @@ preemption.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from engine.clock import Clock
+from engine.clock import Clock, boot_ms
 from engine.events import Market
 from engine.node_spec import NodeSpec
-from launcher.decide.node_facts import NodeFact
+from engine.work_clock import WorkClock
+from launcher.decide.node_facts import NodeFact, NodeStatus
 from launcher.placement.placement import Placement
 from launcher.provision.local import processes
 from launcher.provision.local.agent_starter import AGENT, AgentStarter
@@ -45,9 +46,13 @@ class LocalProvisioner:
         clock: Clock,
         schedule: PreemptionSchedule | None,
         agent: str = AGENT,
+        boot: Callable[[], int] = boot_ms,
     ) -> None:
-        """Create the provisioner. `agent`: module or file of the agent program."""
-        self._folder, self._clock, self._schedule = folder, clock, schedule
+        """Create the provisioner.
+
+        `agent`: module or file of the agent program. `boot`: this machine's boot clock (ms).
+        """
+        self._folder, self._clock, self._schedule, self._boot = folder, clock, schedule, boot
         self._starter = AgentStarter(folder / "starter.log", agent)
 
     # --- calls of the controller ---------------------------------------------------------------------
@@ -69,13 +74,18 @@ class LocalProvisioner:
             node.write("node.json", json.loads(spec.model_dump_json()))
         if node.read("request.json") is None:
             facts = {"requested_ms": self._clock.now_ms(), "zone": want.zone, "ordinal": self._ordinal(want.market)}
-            node.write("request.json", facts)
+            node.write("request.json", {**facts, "boot_ms": self._boot()})
         if node.read("agent.json") is None and not processes.processes_of(folder):
             self._spawn(node)
 
     def observe(self) -> Sequence[NodeFact]:
         """Return the state of every node of this run. Also plays the cloud: due spot nodes are preempted here."""
+        now_ms = self._clock.now_ms()
         facts = [self._observe(node) for node in self._nodes()]
+        if isinstance(self._clock, WorkClock):
+            self._clock.watched(now_ms)
+            if any(fact is not None and fact.status is NodeStatus.PENDING for fact in facts):
+                self._clock.hold()  # a start takes longer on a slow machine
         return [fact for fact in facts if fact is not None]
 
     def release(self, names: Sequence[str]) -> None:
@@ -108,7 +118,7 @@ class LocalProvisioner:
     # --- one node ---------------------------------------------------------------------------------
 
     def _node(self, name: str) -> NodeRecords:
-        return NodeRecords(node_folder(self._folder, name), self._clock)
+        return NodeRecords(node_folder(self._folder, name), self._clock, self._boot)
 
     def _nodes(self) -> list[NodeRecords]:
         root = nodes_folder(self._folder)
@@ -120,7 +130,7 @@ class LocalProvisioner:
         `spawned.json` names the starter: while the starter lives, an agent may still appear.
         """
         starter = self._starter.start(node.folder / "node.json")
-        node.write("spawned.json", {**starter, "at_ms": self._clock.now_ms()})
+        node.write("spawned.json", {**starter, "at_ms": self._clock.now_ms(), "boot_ms": self._boot()})
 
     def _ordinal(self, market: Market) -> int | None:
         """Return a new spot node's ordinal in the order of purchase, which decides the lifetime.

@@ -28,7 +28,6 @@ from launcher.placement.plan import Plan, Slot, trainer_slot
 from launcher.provision.local.preemptions import MANNERS, PreemptionSchedule, ScheduledPreemption
 from launcher.provision.local.provisioner import LocalProvisioner, node_folder, nodes_folder
 from launcher.runs.runs import create_run, running_processes
-from launcher.runs.views import run_clock
 
 FAKE_AGENT = str(Path(__file__).parent.parent / "fake_agent.py")
 SPOT_RATE, TRAINER_RATE = 300_000, 1_000_000
@@ -386,7 +385,7 @@ def assert_consistent(sessions: sessionmaker[Session], run: Run) -> None:
                     interval.start_ms, interval.end_ms, node.micro_usd_per_hour
                 )
         total = sum(session.scalars(select(BillingInterval.micro_usd)))
-        now_ms = run_clock(run).now_ms()
+        now_ms = run.clock.now_ms()
         assert total == metered_micro_usd(session, run, now_ms) == run_costs(session, run, now_ms).total
         iterations = [row.event["iteration"] for row in progress_of(session, run, "iteration_done")]
         assert iterations == list(range(len(iterations)))

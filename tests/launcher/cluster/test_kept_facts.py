@@ -14,7 +14,6 @@ from launcher.ledger.models import BillingInterval, ProgressRow, Run
 from launcher.ledger.store import writing
 from launcher.provision.local.provisioner import LocalProvisioner, node_folder
 from launcher.runs.runs import request_stop
-from launcher.runs.views import run_clock
 from launcher.storage.store_lease import LeaseLost
 from tests.launcher.cluster.stage import CLOUD_SITES, FAKE_AGENT, dead_pid, ledger, made_run
 from tests.launcher.cluster.test_moving import Stage
@@ -42,8 +41,8 @@ def a_controller(sessions, monkeypatch) -> tuple[Controller, Run, Path]:
     """Return a controller with a silent trainer, and the trainer's progress file."""
     monkeypatch.setenv("FAKE_TROUBLE", "deaf")
     run = made_run(sessions, spot=0)
-    provisioner = LocalProvisioner(Path(run.folder), run_clock(run), None, FAKE_AGENT)
-    controller = Controller(sessions, run, provisioner, run_clock(run), "test", dead_pid())
+    provisioner = LocalProvisioner(Path(run.folder), run.clock, None, FAKE_AGENT)
+    controller = Controller(sessions, run, provisioner, run.clock, "test", dead_pid())
     controller.one_pass()
     file = node_folder(Path(run.folder), "demo-trainer-g0") / "progress" / "trainer.jsonl"
     file.parent.mkdir()

@@ -29,7 +29,7 @@ HOUR_MS = 3_600_000
 
 
 def provisioner_of(tmp_path: Path, clock: HandClock, schedule: PreemptionSchedule | None = None) -> LocalProvisioner:
-    return LocalProvisioner(tmp_path, clock, schedule, FAKE_AGENT)
+    return LocalProvisioner(tmp_path, clock, schedule, FAKE_AGENT, lambda: clock.at_ms)
 
 
 def started(tmp_path: Path, clock: HandClock, schedule: PreemptionSchedule | None = None) -> LocalProvisioner:

@@ -31,7 +31,7 @@ from launcher.runs.service import (
     service_file,
     start_service,
 )
-from launcher.runs.views import is_controlled, run_clock, run_view
+from launcher.runs.views import is_controlled, run_view
 from launcher.storage.stores import StoreError
 from tests.launcher.cluster.stage import FAKE_AGENT, ledger, made_run, wait_until
 from tests.launcher.printed import printed
@@ -97,7 +97,7 @@ def test_a_controller_retries_without_limit_with_growing_pauses(sessions, troubl
                 raise trouble
             return super().observe()
 
-    provisioner = Troubled(Path(run.folder), run_clock(run), None, FAKE_AGENT)
+    provisioner = Troubled(Path(run.folder), run.clock, None, FAKE_AGENT)
     request_stop(sessions, run.name)
     run_controller(sessions, run.name, provisioner=provisioner, sleep=pauses.append)
     assert run_view(sessions, run.name).status == "stopped"

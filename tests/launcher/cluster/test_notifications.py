@@ -25,7 +25,6 @@ from launcher.notifications.notices import RunFacts, due_notices
 from launcher.notifications.notifier import Notifier
 from launcher.notifications.webhook import NotDelivered, send, url_problem
 from launcher.provision.local.provisioner import LocalProvisioner
-from launcher.runs.views import run_clock
 from tests.launcher.cluster.stage import FAKE_AGENT, ledger, made_run
 
 MINUTE = 60_000
@@ -167,12 +166,12 @@ def notifier(sessions, hook):
     if not is_known:
         made_run(sessions)
     with sessions() as session:
-        clock = run_clock(find_run(session, "demo"))
+        clock = find_run(session, "demo").clock
     return Notifier(sessions, "demo", clock, hook.url, HOUR_MS)
 
 
 def run_to_its_end(sessions, run):
-    nodes = LocalProvisioner(Path(run.folder), run_clock(run), None, FAKE_AGENT)
+    nodes = LocalProvisioner(Path(run.folder), run.clock, None, FAKE_AGENT)
     run_controller(sessions, run.name, provisioner=nodes)
 
 

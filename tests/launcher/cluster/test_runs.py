@@ -43,7 +43,7 @@ from launcher.runs.runs import (
     still_running,
     wait_released,
 )
-from launcher.runs.views import is_controlled, node_logs, run_clock, run_view
+from launcher.runs.views import is_controlled, node_logs, run_view
 from launcher.storage.store_lease import LeaseHeld
 from tests.launcher.cluster.stage import assert_consistent, cloud_run, ledger, made_run, wait_until
 from tests.launcher.printed import printed
@@ -152,7 +152,7 @@ def test_a_stopped_run_resumes_from_its_checkpoint(sessions, home):
     assert starts[1].event["iteration"] == reached
     assert bring_down(sessions, run.name, 120) == []
     with sessions() as session:
-        origin = build_report(session, run, run_clock(run).now_ms()).provenance
+        origin = build_report(session, run, run.clock.now_ms()).provenance
     assert len(origin.commands) == 2, "the launch and the resume"
     hardware = {one.node: one.hardware for one in origin.hardware}
     assert {hardware[f"demo-trainer-g{generation}"] for generation in (0, 1)} == {"2 CPU cores (made up)"}

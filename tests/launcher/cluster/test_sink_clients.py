@@ -14,7 +14,6 @@ from PIL import Image
 
 from launcher.ledger.store import find_run, open_ledger
 from launcher.runs.late_numbers import send_late
-from launcher.runs.views import run_clock
 from launcher.settings import ledger_path
 from launcher.sinks.messages import Open, Record
 from launcher.sinks.process import make_sink
@@ -86,7 +85,7 @@ def restarted_run(home, monkeypatch, controllers, **logging):
     second = controllers()
     assert second.wait(timeout=120) == 0
     with sessions() as session:
-        records = read_records(session, find_run(session, "demo"), 0, 1000, run_clock(run).now_ms())
+        records = read_records(session, find_run(session, "demo"), 0, 1000, run.clock.now_ms())
     assert len(records) == 2 * ITERATIONS
     (late,) = send_late(sessions, "demo")  # `spotrl sync` opens the finished run again, and sends nothing twice
     is_whole = "wandb" not in logging  # without a key, W&B itself has none

@@ -18,7 +18,6 @@ from launcher.job.load import load_job
 from launcher.ledger.models import NodeEvent, ProgressRow
 from launcher.ledger.store import append_status, find_run, open_ledger, writing
 from launcher.provision.local.provisioner import LocalProvisioner
-from launcher.runs.views import run_clock
 from launcher.sinks import shipper as shipping
 from launcher.sinks.connection import Connection
 from launcher.sinks.messages import Close, Refused
@@ -58,14 +57,12 @@ def run_of(sessions, name="done"):
 def records_of(sessions, first=0, most=1000):
     run = run_of(sessions)
     with sessions() as session:
-        return read_records(session, run, first, most, run_clock(run).now_ms())
+        return read_records(session, run, first, most, run.clock.now_ms())
 
 
 def shipper(sessions, path: Path, manner="good", name="done", answer_seconds=20.0):
     run = run_of(sessions, name)
-    return Shipper(
-        sessions, name, run_clock(run), "file", {}, command=command(path, manner), answer_seconds=answer_seconds
-    )
+    return Shipper(sessions, name, run.clock, "file", {}, command=command(path, manner), answer_seconds=answer_seconds)
 
 
 def in_a_moment():
@@ -261,7 +258,7 @@ def test_a_wandb_run_is_offline_by_the_job_or_for_want_of_a_key():
 def test_sync_refuses_a_run_without_a_sink_or_with_a_sender_or_that_goes_on(sessions, tmp_path, over):
     assert "names no sink" in over()[1]
     with_sink(sessions, wandb={})
-    sender = shipping.Shipper(sessions, "done", run_clock(run_of(sessions)), "wandb", {})
+    sender = shipping.Shipper(sessions, "done", run_of(sessions).clock, "wandb", {})
     assert sender.becomes_only_sender()
     assert "another process still sends the numbers of done" in over()[1]
     sender.send_all()
@@ -305,7 +302,7 @@ def test_a_frozen_sink_neither_slows_nor_stops_a_run(home, monkeypatch, caplog):
 
 
 def run_to_its_end(sessions, run):
-    nodes = LocalProvisioner(Path(run.folder), run_clock(run), None, FAKE_AGENT)
+    nodes = LocalProvisioner(Path(run.folder), run.clock, None, FAKE_AGENT)
     run_controller(sessions, run.name, provisioner=nodes)
 
 

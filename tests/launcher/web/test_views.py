@@ -15,7 +15,7 @@ import pytest
 from launcher.ledger.models import Removal
 from launcher.ledger.store import find_run, open_ledger, open_read_only
 from launcher.money import HOUR_MS, dollars
-from launcher.report.build import build_report, clock_of
+from launcher.report.build import build_report
 from launcher.report.html import MOST_SHEETS, render_html
 from launcher.web.market import pool_rows
 from launcher.web.reader import POINTS_SHOWN, run_page
@@ -187,7 +187,7 @@ def test_more_image_sheets_than_a_slider_has_places_are_bounded(served):
     assert served.get("/api/runs/live/sheets/10099").content == a_png()
     with served.sessions() as session:
         run = find_run(session, "live")
-        html = render_html(build_report(session, run, clock_of(run).now_ms()), lambda path: a_png())
+        html = render_html(build_report(session, run, run.clock.now_ms()), lambda path: a_png())
     assert html.count("<img ") == MOST_SHEETS
     assert f"{MOST_SHEETS} of 10003 sheets" in html
     assert len(html) < 4_000_000, "300 bytes for each evaluation, in its charts"
@@ -197,7 +197,7 @@ def test_the_live_page_and_the_static_report_show_the_same_figures(served):
     live = run_page(open_read_only(served.path), "done")
     with served.sessions() as session:
         run = find_run(session, "done")
-        static = build_report(session, run, clock_of(run).now_ms())
+        static = build_report(session, run, run.clock.now_ms())
     html = render_html(static, lambda path: None)
     assert live["headline"] in html
     for name in ("costs", "target", "provenance"):
