@@ -12,8 +12,9 @@ Promises:
 - While nobody reports work, the clock runs by the wall, `factor` times as fast: a run that lost its trainer still comes
   to its deadlines. Each report, and each pass of the controller that sees a starting node, holds the clock for
   `HOLD_SECONDS`.
-- The clock does not pass an event of the local cloud unseen. Work waits for the controller's next pass if the clock is
-  `LEAD_SECONDS` ahead of the last one. A controller that is dead or frozen is not waited for.
+- The clock does not pass an event of the local cloud unseen. New work waits for the controller's next pass if the clock
+  is `LEAD_SECONDS` ahead of the last one, and for a node that takes longer to start than its work would allow. A
+  controller that is dead or frozen is not waited for.
 
 Leases, heartbeats and timeouts of processes use the wall clock (engine/clock.py). Standard library only.
 """
@@ -104,7 +105,7 @@ class WorkClock:
         return duration_ms / 1000 / self.factor
 
     def watched(self, at_ms: int) -> None:
-        """Record a pass of the controller that carried out all that was due at `at_ms`."""
+        """Record a pass of the controller: all that was due at `at_ms` is carried out."""
         self._change(lambda record, now: replace(record, watched_ms=at_ms, watched_boot_ms=now))
 
     def hold(self) -> None:
@@ -119,18 +120,20 @@ class WorkClock:
         self._change(lambda record, now: replace(record, held_until_boot_ms=now))
 
     def advance_to(self, at_ms: int) -> None:
-        """Move the clock forward to `at_ms`, and hold it. Then wait for the controller, if it is far behind."""
+        """Move the clock forward to `at_ms`, and hold it."""
         held_ms = round(HOLD_SECONDS * 1000)
-        record = self._change(
+        self._change(
             lambda record, now: replace(
                 record,
                 run_ms=max(at_ms, record.run_ms),
                 held_until_boot_ms=max(record.held_until_boot_ms, now + held_ms),
             )
         )
-        while record is not None and self._is_ahead(record):
+
+    def keep_pace(self) -> None:
+        """Wait for the controller, if the clock is far ahead of its last pass."""
+        while (record := self._change(lambda record, now: record)) is not None and self._is_ahead(record):
             time.sleep(_LOOK_SECONDS)
-            record = self._change(lambda record, now: record)
 
     def _is_ahead(self, record: _Record) -> bool:
         lead_ms = LEAD_SECONDS * 1000 * self.factor
@@ -188,6 +191,9 @@ class WorkMeter(Protocol):
     def waited(self) -> None:
         """Report that the process had nothing to do until now. Its next work begins at the present time."""
 
+    def keep_pace(self) -> None:
+        """Wait for the local cloud, if the work is ahead of it. Call without a lease, which could expire."""
+
 
 class NoMeter:
     """The meter of a process on a cloud, where the run's clock is the wall clock."""
@@ -195,6 +201,8 @@ class NoMeter:
     def done(self, seconds: float) -> None: ...
 
     def waited(self) -> None: ...
+
+    def keep_pace(self) -> None: ...
 
 
 class ProcessMeter:
@@ -216,3 +224,6 @@ class ProcessMeter:
 
     def waited(self) -> None:
         self._at_ms = self._clock.now_ms()
+
+    def keep_pace(self) -> None:
+        self._clock.keep_pace()

@@ -67,6 +67,7 @@ class BatchUpdates:
                         if not rollouts.look() or self._schedule.goes_ahead:
                             self._schedule.fill_time(rollouts)
                         continue
+                    self._usage.meter.keep_pace()
                     begun = time.perf_counter()
                     with self._usage.measure(Phase.TRAINING), torch_threads(self._config.runtime.trainer_threads):
                         step.add(ready[0], rollouts.group(ready[0]))

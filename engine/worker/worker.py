@@ -194,6 +194,8 @@ class Worker:
             if handed is not None:
                 return self._group.follow(handed)
             wait = False  # no work was handed over, or the group is over: pull for news
+        if not len(self._scores):
+            self.usage.meter.keep_pace()
         reply = self.calls.pull(
             holds=self.holds,
             kinds=self.kinds,

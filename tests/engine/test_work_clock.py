@@ -100,29 +100,36 @@ def test_a_starting_node_holds_the_clock_and_a_finished_engine_lets_it_run(clock
     assert passed_ms(clock) == 60_000
 
 
-def test_work_waits_for_the_controllers_pass(tmp_path):
+def began_now(tmp_path) -> WorkClock:
     clock = WorkClock(path=tmp_path / "clock", origin_ms=ORIGIN_MS, factor=FACTOR)
     clock.begin(0)
     clock.hold()
     clock.watched(clock.now_ms())
-    worked = threading.Thread(target=ProcessMeter(clock).done, args=(2 * LEAD_SECONDS,))
-    worked.start()
-    worked.join(0.2)
-    assert worked.is_alive()
-    clock.watched(clock.now_ms())
-    worked.join(10.0)
-    assert not worked.is_alive()
+    return clock
 
 
-def test_work_does_not_wait_for_a_controller_that_is_gone(tmp_path):
-    clock = WorkClock(path=tmp_path / "clock", origin_ms=ORIGIN_MS, factor=FACTOR)
-    clock.begin(0)
-    clock.hold()
+def test_new_work_waits_for_the_controllers_pass(tmp_path):
+    clock = began_now(tmp_path)
+    meter = ProcessMeter(clock)
+    meter.done(0.9 * LEAD_SECONDS)
+    meter.keep_pace()
+    meter.done(LEAD_SECONDS)
+    waiting = threading.Thread(target=meter.keep_pace)
+    waiting.start()
+    waiting.join(0.2)
+    assert waiting.is_alive()
     clock.watched(clock.now_ms())
-    worked = threading.Thread(target=ProcessMeter(clock).done, args=(2 * LEAD_SECONDS,))
-    worked.start()
-    worked.join(10 * WATCHED_SECONDS)
-    assert not worked.is_alive()
+    waiting.join(10.0)
+    assert not waiting.is_alive()
+
+
+def test_new_work_does_not_wait_for_a_controller_that_is_gone(tmp_path):
+    meter = ProcessMeter(began_now(tmp_path))
+    meter.done(2 * LEAD_SECONDS)
+    waiting = threading.Thread(target=meter.keep_pace)
+    waiting.start()
+    waiting.join(10 * WATCHED_SECONDS)
+    assert not waiting.is_alive()
 
 
 def test_the_clock_goes_on_with_the_next_controller_and_after_a_reboot(clock, boot, tmp_path):

@@ -28,6 +28,13 @@ from launcher.provision.local.node_records import NodeRecords
 from launcher.provision.local.preempting import preempt_when_due
 from launcher.provision.local.preemptions import PreemptionSchedule
 
+START_SECONDS = 3.0
+"""Work gets so far ahead of a starting node, in seconds of the reference machine. So a replaced node comes while the run
+goes on, also where work is quick and starts are slow."""
+
+STARTING_SECONDS = 60.0
+"""A node that has been starting for so long (wall time) is not waited for."""
+
 
 def nodes_folder(run_folder: Path) -> Path:
     return run_folder / "nodes"
@@ -81,12 +88,10 @@ class LocalProvisioner:
     def observe(self) -> Sequence[NodeFact]:
         """Return the state of every node of this run. Also plays the cloud: due spot nodes are preempted here."""
         now_ms = self._clock.now_ms()
-        facts = [self._observe(node) for node in self._nodes()]
+        found = [(node, fact) for node in self._nodes() if (fact := self._observe(node)) is not None]
         if isinstance(self._clock, WorkClock):
-            self._clock.watched(now_ms)
-            if any(fact is not None and fact.status is NodeStatus.PENDING for fact in facts):
-                self._clock.hold()  # a start takes longer on a slow machine
-        return [fact for fact in facts if fact is not None]
+            self._keep_clock(self._clock, now_ms, [node for node, fact in found if fact.status is NodeStatus.PENDING])
+        return [fact for _, fact in found]
 
     def release(self, names: Sequence[str]) -> None:
         """SIGKILL every process of the nodes. A node without a request can no longer be requested afterwards."""
@@ -114,6 +119,17 @@ class LocalProvisioner:
     def close(self) -> None:
         """End the process that starts agents. The agents continue."""
         self._starter.close()
+
+    def _keep_clock(self, clock: WorkClock, now_ms: int, starting: Sequence[NodeRecords]) -> None:
+        """Tell the run's clock about this pass. Starts take as much of the run's time on every machine."""
+        limits_ms = [now_ms]
+        for node in starting:
+            request = node.requested()
+            if request is not None and node.seconds_since(request) < STARTING_SECONDS:
+                limits_ms.append(int(request["requested_ms"]) + round(START_SECONDS * 1000 * clock.factor))
+        clock.watched(min(limits_ms))
+        if starting:
+            clock.hold()
 
     # --- one node ---------------------------------------------------------------------------------
 

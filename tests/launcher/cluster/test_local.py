@@ -8,12 +8,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from engine.events import Market
 from engine.mark import EXITS, MARK, read_exits
+from engine.work_clock import LEAD_SECONDS, ProcessMeter, WorkClock
 from launcher.decide.node_facts import NodeStatus
 from launcher.provision.local import node_end, processes
 from launcher.provision.local.local_nodes import LocalNodes
@@ -330,3 +332,29 @@ def test_a_user_without_a_name_can_clean_up(tmp_path, monkeypatch):
 
     monkeypatch.setattr(getpass, "getuser", nameless)
     assert LocalNodes(tmp_path).caller().owner == str(os.getuid())
+
+
+def test_the_run_waits_for_a_node_that_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr("launcher.provision.local.provisioner.START_SECONDS", 0.5)
+    monkeypatch.setenv("FAKE_TROUBLE", "deaf")
+    clock = WorkClock(path=tmp_path / "clock", origin_ms=1_000_000, factor=60.0)
+    clock.begin(0)
+    provisioner = LocalProvisioner(tmp_path, clock, None, FAKE_AGENT)
+    provisioner.request(placement(), spec(tmp_path, HandClock()))
+    provisioner.observe()
+    began_ms, meter = clock.now_ms(), ProcessMeter(clock)
+    meter.done(0.5 + 0.9 * LEAD_SECONDS)
+    provisioner.observe()
+    meter.keep_pace()
+    meter.done(0.5)
+    waiting = threading.Thread(target=meter.keep_pace)
+    waiting.start()
+    for _ in range(20):
+        provisioner.observe()
+        waiting.join(0.02)
+    assert waiting.is_alive()
+    assert clock.now_ms() == began_ms + round((1.0 + 0.9 * LEAD_SECONDS) * 60_000), "a start is no work"
+    (node_folder(tmp_path, NODE) / "ready.json").write_text('{"at_ms": 1060000}')
+    wait_until(lambda: status_of(provisioner) is NodeStatus.UP)
+    waiting.join(10.0)
+    assert not waiting.is_alive()
