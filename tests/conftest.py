@@ -13,6 +13,8 @@ import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
+from tests.tiers import LoadWatch, load_file
+
 # Read by torch when it is imported, here and in every process that a test starts. Two workers with two threads each
 # would fight for two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -86,6 +88,20 @@ def rank(nodeid: str) -> int:
     """Return the place of a test's group in the order in which groups are taken."""
     group = group_of(nodeid)
     return next((at for at, first in enumerate(STARTED_FIRST) if group.startswith(first)), len(STARTED_FIRST))
+
+
+LOAD = pytest.StashKey[LoadWatch]()
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Measure the machine beside a tier. The workers of pytest-xdist write no JUnit file."""
+    if session.config.option.xmlpath and not hasattr(session.config, "workerinput"):
+        session.stash[LOAD] = LoadWatch(load_file(Path(session.config.option.xmlpath)))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if (watch := session.stash.get(LOAD, None)) is not None:
+        watch.end()
 
 
 BEGAN = pytest.StashKey[os.times_result]()

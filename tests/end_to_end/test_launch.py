@@ -135,8 +135,8 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 def test_a_preempted_launch_recovers_and_accounts_for_every_micro_dollar(
     bench: Bench, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:
-    # The first node is preempted with notice 33 minutes after it is ready; its successor after 8, without notice. The run
-    # takes 1 h 25 min of its own clock, on every machine.
+    # The first node is preempted with notice 33 minutes after it is ready; its successor after 8, without notice. On
+    # every machine the run takes 1 h 25 min of its own clock.
     more = {"spot": 2, "reward": "mine:share_of_digits_read", "factor": 200, "trace": "bamboo-p3"}
     job = bench.job("taken", iterations=24, **more)
     bench.spotrl("launch", job, "--yes", "--result", "result.json", "--html", "report.html", "--on-exit", "down")

@@ -29,7 +29,7 @@ from launcher.provision.local.preempting import preempt_when_due
 from launcher.provision.local.preemptions import PreemptionSchedule
 
 START_SECONDS = 3.0
-"""Work gets so far ahead of a starting node, in seconds of the reference machine. So a replaced node comes while the run
+"""Work gets so far ahead of a starting node, in seconds of the reference machine. So a node is replaced while the run
 goes on, also where work is quick and starts are slow."""
 
 STARTING_SECONDS = 60.0

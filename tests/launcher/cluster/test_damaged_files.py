@@ -171,7 +171,7 @@ LOCAL = "demo-spot-0-g0"
 @pytest.mark.parametrize(("which", "file"), [(which, file) for which, files in LOCAL_STAGES.items() for file in files])
 def test_a_local_node_with_an_empty_file_is_still_accounted_for(tmp_path, which, file):
     clock = HandClock()
-    provisioner, folder = LocalProvisioner(tmp_path, clock, None, FAKE_AGENT), node_folder(tmp_path, LOCAL)
+    provisioner, folder = LocalProvisioner(tmp_path, clock, None, FAKE_AGENT, lambda: clock.at_ms), node_folder(tmp_path, LOCAL)
     provisioner.request(placement(), spec(tmp_path, clock))
     wait_until(lambda: (fact := fact_of(provisioner, LOCAL)) is not None and fact.status is NodeStatus.UP)
     if which != "up":
@@ -182,7 +182,7 @@ def test_a_local_node_with_an_empty_file_is_still_accounted_for(tmp_path, which,
         (folder / "reclaim.json").write_text(json.dumps({"at_ms": clock.at_ms}))
     assert {path.stem for path in folder.glob("[a-z]*.json")} == set(LOCAL_STAGES[which])
     (folder / f"{file}.json").write_text("")
-    again = LocalProvisioner(tmp_path, clock, None, FAKE_AGENT)
+    again = LocalProvisioner(tmp_path, clock, None, FAKE_AGENT, lambda: clock.at_ms)
     again.observe()
     clock.pass_ms(3_600_000 * 12)  # 12 minutes of wall time: every timeout is over
     again.observe()
