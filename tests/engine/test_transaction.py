@@ -470,6 +470,28 @@ def test_the_optimisers_state_goes_through_a_checkpoint_bit_for_bit(model, group
     added(fresh, groups).commit()
     assert get_weights(fresh.parameters) != straight
 
+    used = trainer_of(model)
+    added(used, groups).commit()
+    used.load_optimizer_state({})
+    assert used.optimizer_state() == {}, "a checkpoint from before the first step has no moments"
+    set_weights(used.parameters, weights)
+    added(used, groups).commit()
+    assert get_weights(used.parameters) == get_weights(fresh.parameters)
+
+
+def test_a_step_without_any_variance_still_moves_every_parameter_by_its_moments(model, groups):
+    """The step of a parameter must not depend on which groups happened to have variance."""
+    trainer, by_hand = trainer_of(model), trainer_of(model)
+    for one in (trainer, by_hand):
+        added(one, groups).commit()
+    before = get_weights(trainer.parameters)
+    added(trainer, [flat(group) for group in groups]).commit()
+    for parameter in by_hand.parameters.values():
+        parameter.grad = torch.zeros_like(parameter)
+    by_hand.optimizer.step()
+    assert get_weights(trainer.parameters) == get_weights(by_hand.parameters)
+    assert get_weights(trainer.parameters) != before
+
 
 @pytest.mark.parametrize(("std", "scale"), [("batch", 0.25), ("ema", 0.25)])
 def test_a_given_std_scales_the_advantages_of_every_group(model, groups, std, scale):

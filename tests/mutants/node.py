@@ -11,6 +11,7 @@ from engine.coordinator.run_state import RunState
 from engine.coordinator.weight_book import WeightBook
 from engine.events import Capacity, NodeState
 from engine.node import spend_guard
+from engine.node.agent_keeper import AgentKeeper
 from engine.node.alone import Alone
 from engine.node.child import Deaths
 from engine.protocol.codec import pack
@@ -20,7 +21,7 @@ from engine.storage import bucket
 from launcher.decide import stopping
 from launcher.decide.facts import Facts, Wanted
 from tests.mutants.faults import Fault
-from tests.mutants.planted_bug import everywhere
+from tests.mutants.planted_bug import changed, everywhere
 
 FAULTS: dict[str, Fault] = {}
 
@@ -110,6 +111,29 @@ _fault(
     "how long an iteration was predicted to take",
     "tests/launcher/cluster/test_moving.py::test_a_run_whose_trainer_answers_without_progress_ends",
     (stopping, "_standstill", _no_limit),
+)
+
+# --- secrets on a node's disk
+
+_fault(
+    "secrets_are_kept_in_the_nodes_file",
+    "that a job's secrets are written nowhere",
+    "tests/engine/test_remote_console.py::test_secrets_reach_the_agent_and_no_file_and_its_files_are_private",
+    (
+        AgentKeeper,
+        "run",
+        changed(
+            AgentKeeper.run,
+            'self._write("node.json", spec)',
+            'self._write("node.json", {**spec, "secrets": dict(secrets)})',
+        ),
+    ),
+)
+_fault(
+    "agents_log_is_readable_by_all",
+    "that other users of a node may not read what an agent prints",
+    "tests/engine/test_remote_console.py::test_secrets_reach_the_agent_and_no_file_and_its_files_are_private",
+    (AgentKeeper, "_start", changed(AgentKeeper._start, "0o600", "0o644")),
 )
 
 # --- access to the bucket, and rights of roles
