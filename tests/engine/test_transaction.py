@@ -178,14 +178,15 @@ def test_parts_on_threads_of_their_own_give_the_same_bits_every_time(model, grou
 
 def test_parts_are_really_run_side_by_side(model, groups, monkeypatch, parts_of_two_rows):
     both = threading.Barrier(2)
-    plain = flow_grpo.policy
+    plain, places = flow_grpo.policy, []
 
     def policy_that_meets(*args):
-        both.wait(timeout=20.0)
+        places.append(both.wait(timeout=20.0))
         return plain(*args)
 
     monkeypatch.setattr(flow_grpo, "policy", policy_that_meets)
     added(trainer_of(model), groups)
+    assert set(places) == {0, 1}, "every part met another one"
 
 
 def test_a_gradient_that_lies_otherwise_in_memory_makes_the_same_step(model, groups, monkeypatch):

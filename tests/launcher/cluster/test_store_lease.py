@@ -85,7 +85,10 @@ def test_a_silent_holder_is_replaced_and_notices_it(store):
 def test_the_successor_of_a_dead_controller_takes_over_at_once(store):
     clock = Clock()
     StoreLease(lambda: store, "digits", "ours", clock).take()
-    StoreLease(lambda: store, "digits", "ours", clock).take()
+    successor = StoreLease(lambda: store, "digits", "ours", clock)
+    successor.take()
+    successor.renew()
+    assert successor.lost is None
 
 
 def test_a_lease_written_by_a_fast_clock_does_not_last_for_hours(store):

@@ -361,7 +361,10 @@ def test_a_price_below_zero_is_refused(sessions):
         "requested_ms": 0,
         "reserved_micro_usd": 0,
     }
-    with pytest.raises(IntegrityError), writing(sessions) as session:
+    with (
+        pytest.raises(IntegrityError, match="CHECK constraint failed: micro_usd_per_hour >= 0"),
+        writing(sessions) as session,
+    ):
         session.add(
             Node(
                 run_id=run.id,
