@@ -20,6 +20,7 @@ from engine.queue.queue import Queue
 from engine.storage import bucket
 from launcher.decide import stopping
 from launcher.decide.facts import Facts, Wanted
+from launcher.provision.sky.node_link import NodeLink
 from tests.mutants.faults import Fault
 from tests.mutants.planted_bug import changed, everywhere
 
@@ -160,6 +161,13 @@ _fault(
     "which role's token a call bears",
     "tests/engine/test_server.py::test_a_spot_node_may_not_change_the_run",
     (Rights, "check_call", _any_role),
+)
+
+_fault(
+    "spot_node_gets_a_tunnel",
+    "that only a trainer has a coordinator",
+    "tests/launcher/cluster/test_node_link.py::test_a_spot_node_has_no_tunnel",
+    (NodeLink, "_tunnel", changed(NodeLink._tunnel, 'spec and spec.role == "trainer"', "spec")),
 )
 
 # --- leases and drains
