@@ -52,6 +52,10 @@ class Mirror:
                 self.files[name] = have + base64.b64decode(data)
             case {"trouble": words}:
                 self.trouble.append(words)
+            case {"beat": _}:
+                pass
+            case unknown:
+                pytest.fail(f"a mirror would ignore {unknown}")
 
     def have(self) -> dict[str, Any]:
         sizes = {name: content for name, content in self.files.items() if "/" in name}
