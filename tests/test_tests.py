@@ -181,6 +181,18 @@ def test_no_test_uses_an_object_that_accepts_every_call():
     assert not used
 
 
+def test_no_test_is_skipped_for_a_lack_of_the_product():
+    """A module or a method that has moved would otherwise take its tests along in silence."""
+    skipping = [
+        f"{file}:{node.lineno} {ast.unparse(node)}"
+        for file, node in nodes()
+        if isinstance(node, ast.Call) and name_of(node) in ("importorskip", "skipif")
+    ]
+    ours = re.compile(r"importorskip\(['\"](engine|launcher|spotrl|tests)\b|hasattr\(")
+    assert len(skipping) > 10
+    assert not [one for one in skipping if ours.search(one)]
+
+
 def test_every_test_function_is_where_pytest_looks_for_it():
     lost = [one for one in functions() if one.name.startswith("test_") and not one.is_collected]
     assert not lost
