@@ -8,6 +8,7 @@ than the function of its entry, so other planted bugs of this folder belong to t
 
 import pickle
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from engine import durable
@@ -33,6 +34,7 @@ from launcher.controller import lease
 from launcher.controller.controller import Controller
 from launcher.controller.spend_deadlines import SpendDeadlines
 from launcher.decide import budget_guard, price_events, run_budget
+from launcher.decide.actions import Buy
 from launcher.job import yaml_file
 from launcher.ledger import accounting
 from launcher.market import offers
@@ -149,15 +151,36 @@ promise(
 
 # --- no node is forgotten, and none of others is touched
 
+
+def asks_the_cloud_first(self: Controller, action: Buy) -> None:
+    self._provisioner.request(action.option.placement, SimpleNamespace(node=action.name))
+    _buy(self, action)
+
+
+_buy = Controller._buy
 promise(
-    "intent-comes-before-the-cloud-call",
+    "purchase-is-recorded-first",
     "a purchase is recorded before the cloud is asked",
-    f"{CONTROLLER}a_controller_killed_around_a_request_leaves_exactly_one_node[after]",
-    (Controller, "_buy", changed(Controller._buy, "session.add(node)", "self._provisioner.request(None, None)")),
+    f"{MOVING}purchases_and_releases_are_in_the_ledger_before_the_cloud_is_called",
+    (Controller, "_buy", asks_the_cloud_first),
+)
+promise(
+    "release-is-recorded-first",
+    "a release is recorded before the cloud is told",
+    f"{MOVING}purchases_and_releases_are_in_the_ledger_before_the_cloud_is_called",
+    (
+        Controller,
+        "_release",
+        changed(
+            Controller._release,
+            "with self.recorder.transaction()",
+            "self._provisioner.release(action.nodes)\n    with self.recorder.transaction()",
+        ),
+    ),
 )
 promise(
     "recorded-release-is-ordered",
-    "a release that was recorded is ordered, whoever dies in between",
+    "a recorded release is ordered even if the controller dies in between",
     f"{CLUSTER}/test_whole_trainer.py::test_a_release_that_was_recorded_and_not_ordered_is_ordered_by_the_next_controller",
     (Controller, "one_pass", changed(Controller.one_pass, "if recorded:", "if False:")),
 )
@@ -175,7 +198,7 @@ promise(
 )
 promise(
     "unknown-instances-are-reported",
-    "a VM with the run's label that no node accounts for is released",
+    "a VM with the run's label and without a request is released",
     f"{NODES}an_unknown_instance_with_our_label_is_reported_and_can_be_released",
     (UnknownInstances, "report", answers([])),
 )
@@ -351,7 +374,7 @@ promise(
 )
 promise(
     "no-credential-file-reaches-a-node",
-    "SkyPilot would send the credential files of all clouds to our nodes",
+    "no credential file of a cloud reaches a node",
     f"{CLUSTER}/test_sky.py::test_no_credential_file_is_uploaded_to_a_node",
     (our_nodes, "_without_credentials", answers()),
 )
@@ -375,7 +398,7 @@ promise(
 )
 promise(
     "files-are-private",
-    "files with tokens are readable by their owner only",
+    "only their owner can read files with tokens",
     "tests/engine/test_durable.py::test_a_file_is_private_and_either_complete_or_unchanged",
     everywhere(durable.write_durably, changed(durable.write_durably, "0o600", "0o644")),
 )
