@@ -8,6 +8,7 @@ than the function of its entry, so other planted bugs of this folder belong to t
 
 import pickle
 from collections.abc import Callable
+from inspect import unwrap
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +30,7 @@ from engine.worker.worker import Worker
 from launcher import harmless, without_secrets
 from launcher.checks import ready
 from launcher.cleanup import reaping
+from launcher.cli import controller as controller_command
 from launcher.clouds import base
 from launcher.controller import lease
 from launcher.controller.controller import Controller
@@ -395,6 +397,20 @@ promise(
     "commands in the ledger and job files in reports show no secrets",
     "tests/launcher/test_without_secrets.py::test_a_secret_in_a_word_is_replaced_and_the_rest_stays",
     everywhere(without_secrets.without_secrets, lambda text, values=(): text),
+)
+promise(
+    "webhooks-stay-out-of-logs",
+    "the address of a webhook is a secret, and stays out of a controller's log",
+    f"{CLUSTER}/test_notifications.py::test_the_log_of_a_controller_holds_no_webhook",
+    (
+        controller_command,
+        "controller",
+        changed(
+            unwrap(controller_command.controller.callback),
+            'logging.getLogger("httpx").setLevel(logging.WARNING)',
+            "pass",
+        ),
+    ),
 )
 promise(
     "files-are-private",
