@@ -111,7 +111,7 @@ def test_a_job_of_the_pages_loads(page, text, tmp_path):
         for model in (section.get("model"), section.get("colours")) if isinstance(section, dict) else ():
             if isinstance(model, dict) and "path" in model:
                 (tmp_path / model["path"]).mkdir(exist_ok=True)
-    load_job(job)
+    assert load_job(job).path == job
 
 
 @pytest.mark.parametrize(("page", "text"), blocks("json"), ids=lambda value: value[:40])

@@ -353,7 +353,7 @@ def test_withdrawn_batches_leave_the_journal_with_their_blobs(bench):
     for _ in range(2):
         assert bench.collect(batch=0) == ([], {})
         assert bench.collect(batch=1)[0] == [0, 1]
-        with pytest.raises(KeyError):
+        with pytest.raises(KeyError, match="t0-0"):
             bench.coordinator.journal.blob("t0-0")
         assert b"trajectory t0-0" not in (bench.folder / "journal").read_bytes()
         bench.kill()
@@ -457,21 +457,27 @@ def test_the_same_lineage_keeps_its_queue(bench):
 
 
 @pytest.mark.parametrize(
-    "head",
+    ("head", "why"),
     [
-        {"call": "dance"},
-        {"call": "submit", "task": {"requests": []}},
-        {"call": "finish", "worker": "spot/0", "node": "spot", "lease": 0, "results": [{}]},
-        {"call": "commit", "worker": "spot/0", "node": "spot", "lease": 0, "states": [[1]]},
+        ({"call": "dance"}, "does not know the call 'dance'"),
+        ({"call": "submit", "task": {"requests": []}}, r"'submit' cannot be read: .*\$\.task"),
+        (
+            {"call": "finish", "worker": "spot/0", "node": "spot", "lease": 0, "results": [{}]},
+            r"'finish' cannot be read: .*`request` - at `\$\.results\[0\]`",
+        ),
+        (
+            {"call": "commit", "worker": "spot/0", "node": "spot", "lease": 0, "states": [[1]]},
+            r"'commit' cannot be read: .*\$\.states\[0\]",
+        ),
     ],
-    ids=lambda head: head["call"],
+    ids=["dance", "submit", "finish", "commit"],
 )
-def test_an_unreadable_call_is_refused_and_not_journaled(bench, head):
+def test_an_unreadable_call_is_refused_and_not_journaled(bench, head, why):
     bench.begin(train(2))
     work = bench.pull()
     if "lease" in head:
         head = {**head, "lease": work.lease}
-    with pytest.raises((ValueError, KeyError)):
+    with pytest.raises(ValueError, match=why):
         bench.call(**head)
     bench.kill()
     assert seeds(bench.pull(boot=2)) == [0, 1]
@@ -481,7 +487,7 @@ def test_a_result_without_its_trajectory_is_refused(bench):
     bench.begin(train(2))
     work = bench.pull()
     result = Finished(request=work.attempts[0].request, score=Score(reward=0.0, metrics={}), trajectory="t")
-    with pytest.raises(KeyError):
+    with pytest.raises(KeyError, match=r"^'t'$"):
         bench.call("finish", worker="spot/0", node="spot", lease=work.lease, results=[finished_to_dict(result)])
     assert bench.collect() == ([], {})
     bench.kill()

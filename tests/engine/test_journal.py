@@ -37,7 +37,7 @@ def test_records_and_blobs_come_back_in_order(tmp_path):
 
 
 def test_a_blob_that_was_never_written_is_a_key_error(tmp_path):
-    with pytest.raises(KeyError):
+    with pytest.raises(KeyError, match="none"):
         Journal(tmp_path).blob("none")
 
 
@@ -53,7 +53,7 @@ def test_a_truncated_record_is_dropped_and_overwritten_by_the_next(tmp_path):
         (torn / "journal").write_bytes(whole[:size])
         again, records = opened(torn)
         assert records == [{"n": 1}]
-        with pytest.raises(KeyError):
+        with pytest.raises(KeyError, match="b"):
             again.blob("b")
         again.append({"n": 3}, {"c": b"third"})
         last, records = opened(torn)
@@ -94,11 +94,11 @@ def test_a_failed_append_on_a_full_disk_leaves_no_trace(tmp_path, small_disk, ro
     journal.append({"n": 1}, {"a": b"first"})
     end = journal.position()
     small_disk(end + room)
-    with pytest.raises(OSError):
+    with pytest.raises(OSError, match="File too large"):
         journal.append({"n": 2}, {"b": b"x" * 100_000})
     assert (tmp_path / "journal").stat().st_size == end
     assert journal.position() == end
-    with pytest.raises(KeyError):
+    with pytest.raises(KeyError, match="b"):
         journal.blob("b")
     small_disk(resource.RLIM_INFINITY)
     assert (tmp_path / "journal").stat().st_size == end
@@ -116,7 +116,7 @@ def test_a_rewrite_keeps_only_the_given_records(tmp_path):
     journal.append({"n": 2}, {"b": b"second"})
     journal.rewrite([({"n": 2}, {"b": journal.blob("b")})])
     assert journal.blob("b") == b"second"
-    with pytest.raises(KeyError):
+    with pytest.raises(KeyError, match="a"):
         journal.blob("a")
     journal.append({"n": 3}, {"c": b"third"})
     again, records = opened(tmp_path)
@@ -128,7 +128,7 @@ def test_a_rewrite_that_does_not_fit_on_the_disk_changes_nothing(tmp_path, small
     journal = Journal(tmp_path)
     journal.append({"n": 1}, {"a": b"first"})
     small_disk(journal.position())
-    with pytest.raises(OSError):
+    with pytest.raises(OSError, match="File too large"):
         journal.rewrite([({"n": 2}, {"b": b"x" * 100_000})])
     small_disk(resource.RLIM_INFINITY)
     assert journal.blob("a") == b"first"

@@ -145,6 +145,19 @@ def test_the_account_survives_a_restart_and_a_compaction(tmp_path):
     assert bank.purse("spot-1/0").hold(650, wait=False) is not None
 
 
+def test_the_spend_of_several_workers_counts_once_after_a_compaction(tmp_path):
+    bank = Bank(tmp_path, 1000)
+    for worker in ("spot-0/0", "spot-1/0"):
+        purse = bank.purse(worker)
+        purse.bill(purse.hold(300, wait=True), [paid(200)])
+    for _ in range(2):
+        bank.coordinator.log.compact()
+        bank.restart()
+        assert bank.coordinator.state.judges.spent == 400
+    assert bank.purse("spot-2/0").hold(600, wait=False) is not None
+    assert bank.purse("spot-3/0").hold(1, wait=False) is None
+
+
 def test_money_of_a_dead_worker_and_of_its_earlier_processes_is_spent(tmp_path):
     bank = Bank(tmp_path, 100)
     bank.purse().hold(30, wait=True)

@@ -175,7 +175,7 @@ def test_a_request_of_a_worker_that_is_gone_is_not_scored():
         far.close()
         request = Request(images=images_of(0.5), prompts=("a",), connection=near)
         (answer,) = ScoringProcess(lambda *_: pytest.fail("scored"), batch=8, timeout_seconds=60.0).scores_of([request])
-    assert isinstance(answer, Failed)
+    assert answer == Failed(text="the worker is gone")
 
 
 # --- answers of a process that went wrong

@@ -52,6 +52,10 @@ class Mirror:
                 self.files[name] = have + base64.b64decode(data)
             case {"trouble": words}:
                 self.trouble.append(words)
+            case {"beat": _}:
+                pass
+            case unknown:
+                pytest.fail(f"a mirror would ignore {unknown}")
 
     def have(self) -> dict[str, Any]:
         sizes = {name: content for name, content in self.files.items() if "/" in name}
@@ -222,6 +226,16 @@ def test_a_repeated_order_keeps_the_agent_even_with_another_deadline(folder, mir
     Open(folder, mirror).order(run=spec(folder, money_left_ms=3))
     assert agent_of(folder) == agent
     assert (folder / "node.json").stat().st_mode & 0o077 == 0
+
+
+def test_secrets_reach_the_agent_and_no_file_and_its_files_are_private(folder, mirror):
+    Open(folder, mirror).order(run=spec(folder), secrets={"TOKEN": "a planted secret"})
+    assert psutil.Process(started(folder)).environ()["TOKEN"] == "a planted secret"
+    files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+    written = ("node.json", "started.json", "logs/agent.log")
+    assert files.keys() >= set(written)
+    assert not [name for name, path in files.items() if b"planted" in path.read_bytes()]
+    assert not [name for name in (*written, "logs") if (folder / name).stat().st_mode & 0o077]
 
 
 def test_another_order_starts_another_agent(folder, mirror):

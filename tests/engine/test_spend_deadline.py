@@ -246,6 +246,7 @@ def test_the_guard_exits_when_its_folder_is_gone(node_folder, guarded):
     pid = guard_of(node_folder)
     guarded.kill()
     guarded.wait()
+    assert psutil.Process(pid).status() != psutil.STATUS_ZOMBIE, "the guard outlives its agent"
     node_folder.folder.rename(node_folder.folder.with_name("moved"))
     wait_for(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
     node_folder.folder.with_name("moved").rename(node_folder.folder)

@@ -158,7 +158,6 @@ def test_the_launcher_signs_for_the_region_of_the_bucket(far_bucket, monkeypatch
     assert far_bucket.signed_for == {"eu-central-1"}
 
 
-@pytest.mark.skipif(not hasattr(CheckpointStore, "_trouble_is_an_oserror"), reason="the store does not say it yet")
 def test_a_bucket_that_was_unreachable_can_be_used_again(bucket):
     store = CheckpointStore(URL)
     store.save(FIRST, keep=3)

@@ -178,14 +178,15 @@ def test_parts_on_threads_of_their_own_give_the_same_bits_every_time(model, grou
 
 def test_parts_are_really_run_side_by_side(model, groups, monkeypatch, parts_of_two_rows):
     both = threading.Barrier(2)
-    plain = flow_grpo.policy
+    plain, places = flow_grpo.policy, []
 
     def policy_that_meets(*args):
-        both.wait(timeout=20.0)
+        places.append(both.wait(timeout=20.0))
         return plain(*args)
 
     monkeypatch.setattr(flow_grpo, "policy", policy_that_meets)
     added(trainer_of(model), groups)
+    assert set(places) == {0, 1}, "every part met another one"
 
 
 def test_a_gradient_that_lies_otherwise_in_memory_makes_the_same_step(model, groups, monkeypatch):
@@ -469,6 +470,28 @@ def test_the_optimisers_state_goes_through_a_checkpoint_bit_for_bit(model, group
     set_weights(fresh.parameters, weights)
     added(fresh, groups).commit()
     assert get_weights(fresh.parameters) != straight
+
+    used = trainer_of(model)
+    added(used, groups).commit()
+    used.load_optimizer_state({})
+    assert used.optimizer_state() == {}, "a checkpoint from before the first step has no moments"
+    set_weights(used.parameters, weights)
+    added(used, groups).commit()
+    assert get_weights(used.parameters) == get_weights(fresh.parameters)
+
+
+def test_a_step_without_any_variance_still_moves_every_parameter_by_its_moments(model, groups):
+    """The step of a parameter must not depend on which groups happened to have variance."""
+    trainer, by_hand = trainer_of(model), trainer_of(model)
+    for one in (trainer, by_hand):
+        added(one, groups).commit()
+    before = get_weights(trainer.parameters)
+    added(trainer, [flat(group) for group in groups]).commit()
+    for parameter in by_hand.parameters.values():
+        parameter.grad = torch.zeros_like(parameter)
+    by_hand.optimizer.step()
+    assert get_weights(trainer.parameters) == get_weights(by_hand.parameters)
+    assert get_weights(trainer.parameters) != before
 
 
 @pytest.mark.parametrize(("std", "scale"), [("batch", 0.25), ("ema", 0.25)])

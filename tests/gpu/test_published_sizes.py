@@ -5,7 +5,6 @@ The same measurements run on the CPU with narrow models.
 
 import json
 import sys
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -121,9 +120,15 @@ def test_merged_adapters_give_the_velocity_of_adapters_beside_the_weights():
 
 
 def test_only_memory_errors_are_kept_as_out_of_memory():
-    assert timed_if_it_fits(Mock(side_effect=torch.OutOfMemoryError), "cpu", 1) == OUT_OF_MEMORY
+    def failing(error):
+        def run(*_):
+            raise error
+
+        return run
+
+    assert timed_if_it_fits(failing(torch.OutOfMemoryError()), "cpu", 1) == OUT_OF_MEMORY
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        timed_if_it_fits(Mock(side_effect=RuntimeError("CUDA error: an illegal memory access")), "cpu", 1)
+        timed_if_it_fits(failing(RuntimeError("CUDA error: an illegal memory access")), "cpu", 1)
 
 
 def test_a_process_that_fails_leaves_its_error_beside_the_figures(tmp_path, monkeypatch):

@@ -75,7 +75,7 @@ def test_the_schema_of_the_job_file_is_the_default():
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_job_is_valid(path):
-    check("job", json.loads(json.dumps(read(path).values)))
+    assert check("job", json.loads(json.dumps(read(path).values)))["name"]
 
 
 @pytest.mark.parametrize(
@@ -125,4 +125,4 @@ def test_a_progress_line_is_valid(event):
 
 def test_a_capacity_snapshot_is_valid():
     node = NodeCapacity(node="digits-spot-0-g0", market=Market.SPOT, state=NodeState.READY, workers=1)
-    printed("capacity", Capacity(generation=3, nodes=(node,)).to_json())
+    assert printed("capacity", Capacity(generation=3, nodes=(node,)).to_json())["generation"] == 3

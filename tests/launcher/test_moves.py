@@ -432,6 +432,7 @@ def test_there_is_one_trainer_and_rollout_nodes_are_in_its_region(seed, kinds):
     world = World(seed)
     for _ in range(25):
         world.step(kinds)
+    assert any(role == "trainer" for role, _ in world.requested)
 
 
 @given(seed=st.integers(0, 10**6), kinds=KINDS)

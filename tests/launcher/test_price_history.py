@@ -120,7 +120,7 @@ def test_a_history_can_be_limited_to_instance_types_and_a_market(sessions):
 
 
 def test_the_ledger_refuses_a_price_of_0(sessions):
-    with pytest.raises(IntegrityError):
+    with pytest.raises(IntegrityError, match="CHECK constraint failed: micro_usd_per_hour > 0"):
         record(sessions, point(dollars=0))
 
 

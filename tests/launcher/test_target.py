@@ -78,8 +78,8 @@ def test_a_curve_that_only_falls_has_no_gain():
 
 def test_engine_and_report_confirm_the_target_at_the_same_evaluation():
     from engine.config import TargetConfig
+    from engine.trainer.evaluation import held
 
-    held = pytest.importorskip("engine.trainer.evaluation").held
     scores = [number / 512 for number in (240, 300, 420, 380, 410, 415, 409, 420, 430, 300, 440, 440, 440)]
     for value in (0.5, 0.75, 0.79, 0.8, 409 / 512):
         target = TargetConfig(value=value)
@@ -103,8 +103,8 @@ def test_an_evaluation_with_a_violated_guard_restarts_the_count():
 )
 def test_engine_and_report_apply_a_guard_at_the_same_evaluation(drifts, stopped):
     from engine.config import GuardConfig, TargetConfig
+    from engine.trainer import evaluation
 
-    evaluation = pytest.importorskip("engine.trainer.evaluation")
     target = TargetConfig(value=0.8, guards=(GuardConfig(metric="drift", max=0.05),))
     metrics = [{"exact_match": 0.9} | ({} if drift is None else {"drift": drift}) for drift in drifts]
     assert next((n for n in range(len(drifts)) if evaluation.held(metrics[: n + 1], target)), None) == stopped

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from engine import durable, prompts
+from engine.algorithm.transaction import Trainer
 from engine.coordinator import journal, weight_book
 from engine.node import agent
 from engine.storage.checkpoint import CheckpointStore
@@ -12,7 +13,7 @@ from launcher.controller import lease, price_watch, recorder, run_process
 from launcher.ledger import node_history, store
 from launcher.provision.local import local_nodes
 from launcher.provision.local.node_records import NodeRecords
-from launcher.provision.sky import cloud_node, inventory, node_files
+from launcher.provision.sky import cloud_node, inventory, mirror, node_files, terminate
 from tests.mutants.faults import Fault
 from tests.mutants.planted_bug import changed, everywhere
 
@@ -115,6 +116,51 @@ FAULTS: dict[str, Fault] = {
             patches=((store, "CHECKPOINT_PAGES", 1000),),
             found_by="tests/launcher/test_lost_ledger.py::"
             "test_a_ledger_without_its_write_ahead_log_still_lists_every_node",
+        ),
+        Fault(
+            name="the-ledger-does-not-wait-for-the-disk",
+            forgets="that an intent must outlive a power cut",
+            patches=(
+                (
+                    store,
+                    "_prepare_connection",
+                    changed(store._prepare_connection, "synchronous=FULL", "synchronous=OFF"),
+                ),
+            ),
+            found_by="tests/launcher/ledger/test_store.py::test_a_new_ledger_is_private_and_sets_its_sqlite_options",
+        ),
+        Fault(
+            name="a-disk-that-stays-is-forgotten",
+            forgets="that a disk is billed until it is removed",
+            patches=((terminate.Terminator, "end", changed(terminate.Terminator.end, "if left:", "if False:")),),
+            found_by=f"{CLUSTER}/test_sky_provisioner.py::"
+            "test_a_node_has_not_ended_while_a_disk_of_it_cannot_be_removed",
+        ),
+        Fault(
+            name="a-nodes-file-name-is-checked-at-its-beginning",
+            forgets="that a name from a node may go on behind its allowed part",
+            patches=((mirror.NodeMirror, "take", changed(mirror.NodeMirror.take, ".fullmatch(", ".match(")),),
+            found_by=f"{CLUSTER}/test_mirror.py::test_a_file_with_a_forbidden_name_is_neither_written_nor_removed",
+        ),
+        Fault(
+            name="old-moments-stay-beside-loaded-ones",
+            forgets="that a checkpoint from before the first step has no moments",
+            patches=(
+                (
+                    Trainer,
+                    "load_optimizer_state",
+                    changed(Trainer.load_optimizer_state, "self.optimizer.state.clear()", "pass"),
+                ),
+            ),
+            found_by="tests/engine/test_transaction.py::"
+            "test_the_optimisers_state_goes_through_a_checkpoint_bit_for_bit",
+        ),
+        Fault(
+            name="a-parameter-without-gradient-stands-still",
+            forgets="that a step must not depend on which groups had variance",
+            patches=((Trainer, "take_step", changed(Trainer.take_step, "if parameter.grad is None:", "if False:")),),
+            found_by="tests/engine/test_transaction.py::"
+            "test_a_step_without_any_variance_still_moves_every_parameter_by_its_moments",
         ),
         Fault(
             name="reap-forgets-this-machine",

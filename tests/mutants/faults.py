@@ -3,7 +3,7 @@
 The simulator finds the bugs of the queue (catalogue.py). Usual tests find these:
 
     python -m tests.mutants.faults             plant each of them in turn and run its test
-    python -m tests.mutants.faults NAME ...    only these
+    python -m tests.mutants.faults NAME ...    only these; the name of an area, like safety, stands for all of its bugs
 
 The test runs in a forked process, so that the bug is planted only there. This program starts no thread, while pytest's
 own process has threads of many libraries and must not be forked. A bug that no test finds is an error.
@@ -15,13 +15,12 @@ import io
 import os
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
 from tests.mutants.planted_bug import PlantedBug
 
-AREAS = ("money", "placement", "node", "data", "scores", "early")
+AREAS = ("money", "placement", "node", "data", "scores", "early", "safety")
 """Modules of this folder that hold a dict FAULTS."""
 
 FOUND, MISSED = "found", "MISSED"
@@ -65,17 +64,19 @@ def forget_tests() -> None:
 
 def all_faults() -> dict[str, Fault]:
     """Return the bugs of all areas by name."""
-    found: dict[str, Fault] = {}
-    for area in AREAS:
-        if (Path(__file__).parent / f"{area}.py").exists():
-            found |= importlib.import_module(f"tests.mutants.{area}").FAULTS
-    return found
+    return {name: fault for area in AREAS for name, fault in faults_of(area).items()}
+
+
+def faults_of(area: str) -> dict[str, Fault]:
+    """Return the bugs of one area by name. Raises ModuleNotFoundError for a name that is no area."""
+    faults: dict[str, Fault] = importlib.import_module(f"tests.mutants.{area}").FAULTS
+    return faults
 
 
 def main(names: list[str]) -> int:
     """Print one line for each bug. Return 1 if one was not found."""
     faults = all_faults()
-    chosen = names or list(faults)
+    chosen = [one for name in names for one in ([name] if name in faults else faults_of(name))] or list(faults)
     for file in {faults[name].found_by.partition("::")[0] for name in chosen}:
         importlib.import_module(
             file.removesuffix(".py").replace("/", ".")

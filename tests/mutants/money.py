@@ -6,6 +6,7 @@ from typing import Any
 
 from sqlalchemy.orm import Session
 
+from engine.coordinator.judge_account import JudgeAccount
 from engine.node.spend_guard import TimeLeft
 from launcher.cleanup import removal
 from launcher.controller import facts_reader, run_process, spend_deadlines
@@ -20,6 +21,7 @@ from launcher.ledger.store import writing
 from launcher.runs import runs
 from launcher.storage.store_lease import StoreLease
 from tests.mutants.faults import Fault
+from tests.mutants.planted_bug import changed
 
 MOVING = "tests/launcher/cluster/test_moving.py::test_"
 TIME = "tests/launcher/cluster/test_cloud_time.py::test_"
@@ -133,6 +135,18 @@ _ALL = (
         forgets="to send nodes an earlier spend deadline",
         patches=((SpendDeadlines, "send", _only_later),),
         found_by=f"{MOVING}a_spend_deadline_comes_earlier_if_a_node_costs_more_than_planned",
+    ),
+    Fault(
+        name="compaction_multiplies_what_judges_spent",
+        forgets="that the sum of all workers is written once",
+        patches=(
+            (
+                JudgeAccount,
+                "records",
+                changed(JudgeAccount.records, "micro_usd=spent)\n        spent = 0", "micro_usd=spent)"),
+            ),
+        ),
+        found_by="tests/engine/test_judge_money.py::test_the_spend_of_several_workers_counts_once_after_a_compaction",
     ),
     Fault(
         name="removed_while_it_costs",

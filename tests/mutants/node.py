@@ -11,6 +11,7 @@ from engine.coordinator.run_state import RunState
 from engine.coordinator.weight_book import WeightBook
 from engine.events import Capacity, NodeState
 from engine.node import spend_guard
+from engine.node.agent_keeper import AgentKeeper
 from engine.node.alone import Alone
 from engine.node.child import Deaths
 from engine.protocol.codec import pack
@@ -19,8 +20,9 @@ from engine.queue.queue import Queue
 from engine.storage import bucket
 from launcher.decide import stopping
 from launcher.decide.facts import Facts, Wanted
+from launcher.provision.sky.node_link import NodeLink
 from tests.mutants.faults import Fault
-from tests.mutants.planted_bug import everywhere
+from tests.mutants.planted_bug import changed, everywhere
 
 FAULTS: dict[str, Fault] = {}
 
@@ -112,6 +114,29 @@ _fault(
     (stopping, "_standstill", _no_limit),
 )
 
+# --- secrets on a node's disk
+
+_fault(
+    "secrets_are_kept_in_the_nodes_file",
+    "that a job's secrets are written nowhere",
+    "tests/engine/test_remote_console.py::test_secrets_reach_the_agent_and_no_file_and_its_files_are_private",
+    (
+        AgentKeeper,
+        "run",
+        changed(
+            AgentKeeper.run,
+            'self._write("node.json", spec)',
+            'self._write("node.json", {**spec, "secrets": dict(secrets)})',
+        ),
+    ),
+)
+_fault(
+    "agents_log_is_readable_by_all",
+    "that other users of a node may not read what an agent prints",
+    "tests/engine/test_remote_console.py::test_secrets_reach_the_agent_and_no_file_and_its_files_are_private",
+    (AgentKeeper, "_start", changed(AgentKeeper._start, "0o600", "0o644")),
+)
+
 # --- access to the bucket, and rights of roles
 
 
@@ -136,6 +161,13 @@ _fault(
     "which role's token a call bears",
     "tests/engine/test_server.py::test_a_spot_node_may_not_change_the_run",
     (Rights, "check_call", _any_role),
+)
+
+_fault(
+    "spot_node_gets_a_tunnel",
+    "that only a trainer has a coordinator",
+    "tests/launcher/cluster/test_node_link.py::test_a_spot_node_has_no_tunnel",
+    (NodeLink, "_tunnel", changed(NodeLink._tunnel, 'spec and spec.role == "trainer"', "spec")),
 )
 
 # --- leases and drains

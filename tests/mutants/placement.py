@@ -27,6 +27,7 @@ DECISIONS = "tests/launcher/cluster/test_reconcile.py"
 PLACES = "tests/launcher/test_moves.py"
 QUEUE = "tests/engine/test_queue.py"
 NODES = "tests/launcher/test_trainer_nodes_plan.py"
+FURTHER = "tests/launcher/cluster/test_further_nodes.py"
 WHOLE = "tests/launcher/cluster/test_whole_trainer.py"
 
 _cooled_until_ms, _next_trainer = launch_history.cooled_until_ms, failover.next_trainer
@@ -227,6 +228,48 @@ FAULTS = {
                 ),
             ),
             found_by=f"{WHOLE}::test_the_further_node_is_bought_in_the_real_zone_of_the_first_and_rollouts_after_it",
+        ),
+        Fault(
+            name="further-node-beside-a-leaving-trainer",
+            forgets="that a leaving node of the trainer may still write checkpoints",
+            patches=(
+                everywhere(
+                    further_nodes.next_trainer_node,
+                    changed(further_nodes.next_trainer_node, "node.is_leaving for node", "False for node"),
+                ),
+            ),
+            found_by=f"{FURTHER}::test_no_further_node_is_bought_while_a_node_of_the_trainer_is_leaving",
+        ),
+        Fault(
+            name="old-refusals-count-against-a-new-trainer",
+            forgets="that a zone which refused an earlier trainer may have room now",
+            patches=(
+                (
+                    further_nodes,
+                    "_refusals",
+                    changed(further_nodes._refusals, " and one.requested_ms >= since_ms", ""),
+                ),
+            ),
+            found_by=f"{FURTHER}::test_refusals_from_before_this_trainer_neither_delay_nor_give_back_a_node",
+        ),
+        Fault(
+            name="trainer-in-two-zones-is-kept",
+            forgets="that the nodes of a trainer are in one zone",
+            patches=(everywhere(further_nodes.nodes_in_other_zones, never_given_back),),
+            found_by=f"{FURTHER}::test_further_nodes_outside_the_zone_of_the_first_are_given_back",
+        ),
+        Fault(
+            name="zone-of-the-oldest-further-node",
+            forgets="that the zone of the first node counts, even if it is the newer one",
+            patches=(
+                everywhere(
+                    further_nodes.offer_beside,
+                    changed(
+                        further_nodes.offer_beside, '(node.role == "ranks", node.requested_ms', "(node.requested_ms"
+                    ),
+                ),
+            ),
+            found_by=f"{FURTHER}::test_the_zone_of_the_first_node_counts_even_if_a_further_node_is_older",
         ),
         Fault(
             name="rollouts-beside-an-incomplete-trainer",

@@ -106,6 +106,29 @@ def test_a_run_buys_its_plan_in_the_home_region_and_stays_there(sessions):
     assert (spec.cloud, spec.store, spec.clock.factor) == ("gcp", "gs://bucket/spotrl/demo", 1.0)
 
 
+def test_purchases_and_releases_are_in_the_ledger_before_the_cloud_is_called(sessions, monkeypatch):
+    """Without the record, a controller killed in between would forget a node, or take its own release for a loss."""
+    stage, known = Stage(sessions), {"request": [], "release": []}
+
+    def recorded_first(call, names_of, kind):
+        def called(*arguments):
+            for name in names_of(*arguments):
+                record = stage.records().get(name)
+                known[call].append(record is not None and (kind is None or kind in record.happened))
+            return plain(*arguments)
+
+        plain = getattr(stage.cloud, call)
+        monkeypatch.setattr(stage.cloud, call, called)
+
+    recorded_first("request", lambda want, spec: [spec.node], None)
+    recorded_first("release", lambda names: names, "releasing")
+    stage.passes(3)
+    request_stop(sessions, "demo")
+    stage.passes(5)
+    assert known == {"request": [True] * 3, "release": [True] * 3}
+    assert stage.live() == {}
+
+
 def test_a_zone_without_capacity_fails_over_to_the_next_zone(sessions):
     stage = Stage(sessions)
     stage.cloud.answers["gcp/g1/g1-a"] = "refuse"

@@ -21,7 +21,6 @@ from engine.config import EngineConfig
 from engine.events import Market
 from engine.node_spec import ClockConfig, NodeSpec
 from launcher.provision.sky import ssh_line
-from launcher.provision.sky.mirror import NodeMirror
 from launcher.provision.sky.node_link import Login, NodeLink
 from tests.engine.fleet import free_port
 from tests.launcher.cluster.sshd import Sshd, through_proxy, why_no_sshd
@@ -420,19 +419,6 @@ def test_a_replaced_file_is_mirrored_from_the_start_even_if_longer(node):
     wait_until(equal(copy, log))
 
 
-def test_a_mirror_refuses_forbidden_file_names(tmp_path):
-    mirror = NodeMirror(tmp_path / "mirror")
-    mirror.have()
-    (mirror.folder / "ended.json").write_text("{}")
-    for name in ("../x", "ended.json", "want.json", "logs/../../x.log", "progress/.x.jsonl", "/tmp/x.log"):
-        assert not mirror.take({"put": name, "text": "{}"})
-        assert not mirror.take({"append": name, "at": 0, "data": "eA=="})
-        mirror.take({"gone": name})
-    assert (mirror.folder / "ended.json").read_text() == "{}"
-    assert {path.name for path in mirror.folder.iterdir()} == {"ended.json", "known_hosts"}
-    assert not (tmp_path / "x").exists()
-
-
 # --- the tunnel -----------------------------------------------------------------------------------
 
 
@@ -442,24 +428,35 @@ def get(tunnel: tuple[str, int], path: str) -> int:
         return int(connection.recv(64).split()[1])
 
 
+class Coordinator(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(204)
+        self.end_headers()
+
+    def log_message(self, *arguments: Any) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def coordinator_of(spec: NodeSpec) -> Iterator[None]:
+    """Serve where the coordinator of this spec is."""
+    server = HTTPServer((spec.coordinator_host, spec.coordinator_port), Coordinator)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
 def test_the_tunnel_leads_to_the_coordinator_once_it_answers(node):
-    class Coordinator(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(204)
-            self.end_headers()
-
-        def log_message(self, *arguments: Any) -> None:
-            pass
-
     link = node.link(FAKE_TROUBLE="deaf")
     spec = node.spec(coordinator_host="127.0.0.9")
     link.run(spec)
     wait_until(lambda: node.here("agent.json"))
     time.sleep(1.0)
     assert link.tunnel(spec.coordinator_port) is None  # ssh accepts connections, but no coordinator listens behind it
-    server = HTTPServer(("127.0.0.9", spec.coordinator_port), Coordinator)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
+    with coordinator_of(spec):
         wait_until(lambda: link.tunnel(spec.coordinator_port))
         assert get(link.tunnel(spec.coordinator_port), "/") == 204
         assert link.tunnel(spec.coordinator_port + 1) is None
@@ -467,16 +464,17 @@ def test_the_tunnel_leads_to_the_coordinator_once_it_answers(node):
         os.kill(ssh_of(node), signal.SIGKILL)
         wait_until(lambda: link.tunnel(spec.coordinator_port) not in (first, None))
         assert get(link.tunnel(spec.coordinator_port), "/") == 204
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 def test_a_spot_node_has_no_tunnel(node):
+    """A server answers where its coordinator would be, so that a tunnel would be found."""
     link = node.link()
-    link.run(node.spec(role="rollout"))
-    wait_until(lambda: node.here("ready.json"))
-    assert link.tunnel(node.port) is None
+    spec = node.spec(role="rollout", coordinator_host="127.0.0.9")
+    with coordinator_of(spec):
+        link.run(spec)
+        wait_until(lambda: node.here("ready.json"))
+        time.sleep(5 * ssh_line.TUNNEL_SECONDS)
+        assert link.tunnel(spec.coordinator_port) is None
 
 
 # --- the launcher's end ---------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Messages about a run: what is due, each cause once, and a webhook that is down, slow or wrong."""
 
 import json
+import logging
 import re
 import threading
 import time
@@ -9,11 +10,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy import select
 
 from launcher.checks.preflight import check_secrets
+from launcher.cli import controller as controller_command
 from launcher.controller.run_process import run_controller
 from launcher.decide.facts import Stage
 from launcher.job.checked import JobError
@@ -250,6 +253,18 @@ def test_a_whole_run_sends_its_start_and_its_end(sessions, hook, monkeypatch, ca
     run_to_its_end(sessions, run)
     assert hook.taken[0] == "demo started"
     assert re.match(r"demo finished \(.*\); \$0\.\d+ spent", hook.taken[-1])
+    assert "SECRETPART" not in caplog.text
+
+
+def test_the_log_of_a_controller_holds_no_webhook(sessions, hook, monkeypatch, caplog):
+    """The address is a secret, and httpx logs every address at the level at which a controller logs."""
+    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, logger="httpx")
+    run = made_run(sessions, spot=1)
+    monkeypatch.setattr(controller_command, "run_controller", lambda sessions, name: send(hook.url, "text"))
+    CliRunner().invoke(controller_command.controller, [run.name], obj=sessions)
+    assert hook.taken == ["text"]
+    assert "looks after demo" in caplog.text
     assert "SECRETPART" not in caplog.text
 
 

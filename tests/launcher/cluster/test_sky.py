@@ -15,7 +15,7 @@ from launcher.clouds.base import RegionSetup
 from launcher.decide.node_facts import is_quota_used_up
 from launcher.job.company import Named
 from launcher.placement.placement import Placement
-from launcher.provision.sky.our_nodes import _start_ray, email_of, labels_of
+from launcher.provision.sky.our_nodes import _start_ray, _without_credentials, email_of, labels_of
 from launcher.provision.sky.outcome import Failed, outcome_of
 from launcher.provision.sky.sky import is_node_of
 from launcher.provision.sky.task import FIRST_OF_ALL, Launch, network_config, task_of
@@ -223,6 +223,24 @@ def test_labels_are_read_from_both_clouds_configurations():
 def test_skypilot_copies_nothing_to_a_node_and_runs_no_job_there():
     """A set-up of SkyPilot's is a job of its scheduler, which takes longer to begin than our set-up takes."""
     assert not {"file_mounts", "setup", "run"} & set(task_of(launch()))
+
+
+def test_no_credential_file_is_uploaded_to_a_node(monkeypatch):
+    """SkyPilot's configuration cannot stop uploads for every cloud, so our nodes get its template without uploads."""
+    skypilot = SimpleNamespace(provision=SimpleNamespace(TemplateSpec=SimpleNamespace))
+    monkeypatch.setitem(sys.modules, "sky", skypilot)
+
+    def template(labels: dict[str, str] | None, cloud: str) -> SimpleNamespace | None:
+        machine = SimpleNamespace(labels=labels, cloud=SimpleNamespace(canonical_name=lambda: cloud))
+        return _without_credentials(None, machine, _extra_launch_context=None, _is_launched_by_jobs_controller=False)
+
+    for cloud in ("aws", "gcp"):
+        assert vars(template({"spotrl-run": "run"}, cloud)) == {
+            "template_path": f"{cloud}-ray.yml.j2",
+            "variables": {"credentials": {}},
+        }
+        assert template({"team": "b"}, cloud) is None  # clusters of others are as SkyPilot makes them
+        assert template(None, cloud) is None
 
 
 def test_credentials_uploaded_by_skypilot_are_removed_first():

@@ -151,6 +151,8 @@ class FakeCloud:
     unreachable: bool = False
     refuses: str = ""
     ends_slowly: bool = False
+    keeps_disks: bool = False
+    """Disks outlive their instance, and cannot be removed."""
     granted_notice_ms: int | None = None
     end_words: dict[str, dict] = field(default_factory=dict)
     ended: list[str] = field(default_factory=list)
@@ -223,13 +225,15 @@ class FakeCloud:
             self.ended.append(instance.id)
             state = InstanceState.STOPPING if self.ends_slowly else InstanceState.GONE
             self.there = [replace(one, state=state) if one.id == instance.id else one for one in self.there]
-            if state is InstanceState.GONE:
+            if state is InstanceState.GONE and not self.keeps_disks:
                 self.disks = [
                     one for one in self.disks if one.node != instance.name or one.owner not in ("", instance.owner)
                 ]
 
     def remove(self, resources):
         self._answer()
+        if self.keeps_disks:
+            return [one for one in resources if one.kind == "disk"]
         self.disks = [one for one in self.disks if one not in resources]
         self.groups = [one for one in self.groups if one not in resources]
         return []
@@ -895,6 +899,18 @@ def test_a_release_terminates_the_instance_and_waits_for_confirmation(stage):
     fact = stage.passes(90, step=1)[NODE]
     assert fact.status is NodeStatus.GONE
     assert stage.cloud.disks == []  # found by its label and deleted
+
+
+def test_a_node_has_not_ended_while_a_disk_of_it_cannot_be_removed(stage):
+    stage.bring_up(NODE)
+    stage.cloud.keeps_disks = True
+    stage.provisioner.release([NODE])
+    assert stage.passes(20)[NODE].status is NodeStatus.PENDING
+    assert [one.state for one in stage.cloud.there] == [InstanceState.GONE]
+    assert not (stage.folder / "nodes" / NODE / "ended.json").exists()
+    stage.cloud.keeps_disks = False
+    assert stage.passes(90, step=1)[NODE].status is NodeStatus.GONE
+    assert stage.cloud.disks == []
 
 
 def test_a_release_during_the_launch_cancels_it(stage):

@@ -85,7 +85,10 @@ def test_a_silent_holder_is_replaced_and_notices_it(store):
 def test_the_successor_of_a_dead_controller_takes_over_at_once(store):
     clock = Clock()
     StoreLease(lambda: store, "digits", "ours", clock).take()
-    StoreLease(lambda: store, "digits", "ours", clock).take()
+    successor = StoreLease(lambda: store, "digits", "ours", clock)
+    successor.take()
+    successor.renew()
+    assert successor.lost is None
 
 
 def test_a_lease_written_by_a_fast_clock_does_not_last_for_hours(store):
@@ -179,15 +182,18 @@ def test_a_holder_that_was_frozen_reads_the_bucket_before_it_acts(store):
 
 
 def test_a_check_against_an_unreachable_bucket_keeps_the_lease():
-    boot = Clock()
+    boot, asked_at = Clock(), []
 
     def away():
+        asked_at.append(boot.ms)
         raise OSError("no route to host")
 
     lease = StoreLease(away, "digits", "ours", Clock(), boot)
     lease.take()
     boot.ms += 3_600_000
     lease.check()
+    assert asked_at[-1] == boot.ms, "the bucket was asked again, and did not answer"
+    assert lease.lost is None
 
 
 def test_an_unreadable_lease_object_is_written_again(store):

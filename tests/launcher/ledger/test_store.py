@@ -92,10 +92,11 @@ def test_a_new_ledger_is_private_and_sets_its_sqlite_options(sessions, tmp_path)
         query = session.connection().exec_driver_sql
         assert query("PRAGMA journal_mode").scalar() == "wal"
         assert query("PRAGMA foreign_keys").scalar() == 1
+        assert query("PRAGMA synchronous").scalar() == 2  # FULL: each commit waits for the disk
         assert query("PRAGMA busy_timeout").scalar() == 10_000
     with sessions() as session:
         append_status(session, Run(id=999), "planned", "", 0)
-        with pytest.raises(IntegrityError):
+        with pytest.raises(IntegrityError, match="FOREIGN KEY"):
             session.commit()
 
 
@@ -360,7 +361,10 @@ def test_a_price_below_zero_is_refused(sessions):
         "requested_ms": 0,
         "reserved_micro_usd": 0,
     }
-    with pytest.raises(IntegrityError), writing(sessions) as session:
+    with (
+        pytest.raises(IntegrityError, match="CHECK constraint failed: micro_usd_per_hour >= 0"),
+        writing(sessions) as session,
+    ):
         session.add(
             Node(
                 run_id=run.id,
