@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # A test run starts hundreds of Python processes. Without bytecode files each would compile all of our code again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: env tools bench docs quickstart fake-clouds-demo test test-slow test-long test-properties test-sinks test-gpu gpu-wheels test-clouds test-clouds-run test-clouds-parts test-clouds-faults test-clouds-faults-runs test-clouds-faults-parts format clean
+.PHONY: env tools bench docs quickstart fake-clouds-demo test types test-quick test-slow test-long test-properties test-sinks test-gpu gpu-wheels test-clouds test-clouds-run test-clouds-parts test-clouds-faults test-clouds-faults-runs test-clouds-faults-parts format clean
 
 env: $(VENV)/.everything
 
@@ -80,16 +80,22 @@ tools:
 fake-clouds-demo: env tools
 	$(BIN)/python -m tests.clouds.demo --to fake-clouds-demo
 
-# Tests run in this many processes. Each test may start processes of its own: more than one per core does not pay.
-WORKERS ?= 2
+# Tests run in this many processes. Half of their time is waiting, so two for each of two cores pay.
+WORKERS ?= 4
 # Seconds of every test are kept in test-results/; `python -m tests.tiers` holds them against each tier's limit.
 PYTEST = $(BIN)/pytest --durations 15 --junitxml test-results/$@.xml
 
+# mypy runs beside the tests, which wait half of the time.
 test: env tools
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	@$(MAKE) --no-print-directory --jobs 2 types test-quick
+
+types:
 	$(BIN)/mypy
-	$(PYTEST) -n $(WORKERS)
+
+test-quick:
+	$(BIN)/pytest --durations 15 --junitxml test-results/test.xml -n $(WORKERS)
 
 # What takes half a minute and more.
 test-slow: env tools

@@ -85,6 +85,11 @@ def apart(these, those):
     return max(float((these[name] - value).abs().max()) for name, value in those.items()) / largest
 
 
+SAME = 2e-3
+"""Largest difference of equal gradients. Processors with bf16 units round passes of two shapes apart: 5e-4 on one, below
+1e-5 on another. The gradient of the wrong weights differs by more than 1e-2."""
+
+
 @pytest.mark.parametrize("name", ["flow-grpo", "grpo-guard"])
 def test_the_gradient_compares_each_group_with_the_weights_that_made_it(name):
     """Two steps with an early and a fresh group: before the first, the old policy still is the trained weights."""
@@ -112,7 +117,7 @@ def test_the_gradient_compares_each_group_with_the_weights_that_made_it(name):
         health = step.commit()
         right = gradients_of(config, groups, now=now, made_by=(first, second))
         wrong = gradients_of(config, groups, now=now, made_by=(second, second))
-        assert apart(gradients, right) < 1e-5
+        assert apart(gradients, right) < SAME
         assert apart(gradients, wrong) > 1e-2
         assert health.early_rows == len(made[0].seeds) * len(plan.trained_steps)
 

@@ -171,7 +171,8 @@ LOCAL = "demo-spot-0-g0"
 @pytest.mark.parametrize(("which", "file"), [(which, file) for which, files in LOCAL_STAGES.items() for file in files])
 def test_a_local_node_with_an_empty_file_is_still_accounted_for(tmp_path, which, file):
     clock = HandClock()
-    provisioner, folder = LocalProvisioner(tmp_path, clock, None, FAKE_AGENT, lambda: clock.at_ms), node_folder(tmp_path, LOCAL)
+    provisioner = LocalProvisioner(tmp_path, clock, None, FAKE_AGENT, lambda: clock.at_ms)
+    folder = node_folder(tmp_path, LOCAL)
     provisioner.request(placement(), spec(tmp_path, clock))
     wait_until(lambda: (fact := fact_of(provisioner, LOCAL)) is not None and fact.status is NodeStatus.UP)
     if which != "up":
