@@ -62,7 +62,8 @@ def main() -> None:
         text="""
 Measured: CPU seconds of one thread, medians. An image in a forward pass, a forward pass beside its images, a training
 row of diffusion-nft with its share of the optimiser's step, the score of an image. The clock of a run on the local
-infra advances by the used figures, on every machine (engine/work_clock.py), so they need no update.
+infra advances by the used figures, on every machine (engine/work_clock.py), so they need no update. They were read off
+a machine whose two cores were shared by more processes, as in a run, and are about 1.6 times those of an idle core.
 """,
     )
 
