@@ -86,8 +86,8 @@ def apart(these, those):
 
 
 SAME = 2e-3
-"""Largest difference of equal gradients. Processors with bf16 units round passes of two shapes apart: by 5e-4 on one, by
-less than 1e-5 on another. The gradient of the wrong weights differs by more than 1e-2."""
+"""Largest difference of equal gradients. Processors with bf16 units round passes of two shapes apart: by 5e-4 on one,
+by less than 1e-5 on another. The gradient of the wrong weights differs by more than 1e-2."""
 
 
 @pytest.mark.parametrize("name", ["flow-grpo", "grpo-guard"])
