@@ -77,6 +77,7 @@ CLOUD_TESTS = "tests/engine/test_node_agent_on_cloud.py"
 GUARD_TESTS = "tests/engine/test_spend_deadline.py"
 CONFORMANCE = "tests/conformance/test_conformance.py"
 STARTER_TESTS = "tests/launcher/cluster/test_agent_starter.py"
+RUNS = "tests/launcher/cluster/test_runs.py"
 LINK_TESTS = "tests/launcher/cluster/test_node_link.py"
 CONSOLE_TESTS = "tests/engine/test_remote_console.py"
 SURVIVAL = "tests/end_to_end/test_survival.py"
@@ -541,6 +542,69 @@ _bug(
     forgets="that a further node of the trainer ends with the run",
     found_by=[f"{RANKS}::test_two_nodes_with_a_rank_each_train_what_two_ranks_of_one_node_train"],
     missed=["tests/engine/test_trainer_nodes.py"],
+)
+
+# --- the controller
+
+_bug(
+    "controller_goes_on_without_its_lease",
+    "controller",
+    "launcher.controller.run_process",
+    "            provisioner.close()\n            ended.set()\n            return\n",
+    "            sleep(pass_seconds)\n            continue\n",
+    forgets="to exit once another controller has taken over",
+    found_by=[f"{RUNS}::test_down_needs_no_running_controller[frozen]"],
+    missed=["tests/launcher/cluster/test_controller.py", "tests/launcher/cluster/test_no_controller.py"],
+)
+_bug(
+    "controller_keeps_its_lease_at_the_end",
+    "controller",
+    "launcher.controller.run_process",
+    "    controller.close()  # last: from now on no other process waits for this controller",
+    "    pass",
+    forgets="to give the lease back when the run is over",
+    found_by=[RUNS],
+    missed=["tests/launcher/cluster/test_controller.py", "tests/launcher/cluster/test_no_controller.py"],
+)
+_bug(
+    "controller_has_another_clock_than_its_nodes",
+    "controller",
+    "launcher.controller.run_process",
+    "        return ScaledClock(origin_ms=run.clock_origin_ms, factor=run.clock_factor)",
+    "        return ScaledClock(origin_ms=run.clock_origin_ms, factor=1.0)",
+    forgets="that nodes and controller share the run's clock",
+    found_by=[RUNS],
+    missed=["tests/launcher/cluster/test_controller.py"],
+)
+_bug(
+    "live_controller_counts_as_dead",
+    "controller",
+    "launcher.controller.lease",
+    '    return f"{os.getpid()}@{psutil.Process().create_time()}"',
+    '    return f"{os.getpid()}@0"',
+    forgets="the start time by which a controller is told from a later process of its pid",
+    found_by=[RUNS],
+    missed=["tests/launcher/cluster/test_controller.py"],
+)
+_bug(
+    "two_processes_make_a_ledger",
+    "controller",
+    "launcher.ledger.store",
+    '        with _only_one(path.with_name(path.name + ".lock")):\n',
+    "        if True:\n",
+    forgets="that two processes may open a new ledger at the same moment",
+    found_by=["tests/launcher/ledger/test_store.py::test_processes_may_open_a_new_ledger_at_the_same_moment"],
+    missed=["tests/launcher/ledger/test_store.py"],
+)
+_bug(
+    "opening_a_ledger_ends_its_locks",
+    "controller",
+    "launcher.ledger.store",
+    "os.O_CREAT | os.O_EXCL | os.O_RDWR",
+    "os.O_CREAT | os.O_RDWR",
+    forgets="that closing any file of a ledger ends this process's locks on the ledger",
+    found_by=["tests/launcher/ledger/test_store.py"],
+    missed=["tests/launcher/ledger/test_store.py"],
 )
 
 # --- the starter of local agents
