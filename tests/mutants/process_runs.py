@@ -3,6 +3,7 @@
 bugs -> a file of edits -> pytest with process_plugin.py -> planted_site/sitecustomize.py in every process it starts
 """
 
+import contextlib
 import ctypes
 import json
 import os
@@ -22,6 +23,12 @@ from tests.mutants.process_plugin import planted_in
 ROOT = Path(__file__).parents[2]
 MEMORY_DISK = Path("/dev/shm")
 ADOPT_ORPHANS = 36  # PR_SET_CHILD_SUBREAPER of prctl(2)
+
+LOOK_SECONDS = 0.02
+"""Interval of looks for ended processes."""
+
+LONGEST_END_SECONDS = 20.0
+"""Longest time until killed processes have ended."""
 
 QUICK = "not gpu and not clouds and not slow and not long"
 """Marks of the tests that `make test` runs."""
@@ -102,9 +109,7 @@ def run_tests(
                 env=planted_in(os.environ, bugs) if where == "own" else None,
             )
             try:
-                code = process.wait(limit_seconds)
-            except subprocess.TimeoutExpired:
-                code = None
+                code = _wait(process, limit_seconds)
             finally:
                 _kill_descendants()
             seconds = time.monotonic() - began
@@ -144,19 +149,31 @@ def _run_of(outcomes: Path) -> TestRun:
     return run
 
 
+def _wait(process: "subprocess.Popen[bytes]", limit_seconds: float) -> int | None:
+    """Return the exit code of pytest, or None if pytest takes too long. Reap the orphans that end meanwhile.
+
+    Tests look for processes that have ended, and must find no zombies.
+    """
+    until = time.monotonic() + limit_seconds
+    while time.monotonic() < until:
+        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is None:
+            time.sleep(LOOK_SECONDS)
+        elif ended.si_pid == process.pid:
+            return process.wait()
+        else:
+            os.waitpid(ended.si_pid, 0)
+    return None
+
+
 def _kill_descendants() -> None:
     """Kill what pytest left. This process adopts orphans, so all of them are its descendants."""
-    until = time.monotonic() + 20.0
+    until = time.monotonic() + LONGEST_END_SECONDS
     while (left := psutil.Process().children(recursive=True)) and time.monotonic() < until:
         for process in left:
-            try:
+            with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-            except psutil.NoSuchProcess:
-                continue
-        psutil.wait_procs(left, timeout=0.5)
-        while True:  # orphans that this process has adopted
-            try:
-                if os.waitpid(-1, os.WNOHANG)[0] == 0:
-                    break
-            except ChildProcessError:
-                break
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        time.sleep(LOOK_SECONDS)

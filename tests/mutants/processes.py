@@ -179,7 +179,7 @@ _bug(
     "fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)",
     "fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)",
     forgets="that a node has one agent",
-    found_by=["tests/launcher/cluster/test_local.py"],
+    found_by=[f"{CLOUD_TESTS}::test_a_second_agent_of_an_instance_exits_and_leaves_the_first_alone"],
     missed=[AGENT_TESTS],
 )
 _bug(
@@ -189,7 +189,7 @@ _bug(
     "            if self.on_cloud:\n                self.guard.keep_alive()\n",
     "",
     forgets="to start the guard again after the guard died",
-    found_by=[CLOUD_TESTS],
+    found_by=[f"{CLOUD_TESTS}::test_a_guard_that_dies_beside_its_agent_is_started_again"],
     missed=[CLOUD_TESTS],
 )
 _bug(
@@ -242,56 +242,6 @@ _bug(
     found_by=[f"{CLOUD_TESTS}::test_a_node_past_its_spend_deadline_deletes_itself_and_records_why"],
     missed=[CLOUD_TESTS, GUARD_TESTS],
 )
-_bug(
-    "agent_ends_without_its_last_logs",
-    "agent",
-    "engine.node.agent",
-    "            shipping.end()",
-    "            pass",
-    forgets="to ship the logs that were written last",
-    found_by=[f"{CLOUD_TESTS}"],
-    missed=["tests/engine/test_ship.py"],
-)
-_bug(
-    "agent_never_ships_logs",
-    "agent",
-    "engine.node.agent",
-    "    shipping = begin_shipping(spec)",
-    "    shipping = None",
-    forgets="to ship the node's logs",
-    found_by=["tests/end_to_end/test_remote_nodes.py"],
-    missed=["tests/engine/test_ship.py"],
-)
-_bug(
-    "report_of_an_earlier_agent_stays",
-    "agent",
-    "engine.node.agent",
-    "        (folder / stale).unlink(missing_ok=True)",
-    "        pass",
-    forgets="to remove the report of an earlier agent of the folder",
-    found_by=[CLOUD_TESTS],
-    missed=[CLOUD_TESTS],
-)
-_bug(
-    "node_is_ready_too_early",
-    "agent",
-    "engine.node.agent",
-    "if not ready_sent and all(event.is_set() for event in ready):",
-    "if not ready_sent:",
-    forgets="that a node is ready once all of its processes are",
-    found_by=[CONFORMANCE],
-    missed=[AGENT_TESTS],
-)
-_bug(
-    "lost_coordinator_counts_as_a_death",
-    "agent",
-    "engine.node.agent",
-    "        sys.exit(EXIT_UNANSWERED)",
-    "        sys.exit(1)",
-    forgets="that a worker is not at fault when its coordinator is away",
-    found_by=[SURVIVAL],
-    missed=[AGENT_TESTS],
-)
 
 # --- every process of a node
 
@@ -314,16 +264,6 @@ _bug(
     "    while True:",
     forgets="that a frozen sibling may hold the pipe open which reports the agent's death",
     found_by=[f"{AGENT_TESTS}::test_a_worker_ends_with_its_agent_while_another_worker_is_frozen"],
-    missed=[AGENT_TESTS],
-)
-_bug(
-    "processes_show_no_sign_of_life",
-    "worker",
-    "engine.node.child",
-    "    threading.Thread(target=_send_heartbeats, args=(heartbeat,), daemon=True).start()",
-    "    pass",
-    forgets="the signs of life by which the agent knows a frozen process",
-    found_by=[f"{CONFORMANCE}::test_a_worker_that_stays_frozen_is_replaced_by_its_node[local]"],
     missed=[AGENT_TESTS],
 )
 
@@ -427,17 +367,6 @@ _bug(
 # --- the coordinator
 
 _bug(
-    "coordinator_cannot_take_its_port_again",
-    "coordinator",
-    "engine.coordinator.server",
-    "        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)",
-    "        pass",
-    forgets="that connections of a killed coordinator keep its port for a minute",
-    found_by=[f"{CONFORMANCE}::test_a_coordinator_killed_during_leases_loses_no_result[local]"],
-    missed=["tests/engine/test_server.py"],
-    reader=True,
-)
-_bug(
     "restarted_coordinator_forgets_its_journal",
     "coordinator",
     "engine.entrypoints.processes",
@@ -447,39 +376,9 @@ _bug(
     found_by=[f"{CONFORMANCE}::test_a_coordinator_killed_during_leases_loses_no_result[local]"],
     missed=["tests/engine/test_server.py", "tests/engine/test_journal.py"],
 )
-_bug(
-    "coordinator_never_ticks",
-    "coordinator",
-    "engine.coordinator.server",
-    "        ticking = asyncio.create_task(self._front.keep_ticking())",
-    "        ticking = asyncio.create_task(asyncio.sleep(0))",
-    forgets="that leases expire even if no call comes",
-    found_by=[f"{CONFORMANCE}::test_a_zombie_worker_changes_no_result_and_works_again[node-local]"],
-    missed=["tests/engine/test_server.py"],
-)
-_bug(
-    "coordinator_keeps_no_logs",
-    "coordinator",
-    "engine.entrypoints.processes",
-    'shipped=folder / "shipped", ranks=ranks)',
-    "shipped=None, ranks=ranks)",
-    forgets="to keep the logs that nodes ship",
-    found_by=["tests/end_to_end/test_remote_nodes.py"],
-    missed=["tests/engine/test_ship.py"],
-)
 
 # --- the trainer
 
-_bug(
-    "trainer_publishes_before_its_checkpoint",
-    "trainer",
-    "engine.trainer.loop",
-    "        self._save(files)\n        with self.usage.measure(Phase.SYNC):\n            self._publish(weights)\n",
-    "        with self.usage.measure(Phase.SYNC):\n            self._publish(weights)\n        self._save(files)\n",
-    forgets="that the published weights must exist in a checkpoint",
-    found_by=[SURVIVAL],
-    missed=["tests/engine/test_loop.py"],
-)
 _bug(
     "checkpoints_stay_on_the_trainers_node",
     "trainer",
@@ -488,16 +387,6 @@ _bug(
     '        store=when_there_is_room(lambda: CheckpointStore(f"file://{folder}/store"), print),',
     forgets="that a new trainer node continues from the checkpoints of the lost one",
     found_by=[f"{SURVIVAL}::test_a_lost_trainer_node_resumes_from_its_checkpoint_in_a_new_lineage[SIGKILL]"],
-    missed=["tests/engine/test_loop.py"],
-)
-_bug(
-    "trainer_follows_a_coordinator_that_is_ahead",
-    "trainer",
-    "engine.trainer.loop",
-    "        if same and (known.version is None or known.version <= self.state.iteration):",
-    "        if same:",
-    forgets="that a trainer which went back to a checkpoint begins a new lineage",
-    found_by=[SURVIVAL],
     missed=["tests/engine/test_loop.py"],
 )
 _bug(
@@ -520,16 +409,6 @@ _bug(
     "        sys.exit(EXIT_TORN)",
     "        sys.exit(1)",
     forgets="that a rank is not at fault when another rank was lost",
-    found_by=[f"{RANKS}::test_killed_and_frozen_ranks_change_no_batch_and_no_weight"],
-    missed=["tests/engine/test_rank_rendezvous.py"],
-)
-_bug(
-    "rank_0_keeps_a_void_store",
-    "rank",
-    "engine.node.rank_rendezvous",
-    'over = leave_when(lambda: looker.check([VOID]), "it began again")',
-    'over = leave_when(lambda: False, "it began again")',
-    forgets="that rank 0 ends once another rank has begun again",
     found_by=[f"{RANKS}::test_killed_and_frozen_ranks_change_no_batch_and_no_weight"],
     missed=["tests/engine/test_rank_rendezvous.py"],
 )
@@ -586,26 +465,6 @@ _bug(
     found_by=[RUNS],
     missed=["tests/launcher/cluster/test_controller.py"],
 )
-_bug(
-    "two_processes_make_a_ledger",
-    "controller",
-    "launcher.ledger.store",
-    '        with _only_one(path.with_name(path.name + ".lock")):\n',
-    "        if True:\n",
-    forgets="that two processes may open a new ledger at the same moment",
-    found_by=["tests/launcher/ledger/test_store.py::test_processes_may_open_a_new_ledger_at_the_same_moment"],
-    missed=["tests/launcher/ledger/test_store.py"],
-)
-_bug(
-    "opening_a_ledger_ends_its_locks",
-    "controller",
-    "launcher.ledger.store",
-    "os.O_CREAT | os.O_EXCL | os.O_RDWR",
-    "os.O_CREAT | os.O_RDWR",
-    forgets="that closing any file of a ledger ends this process's locks on the ledger",
-    found_by=["tests/launcher/ledger/test_store.py"],
-    missed=["tests/launcher/ledger/test_store.py"],
-)
 
 # --- the starter of local agents
 
@@ -626,7 +485,7 @@ _bug(
     "            if ready.get(0, 0) & ~select.POLLIN:",
     "            if ready.get(0, 0) & ~select.POLLIN and not ready.get(0, 0) & select.POLLIN:",
     forgets="that no process can end a node that starts after its controller's death",
-    found_by=[f"{STARTER_TESTS}::test_without_a_controller_no_agent_is_started"],
+    found_by=["tests/engine/test_starter.py::test_an_order_of_a_controller_that_is_gone_starts_no_agent"],
     missed=[STARTER_TESTS],
 )
 _bug(
@@ -735,26 +594,6 @@ _bug(
     "    return False",
     forgets="that a call fails while Ray restarts the coordinator, and must be repeated",
     found_by=[f"{RAY}::test_losses_during_a_ray_run_change_no_bit_of_the_weights"],
-    missed=["tests/engine"],
-)
-_bug(
-    "worker_on_ray_outlives_its_raylet",
-    "ray",
-    "engine.ray.worker",
-    "        die_with_raylet()",
-    "        pass",
-    forgets="that a worker ends with its raylet",
-    found_by=[f"{RAY}"],
-    missed=["tests/engine"],
-)
-_bug(
-    "death_on_ray_is_not_reported",
-    "ray",
-    "engine.ray.supervisor",
-    "        self._unsent.append(WorkerDied(worker=slot.worker, node=slot.node, boot=slot.boot, reason=reason))",
-    "        pass",
-    forgets="to report a worker's death to the coordinator",
-    found_by=[f"{RAY}"],
     missed=["tests/engine"],
 )
 _bug(
@@ -891,10 +730,17 @@ def tests_that_find(store: Store, bug: str) -> set[str]:
 
 def _run_own(bugs: Sequence[ProcessBug], chosen: argparse.Namespace) -> int:
     """Plant all bugs at once in pytest's own process, and in no process that it starts. Return 1 if a test fails."""
-    run = run_tests([bug.edit for bug in bugs], chosen.own, where="own", marks=chosen.marks, limit_seconds=3600.0)
-    Store(chosen.store).put(("own", " ".join(chosen.own)), {"bugs": [bug.name for bug in bugs], **run.as_dict()})
-    print(f"{len(run.passed)} tests pass in {run.seconds:.0f} s, {run.found_by or 'none'} fail", flush=True)
-    return 1 if run.found_by else 0
+    store, edits, failed = Store(chosen.store), [bug.edit for bug in bugs], False
+    digests = sorted(bug.digest for bug in bugs)
+    for file in chosen.own:
+        known = store.get(("own", file))
+        if known.get("bugs") == digests:
+            continue
+        run = run_tests(edits, [file], where="own", marks=chosen.marks, limit_seconds=1800.0)
+        store.put(("own", file), {"bugs": digests, **run.as_dict()})
+        print(f"{file}: {len(run.passed)} tests pass in {run.seconds:.0f} s, {run.found_by or 'none'} fail", flush=True)
+        failed = failed or bool(run.found_by)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
