@@ -276,7 +276,7 @@ _bug(
     "environment = {name: value for name, value in os.environ.items() if name != MARK}",
     "environment = dict(os.environ)",
     forgets="that a cleanup kills whatever bears the node's mark",
-    found_by=[LINK_TESTS],
+    found_by=[f"{CLOUD_TESTS}::test_a_terminated_agent_leaves_no_process_but_the_guard[False]"],
     missed=[GUARD_TESTS, CLOUD_TESTS],
     reader=True,
 )
@@ -436,23 +436,13 @@ _bug(
     missed=["tests/launcher/cluster/test_controller.py", "tests/launcher/cluster/test_no_controller.py"],
 )
 _bug(
-    "controller_keeps_its_lease_at_the_end",
-    "controller",
-    "launcher.controller.run_process",
-    "    controller.close()  # last: from now on no other process waits for this controller",
-    "    pass",
-    forgets="to give the lease back when the run is over",
-    found_by=[RUNS],
-    missed=["tests/launcher/cluster/test_controller.py", "tests/launcher/cluster/test_no_controller.py"],
-)
-_bug(
     "controller_has_another_clock_than_its_nodes",
     "controller",
     "launcher.controller.run_process",
     "        return ScaledClock(origin_ms=run.clock_origin_ms, factor=run.clock_factor)",
     "        return ScaledClock(origin_ms=run.clock_origin_ms, factor=1.0)",
     forgets="that nodes and controller share the run's clock",
-    found_by=[RUNS],
+    found_by=[f"{RUNS}::test_a_run_that_its_budget_stopped_goes_on_with_a_larger_one"],
     missed=["tests/launcher/cluster/test_controller.py"],
 )
 _bug(
@@ -462,7 +452,7 @@ _bug(
     '    return f"{os.getpid()}@{psutil.Process().create_time()}"',
     '    return f"{os.getpid()}@0"',
     forgets="the start time by which a controller is told from a later process of its pid",
-    found_by=[RUNS],
+    found_by=[f"{RUNS}::test_a_second_controller_is_refused_and_down_names_what_it_could_not_end"],
     missed=["tests/launcher/cluster/test_controller.py"],
 )
 
@@ -539,7 +529,7 @@ _bug(
     "    if have:\n        console.receive(have)",
     "    if False:\n        console.receive(have)",
     forgets="that the launcher already has a part of each log",
-    found_by=[LINK_TESTS],
+    found_by=[f"{LINK_TESTS}::test_no_log_byte_is_lost_or_doubled_by_any_kill[ssh]"],
     missed=[CONSOLE_TESTS],
 )
 _bug(
@@ -559,7 +549,7 @@ _bug(
     "                start_new_session=True,",
     "                start_new_session=False,",
     forgets="that the agent outlives the console that started it",
-    found_by=[LINK_TESTS],
+    found_by=[f"{LINK_TESTS}::test_a_killed_launcher_leaves_no_console_and_a_running_agent"],
     missed=[CONSOLE_TESTS],
 )
 
@@ -572,7 +562,7 @@ _bug(
     "            self._kill_coordinator()",
     "            pass",
     forgets="that Ray does not notice a frozen actor",
-    found_by=[f"{CONFORMANCE}"],
+    found_by=["tests/engine/test_ray_freeze.py::test_a_frozen_coordinator_on_ray_is_killed_and_the_run_goes_on"],
     missed=["tests/engine"],
     reader=True,
 )
