@@ -9,6 +9,7 @@ and the plugin removes it: only pytest's own process has the bugs.
 
 import json
 import os
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -46,6 +47,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("numprocesses", None):
         raise pytest.UsageError("workers of pytest-xdist are processes too, and would have the bugs: leave out -n")
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # processes inherit an ignored signal, for example of nohup
     children = config.getoption("--where") == "children"
     environment = planted_in(os.environ, config.getoption("--bugs")) if children else without_bugs(os.environ)
     for name in (PATH, VARIABLE):

@@ -171,6 +171,7 @@ _bug(
     forgets="that a process of the node may have another parent, and is known by its mark",
     found_by=[f"{CLOUD_TESTS}::test_a_terminated_agent_ends_the_processes_of_ray"],
     missed=[CLOUD_TESTS],
+    reader=True,
 )
 _bug(
     "two_agents_share_a_node",
@@ -220,16 +221,6 @@ _bug(
     "        pass",
     forgets="that a machine which refuses its work is paid for too",
     found_by=[f"{CLOUD_TESTS}::test_a_node_that_refuses_its_work_deletes_itself_without_a_controller"],
-    missed=[CLOUD_TESTS],
-)
-_bug(
-    "end_of_the_ssh_connection_ends_the_agent",
-    "agent",
-    "engine.node.agent",
-    "    signal.signal(signal.SIGHUP, signal.SIG_IGN)",
-    "    pass",
-    forgets="that the agent outlives the connection that started it",
-    found_by=[f"{CLOUD_TESTS}::test_a_terminated_agent_leaves_no_process_but_the_guard[False]"],
     missed=[CLOUD_TESTS],
 )
 _bug(
@@ -312,6 +303,7 @@ _bug(
     forgets="the connection whose end reports a worker's death at once",
     found_by=[f"{AGENT_TESTS}::test_two_workers_fetch_weights_once_and_a_restarted_worker_reuses_them"],
     missed=[AGENT_TESTS, "tests/engine/test_transport.py"],
+    reader=True,
 )
 _bug(
     "worker_does_not_hear_its_agent",
@@ -321,7 +313,7 @@ _bug(
     "    worker = make_worker(spec, number, transport, source, lambda: False)",
     forgets="that the agent tells its workers of a notice before the coordinator does",
     found_by=[f"{AGENT_TESTS}::test_a_node_under_notice_commits_returns_its_leases_and_pulls_no_more"],
-    missed=[AGENT_TESTS, "tests/engine/test_worker.py"],
+    missed=[AGENT_TESTS],
 )
 _bug(
     "each_worker_fetches_its_own_weights",
@@ -341,7 +333,7 @@ _bug(
     "is_current=lambda: True",
     forgets="that the store in which a group meets may have died",
     found_by=[f"{AGENT_TESTS}::test_a_node_whose_store_dies_starts_a_new_one_and_its_workers_regroup"],
-    missed=[AGENT_TESTS, "tests/engine/test_elastic.py"],
+    missed=[AGENT_TESTS],
 )
 _bug(
     "scorers_socket_of_the_dead_stays",
@@ -488,16 +480,6 @@ _bug(
     found_by=[f"{STARTER_TESTS}::test_the_exit_of_an_agent_is_recorded[9]"],
     missed=[STARTER_TESTS],
 )
-_bug(
-    "failed_agent_goes_on_as_a_second_starter",
-    "starter",
-    "engine.node.starter",
-    "                os._exit(1)  # after a full disk, for example, this process must not continue as a second starter",
-    "                pass",
-    forgets="that a forked process which cannot become an agent must end",
-    found_by=[f"{STARTER_TESTS}::test_a_process_that_cannot_become_an_agent_starts_nothing_else"],
-    missed=[STARTER_TESTS],
-)
 
 # --- the remote console
 
@@ -511,16 +493,6 @@ _bug(
     found_by=[f"{CONSOLE_TESTS}::test_the_console_exits_after_its_launcher[falls silent]"],
     missed=[CONSOLE_TESTS],
     reader=True,
-)
-_bug(
-    "console_outlives_a_closed_connection",
-    "console",
-    "engine.node.remote_console",
-    "            traceback.print_exc()\n        os._exit(0)",
-    "            traceback.print_exc()",
-    forgets="to exit when the launcher closes the connection",
-    found_by=[f"{CONSOLE_TESTS}::test_the_console_exits_after_its_launcher[goes away]"],
-    missed=[CONSOLE_TESTS],
 )
 _bug(
     "console_sends_logs_again",
@@ -563,7 +535,7 @@ _bug(
     "            pass",
     forgets="that Ray does not notice a frozen actor",
     found_by=["tests/engine/test_ray_freeze.py::test_a_frozen_coordinator_on_ray_is_killed_and_the_run_goes_on"],
-    missed=["tests/engine"],
+    missed=["tests/engine/test_server.py", "tests/engine/test_transport.py"],
     reader=True,
 )
 _bug(
@@ -574,7 +546,7 @@ _bug(
     "            max_restarts=0,",
     forgets="that Ray restarts a dead coordinator",
     found_by=[f"{RAY}::test_losses_during_a_ray_run_change_no_bit_of_the_weights"],
-    missed=["tests/engine"],
+    missed=["tests/engine/test_server.py", "tests/engine/test_transport.py"],
 )
 _bug(
     "calls_during_a_restart_on_ray_are_not_repeated",
@@ -584,7 +556,7 @@ _bug(
     "    return False",
     forgets="that a call fails while Ray restarts the coordinator, and must be repeated",
     found_by=[f"{RAY}::test_losses_during_a_ray_run_change_no_bit_of_the_weights"],
-    missed=["tests/engine"],
+    missed=["tests/engine/test_server.py", "tests/engine/test_transport.py"],
 )
 _bug(
     "frozen_worker_on_ray_is_left_alone",
@@ -594,7 +566,7 @@ _bug(
     "                    pass",
     forgets="to kill a frozen actor",
     found_by=[f"{CONFORMANCE}::test_a_worker_that_stays_frozen_is_replaced_by_its_node[ray]"],
-    missed=["tests/engine"],
+    missed=["tests/engine/test_server.py", "tests/engine/test_transport.py"],
 )
 
 
