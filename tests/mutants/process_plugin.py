@@ -19,6 +19,9 @@ SITE = Path(__file__).parent / "planted_site"
 VARIABLE = "SPOTRL_PLANTED_BUG"
 PATH = "PYTHONPATH"
 
+ENDED = "all tests have ended"
+"""Stands for a test in the last line of the outcomes. Pytest may then still wait for a process that a test left."""
+
 
 def planted_in(environment: Mapping[str, str], bugs: Path) -> dict[str, str]:
     """Return the environment of a process that has the bugs of a file."""
@@ -68,6 +71,9 @@ class _Outcomes:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._write([report.nodeid, report.when, report.outcome, round(report.duration, 3)])
+
+    def pytest_sessionfinish(self) -> None:
+        self._write([ENDED, "end", "", 0.0])
 
     def _write(self, line: list[object]) -> None:
         with self._file.open("a") as file:

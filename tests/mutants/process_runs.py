@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import psutil
 
-from tests.mutants.process_plugin import planted_in
+from tests.mutants.process_plugin import ENDED, planted_in
 
 ROOT = Path(__file__).parents[2]
 MEMORY_DISK = Path("/dev/shm")
@@ -28,7 +28,7 @@ LOOK_SECONDS = 0.02
 """Interval of looks for ended processes."""
 
 LONGEST_END_SECONDS = 20.0
-"""Longest time until killed processes have ended."""
+"""Longest time until pytest ends after its last test, and until killed processes have ended."""
 
 QUICK = "not gpu and not clouds and not slow and not long"
 """Marks of the tests that `make test` runs."""
@@ -109,7 +109,7 @@ def run_tests(
                 env=planted_in(os.environ, bugs) if where == "own" else None,
             )
             try:
-                code = _wait(process, limit_seconds)
+                code = _wait(process, limit_seconds, outcomes)
             finally:
                 _kill_descendants()
             seconds = time.monotonic() - began
@@ -132,6 +132,8 @@ def _run_of(outcomes: Path) -> TestRun:
     begun: list[str] = []
     for line in outcomes.read_text().splitlines() if outcomes.exists() else []:
         test, phase, outcome, seconds = json.loads(line)
+        if test == ENDED:
+            continue
         if phase == "start":
             begun.append(test)
             continue
@@ -149,13 +151,14 @@ def _run_of(outcomes: Path) -> TestRun:
     return run
 
 
-def _wait(process: "subprocess.Popen[bytes]", limit_seconds: float) -> int | None:
+def _wait(process: "subprocess.Popen[bytes]", limit_seconds: float, outcomes: Path) -> int | None:
     """Return the exit code of pytest, or None if pytest takes too long. Reap the orphans that end meanwhile.
 
     Tests look for processes that have ended, and must find no zombies.
     """
     until = time.monotonic() + limit_seconds
-    while time.monotonic() < until:
+    looked, is_over = time.monotonic(), False
+    while (now := time.monotonic()) < until:
         ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if ended is None:
             time.sleep(LOOK_SECONDS)
@@ -163,6 +166,10 @@ def _wait(process: "subprocess.Popen[bytes]", limit_seconds: float) -> int | Non
             return process.wait()
         else:
             os.waitpid(ended.si_pid, 0)
+        if not is_over and now - looked > 1.0:
+            looked = now
+            if outcomes.exists() and ENDED in outcomes.read_text():
+                is_over, until = True, min(until, now + LONGEST_END_SECONDS)
     return None
 
 

@@ -132,7 +132,7 @@ def test_a_bug_is_in_the_chosen_processes_of_a_test_run(planted, tmp_path, where
     )
     assert done.returncode == 0, done.stdout
     lines = [json.loads(line) for line in outcomes.read_text().splitlines()]
-    assert [(phase, outcome) for _, phase, outcome, _ in lines][-1] == ("teardown", "passed")
+    assert [(phase, outcome) for _, phase, outcome, _ in lines][-2:] == [("teardown", "passed"), ("end", "")]
 
 
 @pytest.mark.slow
