@@ -345,7 +345,7 @@ _bug(
     "    (folder / name).unlink(missing_ok=True)",
     "    pass",
     forgets="that a killed scoring process leaves its socket behind",
-    found_by=["tests/conformance/test_scoring_pool.py::test_a_killed_process_loses_and_doubles_no_score[scorer-0]"],
+    found_by=["tests/engine/test_pool.py::test_a_scorer_that_hangs_ends_its_process"],
     missed=["tests/engine/test_pool.py"],
 )
 _bug(
@@ -515,16 +515,6 @@ _bug(
     "env={**os.environ, MARK: str(self._folder)},",
     forgets="to give the job's secrets to the agent",
     found_by=[f"{LINK_TESTS}::test_the_agent_gets_the_secrets_by_environment_and_never_by_file"],
-    missed=[CONSOLE_TESTS],
-)
-_bug(
-    "agent_shares_the_consoles_session",
-    "console",
-    "engine.node.agent_keeper",
-    "                start_new_session=True,",
-    "                start_new_session=False,",
-    forgets="that the agent outlives the console that started it",
-    found_by=[f"{LINK_TESTS}::test_a_killed_launcher_leaves_no_console_and_a_running_agent"],
     missed=[CONSOLE_TESTS],
 )
 
