@@ -166,17 +166,6 @@ _bug(
     missed=[CLOUD_TESTS],
 )
 _bug(
-    "processes_without_a_parent_outlive_the_agent",
-    "agent",
-    "engine.node.agent",
-    "if marked(process) == str(self.folder):",
-    "if False:",
-    forgets="that a process of the node may have another parent, and is known by its mark",
-    found_by=[f"{CLOUD_TESTS}::test_a_terminated_agent_ends_the_processes_of_ray"],
-    missed=[CLOUD_TESTS],
-    reader=True,
-)
-_bug(
     "two_agents_share_a_node",
     "agent",
     "engine.node.agent",
@@ -384,16 +373,6 @@ _bug(
     found_by=[f"{SURVIVAL}::test_a_lost_trainer_node_resumes_from_its_checkpoint_in_a_new_lineage[SIGKILL]"],
     missed=["tests/engine/test_loop.py"],
 )
-_bug(
-    "trainer_ends_without_a_word",
-    "trainer",
-    "engine.trainer.loop",
-    "            self.coordinator.stop(finished.reason)",
-    "            pass",
-    forgets="to send the workers home when the run is finished",
-    found_by=[f"{RAY}::test_a_finished_ray_run_ends_its_nodes_and_leaves_no_process"],
-    missed=["tests/engine/test_loop.py"],
-)
 
 # --- ranks of the trainer
 
@@ -538,7 +517,7 @@ _bug(
     "            max_restarts=-1,",
     "            max_restarts=0,",
     forgets="that Ray restarts a dead coordinator",
-    found_by=[f"{RAY}::test_losses_during_a_ray_run_change_no_bit_of_the_weights"],
+    found_by=["tests/engine/test_ray_freeze.py::test_a_killed_coordinator_on_ray_is_restarted_and_the_run_goes_on"],
     missed=["tests/engine/test_server.py", "tests/engine/test_transport.py"],
 )
 _bug(
@@ -548,20 +527,7 @@ _bug(
     "    return isinstance(error, RayError) and not isinstance(error, RayTaskError)",
     "    return False",
     forgets="that a call fails while Ray restarts the coordinator, and must be repeated",
-    found_by=[f"{RAY}::test_losses_during_a_ray_run_change_no_bit_of_the_weights"],
-    missed=["tests/engine/test_server.py", "tests/engine/test_transport.py"],
-)
-_bug(
-    "frozen_worker_on_ray_is_left_alone",
-    "ray",
-    "engine.entrypoints.ray_processes",
-    "                    process.kill()",
-    "                    pass",
-    forgets="to kill a frozen actor",
-    found_by=[
-        f"{CONFORMANCE}::test_a_worker_that_stays_frozen_is_replaced_by_its_node[ray]",
-        f"{CONFORMANCE}::test_every_node_that_came_back_works[ray]",
-    ],
+    found_by=["tests/engine/test_ray_freeze.py::test_a_killed_coordinator_on_ray_is_restarted_and_the_run_goes_on"],
     missed=["tests/engine/test_server.py", "tests/engine/test_transport.py"],
 )
 
