@@ -8,6 +8,7 @@ The results are in results/process_bugs.json, where `python -m tests.mutants.pro
 import argparse
 import json
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -63,27 +64,31 @@ def rows_of(store: Store, found: Mapping[str, set[str]]) -> list[dict[str, Any]]
 
 
 def text_of(store: Store, found: Mapping[str, set[str]]) -> str:
+    """Return what the table means, and a line for each test file that alone finds bugs."""
     undisturbed = store.values.get("undisturbed", {})
-    matrix = sorted(undisturbed)
-    seconds = {file: round(undisturbed[file]["seconds"]) for file in matrix}
-    missed = [bug for bug, tests in found.items() if not tests]
-    alone = only_finders(found)
-    lines = [
-        "## What the figures mean",
-        "",
-        f"{len(found) - len(missed)} of {len(found)} bugs are found"
-        + (f"; not {', '.join(missed)}." if missed else ".")
-        + " Each bug is a change in the source of one module, in every process that a test starts and never",
-        "in pytest's own. No test of one process finds any of them: with all bugs planted in pytest's process alone,",
-        "the files under `own` of the raw figures pass. (reader): chosen from the product's code alone.",
-        f"Whole files ran with all bugs: {', '.join(f'{short(file)} ({seconds[file]} s)' for file in matrix)}.",
-        "Of other files only the named tests ran. So a test of the list below is alone among the tests that ran.",
-        "",
-        "## Bugs that one test alone finds",
-        "",
-        *(f"- {short(test)}: {', '.join(bugs)}" for test, bugs in alone.items()),
-    ]
-    return "\n".join(lines)
+    complete = [file for file in sorted(undisturbed) if all(store.get(("matrix", bug, file)) for bug in found)]
+    whole = ", ".join(f"{short(file)} ({undisturbed[file]['seconds']:.0f} s)" for file in complete) or "none"
+    missed = ", ".join(bug for bug, tests in found.items() if not tests)
+    text = (
+        f"{sum(map(bool, found.values()))} of {len(found)} bugs are found{f'; not {missed}' if missed else ''}. Each "
+        "bug is a change in the source of one module, in every process that a test starts and never in pytest's own. "
+        "No test of one process finds any of them: with all bugs planted in pytest's process alone, the files under "
+        "`own` of the raw figures pass. (reader): chosen from the product's code alone, before its tests were read. "
+        f"Whole test files that ran with every bug: {whole}. Of other files only the named tests ran, so a file of the "
+        "list below is alone among the tests that ran."
+    )
+    alone = (f"- {short(file)}: {', '.join(bugs)}" for file, bugs in files_alone(found).items())
+    return "\n".join(
+        [
+            "## What the figures mean",
+            "",
+            *textwrap.wrap(text, 120),
+            "",
+            "## Files that alone find a bug",
+            "",
+            *alone,
+        ]
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

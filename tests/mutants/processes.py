@@ -426,7 +426,7 @@ _bug(
     '    return f"{os.getpid()}@{psutil.Process().create_time()}"',
     '    return f"{os.getpid()}@0"',
     forgets="the start time by which a controller is told from a later process of its pid",
-    found_by=[f"{RUNS}::test_a_second_controller_is_refused_and_down_names_what_it_could_not_end"],
+    found_by=[f"{RUNS}::test_a_run_that_its_budget_stopped_goes_on_with_a_larger_one"],
     missed=["tests/launcher/cluster/test_controller.py"],
 )
 
@@ -475,16 +475,6 @@ _bug(
     found_by=[f"{CONSOLE_TESTS}::test_the_console_exits_after_its_launcher[falls silent]"],
     missed=[CONSOLE_TESTS],
     reader=True,
-)
-_bug(
-    "console_sends_logs_again",
-    "console",
-    "engine.node.remote_console",
-    "    if have:\n        console.receive(have)",
-    "    if False:\n        console.receive(have)",
-    forgets="that the launcher already has a part of each log",
-    found_by=[f"{LINK_TESTS}::test_no_log_byte_is_lost_or_doubled_by_any_kill[ssh]"],
-    missed=[CONSOLE_TESTS],
 )
 _bug(
     "agent_gets_no_secrets",
