@@ -3,7 +3,8 @@
     python -m tests.mutants.processes                        plant each bug in turn and run its tests
     python -m tests.mutants.processes NAME ... --json        only these; the last line is one JSON object
     python -m tests.mutants.processes --matrix FILE ...      run whole test files with each bug, into one JSON file
-    python -m tests.mutants.processes --own [FILE ...]       show that tests without processes miss the bugs
+    python -m tests.mutants.processes --own FILE ...         show that tests of one process miss the bugs
+    python -m tests.mutants.processes --undisturbed          show that the named tests pass without a bug
 
 A bug is a change of a module's source in every process that a test starts, and never in pytest's own process
 (process_plugin.py). The bugs of the other catalogues are planted in pytest's process, so they say nothing about these
@@ -510,16 +511,6 @@ _bug(
     found_by=["tests/engine/test_ray_freeze.py::test_a_killed_coordinator_on_ray_is_restarted_and_the_run_goes_on"],
     missed=["tests/engine/test_server.py", "tests/engine/test_transport.py"],
 )
-_bug(
-    "calls_during_a_restart_on_ray_are_not_repeated",
-    "ray",
-    "engine.ray.coordinator",
-    "    return isinstance(error, RayError) and not isinstance(error, RayTaskError)",
-    "    return False",
-    forgets="that a call fails while Ray restarts the coordinator, and must be repeated",
-    found_by=["tests/engine/test_ray_freeze.py::test_a_killed_coordinator_on_ray_is_restarted_and_the_run_goes_on"],
-    missed=["tests/engine/test_server.py", "tests/engine/test_transport.py"],
-)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -530,6 +521,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run_own(bugs, chosen)
     if chosen.matrix is not None:
         return _run_matrix(bugs, chosen)
+    if chosen.undisturbed:
+        return _run_undisturbed(bugs, chosen)
     store = None if chosen.store is None else Store(chosen.store)
     by_bug: dict[str, Any] = {}
     for bug in bugs:
@@ -557,12 +550,13 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.add_argument("--matrix", nargs="+", metavar="FILE", help="run these test files with every bug")
     parser.add_argument("--own", nargs="+", metavar="FILE", help="plant all bugs in pytest's own process only")
+    parser.add_argument("--undisturbed", action="store_true", help="run the named tests without the bugs")
     parser.add_argument("--marks", default=QUICK, help=f"marks of the tests that run (default: {QUICK})")
     parser.add_argument("--store", type=Path, help="file of the results, continued if the file exists")
     chosen = parser.parse_args(arguments)
     if unknown := [name for name in chosen.names if name not in BUGS]:
         parser.error(f"no such bug: {', '.join(unknown)}; there are {', '.join(BUGS)}")
-    if chosen.store is None and (chosen.matrix or chosen.own):
+    if chosen.store is None and (chosen.matrix or chosen.own or chosen.undisturbed):
         chosen.store = RESULTS
     return chosen
 
@@ -626,18 +620,33 @@ def _run_matrix(bugs: Sequence[ProcessBug], chosen: argparse.Namespace) -> int:
     return 1 if missed else 0
 
 
+def _run_undisturbed(bugs: Sequence[ProcessBug], chosen: argparse.Namespace) -> int:
+    """Run the named tests with each module planted unchanged. Return 1 if one of them fails."""
+    tests = sorted({test for bug in bugs for test in bug.found_by})
+    run = run_tests(unchanged(), tests, limit_seconds=3600.0)
+    Store(chosen.store).put(("named_undisturbed",), run.as_dict(whole=True))
+    print(f"{len(run.passed)} tests pass in {run.seconds:.0f} s, {run.found_by or 'none'} fail", flush=True)
+    return 1 if run.found_by else 0
+
+
 def _undisturbed(file: str, marks: str, store: Store) -> Any:
-    """Return the result of a file without bugs. Each module of a bug is planted unchanged, to see who imports it."""
+    """Return the result of a file without bugs."""
     known = store.get(("undisturbed", file))
-    modules = {bug.module: bug.edit for bug in BUGS.values()}
-    if known.get("modules") == sorted(modules):
+    edits = unchanged()
+    modules = sorted(edit.module for edit in edits)
+    if known.get("modules") == modules:
         return known
-    edits = [Edit(module=edit.module, old=edit.old, new=edit.old) for edit in modules.values()]
     run = run_tests(edits, [file], marks=marks, limit_seconds=1800.0)
-    result = {"modules": sorted(modules), "marks": marks, **run.as_dict(whole=True)}
+    result = {"modules": modules, "marks": marks, **run.as_dict(whole=True)}
     store.put(("undisturbed", file), result)
     print(f"{file}: {len(run.passed)} tests pass in {run.seconds:.0f} s, {run.found_by or 'none'} fail", flush=True)
     return result
+
+
+def unchanged() -> list[Edit]:
+    """Return edits that plant each module of a bug as it is, to see which processes import it."""
+    modules = {bug.module: bug.edit for bug in BUGS.values()}
+    return [Edit(module=edit.module, old=edit.old, new=edit.old) for edit in modules.values()]
 
 
 def tests_that_find(store: Store, bug: str) -> set[str]:
