@@ -1,4 +1,4 @@
-"""Planted bugs that only tests with real processes find, each with the tests that find it.
+"""Planted bugs that tests with real processes find and tests of one process miss, each with the tests that find it.
 
     python -m tests.mutants.processes                        plant each bug in turn and run its tests
     python -m tests.mutants.processes NAME ... --json        only these; the last line is one JSON object
@@ -8,7 +8,7 @@
 
 A bug is a change of a module's source in every process that a test starts, and never in pytest's own process
 (process_plugin.py). The bugs of the other catalogues are planted in pytest's process, so they say nothing about these
-tests. No test of one process finds a bug of this list: with all bugs planted in pytest's own process and in no other,
+tests. Tests of one process miss the bugs of this list: with all bugs planted in pytest's own process and in no other,
 the files of `missed_in_process_by` pass.
 """
 
@@ -83,7 +83,6 @@ LINK_TESTS = "tests/launcher/cluster/test_node_link.py"
 CONSOLE_TESTS = "tests/engine/test_remote_console.py"
 SURVIVAL = "tests/end_to_end/test_survival.py"
 RANKS = "tests/end_to_end/test_rank_survival.py"
-RAY = "tests/engine/test_ray_runtime.py"
 
 
 def _bug(
@@ -622,11 +621,18 @@ def _run_matrix(bugs: Sequence[ProcessBug], chosen: argparse.Namespace) -> int:
 
 def _run_undisturbed(bugs: Sequence[ProcessBug], chosen: argparse.Namespace) -> int:
     """Run the named tests with each module planted unchanged. Return 1 if one of them fails."""
-    tests = sorted({test for bug in bugs for test in bug.found_by})
-    run = run_tests(unchanged(), tests, limit_seconds=3600.0)
-    Store(chosen.store).put(("named_undisturbed",), run.as_dict(whole=True))
-    print(f"{len(run.passed)} tests pass in {run.seconds:.0f} s, {run.found_by or 'none'} fail", flush=True)
-    return 1 if run.found_by else 0
+    store, failed = Store(chosen.store), False
+    tests = {test for bug in bugs for test in bug.found_by}
+    for file in sorted({test.partition("::")[0] for test in tests}):
+        # In the order of the file, because its tests share fixtures.
+        source = (ROOT / file).read_text()
+        named = [test for test in tests if test.startswith(f"{file}::")]
+        named.sort(key=lambda test, source=source: (source.index(test.partition("::")[2].partition("[")[0]), test))
+        run = run_tests(unchanged(), named, limit_seconds=LIMIT_SECONDS)
+        store.put(("named_undisturbed", file), run.as_dict(whole=True))
+        print(f"{file}: {len(run.passed)} tests pass in {run.seconds:.0f} s, {run.found_by or 'none'} fail", flush=True)
+        failed = failed or bool(run.found_by)
+    return 1 if failed else 0
 
 
 def _undisturbed(file: str, marks: str, store: Store) -> Any:
