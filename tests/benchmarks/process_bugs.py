@@ -73,7 +73,7 @@ def text_of(store: Store, found: Mapping[str, set[str]]) -> str:
         f"{sum(map(bool, found.values()))} of {len(found)} bugs are found{f'; not {missed}' if missed else ''}. Each "
         "bug is a change in the source of one module, in every process that a test starts and never in pytest's own. "
         "Tests of one process miss all of them: with the bugs planted in pytest's process alone, the files under `own` "
-        "of the raw figures pass. The named tests pass without a bug. (reader): chosen from the product's code alone, before its tests were read. "
+        "of the raw figures pass. The named tests pass without a bug. (reader): chosen from the code alone. "
         f"Whole test files that ran with every bug: {whole}. Of other files only the named tests ran, so a file of the "
         "list below is alone among the tests that ran."
     )
