@@ -15,7 +15,7 @@ from engine.config import EngineConfig, RuntimeConfig
 from engine.events import Market
 from engine.mark import MARK, marked
 from engine.node import agent
-from engine.node.agent import EXIT_BROKEN, EXIT_MONEY, EXIT_REFUSED, other_setup
+from engine.node.agent import EXIT_BROKEN, EXIT_FINISHED, EXIT_MONEY, EXIT_REFUSED, other_setup
 from engine.node.spend_guard import boot_id
 from engine.node_spec import ClockConfig, NodeSpec, role_token
 from engine.storage.metadata import GCE_HOST
@@ -226,6 +226,28 @@ def test_a_terminated_agent_leaves_no_process_but_the_guard(instances, frozen):
     instance.wait_for(lambda: not instance.processes())
     assert instance.read("exit.json")["text"] == "ended by SIGTERM"
     assert psutil.pid_exists(instance.read("guard.json")["pid"])
+
+
+def test_a_guard_that_dies_beside_its_agent_is_started_again(instances):
+    instance = instances()
+    first = instance.wait_for(lambda: instance.read("guard.json"))["pid"]
+    os.kill(first, signal.SIGKILL)
+    second = instance.wait_for(lambda: (pid := instance.read("guard.json")["pid"]) != first and pid)
+    assert psutil.pid_exists(second)
+
+
+def test_a_second_agent_of_an_instance_exits_and_leaves_the_first_alone(instances):
+    instance = instances()
+    instance.wait_for(lambda: instance.read("guard.json") and instance.log("worker-0.log"))
+    running = instance.read("agent.json")
+    second = nursery().fork("engine.node.agent", instance.folder / "node.json")
+    try:
+        assert second.wait(20) == EXIT_FINISHED
+    finally:
+        if second.poll() is None:
+            second.kill()
+    assert instance.read("agent.json") == running
+    assert instance.agent.poll() is None
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ import psutil
 
 from launcher.provision.sky.node_link import Login
 from tests.engine.fleet import free_port
+from tests.mutants.process_plugin import inherited
 
 CONFIG = """
 Port {port}
@@ -56,7 +57,7 @@ class Sshd:
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True)
         self.login = Login(host=address, user=getuser(), key=folder / "user_key", port=free_port())
         # SPOTRL_SHUTDOWN is set here, so that no node can shut down this computer.
-        variables = {"SPOTRL_SHUTDOWN": "true", **(environment or {})}
+        variables = {"SPOTRL_SHUTDOWN": "true", **inherited(), **(environment or {})}
         text = CONFIG.format(
             port=self.login.port,
             address=address,
