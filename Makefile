@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # A test run starts hundreds of Python processes. Without bytecode files each would compile all of our code again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: env tools bench docs quickstart fake-clouds-demo test types test-quick test-slow test-long test-properties test-sinks test-gpu gpu-wheels test-clouds test-clouds-run test-clouds-parts test-clouds-faults test-clouds-faults-runs test-clouds-faults-parts format clean
+.PHONY: env tools bench docs quickstart browser fake-clouds-demo test types test-quick test-slow test-long test-properties test-sinks test-gpu gpu-wheels test-clouds test-clouds-run test-clouds-parts test-clouds-faults test-clouds-faults-runs test-clouds-faults-parts format clean
 
 env: $(VENV)/.everything
 
@@ -76,6 +76,12 @@ tools:
 	    util-linux; } > /dev/null || true; \
 	fi
 
+# The pages of `spotrl ui` are tested in a real browser.
+browser:
+	@if ! command -v chromium > /dev/null && test "$$(id -u)" = 0 && command -v apt-get > /dev/null; then \
+	  { apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y chromium; } > /dev/null || true; \
+	fi
+
 # A run on AWS and Google Cloud from launch to target, on clouds that are fakes (tests/fakes/clouds): nothing is bought.
 fake-clouds-demo: env tools
 	$(BIN)/python -m tests.clouds.demo --to fake-clouds-demo
@@ -98,7 +104,7 @@ test-quick:
 	$(BIN)/pytest --durations 15 --junitxml test-results/test.xml -n $(WORKERS)
 
 # What takes half a minute and more.
-test-slow: env tools
+test-slow: env tools browser
 	$(PYTEST) -n $(WORKERS) -m slow
 
 # What takes minutes for each test, and of which a shorter form is in the tiers above. `.ci/run` leaves it out.

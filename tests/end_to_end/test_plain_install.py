@@ -10,7 +10,7 @@ import pytest
 
 from launcher.cli.main import summaries
 
-pytestmark = pytest.mark.slow  # creates an environment
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]  # creates an environment: minutes on a slow machine
 
 ROOT = Path(__file__).parents[2]
 
