@@ -1,11 +1,11 @@
 """Time limits of the test tiers, compared with the last run.
 
-    python -m tests.tiers    reads test-results/ and prints a table; exits 1 if a tier took 1.5 times its limit
+    python -m tests.tiers    reads test-results/ and prints a table; exits 1 if a tier took 2.5 times its limit
 
 The Makefile makes pytest write `test-results/PART.xml` for each part of a tier. Parallel parts belong to one tier: its
 time is that of the longest part. The limits hold on the reference machine: two idle cores on which the suite of commit
 8ff64c3 takes 522 s. A fixed load runs beside each part every few seconds (`LoadWatch`, tests/conftest.py). Its median
-time over the time beside the same suite on the reference machine is the machine's factor, and the limits grow with it.
+time over that beside `make test` on the reference machine is the machine's factor, and the limits grow with it.
 A measurement before or after a tier predicted badly: machines get slower and quicker within minutes. Only `.ci/run`
 calls this, so a slow laptop fails no test.
 """
@@ -23,8 +23,9 @@ from pathlib import Path
 
 RESULTS = Path(__file__).parents[1] / "test-results"
 
-TOLERANCE = 1.5
-"""A run may exceed its limit by this factor, beside the machine's own factor."""
+TOLERANCE = 2.5
+"""A run may exceed its limit by this factor, beside the machine's own factor. The load was measured beside `make test`
+alone until now, so the factor of the other tiers is not known well."""
 
 LOAD = """
 import asyncio, hashlib, http.client, json
@@ -38,8 +39,8 @@ for _ in range(200):
 
 LOAD_EVERY_S = 10.0
 
-REFERENCE_LOAD_S = 0.55
-"""Median wall seconds of the load beside the suite of 8ff64c3 on the reference machine."""
+REFERENCE_LOAD_S = 0.48
+"""Median wall seconds of the load beside `make test` on the reference machine: 0.68 on one whose factor is 1.43."""
 
 REFERENCE_S = 1.0
 """CPU seconds of `fixed_work` on the reference machine."""
