@@ -12,6 +12,7 @@ Promises:
 - While nobody reports work, the clock runs by the wall, `factor` times as fast: a run that lost its trainer still comes
   to its deadlines. Each report, and each pass of the controller that sees a starting node, holds the clock for
   `HOLD_SECONDS`.
+- A process that is frozen while it holds the file's lock stops no other process.
 - The clock does not pass an event of the local cloud unseen. New work waits for the controller's next pass if the clock
   is `LEAD_SECONDS` ahead of the last one, and for a node that takes longer to start than its work would allow. A
   controller that is dead or frozen is not waited for.
@@ -40,7 +41,10 @@ LEAD_SECONDS = 1.0
 WATCHED_SECONDS = 2.0
 """A controller without a pass for so long (wall time) is not waited for."""
 
-_LOOK_SECONDS = 0.01
+LOCK_SECONDS = 0.2
+"""A process holds the file's lock for microseconds, unless it is frozen."""
+
+_LOOK_SECONDS, _LOCK_LOOK_SECONDS = 0.01, 0.001
 
 _RECORD = struct.Struct("<5q")
 
@@ -143,22 +147,32 @@ class WorkClock:
     def _change(self, change: Callable[[_Record, int], _Record]) -> _Record | None:
         """Change the record, which is first brought to the present moment. None: the run has no file."""
         with contextlib.suppress(FileNotFoundError), self._locked(os.O_RDWR) as file:
-            now, record = self.boot(), _read(file)
-            if record is None:
-                return None
-            changed = change(replace(record, run_ms=record.now_ms(now, self.factor), boot_ms=now), now)
-            _write(file, changed)
-            return changed
+            while (record := _read(file)) is not None:
+                now = self.boot()
+                changed = change(replace(record, run_ms=record.now_ms(now, self.factor), boot_ms=now), now)
+                if _read(file) == record:  # else this process was frozen, and another went on without the lock
+                    _write(file, changed)
+                    return changed
         return None
 
     @contextlib.contextmanager
     def _locked(self, flags: int) -> Iterator[int]:
         file = os.open(self.path, flags, 0o600)
         try:
-            fcntl.flock(file, fcntl.LOCK_SH if flags == os.O_RDONLY else fcntl.LOCK_EX)
+            self._lock(file, fcntl.LOCK_SH if flags == os.O_RDONLY else fcntl.LOCK_EX)
             yield file
         finally:
             os.close(file)
+
+    def _lock(self, file: int, kind: int) -> None:
+        """Take the lock, or go on without it after `LOCK_SECONDS`: its holder is frozen, with its node perhaps."""
+        until = time.monotonic() + LOCK_SECONDS
+        while time.monotonic() < until:
+            try:
+                fcntl.flock(file, kind | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                time.sleep(_LOCK_LOOK_SECONDS)
 
 
 def _read(file: int) -> _Record | None:

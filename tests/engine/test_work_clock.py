@@ -1,6 +1,10 @@
 """The clock of a local run moves with the work, and by the wall while nobody works."""
 
+import signal
+import subprocess
+import sys
 import threading
+import time
 
 import pytest
 
@@ -156,3 +160,35 @@ def test_a_run_of_an_older_version_has_a_scaled_wall_clock(tmp_path):
     assert clock.now_ms() > ORIGIN_MS
     ProcessMeter(clock).done(1.0)
     assert not clock.path.exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_process_lost_while_it_holds_the_lock_stops_no_other(tmp_path, number):
+    clock = began_now(tmp_path)
+    code = (
+        f"import fcntl, time; file = open({str(clock.path)!r}); fcntl.flock(file, fcntl.LOCK_EX); print(1, flush=True)"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", f"{code}; time.sleep(60)"], stdout=subprocess.PIPE)
+    try:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        holder.send_signal(number)
+        begun = time.monotonic()
+        ProcessMeter(clock).done(0.5)
+        assert passed_ms(clock) >= 30_000
+        assert time.monotonic() - begun < 5.0
+    finally:
+        holder.kill()
+        holder.communicate()
+
+
+def test_a_process_that_was_frozen_at_a_change_does_not_turn_the_clock_back(clock, boot):
+    unwatched(clock, boot)
+    others = iter([lambda: ProcessMeter(clock).done(1.0)])
+
+    def frozen_here(record, now):
+        next(others, lambda: None)()
+        return record
+
+    clock._change(frozen_here)
+    assert passed_ms(clock) == 60_000
