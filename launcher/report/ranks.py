@@ -33,7 +33,7 @@ def collectives_of(iterations: Sequence[Event], micro_usd: int, clock_factor: fl
 
     iterations    IterationDone events; their phases are milliseconds of the run's clock
     micro_usd     price of all collectives of the run
-    clock_factor  milliseconds of the run's clock in a millisecond of wall time
+    clock_factor  milliseconds of the engine's clock in a millisecond of wall time
     """
     phases = [event["phase_ms"] for event in iterations if event.get("phase_ms", {}).get(Phase.COLLECTIVE)]
     if not phases:

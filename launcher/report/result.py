@@ -23,8 +23,8 @@ increments the version."""
 def result_dict(session: Session, run_name: str, leftovers: Sequence[int]) -> dict[str, Any]:
     """Return the result of a run. `leftovers`: ids of the run's processes that are alive after the run's end.
 
-    `hours` and `replaced_after_s` are on the run's clock, `wall_seconds` is wall time. The run's clock is
-    `clock_factor` times as fast as wall time.
+    `hours` and `replaced_after_s` are on the run's clock, `wall_seconds` is wall time. On the local
+    infra, the run's clock moves by `clock_factor` seconds for each second of work on the reference machine.
     """
     run = find_run(session, run_name)
     report = build_report(session, run, run.clock.now_ms())
