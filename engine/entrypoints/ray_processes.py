@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import psutil
 
-from engine.node.child import EXIT_UNANSWERED, SharedHeartbeat, begin
+from engine.node.child import EXIT_UNANSWERED, SharedHeartbeat, begin, read_note
 from engine.node.frozen import FROZEN_SECONDS
 from engine.node_spec import NodeSpec
 from engine.ray.cluster import (
@@ -20,6 +20,7 @@ from engine.ray.cluster import (
     start_head,
     start_raylet,
 )
+from engine.ray.coordinator import pid_file
 from engine.ray.supervisor import Supervisor
 from engine.ray.worker import forget_marks, states
 
@@ -39,7 +40,7 @@ def run_ray_head(spec: NodeSpec, heartbeat: SharedHeartbeat, ready: Event) -> No
     fresh.replace(ray_file(spec))
     print(f"Ray's head is at {address}", flush=True)
     ready.set()
-    watch = _Watch(node)
+    watch = _Watch(spec, node)
     while True:
         watch.look()
         time.sleep(LOOK_SECONDS)
@@ -63,7 +64,7 @@ def run_raylet(spec: NodeSpec, heartbeat: SharedHeartbeat, ready: Event) -> None
             time.sleep(LOOK_SECONDS)
         node = start_raylet(spec, address)
         print(f"joined the Ray cluster at {address}", flush=True)
-        watch, checked_at = _Watch(node), time.monotonic()
+        watch, checked_at = _Watch(spec, node), time.monotonic()
         while True:
             try:
                 watch.look()
@@ -92,11 +93,12 @@ def run_raylet(spec: NodeSpec, heartbeat: SharedHeartbeat, ready: Event) -> None
 class _Watch:
     """Watcher of Ray's processes. Ends this process and its children if a Ray process ends or freezes.
 
-    A frozen actor is killed: Ray detects the death, and the supervisor makes another actor.
+    A frozen actor is killed: Ray detects the death, and the supervisor makes another actor. The coordinator is left to
+    the supervisor's ping, which also finds one that hangs and is not stopped.
     """
 
-    def __init__(self, node: Any) -> None:
-        self._node = node
+    def __init__(self, spec: NodeSpec, node: Any) -> None:
+        self._spec, self._node = spec, node
         self._still_since: float | None = None
         self._actors_checked_at = 0.0
         self._stopped: dict[psutil.Process, float] = {}
@@ -119,8 +121,9 @@ class _Watch:
         if now - self._actors_checked_at < ASK_SECONDS:
             return
         self._actors_checked_at = now
-        rays_own = {process.pid for _, process in self._node.live_processes()}
-        stopped = [p for p in psutil.Process().children(recursive=True) if p.pid not in rays_own and _is_stopped(p)]
+        others = {process.pid for _, process in self._node.live_processes()}
+        others.add(read_note(pid_file(self._spec)).get("pid"))
+        stopped = [p for p in psutil.Process().children(recursive=True) if p.pid not in others and _is_stopped(p)]
         self._stopped = {process: self._stopped.get(process, now) for process in stopped}
         for process, since in self._stopped.items():
             if now - since > FROZEN_SECONDS:
