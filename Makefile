@@ -105,7 +105,7 @@ test-quick:
 
 # What takes half a minute and more.
 test-slow: env tools browser
-	$(PYTEST) -n $(WORKERS) -m slow
+	$(PYTEST) -n $(WORKERS) -m 'slow and not long'
 
 # What takes minutes for each test, and of which a shorter form is in the tiers above. `.ci/run` leaves it out.
 test-long: env tools

@@ -41,8 +41,11 @@ def open_stage(runtime: Literal["inproc", "local", "ray"], folder: Path) -> Stag
             return ClusterStage(folder, engine_config(runtime))
 
 
-# Ray's processes take minutes of a core to start, again after each loss. `make test` has test_ray_runtime.py.
-@pytest.fixture(scope="module", params=["inproc", "local", pytest.param("ray", marks=pytest.mark.slow)])
+# Ray's processes take minutes of a core to start, again after each loss. `make test-slow` has test_ray_runtime.py.
+RUNTIMES = ["inproc", pytest.param("local", marks=pytest.mark.slow), pytest.param("ray", marks=pytest.mark.long)]
+
+
+@pytest.fixture(scope="module", params=RUNTIMES)
 def whole_drill(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drill]:
     threads = torch.get_num_threads()
     stage = open_stage(request.param, tmp_path_factory.mktemp(request.param))

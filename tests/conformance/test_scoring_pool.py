@@ -41,6 +41,7 @@ def drill(whole_drill: Drill) -> Drill:
     return whole_drill
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", KILLED)
 def test_a_killed_process_loses_and_doubles_no_score(drill: Drill, part: str) -> None:
     batch = drill.submit(IMAGES)

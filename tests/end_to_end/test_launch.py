@@ -205,7 +205,7 @@ def test_a_run_survives_its_controller_and_resumes_from_its_checkpoint(
     assert run.spent_micro_usd > stopped["spent_micro_usd"]
 
 
-@pytest.mark.slow  # tests/launcher/cluster/test_controller.py stops runs by their budget in seconds
+@pytest.mark.long  # tests/launcher/cluster/test_controller.py stops runs by their budget in seconds
 def test_a_budget_stops_a_run_before_it_is_exceeded(bench: Bench) -> None:
     # The budget lasts half a minute: both nodes are up before that, even on a cold computer.
     job = bench.job("poor", iterations=500, step=0.3, factor=100)

@@ -74,6 +74,7 @@ def run(environment: Path, folder: Path, program: str, *words: str) -> subproces
     )
 
 
+@pytest.mark.long
 def test_every_command_answers_a_mistake_in_a_sentence(environment, tmp_path):
     (tmp_path / "job.yaml").write_text("name: a\nbudget: {max_total: $10}\n")
     assert MISTAKES.keys() == summaries().keys()

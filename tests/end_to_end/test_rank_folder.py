@@ -24,7 +24,7 @@ from engine.storage.checkpoint import CheckpointStore
 from tests.engine.nursery import NurseryFleet
 from tests.tiny_pipelines import make_sd3
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
 BATCHES, LEARNING_RATE = 3, 1e-4
 

@@ -112,6 +112,7 @@ def test_two_nodes_with_a_rank_each_train_what_two_ranks_of_one_node_train(tmp_p
     assert "another rank of the trainer was lost" in (tmp_path / "nodes/trainer/logs/trainer.log").read_text()
 
 
+@pytest.mark.long
 def test_a_run_continues_with_another_number_of_ranks(tmp_path: Path) -> None:
     """Full weights, divided over two ranks: no spot node, so rank 0 samples with the weights of both."""
     fleet = NurseryFleet(tmp_path, CONFIG.model_copy(update={"model": ModelConfig(weights="full")}))

@@ -26,8 +26,7 @@ from tests.engine.fleet import Fleet
 from tests.engine.nursery import NurseryFleet
 
 # tests/engine/test_elastic.py regroups workers without a run.
-pytestmark = pytest.mark.timeout(900)
-RUNTIMES = [pytest.param("local", marks=pytest.mark.slow), pytest.param("ray", marks=pytest.mark.long)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 ITERATIONS = 40
 """Maximum batches. A disturbed run is stopped after all disturbances and at least `FEWEST` batches."""
@@ -92,7 +91,7 @@ def manifests_of_workers_that_share_nothing(folder: Path, batches: int) -> dict[
         fleet.close()
 
 
-@pytest.fixture(scope="module", params=RUNTIMES)
+@pytest.fixture(scope="module", params=["local", "ray"])
 def disturbed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Record:
     """Kill the first worker of one node and the second of another, then freeze the others, while a node joins."""
     if request.param == "ray":

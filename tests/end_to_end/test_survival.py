@@ -115,6 +115,7 @@ def whole_node(node: str, number: signal.Signals, *, noticed: bool) -> Disturban
     return disturb
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number",
     # tests/conformance kills every process one by one, on the same runtime
@@ -136,11 +137,8 @@ def test_losing_every_process_in_turn_keeps_batches_and_weights(
     assert trained_by(tmp_path, in_turn) == undisturbed
 
 
-@pytest.mark.parametrize(
-    "number",
-    [pytest.param(signal.SIGKILL, marks=pytest.mark.long), pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)],
-    ids=["SIGKILL", "SIGSTOP"],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["SIGKILL", "SIGSTOP"])
 def test_losses_beside_an_evaluation_change_no_batch_no_weight_and_no_score(
     tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -157,9 +155,8 @@ def test_losses_beside_an_evaluation_change_no_batch_no_weight_and_no_score(
     assert sorted(calm[2]) == list(range(ITERATIONS + 1))
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)], ids=["SIGKILL", "SIGSTOP"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["SIGKILL", "SIGSTOP"])
 def test_a_lost_trainer_node_resumes_from_its_checkpoint_in_a_new_lineage(
     tmp_path: Path, undisturbed: tuple[dict[int, str], str], number: signal.Signals
 ) -> None:
@@ -174,6 +171,7 @@ def test_a_lost_trainer_node_resumes_from_its_checkpoint_in_a_new_lineage(
     assert (manifests, digest) == undisturbed
 
 
+@pytest.mark.slow
 def test_a_run_without_spot_nodes_trains_on_the_trainer_alone(tmp_path: Path) -> None:
     config = CONFIG.model_copy(update={"iterations": 2, "exploration": ExplorationConfig(mode="none")})
     fleet = NurseryFleet(tmp_path, config)
@@ -185,6 +183,7 @@ def test_a_run_without_spot_nodes_trains_on_the_trainer_alone(tmp_path: Path) ->
         fleet.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("budget", "number"),
     [

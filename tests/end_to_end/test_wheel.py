@@ -51,6 +51,7 @@ print(preemption_schedule(Job(name="x").preemptions).describe())
     assert "True True" in out
 
 
+@pytest.mark.long
 def test_the_wheel_can_write_and_plan_a_job_and_store_it_in_a_ledger(installed: Path, tmp_path: Path) -> None:
     run(installed, tmp_path, "-m", "launcher.cli.main", "init", "job.yaml")
     plan = run(installed, tmp_path, "-m", "launcher.cli.main", "launch", "job.yaml", "--dry-run")

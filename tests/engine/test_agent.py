@@ -89,6 +89,7 @@ def both_are_in_an_image(node):
     return len(steps) == 2 and max(steps) <= LONG // 2
 
 
+@pytest.mark.slow
 def test_two_workers_fetch_weights_once_and_a_restarted_worker_reuses_them(node):
     submit(node, 0, 8)
     wait_for_both_to_commit(node)
@@ -113,6 +114,7 @@ def test_two_workers_fetch_weights_once_and_a_restarted_worker_reuses_them(node)
     assert node.served.coordinator.queue.poisoned == {}
 
 
+@pytest.mark.slow
 def test_a_worker_ends_with_its_agent_while_another_worker_is_frozen(tmp_path):
     with a_node(tmp_path, CONFIG) as node:
         node.fleet.wait_for((tmp_path / "nodes/spot/ready.json").exists)
@@ -124,6 +126,7 @@ def test_a_worker_ends_with_its_agent_while_another_worker_is_frozen(tmp_path):
         assert frozen.is_running()
 
 
+@pytest.mark.slow
 def test_finished_rollouts_count_as_progress_of_a_spot_node(node):
     spec = spec_of(node.fleet.folder / "nodes/spot")
     before = progress_of(spec)
@@ -132,6 +135,7 @@ def test_finished_rollouts_count_as_progress_of_a_spot_node(node):
     assert node.served.of("finish")
 
 
+@pytest.mark.slow
 def test_a_node_under_notice_commits_returns_its_leases_and_pulls_no_more(node):
     submit(node, 1, 40, steps=LONG)
     node.fleet.wait_for(lambda: both_are_in_an_image(node), seconds=60.0)
@@ -153,6 +157,7 @@ def test_a_node_under_notice_commits_returns_its_leases_and_pulls_no_more(node):
         assert names[-2:] == ["commit", "give_back"]
 
 
+@pytest.mark.slow
 def test_a_node_whose_store_dies_starts_a_new_one_and_its_workers_regroup(tmp_path):
     shared = {"sp_degree": 2, "sp_timeout_seconds": 1.0, "trace_steps": True}
     config = CONFIG.model_copy(update={"runtime": CONFIG.runtime.model_copy(update=shared)})

@@ -98,6 +98,7 @@ class FullAtFirst(CheckpointStore):
         super().take_over(path, file)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("refused", ["optimizer.safetensors", "manifest.json"])
 def test_the_trainer_waits_for_disk_space_with_one_warning(tmp_path, refused):
     run = build(TINY, tmp_path)

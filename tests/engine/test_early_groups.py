@@ -51,7 +51,7 @@ def stale_shares(folder):
     return [event.health["staleness"] for event in progress(folder, "iteration_done")]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_half_of_the_groups_of_every_batch_but_the_first_are_early(tmp_path):
     run = build(EARLY, tmp_path)
     assert run.loop.run().reason == "iterations"
@@ -65,7 +65,7 @@ def test_half_of_the_groups_of_every_batch_but_the_first_are_early(tmp_path):
     assert run.coordinator.queue.finished == {}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("at", "answered"),
     [
@@ -83,7 +83,7 @@ def test_killed_after_its_draft_the_run_ends_on_the_same_bits(tmp_path, straight
     assert stale_shares(tmp_path)[-2:] == [0.5, 0.5]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_killed_between_the_two_updates_of_a_batch_it_ends_on_the_same_bits(tmp_path, straight, monkeypatch):
     updates, commit = 0, Transaction.commit
 
@@ -121,6 +121,7 @@ def groups_trained(monkeypatch):
     return added, committed
 
 
+@pytest.mark.slow
 def test_old_log_probs_are_those_of_the_version_that_sampled_the_group(tmp_path, monkeypatch):
     """Fresh groups have the log-probs of their batch's version, early groups those of the version before."""
     added, _ = groups_trained(monkeypatch)
@@ -156,6 +157,7 @@ def distance(trainer, weights, plan, prompt, trajectory):
     return float((log_prob(trajectory.latents[1:], mean, std) - trajectory.log_probs).abs().max())
 
 
+@pytest.mark.slow
 def test_every_step_trains_exactly_its_mini_batch(tmp_path, monkeypatch):
     added, committed = groups_trained(monkeypatch)
     finish(EARLY, tmp_path)
@@ -167,7 +169,7 @@ def test_every_step_trains_exactly_its_mini_batch(tmp_path, monkeypatch):
             assert [group.seeds for group in found] == [manifest.groups[number].seeds]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("at", [("submit-early", 1), ("publish", 3)], ids=["after-the-draft", "during-publish"])
 def test_without_any_spot_node_early_groups_are_made_anew_whole(tmp_path, monkeypatch, at):
     """All spot is gone, and the trainer dies with it: it makes every image itself, with the weights that it has."""
@@ -189,6 +191,7 @@ def test_without_any_spot_node_early_groups_are_made_anew_whole(tmp_path, monkey
     assert stale_shares(tmp_path)[-2:] == [0.0, 0.0]
 
 
+@pytest.mark.slow
 def test_a_run_that_has_seen_no_spot_node_drafts_nothing(tmp_path):
     """A draft would be waited for in the next batch, and made anew there."""
     early = EARLY.early.model_copy(update={"patience_seconds": 0.001})
@@ -198,7 +201,7 @@ def test_a_run_that_has_seen_no_spot_node_drafts_nothing(tmp_path):
     assert not [event.text for event in progress(tmp_path, "warned") if "made anew" in event.text]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_lost_machine_makes_early_groups_anew_under_the_next_lineage(tmp_path, straight):
     old, new = tmp_path / "old", tmp_path / "new"
     with pytest.raises(Killed):
@@ -211,7 +214,7 @@ def test_a_lost_machine_makes_early_groups_anew_under_the_next_lineage(tmp_path,
     assert stale_shares(new) == [0.0, 0.5]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_restarted_trainer_keeps_its_draft_and_chooses_no_other(tmp_path):
     """The draft decides: seeds that are chosen again could be others, and would waste the early images."""
     config = EARLY.model_copy(update={"exploration": ExplorationConfig(mode="none")})
@@ -237,7 +240,7 @@ def _fields(draft):
     return {name: getattr(draft, name) for name in Draft.__dataclass_fields__}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_evaluation_beside_early_groups_has_the_figures_of_its_own_version(tmp_path):
     every = EARLY.model_copy(update={"evaluation": EARLY.evaluation.model_copy(update={"every": 1})})
     waits = every.model_copy(update={"evaluation": every.evaluation.model_copy(update={"wait": True})})
@@ -249,7 +252,7 @@ def test_an_evaluation_beside_early_groups_has_the_figures_of_its_own_version(tm
     assert len({tuple(metrics.items()) for metrics in values.values()}) == len(values), "versions can be told apart"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_early_groups_pause_while_too_many_of_their_rows_are_outside_the_clip_range(tmp_path):
     clipped = EARLY.algorithm.model_copy(update={"clip_range": 1e-9})
     config = EARLY.model_copy(update={"algorithm": clipped, "iterations": 5})
@@ -268,7 +271,7 @@ def test_health_tells_early_rows_from_fresh_ones():
     assert MOST_OUTSIDE < 0.75
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("change", [{"std": "batch"}, {"std": "ema"}, {"name": "grpo-guard"}], ids=str)
 def test_early_groups_train_with_every_std_and_with_grpo_guard(tmp_path, change):
     config = EARLY.model_copy(update={"algorithm": ALGORITHM.model_copy(update=change), "iterations": 2})

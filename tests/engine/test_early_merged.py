@@ -187,7 +187,7 @@ def watched(run, monkeypatch):
     return versions, passes
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_with_merged_workers_compares_early_groups_with_the_version_before(lora, tmp_path, monkeypatch):
     run = build(lora, tmp_path)
     assert merges(run.workers[0].adapter.transformer)
@@ -230,7 +230,7 @@ class Stop:
         monkeypatch.setattr(where, name, deadly)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("commits", [3, 5], ids=["first", "second"])
 def test_a_killed_run_compares_early_groups_with_the_same_weights(lora, straight, tmp_path, monkeypatch, commits):
     with monkeypatch.context() as patch:

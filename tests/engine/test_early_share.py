@@ -100,6 +100,7 @@ def test_auto_means_off_for_a_job_that_may_have_no_early_groups(change, share):
     assert EngineConfig.model_validate(job).early.share == share
 
 
+@pytest.mark.slow
 def test_each_batch_has_the_share_that_was_best_before_it(tmp_path):
     """The share of batch 1 is chosen while batch 0 is open, and so on."""
     run = build(EARLY.model_copy(update={"early": AUTO, "iterations": 4}), tmp_path)

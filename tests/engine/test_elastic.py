@@ -81,6 +81,7 @@ def states(found):
     return [tuple(one[:3]) for one in found]
 
 
+@pytest.mark.slow
 def test_regrouping_changes_nothing_but_the_groups(ranks):
     everyone = range(4)
     before = ranks.run(everyone, storages)

@@ -96,6 +96,7 @@ def test_an_idle_time_budget_issues_one_forward_pass_at_a_time():
     assert exploration.open is None
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_a_restored_exploration_continues_identically(data):
     """It is restored from its order, its issued and its finished candidates, as after a restart of the coordinator."""

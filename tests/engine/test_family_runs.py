@@ -106,8 +106,9 @@ def run(config, dtype, folder):
     return parts, adapter
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "mode", [pytest.param(mode, marks=[] if mode == "bf16-lora" else pytest.mark.slow) for mode in MODES]
+    "mode", [pytest.param(mode, marks=[] if mode == "bf16-lora" else pytest.mark.long) for mode in MODES]
 )
 @pytest.mark.parametrize("family", PIPELINES)
 def test_a_family_trains_and_resumes_from_its_checkpoint(folders, family, mode, tmp_path):

@@ -98,6 +98,7 @@ def without_help(tmp_path_factory):
     return run, outcome(folder)
 
 
+@pytest.mark.slow
 def test_help_stops_between_steps_and_another_worker_goes_on_from_there(tmp_path, without_help):
     run = Run(tmp_path, "feedback", between=a_spot_worker_finishes_a_lease)
     give_back = run.own.calls.give_back

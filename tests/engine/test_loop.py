@@ -163,6 +163,7 @@ def test_killed_at_a_call_and_started_again_it_ends_on_the_same_bits(tmp_path, s
     assert sum(again.coordinator.queue.wanted(kind) for kind in Kind) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pictures", [3, 17])
 def test_killed_while_a_picture_is_scored_it_ends_on_the_same_bits(tmp_path, straight, pictures):
     scored = 0
@@ -180,6 +181,7 @@ def test_killed_while_a_picture_is_scored_it_ends_on_the_same_bits(tmp_path, str
     assert outcome(tmp_path) == straight
 
 
+@pytest.mark.slow
 def test_killed_again_and_again_it_still_ends_on_the_same_bits(tmp_path, straight):
     for number in (9, 7, 5):
         with pytest.raises(Killed):
@@ -241,6 +243,7 @@ def with_algorithm(key):
     return EngineConfig.model_validate(job)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "key", [key if key == "diffusion-nft-averaged" else pytest.param(key, marks=pytest.mark.slow) for key in ALGORITHMS]
 )
@@ -283,6 +286,7 @@ def test_the_averaged_old_policy_makes_the_rollouts(tmp_path):
     assert any(not torch.equal(published[name], trained[name]) for name in trained)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_evaluation_beside_the_next_batch_has_the_figures_of_one_that_everybody_waits_for(tmp_path, workers):
     """Each evaluation uses the weights of its own version, although the trainer trains the next version meanwhile."""

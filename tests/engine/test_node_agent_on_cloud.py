@@ -145,6 +145,7 @@ def test_an_instance_with_another_setup_is_refused_with_a_reason(instances):
     instance.wait_for(lambda: not instance.processes())
 
 
+@pytest.mark.slow
 def test_a_node_that_refuses_its_work_deletes_itself_without_a_controller(instances, google, monkeypatch):
     """Its logs are in the store before the deletion."""
     monkeypatch.setenv("SPOTRL_ALONE_SECONDS", "2")
@@ -156,6 +157,7 @@ def test_a_node_that_refuses_its_work_deletes_itself_without_a_controller(instan
     assert "the agent has ended, and no controller has called" in instance.log()
 
 
+@pytest.mark.slow
 def test_a_node_whose_agent_was_killed_deletes_itself_without_a_controller(instances, google, monkeypatch):
     monkeypatch.setenv("SPOTRL_ALONE_SECONDS", "2")
     instance = instances()
@@ -177,6 +179,7 @@ def test_the_setup_of_an_instance_is_identified_by_its_environment_digest(tmp_pa
     assert other_setup(spec_of(tmp_path, digest="another", cloud="local")) is None
 
 
+@pytest.mark.slow
 def test_a_preemption_notice_drains_the_node_and_reaches_the_coordinator(instances, google, tmp_path):
     served = Served(tmp_path / "coordinator", RuntimeConfig())
     try:
@@ -195,12 +198,14 @@ def test_a_preemption_notice_drains_the_node_and_reaches_the_coordinator(instanc
         served.close()
 
 
+@pytest.mark.slow
 def test_an_on_demand_node_does_not_poll_for_a_notice(instances, google):
     instance = instances(market=Market.ON_DEMAND)
     instance.wait_for(lambda: instance.read("ready.json") or instance.log("worker-0.log"))
     assert google.metadata.requests == []
 
 
+@pytest.mark.slow
 def test_a_node_past_its_spend_deadline_deletes_itself_and_records_why(instances, google):
     instance = instances()
     instance.wait_for(lambda: instance.read("guard.json") and instance.log("worker-0.log"))
@@ -213,6 +218,7 @@ def test_a_node_past_its_spend_deadline_deletes_itself_and_records_why(instances
     instance.wait_for(lambda: "Compute Engine deletes a-machine" in instance.log())  # written after the call
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_terminated_agent_leaves_no_process_but_the_guard(instances, frozen):
     instance = instances()
@@ -228,6 +234,7 @@ def test_a_terminated_agent_leaves_no_process_but_the_guard(instances, frozen):
     assert psutil.pid_exists(instance.read("guard.json")["pid"])
 
 
+@pytest.mark.slow
 def test_a_guard_that_dies_beside_its_agent_is_started_again(instances):
     instance = instances()
     first = instance.wait_for(lambda: instance.read("guard.json"))["pid"]
@@ -236,6 +243,7 @@ def test_a_guard_that_dies_beside_its_agent_is_started_again(instances):
     assert psutil.pid_exists(second)
 
 
+@pytest.mark.slow
 def test_a_second_agent_of_an_instance_exits_and_leaves_the_first_alone(instances):
     instance = instances()
     instance.wait_for(lambda: instance.read("guard.json") and instance.log("worker-0.log"))

@@ -80,6 +80,7 @@ def run(memory, number, *, killed=False):
     return count
 
 
+@pytest.mark.slow
 def test_all_workers_of_a_node_fetch_a_version_once_despite_a_restart(folder):
     memory = NodeMemory.make(folder)
     assert [run(memory, 1), run(memory, 1, killed=True), run(memory, 1)] == [1, 0, 0]

@@ -241,6 +241,7 @@ def test_prompts_with_equal_rewards_on_one_side_are_excluded_and_counted():
 # --- the interval
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rho", [0.0, 0.7])
 def test_about_95_of_100_intervals_contain_the_true_value(rho):
     rounds = 120

@@ -56,7 +56,7 @@ def bits(trained):
     return {name: value.numpy().tobytes() for name, value in tensors.items()}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("algorithm", [FLOW_GRPO, NFT], ids=["flow-grpo", "diffusion-nft"])
 def test_in_fp64_two_and_four_ranks_train_the_weights_of_one_rank(trainings, family, algorithm):
@@ -71,7 +71,8 @@ def test_in_fp64_two_and_four_ranks_train_the_weights_of_one_rank(trainings, fam
         assert shared.collective_ms > 0
 
 
-@pytest.mark.parametrize("family", [FAMILIES[0], *(pytest.param(one, marks=pytest.mark.slow) for one in FAMILIES[1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [FAMILIES[0], *(pytest.param(one, marks=pytest.mark.long) for one in FAMILIES[1:])])
 def test_in_fp32_gradients_are_those_of_one_rank_and_a_repetition_has_equal_bits(trainings, family):
     job = Job(family=family, double=False, algorithm=FLOW_GRPO)
     alone, shared = trainings.run(job, 1), trainings.run(job, 2)
@@ -80,14 +81,14 @@ def test_in_fp32_gradients_are_those_of_one_rank_and_a_repetition_has_equal_bits
     assert bits(trainings.run(other_order, 2)) == bits(shared), "fixed order: arrival does not matter"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_in_exact_order_two_ranks_give_the_same_bits_for_every_order_of_arrival(trainings):
     job = Job(family=FAMILIES[0], double=False, algorithm=FLOW_GRPO.model_copy(update={"order": "exact"}), batches=1)
     other_order = replace(job, order=(7, 2, 5, 0, 3, 6, 1, 4))
     assert bits(trainings.run(other_order, 2)) == bits(trainings.run(job, 2))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_ranks_compare_early_groups_with_the_weights_that_made_them(trainings):
     """Groups of both ranks are early. A comparison with the weights one version later would be off."""
     job = Job(family=FAMILIES[0], double=False, algorithm=FLOW_GRPO, early=(0, 1, 4, 5))
@@ -98,6 +99,7 @@ def test_two_ranks_compare_early_groups_with_the_weights_that_made_them(training
     assert alone.health[2]["dlogp_abs_mean"] > 10 * alone.health[0]["dlogp_abs_mean"]
 
 
+@pytest.mark.slow
 def test_a_rank_is_not_blamed_for_the_loss_of_another():
     progress = iter([None] * (MOST_TORN + 2))
     deaths = Deaths(lambda: next(progress))
@@ -109,22 +111,26 @@ def test_a_rank_is_not_blamed_for_the_loss_of_another():
     assert deaths.give_up() == f"lost another rank of the trainer {MOST_TORN} times without progress"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("weights", "asked", "ranks"), [("lora", 2, 2), ("lora", "auto", 1), ("full", "auto", 1)])
 def test_a_node_starts_the_ranks_that_its_job_names(weights, asked, ranks):
     assert ranks_of(job_with(weights, asked)) == ranks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("weights", "asked"), [("full", 9), ("lora", 7), ("lora", 9)])
 def test_more_ranks_than_weights_or_groups_allow_are_refused(weights, asked):
     with pytest.raises(ValueError, match=rf"trainer_ranks is {asked}, and at most [16] can train"):
         ranks_of(job_with(weights, asked))
 
 
+@pytest.mark.slow
 def test_a_run_in_one_process_has_one_rank():
     with pytest.raises(ValueError, match=r"trainer_ranks is 2, and runtime.name inproc is one process: use 1 or auto"):
         RuntimeConfig(name="inproc", trainer_ranks=2)
 
 
+@pytest.mark.slow
 def test_another_number_of_ranks_is_the_same_job():
     assert config_digest(job_with("lora", 2)) == config_digest(job_with("lora", "auto"))
 

@@ -20,6 +20,7 @@ from engine.exploration.selection import (
 REWARDS = st.lists(st.one_of(st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]), st.floats(-3, 3)), min_size=1, max_size=10)
 
 
+@pytest.mark.slow
 @given(REWARDS, st.data())
 def test_no_other_subset_has_more_variance(rewards, data):
     keep = data.draw(st.integers(1, len(rewards)))

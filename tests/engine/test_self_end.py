@@ -77,6 +77,7 @@ def test_the_request_signature_equals_that_of_botocore():
     assert "Credential=ASIA0/20300102/us-west-2/ec2/aws4_request" in ours["authorization"]
 
 
+@pytest.mark.slow
 def test_an_aws_instance_terminates_itself_with_its_role(imds, ec2, log_lines, monkeypatch, tmp_path):
     monkeypatch.setenv("AWS_ENDPOINT_URL", ec2.meta.endpoint_url)
     image = ec2.describe_images()["Images"][0]["ImageId"]

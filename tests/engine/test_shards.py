@@ -9,7 +9,7 @@ from engine.algorithm_config import AlgorithmConfig, DiffusionNftConfig
 from tests.rank_training import Job
 from tests.shard_training import ShardTrainings, Task, largest_difference
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 FLOW_GRPO = AlgorithmConfig(
     name="flow-grpo", kl_beta=0.01, rows_per_forward=12, order="fixed", learning_rate=1e-3, gradient_clip=1.0

@@ -210,6 +210,7 @@ def wait_for(what, seconds=60.0):
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_an_instance_with_a_dead_or_frozen_agent_still_terminates(node_folder, guarded, google, how):
     node_folder.node(3_600_000)
@@ -230,6 +231,7 @@ def test_the_guard_gives_the_agent_time_to_terminate_the_node(node_folder, guard
     assert google.deleted == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_dead_or_frozen_guard_is_replaced_and_a_second_guard_exits(node_folder, guarded, how):
     node_folder.node(3_600_000)

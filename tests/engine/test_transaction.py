@@ -167,6 +167,7 @@ def test_parts_on_threads_of_their_own_give_the_one_shot_gradient_and_the_same_n
     assert torch.get_num_threads() == 2
 
 
+@pytest.mark.slow
 def test_parts_on_threads_of_their_own_give_the_same_bits_every_time(model, groups, parts_of_two_rows):
     runs = []
     for _ in range(4):
@@ -362,6 +363,7 @@ def test_a_group_with_a_reward_that_is_not_finite_is_skipped_and_counted(model, 
     assert step.commit().skipped == [1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [64, 4])
 @pytest.mark.parametrize("kl_beta", [0.0, 0.1])
 @pytest.mark.parametrize("threads", [1, 2])

@@ -391,6 +391,7 @@ def mortal():
     made.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("work", "how"),
     [

@@ -509,6 +509,7 @@ def test_weights_replaced_during_loading_do_not_count_as_held():
 # --- over HTTP
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", [Kind.TRAIN, Kind.EXPLORE], ids=str)
 def test_a_reward_slower_than_a_lease_loses_no_work(tmp_path, other):
     """One lease is scored while the other is sampled, or before it. Scoring takes twice as long as a lease lasts."""

@@ -73,10 +73,12 @@ def largest(device, backend):
     return {case: max(one[case] for one in found) for case in found[0]}
 
 
+@pytest.mark.slow
 def test_two_ranks_share_a_pass_in_bf16_on_the_cpu():
     assert max(largest("cpu", "gloo").values()) <= BOUND
 
 
+@pytest.mark.slow
 @pytest.mark.gpu
 @needs_gpus(1)
 def test_two_ranks_on_one_gpu_share_a_pass_in_bf16():
@@ -85,6 +87,7 @@ def test_two_ranks_on_one_gpu_share_a_pass_in_bf16():
     keep_figures("bf16 parity at degree 2, gloo, one GPU", {"max_rel_diff": found}, describe_device())
 
 
+@pytest.mark.slow
 @pytest.mark.gpu
 @needs_gpus(2)
 def test_two_ranks_on_two_gpus_share_a_pass_in_bf16():

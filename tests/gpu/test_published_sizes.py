@@ -51,7 +51,7 @@ def test_the_checks_that_answer_most_are_first_and_fit_into_ten_minutes():
     assert sum(check.seconds for check in CHECKS[:3]) <= 600
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
 def test_a_narrow_model_runs_the_measurement_of_the_large_one(check, monkeypatch):
     monkeypatch.setattr("tests.gpu.measure.RUNS", 1)

@@ -266,6 +266,7 @@ def test_an_internal_error_names_the_file_of_its_traceback(capsys):
     os.unlink(path)
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_and_a_full_device_cause_no_traceback(tmp_path, monkeypatch):
     monkeypatch.setenv("SPOTRL_HOME", str(tmp_path))
     command = [sys.executable, "-m", "launcher.cli.main", "ls"]
@@ -287,6 +288,7 @@ def test_a_command_known_from_other_tools_names_ours(capsys, typed, ours):
     assert f"did you mean `spotrl {ours}`?" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_shell_completes_commands_and_the_names_of_runs(home):
     """Completion gets the words and the cursor position like from bash."""
 

@@ -55,6 +55,7 @@ def test_every_pass_that_a_job_file_asks_for_fits(name):
         assert gpu.free > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_dry_run_plans_every_job_file(name, tmp_path, monkeypatch, capsys, few_replays):
     monkeypatch.setenv("SPOTRL_HOME", str(tmp_path / "home"))

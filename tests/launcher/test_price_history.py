@@ -179,6 +179,7 @@ def million(tmp_path_factory):
     return sessions
 
 
+@pytest.mark.slow
 def test_reading_a_zones_history_from_a_million_prices_is_fast(million):
     week = {"since_ms": NOW_MS - 168 * HOUR_MS}
     assert len(history(million, "zone-42", **week)) == TYPES * (1 + 168)

@@ -86,6 +86,7 @@ def test_following_a_run_that_is_over_ends(ledger):
     assert list(spotrl.run("done").events(follow=True)) == list(spotrl.run("done").events())
 
 
+@pytest.mark.slow
 def test_what_a_command_refuses_is_a_failure_with_its_sentence(ledger):
     with pytest.raises(spotrl.Failure, match="a run called done exists already"):
         spotrl.launch(QUICKSTART, name="done")
@@ -101,6 +102,7 @@ def run_beside(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["engine", "launcher"])
 def test_a_users_own_file_of_the_same_name_does_not_break_it(tmp_path, name):
     (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong one was imported')\n")
@@ -159,7 +161,7 @@ def test_every_python_example_of_the_docs_is_run_by_a_test():
     assert pages == {*REWARDS, "python.md"}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_the_notebook_runs(tmp_path, monkeypatch, forked_engine):
     monkeypatch.setenv("SPOTRL_HOME", str(tmp_path / "home"))

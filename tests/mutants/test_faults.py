@@ -9,7 +9,7 @@ import pytest
 
 from tests.mutants.faults import FOUND, MISSED, all_faults
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")

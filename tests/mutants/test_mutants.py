@@ -16,7 +16,7 @@ def test_the_catalogue_has_enough_planted_bugs():
     assert len(MUTANTS) >= 16
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", list(MUTANTS))
 def test_the_simulator_finds_the_planted_bug(name, found):
     assert found[name].after is not None, f"nothing broke although the queue forgets {MUTANTS[name].forgets}"

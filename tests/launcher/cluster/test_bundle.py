@@ -275,6 +275,7 @@ def test_a_large_folder_is_refused_by_name(tmp_path, workdir):
         bundle_of(tmp_path, workdir)
 
 
+@pytest.mark.slow
 def test_an_installed_wheel_and_its_checkout_make_the_same_bundle(tmp_path):
     """A user without a checkout launches the same code."""
     bundle = bundle_of(tmp_path, None)
@@ -296,6 +297,7 @@ print(launcher.__file__, make_bundle(Path({str(tmp_path / "theirs")!r}), None, l
 # --- the setup ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_setup_makes_a_node_and_its_second_run_does_nothing(tmp_path, instance, workdir):
     bundle = bundle_of(tmp_path, workdir)
     instance.has_python().set_up(bundle)
@@ -307,6 +309,7 @@ def test_the_setup_makes_a_node_and_its_second_run_does_nothing(tmp_path, instan
     assert (instance.env / "witness").exists()
 
 
+@pytest.mark.slow
 def test_another_prompt_file_causes_no_new_installation(tmp_path, instance, workdir):
     instance.has_uv().set_up(bundle_of(tmp_path, workdir))
     (instance.env / "witness").touch()
@@ -329,6 +332,7 @@ def test_an_existing_uv_is_used_and_another_lock_makes_a_new_environment(tmp_pat
     assert not (instance.env / "witness").exists()
 
 
+@pytest.mark.slow
 def test_a_killed_setup_is_repeated_and_two_at_once_install_once(tmp_path, instance):
     bundle = bundle_of(tmp_path, None)
     instance.has_python().send(bundle)
@@ -348,6 +352,7 @@ def test_a_killed_setup_is_repeated_and_two_at_once_install_once(tmp_path, insta
     assert instance.python("import pinned; print(pinned.version)") == "1.0"
 
 
+@pytest.mark.slow
 def test_a_lock_that_cannot_be_installed_fails_clearly_and_leaves_no_digest(tmp_path, instance):
     out = instance.has_uv().set_up(bundle_of(tmp_path, None, "pinned==7.7\n"), exit_code=1)
     assert "No matching distribution found for pinned==7.7" in out
@@ -355,6 +360,7 @@ def test_a_lock_that_cannot_be_installed_fails_clearly_and_leaves_no_digest(tmp_
     assert not (instance.env / ".digest").exists()
 
 
+@pytest.mark.slow
 def test_the_first_node_builds_the_environment_and_the_second_fetches_it(tmp_path, instance):
     store = (tmp_path / "bucket").as_uri()
     bundle = bundle_of(tmp_path, None, f"pinned==1.0\n{instance.write_obstore()}\n")
@@ -373,6 +379,7 @@ def test_the_first_node_builds_the_environment_and_the_second_fetches_it(tmp_pat
     assert any(path.name.startswith("config.") for path in ours.iterdir()), "our code is compiled"
 
 
+@pytest.mark.slow
 def test_a_node_builds_if_the_archive_is_damaged(tmp_path, instance):
     bundle = bundle_of(tmp_path, None, f"pinned==1.0\n{instance.write_obstore()}\n")
     key = environment_key(instance.env, (bundle.folder / "environment").read_text())

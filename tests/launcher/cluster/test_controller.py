@@ -140,6 +140,7 @@ def test_only_the_trainers_node_gets_the_runs_token(sessions):
 # --- nodes are lost -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("slot", "signum"),
     [*itertools.product(("trainer", "spot-0"), (signal.SIGKILL, signal.SIGSTOP)), ("trainer-1", signal.SIGKILL)],
@@ -159,6 +160,7 @@ def test_a_node_that_is_killed_or_frozen_is_replaced(sessions, monkeypatch, slot
     assert_consistent(sessions, run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("manner", range(4))
 def test_a_preempted_node_is_recorded_and_gets_a_successor(sessions, monkeypatch, manner):
     """Manners: notice + SIGKILL, SIGSTOP, SIGKILL, notice + SIGSTOP. 30 s of the run's clock are half a second."""

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from random import Random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -97,6 +98,7 @@ def facts_of(nodes, now_ms: int, planned_ms: int) -> Facts:
     )
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 10**6), steps=st.integers(1, 60), resumed=st.booleans())
 @settings(max_examples=150, deadline=None)
 def test_known_nodes_equal_a_full_rebuild_after_every_change(seed, steps, resumed):

@@ -121,6 +121,7 @@ def test_ls_and_status_show_a_missing_controller_and_how_to_start_one(sessions):
 # --- the service ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_service_restarts_a_controller_that_was_killed(sessions, systemctl):
     run = made_run(sessions, spot=0, iterations=1000)
     file = start_service(sessions, run.name)

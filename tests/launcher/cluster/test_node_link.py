@@ -289,6 +289,7 @@ class Writer:
         self._thread.join()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "who", ["ssh", pytest.param("window", marks=pytest.mark.slow), pytest.param("sshd", marks=pytest.mark.slow)]
 )
@@ -320,6 +321,7 @@ def test_no_log_byte_is_lost_or_doubled_by_any_kill(node, sshd, who):
     assert node.there("started.json")["pid"] == agent  # the agent did not notice
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "who", [pytest.param("window", marks=pytest.mark.slow), "sshd", pytest.param("ssh", marks=pytest.mark.slow)]
 )
@@ -347,6 +349,7 @@ def test_a_stalled_connection_is_replaced(node, sshd, who, monkeypatch):
     wait_until(lambda: not [window for window in windows if window.is_running()])  # no launcher reads them any more
 
 
+@pytest.mark.slow
 def test_an_unreachable_instance_is_retried_and_the_trouble_is_named(node, tmp_path, sshd):
     other = Sshd(tmp_path / "other")
     other.stop()
@@ -365,6 +368,7 @@ def test_an_unreachable_instance_is_retried_and_the_trouble_is_named(node, tmp_p
         other.stop()
 
 
+@pytest.mark.slow
 def test_an_instance_with_another_host_key_is_refused(node, tmp_path, sshd):
     link = node.link()
     wait_until(lambda: link.seconds_since_message is not None)
@@ -385,6 +389,7 @@ def test_a_node_without_an_environment_is_reported(node):
     wait_until(lambda: "spotrl/no/such/python" in link.trouble)
 
 
+@pytest.mark.slow
 def test_no_call_blocks_on_an_instance_that_does_not_answer(node, tmp_path):
     with socket.socket() as deaf:
         deaf.bind(("127.0.0.1", 0))
@@ -449,6 +454,7 @@ def coordinator_of(spec: NodeSpec) -> Iterator[None]:
         server.server_close()
 
 
+@pytest.mark.slow
 def test_the_tunnel_leads_to_the_coordinator_once_it_answers(node):
     link = node.link(FAKE_TROUBLE="deaf")
     spec = node.spec(coordinator_host="127.0.0.9")
@@ -527,6 +533,7 @@ def launcher_of(node: Node) -> "subprocess.Popen[str]":
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 def test_a_suspended_launcher_does_not_count_its_gap_as_node_silence(node, sshd):
     launcher = launcher_of(node)
     try:
@@ -544,6 +551,7 @@ def test_a_suspended_launcher_does_not_count_its_gap_as_node_silence(node, sshd)
         launcher.wait()
 
 
+@pytest.mark.slow
 def test_a_killed_launcher_leaves_no_console_and_a_running_agent(node, sshd):
     launcher = launcher_of(node)
     wait_until(lambda: node.here("ready.json"))

@@ -83,6 +83,7 @@ def trains_on(sessions, run: Run) -> Callable[[], bool]:
     return lambda: iterations(sessions, run) > reached + 1 or not still_running(sessions, run.name)
 
 
+@pytest.mark.slow
 def test_a_run_survives_kill_9_of_any_process_at_any_moment(sessions):
     """Controllers, agents and workers are killed at random times; `resume` continues each time.
 
@@ -113,6 +114,7 @@ def test_a_run_survives_kill_9_of_any_process_at_any_moment(sessions):
     assert_consistent(sessions, run)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_without_its_controller(sessions):
     run = made_run(sessions, spot=0, iterations=1000)
     pid = start_controller(sessions, run.name)
@@ -130,6 +132,7 @@ def test_a_run_goes_on_without_its_controller(sessions):
     assert bring_down(sessions, run.name, 120) == []
 
 
+@pytest.mark.slow
 def test_a_stopped_run_resumes_from_its_checkpoint(sessions, home):
     run = made_run(sessions, spot=1, iterations=1000)
     start_controller(sessions, run.name)
@@ -160,6 +163,7 @@ def test_a_stopped_run_resumes_from_its_checkpoint(sessions, home):
     assert_consistent(sessions, run)
 
 
+@pytest.mark.slow
 def test_a_run_that_its_budget_stopped_goes_on_with_a_larger_one(sessions):
     run = made_run(sessions, spot=1, iterations=1000, max_total=150_000)
     start_controller(sessions, run.name)
@@ -199,6 +203,7 @@ def test_a_new_limit_is_written_as_in_a_job_file(sessions, flag, value, found):
     assert not is_controlled(sessions, run.name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", [False, True], ids=["dead", "frozen"])
 def test_down_needs_no_running_controller(sessions, frozen):
     run = made_run(sessions, spot=1, iterations=1000)
@@ -234,6 +239,7 @@ def test_a_second_controller_is_refused_and_down_names_what_it_could_not_end(ses
     assert wait_released(sessions, run.name, 120)
 
 
+@pytest.mark.slow
 def test_the_real_controller_process_stops_a_run_beyond_its_budget(sessions, monkeypatch):
     monkeypatch.setattr(runs, "CONTROLLER", (sys.executable, "-m", "launcher.cli.main", "controller"))
     run = made_run(sessions, max_total=10)
@@ -243,6 +249,7 @@ def test_the_real_controller_process_stops_a_run_beyond_its_budget(sessions, mon
     assert "at most $" in (Path(run.folder) / "controller.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_controller_that_does_not_start_reports_the_reason(sessions, monkeypatch):
     monkeypatch.setattr(runs, "CONTROLLER", (sys.executable, "-c", "raise SystemExit('no such library')"))
     run = made_run(sessions)

@@ -195,7 +195,7 @@ def carried_out(storm: Storm) -> Storm:
     return storm
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_thousand_preemptions_a_minute_without_launch_limit_stay_in_bound(seed, monkeypatch):
     monkeypatch.setattr(replacing, "FIRST_WAIT_MS", 0)  # only the budget limits the launches
@@ -204,6 +204,7 @@ def test_a_thousand_preemptions_a_minute_without_launch_limit_stay_in_bound(seed
     assert len([at_ms for at_ms in storm.preemptions if at_ms <= MINUTE]) >= 1000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1])
 def test_reports_that_arrive_minutes_late_keep_the_bound(seed, monkeypatch):
     monkeypatch.setattr(replacing, "FIRST_WAIT_MS", 0)
@@ -211,6 +212,7 @@ def test_reports_that_arrive_minutes_late_keep_the_bound(seed, monkeypatch):
     assert storm.reason == "budget"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1])
 def test_the_launch_limit_keeps_the_bound_with_few_launches(seed):
     rate = LaunchRate(per_minute=10, burst=5)

@@ -34,6 +34,7 @@ def refreshed(monkeypatch):
     return calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "trouble", [OperationalError("select", {}, Exception("database is locked")), RuntimeError("a source broke")]
 )

@@ -213,6 +213,7 @@ def test_a_release_that_was_recorded_and_not_ordered_is_ordered_by_the_next_cont
     assert set(zones(stage).values()) == {"g1-b"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_over_random_clouds_trainer_nodes_share_a_zone_and_money_stays_within_bounds(sessions, seed):
     """Rooms, quotas and losses at random, for 6 periods of 15 minutes. Seeds fixed beforehand."""

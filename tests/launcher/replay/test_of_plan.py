@@ -23,6 +23,7 @@ def replayed(plan, confidence=0.9):
     return replace(plan, replays=replays_of(plan, MoveRules(), confidence))
 
 
+@pytest.mark.slow
 def test_a_deadline_with_room_is_met_and_one_without_is_refused_with_one_that_would_do():
     calm = planned()
     roomy = replayed(replace(calm, deadline_ms=3 * calm.time.expected))
@@ -37,6 +38,7 @@ def test_a_deadline_with_room_is_met_and_one_without_is_refused_with_one_that_wo
     assert enough.replays.met == enough.replays.starts
 
 
+@pytest.mark.slow
 def test_a_plan_that_seems_late_is_replayed_more_often_before_it_is_refused(monkeypatch):
     asked = []
 

@@ -100,6 +100,7 @@ def test_a_deadline_below_the_work_has_no_optimum():
 spells = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 30)), min_size=8, max_size=20)
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(first=spells, second=spells, seed=st.integers(0, 9))
 def test_no_policy_is_cheaper_than_the_optimum(first, second, seed):

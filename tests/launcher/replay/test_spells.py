@@ -73,7 +73,7 @@ def test_the_rule_of_a_market_is_printed():
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("names", "uptime", "factor"), [("a", 0.4, 1.65), ("abc", 0.4, 1.65), ("ab", 0.64, 1.0)])
 def test_the_closed_form_agrees_with_replays_of_its_own_markets(names, uptime, factor):
     """The share of time at work of a slot, over 30 starts of the live decisions, without stand-ins."""

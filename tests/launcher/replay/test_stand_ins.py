@@ -104,7 +104,7 @@ job `seldom`, 16 starts say 1,325 +- 76 dollars, and 64 starts 1,303 +- 37, whic
 stand-ins, plans were 5 to 25 % too low."""
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", JOBS)
 def test_a_plan_costs_what_its_replays_cost(name):
     plan = planned(JOBS[name])
