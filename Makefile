@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # A test run starts hundreds of Python processes. Without bytecode files each would compile all of our code again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: env tools bench docs quickstart browser fake-clouds-demo test types test-quick test-slow test-long test-properties test-sinks test-gpu gpu-wheels test-clouds test-clouds-run test-clouds-parts test-clouds-faults test-clouds-faults-runs test-clouds-faults-parts format clean
+.PHONY: env tools bench docs quickstart browser fake-clouds-demo test types test-quick test-slow test-long test-properties test-sinks test-gpu gpu-wheels test-clouds test-clouds-run test-clouds-parts test-clouds-long test-clouds-faults test-clouds-faults-runs test-clouds-faults-parts format clean
 
 env: $(VENV)/.everything
 
@@ -103,13 +103,13 @@ types:
 test-quick:
 	$(BIN)/pytest --durations 15 --junitxml test-results/test.xml -n $(WORKERS)
 
-# What takes half a minute and more.
+# What takes long or starts real processes, and a landing needs (tests/tiers.md).
 test-slow: env tools browser
 	$(PYTEST) -n $(WORKERS) -m 'slow and not long'
 
-# What takes minutes for each test, and of which a shorter form is in the tiers above. `.ci/run` leaves it out.
+# What a shorter form of is in the tiers above. `.ci/run` leaves it out, `.ci/nightly` runs it.
 test-long: env tools
-	$(PYTEST) -n $(WORKERS) -m long
+	$(PYTEST) -n $(WORKERS) -m 'long and not clouds'
 
 # Property tests with new examples in each run, where `make test` always draws the same. A failure prints its example:
 # keep it in the test with @example.
@@ -139,15 +139,19 @@ test-clouds: env tools
 	@$(MAKE) --no-print-directory --jobs 2 test-clouds-run test-clouds-parts
 
 # Together about as long as all the others in tests/clouds.
-FIRST_HALF := tests/clouds/test_run.py tests/clouds/test_takeover.py tests/engine/test_hosts.py
+FIRST_HALF := tests/clouds/test_run.py tests/clouds/test_takeover.py
 
 test-clouds-run:
-	$(PYTEST) -v -m clouds --timeout 900 $(FIRST_HALF)
+	$(PYTEST) -v -m 'clouds and not long' --timeout 900 $(FIRST_HALF)
 
 test-clouds-parts:
-	$(PYTEST) -v -m clouds --timeout 900 tests/clouds $(addprefix --ignore ,$(FIRST_HALF) $(FAULTS_OF_RUNS) $(FAULTS_OF_PARTS) $(SELFTESTS) $(FAULTS_OF_SELFTESTS))
+	$(PYTEST) -v -m 'clouds and not long' --timeout 900 tests/clouds $(addprefix --ignore ,$(FIRST_HALF) $(FAULTS_OF_RUNS) $(FAULTS_OF_PARTS) $(SELFTESTS) $(FAULTS_OF_SELFTESTS))
 
-# What seldom happens, to runs and to single nodes. Both halves take most of an hour, so `.ci/run` leaves them out. They
+# Nodes in resources that a job names, and engines across hosts without a cloud. `.ci/run` leaves it out.
+test-clouds-long: env tools
+	$(PYTEST) -v -m 'clouds and long' --timeout 900 tests/clouds tests/engine/test_hosts.py
+
+# What seldom happens, to runs and to single nodes. Both halves take most of an hour: `.ci/nightly` runs them. They
 # run one after the other: eight nodes set up at once take so long on two cores that runs come to their deadlines.
 FAULTS_OF_RUNS := tests/clouds/test_faults.py
 FAULTS_OF_PARTS := tests/clouds/test_quota.py tests/clouds/test_bastion.py tests/clouds/test_trainer_nodes.py

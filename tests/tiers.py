@@ -66,8 +66,9 @@ TIERS = (
     Tier(name="test-slow", parts=("test-slow",), limit_s=900),
     Tier(name="test-sinks", parts=("test-sinks",), limit_s=60),
     # The sum of its tests: it never ran whole, and most of its launches use both cores by themselves.
-    Tier(name="test-long", parts=("test-long",), limit_s=3000),
+    Tier(name="test-long", parts=("test-long",), limit_s=3600),
     Tier(name="test-clouds", parts=("test-clouds-run", "test-clouds-parts"), limit_s=2400),
+    Tier(name="test-clouds-long", parts=("test-clouds-long",), limit_s=1200),
     Tier(name="test-clouds-faults-runs", parts=("test-clouds-faults-runs",), limit_s=2400),
     Tier(name="test-clouds-faults-parts", parts=("test-clouds-faults-parts",), limit_s=2200),
     Tier(name="test-clouds-selftest", parts=("test-clouds-selftest",), limit_s=1200),

@@ -87,6 +87,7 @@ def company(world: World, tmp_path_factory: pytest.TempPathFactory) -> Callable[
     return make
 
 
+@pytest.mark.long
 @pytest.mark.timeout(TIME_OUT)
 @pytest.mark.parametrize("cloud", ["aws", "gcp"])
 def test_a_node_is_bought_in_named_resources_and_nothing_else_is_created(world, company, tmp_path, cloud):

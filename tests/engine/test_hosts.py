@@ -29,6 +29,7 @@ pytest.importorskip("ray")
 
 pytestmark = [
     pytest.mark.clouds,
+    pytest.mark.long,
     pytest.mark.skipif(
         os.geteuid() != 0 or not all(map(shutil.which, ("ip", "nsenter", "unshare"))),
         reason="needs root, ip, nsenter and unshare, to give hosts addresses of their own",
