@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from ipaddress import AddressValueError, IPv4Address
 from pathlib import Path
 from typing import Any
 
@@ -51,16 +52,22 @@ def cloud_apis(clouds: Iterable[str]) -> dict[str, CloudApi]:
 
 
 def controller_address() -> str:
-    """Return this machine's public address. Raises Failure if the service gives no answer."""
+    """Return this machine's public IPv4 address. Raises Failure if the service gives none.
+
+    A captive portal answers with a page, and an IPv6 address fits in no rule of a node's network.
+    """
     url = os.environ.get("SPOTRL_CHECK_IP_URL", CHECK_IP_URL)
     try:
         answer = httpx.get(url, timeout=10.0)
         answer.raise_for_status()
-        return answer.text.strip()
+        return str(IPv4Address(answer.text.strip()))
+    except AddressValueError:
+        trouble = f"its answer is no IPv4 address: {answer.text[:60]!r}"
     except httpx.HTTPError as error:
-        raise Failure(
-            f"{url} did not say which address this machine is seen at ({error}); name it: --set ssh_from=203.0.113.7/32"
-        ) from None
+        trouble = str(error)
+    raise Failure(
+        f"{url} did not say which address this machine is seen at ({trouble}); name it: --set ssh_from=203.0.113.7/32"
+    )
 
 
 def ssh_from(job: Job) -> str:
@@ -101,6 +108,7 @@ def provisioner_of(run: Run, job: Job, clock: Clock, check_lease: Callable[[], N
         link=partial(NodeLink, secrets=secrets),
         pool=ThreadPoolExecutor(max_workers=BLOCKING_CALLS, thread_name_prefix="cloud"),
         check_lease=check_lease,
+        find_ssh_from=partial(ssh_from, job),
     )
 
 

@@ -76,6 +76,8 @@ class AgentContact:
     deadline_ms: int | None = None
     """The newest spend deadline; None: the deadline in the start instructions holds."""
     silent: float = 0.0
+    let_in_at: float | None = None
+    """Monotonic time at which the region's rules first followed this machine's address during the present silence."""
     exit_since: float | None = None
 
     @property
@@ -127,6 +129,11 @@ class CloudNode:
     def is_ending(self) -> bool:
         """Return True once the node's end was requested or has begun, even with unreadable files."""
         return self.files.is_begun("release") or self.files.is_begun("ending") or self.files.is_begun("ended")
+
+    @property
+    def should_answer(self) -> bool:
+        """Return True while the node has a VM that is not to end."""
+        return self.files.instance is not None and not self.is_ending
 
     @property
     def is_damaged(self) -> bool:

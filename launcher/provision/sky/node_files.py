@@ -20,6 +20,8 @@ from launcher.provision.sky.records import FileName, LoginRecord, NodeRecord, Re
 
 RecordType = TypeVar("RecordType", bound=NodeRecord)
 
+PLACEMENT, INSTANCE = TypeAdapter(Placement), TypeAdapter(Instance)
+
 
 @dataclass(frozen=True, slots=True)
 class NodeFiles:
@@ -62,10 +64,10 @@ class NodeFiles:
     def want(self) -> Placement | None:
         """Return the requested placement; None if the record is lost."""
         content = _read_object(self._path("want"))
-        return None if content is None else TypeAdapter(Placement).validate_python(content)
+        return None if content is None else PLACEMENT.validate_python(content)
 
     def write_want(self, want: Placement) -> None:
-        _write_object(self._path("want"), dict(TypeAdapter(Placement).dump_python(want, mode="json")))
+        _write_object(self._path("want"), dict(PLACEMENT.dump_python(want, mode="json")))
 
     @property
     def spec(self) -> NodeSpec | None:
@@ -88,7 +90,7 @@ class NodeFiles:
         content = _read_object(self._path("machine"))
         if content is None or "id" not in content:
             return None
-        return TypeAdapter(Instance).validate_python({key: value for key, value in content.items() if key != "login"})
+        return INSTANCE.validate_python({key: value for key, value in content.items() if key != "login"})
 
     def write_instance(self, instance: Instance) -> None:
         """Write the VM's record together with the login, for `spotrl ssh`."""

@@ -27,7 +27,18 @@ class Regions:
     prepared: dict[tuple[str, str], RegionSetup] = field(default_factory=dict)
     missing_rules: dict[tuple[str, str], str] = field(default_factory=dict)
     tidied: set[tuple[str, str]] = field(default_factory=set)
+    ssh_from: str = ""
+    """Where SSH comes from, as CIDR. `follow_address` asks again."""
+    address_asked_at: float | None = None
+    """Monotonic time of the end of the last `follow_address`."""
+    renewed_at: dict[tuple[str, str], float] = field(default_factory=dict)
+    """By region: monotonic time at which its rules let in another address than before."""
+    _let_in: dict[tuple[str, str], str] = field(default_factory=dict)
+    """By region: the address that its rules let in."""
     _preparing: Lock = field(default_factory=Lock)
+
+    def __post_init__(self) -> None:
+        self.ssh_from = self.around.purchases.ssh_from
 
     def prepare(self, cloud: str, region: str) -> RegionSetup:
         """Create the group, network and identity of a region, once and in one thread."""
@@ -38,12 +49,29 @@ class Regions:
                     region,
                     run=purchases.run,
                     owner=purchases.owners[cloud],
-                    ssh_from=purchases.ssh_from,
+                    ssh_from=self.ssh_from,
                     buckets=purchases.buckets,
                     models=[*purchases.weights.values()],
                     named=purchases.named(cloud, region),
                 )
+                if self.ssh_from != self._let_in.get((cloud, region), purchases.ssh_from):
+                    self.renewed_at[cloud, region] = self.around.monotonic()
+                self._let_in[cloud, region] = self.ssh_from
             return self.prepared[cloud, region]
+
+    def follow_address(self) -> None:
+        """Ask where SSH comes from now. After a change every region has to be prepared again.
+
+        Raises Failure if nobody knows the address.
+        """
+        try:
+            if self.around.find_ssh_from is not None and (now := self.around.find_ssh_from()) != self.ssh_from:
+                log.warning("SSH came from %s and comes from %s now: the rules follow", self.ssh_from, now)
+                with self._preparing:
+                    self.ssh_from = now
+                    self.prepared.clear()
+        finally:
+            self.address_asked_at = self.around.monotonic()
 
     def look_up_rules(self, cloud: str, region: str) -> None:
         """Look up which of our firewall rules were removed by hand.

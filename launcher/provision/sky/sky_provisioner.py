@@ -55,6 +55,9 @@ from launcher.provision.sky.watch import AgentWatch, Pass
 
 log = logging.getLogger(__name__)
 
+ADDRESS_SECONDS = 60.0
+"""Time between two looks at this machine's own address while a node does not answer: laptops and VPNs change it."""
+
 SWEEP_SECONDS = 60.0
 """Time between two reads of a region where the run may have nodes and should have none."""
 
@@ -78,13 +81,20 @@ class SkyProvisioner:
         begin_set_up: Callable[[Login, Path, str], None] = begin_set_up,
         monotonic: Callable[[], float] = time.monotonic,
         check_lease: Callable[[], None] = lambda: None,
+        find_ssh_from: Callable[[], str] | None = None,
     ) -> None:
         """Create the provisioner.
 
         `check_lease` is called before each purchase and raises LeaseLost after a takeover.
         """
         self._around = around = Surroundings(
-            purchases=purchases, sky=sky, clouds=clouds, clock=clock, monotonic=monotonic, check_lease=check_lease
+            purchases=purchases,
+            sky=sky,
+            clouds=clouds,
+            clock=clock,
+            monotonic=monotonic,
+            check_lease=check_lease,
+            find_ssh_from=find_ssh_from,
         )
         self._nodes = nodes = NodeBook(purchases.folder)
         self._tasks = tasks = BackgroundTasks(pool, monotonic)
@@ -129,6 +139,8 @@ class SkyProvisioner:
         self._look()
         this_pass = Pass(seconds=passed, trainer=self._watch.trainer_address())
         nodes = sorted(self._nodes.all(), key=lambda node: node.name)
+        if any(node.should_answer and not node.agent.is_answering for node in nodes):
+            self._tasks.every(ADDRESS_SECONDS, "ssh from", self._regions.follow_address)
         for node in nodes:
             self._lifecycle.advance(node, this_pass)
         facts = [fact for node in nodes if (fact := self._facts.fact_of(node)) is not None]
@@ -188,8 +200,8 @@ class SkyProvisioner:
         for cloud, region in {*active, *self._around.purchases.regions}:
             seconds = LOOK_SECONDS if (cloud, region) in active else SWEEP_SECONDS
             self._tasks.every(seconds, f"look {cloud}/{region}", partial(self._inventory.look_at, cloud, region))
-        for cloud, region in {site for node in nodes if node.files.has("login") and (site := node.region)}:
-            # A process that continues the run may have another address.
+        for cloud, region in {site for node in nodes if node.should_answer and (site := node.region)}:
+            # This machine may have another address than when the region was prepared.
             if (cloud, region) not in self._regions.prepared:
                 self._tasks.do(f"place {cloud}/{region}", partial(self._regions.prepare, cloud, region))
         requests = self._launches.under_way()

@@ -49,3 +49,5 @@ class Surroundings:
     clock: Clock
     monotonic: Callable[[], float] = time.monotonic
     check_lease: Callable[[], None] = lambda: None
+    find_ssh_from: Callable[[], str] | None = None
+    """Returns where SSH comes from now, like `Purchases.ssh_from`. None: it never changes."""

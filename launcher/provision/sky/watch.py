@@ -176,11 +176,15 @@ class AgentWatch:
         return True
 
     def _doubt(self, node: CloudNode, instance: Instance | None, this_pass: Pass) -> None:
-        """End a node after long silence. Silence counts only if a fresh inventory shows the VM running."""
-        if node.agent.is_answering:
-            node.agent.silent = 0.0
+        """End a node after long silence. Silence counts only if a fresh inventory shows the VM running.
+
+        Before that this machine's own address is asked; if it changed, the node gets the whole time again, once.
+        """
+        agent, now = node.agent, self.around.monotonic()
+        if agent.is_answering:
+            agent.silent, agent.let_in_at = 0.0, None
             return
-        node.agent.silent += this_pass.seconds
+        agent.silent += this_pass.seconds
         patience = (
             FIRST_WORD_SECONDS
             if node.agent.link is None or node.agent.link.seconds_since_message is None
@@ -188,7 +192,13 @@ class AgentWatch:
         )
         if not any(other.agent.is_answering for other in self.nodes.all()):
             patience *= ALL_SILENT
-        if node.agent.silent < patience or instance is None or not self.inventory.is_fresh(node.region):
+        silent_since = now - agent.silent
+        if node.region is not None and self.regions.renewed_at.get(node.region, silent_since) > silent_since:
+            agent.let_in_at = agent.let_in_at or self.regions.renewed_at[node.region]
+        asked = self.regions.address_asked_at
+        if asked is None or asked < silent_since or (agent.let_in_at is not None and now - agent.let_in_at < patience):
+            return
+        if agent.silent < patience or instance is None or not self.inventory.is_fresh(node.region):
             return
         trouble = node.agent.link.trouble if node.agent.link is not None else ""
         evidence = (

@@ -22,6 +22,7 @@ from launcher.clouds.base import (
     Resource,
 )
 from launcher.decide.node_facts import NodeStatus
+from launcher.exit_codes import Failure
 from launcher.job.company import NOTHING_NAMED, Named
 from launcher.placement.placement import Placement
 from launcher.provision.sky.bundle import Bundle
@@ -156,6 +157,8 @@ class FakeCloud:
     granted_notice_ms: int | None = None
     end_words: dict[str, dict] = field(default_factory=dict)
     ended: list[str] = field(default_factory=list)
+    let_in: list[str] = field(default_factory=list)
+    """Where SSH came from at each preparation of a region."""
 
     def start(self, name, want, region=REGION):
         number = len(self.there) + 1
@@ -241,6 +244,7 @@ class FakeCloud:
     def prepare(self, region, *, run, owner, ssh_from, buckets, models=(), named=NOTHING_NAMED):
         self._answer()
         self.named = named
+        self.let_in.append(ssh_from)
         if self.refuses:
             raise CloudRefused(self.refuses)
         self.groups = [Resource(cloud=self.cloud, region=region, kind="group", id="sg-1", run=run)]
@@ -295,6 +299,7 @@ class Stage:
         self.images: dict[str, str] = {}
         self.named = NOTHING_NAMED
         self.taken_over = False
+        self.address = "203.0.113.7/32"
         self.provisioner = self.process()
 
     def process(self) -> SkyProvisioner:
@@ -310,7 +315,7 @@ class Stage:
                 run="run",
                 owners={"aws": "me", "gcp": "me"},
                 folder=self.folder,
-                ssh_from="203.0.113.7/32",
+                ssh_from=self.address,
                 buckets=("s3://bucket/runs/run",),
                 bundle=Bundle(folder=self.folder / "bundle", digest="d1", setup="sh set_up.sh"),
                 regions=[("aws", REGION)],
@@ -327,8 +332,14 @@ class Stage:
             begin_set_up=lambda login, folder, command: self.begun.append(command),
             monotonic=self.time.monotonic,
             check_lease=self.check_lease,
+            find_ssh_from=self.find_ssh_from,
         )
         return self.provisioner
+
+    def find_ssh_from(self):
+        if not self.address:
+            raise Failure("the address service did not answer")
+        return self.address
 
     def check_lease(self):
         if self.taken_over:
@@ -1002,6 +1013,51 @@ def test_silence_of_all_nodes_is_tolerated_longer(stage):
     stage.links[TRAINER].seconds_since_message = 30.0
     assert stage.passes(200)[TRAINER].status is NodeStatus.UP
     assert stage.passes(250)[TRAINER].status is NodeStatus.GONE
+
+
+def test_the_rules_follow_this_machines_address_before_a_node_is_ended(stage):
+    stage.bring_up(TRAINER)
+    stage.bring_up(NODE)
+    stage.address = "198.51.100.9/32"
+    for link in stage.links.values():
+        link.seconds_since_message = 400.0
+    assert stage.passes(300, step=1)[NODE].status is NodeStatus.UP
+    assert stage.cloud.let_in[-1] == "198.51.100.9/32"
+    for link in stage.links.values():
+        link.seconds_since_message = 0.0
+    assert stage.passes(5)[NODE].status is NodeStatus.UP
+    stage.request("run-rollout-1-g0")
+    stage.passes(5)
+    assert stage.cloud.let_in[-1] == "198.51.100.9/32"
+
+
+def test_the_rules_follow_an_address_that_changes_during_a_launch(stage):
+    stage.request()
+    stage.passes(1)
+    stage.sky.finish(NODE)
+    stage.digest, stage.address = None, "198.51.100.9/32"
+    stage.passes(70)
+    assert stage.cloud.let_in[-1] == "198.51.100.9/32"
+
+
+def test_an_address_that_changes_all_the_time_keeps_no_dead_node(stage):
+    stage.bring_up(TRAINER)
+    stage.links[TRAINER].seconds_since_message = 400.0
+    for number in range(16):
+        stage.address = f"198.51.100.{number}/32"
+        fact = stage.passes(60, step=1)[TRAINER]
+    assert fact.status is NodeStatus.GONE
+
+
+def test_an_address_service_that_does_not_answer_keeps_no_dead_node(stage):
+    stage.bring_up(TRAINER)
+    stage.links[TRAINER].seconds_since_message = 400.0
+    stage.address = ""
+    fact = stage.passes(200, step=1)[TRAINER]
+    assert fact.status is NodeStatus.UP
+    assert any("address service" in trouble for trouble in stage.provisioner.troubles())
+    assert stage.passes(250, step=1)[TRAINER].status is NodeStatus.GONE
+    assert stage.cloud.let_in[-1] == "203.0.113.7/32"
 
 
 def test_time_in_which_the_controller_was_suspended_is_not_silence(stage):
