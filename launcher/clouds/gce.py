@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from launcher.clouds.base import (
     CallerIdentity,
+    CloudUnreachable,
     Finding,
     Instance,
     InstanceState,
@@ -28,6 +29,9 @@ HOME_REGION = "us-central1"
 NOT_YET = frozenset({"RESOURCE_IN_USE_BY_ANOTHER_RESOURCE", "resourceInUseByAnotherResource", "resourceNotReady"})
 
 
+UNNAMED = "default"
+"""What google-auth calls the service account of a VM of Google Cloud until the first token came with its name."""
+
 REMOVED_IN_ORDER = ("disk", "firewall", "subnet", "network", "identity")
 """Kinds of resources in the order of their removal: a network goes after its firewalls and subnets."""
 
@@ -46,7 +50,13 @@ class GceApi:
     def caller(self) -> CallerIdentity:
         with errors_named("gcp credentials"):
             credentials, project = self.calls.credentials()
+            if getattr(credentials, "service_account_email", "") == UNNAMED:
+                self.calls.refresh(credentials)
             identity = getattr(credentials, "service_account_email", "") or getattr(credentials, "account", "") or ""
+            if identity == UNNAMED:
+                raise CloudUnreachable(
+                    "Google's metadata did not name the service account of this VM; it is asked again"
+                )
             if not identity and not self.calls.is_elsewhere:
                 found = self.calls.call("GET", "https://openidconnect.googleapis.com/v1/userinfo")
                 identity = str(found.get("email", ""))

@@ -165,6 +165,12 @@ class GoogleCalls:
                     )
             return self._known
 
+    def refresh(self, credentials: Any) -> None:
+        """Fetch a token. On a VM of Google Cloud, the name of its service account comes with it."""
+        from google.auth.transport.requests import Request
+
+        credentials.refresh(Request())
+
     def made(self, path: str, name: str, body: Mapping[str, Any], *, global_wait: bool) -> dict[str, Any]:
         found = self.find(f"{path}/{name}")
         if found is None:

@@ -20,6 +20,7 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 import msgspec
+import psutil
 from sqlalchemy import URL, create_engine, event, func, inspect, select
 from sqlalchemy.dialects.sqlite import insert
 from sqlalchemy.engine import Connection, Engine
@@ -57,6 +58,25 @@ readers allow. A ledger that lost its `-wal` file, or was copied without the fil
 copy costs 0.3 ms."""
 
 
+NETWORK_FILE_SYSTEMS = {
+    "afs",
+    "beegfs",
+    "ceph",
+    "cifs",
+    "fuse.glusterfs",
+    "fuse.sshfs",
+    "glusterfs",
+    "gpfs",
+    "lustre",
+    "nfs",
+    "nfs4",
+    "smb3",
+    "smbfs",
+}
+"""File systems on which other computers write too. SQLite's write-ahead log needs memory that all its users share, and
+their locks may be no locks: two controllers could each believe that they hold the ledger."""
+
+
 def open_ledger(path: Path, is_in_use: Callable[[ControllerLease], bool] = lambda _: False) -> sessionmaker[Session]:
     """Open the ledger in the file `path`, and create or migrate the ledger if needed.
 
@@ -65,10 +85,11 @@ def open_ledger(path: Path, is_in_use: Callable[[ControllerLease], bool] = lambd
     `is_in_use`: returns whether a controller holds the given lease. Tables are not migrated while a controller of an
     older spotrl uses the ledger.
 
-    Raises Failure if the file is no ledger, if the ledger is from a newer spotrl, or if a controller of an older spotrl
-    uses the ledger.
+    Raises Failure if the file is no ledger, if the ledger is from a newer spotrl, if a controller of an older spotrl
+    uses the ledger, or if its folder is on a network file system.
     """
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    _refuse_network_folder(path.parent)
     # Never open an existing file here. Closing a file ends all POSIX locks of this process on the file, SQLite's locks
     # too. The next process that closes the ledger would then remove the write-ahead log under a reader without a lock.
     with suppress(FileExistsError):
@@ -295,6 +316,21 @@ def _voids(restart: ProgressRow, row: ProgressRow) -> bool:
 # --- opening -----------------------------------------------------------------------------------------
 
 
+def _refuse_network_folder(folder: Path) -> None:
+    place = folder.resolve()
+    mounts = [
+        (len(Path(mount.mountpoint).parts), number, mount)
+        for number, mount in enumerate(psutil.disk_partitions(all=True))
+        if place.is_relative_to(mount.mountpoint)
+    ]
+    kind = max(mounts)[2].fstype.lower() if mounts else ""
+    if kind in NETWORK_FILE_SYSTEMS:
+        raise Failure(
+            f"{folder} is on a network file system ({kind}), where SQLite cannot keep a ledger safely; name a folder "
+            "on a disk of this machine: export SPOTRL_HOME=/a/local/folder"
+        )
+
+
 def _prepare_connection(connection: Any, _record: Any) -> None:
     connection.isolation_level = None  # the code sends BEGIN itself: the driver's own BEGIN would come too late
     connection.execute("PRAGMA foreign_keys=ON")
@@ -360,9 +396,14 @@ def _migrate(engine: Engine) -> None:
 
     raw = engine.raw_connection()
     try:
-        raw.driver_connection.execute("PRAGMA journal_mode=WAL")  # type: ignore[union-attr]
+        (mode,) = raw.driver_connection.execute("PRAGMA journal_mode=WAL").fetchone()  # type: ignore[union-attr]
     finally:
         raw.close()
+    if mode != "wal":
+        raise Failure(
+            f"{engine.url.database} cannot have a write-ahead log (its journal is {mode!r}), which its readers need; "
+            "name a folder on a disk of this machine: export SPOTRL_HOME=/a/local/folder"
+        )
     config = Config()
     config.set_main_option("script_location", "launcher.ledger:migrations")
     with engine.begin() as connection:

@@ -64,6 +64,8 @@ class Sightings:
     look: int = 0
     """Number of the last inventory read that was evaluated."""
     stopping_since: float | None = None
+    running_again: int = 0
+    """Inventory reads in a row that found the VM running after it had stopped."""
 
 
 @dataclass(slots=True)

@@ -50,6 +50,7 @@ class CloudReports:
             node.sightings.missing, node.sightings.stopping_since = 0, None
             if instance != known:
                 node.files.write_instance(instance)
+            self._end_if_restarted(node, instance)
             self._end_doubles(node, observed.instances)
             self._refuse_foreign_identity(node, instance)
             return instance
@@ -68,6 +69,17 @@ class CloudReports:
                 evidence = "SkyPilot says that it is up, and its cloud lists no machine of it"
                 node.begin_end(EndingRecord(status=NodeStatus.GONE, evidence=evidence))
         return instance
+
+    def _end_if_restarted(self, node: CloudNode, instance: Instance) -> None:
+        """End a node whose VM stopped and runs again: Google starts VMs again after maintenance, without their agent.
+
+        The notice of its stop would stay for ever, and the new agent would drain for a preemption that is over.
+        """
+        again = instance.state is InstanceState.RUNNING and node.files.has("stopping")
+        node.sightings.running_again = node.sightings.running_again + 1 if again else 0
+        if node.sightings.running_again >= GONE_LOOKS:
+            evidence = f"{instance.cloud} stopped its machine and started it again; its processes are lost"
+            node.begin_end(EndingRecord(status=NodeStatus.GONE, evidence=evidence))
 
     def _refuse_foreign_identity(self, node: CloudNode, instance: Instance) -> None:
         """Deny a node that runs under a foreign identity.

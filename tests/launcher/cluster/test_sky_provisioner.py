@@ -862,6 +862,19 @@ def test_a_notice_that_the_cloud_does_not_carry_out_expires(stage):
     assert stage.cloud.ended == ["i-1"]
 
 
+@pytest.mark.parametrize("name", ["run-trainer-g0", "run-rollout-0-g0"])
+def test_a_machine_that_its_cloud_stopped_and_started_again_is_replaced_at_once(stage, name):
+    stage.bring_up(name)
+    (instance,) = stage.cloud.there
+    stage.cloud.there = [replace(instance, state=InstanceState.STOPPING, reason="maintenance")]
+    assert stage.passes(30)[name].notice_deadline_ms is not None
+    stage.cloud.there = [instance]
+    fact = stage.passes(30)[name]
+    assert fact.status is NodeStatus.GONE
+    assert "started it again" in fact.evidence
+    assert stage.cloud.ended == [instance.id]
+
+
 def test_a_stopping_instance_counts_as_a_notice(stage):
     stage.bring_up(NODE)
     stage.cloud.change(NODE, state=InstanceState.STOPPING, reason="STOPPING")
