@@ -23,11 +23,19 @@ from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session, sessionmaker
 
-from launcher.clouds.base import CallerIdentity, CloudApi, CloudUnreachable, Instance, InstanceState, Resource
+from launcher.clouds.base import (
+    EVERYWHERE,
+    CallerIdentity,
+    CloudApi,
+    CloudUnreachable,
+    Instance,
+    InstanceState,
+    Resource,
+)
 from launcher.controller.lease import is_held
 from launcher.decide.facts import OVER, Stage
 from launcher.exit_codes import Failure
-from launcher.ledger.models import LOCAL, ControllerLease, Run
+from launcher.ledger.models import LOCAL, ControllerLease, Node, Run
 from launcher.ledger.store import current_status, open_ledger
 from launcher.market.offers import Offer
 from launcher.provision.sky.sky import Sky
@@ -44,9 +52,6 @@ LOOK_SECONDS = 5.0
 
 SKY_SECONDS = 30.0
 """Longest wait for SkyPilot. SkyPilot's library takes 5 s to load, and VMs wait to be terminated meanwhile."""
-
-EVERYWHERE = "global"
-"""Region of a global resource."""
 
 PAID = ("disk", "address")
 """Kinds of resources that are billed by themselves and have no dependents."""
@@ -89,6 +94,8 @@ class Inventory:
     instances: tuple[Instance, ...] = ()
     resources: tuple[Resource, ...] = ()
     unchecked: tuple[UncheckedRegion, ...] = ()
+    forbidden: tuple[UncheckedRegion, ...] = ()
+    """Regions that refused to be read and where the ledger bought nothing: an organisation forbids them."""
 
     @property
     def is_empty(self) -> bool:
@@ -150,28 +157,51 @@ def sign_in(
     return accounts, refused
 
 
-def look(accounts: Sequence[Account], say: Callable[[str], None] = lambda text: None) -> Inventory:
-    """Return all VMs and resources with our labels, in every region of every account. `say` prints the progress."""
+def look(
+    accounts: Sequence[Account],
+    say: Callable[[str], None] = lambda text: None,
+    bought: Collection[tuple[str, str]] | None = None,
+) -> Inventory:
+    """Return all VMs and resources with our labels, in every region of every account. `say` prints the progress.
+
+    `bought`: (cloud, region) of every purchase in the ledger; these are read even if the cloud does not list them.
+    None: not known, so a region that refuses may hold something.
+    """
     unchecked: list[UncheckedRegion] = []
+    forbidden: list[UncheckedRegion] = []
     places: list[tuple[Account, str]] = []
     for account, regions in zip(accounts, _all_at_once(accounts, _regions), strict=True):
+        listed: Sequence[str] = ()
         if isinstance(regions, Failure):
             unchecked.append(_unchecked(account.cloud, "", regions))
         else:
-            places += [(account, region) for region in regions]
+            listed = regions
+        with_nodes = {region for cloud, region in bought or () if cloud == account.cloud}
+        places += [(account, region) for region in sorted({*listed, *with_nodes, account.api.home})]
     instances: list[Instance] = []
     resources: dict[tuple[str, str, str], Resource] = {}
+    readable: set[str] = set()
     asked = 0
     for (account, region), found in zip(places, _all_at_once(places, _in_region), strict=True):
         asked += 1
         say(f"looked at {asked} of {len(places)} regions ({account.cloud}/{region})")
         if isinstance(found, Failure):
-            unchecked.append(_unchecked(account.cloud, region, found))
+            failed = _unchecked(account.cloud, region, found)
+            known_empty = bought is not None and (account.cloud, region) not in bought and region != account.api.home
+            (forbidden if known_empty and not failed.silent else unchecked).append(failed)
             continue
+        if region != account.api.home:
+            readable.add(account.cloud)
         instances += [instance for instance in found[0] if instance.state is not InstanceState.GONE]
         # Each region may list the global resources.
         resources |= {(resource.cloud, resource.kind, resource.id): resource for resource in found[1]}
-    return Inventory(instances=tuple(instances), resources=tuple(resources.values()), unchecked=tuple(unchecked))
+    # A cloud that refuses every region lacks a permission: no organisation forbids them all.
+    return Inventory(
+        instances=tuple(instances),
+        resources=tuple(resources.values()),
+        unchecked=(*unchecked, *(one for one in forbidden if one.cloud not in readable)),
+        forbidden=tuple(one for one in forbidden if one.cloud in readable),
+    )
 
 
 def split(found: Inventory, live_runs: Collection[str]) -> tuple[Inventory, Inventory]:
@@ -247,23 +277,29 @@ def clear_away(
     may_go: Callable[[Inventory], Inventory],
     *,
     timeout_s: float,
+    bought: Collection[tuple[str, str]] | None = None,
     say: Callable[[str], None] = lambda text: None,
     now_s: Callable[[], float] = time.monotonic,
     wait: Callable[[float], None] = time.sleep,
 ) -> Cleared:
-    """Terminate and read the inventory again, until nothing is left or `timeout_s` seconds have passed.
+    """Terminate and read the inventory again, until nothing can be ended any more or `timeout_s` seconds have passed.
 
-    `may_go` returns the removable part of an inventory. Each inventory is filtered anew.
+    `may_go` returns the removable part of an inventory. Each inventory is filtered anew. `bought` is that of `look`.
+    What is left then depends on a region that refuses, and waiting would not change that.
     """
     until_s = now_s() + timeout_s
     seen: dict[str, None] = {}
     calm = 0
     while True:
-        whole = look(accounts)
+        whole = look(accounts, bought=bought)
         found = may_go(whole)
         seen |= dict.fromkeys(found.ids)
-        is_calm = found.is_empty and not any(place.silent for place in found.unchecked)
-        calm = calm + 1 if is_calm else 0
+        is_blocked = not found.instances and not any(
+            removable_resources(account.cloud, found, whole) for account in accounts
+        )
+        # Somebody else's live VM may end, and then the group that it uses can go.
+        waits_for_nothing = found.is_empty or (is_blocked and not whole.instances)
+        calm = calm + 1 if waits_for_nothing and not any(place.silent for place in found.unchecked) else 0
         troubles: tuple[str, ...] = ()
         if not found.is_empty:
             say(f"ending {count_text(found)}")
@@ -328,6 +364,12 @@ def live_runs(sessions: sessionmaker[Session]) -> dict[str, str]:
         return found
 
 
+def bought_in(sessions: sessionmaker[Session]) -> set[tuple[str, str]]:
+    """Return (cloud, region) of every node that this ledger ever requested."""
+    with sessions() as session:
+        return {(cloud, region) for cloud, region in session.execute(select(Node.cloud, Node.region).distinct())}
+
+
 def known_clouds(sessions: sessionmaker[Session]) -> set[str]:
     """Return the clouds on which a run of this ledger was launched."""
     with sessions() as session:
@@ -345,6 +387,8 @@ class CloudRuns:
     local: tuple[str, ...] = ()
     clouds: tuple[str, ...] = ()
     """Clouds of past and present runs, where resources may be left."""
+    bought: frozenset[tuple[str, str]] | None = frozenset()
+    """(cloud, region) of every purchase; None: the ledger could not be read."""
     trouble: str = ""
 
 
@@ -389,12 +433,17 @@ def stop_launches(runs: Sequence[str], sky: Sky, timeout_s: float = SKY_SECONDS)
 def _with_ledger(ledger: Path, do: Callable[[sessionmaker[Session]], None]) -> CloudRuns:
     if not ledger.exists():
         return CloudRuns()
-    found = CloudRuns()
+    found = CloudRuns(bought=None)
     try:
         sessions = open_ledger(ledger)
         on_clouds = _live_on_clouds(sessions)
         here = tuple(sorted(live_runs(sessions).keys() - set(on_clouds)))
-        found = CloudRuns(names=on_clouds, local=here, clouds=tuple(sorted(known_clouds(sessions))))
+        found = CloudRuns(
+            names=on_clouds,
+            local=here,
+            clouds=tuple(sorted(known_clouds(sessions))),
+            bought=frozenset(bought_in(sessions)),
+        )
         do(sessions)
     except (Failure, SQLAlchemyError, OSError, LookupError, ValueError) as error:
         first_line = next(iter(str(error).splitlines()), type(error).__name__)

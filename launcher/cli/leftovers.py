@@ -124,6 +124,7 @@ def take(
     choose: Callable[[Inventory], Choice],
     *,
     known: Collection[str],
+    bought: Collection[tuple[str, str]] | None,
     late_too: bool,
     first: Callable[[], Sequence[str]] = tuple,
     last: Callable[[], Sequence[str]] = tuple,
@@ -133,6 +134,7 @@ def take(
 
     `known`: clouds expected to hold the user's resources. If a known cloud cannot be searched, the cleanup counts as
     incomplete.
+    `bought`: (cloud, region) of every purchase in the ledger; None: not known.
     `late_too`: also terminate resources that appear during the cleanup, of any run. If False, the command terminates
     only resources of the runs in the list.
     `first` is called before the cleanup. `last` is called after the cleanup if `first` failed. Both return messages
@@ -146,9 +148,10 @@ def take(
         _raise_no_cloud(chosen, refused, first)
     _check_account(chosen, accounts)
     # List the resources of all owners. A user with a new login name would otherwise find nothing, and be misled.
-    found, others = of_owners(look([replace(account, owner=None) for account in accounts], _progress), accounts)
+    everybodys = look([replace(account, owner=None) for account in accounts], _progress, bought)
+    found, others = of_owners(everybodys, accounts)
     choice = choose(found)
-    choice = replace(choice, notes=[*choice.notes, *_of_others(others)])
+    choice = replace(choice, notes=[*choice.notes, *_of_others(others), *_of_forbidden(everybodys)])
     unchecked += found.unchecked
     _report_unchecked(found.unchecked, found.unchecked)
     offers = _offers()
@@ -171,6 +174,7 @@ def take(
         accounts,
         lambda inventory: choose(inventory).goes if late_too else only_of(choose(inventory).goes, runs),
         timeout_s=chosen.timeout,
+        bought=bought,
         say=_say,
     )
     failed = list(last()) if failed else []
@@ -256,6 +260,13 @@ def _of_others(others: Inventory) -> list[str]:
         return []
     owners = sorted({one.owner for one in others.instances} | {one.owner for one in others.resources})
     return [f"Not yours, and left alone: {count_text(others)} of {', '.join(owners)}; --all-owners takes them too."]
+
+
+def _of_forbidden(found: Inventory) -> list[str]:
+    if not found.forbidden:
+        return []
+    places = ", ".join(one.place for one in found.forbidden)
+    return [f"Refused, and nothing was bought there from this ledger: {places} ({found.forbidden[0].why})."]
 
 
 def _row(instance: Instance, offers: Sequence[Offer]) -> tuple[str, ...]:

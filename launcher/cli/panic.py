@@ -57,6 +57,7 @@ def panic(**options: Any) -> ExitCode:
         where_to_look(chosen),
         choose,
         known=CLOUDS if live.trouble else {*live.clouds, *recorded_clouds(runs_folder())},
+        bought=live.bought,
         late_too=True,
         first=stop,
         last=stop,

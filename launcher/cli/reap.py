@@ -5,7 +5,7 @@ from typing import Any
 import click
 from sqlalchemy.orm import Session, sessionmaker
 
-from launcher.cleanup.reaping import Inventory, known_clouds, live_runs, split
+from launcher.cleanup.reaping import Inventory, bought_in, known_clouds, live_runs, split
 from launcher.cli.leftovers import Choice, CleanupOptions, cleanup_options, take, where_to_look
 from launcher.exit_codes import ExitCode
 from launcher.provision.local.local_nodes import recorded_clouds
@@ -44,4 +44,4 @@ def reap(sessions: sessionmaker[Session], /, **options: Any) -> ExitCode:
         return Choice(goes=goes, stays=stays, notes=notes)
 
     known = known_clouds(sessions) | recorded_clouds(runs_folder())
-    return take(chosen, where_to_look(chosen), choose, known=known, late_too=False)
+    return take(chosen, where_to_look(chosen), choose, known=known, bought=bought_in(sessions), late_too=False)

@@ -9,14 +9,27 @@ botocore handles endpoints and credentials (AWS_ENDPOINT_URL..., AWS_PROFILE). E
 
 from collections.abc import Sequence
 
-from launcher.clouds.aws_calls import Clients, clients, code_of, errors_named, missing_is_fine
+from launcher.clouds.aws_calls import Clients, clients, code_of, errors_named, known_regions, missing_is_fine
 from launcher.clouds.aws_group import RunGroup
 from launcher.clouds.aws_inventory import gone, instance_of, resource_of, tag_filters
 from launcher.clouds.aws_named import FoundNetwork, look_at_network, look_at_profile
 from launcher.clouds.aws_role import HOME_REGION, NodeRole, node_policy
-from launcher.clouds.base import CallerIdentity, Finding, Instance, RegionSetup, Resource, refuse_wrong, wrong_of
+from launcher.clouds.base import (
+    EVERYWHERE,
+    CallerIdentity,
+    CloudRefused,
+    Finding,
+    Instance,
+    RegionSetup,
+    Resource,
+    refuse_wrong,
+    wrong_of,
+)
 from launcher.clouds.labels import run_name, slug
 from launcher.job.company import NOTHING_NAMED, Named
+
+ASKED_FOR_REGIONS = (HOME_REGION, "us-west-2", "us-east-2", "eu-west-1", "eu-central-1", "ap-northeast-1")
+"""Regions asked for the list of regions, in this order. They need no opt-in."""
 
 NOT_YET = frozenset({"DependencyViolation", "VolumeInUse", "DeleteConflict", "IncorrectState"})
 
@@ -40,7 +53,7 @@ class AwsApi:
     A client is made once per service and region. Clients may be shared between threads, a session may not.
     """
 
-    cloud, home = "aws", HOME_REGION
+    cloud, home = "aws", EVERYWHERE
 
     def __init__(self, client: Clients | None = None) -> None:
         self._client = client or clients()
@@ -53,11 +66,18 @@ class AwsApi:
         return CallerIdentity(account=who["Account"], identity=who["Arn"], owner=slug(owner_of(who["Arn"])))
 
     def regions(self) -> Sequence[str]:
-        with errors_named("aws ec2 DescribeRegions"):
-            found = self._client("ec2", HOME_REGION).describe_regions()["Regions"]
-        return sorted(region["RegionName"] for region in found)
+        for region in ASKED_FOR_REGIONS:
+            try:
+                with errors_named(f"aws ec2 DescribeRegions, {region}"):
+                    found = self._client("ec2", region).describe_regions()["Regions"]
+            except CloudRefused:
+                continue  # an organisation may forbid any of them
+            return sorted(region["RegionName"] for region in found)
+        return known_regions()
 
     def instances(self, region: str, *, owner: str | None = None, run: str | None = None) -> Sequence[Instance]:
+        if region == self.home:
+            return []
         with errors_named(f"aws ec2 DescribeInstances, {region}"):
             pages = (
                 self._client("ec2", region)
@@ -76,6 +96,8 @@ class AwsApi:
         return gone(instance, "EC2 does not list it any more")
 
     def resources(self, region: str, *, owner: str | None = None, run: str | None = None) -> Sequence[Resource]:
+        if region == self.home:
+            return self._roles.list(owner, run)
         client = self._client("ec2", region)
         found: list[Resource] = []
         with errors_named(f"aws ec2 DescribeVolumes, {region}"):
@@ -89,7 +111,7 @@ class AwsApi:
                 found += [
                     resource_of(region, "group", one["GroupId"], one.get("Tags", ())) for one in page["SecurityGroups"]
                 ]
-        return [*found, *self._roles.list(owner, run)] if region == HOME_REGION else found
+        return found
 
     def end(self, instances: Sequence[Instance]) -> None:
         """Terminate the instances one by one, because EC2 refuses a whole call if one id is unknown."""

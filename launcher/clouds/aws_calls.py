@@ -44,6 +44,13 @@ def clients() -> Clients:
     return client
 
 
+def known_regions() -> list[str]:
+    """Return the commercial regions that botocore knows, without a call."""
+    import boto3
+
+    return sorted(boto3.session.Session().get_available_regions("ec2"))
+
+
 def code_of(error: Exception) -> str:
     return str(getattr(error, "response", {}).get("Error", {}).get("Code", ""))
 

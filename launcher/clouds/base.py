@@ -21,6 +21,10 @@ RUN_LABEL, NODE_LABEL, OWNER_LABEL = "spotrl-run", "spotrl-node", "spotrl-owner"
 """Labels on every VM, disk, group, firewall rule and role made for a run. A label never changes."""
 
 
+EVERYWHERE = "global"
+"""Region of what belongs to no region."""
+
+
 class CloudUnreachable(Failure):
     """The cloud's API did not answer, or throttled the call. The state is unknown; ask again."""
 
@@ -164,13 +168,17 @@ class CloudApi(Protocol):
     cloud: str
 
     home: str
-    """The region under which `resources` lists global resources (roles, networks)."""
+    """The region under which `resources` lists what belongs to no region (roles, networks), and nothing else. It has no
+    VMs. An organisation may forbid every real region, and what belongs to none has to be found all the same."""
 
     def caller(self) -> CallerIdentity:
         """Return the identity behind the credentials."""
 
     def regions(self) -> Sequence[str]:
-        """Return every region of the account, because a forgotten VM may be in any region."""
+        """Return every region of the account, because a forgotten VM may be in any region.
+
+        If no region may be asked for the list, it is that of the client's library, where some may not be switched on.
+        """
 
     def instances(self, region: str, *, owner: str | None = None, run: str | None = None) -> Sequence[Instance]:
         """Return every labelled VM of a region, including ended VMs as long as the cloud remembers."""

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from launcher.clouds.base import (
+    EVERYWHERE,
     CallerIdentity,
     CloudUnreachable,
     Finding,
@@ -24,8 +25,6 @@ from launcher.clouds.gce_services import COMPUTE, IAM, Answer
 from launcher.clouds.labels import PREFIX, run_name, slug
 from launcher.job.company import NOTHING_NAMED, Named
 
-HOME_REGION = "us-central1"
-
 NOT_YET = frozenset({"RESOURCE_IN_USE_BY_ANOTHER_RESOURCE", "resourceInUseByAnotherResource", "resourceNotReady"})
 
 
@@ -39,7 +38,7 @@ REMOVED_IN_ORDER = ("disk", "firewall", "subnet", "network", "identity")
 class GceApi:
     """The API of one Google Cloud project."""
 
-    cloud, home = "gcp", HOME_REGION
+    cloud, home = "gcp", EVERYWHERE
 
     def __init__(self, environ: Mapping[str, str] = os.environ, calls: GoogleCalls | None = None) -> None:
         self.calls = calls or GoogleCalls(environ)
@@ -67,6 +66,8 @@ class GceApi:
             return sorted(one["name"] for one in self.calls.list(COMPUTE, "/regions"))
 
     def instances(self, region: str, *, owner: str | None = None, run: str | None = None) -> Sequence[Instance]:
+        if region == self.home:
+            return []
         with errors_named(f"gcp compute instances.aggregatedList, {region}"):
             found = [instance_of(one) for one in self.calls.labelled("instances", owner, run)]
         return [one for one in found if one.region == region and belongs_to(one, owner, run)]
@@ -93,28 +94,35 @@ class GceApi:
         )
 
     def resources(self, region: str, *, owner: str | None = None, run: str | None = None) -> Sequence[Resource]:
-        with errors_named(f"gcp compute disks.aggregatedList, {region}"):
-            found = [disk_of(one) for one in self.calls.labelled("disks", owner, run)]
-            found = [one for one in found if one.region == region]
-            for one in self.calls.list(COMPUTE, f"/regions/{region}/subnetworks"):
-                if one["name"].startswith(f"{PREFIX}-"):
-                    found.append(described("subnet", region, one, run))
-            if region == HOME_REGION:
-                for kind, path in (("firewall", "/global/firewalls"), ("network", "/global/networks")):
-                    found += [
-                        described(kind, "", one, run)
-                        for one in self.calls.list(COMPUTE, path)
-                        if one["name"].startswith(f"{PREFIX}-")
-                    ]
-        if region == HOME_REGION:
-            with errors_named("gcp iam serviceAccounts.list"):
-                accounts = list(self.calls.list(IAM, "/serviceAccounts", items="accounts"))
-            found += [
-                described("identity", "", {**one, "name": one["email"]}, run)
-                for one in accounts
-                if one["email"].startswith(f"{PREFIX}-")
-            ]
+        found = self._of_no_region(run) if region == self.home else self._in_region(region, owner, run)
         return [one for one in found if belongs_to(one, owner, run)]
+
+    def _in_region(self, region: str, owner: str | None, run: str | None) -> list[Resource]:
+        with errors_named(f"gcp compute disks.aggregatedList, {region}"):
+            disks = [disk_of(one) for one in self.calls.labelled("disks", owner, run)]
+            subnets = [
+                described("subnet", region, one, run)
+                for one in self.calls.list(COMPUTE, f"/regions/{region}/subnetworks")
+                if one["name"].startswith(f"{PREFIX}-")
+            ]
+        return [*(one for one in disks if one.region == region), *subnets]
+
+    def _of_no_region(self, run: str | None) -> list[Resource]:
+        found = []
+        with errors_named("gcp compute networks and firewalls"):
+            for kind, path in (("firewall", "/global/firewalls"), ("network", "/global/networks")):
+                found += [
+                    described(kind, "", one, run)
+                    for one in self.calls.list(COMPUTE, path)
+                    if one["name"].startswith(f"{PREFIX}-")
+                ]
+        with errors_named("gcp iam serviceAccounts.list"):
+            accounts = list(self.calls.list(IAM, "/serviceAccounts", items="accounts"))
+        return found + [
+            described("identity", "", {**one, "name": one["email"]}, run)
+            for one in accounts
+            if one["email"].startswith(f"{PREFIX}-")
+        ]
 
     def end(self, instances: Sequence[Instance]) -> None:
         for instance in instances:

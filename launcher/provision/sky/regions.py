@@ -85,11 +85,16 @@ class Regions:
                 log.warning("%s/%s: %s", cloud, region, missing)
                 self.prepared.pop((cloud, region), None)
 
-    def tidy(self, cloud: str, region: str) -> None:
-        """Terminate what is left in the region and remove the group, network and identity."""
+    def tidy(self, cloud: str, region: str, with_nodes: Collection[tuple[str, str]]) -> None:
+        """Terminate what is left in the region and remove the group, network and identity.
+
+        The identity goes after the VMs of all regions `with_nodes`: a VM ends itself with it.
+        """
         self.around.check_lease()
         api = self.around.clouds[cloud]
-        alive = [one for one in self.inventory.instances_in(cloud, region) if one.state is not InstanceState.GONE]
+        places = [region] if region != api.home else [place for where, place in with_nodes if where == cloud]
+        found = [one for place in places for one in self.inventory.instances_in(cloud, place)]
+        alive = [one for one in found if one.state is not InstanceState.GONE]
         if alive:
             api.end(alive)
             raise NotYet(f"{', '.join(one.id for one in alive)} is told to end and has not ended yet")

@@ -176,9 +176,10 @@ class SkyProvisioner:
         self.observe()
         if self._nodes.with_work():
             return False
-        regions = self._regions.used(self._nodes.regions())
+        with_nodes = self._nodes.regions()
+        regions = self._regions.used(with_nodes)
         for cloud, region in regions - self._regions.tidied:
-            self._tasks.do(f"tidy {cloud}/{region}", partial(self._regions.tidy, cloud, region))
+            self._tasks.do(f"tidy {cloud}/{region}", partial(self._regions.tidy, cloud, region, with_nodes))
         return regions <= self._regions.tidied
 
     def close(self) -> None:

@@ -46,6 +46,8 @@ class FakeCloud:
     other: dict[str, Resource] = field(default_factory=dict)
     silent: set[str] = field(default_factory=set)
     """Regions that do not answer; `caller` stands for the identity call."""
+    forbidden: set[str] = field(default_factory=set)
+    """Regions that an organisation forbids."""
     immortal: set[str] = field(default_factory=set)
     late: dict[str, tuple[int, Instance]] = field(default_factory=dict)
     """Instances that appear only after this many listings of their region."""
@@ -137,6 +139,8 @@ class FakeCloud:
     def _answer(self, region: str) -> None:
         if region in self.silent:
             raise CloudUnreachable(f"{self.cloud} {region} did not answer")
+        if region in self.forbidden:
+            raise CloudRefused(f"{self.cloud} {region}: an organisation's policy denies it")
 
     def add(self, *ones: Instance | Resource) -> "FakeCloud":
         for one in ones:

@@ -138,11 +138,11 @@ def test_aws_creates_one_group_and_one_role_for_a_run_and_deletes_them(aws):
     policy = boto3.client("iam").get_role_policy(RoleName="spotrl-run", PolicyName="node")["PolicyDocument"]
     ends = next(one for one in policy["Statement"] if "ec2:TerminateInstances" in one["Action"])
     assert ends["Condition"] == {"StringEquals": {"ec2:ResourceTag/spotrl-run": "run"}}
-    kinds = {(one.kind, one.id if one.kind == "role" else "") for one in aws.resources(REGION, run="run")}
+    kinds = {(one.kind, one.id if one.kind == "role" else "") for one in everything(aws, REGION, run="run")}
     assert kinds == {("group", ""), ("role", "spotrl-run")}
-    assert aws.remove(aws.resources(REGION, run="run")) == []
-    assert aws.resources(REGION, run="run") == []
-    assert aws.resources(REGION, run="run", owner="me") == []
+    assert aws.remove(everything(aws, REGION, run="run")) == []
+    assert everything(aws, REGION, run="run") == []
+    assert everything(aws, REGION, run="run", owner="me") == []
 
 
 def test_aws_does_not_touch_another_owners_run_of_the_same_name(aws):
@@ -151,7 +151,7 @@ def test_aws_does_not_touch_another_owners_run_of_the_same_name(aws):
     with pytest.raises(CloudRefused, match="role spotrl-run is there already and belongs to you"):
         aws.prepare(REGION, run="run", owner="me", ssh_from="198.51.100.1/32", buckets=["s3://mine/run"])
     assert boto3.client("iam").get_role_policy(RoleName="spotrl-run", PolicyName="node")["PolicyDocument"] == before
-    aws.remove([one for one in aws.resources(REGION, run="run") if one.kind == "role"])
+    aws.remove([one for one in everything(aws, REGION, run="run") if one.kind == "role"])
     with pytest.raises(CloudRefused, match="security group spotrl-run in us-east-1 is there already"):
         aws.prepare(REGION, run="run", owner="me", ssh_from="198.51.100.1/32", buckets=[])
     (group,) = boto3.client("ec2").describe_security_groups(GroupNames=["spotrl-run"])["SecurityGroups"]
@@ -181,7 +181,7 @@ def test_aws_names_the_missing_firewall_rule(aws):
 
 def test_aws_disks_are_found_by_label_and_deleted(aws):
     buy()
-    (disk,) = [one for one in aws.resources(REGION, run="run") if one.kind == "disk"]
+    (disk,) = [one for one in everything(aws, REGION, run="run") if one.kind == "disk"]
     assert (disk.node, disk.size_gib) == ("run-rollout-0-g0", 8)
     assert aws.remove([disk]) == [disk]  # its instance still uses it
     aws.end(aws.instances(REGION, run="run"))
@@ -206,13 +206,13 @@ def test_an_unreachable_aws_is_not_a_refusal(code, status, kind):
     from botocore.exceptions import ClientError
 
     class Client:
-        def describe_regions(self):
+        def get_caller_identity(self):
             raise ClientError(
-                {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}, "DescribeRegions"
+                {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}, "GetCallerIdentity"
             )
 
     with pytest.raises(kind, match=code):
-        AwsApi(client=lambda service, region: Client()).regions()
+        AwsApi(client=lambda service, region: Client()).caller()
 
 
 def test_an_aws_node_can_access_only_its_own_prefix():
@@ -298,8 +298,8 @@ def test_resources_that_an_aws_job_names_are_used_and_not_deleted(aws, company):
         "node-profile", "nodes", "company-vpc", ("company-subnet-0",)
     )  # fmt: skip
     assert aws.open_rules(place) == []
-    assert aws.resources(REGION, run="run") == []
-    assert aws.remove(aws.resources(REGION)) == []
+    assert everything(aws, REGION, run="run") == []
+    assert aws.remove(everything(aws, REGION)) == []
     assert company.everything() == before
 
 
@@ -311,11 +311,11 @@ def test_aws_resources_can_be_named_by_id_or_name(aws, company):
 def test_a_job_may_name_only_an_identity_or_only_a_network(aws, company):
     place = prepare_in(aws, Named(identity="node-profile"))
     assert (place.group, place.identity) == ("spotrl-run", "node-profile")
-    assert [one.kind for one in aws.resources(REGION, run="run")] == ["group"]
-    aws.remove(aws.resources(REGION, run="run"))
+    assert [one.kind for one in everything(aws, REGION, run="run")] == ["group"]
+    aws.remove(everything(aws, REGION, run="run"))
     place = prepare_in(aws, company.named(identity=""))
     assert (place.group, place.identity) == ("nodes", "spotrl-run")
-    assert [one.kind for one in aws.resources(REGION, run="run")] == ["role"]
+    assert [one.kind for one in everything(aws, REGION, run="run")] == ["role"]
 
 
 @pytest.mark.parametrize(
@@ -478,6 +478,11 @@ def gcp(google):
     return GceApi({f"SPOTRL_GCP_{name}_ENDPOINT": google.url for name in endpoints} | {"GOOGLE_CLOUD_PROJECT": PROJECT})
 
 
+def everything(api, region, **whose):
+    """Return the resources of a region, and those of no region."""
+    return [*api.resources(region, **whose), *api.resources(api.home, **whose)]
+
+
 def insert(gcp, node="run-rollout-0-g0", run="run", zone=ZONE, spot=True, owner="me", more=None):
     labels = {"spotrl-run": run, "spotrl-node": node, "spotrl-owner": owner}
     scheduling = {"provisioningModel": "SPOT", "preemptible": True, "instanceTerminationAction": "DELETE"}
@@ -571,9 +576,9 @@ def test_gcp_creates_a_network_and_an_identity_for_a_run_and_deletes_them(gcp, g
     ranges = [one["ipCidrRange"] for one in google.gce._all_of("subnetworks") if one["name"] == "spotrl-run"]
     assert len(set(ranges)) == 2
     assert gcp.remove(gcp.resources("us-east4", run="run")) == []
-    assert gcp.remove(gcp.resources("us-central1", run="run")) == []
+    assert gcp.remove(everything(gcp, "us-central1", run="run")) == []
     for region in ("us-east4", "us-central1"):
-        assert gcp.resources(region, run="run") == []
+        assert everything(gcp, region, run="run") == []
     assert not any(member in one["members"] for one in google.gce.policy["bindings"])
 
 
@@ -611,10 +616,10 @@ def test_gcp_allows_ssh_from_the_controllers_current_address(gcp, google):
 
 def test_gcp_disks_are_found_by_label_and_a_network_in_use_stays(gcp):
     insert(gcp)
-    (disk,) = [one for one in gcp.resources("us-central1", run="run") if one.kind == "disk"]
+    (disk,) = [one for one in everything(gcp, "us-central1", run="run") if one.kind == "disk"]
     assert (disk.node, disk.size_gib) == ("run-rollout-0-g0", 100)
     gcp.prepare("us-central1", run="run", owner="me", ssh_from=FROM, buckets=[])
-    networks = [one for one in gcp.resources("us-central1", run="run") if one.kind == "network"]
+    networks = [one for one in everything(gcp, "us-central1", run="run") if one.kind == "network"]
     assert gcp.remove(networks) == networks  # its subnet still exists
 
 
@@ -635,7 +640,7 @@ def test_a_refused_list_of_service_accounts_is_shown_as_a_refusal(gcp, monkeypat
 
     monkeypatch.setattr(gcp.calls, "ask", refuse)
     with pytest.raises(CloudRefused, match=r"serviceAccounts.list: Google Cloud refused .*check --print-policy gcp"):
-        gcp.resources("us-central1", run="run")
+        everything(gcp, "us-central1", run="run")
 
 
 def test_gcp_needs_a_project(google):
@@ -687,18 +692,18 @@ def test_resources_that_a_google_job_names_are_used_and_not_deleted(gcp, google_
     place = prepare_on_google(gcp, google_company.named())
     assert (place.identity, place.network, place.subnets) == (GoogleCompany.ACCOUNT, "company", ("company-central",))
     assert gcp.open_rules(place) == []
-    assert gcp.resources("us-central1") == []
+    assert everything(gcp, "us-central1") == []
     assert google_company.everything() == before
 
 
 def test_a_google_job_may_name_only_an_identity_or_only_a_network(gcp, google_company):
     place = prepare_on_google(gcp, Named(identity=GoogleCompany.ACCOUNT))
     assert (place.network, place.identity) == ("spotrl-run", GoogleCompany.ACCOUNT)
-    assert "identity" not in {one.kind for one in gcp.resources("us-central1", run="run")}
-    gcp.remove(gcp.resources("us-central1", run="run"))
+    assert "identity" not in {one.kind for one in everything(gcp, "us-central1", run="run")}
+    gcp.remove(everything(gcp, "us-central1", run="run"))
     place = prepare_on_google(gcp, google_company.named(identity=""))
     assert place.identity == f"spotrl-run@{PROJECT}.iam.gserviceaccount.com"
-    assert {one.kind for one in gcp.resources("us-central1", run="run")} == {"identity"}
+    assert {one.kind for one in everything(gcp, "us-central1", run="run")} == {"identity"}
 
 
 @pytest.mark.parametrize(
