@@ -4,10 +4,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
 
 from launcher.checks.check import AT_ONCE, Check, Verdict, some
 from launcher.clouds.limits import CloudLimits, Quota
 from launcher.exit_codes import Failure
+from launcher.job.company import NOTHING_NAMED, Named
 from launcher.placement.options import SiteOptions
 from launcher.placement.placement import Placement
 from launcher.placement.plan import Plan
@@ -26,16 +29,23 @@ class Need:
 
 
 def need_of(
-    site: SiteOptions, rollouts: int, draws_on: Callable[[Placement], Mapping[str, int]], trainers: int = 1
+    site: SiteOptions,
+    rollouts: int,
+    draws_on: Callable[[Placement], Mapping[str, int]],
+    trainers: int = 1,
+    once: Mapping[str, int] = MappingProxyType({}),
 ) -> Need:
     """Return the quotas used by a trainer and `rollouts` rollout nodes at a site, each bought as its first option.
 
-    `trainers`: nodes of the trainer. `draws_on`: returns the use of each quota by one node, by quota name.
+    `trainers`: nodes of the trainer. `draws_on`: returns the use of each quota by one node, by quota name. `once`: what
+    the run itself uses.
     """
     trainer = [site.trainer[0].placement] * trainers
     bought = [*trainer, *(site.rollout[0].placement for _ in range(rollouts if site.rollout else 0))]
     unknown = dict.fromkeys(f"{want.market.value} {want.instance_type}" for want in bought if not draws_on(want))
-    return Need(trainer=_used(trainer, draws_on), whole=_used(bought, draws_on), unknown=tuple(unknown))
+    return Need(
+        trainer={**_used(trainer, draws_on), **once}, whole={**_used(bought, draws_on), **once}, unknown=tuple(unknown)
+    )
 
 
 def _used(nodes: Iterable[Placement], draws_on: Callable[[Placement], Mapping[str, int]]) -> dict[str, int]:
@@ -45,8 +55,12 @@ def _used(nodes: Iterable[Placement], draws_on: Callable[[Placement], Mapping[st
     return dict(used)
 
 
-def quotas(plan: Plan, limits: Mapping[str, CloudLimits]) -> list[Check]:
-    """Compare quota and need in each candidate region.
+def quotas(
+    plan: Plan,
+    limits: Mapping[str, CloudLimits],
+    named: Callable[[str, str], Named] = lambda cloud, region: NOTHING_NAMED,
+) -> list[Check]:
+    """Compare quota and need in each candidate region. `named`: what the job names there (cloud, region).
 
     A run fails over when a quota refuses a node, so the check fails only if the trainer, with all its nodes, fits in no
     region.
@@ -55,7 +69,12 @@ def quotas(plan: Plan, limits: Mapping[str, CloudLimits]) -> list[Check]:
     rollouts = sum(1 for slot in plan.slots if slot.role == "rollout")
     trainers = len(plan.slots) - rollouts
     with ThreadPoolExecutor(max_workers=AT_ONCE) as pool:
-        lines = list(pool.map(lambda site: _of_site(site, trainers, rollouts, limits[site.cloud]), sites))
+        lines = list(
+            pool.map(
+                lambda site: _of_site(site, trainers, rollouts, limits[site.cloud], named(site.cloud, site.region)),
+                sites,
+            )
+        )
     fits = any(trainer_fits for _, trainer_fits in lines)
     checks = [check for check, _ in lines]
     if lines and not fits:
@@ -65,10 +84,10 @@ def quotas(plan: Plan, limits: Mapping[str, CloudLimits]) -> list[Check]:
     return checks
 
 
-def _of_site(site: SiteOptions, trainers: int, rollouts: int, limits: CloudLimits) -> tuple[Check, bool]:
+def _of_site(site: SiteOptions, trainers: int, rollouts: int, limits: CloudLimits, named: Named) -> tuple[Check, bool]:
     """Return the line of a region, and whether the trainer may fit."""
     what = f"quota {site.cloud}/{site.region}"
-    need = need_of(site, rollouts, limits.draws_on, trainers)
+    need = need_of(site, rollouts, partial(limits.draws_on, named=named), trainers, limits.draws_on_once(named))
     try:
         found = limits.quotas(site.region, need.whole.keys()) if need.whole else {}
     except Failure as failure:

@@ -99,4 +99,4 @@ def of_job(
     for cloud, url in checked.job.store.items():
         if cloud in limits:
             groups.append((f"{cloud} bucket", partial(bucket, cloud, url, plan, limits[cloud], try_bucket)))
-    return [*groups, ("quotas", partial(quotas, plan, limits))]
+    return [*groups, ("quotas", partial(quotas, plan, limits, checked.job.named))]

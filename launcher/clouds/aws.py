@@ -8,6 +8,7 @@ botocore handles endpoints and credentials (AWS_ENDPOINT_URL..., AWS_PROFILE). E
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 from launcher.clouds.aws_calls import Clients, clients, code_of, errors_named, known_regions, missing_is_fine
 from launcher.clouds.aws_group import RunGroup
@@ -67,13 +68,22 @@ class AwsApi:
 
     def regions(self) -> Sequence[str]:
         for region in ASKED_FOR_REGIONS:
-            try:
-                with errors_named(f"aws ec2 DescribeRegions, {region}"):
-                    found = self._client("ec2", region).describe_regions()["Regions"]
-            except CloudRefused:
-                continue  # an organisation may forbid any of them
-            return sorted(region["RegionName"] for region in found)
+            with suppress(CloudRefused):
+                return self._regions_by(region)
         return known_regions()
+
+    def open_region(self) -> str | None:
+        """Return a region that the account's organisation does not forbid; None if none was found."""
+        for region in ASKED_FOR_REGIONS:
+            with suppress(CloudRefused):
+                self._regions_by(region)
+                return region
+        return None
+
+    def _regions_by(self, region: str) -> list[str]:
+        with errors_named(f"aws ec2 DescribeRegions, {region}"):
+            found = self._client("ec2", region).describe_regions()["Regions"]
+        return sorted(one["RegionName"] for one in found)
 
     def instances(self, region: str, *, owner: str | None = None, run: str | None = None) -> Sequence[Instance]:
         if region == self.home:

@@ -16,6 +16,7 @@ from botocore.parsers import ResponseParserError
 from engine.events import Market
 from launcher.clouds.aws import AwsApi
 from launcher.clouds.aws_calls import code_of, errors_named
+from launcher.clouds.aws_inventory import labels_of, tag_list
 from launcher.clouds.aws_role import HOME_REGION
 from launcher.clouds.base import RUN_LABEL, CloudRefused, CloudUnreachable
 from launcher.clouds.limits import Permissions, Quota
@@ -39,14 +40,38 @@ TITLES = {
     STANDARD_SPOT: "All Standard (A, C, D, H, I, M, R, T, Z) Spot Instance Requests",
 }
 
+
+def _labelled(*kinds: str) -> list[dict[str, Any]]:
+    """Return the tags of our own calls: the printed policy allows what it allows with them alone."""
+    return [{"ResourceType": kind, "Tags": tag_list(labels_of("probe", "probe"))} for kind in kinds]
+
+
 DRY_RUN: Mapping[str, tuple[str, dict[str, Any]]] = {
-    "ec2:RunInstances": ("run_instances", {"ImageId": "ami-00000000", "MinCount": 1, "MaxCount": 1}),
-    "ec2:TerminateInstances": ("terminate_instances", {"InstanceIds": ["i-00000000000000000"]}),
-    "ec2:CreateSecurityGroup": ("create_security_group", {"GroupName": "spotrl-probe", "Description": "probe"}),
+    "ec2:RunInstances": (
+        "run_instances",
+        {
+            "ImageId": "ami-00000000",
+            "MinCount": 1,
+            "MaxCount": 1,
+            "TagSpecifications": _labelled("instance", "volume"),
+        },
+    ),
+    "ec2:CreateSecurityGroup": (
+        "create_security_group",
+        {
+            "GroupName": "spotrl-probe",
+            "Description": "probe",
+            "TagSpecifications": _labelled("security-group"),
+        },
+    ),
     "ec2:DescribeInstances": ("describe_instances", {}),
     "ec2:DescribeVolumes": ("describe_volumes", {}),
 }
-"""Actions with a dry run, used if IAM does not tell the caller's permissions."""
+"""Actions with a dry run, used if IAM does not tell the caller's permissions. TerminateInstances has none here: the
+policy allows it for instances of a run, and without one the answer says nothing."""
+
+IDENTITY_CENTER = "aws-reserved/sso.amazonaws.com/"
+"""Path of the roles of IAM Identity Center, if its home is us-east-1. Elsewhere the region follows."""
 
 EC2_SERVICE, SPOT_SERVICE = "ec2.amazonaws.com", "spot.amazonaws.com"
 
@@ -112,7 +137,7 @@ class AwsLimits(AwsApi):
         """Return which actions of policy statements the caller lacks. `passed_to`: the service that gets a role."""
         identity = self.caller().identity
         role = re.fullmatch(r"arn:(aws[a-z-]*):sts::(\d+):assumed-role/([^/]+)/.+", identity)
-        source = f"arn:{role[1]}:iam::{role[2]}:role/{role[3]}" if role else identity
+        source = identity if role is None else self._arn_of(role[3], f"arn:{role[1]}:iam::{role[2]}:role")
         try:
             return Permissions(missing=tuple(dict.fromkeys(self._simulated(source, wanted, passed_to))))
         except (CloudRefused, CloudUnreachable, ResponseParserError) as refused:
@@ -122,9 +147,19 @@ class AwsLimits(AwsApi):
                 missing=tuple(self._tried(actions)), unchecked=tuple(unchecked), why=str(refused).partition("\n")[0]
             )
 
-    def draws_on(self, want: Placement) -> Mapping[str, int]:
+    def _arn_of(self, role: str, beginning: str) -> str:
+        """Return the ARN of the caller's role. Roles of IAM Identity Center, and others, have a path in it."""
+        try:
+            return str(self._client("iam", HOME_REGION).get_role(RoleName=role)["Role"]["Arn"])
+        except (ClientError, BotoCoreError, ResponseParserError):  # a caller may be allowed to simulate and not to look
+            return f"{beginning}/{IDENTITY_CENTER if role.startswith('AWSReservedSSO_') else ''}{role}"
+
+    def draws_on(self, want: Placement, named: Named = NOTHING_NAMED) -> Mapping[str, int]:
         code, machine = quota_code(want.instance_type, want.market), instance_type_of("aws", want.instance_type)
         return {code: machine.vcpus} if code and machine else {}
+
+    def draws_on_once(self, named: Named = NOTHING_NAMED) -> Mapping[str, int]:
+        return {}
 
     def quotas(self, region: str, names: Collection[str]) -> Mapping[str, Quota]:
         try:
@@ -170,7 +205,7 @@ class AwsLimits(AwsApi):
             return ""
 
     def _tried(self, actions: Collection[str]) -> Iterator[str]:
-        client = self._client("ec2", HOME_REGION)
+        client = self._client("ec2", self.open_region() or HOME_REGION)
         for action, (method, arguments) in DRY_RUN.items():
             if action not in actions:
                 continue

@@ -1,7 +1,9 @@
 """Google Cloud's clock, permissions and quotas, for `spotrl check`.
 
 Quotas of GPUs are counted in GPUs, by model and capacity type in each region, and once more over all regions. A project
-without a preemptible GPU quota may use its ordinary quota for spot; the check does not rely on the rule.
+without a preemptible GPU quota may use its ordinary quota for spot; the check does not rely on the rule. It does for
+CPUs, whose preemptible quota is 0 in most projects. A new project often has 4 to 8 addresses, 500 GB of SSD and 5
+networks in use of 5, and each of them refuses a node as a GPU quota does.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -16,9 +18,20 @@ from launcher.clouds.labels import bucket_of
 from launcher.clouds.limits import Permissions, Quota
 from launcher.clouds.policies import gcp_permissions
 from launcher.job.company import NOTHING_NAMED, Named
+from launcher.market.instance_types import instance_type_of
 from launcher.placement.placement import Placement
 
-EVERYWHERE = "GPUS_ALL_REGIONS"
+GPUS_EVERYWHERE, CPUS_EVERYWHERE, NETWORKS = "GPUS_ALL_REGIONS", "CPUS_ALL_REGIONS", "NETWORKS"
+OF_THE_PROJECT = {GPUS_EVERYWHERE, CPUS_EVERYWHERE, NETWORKS}
+"""Quotas of the project, not of a region."""
+
+CPUS, SPOT_CPUS = "CPUS", "PREEMPTIBLE_CPUS"
+
+OWN_CPUS = {"a2": "A2_CPUS"}
+"""CPU quotas of families that do not count as `CPUS`."""
+
+WITHOUT_CPUS = {"a3", "a4"}
+"""Families whose CPUs have no quota in a region; their GPUs do."""
 
 MODELS = {
     "T4": "NVIDIA_T4",
@@ -63,25 +76,42 @@ class GceLimits(GceApi):
                 granted |= set(self.calls.ask("POST", PROJECTS, ":testIamPermissions", body).get("permissions", ()))
         return Permissions(missing=tuple(one for one in wanted if one not in granted))
 
-    def draws_on(self, want: Placement) -> Mapping[str, int]:
+    def draws_on(self, want: Placement, named: Named = NOTHING_NAMED) -> Mapping[str, int]:
         is_spot = want.market is Market.SPOT
-        model = (SPOT_MODELS if is_spot else MODELS).get(want.accelerator)
-        if model is None:
+        model, machine = (
+            (SPOT_MODELS if is_spot else MODELS).get(want.accelerator),
+            instance_type_of("gcp", want.instance_type),
+        )
+        if model is None or machine is None:
             return {}
-        return {f"{'PREEMPTIBLE_' if is_spot else ''}{model}_GPUS": want.gpus, EVERYWHERE: want.gpus}
+        family = want.instance_type.partition("-")[0]
+        cpus = {} if family in WITHOUT_CPUS else {SPOT_CPUS if is_spot else OWN_CPUS.get(family, CPUS): machine.vcpus}
+        return {
+            f"{'PREEMPTIBLE_' if is_spot else ''}{model}_GPUS": want.gpus,
+            GPUS_EVERYWHERE: want.gpus,
+            **cpus,
+            CPUS_EVERYWHERE: machine.vcpus,
+            "SSD_TOTAL_GB": want.disk_gib,
+            "IN_USE_ADDRESSES": int(named.public_addresses),
+        }
+
+    def draws_on_once(self, named: Named = NOTHING_NAMED) -> Mapping[str, int]:
+        return {} if named.network else {NETWORKS: 1}
 
     def quotas(self, region: str, names: Collection[str]) -> Mapping[str, Quota]:
         with errors_named(f"gcp compute regions.get, {region}"):
             found = [*self.calls.ask("GET", COMPUTE, f"/regions/{region}").get("quotas", ())]
-            if EVERYWHERE in names:
+            if OF_THE_PROJECT & {*names}:
                 found += self.calls.ask("GET", COMPUTE, "").get("quotas", ())
-        return {
+        quotas = {
             one["metric"]: Quota(
                 name=one["metric"], title=one["metric"], limit=int(one["limit"]), used=int(one.get("usage", 0))
             )
             for one in found
-            if one["metric"] in names
         }
+        if SPOT_CPUS in quotas and quotas[SPOT_CPUS].limit == 0 and CPUS in quotas:
+            quotas[SPOT_CPUS] = quotas[CPUS]  # then spot VMs count as ordinary ones
+        return {name: quota for name, quota in quotas.items() if name in names}
 
     def bucket_region(self, url: str) -> str:
         bucket, _ = bucket_of(url)

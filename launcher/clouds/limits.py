@@ -50,8 +50,11 @@ class CloudLimits(Protocol):
         `named`: existing resources in the job on this cloud, which are not created.
         """
 
-    def draws_on(self, want: Placement) -> Mapping[str, int]:
+    def draws_on(self, want: Placement, named: Named = NOTHING_NAMED) -> Mapping[str, int]:
         """Return the use of each quota by one such node, by quota name. Empty: unknown."""
+
+    def draws_on_once(self, named: Named = NOTHING_NAMED) -> Mapping[str, int]:
+        """Return what the run itself uses of each quota, however many nodes it has."""
 
     def quotas(self, region: str, names: Collection[str]) -> Mapping[str, Quota]:
         """Return the requested quotas, as far as the cloud reports them."""

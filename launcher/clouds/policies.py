@@ -34,6 +34,7 @@ SEE = (
     "ec2:DescribeSubnets",
     "ec2:DescribeVolumes",
     "ec2:DescribeVpcs",
+    "iam:GetRole",
     "iam:ListRoles",
     "iam:SimulatePrincipalPolicy",
     "pricing:GetProducts",
@@ -41,7 +42,7 @@ SEE = (
     "servicequotas:GetServiceQuota",
     "sts:GetCallerIdentity",
 )
-"""Read-only actions, which cost nothing and cannot be narrowed to resources."""
+"""Read-only actions, which cost nothing. Most cannot be narrowed to resources; GetRole reads the caller's own role."""
 
 ROLES = (
     "iam:CreateRole",

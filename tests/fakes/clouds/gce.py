@@ -165,7 +165,11 @@ class Gce:
         project, rest = found[1], found[2] or ""
         if not rest:
             return {"name": PROJECT, "id": "1", "commonInstanceMetadata": {"items": []}} | {
-                "quotas": [{"metric": "GPUS_ALL_REGIONS", "limit": 64.0, "usage": 0.0}]
+                "quotas": [
+                    {"metric": "GPUS_ALL_REGIONS", "limit": 64.0, "usage": 0.0},
+                    {"metric": "CPUS_ALL_REGIONS", "limit": 512.0, "usage": 0.0},
+                    {"metric": "NETWORKS", "limit": 15.0, "usage": float(len(self._all("global", "networks")))},
+                ]
             }
         parts = rest.split("/")
         if parts[0] == "aggregated":

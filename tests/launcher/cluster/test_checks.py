@@ -92,8 +92,11 @@ class FakeLimits:
     def permissions(self, named: Named = NOTHING_NAMED) -> Permissions:
         return self.permissions_answer
 
-    def draws_on(self, want: Placement) -> Mapping[str, int]:
+    def draws_on(self, want: Placement, named: Named = NOTHING_NAMED) -> Mapping[str, int]:
         return {} if want.instance_type == "odd" else {f"vcpus-{want.market.value}": 4}
+
+    def draws_on_once(self, named: Named = NOTHING_NAMED) -> Mapping[str, int]:
+        return {}
 
     def quotas(self, region: str, names: Collection[str]) -> Mapping[str, Quota]:
         if region in self.silent:
@@ -330,21 +333,33 @@ def test_types_without_a_gpu_have_the_standard_quota():
 @pytest.mark.parametrize(
     ("instance_type", "market", "draws"),
     [
-        ("g2-standard-48", Market.ON_DEMAND, {"NVIDIA_L4_GPUS": 4, "GPUS_ALL_REGIONS": 4}),
-        ("g2-standard-4", Market.SPOT, {"PREEMPTIBLE_NVIDIA_L4_GPUS": 1, "GPUS_ALL_REGIONS": 1}),
-        ("a2-ultragpu-1g", Market.SPOT, {"PREEMPTIBLE_NVIDIA_A100_80GB_GPUS": 1, "GPUS_ALL_REGIONS": 1}),
+        ("g2-standard-48", Market.ON_DEMAND, {"NVIDIA_L4_GPUS": 4, "GPUS_ALL_REGIONS": 4, "CPUS": 48}),
+        ("g2-standard-4", Market.SPOT, {"PREEMPTIBLE_NVIDIA_L4_GPUS": 1, "GPUS_ALL_REGIONS": 1, "PREEMPTIBLE_CPUS": 4}),
+        (
+            "a2-ultragpu-1g",
+            Market.SPOT,
+            {"PREEMPTIBLE_NVIDIA_A100_80GB_GPUS": 1, "GPUS_ALL_REGIONS": 1, "PREEMPTIBLE_CPUS": 12},
+        ),
+        (
+            "a2-ultragpu-1g",
+            Market.ON_DEMAND,
+            {"NVIDIA_A100_80GB_GPUS": 1, "GPUS_ALL_REGIONS": 1, "A2_CPUS": 12},
+        ),
         ("a3-highgpu-8g", Market.SPOT, {"PREEMPTIBLE_NVIDIA_H100_GPUS": 8, "GPUS_ALL_REGIONS": 8}),
-        ("a3-highgpu-8g", Market.ON_DEMAND, {}),
-        ("a4-highgpu-8g", Market.SPOT, {}),
+        ("a3-highgpu-8g", Market.ON_DEMAND, None),
+        ("a4-highgpu-8g", Market.SPOT, None),
     ],
 )
-def test_google_counts_gpus_by_model_and_over_all_regions(instance_type, market, draws):
+def test_google_counts_gpus_cpus_disks_and_addresses(instance_type, market, draws):
     instance = instance_type_of("gcp", instance_type)
     assert instance is not None
     want = placement(
         cloud="gcp", instance_type=instance_type, market=market, gpus=instance.gpus, accelerator=instance.accelerator
     )
-    assert GceLimits({}).draws_on(want) == draws
+    every = {"CPUS_ALL_REGIONS": instance.vcpus, "SSD_TOTAL_GB": want.disk_gib, "IN_USE_ADDRESSES": 1}
+    assert GceLimits({}).draws_on(want) == ({} if draws is None else {**draws, **every})
+    private = GceLimits({}).draws_on(want, Named(network="nodes", public_addresses=False))
+    assert private.get("IN_USE_ADDRESSES", 0) == 0
 
 
 # --- buckets, prices, the job ------------------------------------------------------------------------
@@ -508,6 +523,8 @@ class FakeAws:
     instances: list[dict[str, Any]] = field(default_factory=list)
     requests: list[dict[str, Any]] = field(default_factory=list)
     arn: str = "arn:aws:sts::123456789012:assumed-role/launcher/session"
+    roles: dict[str, str] = field(default_factory=dict)
+    """ARNs of roles that the caller may look at."""
 
     def get_caller_identity(self) -> dict[str, Any]:
         if not self.may_sign:
@@ -530,6 +547,14 @@ class FakeAws:
         ]
         return [{"EvaluationResults": results}]
 
+    def get_role(self, *, RoleName: str) -> dict[str, Any]:
+        if RoleName not in self.roles:
+            raise refused("AccessDenied")
+        return {"Role": {"Arn": self.roles[RoleName]}}
+
+    def describe_regions(self) -> dict[str, Any]:
+        return {"Regions": [{"RegionName": "us-east-1"}]}
+
     def get_instance_profile(self, *, InstanceProfileName: str) -> dict[str, Any]:
         return {"InstanceProfile": {"Roles": [{"Arn": f"arn:aws:iam::123456789012:role/x/{InstanceProfileName}-role"}]}}
 
@@ -547,14 +572,22 @@ class FakeAws:
     def _dry(self, action: str) -> None:
         raise refused("UnauthorizedOperation" if action in self.denied else "DryRunOperation")
 
-    def run_instances(self, **_: Any) -> None:
-        self._dry("ec2:RunInstances")
+    def run_instances(self, **asked: Any) -> None:
+        self._labelled("ec2:RunInstances", {"instance", "volume"}, asked)
 
-    def terminate_instances(self, **_: Any) -> None:
-        self._dry("ec2:TerminateInstances")
+    def create_security_group(self, **asked: Any) -> None:
+        self._labelled("ec2:CreateSecurityGroup", {"security-group"}, asked)
 
-    def create_security_group(self, **_: Any) -> None:
-        self._dry("ec2:CreateSecurityGroup")
+    def _labelled(self, action: str, kinds: set[str], asked: dict[str, Any]) -> None:
+        """Answer as an account with the printed policy: without our label nothing may be made."""
+        labelled = {
+            one["ResourceType"]
+            for one in asked.get("TagSpecifications", ())
+            if "spotrl-run" in {tag["Key"] for tag in one["Tags"]}
+        }
+        if kinds - labelled:
+            raise refused("UnauthorizedOperation")
+        self._dry(action)
 
     def describe_instances(self, **_: Any) -> None:
         self._dry("ec2:DescribeInstances")
@@ -576,11 +609,33 @@ def test_iam_simulates_the_role_on_the_resources_of_the_policy():
     assert passing["ResourceArns"] == ["arn:aws:iam::123456789012:role/spotrl/*"]
 
 
+SSO_ROLE, SSO_PATH = "AWSReservedSSO_Ml_0a", "arn:aws:iam::123456789012:role/aws-reserved/sso.amazonaws.com"
+
+
+@pytest.mark.parametrize(
+    ("roles", "source"),
+    [
+        ({SSO_ROLE: f"{SSO_PATH}/eu-west-1/{SSO_ROLE}"}, f"{SSO_PATH}/eu-west-1/{SSO_ROLE}"),
+        ({}, f"{SSO_PATH}/{SSO_ROLE}"),
+    ],
+    ids=["may look", "may not look"],
+)
+def test_iam_simulates_a_role_of_identity_center_with_its_path(roles, source):
+    limits, client = aws(arn=f"arn:aws:sts::123456789012:assumed-role/{SSO_ROLE}/ada", roles=roles)
+    assert limits.permissions() == Permissions()
+    assert {requests["PolicySourceArn"] for requests in client.requests} == {source}
+
+
+def test_the_dry_runs_pass_with_exactly_the_printed_policy():
+    limits, _ = aws(may_simulate=False)
+    assert limits.permissions().missing == ()
+
+
 def test_permissions_that_iam_does_not_simulate_get_a_dry_run():
     limits, _ = aws(may_simulate=False, denied={"ec2:RunInstances"})
     permissions_answer = limits.permissions()
     assert permissions_answer.missing == ("ec2:RunInstances",)
-    assert "iam:PassRole" in permissions_answer.unchecked
+    assert {"iam:PassRole", "ec2:TerminateInstances"} <= {*permissions_answer.unchecked}
     assert "SimulatePrincipalPolicy" in permissions_answer.why
 
 
@@ -634,7 +689,8 @@ def google():
             self.end_headers()
 
         def do_GET(self) -> None:
-            metrics = {"NVIDIA_L4_GPUS": (1.0, 1.0)} if "/regions/" in self.path else {"GPUS_ALL_REGIONS": (4.0, 1.0)}
+            of_region = {"NVIDIA_L4_GPUS": (1.0, 1.0), "PREEMPTIBLE_CPUS": (0.0, 0.0), "CPUS": (24.0, 4.0)}
+            metrics = of_region if "/regions/" in self.path else {"GPUS_ALL_REGIONS": (4.0, 1.0)}
             rows = [{"metric": name, "limit": limit, "usage": used} for name, (limit, used) in metrics.items()]
             self._send({"quotas": rows})
 
@@ -656,6 +712,33 @@ def google():
     server.shutdown()
     server.server_close()
     thread.join()
+
+
+NEW_PROJECT = {"SSD_TOTAL_GB": 500, "IN_USE_ADDRESSES": 4, "CPUS": 24, "PREEMPTIBLE_CPUS": 0, "CPUS_ALL_REGIONS": 12}
+
+
+@pytest.mark.parametrize("name", [*NEW_PROJECT, "NETWORKS"])
+def test_a_new_google_project_is_warned_before_a_node_is_refused(name):
+    """Everything else is plenty. Eight nodes of 140 GB, of four CPUs each."""
+
+    class NewProject(GceLimits):
+        def quotas(self, region: str, names: Collection[str]) -> Mapping[str, Quota]:
+            limit = {**dict.fromkeys(names, 10_000), name: NEW_PROJECT.get(name, 5)}
+            used = {"NETWORKS": 5}
+            return {each: Quota(name=each, title=each, limit=limit[each], used=used.get(each, 0)) for each in names}
+
+    where = site("gcp", "us-central1", instance_type="g2-standard-4", accelerator="L4", disk_gib=140)
+    lines = quotas(plan(where, spot_nodes=7), {"gcp": NewProject({})})
+    if name == "CPUS":
+        assert verdicts(lines) == ["OK"]  # the trainer alone is on demand
+    else:
+        assert lines[0].verdict is Verdict.WARN
+        assert f"{name} needs" in lines[0].found
+
+
+def test_without_a_preemptible_quota_spot_vms_count_as_ordinary_ones(google):
+    found = google.quotas("us-central1", ["PREEMPTIBLE_CPUS"])
+    assert (found["PREEMPTIBLE_CPUS"].title, found["PREEMPTIBLE_CPUS"].free) == ("CPUS", 20)
 
 
 def test_google_reports_missing_permissions(google):
