@@ -1,7 +1,7 @@
 """Check the buckets of a run."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from launcher.checks.check import Check, Verdict
@@ -18,15 +18,26 @@ def bucket(
     what = f"{cloud} bucket"
     try_it(url)
     usable = Check(what=what, verdict=Verdict.OK, found=f"{url} can be written, read and deleted in")
+    doubts = [Check(what=what, verdict=Verdict.WARN, found=one) for one in _doubts(url, limits)]
     try:
         region = limits.bucket_region(url)
     except Failure as failure:
-        return [usable, Check(what=what, verdict=Verdict.WARN, found=f"nobody says where it is ({failure})")]
+        unknown = Check(what=what, verdict=Verdict.WARN, found=f"nobody says where it is ({failure})")
+        return [usable, *doubts, unknown]
     nearest = next((site.region for site in plan.sites if site.cloud == cloud), "")
     if not nearest or nearest == region or is_around(region, nearest):
-        return [replace(usable, found=f"{usable.found}; it is in {region}")]
+        return [replace(usable, found=f"{usable.found}; it is in {region}"), *doubts]
     found = f"{url} is in {region}, and the run would begin in {nearest}: every checkpoint is paid for as traffic"
-    return [usable, Check(what=what, verdict=Verdict.WARN, found=found, remedy=f"use a bucket in {nearest}")]
+    far = Check(what=what, verdict=Verdict.WARN, found=found, remedy=f"use a bucket in {nearest}")
+    return [usable, *doubts, far]
+
+
+def _doubts(url: str, limits: CloudLimits) -> Sequence[str]:
+    """Return what may keep nodes out of the bucket. Its object was written with the user's credentials."""
+    try:
+        return limits.bucket_doubts(url)
+    except Failure as failure:
+        return [f"whether nodes can use {url} too was not tried ({failure})"]
 
 
 CONTINENTS = {"us": "us-", "eu": "europe-", "asia": "asia-"}

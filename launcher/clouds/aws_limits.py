@@ -19,6 +19,7 @@ from launcher.clouds.aws_calls import code_of, errors_named
 from launcher.clouds.aws_inventory import labels_of, tag_list
 from launcher.clouds.aws_role import HOME_REGION
 from launcher.clouds.base import RUN_LABEL, CloudRefused, CloudUnreachable
+from launcher.clouds.labels import bucket_of
 from launcher.clouds.limits import Permissions, Quota
 from launcher.clouds.policies import aws_policy
 from launcher.job.company import NOTHING_NAMED, Named
@@ -175,6 +176,24 @@ class AwsLimits(AwsApi):
 
     def bucket_region(self, url: str) -> str:
         return bucket_region(url)
+
+    def bucket_doubts(self, url: str) -> Sequence[str]:
+        bucket, _ = bucket_of(url)
+        with errors_named(f"aws s3 GetBucketEncryption {bucket}"):
+            try:
+                found = self._client("s3", HOME_REGION).get_bucket_encryption(Bucket=bucket)
+            except Exception as error:
+                if code_of(error) == "ServerSideEncryptionConfigurationNotFoundError":
+                    return []
+                raise
+        rules = found["ServerSideEncryptionConfiguration"]["Rules"]
+        keys = [one.get("ApplyServerSideEncryptionByDefault", {}).get("KMSMasterKeyID", "") for one in rules]
+        return [
+            f"{url} is encrypted with the key {key} of your own, and the role that spotrl makes for nodes may not use "
+            "it: that was not tried. Name an instance profile that may (identity.aws), or a bucket with a key of AWS"
+            for key in keys
+            if key and not key.endswith("alias/aws/s3")
+        ]
 
     def _simulated(self, source: str, wanted: Sequence[Mapping[str, Any]], passed_to: str) -> Iterator[str]:
         """Yield the denied actions of each policy statement, simulated with the statement's resources and our tags."""

@@ -113,6 +113,17 @@ class GceLimits(GceApi):
             quotas[SPOT_CPUS] = quotas[CPUS]  # then spot VMs count as ordinary ones
         return {name: quota for name, quota in quotas.items() if name in names}
 
+    def bucket_doubts(self, url: str) -> Sequence[str]:
+        bucket, _ = bucket_of(url)
+        with errors_named(f"gcp storage buckets.get {bucket}"):
+            found = self.calls.call("GET", f"{STORAGE}/{bucket}", query={"fields": "iamConfiguration"})
+        if found.get("iamConfiguration", {}).get("uniformBucketLevelAccess", {}).get("enabled"):
+            return []
+        return [
+            f"{url} has access lists for each object, beside which the conditions of the nodes' permissions do not "
+            f"count: that was not tried. `gcloud storage buckets update gs://{bucket} --uniform-bucket-level-access`"
+        ]
+
     def bucket_region(self, url: str) -> str:
         bucket, _ = bucket_of(url)
         with errors_named(f"gcp storage buckets.get {bucket}"):

@@ -4,7 +4,7 @@ A quota is a name and a number in a region. A node uses one or more quotas, in a
 family, Google Cloud GPUs by model), so a plan's need is a sum per quota name.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -61,6 +61,9 @@ class CloudLimits(Protocol):
 
     def bucket_region(self, url: str) -> str:
         """Return a bucket's location: a region, or on Google Cloud also a continent (`us`)."""
+
+    def bucket_doubts(self, url: str) -> Sequence[str]:
+        """Return why nodes, with their own identity, may not use a bucket that this user can use. Empty: no doubt."""
 
 
 def build_limits(cloud: str) -> CloudLimits:

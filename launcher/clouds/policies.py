@@ -113,7 +113,11 @@ def aws_policy(
         bucket, prefix = bucket_of(url)
         inside = f"arn:aws:s3:::{bucket}/{prefix}/*" if prefix else f"arn:aws:s3:::{bucket}/*"
         statements += [
-            allow(f"Bucket{number}", ["s3:GetBucketLocation", "s3:ListBucket"], [f"arn:aws:s3:::{bucket}"]),
+            allow(
+                f"Bucket{number}",
+                ["s3:GetBucketLocation", "s3:GetEncryptionConfiguration", "s3:ListBucket"],
+                [f"arn:aws:s3:::{bucket}"],
+            ),
             allow(
                 f"Objects{number}",
                 ["s3:AbortMultipartUpload", "s3:DeleteObject", "s3:GetObject", "s3:PutObject"],

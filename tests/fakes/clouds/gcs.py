@@ -254,7 +254,9 @@ def _iso(at: datetime) -> str:
 
 
 def _bucket(name: str) -> dict[str, str]:
-    return {"kind": "storage#bucket", "id": name, "name": name, "location": "US", "storageClass": "STANDARD"}
+    return {"kind": "storage#bucket", "id": name, "name": name, "location": "US", "storageClass": "STANDARD"} | {
+        "iamConfiguration": {"uniformBucketLevelAccess": {"enabled": True}}
+    }
 
 
 def _object_json(bucket: str, name: str, one: Object) -> dict[str, str]:

@@ -11,8 +11,10 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import boto3
 import pytest
 from botocore.exceptions import ClientError
+from moto import mock_aws
 
 from engine.events import Market
 from launcher.checks.buckets import bucket
@@ -85,6 +87,7 @@ class FakeLimits:
     has: dict[str, dict[str, Quota]] = field(default_factory=dict)
     silent: set[str] = field(default_factory=set)
     where: str = "us-east-2"
+    doubts: Sequence[str] | None = ()
 
     def clock_ms(self) -> int:
         return NOW_MS + self.off_ms
@@ -102,6 +105,11 @@ class FakeLimits:
         if region in self.silent:
             raise CloudUnreachable(f"{region} did not answer; it is asked again")
         return {name: quota for name, quota in self.has.get(region, {}).items() if name in names}
+
+    def bucket_doubts(self, url: str) -> Sequence[str]:
+        if self.doubts is None:
+            raise CloudRefused("you may not ask")
+        return self.doubts
 
     def bucket_region(self, url: str) -> str:
         if not self.where:
@@ -378,6 +386,50 @@ def test_a_bucket_of_a_continent_is_near_all_its_regions():
     look = partial(bucket, "gcp", "gs://mine", plan(site("gcp", "us-central1")), try_it=lambda url: None)
     assert verdicts(look(FakeLimits(where="us"))) == ["OK"]
     assert verdicts(look(FakeLimits(where="eu"))) == ["OK", "WARN"]
+
+
+def test_a_bucket_that_only_the_user_may_use_is_a_warning():
+    look = partial(bucket, "aws", "s3://mine", plan(), try_it=lambda url: None)
+    (usable, doubt) = look(FakeLimits(doubts=["s3://mine has a key of your own"]))
+    assert (usable.verdict, doubt.verdict, doubt.found) == (Verdict.OK, Verdict.WARN, "s3://mine has a key of your own")
+    (_, not_tried) = look(FakeLimits(doubts=None))
+    assert "whether nodes can use s3://mine too was not tried (you may not ask)" in not_tried.found
+
+
+@pytest.mark.parametrize(
+    ("key", "doubted"),
+    [
+        ("arn:aws:kms:us-east-1:123456789012:key/0a1b", True),
+        ("alias/ours", True),
+        ("", False),
+        ("arn:aws:kms:us-east-1:123456789012:alias/aws/s3", False),
+    ],
+)
+def test_a_bucket_with_a_customers_key_is_doubted(monkeypatch, key, doubted):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "testing")
+    with mock_aws():
+        s3 = boto3.client("s3", region_name="us-east-1")
+        s3.create_bucket(Bucket="mine")
+        rule = {"SSEAlgorithm": "aws:kms", **({"KMSMasterKeyID": key} if key else {})}
+        s3.put_bucket_encryption(
+            Bucket="mine",
+            ServerSideEncryptionConfiguration={"Rules": [{"ApplyServerSideEncryptionByDefault": rule}]},
+        )
+        doubts = AwsLimits().bucket_doubts("s3://mine/runs")
+        assert [key in one for one in doubts] == ([True] if doubted else [])
+        s3.delete_bucket_encryption(Bucket="mine")
+        assert AwsLimits().bucket_doubts("s3://mine/runs") == []
+
+
+@pytest.mark.parametrize("answer", [{}, {"iamConfiguration": {"uniformBucketLevelAccess": {"enabled": False}}}])
+def test_a_google_bucket_with_object_access_lists_is_doubted(monkeypatch, answer):
+    limits = GceLimits({"SPOTRL_GCP_COMPUTE_ENDPOINT": "http://127.0.0.1:9", "GOOGLE_CLOUD_PROJECT": "mine"})
+    monkeypatch.setattr(limits.calls, "call", lambda *_, **__: answer)
+    assert "--uniform-bucket-level-access" in limits.bucket_doubts("gs://mine/runs")[0]
+    enabled = {"iamConfiguration": {"uniformBucketLevelAccess": {"enabled": True}}}
+    monkeypatch.setattr(limits.calls, "call", lambda *_, **__: enabled)
+    assert limits.bucket_doubts("gs://mine/runs") == []
 
 
 def test_a_bucket_that_cannot_be_written_is_a_fault():
