@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session, sessionmaker
@@ -13,13 +14,14 @@ from engine.clock import Clock, SteadyClock, boot_ms
 from launcher.clouds.limits import build_limits
 from launcher.controller.cloud_time import CloudTime
 from launcher.controller.controller import Controller, log
+from launcher.controller.lease import this_ledger, was_elsewhere
 from launcher.controller.price_watch import watch_prices
 from launcher.decide.run_budget import (
     describe_limits,
 )
 from launcher.exit_codes import Failure
 from launcher.job.schema import Job
-from launcher.ledger.models import Run
+from launcher.ledger.models import ControllerLease, Run
 from launcher.ledger.store import (
     find_run,
     newest_ms,
@@ -58,13 +60,17 @@ def run_controller(
     job = Job.model_validate(run.job)
     cloud_time = CloudTime({cloud: build_limits(cloud) for cloud in job.clouds}) if job.clouds else None
     clock = clock or _clock_of(sessions, run, cloud_time)
-    bucket_lease = _store_lease(run, job)
+    bucket_lease = _store_lease(run, job, ledger)
     if bucket_lease is not None:
+        is_moved = was_elsewhere(session.get(ControllerLease, run.id))
+        ledger = Path(str(session.get_bind().engine.url.database))
         bucket_lease.take()
     if provisioner is None:
         check_lease = bucket_lease.check if bucket_lease is not None else lambda: None
         provisioner = provisioner_of(run, job, clock, check_lease)
     controller = Controller(sessions, run, provisioner, clock, bucket_lease=bucket_lease, cloud_time=cloud_time)
+        if is_moved:
+            bucket_lease.check_free()  # a bucket that does not answer proves nothing, and the first machine may go on
     if bucket_lease is not None:
         bucket_lease.keep()
     log.info(
@@ -138,7 +144,7 @@ def _clock_of(sessions: sessionmaker[Session], run: Run, cloud_time: CloudTime |
     return SteadyClock(origin_ms=run.clock_origin_ms, factor=run.clock_factor, began_ms=now_ms - boot_ms())
 
 
-def _store_lease(run: Run, job: Job) -> StoreLease | None:
+def _store_lease(run: Run, job: Job, ledger: Path) -> StoreLease | None:
     """Return the lease visible to controllers on other machines, in the bucket of the first cloud in the job.
 
     None: no bucket.
@@ -146,4 +152,4 @@ def _store_lease(run: Run, job: Job) -> StoreLease | None:
     if not job.clouds or job.clouds[0] not in job.store:
         return None
     url = run_store(job.store, job.clouds[0], run.name)
-    return StoreLease(partial(open_store, url), run.name, run.token)
+    return StoreLease(partial(open_store, url), run.name, this_ledger(ledger))
