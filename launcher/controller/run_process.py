@@ -43,6 +43,11 @@ LONGEST_PAUSE_SECONDS = 60.0
 limit. The controller never gives up, because nodes are paid for. Spend deadlines finally end the nodes."""
 
 
+LONGEST_GUARD_SECONDS = 10.0
+"""Longest pause after a pass with a bug of spotrl in it. Limits, stops and releases work in such passes, and a release
+takes several of them."""
+
+
 def run_controller(
     sessions: sessionmaker[Session],
     run_name: str,
@@ -57,20 +62,20 @@ def run_controller(
     """
     with sessions() as session:
         run = find_run(session, run_name)
+        is_moved = was_elsewhere(session.get(ControllerLease, run.id))
+        ledger = Path(str(session.get_bind().engine.url.database))
     job = Job.model_validate(run.job)
     cloud_time = CloudTime({cloud: build_limits(cloud) for cloud in job.clouds}) if job.clouds else None
     clock = clock or _clock_of(sessions, run, cloud_time)
     bucket_lease = _store_lease(run, job, ledger)
     if bucket_lease is not None:
-        is_moved = was_elsewhere(session.get(ControllerLease, run.id))
-        ledger = Path(str(session.get_bind().engine.url.database))
+        if is_moved:
+            bucket_lease.check_free()  # a bucket that does not answer proves nothing, and the first machine may go on
         bucket_lease.take()
     if provisioner is None:
         check_lease = bucket_lease.check if bucket_lease is not None else lambda: None
         provisioner = provisioner_of(run, job, clock, check_lease)
     controller = Controller(sessions, run, provisioner, clock, bucket_lease=bucket_lease, cloud_time=cloud_time)
-        if is_moved:
-            bucket_lease.check_free()  # a bucket that does not answer proves nothing, and the first machine may go on
     if bucket_lease is not None:
         bucket_lease.keep()
     log.info(
@@ -90,16 +95,19 @@ def run_controller(
         try:
             if controller.one_pass():
                 break
-            trouble = 0
+            trouble, longest_s = 0, pass_seconds
         except LeaseLost as error:
             log.warning("%s", error)
             provisioner.close()
             ended.set()
             return
-        except (SQLAlchemyError, OSError, Failure):
+        except Exception as error:
+            # A bug in one decision must not end the process that guards the money.
             trouble += 1
+            is_outage = isinstance(error, SQLAlchemyError | OSError | Failure)
+            longest_s = LONGEST_PAUSE_SECONDS if is_outage else LONGEST_GUARD_SECONDS
             log.exception("this pass failed (%s in a row); trying again", trouble)
-        pause = min(LONGEST_PAUSE_SECONDS, pass_seconds * 2 ** min(trouble, 10))
+        pause = min(longest_s, pass_seconds * 2 ** min(trouble, 10))
         sleep(max(0.0, pause - (time.monotonic() - started)))
     ended.set()
     if bucket_lease is not None:

@@ -38,9 +38,10 @@ from launcher.ledger.models import (
     Removal,
     Run,
     RunStatus,
+    TroubleRow,
 )
 
-REVISION = "0010"
+REVISION = "0011"
 """The newest migration. A ledger at this revision opens without loading alembic. A test compares the value with the
 folder."""
 
@@ -179,6 +180,12 @@ def current_status(session: Session, run: Run) -> RunStatus | None:
 
 def append_status(session: Session, run: Run, status: str, reason: str, at_ms: int) -> None:
     session.add(RunStatus(run_id=run.id, at_ms=at_ms, status=status, reason=reason))
+
+
+def trouble_of(session: Session, run: Run) -> str:
+    """Return the errors of the controller's last pass, in words; empty if the pass succeeded."""
+    newest = select(TroubleRow.text).where(TroubleRow.run_id == run.id).order_by(TroubleRow.id.desc()).limit(1)
+    return session.scalar(newest) or ""
 
 
 def append_progress(session: Session, run: Run, lines: Sequence[Progress]) -> int:

@@ -103,7 +103,7 @@ _ALL = (
     Fault(
         name="every_time_is_believed",
         forgets="that clocks of clouds and nodes may be wrong",
-        patches=((node_events, "_plausible_ms", lambda node, reported_ms, now_ms: reported_ms),),
+        patches=((node_events, "_plausible_ms", lambda earliest_ms, reported_ms, now_ms: reported_ms),),
         found_by=f"{TIME}a_fact_with_a_far_wrong_time_ends_no_run",
     ),
     Fault(
