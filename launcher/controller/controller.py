@@ -34,7 +34,7 @@ from launcher.controller.spend_deadlines import SpendDeadlines
 from launcher.decide import budget_guard
 from launcher.decide.actions import Action, Buy, Enter, Release, RepeatRequest, StopEngine
 from launcher.decide.clock_doubt import Doubt
-from launcher.decide.facts import INCOMPLETE, OVER, Facts, NodeRecord, Stage, Wanted
+from launcher.decide.facts import FOUND, INCOMPLETE, OVER, Facts, NodeRecord, Stage, Wanted
 from launcher.decide.failover import LaunchRate
 from launcher.decide.known_nodes import KnownNodes
 from launcher.decide.launch_history import MoveRules
@@ -101,7 +101,7 @@ class Controller:
         self.sites = plan.sites
         """Candidate sites of the run; empty on the local infra."""
         self.wanted = wanted_of(run, self._job, plan, clock)
-        self.recorder = Recorder(sessions, run, self._lease, bucket_lease, clock)
+        self.recorder = Recorder(sessions, run, self._lease, bucket_lease, clock, plan)
         self.facts_reader = FactsReader(run, self._job, plan, clock)
         self.engine = EngineClient(run, {slot.name: slot for slot in plan.slots}, provisioner, clock)
         self.deadlines = SpendDeadlines(provisioner, is_cloud=bool(plan.sites))
@@ -111,6 +111,7 @@ class Controller:
         """Nodes whose release this controller has ordered."""
         self._known = KnownNodes()
         """The nodes of the ledger again, indexed: a pass indexes only nodes that ended since the last pass."""
+        self.recorder.write_forgotten()
         with sessions() as session:
             self._trouble = trouble_of(session, run)
         """The errors of the last pass, as the ledger has them. Empty: the last pass succeeded."""
@@ -148,6 +149,8 @@ class Controller:
         if facts is None:
             return False
         is_whole = not steps.errors
+        if is_whole:
+            take(partial(self.recorder.tell_spent, facts.metered, facts.now_ms), None)
         take(partial(self.engine.find_trainer, facts.nodes), None)
         known: Sequence[NodeRecord] = take(lambda: self._index(facts), facts.nodes)
         actions: list[Action] = take(lambda: decide(replace(facts, nodes=known), self.wanted, steps), [])
@@ -159,10 +162,11 @@ class Controller:
         ]
         if recorded:
             actions.append(Release(nodes=tuple(recorded)))
-        unknown = [name for name, fact in (cloud or {}).items() if _is_unknown(name, fact, facts)]
+        live = {node.name: node for node in facts.nodes if node.is_live}
+        unknown = [name for name, fact in (cloud or {}).items() if _is_unknown(name, fact, live)]
         if unknown:
             log.warning("nobody asked for %s: released", ", ".join(unknown))
-            actions.append(Release(nodes=tuple(unknown)))
+            actions.append(Release(nodes=tuple(unknown), why="its order is lost, so it cannot be looked after"))
         take(partial(self.deadlines.send, facts, self.wanted, steps, may_extend=is_whole), None)
         if facts.stage not in OVER and cloud is not None:
             take(partial(self.engine.send_capacity, facts.nodes, cloud), None)
@@ -426,8 +430,12 @@ def log_tail(folder: Path) -> str:
     return "\n".join(filter(None, texts))[-LOG_TAIL_CHARACTERS:]
 
 
-def _is_unknown(name: str, fact: NodeFact, facts: Facts) -> bool:
-    return fact.status is not NodeStatus.GONE and all(node.name != name for node in facts.nodes)
+def _is_unknown(name: str, fact: NodeFact, live: Mapping[str, NodeRecord]) -> bool:
+    """Return whether a node runs that the ledger has no order for, or whose end the ledger has recorded."""
+    if fact.status not in (NodeStatus.PENDING, NodeStatus.UP):
+        return False
+    happened = live[name].happened if name in live else {}
+    return not {"requested", "releasing"} & happened.keys() if FOUND in happened else name not in live
 
 
 def _run_ms(clock: Clock, wall_seconds: float) -> int:

@@ -165,6 +165,20 @@ class TroubleRow(Base):
     wall_ms: Mapped[int | None] = mapped_column(default=wall_ms)
 
 
+class SpentMark(Base):
+    """Money that the run had spent by a moment, as the bucket knows and a ledger from a backup does not.
+
+    The part that the nodes in the ledger do not explain is a cost beside them (accounting.py).
+    """
+
+    __tablename__ = "spent_mark"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    run_id: Mapped[int] = mapped_column(ForeignKey("run.id"), index=True)
+    at_ms: Mapped[int]
+    micro_usd: Mapped[int]
+    wall_ms: Mapped[int | None] = mapped_column(default=wall_ms)
+
+
 class NoticeRow(Base):
     """A message about a run to its webhook (launcher/notifications). One row per cause.
 

@@ -41,7 +41,7 @@ from launcher.ledger.models import (
     TroubleRow,
 )
 
-REVISION = "0011"
+REVISION = "0012"
 """The newest migration. A ledger at this revision opens without loading alembic. A test compares the value with the
 folder."""
 
@@ -186,6 +186,12 @@ def trouble_of(session: Session, run: Run) -> str:
     """Return the errors of the controller's last pass, in words; empty if the pass succeeded."""
     newest = select(TroubleRow.text).where(TroubleRow.run_id == run.id).order_by(TroubleRow.id.desc()).limit(1)
     return session.scalar(newest) or ""
+
+
+def newest_event(session: Session, run: Run) -> int:
+    """Return the id of the newest event of the run's nodes; 0 if none. Ids only grow."""
+    of_run = select(Node.id).where(Node.run_id == run.id)
+    return session.scalar(select(func.max(NodeEvent.id)).where(NodeEvent.node_id.in_(of_run))) or 0
 
 
 def append_progress(session: Session, run: Run, lines: Sequence[Progress]) -> int:

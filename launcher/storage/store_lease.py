@@ -18,7 +18,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from typing import Any
 
@@ -56,14 +56,30 @@ class LeaseLost(Failure):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Spent:
+    """The money spent on a run by a moment of its clock, and the newest event in the ledger that said so.
+
+    A ledger without the event is older: it was restored from a backup.
+    """
+
+    event: int
+    at_ms: int
+    micro_usd: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Claim:
-    """The content of the lease object, and the object's version. `process`: pid on that host; 0: not known."""
+    """The content of the lease object, and the object's version. `process`: pid on that host; 0: not known.
+
+    `spent`: what the holder's ledger knew last. None: not known.
+    """
 
     holder: str
     host: str
     process: int
     until_ms: int
     version: Any
+    spent: Spent | None = None
 
 
 class StoreLease:
@@ -91,6 +107,8 @@ class StoreLease:
         self._renewing = threading.Lock()
         self.lost: str | None = None
         """Host of the new holder after a takeover. Once set, the controller must not act any more."""
+        self.spent: Spent | None = None
+        """Written with each renewal: set by the controller, and before that as `take` found it in the bucket."""
 
     def take(self) -> None:
         """Become the holder, if the bucket answers. Raises LeaseHeld with the name of the holding machine."""
@@ -113,6 +131,7 @@ class StoreLease:
     def _take(self) -> None:
         there = self._read()
         self._refuse_held(there)
+        self.spent = None if there is None else there.spent
         try:
             self._write(there)
         except (AlreadyExistsError, PreconditionError):
@@ -166,12 +185,16 @@ class StoreLease:
             log.warning("the lease in the bucket could not be renewed: %s", _first_line(error))
 
     def give_up(self) -> None:
-        """Give the lease back at the end of the run, so that the next controller can start at once."""
+        """Give the lease back at the end of the run, so that the next controller can start at once.
+
+        The object stays with what was spent, for a run that is resumed with an older ledger.
+        """
         self._ended.set()
         try:
-            there = self._read()
-            if there is not None and there.holder == self._holder:
-                obstore.delete(self._store, LEASE_OBJECT)
+            with self._renewing:
+                there = self._read()
+                if there is not None and there.holder == self._holder:
+                    self._write(there, until_ms=0)
         except TROUBLE as error:
             log.warning("the lease in the bucket stays until it runs out: %s", _first_line(error))
 
@@ -196,24 +219,28 @@ class StoreLease:
             raw = json.loads(bytes(answer.bytes()))
             holder, host, until_ms = str(raw["holder"]), str(raw["host"]), int(raw["until_ms"])
             process = int(raw.get("process", 0))
+            told = raw.get("spent")
+            spent = None if told is None else Spent(**{name: int(value) for name, value in dict(told).items()})
         except (ValueError, KeyError, TypeError):
             log.warning("%s of %s is not a lease: it is written anew", LEASE_OBJECT, self._run)
             return Claim(holder="", host="nobody", process=0, until_ms=0, version=version)
         # The bucket's own time bounds leases written by a clock hours ahead.
         until_ms = min(until_ms, round((meta["last_modified"].timestamp() + LEASE_SECONDS) * 1000))
-        return Claim(holder=holder, host=host, process=process, until_ms=until_ms, version=version)
+        return Claim(holder=holder, host=host, process=process, until_ms=until_ms, version=version, spent=spent)
 
-    def _write(self, over: Claim | None) -> None:
-        """Write the lease only if the object is unchanged since the read.
+    def _write(self, over: Claim | None, until_ms: int | None = None) -> None:
+        """Write the lease only if the object is unchanged since the read. `until_ms`: None for a whole lease.
 
         Of two concurrent writers, the second fails.
         """
-        until_ms = self._wall_ms() + round(LEASE_SECONDS * 1000)
+        if until_ms is None:
+            until_ms = self._wall_ms() + round(LEASE_SECONDS * 1000)
         claim = {
             "holder": self._holder,
             "host": socket.gethostname(),
             "process": os.getpid(),
             "until_ms": until_ms,
+            "spent": None if self.spent is None else asdict(self.spent),
         }
         mode: Any = "create" if over is None else over.version
         obstore.put(self._store, LEASE_OBJECT, json.dumps(claim).encode(), mode=mode)
