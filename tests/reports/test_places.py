@@ -35,6 +35,8 @@ from tests.launcher.cluster.stage import (
     dead_pid,
     ledger,
 )
+from tests.launcher.cluster.test_sky_provisioner import Stage as ProvisionerStage
+from tests.launcher.cluster.test_sky_provisioner import placement
 
 MINUTE = 60_000
 
@@ -164,9 +166,13 @@ class RestoredCloud(SimulatedCloud):
     """
 
     is_forgotten = False
+    has_orders = False
+    """Whether the run's folder still has the orders of its nodes."""
 
     def observe(self) -> list[NodeFact]:
         facts = super().observe()
+        if self.has_orders:
+            return [replace(fact, want=self.requested[fact.name][0]) for fact in facts]
         if not self.is_forgotten:
             return facts
         return [
@@ -274,6 +280,21 @@ def test_a_restored_ledger_counts_what_was_spent_since_the_backup(home, lost):
     assert len(backup.cloud.live()) == 3
     told = CliRunner().invoke(events, ["demo", "--kind", "found"], obj=backup.sessions, standalone_mode=False).output
     assert "restored from a backup" in told
+
+
+def test_nodes_whose_orders_are_in_the_runs_folder_go_on_after_a_restore(home):
+    backup = Backup(home)
+    backup.cloud.has_orders = True
+    backup.passes(4)
+    backup.copy()
+    lose_nodes(backup, ["trainer", "spot-1", "spot-0"], 12)
+    live = backup.cloud.live()
+    assert len(live) == 3
+    backup.restore()
+    backup.passes(10)
+    assert backup.cloud.live() == live
+    assert backup.cloud.released == []
+    assert backup.metered() == backup.cloud.true_micro_usd()
 
 
 def test_a_run_with_a_restored_ledger_stays_within_its_budget(home):
@@ -414,3 +435,25 @@ def test_an_instance_of_another_name_is_released_and_not_written_into_the_ledger
     backup.passes(1)
     assert "demo-spot-9-g0" in backup.cloud.released
     assert "demo-spot-9-g0" not in backup.records()
+
+
+def test_instances_of_lost_folders_are_reported_with_their_times_while_the_cloud_lists_them(tmp_path):
+    stage = ProvisionerStage(tmp_path)
+    stage.cloud.start("run-rollout-0-g1", placement())
+    stage.time.ms += 600_000
+    stage.cloud.take_back("run-rollout-0-g1")
+    stage.cloud.start("run-rollout-0-g2", placement())
+    facts = stage.passes(2)
+    ended, running = facts["run-rollout-0-g1"], facts["run-rollout-0-g2"]
+    assert (ended.status, ended.reclaimed, ended.ended_ms - ended.started_ms) == (NodeStatus.GONE, True, 600_000)
+    assert (running.status, running.started_ms) == (NodeStatus.PENDING, stage.cloud.there[1].launched_ms)
+    assert running.want is None
+
+
+def test_a_node_whose_folder_has_its_order_says_so(tmp_path):
+    stage = ProvisionerStage(tmp_path)
+    stage.bring_up("run-rollout-0-g1")
+    stage.process()
+    assert stage.passes(1)["run-rollout-0-g1"].want == placement()
+    stage.provisioner.release(["run-rollout-0-g1"])
+    assert stage.passes(5)["run-rollout-0-g1"].want == placement()

@@ -7,7 +7,7 @@ from functools import partial
 from launcher.clouds.base import Instance, InstanceState
 from launcher.decide.node_facts import NodeFact, NodeStatus
 from launcher.provision.sky.background_tasks import BackgroundTasks
-from launcher.provision.sky.inventory import CloudInventory
+from launcher.provision.sky.inventory import CloudInventory, newest_of
 from launcher.provision.sky.node_book import NodeBook
 from launcher.provision.sky.surroundings import Surroundings
 
@@ -32,7 +32,9 @@ class UnknownInstances:
         for observed in self.inventory.all_known():
             for instance in observed.instances:
                 node = self.nodes.get(instance.name)
-                if node is None and (fact := _fact_of(instance)) is not None:
+                # A name may have ended instances, of launches that SkyPilot repeated, beside the one that counts.
+                is_newest = instance == newest_of(observed.instances, instance.name)
+                if node is None and is_newest and (fact := _fact_of(instance)) is not None:
                     facts.append(fact)
                 if node is None or instance.state not in (InstanceState.PENDING, InstanceState.RUNNING):
                     continue
