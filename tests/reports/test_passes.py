@@ -22,6 +22,7 @@ from launcher.decide.node_facts import NodeFact, NodeStatus
 from launcher.ledger.billing import interval_micro_usd
 from launcher.ledger.models import Node, NodeEvent, Preemption
 from launcher.ledger.node_history import metered_micro_usd, node_records
+from launcher.provision.sky import phase
 from launcher.runs.runs import request_stop
 from tests.launcher.cluster.stage import (
     SPOT_RATE,
@@ -33,6 +34,7 @@ from tests.launcher.cluster.stage import (
     ledger,
     made_run,
 )
+from tests.launcher.cluster.test_sky_provisioner import Stage as ProvisionerStage
 
 MINUTE = 60_000
 PASS_MS = 30_000
@@ -351,6 +353,30 @@ def test_a_node_whose_release_fails_keeps_no_other_node_running(tmp_path, monkey
     monkeypatch.setattr(process.cloud, "release", plain)
     process.passes(3)
     assert process.cloud.live() == []
+
+
+@pytest.mark.parametrize("where", ["lifecycle.phase_of", "fact_reader.phase_of"])
+def test_a_fault_at_one_node_of_the_clouds_leaves_the_others_in_care(tmp_path, monkeypatch, where):
+    stage = ProvisionerStage(tmp_path)
+    for name in ("run-trainer-g0", "run-rollout-0-g0"):
+        stage.bring_up(name)
+    target = f"launcher.provision.sky.{where}"
+    plain = phase.phase_of
+
+    def phase_of(node):
+        if node.name == "run-rollout-0-g0":
+            raise KeyError("planted")
+        return plain(node)
+
+    monkeypatch.setattr(target, phase_of)
+    facts = stage.passes(1)
+    assert facts["run-trainer-g0"].status is NodeStatus.UP
+    assert facts["run-rollout-0-g0"].status is NodeStatus.UNKNOWN
+    assert facts["run-rollout-0-g0"].fault == "KeyError: 'planted'"
+    stage.provisioner.release(["run-rollout-0-g0", "run-trainer-g0"])
+    assert stage.passes(5)["run-trainer-g0"].status is NodeStatus.GONE
+    monkeypatch.undo()
+    assert stage.passes(5)["run-rollout-0-g0"].status is NodeStatus.GONE
 
 
 @pytest.mark.parametrize("is_whole", [True, False])
