@@ -45,7 +45,7 @@ def _plan_only(facts: Facts, wanted: Wanted) -> int:
     return sum(slot.placement.micro_usd_per_hour for slot in wanted.slots)
 
 
-def _only_later(self: SpendDeadlines, facts: Facts, wanted: Wanted) -> None:
+def _only_later(self: SpendDeadlines, facts: Facts, wanted: Wanted, *_: Any, **__: Any) -> None:
     deadline_ms, gain_ms = self.deadline_ms(facts, wanted, facts.now_ms), spend_deadlines.REARM_MS
     for node in facts.nodes:
         armed = self._armed.get(node.name)
