@@ -34,3 +34,15 @@ class BudgetError(Failure):
     """The budget does not allow the request; the command started nothing."""
 
     exit_code: ClassVar[ExitCode] = ExitCode.REFUSED_BY_BUDGET
+
+
+WORDS_CHARACTERS = 300
+"""Most characters of an error in one line."""
+
+
+def words_of(error: BaseException) -> str:
+    """Return an error in one line: the text of a Failure, or the kind and the text of a bug."""
+    text = " ".join((str(error).splitlines() or [""])[0].split())
+    if isinstance(error, Failure) and text:
+        return text[:WORDS_CHARACTERS]
+    return f"{type(error).__name__}: {text}"[:WORDS_CHARACTERS]

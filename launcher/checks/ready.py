@@ -155,7 +155,7 @@ def check_prices(slots: Sequence[Slot], now_ms: int) -> None:
 
 def _check_unused(url: str, run: str) -> None:
     """Check that no other machine controls a run of this name, and that none left checkpoints. Raises Failure."""
-    StoreLease(lambda: open_store(url), run, token=secrets.token_hex(8)).check_free()
+    StoreLease(lambda: open_store(url), run, holder=secrets.token_hex(8)).check_free()
     check_no_checkpoint(url)
 
 

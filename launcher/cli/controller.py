@@ -11,6 +11,8 @@ from sqlalchemy.orm import Session, sessionmaker
 from launcher.controller.run_process import run_controller
 from launcher.decide.facts import OVER
 from launcher.exit_codes import ExitCode
+from launcher.ledger.store import find_run
+from launcher.runs.own_folder import check_own_folder
 from launcher.runs.service import remove_service
 from launcher.runs.views import run_view
 
@@ -34,6 +36,8 @@ def controller(sessions: sessionmaker[Session], run_name: str) -> ExitCode:
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     logging.getLogger("httpx").setLevel(logging.WARNING)
     logging.info("spotrl %s looks after %s, from %s", version("spotrl"), run_name, Path(__file__).parents[2])
+    with sessions() as session:
+        check_own_folder(find_run(session, run_name))
     run_controller(sessions, run_name)
     if run_view(sessions, run_name).status not in OVER:
         return ExitCode.FAILURE  # lease lost to another controller: a service retries, in case the new holder dies

@@ -43,6 +43,8 @@ def ls(sessions: sessionmaker[Session], show_all: bool, as_json: bool) -> None:
 def _status(view: RunView) -> str:
     if view.lacks_controller:
         return f"{view.status} (no controller)"
+    if view.trouble:
+        return f"{view.status} (in trouble)"
     return f"{view.status} (removed)" if view.is_removed else view.status
 
 

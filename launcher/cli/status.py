@@ -69,6 +69,7 @@ def headline(view: RunView) -> list[str]:
     reason = f" ({view.reason})" if view.reason else ""
     # Put the warning on its own line: an unwrapped command can be copied.
     warning = [f"{view.name} has no controller; start one: spotrl resume {view.name}"] if view.lacks_controller else []
+    trouble = [f"in trouble: {view.trouble}; nothing is bought, limits and stops still work"] if view.trouble else []
     more = [f"Go on with more money: {view.resume_with}"] if view.resume_with else []
     removed = "; its files were removed" if view.is_removed else ""
     limit = f" of {dollars(view.max_total_micro_usd)}" if view.max_total_micro_usd is not None else ""
@@ -79,6 +80,7 @@ def headline(view: RunView) -> list[str]:
     return [
         f"{view.name}: {view.status}{reason}{removed}",
         *warning,
+        *trouble,
         *more,
         f"iteration {view.iteration}/{view.iterations}, {view.metric} {score} (best {peak}{target}){eta}",
         f"spent {dollars(view.spent_micro_usd)}{limit}, now {hourly(view.micro_usd_per_hour)}",

@@ -12,8 +12,9 @@ first.
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import assert_never
 
@@ -32,27 +33,31 @@ from launcher.controller.recorder import Recorder
 from launcher.controller.spend_deadlines import SpendDeadlines
 from launcher.decide import budget_guard
 from launcher.decide.actions import Action, Buy, Enter, Release, RepeatRequest, StopEngine
-from launcher.decide.facts import INCOMPLETE, OVER, Facts, Stage, Wanted
+from launcher.decide.clock_doubt import Doubt
+from launcher.decide.facts import FOUND, INCOMPLETE, OVER, Facts, NodeRecord, Stage, Wanted
 from launcher.decide.failover import LaunchRate
 from launcher.decide.known_nodes import KnownNodes
 from launcher.decide.launch_history import MoveRules
 from launcher.decide.node_facts import NodeFact, NodeStatus
 from launcher.decide.reconcile import decide
 from launcher.decide.run_budget import judges_refusal, refused_now
+from launcher.decide.steps import Steps
+from launcher.decide.stopping import without_numbers
+from launcher.exit_codes import words_of
 from launcher.job.checked import JobError
 from launcher.job.load import all_runs_of
 from launcher.job.schema import Job
 from launcher.job.sections import AllRuns
 from launcher.ledger.accounting import judge_budget
-from launcher.ledger.models import STAND_IN, Node, NodeEvent, Run
+from launcher.ledger.models import STAND_IN, Node, NodeEvent, Run, TroubleRow
 from launcher.ledger.node_history import last_trainer_cloud, node_of, node_records, option_of, unpriced_costs
-from launcher.ledger.store import append_status, current_status, nodes_of
+from launcher.ledger.store import append_status, current_status, nodes_of, trouble_of
 from launcher.money import duration
 from launcher.placement.plan import Plan
 from launcher.provision.local.provisioner import node_folder
 from launcher.provision.provisioner import Provisioner
 from launcher.settings import config_path
-from launcher.storage.store_lease import StoreLease
+from launcher.storage.store_lease import LeaseLost, StoreLease
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +101,7 @@ class Controller:
         self.sites = plan.sites
         """Candidate sites of the run; empty on the local infra."""
         self.wanted = wanted_of(run, self._job, plan, clock)
-        self.recorder = Recorder(sessions, run, self._lease, bucket_lease, clock)
+        self.recorder = Recorder(sessions, run, self._lease, bucket_lease, clock, plan)
         self.facts_reader = FactsReader(run, self._job, plan, clock)
         self.engine = EngineClient(run, {slot.name: slot for slot in plan.slots}, provisioner, clock)
         self.deadlines = SpendDeadlines(provisioner, is_cloud=bool(plan.sites))
@@ -106,58 +111,134 @@ class Controller:
         """Nodes whose release this controller has ordered."""
         self._known = KnownNodes()
         """The nodes of the ledger again, indexed: a pass indexes only nodes that ended since the last pass."""
+        self.recorder.write_forgotten()
+        with sessions() as session:
+            self._trouble = trouble_of(session, run)
+        """The errors of the last pass, as the ledger has them. Empty: the last pass succeeded."""
 
     def one_pass(self) -> bool:
         """Observe, compare, act. Return True when the run is over and none of its nodes and resources is left.
 
-        Raises LeaseLost when another controller has taken over.
+        An error in one step does not stop the steps after it: limits, releases and spend deadlines are guards, and
+        still work. Nothing is bought in such a pass. At its end, the trouble is written down for `spotrl status` and
+        the first error is raised.
+
+        Raises LeaseLost at once when another controller has taken over.
         """
         self.recorder.check_lease()
-        self._read_limits()
-        cloud = {fact.name: fact for fact in self._provisioner.observe()}
+        steps = Steps(lets_through=LeaseLost)
+        is_over = self._pass(steps)
+        self._record_trouble(steps.errors)
+        for error in steps.errors[1:]:
+            log.error("another error of the same pass", exc_info=error)
+        if steps.errors:
+            raise steps.errors[0]
+        return is_over
+
+    def _pass(self, steps: Steps) -> bool:
+        take = steps.take
+        take(self._read_limits, None)
+        cloud = take(self._observe, None)
+        if cloud is not None:
+            steps.errors += [RuntimeError(f"{fact.name}: {fact.fault}") for fact in cloud.values() if fact.fault]
+            take(partial(self._record, cloud), None)
+        take(self.recorder.write_progress, None)
+        if cloud is not None:
+            take(partial(self._watch_standstill, cloud), None)
+        facts = take(self.facts, None) or take(self._plain_facts, None)
+        if facts is None:
+            return False
+        is_whole = not steps.errors
+        if is_whole:
+            take(partial(self.recorder.tell_spent, facts.metered, facts.now_ms), None)
+        take(partial(self.engine.find_trainer, facts.nodes), None)
+        known: Sequence[NodeRecord] = take(lambda: self._index(facts), facts.nodes)
+        actions: list[Action] = take(lambda: decide(replace(facts, nodes=known), self.wanted, steps), [])
+        # A controller may have been killed or frozen after it recorded a release, and before it ordered the release.
+        recorded = [
+            node.name
+            for node in facts.nodes
+            if node.is_live and "releasing" in node.happened and node.name not in self._released
+        ]
+        if recorded:
+            actions.append(Release(nodes=tuple(recorded)))
+        live = {node.name: node for node in facts.nodes if node.is_live}
+        unknown = [name for name, fact in (cloud or {}).items() if _is_unknown(name, fact, live)]
+        if unknown:
+            log.warning("nobody asked for %s: released", ", ".join(unknown))
+            actions.append(Release(nodes=tuple(unknown), why="its order is lost, so it cannot be looked after"))
+        take(partial(self.deadlines.send, facts, self.wanted, steps, may_extend=is_whole), None)
+        if facts.stage not in OVER and cloud is not None:
+            take(partial(self.engine.send_capacity, facts.nodes, cloud), None)
+        for action in actions:
+            if not (steps.errors and isinstance(action, Buy | RepeatRequest)):
+                take(partial(self._act, action), None)
+        if facts.stage not in OVER or actions or steps.errors:
+            return False
+        return take(partial(self._is_tidy, facts), False)
+
+    def _observe(self) -> dict[str, NodeFact]:
+        return {fact.name: fact for fact in self._provisioner.observe()}
+
+    def _record(self, cloud: Mapping[str, NodeFact]) -> None:
         nodes = self.recorder.write_news(cloud)
         if self.sites:
             self.facts_reader.refresh_prices(self._sessions)
             self.recorder.write_prices(cloud, nodes, self.facts_reader.prices)
-        self.recorder.write_progress()
+
+    def _watch_standstill(self, cloud: Mapping[str, NodeFact]) -> None:
         is_excused = bool(self.engine.trouble or self._transfer.failure)
         self.facts_reader.standstill.watch(self._clock.now_ms(), cloud.get(self.engine.trainer or ""), is_excused)
-        facts = self.facts()
-        self.engine.find_trainer(facts.nodes)
-        known = self._known.update(facts.nodes)
-        actions = decide(replace(facts, nodes=known), self.wanted)
-        # A controller may have been killed or frozen after it recorded a release, and before it ordered the release.
-        recorded = [
-            node.name for node in known.live if "releasing" in node.happened and node.name not in self._released
-        ]
-        if recorded:
-            actions.append(Release(nodes=tuple(recorded)))
-        unknown = [name for name, fact in cloud.items() if _is_unknown(name, fact, facts)]
-        if unknown:
-            log.warning("nobody asked for %s: released", ", ".join(unknown))
-            actions.append(Release(nodes=tuple(unknown)))
-        self.deadlines.send(facts, self.wanted)
-        for action in actions:
-            self._act(action)
-        if facts.stage not in OVER:
-            self.engine.send_capacity(facts.nodes, cloud)
-        return facts.stage in OVER and not actions and self._is_tidy(facts)
+
+    def _index(self, facts: Facts) -> KnownNodes:
+        """Return the nodes with their indexes. After an error the index is built anew in the next pass."""
+        known, self._known = self._known, KnownNodes()
+        self._known = known.update(facts.nodes)
+        return self._known
+
+    def _record_trouble(self, errors: Sequence[Exception]) -> None:
+        """Write the errors of a pass for `spotrl status`; an empty text once a pass succeeds again.
+
+        A text that differs in numbers alone is not written again. A ledger that cannot be written keeps the old text,
+        and the log has the errors.
+        """
+        trouble = "; ".join(dict.fromkeys(map(words_of, errors)))
+        if without_numbers(trouble) == without_numbers(self._trouble):
+            return
+        try:
+            with self.recorder.transaction() as session:
+                session.add(TroubleRow(run_id=self._run.id, at_ms=self._clock.now_ms(), text=trouble))
+            self._trouble = trouble
+        except LeaseLost:
+            raise
+        except Exception:
+            log.exception("the trouble of this pass could not be written down")
 
     def facts(self) -> Facts:
         """Read the facts of the run in a separate transaction."""
         with self._sessions() as session:
             return self._facts_in(session)
 
+    def _plain_facts(self) -> Facts:
+        """Read only the facts that the run's own limits and its end need."""
+        with self._sessions() as session:
+            return self.facts_reader.facts(
+                session, is_limited_by_all=False, trouble=None, doubt=self._doubt(), is_plain=True
+            )
+
     def close(self) -> None:
         self._transfer.close()
         give_up(self._sessions, self._lease)
+
+    def _doubt(self) -> Doubt | None:
+        return self._cloud_time.doubt if self._cloud_time is not None else None
 
     def _facts_in(self, session: Session) -> Facts:
         return self.facts_reader.facts(
             session,
             is_limited_by_all=self.wanted.all_runs != budget_guard.NO_LIMITS or self.wanted.others_at_most is not None,
             trouble=self.engine.trouble or self._transfer.failure,
-            doubt=self._cloud_time.doubt if self._cloud_time is not None else None,
+            doubt=self._doubt(),
         )
 
     def _read_limits(self) -> None:
@@ -193,7 +274,10 @@ class Controller:
     def _enter(self, action: Enter) -> None:
         reason = action.reason
         if action.log_of is not None:
-            reason = f"{reason}\n{log_tail(node_folder(Path(self._run.folder), action.log_of))}"
+            try:
+                reason = f"{reason}\n{log_tail(node_folder(Path(self._run.folder), action.log_of))}"
+            except OSError as error:  # the run ends without the log's last lines
+                log.warning("the log of %s cannot be read: %s", action.log_of, error)
         with self.recorder.transaction() as session:
             now = current_status(session, self._run)
             # A user may have requested a stop since the facts were read. The request must not be overwritten.
@@ -273,8 +357,16 @@ class Controller:
                     why = "" if action.never_whole else action.why
                     self._event(session, node, "releasing", self._clock.now_ms(), why)
         self.recorder.check_lease()
-        self._provisioner.release(action.nodes)
-        self._released.update(action.nodes)
+        steps = Steps(lets_through=LeaseLost)
+        for name in action.nodes:  # one by one: an error at one node must not keep the others running
+            if steps.take(partial(self._order_release, name), False):
+                self._released.add(name)
+        if steps.errors:
+            raise steps.errors[0]
+
+    def _order_release(self, name: str) -> bool:
+        self._provisioner.release([name])
+        return True
 
     def _event(self, session: Session, node: Node, kind: str, at_ms: int, evidence: str = "") -> None:
         session.add(NodeEvent(node_id=node.id, at_ms=at_ms, kind=kind, evidence=evidence))
@@ -338,8 +430,12 @@ def log_tail(folder: Path) -> str:
     return "\n".join(filter(None, texts))[-LOG_TAIL_CHARACTERS:]
 
 
-def _is_unknown(name: str, fact: NodeFact, facts: Facts) -> bool:
-    return fact.status is not NodeStatus.GONE and all(node.name != name for node in facts.nodes)
+def _is_unknown(name: str, fact: NodeFact, live: Mapping[str, NodeRecord]) -> bool:
+    """Return whether a node runs that the ledger has no order for, or whose end the ledger has recorded."""
+    if fact.status not in (NodeStatus.PENDING, NodeStatus.UP):
+        return False
+    happened = live[name].happened if name in live else {}
+    return not {"requested", "releasing"} & happened.keys() if FOUND in happened else name not in live
 
 
 def _run_ms(clock: Clock, wall_seconds: float) -> int:

@@ -58,6 +58,8 @@ class FactsReader:
         self._run, self._job, self._plan, self._sites, self._clock = run, job, plan, plan.sites, clock
         self.standstill = Standstill(clock.now_ms())
         self.prices, self._prices_at = PriceNow(), -PRICE_SECONDS
+        self._last_others = Others()
+        """The other runs as last read."""
         self._ended_runs: dict[int, tuple[int, int]] = {}
         self._free: set[int] = set()
         """Runs on this machine without a paid judge, which cost nothing."""
@@ -73,8 +75,20 @@ class FactsReader:
             with sessions() as session:
                 self.prices, self._prices_at = prices_now(session, self._job, self._clock.now_ms()), time.monotonic()
 
-    def facts(self, session: Session, *, is_limited_by_all: bool, trouble: str | None, doubt: Doubt | None) -> Facts:
-        """`is_limited_by_all`: a limit across all runs is set, so the other runs are read too."""
+    def facts(
+        self,
+        session: Session,
+        *,
+        is_limited_by_all: bool,
+        trouble: str | None,
+        doubt: Doubt | None,
+        is_plain: bool = False,
+    ) -> Facts:
+        """Read the facts of the run.
+
+        `is_limited_by_all`: a limit across all runs is set, so the other runs are read too. `is_plain`: leave out all
+        that the run's own limits and its end do not need, because the whole facts could not be read.
+        """
         now_ms = self._clock.now_ms()
         statuses = session.scalars(
             select(RunStatus).where(RunStatus.run_id == self._run.id).order_by(RunStatus.id.desc())
@@ -96,7 +110,6 @@ class FactsReader:
             .order_by(ProgressRow.id.desc())
             .limit(1)
         )
-        advanced_ms = self._advanced_ms(session)
         return Facts(
             now_ms=now_ms,
             stage=stage,
@@ -107,13 +120,13 @@ class FactsReader:
             metered=spent_micro_usd(session, self._run, now_ms),
             finished=EngineFinished(**finished.event) if finished is not None else None,
             finished_ms=finished.at_ms if finished is not None else 0,
-            advanced_ms=advanced_ms,
-            still_since_ms=self.standstill.since_ms,
+            advanced_ms=now_ms if is_plain else self._advanced_ms(session),
+            still_since_ms=None if is_plain else self.standstill.since_ms,
             trouble=trouble,
-            others=self._others(session, now_ms) if is_limited_by_all else Others(),
+            others=self._last_others if is_plain or not is_limited_by_all else self._others(session, now_ms),
             doubt=doubt,
-            sites=tuple(repriced(site, self.prices) for site in self._sites),
-            work=self._work(),
+            sites=self._sites if is_plain else tuple(repriced(site, self.prices) for site in self._sites),
+            work=None if is_plain else self._work(),
         )
 
     def _work(self) -> WorkLeft | None:
@@ -172,7 +185,8 @@ class FactsReader:
             metered += spent
             reserved += reserved_micro_usd(bought, budget_guard.RELEASE_ALLOWANCE_MS, now_ms)
             per_hour += hourly_micro_usd(bought)
-        return Others(metered=metered, reserved=reserved, hourly=per_hour, planned_hourly=planned)
+        self._last_others = Others(metered=metered, reserved=reserved, hourly=per_hour, planned_hourly=planned)
+        return self._last_others
 
     def _planned_hourly_of(self, run: Run) -> int:
         """Return the hourly cost of another run's plan, with disks and addresses."""

@@ -11,16 +11,21 @@ from sqlalchemy.orm import Session, sessionmaker
 from engine.clock import Clock
 from launcher.controller.lease import Lease, renew
 from launcher.controller.progress import ProgressFiles
+from launcher.decide.budget_guard import worst_case
 from launcher.decide.current_prices import PriceNow
-from launcher.decide.facts import NodeRecord
+from launcher.decide.facts import FOUND, NodeRecord
+from launcher.decide.found_nodes import found_nodes
 from launcher.decide.node_events import news
 from launcher.decide.node_facts import NodeFact
 from launcher.decide.price_events import paid
-from launcher.ledger.models import Run
-from launcher.ledger.node_history import node_price, node_records, write_note
-from launcher.ledger.store import append_progress, nodes_of, writing
+from launcher.ledger.models import NodeEvent, Run, SpentMark
+from launcher.ledger.node_history import node_of, node_price, node_records, write_note
+from launcher.ledger.store import append_progress, newest_event, nodes_of, writing
+from launcher.market.side_prices import MINIMUM_BILLED_MS
+from launcher.money import dollars
+from launcher.placement.plan import Plan
 from launcher.provision.local.provisioner import node_folder
-from launcher.storage.store_lease import StoreLease
+from launcher.storage.store_lease import Spent, StoreLease
 
 log = logging.getLogger(__name__)
 
@@ -29,10 +34,17 @@ class Recorder:
     """Writes of a controller that still holds its leases. Raises LeaseLost after a takeover."""
 
     def __init__(
-        self, sessions: sessionmaker[Session], run: Run, lease: Lease, bucket_lease: StoreLease | None, clock: Clock
+        self,
+        sessions: sessionmaker[Session],
+        run: Run,
+        lease: Lease,
+        bucket_lease: StoreLease | None,
+        clock: Clock,
+        plan: Plan,
     ) -> None:
         """`bucket_lease`: the lease in the bucket, which counts across machines. None: no bucket."""
-        self._sessions, self._run, self._lease, self._clock = sessions, run, lease, clock
+        self._sessions, self._run, self._lease, self._clock, self._plan = sessions, run, lease, clock, plan
+        self._began_ms = clock.now_ms()
         self.bucket_lease = bucket_lease
         self.progress_files = ProgressFiles()
 
@@ -52,7 +64,10 @@ class Recorder:
         """Record the cloud's news of the run's nodes. Return the updated records."""
         with self.transaction() as session:
             records = node_records(session, self._run)
-            notes = list(news(records, cloud, self._clock.now_ms()))
+            if self._add_found(session, records, cloud):
+                records = node_records(session, self._run)
+            now_ms = self._clock.now_ms()
+            notes = news(records, cloud, now_ms, self._run.created_ms, self._began_ms)
             if not notes:
                 return records
             nodes = {node.name: node for node in nodes_of(session, self._run)}
@@ -60,6 +75,56 @@ class Recorder:
                 log.info("%s: %s %s", note.node, note.kind, note.evidence)
                 write_note(session, self._run, nodes[note.node], note)
             return node_records(session, self._run)
+
+    def _add_found(self, session: Session, records: Sequence[NodeRecord], cloud: Mapping[str, NodeFact]) -> bool:
+        """Write nodes into the ledger that were bought after the ledger was copied. Return whether there were any."""
+        found = found_nodes(
+            {record.name for record in records},
+            cloud,
+            self._run.name,
+            self._plan.slots,
+            self._plan.sites,
+            self._run.created_ms,
+            self._clock.now_ms(),
+        )
+        for one in found:
+            log.warning("%s: %s", one.name, one.evidence)
+            rate = one.option.placement.micro_usd_per_hour
+            node = node_of(
+                self._run,
+                one.option,
+                name=one.name,
+                slot=one.slot.name,
+                generation=one.generation,
+                role=one.slot.role,
+                requested_ms=one.requested_ms,
+                reserved_micro_usd=worst_case(rate, MINIMUM_BILLED_MS),
+            )
+            session.add(node)
+            session.flush()
+            for kind in (FOUND, *(["requested"] if one.is_ordered else [])):
+                evidence = one.evidence if kind == FOUND else ""
+                session.add(NodeEvent(node_id=node.id, at_ms=one.requested_ms, kind=kind, evidence=evidence))
+        session.flush()
+        return bool(found)
+
+    def write_forgotten(self) -> None:
+        """Record the money that the bucket knows, if this ledger is older than what the bucket says."""
+        known = None if self.bucket_lease is None else self.bucket_lease.spent
+        if known is None:
+            return
+        with self.transaction() as session:
+            if newest_event(session, self._run) >= known.event:
+                return
+            log.warning("this ledger is older than its run: %s was spent by then", dollars(known.micro_usd))
+            session.add(SpentMark(run_id=self._run.id, at_ms=known.at_ms, micro_usd=known.micro_usd))
+
+    def tell_spent(self, metered: int, at_ms: int) -> None:
+        """Have the bucket's lease say what was spent, for a ledger that is restored from a backup later."""
+        if self.bucket_lease is not None:
+            with self._sessions() as session:
+                event = newest_event(session, self._run)
+            self.bucket_lease.spent = Spent(event=event, at_ms=at_ms, micro_usd=metered)
 
     def write_prices(self, cloud: Mapping[str, NodeFact], nodes: Sequence[NodeRecord], prices: PriceNow) -> None:
         """Record the real purchases and their current prices."""

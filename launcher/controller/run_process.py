@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session, sessionmaker
@@ -13,13 +14,14 @@ from engine.clock import Clock, SteadyClock, boot_ms
 from launcher.clouds.limits import build_limits
 from launcher.controller.cloud_time import CloudTime
 from launcher.controller.controller import Controller, log
+from launcher.controller.lease import this_ledger, was_elsewhere
 from launcher.controller.price_watch import watch_prices
 from launcher.decide.run_budget import (
     describe_limits,
 )
 from launcher.exit_codes import Failure
 from launcher.job.schema import Job
-from launcher.ledger.models import Run
+from launcher.ledger.models import ControllerLease, Run
 from launcher.ledger.store import (
     find_run,
     newest_ms,
@@ -41,6 +43,11 @@ LONGEST_PAUSE_SECONDS = 60.0
 limit. The controller never gives up, because nodes are paid for. Spend deadlines finally end the nodes."""
 
 
+LONGEST_GUARD_SECONDS = 10.0
+"""Longest pause after a pass with a bug of spotrl in it. Limits, stops and releases work in such passes, and a release
+takes several of them."""
+
+
 def run_controller(
     sessions: sessionmaker[Session],
     run_name: str,
@@ -55,11 +62,15 @@ def run_controller(
     """
     with sessions() as session:
         run = find_run(session, run_name)
+        is_moved = was_elsewhere(session.get(ControllerLease, run.id))
+        ledger = Path(str(session.get_bind().engine.url.database))
     job = Job.model_validate(run.job)
     cloud_time = CloudTime({cloud: build_limits(cloud) for cloud in job.clouds}) if job.clouds else None
     clock = clock or _clock_of(sessions, run, cloud_time)
-    bucket_lease = _store_lease(run, job)
+    bucket_lease = _store_lease(run, job, ledger)
     if bucket_lease is not None:
+        if is_moved:
+            bucket_lease.check_free()  # a bucket that does not answer proves nothing, and the first machine may go on
         bucket_lease.take()
     if provisioner is None:
         check_lease = bucket_lease.check if bucket_lease is not None else lambda: None
@@ -84,16 +95,19 @@ def run_controller(
         try:
             if controller.one_pass():
                 break
-            trouble = 0
+            trouble, longest_s = 0, pass_seconds
         except LeaseLost as error:
             log.warning("%s", error)
             provisioner.close()
             ended.set()
             return
-        except (SQLAlchemyError, OSError, Failure):
+        except Exception as error:
+            # A bug in one decision must not end the process that guards the money.
             trouble += 1
+            is_outage = isinstance(error, SQLAlchemyError | OSError | Failure)
+            longest_s = LONGEST_PAUSE_SECONDS if is_outage else LONGEST_GUARD_SECONDS
             log.exception("this pass failed (%s in a row); trying again", trouble)
-        pause = min(LONGEST_PAUSE_SECONDS, pass_seconds * 2 ** min(trouble, 10))
+        pause = min(longest_s, pass_seconds * 2 ** min(trouble, 10))
         sleep(max(0.0, pause - (time.monotonic() - started)))
     ended.set()
     if bucket_lease is not None:
@@ -138,7 +152,7 @@ def _clock_of(sessions: sessionmaker[Session], run: Run, cloud_time: CloudTime |
     return SteadyClock(origin_ms=run.clock_origin_ms, factor=run.clock_factor, began_ms=now_ms - boot_ms())
 
 
-def _store_lease(run: Run, job: Job) -> StoreLease | None:
+def _store_lease(run: Run, job: Job, ledger: Path) -> StoreLease | None:
     """Return the lease visible to controllers on other machines, in the bucket of the first cloud in the job.
 
     None: no bucket.
@@ -146,4 +160,4 @@ def _store_lease(run: Run, job: Job) -> StoreLease | None:
     if not job.clouds or job.clouds[0] not in job.store:
         return None
     url = run_store(job.store, job.clouds[0], run.name)
-    return StoreLease(partial(open_store, url), run.name, run.token)
+    return StoreLease(partial(open_store, url), run.name, this_ledger(ledger))

@@ -1,9 +1,12 @@
 """Spend deadlines: the times at which nodes terminate themselves if no controller is left."""
 
+from functools import partial
+
 from engine.events import Market
 from launcher.decide import budget_guard
 from launcher.decide.facts import OVER, Facts, Wanted
 from launcher.decide.run_budget import planned_hourly
+from launcher.decide.steps import Steps
 from launcher.ledger.models import Node
 from launcher.market.side_prices import side_micro_usd_per_hour
 from launcher.provision.provisioner import Provisioner
@@ -41,10 +44,11 @@ class SpendDeadlines:
         ]
         return min((one + wanted.allowance_ms for one in lasts_ms if one is not None), default=None)
 
-    def send(self, facts: Facts, wanted: Wanted) -> None:
+    def send(self, facts: Facts, wanted: Wanted, steps: Steps, *, may_extend: bool) -> None:
         """Extend the nodes' spend deadlines by money left unspent while a node was missing.
 
-        No deadline is extended while the clock is in doubt: spending may be missing from the metered sum.
+        No deadline is extended while the clock is in doubt: spending may be missing from the metered sum. The same
+        holds if the facts of this pass are not whole (`may_extend` is False). An earlier deadline is still sent then.
         """
         if facts.doubt is not None:
             return
@@ -53,9 +57,14 @@ class SpendDeadlines:
             return
         for node in facts.nodes:
             armed = self._armed.get(node.name)
-            if node.is_live and (armed is None or deadline_ms < armed - 1000 or deadline_ms > armed + REARM_MS):
-                self._provisioner.rearm(node.name, deadline_ms)
-                self._armed[node.name] = deadline_ms
+            is_earlier = armed is not None and deadline_ms < armed - 1000
+            is_later = armed is None or deadline_ms > armed + REARM_MS
+            if node.is_live and (is_earlier or (is_later and may_extend)):
+                steps.take(partial(self._rearm, node.name, deadline_ms), None)
+
+    def _rearm(self, name: str, deadline_ms: int) -> None:
+        self._provisioner.rearm(name, deadline_ms)
+        self._armed[name] = deadline_ms
 
     def deadline_ms(self, facts: Facts, wanted: Wanted, now_ms: int) -> int | None:
         """Return the time at which an unmanaged node terminates itself.

@@ -37,6 +37,9 @@ INCOMPLETE = "incomplete"
 """Kind of the event of a node that is given back because its trainer of several nodes never was whole. It comes before
 the node's release, and says why."""
 
+FOUND = "found"
+"""Kind of the event of a node that the ledger did not know: the ledger was restored from a backup."""
+
 FAILING = "failed: "
 """Prefix of the reason of a run that drains after a failure. The run becomes `failed` once all its nodes are gone."""
 
@@ -95,6 +98,14 @@ class NodeRecord:
         A node without a recorded end is billed, so the node counts as running.
         """
         return self.ended_ms is None
+
+    @property
+    def is_ready(self) -> bool:
+        """Return True if the node came up and its workers have called in.
+
+        A ledger of an older version may have `ready` before `up`: the inventory listed the instance later.
+        """
+        return {"up", "ready"} <= self.happened.keys()
 
     @property
     def is_leaving(self) -> bool:

@@ -10,36 +10,58 @@ from launcher.decide.launch_history import GIVE_BACK_AFTER_MS, Tried
 from launcher.decide.placing import place_of
 from launcher.decide.replacing import is_stand_in, needs_successor
 from launcher.decide.run_budget import beside, hourly_of
+from launcher.decide.steps import Steps, unprotected
 from launcher.placement.options import Option
 from launcher.placement.plan import Slot
 
 
-def nodes_to_release(facts: Facts, wanted: Wanted, live: Sequence[NodeRecord], tried: Tried) -> list[NodeRecord]:
+def nodes_to_release(
+    facts: Facts, wanted: Wanted, live: Sequence[NodeRecord], tried: Tried, steps: Steps | None = None
+) -> list[NodeRecord]:
     """Return the nodes to release.
 
-    First come nodes left behind by a failover, then replaced stand-ins, then nodes above the hourly limit.
-    Above the limit, stand-ins go before spot nodes, and the most expensive first.
+    First come nodes left behind by a failover, then replaced stand-ins, then nodes above the hourly limit. Each is a
+    step of its own: the hourly limit holds even if the search for replaced stand-ins fails.
     """
     if not facts.sites:
         return []
-    if is_home_given_up(tried, wanted.rules, facts.now_ms):
-        return [node for node in live if "releasing" not in node.happened]
-    trainer = tried.trainer
+    steps = steps or unprotected()
     staying = [node for node in live if "releasing" not in node.happened]
+    if steps.take(lambda: is_home_given_up(tried, wanted.rules, facts.now_ms), False):
+        return staying
+    none: list[NodeRecord] = []
+    left = steps.take(lambda: _left_behind(staying, tried), none)
+    kept = [node for node in staying if node not in left]
+    replaced = steps.take(lambda: _given_back(facts, wanted, live, kept, tried), none)
+    kept = [node for node in kept if node not in replaced]
+    return left + replaced + nodes_above_hourly_limit(facts, wanted, kept, steps)
+
+
+def _left_behind(staying: Sequence[NodeRecord], tried: Tried) -> list[NodeRecord]:
+    """Return the nodes that a failover of the trainer left behind."""
+    trainer = tried.trainer
     elsewhere = [
         node
         for node in staying
         if trainer is not None and node.name != trainer.name and (node.role == "trainer" or node.site != trainer.site)
     ]
-    elsewhere += [node for node in nodes_in_other_zones(staying) if node not in elsewhere]
-    gone = {node.name for node in elsewhere}
-    kept = [node for node in staying if node.name not in gone]
-    shed = elsewhere + _given_back(facts, wanted, live, kept, tried)
-    kept = [node for node in kept if node not in shed]
+    return elsewhere + [node for node in nodes_in_other_zones(staying) if node not in elsewhere]
+
+
+def nodes_above_hourly_limit(
+    facts: Facts, wanted: Wanted, staying: Sequence[NodeRecord], steps: Steps
+) -> list[NodeRecord]:
+    """Return the nodes above the hourly limit: stand-ins before spot nodes, and the most expensive first."""
     slots = {slot.name: slot for slot in wanted.slots}
+
+    def may_go(node: NodeRecord) -> bool:
+        if node.market is Market.SPOT:
+            return True
+        return node.slot in slots and steps.take(lambda: is_stand_in(node, slots[node.slot], facts), False)
+
+    kept, shed = list(staying), list[NodeRecord]()
     sheddable = sorted(
-        (node for node in kept if node.market is Market.SPOT or is_stand_in(node, slots[node.slot], facts)),
-        key=lambda node: (node.market is Market.ON_DEMAND, node.micro_usd_per_hour, node.name),
+        filter(may_go, kept), key=lambda node: (node.market is Market.ON_DEMAND, node.micro_usd_per_hour, node.name)
     )
     while wanted.limits.max_hourly is not None and sheddable and hourly_of(kept) > wanted.limits.max_hourly:
         dearest = sheddable.pop()
@@ -79,11 +101,11 @@ def _given_back(
 
 
 def _is_starting_on_spot(node: NodeRecord) -> bool:
-    return node.market is Market.SPOT and "ready" not in node.happened
+    return node.market is Market.SPOT and not node.is_ready
 
 
 def _has_settled(node: NodeRecord, facts: Facts, tried: Tried) -> bool:
-    if "ready" not in node.happened or node.wanted is None or node.is_leaving:
+    if not node.is_ready or node.wanted is None or node.is_leaving:
         return False
     return facts.now_ms >= node.happened["up"] + GIVE_BACK_AFTER_MS or tried.has_stayed(node.wanted, facts.now_ms)
 

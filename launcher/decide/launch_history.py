@@ -165,7 +165,7 @@ class EndedAttempts:
             return
         if attempt.up_ms is not None and attempt.ended_ms is not None:
             self.watched[attempt.place] = self.watched[attempt.place].more(
-                attempt.ended_ms - attempt.up_ms, attempt.outcome is Outcome.RECLAIMED
+                max(0, attempt.ended_ms - attempt.up_ms), attempt.outcome is Outcome.RECLAIMED
             )
         match attempt.outcome:
             case Outcome.REFUSED:

@@ -3,11 +3,13 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from launcher.decide.facts import NodeRecord
+from launcher.decide.facts import FOUND, NodeRecord
 from launcher.decide.node_facts import NodeFact, NodeStatus
 
 UNKNOWN_MS = 600_000
 """Time after which a requested node counts as gone if the provisioner does not know the node (10 minutes)."""
+
+ENDS_OF = {NodeStatus.GONE: "gone", NodeStatus.DENIED: "denied", NodeStatus.NO_CAPACITY: "no_capacity"}
 
 HARDWARE_CHARACTERS = 300
 """Most characters of a node's hardware that are kept. The text comes from a node."""
@@ -24,38 +26,64 @@ class Note:
     fact: NodeFact | None = None
 
 
-def news(nodes: Sequence[NodeRecord], cloud: Mapping[str, NodeFact], now_ms: int) -> list[Note]:
+def news(
+    nodes: Sequence[NodeRecord],
+    cloud: Mapping[str, NodeFact],
+    now_ms: int,
+    since_ms: int | None = None,
+    watched_ms: int = 0,
+) -> list[Note]:
     """Return the events of live nodes that the ledger does not have yet, in the order of `nodes`.
 
-    A requested node without a fact counts as gone after `UNKNOWN_MS`.
+    A requested node without a fact counts as gone after `UNKNOWN_MS`, of which this controller must have watched all:
+    it may not have listed every region yet. `watched_ms`: the time at which it began. `since_ms`: the start of the run;
+    a cloud reports no earlier time. None: the request of each node.
     """
-    return [note for node in nodes if node.is_live for note in _news_of(node, cloud.get(node.name), now_ms)]
+    return [
+        note
+        for node in nodes
+        if node.is_live
+        for note in _news_of(
+            node, cloud.get(node.name), now_ms, node.requested_ms if since_ms is None else since_ms, watched_ms
+        )
+    ]
 
 
-def _news_of(node: NodeRecord, fact: NodeFact | None, now_ms: int) -> Iterator[Note]:
+def _news_of(node: NodeRecord, fact: NodeFact | None, now_ms: int, since_ms: int, watched_ms: int) -> Iterator[Note]:
     if fact is None:
-        if "requested" in node.happened and now_ms - node.requested_ms > UNKNOWN_MS:
+        is_known = "requested" in node.happened or FOUND in node.happened
+        if is_known and now_ms - max(node.requested_ms, watched_ms) > UNKNOWN_MS:
             yield Note(node=node.name, kind="gone", at_ms=now_ms, evidence="the provisioner does not know it")
         return
-    if fact.started_ms is not None and "up" not in node.happened:
-        yield Note(node=node.name, kind="up", at_ms=_plausible_ms(node, fact.started_ms, now_ms))
-    if fact.ready_ms is not None and "ready" not in node.happened:
-        ready_ms = _plausible_ms(node, fact.ready_ms, now_ms)
+    end = ENDS_OF.get(fact.status)
+    up_ms = node.happened.get("up")
+    if up_ms is None and fact.started_ms is not None:
+        # Not from the request on: a restored ledger may have asked again for a node that already ran.
+        up_ms = _plausible_ms(since_ms, fact.started_ms, now_ms)
+        yield Note(node=node.name, kind="up", at_ms=up_ms)
+    has_called_in = fact.ready_ms is not None or "ready" in node.happened
+    if up_ms is None and has_called_in and end is not None:
+        # The node ended before an inventory listed it. Its workers called in, so it was billed.
+        up_ms = min(node.requested_ms, now_ms)
+        yield Note(node=node.name, kind="up", at_ms=up_ms, evidence="no inventory listed it: billed from its request")
+    # `ready` waits for `up`: an inventory may list an instance minutes after its workers have called in.
+    if up_ms is not None and fact.ready_ms is not None and "ready" not in node.happened:
+        ready_ms = _plausible_ms(up_ms, fact.ready_ms, now_ms)
         yield Note(node=node.name, kind="ready", at_ms=ready_ms, evidence=fact.hardware[:HARDWARE_CHARACTERS])
     if fact.notice_deadline_ms is not None and "notice" not in node.happened:
         seconds = max(0, fact.notice_deadline_ms - now_ms) // 1000
         yield Note(node=node.name, kind="notice", at_ms=now_ms, evidence=f"preempted in {seconds} s (run's clock)")
-    end = {NodeStatus.GONE: "gone", NodeStatus.DENIED: "denied", NodeStatus.NO_CAPACITY: "no_capacity"}.get(fact.status)
     if end is not None:
         kind = "released" if end == "gone" and "releasing" in node.happened and not fact.reclaimed else end
-        ended_ms = now_ms if fact.ended_ms is None else _plausible_ms(node, fact.ended_ms, now_ms)
+        begun_ms = since_ms if up_ms is None else up_ms
+        ended_ms = now_ms if fact.ended_ms is None else _plausible_ms(begun_ms, fact.ended_ms, now_ms)
         yield Note(node=node.name, kind=kind, at_ms=ended_ms, evidence=fact.evidence, fact=fact)
 
 
-def _plausible_ms(node: NodeRecord, reported_ms: int, now_ms: int) -> int:
-    """Limit a reported time to the interval between the node's request and now.
+def _plausible_ms(earliest_ms: int, reported_ms: int, now_ms: int) -> int:
+    """Limit a reported time to the interval from `earliest_ms` to now.
 
     The reporter's clock may be wrong.
     A time in the far future would be charged at once, would use up the budget and end the run.
     """
-    return min(max(reported_ms, node.requested_ms), now_ms)
+    return min(max(reported_ms, earliest_ms), max(earliest_ms, now_ms))

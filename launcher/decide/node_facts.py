@@ -4,6 +4,9 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 
+from engine.events import Market
+from launcher.placement.placement import Placement
+
 
 class NodeStatus(StrEnum):
     """The cloud's status of a node now. An API that does not answer gives UNKNOWN, never GONE."""
@@ -47,6 +50,8 @@ class NodeFact:
     `signal`, `with_notice`: manner of a preemption, if known ("SIGKILL", "SIGSTOP" on the local infra).
     `zone`, `instance_type`: the real purchase as the cloud reports, not the request.
     `tried`: zones that refused the node, `cloud/region/zone`.
+    `want`: the order behind the node, from the run's folder. `market`: the capacity type, as the cloud reports.
+    `fault`: error of spotrl's own while it looked at the node, so the state is not known.
     """
 
     name: str
@@ -63,3 +68,6 @@ class NodeFact:
     zone: str | None = None
     instance_type: str | None = None
     tried: tuple[str, ...] = ()
+    want: Placement | None = None
+    market: Market | None = None
+    fault: str = ""

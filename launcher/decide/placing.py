@@ -55,7 +55,9 @@ def _why_stand_in(
     lacking: Sequence[Option],
     out_since_ms: int,
 ) -> str | None:
-    trainer = next(node for node in after if node.role == "trainer")
+    trainer = next((node for node in after if node.role == "trainer"), None)
+    if trainer is None:
+        return None  # a stand-in has nothing to work for
     working = len({node.slot for node in after if node.role == "rollout" and stays(node)})
     prices = Prices(
         trainer=number_of_trainer_nodes(wanted) * (trainer.micro_usd_per_hour + trainer.beside_micro_usd_per_hour),

@@ -14,40 +14,72 @@ from dataclasses import replace
 from engine.events import EngineFinished
 from launcher.decide import budget_guard
 from launcher.decide.actions import Action, Buy, Enter, Release, RepeatRequest, StopEngine
-from launcher.decide.facts import FAILING, OVER, Facts, NodeRecord, Stage, Wanted
+from launcher.decide.facts import FAILING, FOUND, OVER, Facts, NodeRecord, Stage, Wanted
 from launcher.decide.failover import StandIn
 from launcher.decide.further_nodes import given_back_trainer
-from launcher.decide.giving_back import nodes_to_release
+from launcher.decide.giving_back import nodes_above_hourly_limit, nodes_to_release
 from launcher.decide.known_nodes import KnownNodes
 from launcher.decide.launch_history import Tried
 from launcher.decide.placing import place_of
 from launcher.decide.replacing import attempt_of, needs_successor, stays
 from launcher.decide.run_budget import beside, budget_refusal
-from launcher.decide.stopping import SAME_ENDS, is_given_up, must_stop
+from launcher.decide.steps import Steps, unprotected
+from launcher.decide.stopping import SAME_ENDS, is_given_up, limit_reached, nothing_works
 from launcher.market.side_prices import MINIMUM_BILLED_MS
 from launcher.placement.options import Option
 from launcher.placement.plan import Slot
 
 
-def decide(facts: Facts, wanted: Wanted) -> list[Action]:
-    """Return the actions that turn the existing nodes into the wanted nodes."""
-    known = KnownNodes.of(facts.nodes)
-    live = known.live
+def decide(facts: Facts, wanted: Wanted, steps: Steps | None = None) -> list[Action]:
+    """Return the actions that turn the existing nodes into the wanted nodes.
+
+    Guards come first, each as a step of its own: the end of a run, the limits, nodes that must go. Purchases come last,
+    and only if no step of the pass has failed. `steps`: None raises every error at once.
+    """
+    steps = steps or unprotected()
+    live = _live(facts.nodes)
     if facts.stage in OVER:
         return [_release(live)] if live else []
-    if facts.finished is not None:
-        return _wind_up(facts, wanted, facts.finished, live)
+    ends_all: list[Action] = [_release(live)] if live else []
+    finished = facts.finished
+    if finished is not None:
+        return steps.take(lambda: _wind_up(facts, wanted, finished, live), ends_all)
     if facts.stage in (Stage.STOPPING, Stage.DRAINING):
-        return _stop(facts, wanted, live)
-    tried = known.tried(facts.planned_ms) if facts.sites else Tried()
-    recent = replace(facts, nodes=known.decisive())
-    stop = must_stop(recent, wanted, live, tried)
+        return steps.take(lambda: _stop(facts, wanted, live), ends_all)
+    stop = limit_reached(facts, wanted, live, steps)
+    index = steps.take(lambda: _index(facts), None)
+    if stop is None and index is not None:
+        known, tried, recent = index
+        stop = nothing_works(recent, wanted, tried, steps)
     if stop is not None and not (facts.doubt is not None and facts.doubt.is_ahead):
         return [stop]
     if facts.doubt is not None:
         is_recorded = facts.stage is Stage.RUNNING and facts.reason == facts.doubt.text
         return [] if is_recorded else [Enter(stage=Stage.RUNNING, reason=facts.doubt.text)]
-    return _fill(facts, recent, known, wanted, tried)
+    if index is None:
+        staying = [node for node in live if "releasing" not in node.happened]
+        above = nodes_above_hourly_limit(facts, wanted, staying, steps) if facts.sites else []
+        return [_release(above)] if above else []
+    known, tried, recent = index
+    given_back = steps.take(lambda: given_back_trainer(recent, wanted, live, tried), None)
+    if given_back is not None:
+        return [given_back]
+    let_go = nodes_to_release(recent, wanted, live, tried, steps)
+    releases: list[Action] = [_release(let_go)] if let_go else []
+    if steps.errors:
+        return releases
+    return steps.take(lambda: _fill(facts, recent, known, wanted, tried, releases), releases)
+
+
+def _live(nodes: Sequence[NodeRecord]) -> list[NodeRecord]:
+    return nodes.live if isinstance(nodes, KnownNodes) else [node for node in nodes if node.is_live]
+
+
+def _index(facts: Facts) -> tuple[KnownNodes, Tried, Facts]:
+    """Return all nodes, what they tried, and the facts with only those nodes that can change a decision on a slot."""
+    known = KnownNodes.of(facts.nodes)
+    tried = known.tried(facts.planned_ms) if facts.sites else Tried()
+    return known, tried, replace(facts, nodes=known.decisive())
 
 
 def _release(nodes: Sequence[NodeRecord]) -> Release:
@@ -89,19 +121,19 @@ def _stop(facts: Facts, wanted: Wanted, live: Sequence[NodeRecord]) -> list[Acti
     return [_release(live)]
 
 
-def _fill(facts: Facts, recent: Facts, known: KnownNodes, wanted: Wanted, tried: Tried) -> list[Action]:
-    """Repeat unsent requests, release surplus nodes, and buy a successor for every empty or soon empty slot.
+def _fill(
+    facts: Facts, recent: Facts, known: KnownNodes, wanted: Wanted, tried: Tried, releases: Sequence[Action]
+) -> list[Action]:
+    """Repeat unsent requests, and buy a successor for every empty or soon empty slot.
 
-    `recent`: the facts with only those nodes that can change a decision on a slot.
+    `recent`: the facts with only those nodes that can change a decision on a slot. `releases`: the releases decided
+    before.
     """
     live = known.live
-    given_back = given_back_trainer(recent, wanted, live, tried)
-    if given_back is not None:
-        return [given_back]
-    actions: list[Action] = [RepeatRequest(node=node.name) for node in live if "requested" not in node.happened]
-    let_go = nodes_to_release(recent, wanted, live, tried)
-    if let_go:
-        actions.append(_release(let_go))
+    actions: list[Action] = [
+        RepeatRequest(node=node.name) for node in live if not {"requested", FOUND} & node.happened.keys()
+    ]
+    actions += releases
     after, launches = list(live), _launches(known, wanted, facts.now_ms)
     refusals: list[str] = []
     by_slot: defaultdict[str, list[NodeRecord]] = defaultdict(list)

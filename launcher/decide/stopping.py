@@ -1,7 +1,7 @@
 """Decide whether a run must stop: budget, deadline, standstill, nodes that keep failing in the same way."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from launcher.decide import budget_guard
 from launcher.decide.actions import Enter
@@ -12,6 +12,7 @@ from launcher.decide.failover import (
 )
 from launcher.decide.launch_history import Tried
 from launcher.decide.run_budget import judges_refusal, reserve_of
+from launcher.decide.steps import Steps
 from launcher.money import duration
 from launcher.placement.plan import Slot
 
@@ -29,33 +30,81 @@ been wrong by a factor of 5. The minimum is 2 hours: the first iteration loads a
 prediction covers neither."""
 
 
-def must_stop(facts: Facts, wanted: Wanted, live: Sequence[NodeRecord], tried: Tried) -> Enter | None:
-    held, others = reserve_of(live, wanted.allowance_ms, facts.now_ms), facts.others
+def limit_reached(facts: Facts, wanted: Wanted, live: Sequence[NodeRecord], steps: Steps) -> Enter | None:
+    """Return the action that ends a run at one of its limits: money, judges, time. Each limit is a step of its own."""
+    limits = (
+        lambda: _money_is_used_up(facts, wanted, live),
+        lambda: _money_of_all_runs_is_used_up(facts, wanted, live),
+        lambda: _judges_do_not_fit(facts, wanted),
+        lambda: _time_is_up(facts, wanted),
+    )
+    return _first(limits, steps)
+
+
+def nothing_works(facts: Facts, wanted: Wanted, tried: Tried, steps: Steps) -> Enter | None:
+    """Return the action that ends a run in which no trainer, no rollout node or no iteration can be expected."""
+    reasons = (
+        lambda: _no_trainer(facts, wanted, tried),
+        lambda: _trainers_are_lost(facts, wanted),
+        lambda: _no_rollout_node_works(facts, wanted),
+        lambda: _standstill(facts, wanted),
+    )
+    return _first(reasons, steps)
+
+
+def _first(checks: Sequence[Callable[[], Enter | None]], steps: Steps) -> Enter | None:
+    """Return the first end that a check finds. A check that raises hinders no other check."""
+    for check in checks:
+        stop = steps.take(check, None)
+        if stop is not None:
+            return stop
+    return None
+
+
+def _money_is_used_up(facts: Facts, wanted: Wanted, live: Sequence[NodeRecord]) -> Enter | None:
+    held = reserve_of(live, wanted.allowance_ms, facts.now_ms)
     if budget_guard.must_drain(metered=facts.metered, reserved=held, max_total=wanted.limits.max_total):
         return Enter(stage=Stage.DRAINING, reason="budget")
+    return None
+
+
+def _money_of_all_runs_is_used_up(facts: Facts, wanted: Wanted, live: Sequence[NodeRecord]) -> Enter | None:
+    held, others = reserve_of(live, wanted.allowance_ms, facts.now_ms), facts.others
     if budget_guard.must_drain(
         metered=facts.metered + others.metered, reserved=held + others.reserved, max_total=wanted.all_runs.max_total
     ):
         return Enter(stage=Stage.DRAINING, reason="budget: all_runs.max_total is used up by all runs together")
+    return None
+
+
+def _judges_do_not_fit(facts: Facts, wanted: Wanted) -> Enter | None:
     refusal = judges_refusal(facts, wanted)
-    if refusal is not None:
-        return Enter(stage=Stage.DRAINING, reason=refusal)
-    if wanted.last_ms is not None and facts.now_ms >= wanted.last_ms:
-        reason = "deadline" if wanted.last_ms == wanted.deadline_ms else "max_runtime"
-        return Enter(stage=Stage.DRAINING, reason=reason)
+    return None if refusal is None else Enter(stage=Stage.DRAINING, reason=refusal)
+
+
+def _time_is_up(facts: Facts, wanted: Wanted) -> Enter | None:
+    if wanted.last_ms is None or facts.now_ms < wanted.last_ms:
+        return None
+    return Enter(stage=Stage.DRAINING, reason="deadline" if wanted.last_ms == wanted.deadline_ms else "max_runtime")
+
+
+def _no_trainer(facts: Facts, wanted: Wanted, tried: Tried) -> Enter | None:
     trainers = [node for node in facts.nodes if node.role != "rollout"]
     denial = _no_trainer_can_be_had(facts, wanted, trainers, tried)
-    if denial is not None:
-        return Enter(stage=Stage.DRAINING, reason=f"{FAILING}no trainer can be had: {denial}")
-    for slot in wanted.slots:
-        if slot.role != "rollout" and (lost := _trainer_is_lost(facts, slot)) is not None:
-            return lost
-    rollouts = [slot for slot in wanted.slots if slot.role == "rollout"]
-    if rollouts and all(is_given_up(facts, slot) for slot in rollouts):
-        evidence = is_given_up(facts, rollouts[0])
-        reason = f"no rollout node works, the last {SAME_ENDS} of each slot ended in the same way: {evidence}"
-        return Enter(stage=Stage.DRAINING, reason=FAILING + reason)
-    return _standstill(facts, wanted)
+    return None if denial is None else Enter(stage=Stage.DRAINING, reason=f"{FAILING}no trainer can be had: {denial}")
+
+
+def _trainers_are_lost(facts: Facts, wanted: Wanted) -> Enter | None:
+    ends = (_trainer_is_lost(facts, slot) for slot in wanted.slots if slot.role != "rollout")
+    return next((end for end in ends if end is not None), None)
+
+
+def _no_rollout_node_works(facts: Facts, wanted: Wanted) -> Enter | None:
+    evidence = [is_given_up(facts, slot) for slot in wanted.slots if slot.role == "rollout"]
+    if not evidence or not all(evidence):
+        return None
+    reason = f"no rollout node works, the last {SAME_ENDS} of each slot ended in the same way: {evidence[0]}"
+    return Enter(stage=Stage.DRAINING, reason=FAILING + reason)
 
 
 def _trainer_is_lost(facts: Facts, slot: Slot) -> Enter | None:
@@ -90,11 +139,11 @@ def _standstill(facts: Facts, wanted: Wanted) -> Enter | None:
 def _alike(ended: Sequence[NodeRecord]) -> NodeRecord | None:
     """Return the last of the nodes if the last `SAME_ENDS` ended in the same way, else None."""
     last = sorted(ended, key=lambda node: node.ended_ms or 0)[-SAME_ENDS:]
-    is_alike = len(last) == SAME_ENDS and len({_without_numbers(node.evidence) for node in last}) == 1
+    is_alike = len(last) == SAME_ENDS and len({without_numbers(node.evidence) for node in last}) == 1
     return last[-1] if is_alike and last[-1].evidence else None
 
 
-def _without_numbers(evidence: str) -> str:
+def without_numbers(evidence: str) -> str:
     """Return the evidence without words that hold a number: node names, processes and times differ each time."""
     return re.sub(r"\w*\d\w*", "#", evidence)
 

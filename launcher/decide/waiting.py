@@ -37,7 +37,8 @@ class Seen:
         for node in facts.nodes:
             if node.role == "rollout" and node.market is Market.SPOT and "up" in node.happened:
                 ended_ms = node.ended_ms
-                hours += ((facts.now_ms if ended_ms is None else ended_ms) - node.happened["up"]) / HOUR_MS
+                until_ms = facts.now_ms if ended_ms is None else ended_ms
+                hours += max(0, until_ms - node.happened["up"]) / HOUR_MS
                 preemptions += node.reclaimed
         share = prior_share_after(hours / max(1, slots), (facts.now_ms - since_ms) / HOUR_MS)
         hazard = (preemptions + PRIOR_HAZARD * PRIOR_HAZARD_HOURS) / (hours + PRIOR_HAZARD_HOURS)

@@ -21,7 +21,17 @@ from sqlalchemy.orm import Session
 from engine.events import Judged, NodeSeen, NodeUsage, Phase
 from engine.reward_config import RewardConfig
 from launcher.ledger.billing import interval_micro_usd, minimum_billed_ms, side_costs, stretches
-from launcher.ledger.models import LOCAL, BillingInterval, Node, NodeEvent, NodePrice, ProgressRow, Run, SideCost
+from launcher.ledger.models import (
+    LOCAL,
+    BillingInterval,
+    Node,
+    NodeEvent,
+    NodePrice,
+    ProgressRow,
+    Run,
+    SideCost,
+    SpentMark,
+)
 
 ENDED = ("gone", "released")
 """Node events after which a node costs nothing more."""
@@ -354,11 +364,48 @@ def _side_costs(session: Session, run: Run, charges: Mapping[int, tuple[Charge, 
     written = list(session.scalars(select(SideCost).where(SideCost.run_id == run.id).order_by(SideCost.id)))
     recorded = {cost.node_id for cost in written}
     nodes = session.scalars(select(Node).where(Node.run_id == run.id).order_by(Node.id))
-    return written + [
+    beside = written + [
         cost
         for node in nodes
         if node.id not in recorded and charges[node.id]
         for cost in side_costs(run, node, charges[node.id][0].start_ms, charges[node.id][-1].end_ms)
+    ]
+    return beside + _forgotten(session, run, charges, beside)
+
+
+FORGOTTEN_MICRO_USD = 1_000
+"""Least amount that counts as forgotten. Parts of a charge are rounded, so smaller differences mean nothing."""
+
+
+def _forgotten(
+    session: Session, run: Run, charges: Mapping[int, tuple[Charge, ...]], beside: Sequence[SideCost]
+) -> list[SideCost]:
+    """Return the cost of nodes that a ledger from a backup forgot and nothing else remembers; empty if there is none.
+
+    The bucket knows the money spent by a moment. Nodes that are found again explain a part of it.
+    """
+    found: list[tuple[int, SpentMark]] = []
+    for mark in session.scalars(select(SpentMark).where(SpentMark.run_id == run.id)):
+        explained = sum(charge.until(mark.at_ms) for of_node in charges.values() for charge in of_node)
+        for cost in beside:
+            ms, paid_ms = cost.end_ms - cost.start_ms, min(cost.end_ms, mark.at_ms) - cost.start_ms
+            explained += (cost.micro_usd or 0) * max(0, paid_ms) // ms if ms > 0 else 0
+        found.append((mark.micro_usd - explained, mark))
+    if not found:
+        return []
+    missing, newest = max(found, key=lambda one: one[0])
+    if missing < FORGOTTEN_MICRO_USD:
+        return []
+    return [
+        SideCost(
+            run_id=run.id,
+            kind="forgotten",
+            amount="nodes that ended while a later ledger knew them",
+            start_ms=run.created_ms,
+            end_ms=newest.at_ms,
+            micro_usd=missing,
+            source="the run's bucket: this ledger was restored from a backup",
+        )
     ]
 
 

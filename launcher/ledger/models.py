@@ -151,6 +151,34 @@ class ControllerLease(Base):
     expires_wall_ms: Mapped[int]
 
 
+class TroubleRow(Base):
+    """The errors of the controller's passes from `at_ms` on, in words; the newest row counts.
+
+    An empty text: passes succeed again. A run without rows never was in trouble.
+    """
+
+    __tablename__ = "trouble"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    run_id: Mapped[int] = mapped_column(ForeignKey("run.id"), index=True)
+    at_ms: Mapped[int]
+    text: Mapped[str]
+    wall_ms: Mapped[int | None] = mapped_column(default=wall_ms)
+
+
+class SpentMark(Base):
+    """Money that the run had spent by a moment, as the bucket knows and a ledger from a backup does not.
+
+    The part that the nodes in the ledger do not explain is a cost beside them (accounting.py).
+    """
+
+    __tablename__ = "spent_mark"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    run_id: Mapped[int] = mapped_column(ForeignKey("run.id"), index=True)
+    at_ms: Mapped[int]
+    micro_usd: Mapped[int]
+    wall_ms: Mapped[int | None] = mapped_column(default=wall_ms)
+
+
 class NoticeRow(Base):
     """A message about a run to its webhook (launcher/notifications). One row per cause.
 
@@ -204,9 +232,10 @@ STAND_IN = "stand_in"
 class NodeEvent(Base):
     """An event of a node, with its evidence.
 
-    stand_in (the node replaces missing spot; the evidence says why), requested (the cloud was called), up (billing
-    starts), ready (the node's workers called in), notice, incomplete (the node's trainer never was whole; the evidence
-    says why), releasing (the launcher requested termination). The last event, once: gone, released, denied or
+    stand_in (the node replaces missing spot; the evidence says why), found (the ledger did not know the node: it was
+    restored from a backup), requested (the cloud was called), up (billing starts), ready (its workers called in),
+    notice, incomplete (the node's trainer never was whole; the evidence says why), releasing (the launcher requested
+    termination). The last event, once: gone, released, denied or
     no_capacity.
     """
 

@@ -39,9 +39,10 @@ from launcher.ledger.models import (
     Removal,
     Run,
     RunStatus,
+    TroubleRow,
 )
 
-REVISION = "0010"
+REVISION = "0012"
 """The newest migration. A ledger at this revision opens without loading alembic. A test compares the value with the
 folder."""
 
@@ -200,6 +201,18 @@ def current_status(session: Session, run: Run) -> RunStatus | None:
 
 def append_status(session: Session, run: Run, status: str, reason: str, at_ms: int) -> None:
     session.add(RunStatus(run_id=run.id, at_ms=at_ms, status=status, reason=reason))
+
+
+def trouble_of(session: Session, run: Run) -> str:
+    """Return the errors of the controller's last pass, in words; empty if the pass succeeded."""
+    newest = select(TroubleRow.text).where(TroubleRow.run_id == run.id).order_by(TroubleRow.id.desc()).limit(1)
+    return session.scalar(newest) or ""
+
+
+def newest_event(session: Session, run: Run) -> int:
+    """Return the id of the newest event of the run's nodes; 0 if none. Ids only grow."""
+    of_run = select(Node.id).where(Node.run_id == run.id)
+    return session.scalar(select(func.max(NodeEvent.id)).where(NodeEvent.node_id.in_(of_run))) or 0
 
 
 def append_progress(session: Session, run: Run, lines: Sequence[Progress]) -> int:

@@ -20,6 +20,7 @@ from launcher.ledger.store import (
     find_run,
     nodes_of,
     progress_of,
+    trouble_of,
 )
 from launcher.provision.local.provisioner import node_folder
 from launcher.report.resume_command import resume_with_more
@@ -96,6 +97,9 @@ class RunView:
     """True if the deadline has passed and the work was not done by then."""
     resume_with: str = ""
     """Command that continues a run which a budget of its own stopped, with more money. Empty for any other run."""
+    trouble: str = ""
+    """Errors of the controller's last pass, in words. While there are any, nothing is bought; limits and stops still
+    work. Empty: the last pass succeeded."""
 
     @property
     def lacks_controller(self) -> bool:
@@ -220,6 +224,7 @@ def view_of(session: Session, run: Run) -> RunView:
         wall_seconds=run.wall_seconds(status if over else None, now_ms),
         clock_factor=run.clock_factor,
         controlled=is_held(session.get(ControllerLease, run.id)),
+        trouble=harmless(trouble_of(session, run)),
         is_removed=session.get(Removal, run.id) is not None,
         on_demand_micro_usd=judges
         + sum(

@@ -44,6 +44,7 @@ Schema = dict[str, Any]
 
 RUN_ADDED_LATER = frozenset(
     {
+        "trouble",
         "on_demand_micro_usd",
         "preemptions",
         "iteration_ms",

@@ -1,8 +1,9 @@
 """A lease in the run's bucket: one controller per run across machines.
 
-The ledger has a lease for the controllers of one machine (launcher/controller/lease.py). Another machine may launch a
-run under the same name and into the same bucket, with a ledger of its own. Both controllers see the bucket. The holder
-of the object in the bucket continues. The second controller refuses to start, or stops after it finds the lease lost.
+The ledger has a lease for the controllers of one ledger file (launcher/controller/lease.py). Another machine may launch
+a run under the same name and into the same bucket, with a ledger of its own, or with a copy of this ledger. Both
+controllers see the bucket. The holder of the object in the bucket continues. The second controller refuses to start, or
+stops after it finds the lease lost. So nothing that lies in a ledger may identify the holder.
 
 A bucket that does not answer takes the lease from no controller: the controller's nodes are billed and need a
 controller.
@@ -12,11 +13,12 @@ neither buy nor terminate a node.
 
 import json
 import logging
+import os
 import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from typing import Any
 
@@ -54,26 +56,44 @@ class LeaseLost(Failure):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Spent:
+    """The money spent on a run by a moment of its clock, and the newest event in the ledger that said so.
+
+    A ledger without the event is older: it was restored from a backup.
+    """
+
+    event: int
+    at_ms: int
+    micro_usd: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Claim:
-    """The content of the lease object, and the object's version."""
+    """The content of the lease object, and the object's version. `process`: pid on that host; 0: not known.
+
+    `spent`: what the holder's ledger knew last. None: not known.
+    """
 
     holder: str
     host: str
+    process: int
     until_ms: int
     version: Any
+    spent: Spent | None = None
 
 
 class StoreLease:
     """The lease of one run. Taken by `take`, renewed by a background thread until `give_up`.
 
-    `token`: the run's own token, unique to its ledger, so the successor of a dead controller holds the same lease.
+    `holder`: a name for one ledger file on one machine (`lease.this_ledger`). The successor of a dead controller of
+    this file holds the same lease, and a controller of a copy does not.
     """
 
     def __init__(
         self,
         open_bucket: Callable[[], ObjectStore],
         run: str,
-        token: str,
+        holder: str,
         wall_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
         boot_ms: Callable[[], int] = boot_ms,
     ) -> None:
@@ -81,12 +101,14 @@ class StoreLease:
         self._requested_ms = boot_ms()
         """Time of the last request to the bucket, answered or not (milliseconds since this machine was started)."""
         self._opened: ObjectStore | None = None
-        self._holder = blake2b(token.encode(), digest_size=8).hexdigest()
+        self._holder = blake2b(holder.encode(), digest_size=8).hexdigest()
         self._version: Any = None
         self._ended = threading.Event()
         self._renewing = threading.Lock()
         self.lost: str | None = None
         """Host of the new holder after a takeover. Once set, the controller must not act any more."""
+        self.spent: Spent | None = None
+        """Written with each renewal: set by the controller, and before that as `take` found it in the bucket."""
 
     def take(self) -> None:
         """Become the holder, if the bucket answers. Raises LeaseHeld with the name of the holding machine."""
@@ -109,6 +131,7 @@ class StoreLease:
     def _take(self) -> None:
         there = self._read()
         self._refuse_held(there)
+        self.spent = None if there is None else there.spent
         try:
             self._write(there)
         except (AlreadyExistsError, PreconditionError):
@@ -119,9 +142,11 @@ class StoreLease:
     def _refuse_held(self, there: Claim | None) -> None:
         if there is not None and there.holder != self._holder and there.until_ms > self._wall_ms():
             seconds = (there.until_ms - self._wall_ms()) // 1000
+            process = f", process {there.process}" if there.process else ""
             raise LeaseHeld(
-                f"{self._run} is controlled from another machine ({there.host}), whose lease in the bucket lasts "
-                f"another {seconds} s; use that machine, another --name, or wait until the lease has run out"
+                f"{self._run} is controlled from another machine or by another copy of its ledger ({there.host}"
+                f"{process}), whose lease in the bucket lasts another {seconds} s; use `spotrl` there. To go on here, "
+                "end that process and wait until its lease has run out; for another run choose another --name"
             )
 
     def keep(self) -> None:
@@ -160,12 +185,16 @@ class StoreLease:
             log.warning("the lease in the bucket could not be renewed: %s", _first_line(error))
 
     def give_up(self) -> None:
-        """Give the lease back at the end of the run, so that the next controller can start at once."""
+        """Give the lease back at the end of the run, so that the next controller can start at once.
+
+        The object stays with what was spent, for a run that is resumed with an older ledger.
+        """
         self._ended.set()
         try:
-            there = self._read()
-            if there is not None and there.holder == self._holder:
-                obstore.delete(self._store, LEASE_OBJECT)
+            with self._renewing:
+                there = self._read()
+                if there is not None and there.holder == self._holder:
+                    self._write(there, until_ms=0)
         except TROUBLE as error:
             log.warning("the lease in the bucket stays until it runs out: %s", _first_line(error))
 
@@ -189,20 +218,30 @@ class StoreLease:
         try:
             raw = json.loads(bytes(answer.bytes()))
             holder, host, until_ms = str(raw["holder"]), str(raw["host"]), int(raw["until_ms"])
+            process = int(raw.get("process", 0))
+            told = raw.get("spent")
+            spent = None if told is None else Spent(**{name: int(value) for name, value in dict(told).items()})
         except (ValueError, KeyError, TypeError):
             log.warning("%s of %s is not a lease: it is written anew", LEASE_OBJECT, self._run)
-            return Claim(holder="", host="nobody", until_ms=0, version=version)
+            return Claim(holder="", host="nobody", process=0, until_ms=0, version=version)
         # The bucket's own time bounds leases written by a clock hours ahead.
         until_ms = min(until_ms, round((meta["last_modified"].timestamp() + LEASE_SECONDS) * 1000))
-        return Claim(holder=holder, host=host, until_ms=until_ms, version=version)
+        return Claim(holder=holder, host=host, process=process, until_ms=until_ms, version=version, spent=spent)
 
-    def _write(self, over: Claim | None) -> None:
-        """Write the lease only if the object is unchanged since the read.
+    def _write(self, over: Claim | None, until_ms: int | None = None) -> None:
+        """Write the lease only if the object is unchanged since the read. `until_ms`: None for a whole lease.
 
         Of two concurrent writers, the second fails.
         """
-        until_ms = self._wall_ms() + round(LEASE_SECONDS * 1000)
-        claim = {"holder": self._holder, "host": socket.gethostname(), "until_ms": until_ms}
+        if until_ms is None:
+            until_ms = self._wall_ms() + round(LEASE_SECONDS * 1000)
+        claim = {
+            "holder": self._holder,
+            "host": socket.gethostname(),
+            "process": os.getpid(),
+            "until_ms": until_ms,
+            "spent": None if self.spent is None else asdict(self.spent),
+        }
         mode: Any = "create" if over is None else over.version
         obstore.put(self._store, LEASE_OBJECT, json.dumps(claim).encode(), mode=mode)
 

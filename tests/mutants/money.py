@@ -45,7 +45,7 @@ def _plan_only(facts: Facts, wanted: Wanted) -> int:
     return sum(slot.placement.micro_usd_per_hour for slot in wanted.slots)
 
 
-def _only_later(self: SpendDeadlines, facts: Facts, wanted: Wanted) -> None:
+def _only_later(self: SpendDeadlines, facts: Facts, wanted: Wanted, *_: Any, **__: Any) -> None:
     deadline_ms, gain_ms = self.deadline_ms(facts, wanted, facts.now_ms), spend_deadlines.REARM_MS
     for node in facts.nodes:
         armed = self._armed.get(node.name)
@@ -103,7 +103,7 @@ _ALL = (
     Fault(
         name="every_time_is_believed",
         forgets="that clocks of clouds and nodes may be wrong",
-        patches=((node_events, "_plausible_ms", lambda node, reported_ms, now_ms: reported_ms),),
+        patches=((node_events, "_plausible_ms", lambda earliest_ms, reported_ms, now_ms: reported_ms),),
         found_by=f"{TIME}a_fact_with_a_far_wrong_time_ends_no_run",
     ),
     Fault(

@@ -12,7 +12,6 @@ from launcher.decide import (
     giving_back,
     launch_history,
     placing,
-    reconcile,
     replacing,
     run_budget,
 )
@@ -97,10 +96,10 @@ FAULTS = {
             forgets="that a stand-in is the dearer one of the two past the hourly limit",
             patches=(
                 (
-                    reconcile,
-                    "nodes_to_release",
+                    giving_back,
+                    "nodes_above_hourly_limit",
                     changed(
-                        giving_back.nodes_to_release,
+                        giving_back.nodes_above_hourly_limit,
                         "(node.market is Market.ON_DEMAND,",
                         "(node.market is Market.SPOT,",
                     ),

@@ -35,8 +35,9 @@ from launcher.clouds import base
 from launcher.controller import lease
 from launcher.controller.controller import Controller
 from launcher.controller.spend_deadlines import SpendDeadlines
-from launcher.decide import budget_guard, price_events, run_budget
+from launcher.decide import budget_guard, found_nodes, price_events, run_budget
 from launcher.decide.actions import Buy
+from launcher.decide.steps import Steps
 from launcher.job import yaml_file
 from launcher.ledger import accounting
 from launcher.market import offers
@@ -184,7 +185,7 @@ promise(
     "recorded-release-is-ordered",
     "a recorded release is ordered even if the controller dies in between",
     f"{CLUSTER}/test_whole_trainer.py::test_a_release_that_was_recorded_and_not_ordered_is_ordered_by_the_next_controller",
-    (Controller, "one_pass", changed(Controller.one_pass, "if recorded:", "if False:")),
+    (Controller, "_pass", changed(Controller._pass, "if recorded:", "if False:")),
 )
 promise(
     "released-node-is-terminated",
@@ -252,6 +253,24 @@ promise(
     "a controller whose lease another one has taken writes nothing more",
     f"{CONTROLLER}a_controller_without_its_lease_stops_acting",
     everywhere(lease.renew, answers()),
+)
+promise(
+    "bug-ends-no-guard",
+    "a bug in one step of a pass stops no limit, release or end of the run",
+    "tests/reports/test_passes.py::test_a_bug_in_one_step_buys_nothing_and_the_run_still_ends",
+    (Steps, "take", lambda self, step, otherwise: step()),
+)
+promise(
+    "no-controller-for-a-copy",
+    "a controller of a copied ledger is refused while the first one lives",
+    "tests/reports/test_places.py::test_a_controller_of_a_copied_ledger_is_refused_by_the_bucket",
+    everywhere(lease.this_ledger, answers("what lies in the ledger")),
+)
+promise(
+    "restored-ledger-is-repaired",
+    "a ledger from a backup counts what was spent since",
+    "tests/reports/test_places.py::test_a_restored_ledger_counts_what_was_spent_since_the_backup",
+    everywhere(found_nodes.found_nodes, answers([])),
 )
 promise(
     "one-controller-a-bucket",

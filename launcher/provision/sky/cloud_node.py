@@ -135,7 +135,7 @@ class CloudNode:
     @property
     def should_answer(self) -> bool:
         """Return True while the node has a VM that is not to end."""
-        return self.files.instance is not None and not self.is_ending
+        return self.files.has("machine") and not self.is_ending
 
     @property
     def is_damaged(self) -> bool:

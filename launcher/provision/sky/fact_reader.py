@@ -1,6 +1,6 @@
 """The state of a node for the controller, from the node's files and the last answers."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from launcher.decide.node_facts import NodeFact, NodeStatus
 from launcher.provision.sky.background_tasks import BackgroundTasks
@@ -24,7 +24,8 @@ class FactReader:
     def fact_of(self, node: CloudNode) -> NodeFact | None:
         """Return the state of the node; None while the request is incomplete."""
         if node.over is None and (ended := node.files.read(EndedRecord)) is not None:
-            node.over, node.over_since = ended.fact(node.name), self.around.monotonic()
+            over = replace(ended.fact(node.name), want=node.files.want)
+            node.over, node.over_since = over, self.around.monotonic()
         if node.over is not None:
             return node.over
         if phase_of(node) is Phase.UNFINISHED:
@@ -50,4 +51,5 @@ class FactReader:
             notice_deadline_ms=node.notice_ms,
             zone=instance.zone if instance is not None else None,
             instance_type=instance.instance_type if instance is not None else None,
+            want=node.files.want,
         )

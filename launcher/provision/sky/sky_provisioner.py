@@ -31,12 +31,13 @@ from pathlib import Path
 from engine.clock import Clock
 from engine.node_spec import NodeSpec
 from launcher.clouds.base import CloudApi
-from launcher.decide.node_facts import NodeFact
+from launcher.decide.node_facts import NodeFact, NodeStatus
+from launcher.exit_codes import words_of
 from launcher.placement.placement import Placement
 from launcher.provision.local.provisioner import nodes_folder
 from launcher.provision.sky.background_tasks import BackgroundTasks
 from launcher.provision.sky.bring_up import BringUp
-from launcher.provision.sky.cloud_node import Link
+from launcher.provision.sky.cloud_node import CloudNode, Link
 from launcher.provision.sky.cloud_reports import CloudReports
 from launcher.provision.sky.fact_reader import FactReader
 from launcher.provision.sky.inventory import LOOK_SECONDS, CloudInventory
@@ -52,6 +53,7 @@ from launcher.provision.sky.surroundings import Purchases, Surroundings
 from launcher.provision.sky.terminate import Terminator
 from launcher.provision.sky.unknown_instances import UnknownInstances
 from launcher.provision.sky.watch import AgentWatch, Pass
+from launcher.storage.store_lease import LeaseLost
 
 log = logging.getLogger(__name__)
 
@@ -141,10 +143,28 @@ class SkyProvisioner:
         nodes = sorted(self._nodes.all(), key=lambda node: node.name)
         if any(node.should_answer and not node.agent.is_answering for node in nodes):
             self._tasks.every(ADDRESS_SECONDS, "ssh from", self._regions.follow_address)
+        facts: list[NodeFact] = []
         for node in nodes:
-            self._lifecycle.advance(node, this_pass)
-        facts = [fact for node in nodes if (fact := self._facts.fact_of(node)) is not None]
+            self._protect(node, facts, partial(self._lifecycle.advance, node, this_pass))
+        faulty = {fact.name for fact in facts}
+        for node in nodes:
+            if node.name not in faulty:
+                self._protect(node, facts, partial(self._add_fact, node, facts))
         return facts + self._unknown.report()
+
+    def _add_fact(self, node: CloudNode, facts: list[NodeFact]) -> None:
+        if (fact := self._facts.fact_of(node)) is not None:
+            facts.append(fact)
+
+    def _protect(self, node: CloudNode, facts: list[NodeFact], step: Callable[[], None]) -> None:
+        """Do a step for one node. If the step raises, report the fault of this node: the other nodes must still end."""
+        try:
+            step()
+        except LeaseLost:
+            raise
+        except Exception as error:
+            log.exception("%s could not be looked after in this pass", node.name)
+            facts.append(NodeFact(name=node.name, status=NodeStatus.UNKNOWN, fault=words_of(error)))
 
     def release(self, names: Sequence[str]) -> None:
         """Write the release; the next `observe` acts on the release.

@@ -7,7 +7,7 @@ from functools import partial
 from launcher.clouds.base import Instance, InstanceState
 from launcher.decide.node_facts import NodeFact, NodeStatus
 from launcher.provision.sky.background_tasks import BackgroundTasks
-from launcher.provision.sky.inventory import CloudInventory
+from launcher.provision.sky.inventory import CloudInventory, newest_of
 from launcher.provision.sky.node_book import NodeBook
 from launcher.provision.sky.surroundings import Surroundings
 
@@ -24,7 +24,7 @@ class UnknownInstances:
     inventory: CloudInventory
 
     def report(self) -> list[NodeFact]:
-        """Return VMs with the run's label and without a request.
+        """Return VMs with the run's label and without a request, and those that ended, as long as the cloud lists them.
 
         Terminate VMs that still run after the recorded end of their node.
         """
@@ -32,12 +32,13 @@ class UnknownInstances:
         for observed in self.inventory.all_known():
             for instance in observed.instances:
                 node = self.nodes.get(instance.name)
-                if instance.state not in (InstanceState.PENDING, InstanceState.RUNNING):
+                # A name may have ended instances, of launches that SkyPilot repeated, beside the one that counts.
+                is_newest = instance == newest_of(observed.instances, instance.name)
+                if node is None and is_newest and (fact := _fact_of(instance)) is not None:
+                    facts.append(fact)
+                if node is None or instance.state not in (InstanceState.PENDING, InstanceState.RUNNING):
                     continue
-                if node is None:
-                    evidence = f"{instance.cloud} {instance.id} in {instance.zone} bears the run's label"
-                    facts.append(NodeFact(name=instance.name, status=NodeStatus.PENDING, evidence=evidence))
-                elif node.over is not None and observed.at is not None and observed.at > node.over_since:
+                if node.over is not None and observed.at is not None and observed.at > node.over_since:
                     self.tasks.do(f"end {instance.id}", partial(self._end_again, instance))
         return facts
 
@@ -46,3 +47,22 @@ class UnknownInstances:
         log.warning("%s lives on after its end (%s): ended again", instance.name, instance.id)
         self.around.clouds[instance.cloud].end([instance])
         self.inventory.look_at(instance.cloud, instance.region)
+
+
+def _fact_of(instance: Instance) -> NodeFact | None:
+    """Return the fact of a VM without a request: its time is billed. None while it stops."""
+    if instance.state is InstanceState.STOPPING:
+        return None
+    is_gone = instance.state is InstanceState.GONE
+    label = f"{instance.cloud} {instance.id} in {instance.zone} bears the run's label"
+    return NodeFact(
+        name=instance.name,
+        status=NodeStatus.GONE if is_gone else NodeStatus.PENDING,
+        evidence=(instance.reason or label) if is_gone else label,
+        started_ms=instance.launched_ms,
+        ended_ms=instance.ended_ms if is_gone else None,
+        reclaimed=instance.reclaimed and is_gone,
+        zone=instance.zone,
+        instance_type=instance.instance_type,
+        market=instance.market,
+    )
