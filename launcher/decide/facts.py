@@ -45,6 +45,14 @@ YOUNG_MS = 300_000
 never ready, did no work worth its start. A node preempted after real work does not predict the next failure: its
 zone and instance type cool down (failover.py), and its slot does not wait."""
 
+AT_ONCE_MS = 180_000
+"""Age in ms below which an instance that the cloud ended before its node was ready counts as never given. The cloud is
+looked at for two minutes until a stopped instance counts as ended. The set-up of a node takes longer. Assumed."""
+
+OWN_ENDS = ("it ", "its ")
+"""Beginnings of the evidence of an end that spotrl itself decided: a failed set-up, an agent that exited, a silence.
+The texts of clouds begin differently."""
+
 PATIENT = MoveRules()
 
 
@@ -99,6 +107,21 @@ class NodeRecord:
     @property
     def is_leaving(self) -> bool:
         return self.is_live and ("notice" in self.happened or "releasing" in self.happened)
+
+    @property
+    def was_refused(self) -> bool:
+        """Return True if the request gave no instance that could have worked, whatever words the cloud used.
+
+        The cloud refused the request, no instance was ever there, or the cloud ended the instance at once (a disk whose
+        key cannot be used). The pool cools down by itself (failover.py), and such an end never ends a run. False on the
+        local infra, which has no pools.
+        """
+        if self.wanted is None or self.ended_ms is None or self.reclaimed or "released" in self.happened:
+            return False
+        if {"no_capacity", "denied"} & self.happened.keys() or "up" not in self.happened:
+            return True
+        is_at_once = "ready" not in self.happened and self.ended_ms - self.happened["up"] < AT_ONCE_MS
+        return is_at_once and not self.evidence.startswith(OWN_ENDS)
 
     @property
     def died_young(self) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from launcher.clouds.base import NODE_LABEL, OWNER_LABEL, RUN_LABEL, CloudRefused, InstanceState
 from launcher.decide.node_facts import NodeStatus
+from launcher.market.refusals import remedy_for
 from launcher.provision.sky.cloud_node import CloudNode, SettingUp
 from launcher.provision.sky.inventory import CloudInventory
 from launcher.provision.sky.node_book import NodeBook
@@ -45,7 +46,9 @@ class Launches:
         try:
             region_setup = self.regions.prepare(want.cloud, want.region)
         except CloudRefused as refused:
-            node.begin_end(EndingRecord(status=NodeStatus.DENIED, evidence=str(refused)))
+            # What the user can mend while the run waits is no denial: the pool is asked again later.
+            status = NodeStatus.DENIED if remedy_for(str(refused)) is None else NodeStatus.GONE
+            node.begin_end(EndingRecord(status=status, evidence=str(refused)))
             return
         purchases, spec, now_ms = self.around.purchases, node.files.spec, self.around.clock.now_ms()
         assert spec is not None
