@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from engine.events import Market
 from launcher.decide.facts import Facts, NodeRecord, Wanted
-from launcher.decide.failover import is_home_given_up
+from launcher.decide.failover import is_home_given_up, why_idle
 from launcher.decide.further_nodes import nodes_in_other_zones
 from launcher.decide.launch_history import GIVE_BACK_AFTER_MS, Tried
 from launcher.decide.placing import place_of
@@ -17,13 +17,15 @@ from launcher.placement.plan import Slot
 def nodes_to_release(facts: Facts, wanted: Wanted, live: Sequence[NodeRecord], tried: Tried) -> list[NodeRecord]:
     """Return the nodes to release.
 
-    First come nodes left behind by a failover, then replaced stand-ins, then nodes above the hourly limit.
-    Above the limit, stand-ins go before spot nodes, and the most expensive first.
+    First come nodes without a trainer, then nodes left behind by a failover, then replaced stand-ins, then nodes above
+    the hourly limit. Above the limit, stand-ins go before spot nodes, and the most expensive first.
     """
     if not facts.sites:
         return []
     if is_home_given_up(tried, wanted.rules, facts.now_ms):
         return [node for node in live if "releasing" not in node.happened]
+    if why_idle(tried, facts.now_ms) is not None:
+        return [node for node in live if node.role != "trainer" and "releasing" not in node.happened]
     trainer = tried.trainer
     staying = [node for node in live if "releasing" not in node.happened]
     elsewhere = [

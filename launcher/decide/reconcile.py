@@ -15,7 +15,7 @@ from engine.events import EngineFinished
 from launcher.decide import budget_guard
 from launcher.decide.actions import Action, Buy, Enter, Release, RepeatRequest, StopEngine
 from launcher.decide.facts import FAILING, OVER, Facts, NodeRecord, Stage, Wanted
-from launcher.decide.failover import StandIn
+from launcher.decide.failover import StandIn, why_idle
 from launcher.decide.further_nodes import given_back_trainer
 from launcher.decide.giving_back import nodes_to_release
 from launcher.decide.known_nodes import KnownNodes
@@ -101,7 +101,7 @@ def _fill(facts: Facts, recent: Facts, known: KnownNodes, wanted: Wanted, tried:
     actions: list[Action] = [RepeatRequest(node=node.name) for node in live if "requested" not in node.happened]
     let_go = nodes_to_release(recent, wanted, live, tried)
     if let_go:
-        actions.append(_release(let_go))
+        actions.append(replace(_release(let_go), why=why_idle(tried, facts.now_ms) or ""))
     after, launches = list(live), _launches(known, wanted, facts.now_ms)
     refusals: list[str] = []
     by_slot: defaultdict[str, list[NodeRecord]] = defaultdict(list)

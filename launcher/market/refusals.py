@@ -25,6 +25,9 @@ exception."""
 ZONE_WORDS = ("No usable subnets matching availability zone",)
 """Texts of refusals that hold in one zone: a zone without a subnet tells nothing about the region's other zones."""
 
+UNSENT = "SkyPilot does not send the launch"
+"""Beginning of the evidence of a node whose zone, type or image SkyPilot's own catalog does not know."""
+
 NETWORK_WORDS = (
     *ZONE_WORDS,
     "either does not exist or has no subnets",
@@ -158,7 +161,7 @@ def advice_on(reason: str) -> str:
 
 def holds_in_its_zone_alone(reason: str) -> bool:
     """Return whether a refusal concerns one zone only, and not the region's other zones."""
-    return any(word in reason for word in ZONE_WORDS)
+    return any(word in reason for word in (*ZONE_WORDS, UNSENT))
 
 
 def _on_policy(reason: str) -> str:

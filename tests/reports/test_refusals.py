@@ -4,11 +4,21 @@ The texts are those of public reports. The controller, the ledger and the provis
 the clocks are simulated.
 """
 
+import re
+import shutil
+from dataclasses import replace
+from importlib.resources import files
+
 import pytest
 
+from engine.events import Market
+from launcher.cli.main import run
+from launcher.exit_codes import ExitCode
+from launcher.market.offers import buyable, read_catalog
 from launcher.provision.sky.outcome import Failed, outcome_of
+from launcher.replay import of_plan
 from tests.launcher.cluster.stage import CLOUD_SITES, ledger
-from tests.launcher.cluster.test_moving import Stage
+from tests.launcher.cluster.test_moving import MINUTE, Stage
 from tests.launcher.cluster.test_sky_provisioner import NODE
 from tests.launcher.cluster.test_sky_provisioner import Stage as ProvisionerStage
 
@@ -186,3 +196,187 @@ def test_an_account_that_the_user_can_mend_is_no_denial_before_the_launch_either
     stage.cloud.refuses = "gcp compute network: Google Cloud refused (403 accessNotConfigured: API is off)"
     stage.request()
     assert stage.passes(10)[NODE].status == "gone"
+
+
+# --- launches that SkyPilot's client does not take ---------------------------------------------------------------
+
+
+UNTAKEN = [
+    ValueError("Invalid zone 'us-east-1-lax-1a'"),
+    ValueError("Invalid region 'us-moon-1'"),
+    ValueError("Instance type 'g99.xlarge' not found"),
+    ValueError("Image 'ami-0' not found in AWS region"),
+    TypeError("unexpected keyword"),
+]
+
+
+class Refusing:
+    """Counts the launches that a SkyPilot whose client raises `error` was asked for."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error, self.asked = error, 0
+
+    def start(self, launch):
+        self.asked += 1
+        raise self.error
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize("error", UNTAKEN, ids=str)
+def test_a_launch_that_skypilot_does_not_take_is_denied_after_five_tries(tmp_path, error, restarts):
+    stage, refusing = ProvisionerStage(tmp_path), Refusing(error)
+    stage.sky.start = refusing.start
+    stage.request()
+    for _ in range(20):
+        fact = stage.passes(30)[NODE]
+        if restarts:
+            stage.process()
+    assert refusing.asked == 5
+    assert fact.status == "denied"
+    assert str(error) in fact.evidence
+
+
+def test_a_silent_skypilot_is_asked_again_without_a_denial(tmp_path):
+    stage = ProvisionerStage(tmp_path)
+    stage.sky.down_for_good = True
+    stage.request()
+    assert stage.passes(1200, step=5)[NODE].status == "unknown"
+    stage.sky.down_for_good = False
+    stage.passes(120)
+    assert len(stage.sky.launches) == 1
+
+
+def test_a_launch_that_skypilot_takes_at_last_is_bought_once(tmp_path):
+    stage = ProvisionerStage(tmp_path)
+    plain, stage.sky.start = stage.sky.start, Refusing(ValueError("its catalog is being written")).start
+    stage.request()
+    stage.passes(15)
+    stage.sky.start = plain
+    stage.passes(60)
+    stage.sky.finish(NODE)
+    assert stage.passes(10)[NODE].status in ("pending", "up")
+    assert len(stage.sky.launches) == 1
+
+
+def test_a_zone_that_skypilot_does_not_take_says_nothing_about_the_regions_other_zone(sessions):
+    stage = Stage(sessions, sites=CLOUD_SITES[:1])
+    stage.cloud.answers["gcp/g1/g1-a"] = "untaken"
+    stage.passes(10)
+    zones = {stage.cloud.requested[name][0].zone for name in stage.live() if "spot" in name}
+    assert zones == {"g1-b"}
+    assert len(stage.live()) == 3
+
+
+# --- no trainer, no other paid node --------------------------------------------------------------------------------
+
+
+def node_minutes(stage: Stage) -> float:
+    """Return the minutes for which rollout nodes were up so far."""
+    spans = [
+        (record.happened["up"], stage.clock.now_ms() if record.ended_ms is None else record.ended_ms)
+        for record in stage.records().values()
+        if record.role == "rollout" and "up" in record.happened
+    ]
+    return sum(end - start for start, end in spans) / MINUTE
+
+
+@pytest.mark.parametrize("answer", ["odd", "refuse", "unsent", "dies"])
+def test_a_run_whose_trainer_never_comes_pays_rollout_nodes_for_minutes_only(sessions, answer):
+    stage = Stage(sessions)
+    stage.cloud.answers["trainers"] = answer
+    stage.passes(90, step_ms=45_000)
+    assert not any("spot" in name for name in stage.live())
+    assert node_minutes(stage) <= 2 * 6
+    status, reason = stage.reason()
+    assert status == "running"
+    assert "trainer" in reason
+    if answer == "odd":
+        assert stage.cloud.words in reason
+    stage.cloud.answers.clear()
+    stage.passes(45, step_ms=45_000)
+    assert len(stage.live()) == 3
+
+
+@pytest.mark.parametrize("answer", ["odd", "refuse", "unsent"])
+def test_a_lost_trainer_that_cannot_be_replaced_frees_the_rollout_nodes(sessions, answer):
+    stage = Stage(sessions)
+    stage.passes(60, step_ms=30_000)
+    before = node_minutes(stage)
+    stage.cloud.answers["trainers"] = answer
+    stage.cloud.end("demo-trainer-g0", "the machine is gone")
+    stage.passes(60, step_ms=30_000)
+    assert 2 * 4 <= node_minutes(stage) - before <= 2 * 6.5, "five minutes of patience, and not the rest of the run"
+    assert stage.reason()[0] == "running"
+
+
+def test_a_trainer_that_is_replaced_in_time_keeps_its_rollout_nodes(sessions):
+    stage = Stage(sessions)
+    stage.passes(30)
+    stage.cloud.answers["trainers"] = "refuse"
+    stage.cloud.end("demo-trainer-g0", "the machine is gone")
+    stage.passes(2)
+    stage.cloud.answers.clear()
+    stage.passes(20)
+    assert {"demo-spot-0-g0", "demo-spot-1-g0"} <= set(stage.live())
+    assert len(stage.live()) == 3
+
+
+# --- places that cannot be launched -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("zone", "zone_id"),
+    [
+        ("us-west-2-lax-1a", "usw2-lax1-az1"),
+        ("us-west-2-lax-1a", "usw2-az1"),
+        ("us-west-2-wl1-las-wlz-1", "usw2-wl1-las-wlz1"),
+        ("us-west-2-wl1-las-wlz-1", ""),
+        ("", "usw2-lax1-az1"),
+        ("us-west-2-phx-2a", "usw2-phx2-az1"),
+    ],
+)
+@pytest.mark.parametrize("market", Market)
+def test_a_local_zone_is_no_offer(zone, zone_id, market):
+    offer = next(one for one in read_catalog() if one.cloud == "aws" and one.market is market)
+    known = replace(offer, region="us-west-2", zone="us-west-2a", zone_id="usw2-az1")
+    assert buyable([known]) == (known,)
+    assert buyable([replace(known, zone=zone, zone_id=zone_id)]) == ()
+
+
+@pytest.fixture
+def plan_of_a_model(tmp_path, monkeypatch, capsys):
+    """Print the plan of the reference recipe, beside SkyPilot's catalogs without some regions."""
+    monkeypatch.setenv("SPOTRL_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("SPOTRL_CONFIG", str(tmp_path / "config.yaml"))
+    monkeypatch.setenv("SKY_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(of_plan, "NODE_HOURS", 0)
+    monkeypatch.setattr(of_plan, "LEAST_STARTS", 2)
+    for name in ("qwen_image_ocr.yaml", "qwen_image_ocr_prompts.txt", "qwen_image_ocr_test_prompts.txt"):
+        shutil.copy(str(files("sky_yamls") / name), tmp_path / name)
+
+    def printed_without(lacks) -> str:
+        for cloud in ("aws", "gcp"):
+            file = tmp_path / ".sky" / "catalogs" / "v8" / cloud / "vms.csv"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            pools = {
+                (o.instance_type, o.region, o.zone_id if cloud == "aws" else o.zone) for o in listed if o.cloud == cloud
+            }
+            rows = [",".join(pool) for pool in sorted(pools) if not lacks(cloud, *pool)]
+            file.write_text("\n".join(["InstanceType,Region,AvailabilityZone", *rows, ""]))
+        assert run(["launch", str(tmp_path / "qwen_image_ocr.yaml"), "--dry-run", "--explain"]) == ExitCode.OK
+        return " ".join(capsys.readouterr().out.split())
+
+    listed = buyable(read_catalog())
+    return printed_without
+
+
+def test_a_plan_leaves_out_what_skypilots_catalog_does_not_know(plan_of_a_model):
+    plain = plan_of_a_model(lambda *pool: False)
+    assert "SkyPilot's catalog" not in plain
+    place = re.search(r"trainer on_demand H100:1 .*?(?P<region>[a-z]+-[a-z]+-?[0-9])", plain)
+    assert place is not None, plain
+    moved = plan_of_a_model(lambda cloud, kind, region, zone: region == place["region"])
+    assert "SkyPilot's catalog does not know it" in moved
+    again = re.search(r"trainer on_demand H100:1 .*?(?P<region>[a-z]+-[a-z]+-?[0-9])", moved)
+    assert again is not None
+    assert again["region"] != place["region"]

@@ -73,9 +73,11 @@ class BringUp:
             node.begin_end(EndingRecord(status=NodeStatus.DENIED, evidence=outcome.text))
         elif outcome.failed is Failed.REFUSED:
             node.begin_end(EndingRecord(status=NodeStatus.GONE, evidence=f"its launch was refused: {outcome.text}"))
-        elif outcome.failed is Failed.UNKNOWN and launch.tries < LAUNCH_TRIES:
+        elif outcome.failed in (Failed.UNKNOWN, Failed.UNSENT) and launch.tries < LAUNCH_TRIES:
             if waited_ms > min(LAUNCH_GAP_MS * 2 ** (launch.tries - 1), LONGEST_LAUNCH_GAP_MS):
                 self.tasks.do(node.name, partial(self.launches.launch, node, tries=launch.tries + 1))
+        elif outcome.failed is Failed.UNSENT:
+            node.begin_end(EndingRecord(status=NodeStatus.DENIED, evidence=outcome.text))
         else:
             evidence = f"its launch failed: {outcome.text}"
             node.begin_end(EndingRecord(status=NodeStatus.GONE, evidence=evidence, ask_rules=True))

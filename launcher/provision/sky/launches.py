@@ -1,20 +1,24 @@
 """Launches sent to SkyPilot: send, adopt after a crash, read the outcome, cancel."""
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from launcher.clouds.base import NODE_LABEL, OWNER_LABEL, RUN_LABEL, CloudRefused, InstanceState
 from launcher.decide.node_facts import NodeStatus
-from launcher.market.refusals import remedy_for
+from launcher.exit_codes import Failure
+from launcher.market.refusals import UNSENT, remedy_for
 from launcher.provision.sky.cloud_node import CloudNode, SettingUp
 from launcher.provision.sky.inventory import CloudInventory
 from launcher.provision.sky.node_book import NodeBook
-from launcher.provision.sky.outcome import Failed, Outcome
+from launcher.provision.sky.outcome import LOG_CHARACTERS, Failed, Outcome
 from launcher.provision.sky.records import EndingRecord, LaunchRecord
 from launcher.provision.sky.regions import Regions
 from launcher.provision.sky.surroundings import Surroundings
 from launcher.provision.sky.task import Launch
+
+log = logging.getLogger(__name__)
 
 AUTOSTOP_MARGIN_MINUTES = 30
 """Delay of SkyPilot's own timer on the VM after the spend deadline, in case the node's agent did not terminate the
@@ -36,7 +40,9 @@ class Launches:
 
     def launch(self, node: CloudNode, tries: int = 1) -> None:
         """Send the launch to SkyPilot, unless a launch from before a crash exists."""
-        if not node.fresh and tries == 1 and self._adopt(node):
+        before = node.files.read(LaunchRecord)
+        is_unsent = before is not None and bool(before.unsent)
+        if not node.fresh and (tries == 1 or is_unsent) and self._adopt(node):
             return
         want = node.files.want
         if want is None:
@@ -62,11 +68,18 @@ class Launches:
             image=purchases.images.get(f"{want.cloud}/{want.region}", purchases.images.get(want.cloud)),
         )
         self.around.check_lease()
-        request = self.around.sky.start(launch)
+        request, unsent = "", ""
+        try:
+            request = self.around.sky.start(launch)
+        except Failure:
+            raise
+        except Exception as error:  # SkyPilot's client raises errors of many types
+            log.warning("%s: SkyPilot's client did not send the launch", node.name, exc_info=True)
+            unsent = f"{UNSENT}: {type(error).__name__}: {error}"[:LOG_CHARACTERS]
         node.files.forget("machine")  # from an earlier attempt, like the VM's login
         node.setting_up = SettingUp()
         node.sightings.missing = 0
-        node.files.write(LaunchRecord(request_id=request, at_ms=now_ms, tries=tries))
+        node.files.write(LaunchRecord(request_id=request, at_ms=now_ms, tries=tries, unsent=unsent))
 
     def _adopt(self, node: CloudNode) -> bool:
         """Adopt a request or cluster left by a launch before a crash, and return True.
@@ -107,13 +120,15 @@ class Launches:
 
     def outcome(self, launch: LaunchRecord) -> Outcome | None:
         """Return the outcome of the launch; None while pending."""
+        if launch.unsent:
+            return Outcome(failed=Failed.UNSENT, text=launch.unsent)
         return Outcome() if launch.adopted else self._outcomes.get(launch.request_id)
 
     def cancel(self, node: CloudNode) -> None:
         """Cancel the node's launch, if still pending."""
         launch = node.files.read(LaunchRecord)
         request = launch.request_id if launch is not None else None
-        if launch is None and node.files.is_begun("launch"):
+        if (launch is None and node.files.is_begun("launch")) or (launch is not None and launch.unsent):
             request = self.around.sky.pending(node.name).get(node.name)
         if request and self._outcomes.get(request) is None:
             self.around.sky.cancel(request)

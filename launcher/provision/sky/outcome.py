@@ -28,6 +28,8 @@ class Failed(StrEnum):
     REFUSED = "refused"
     """The cloud refused in other words, so another place is tried, and this one later."""
     DENIED = "denied"
+    UNSENT = "unsent"
+    """SkyPilot's client does not send the launch: it does not know the zone, the type or the image."""
     SETUP = "setup"
     CANCELLED = "cancelled"
     UNKNOWN = "unknown"

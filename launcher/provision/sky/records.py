@@ -42,7 +42,10 @@ class NodeRecord(NodeView):
 
 
 class LaunchRecord(NodeRecord):
-    """A launch sent to SkyPilot. `adopted`: the cluster was found after a crash, and its request is not known."""
+    """A launch sent to SkyPilot. `adopted`: the cluster was found after a crash, and its request is not known.
+
+    `unsent`: the error with which SkyPilot's client refused to send the launch; empty if it was sent.
+    """
 
     FILE = "launch"
 
@@ -50,6 +53,7 @@ class LaunchRecord(NodeRecord):
     at_ms: int
     tries: int = 1
     adopted: bool = False
+    unsent: str = ""
 
 
 class LoginRecord(NodeRecord):

@@ -84,10 +84,11 @@ def slots(spot: int, trainers: int = 1) -> tuple[Slot, ...]:
 class SimulatedCloud:
     """Simulated clouds behind `Provisioner`: the test sets their answers and delays, and moves their clock.
 
-    `answers`: "refuse", "deny", "odd", "dies", "unsent" or "late", by `cloud/region/zone` or a prefix of it; the
-    longest prefix counts. "trainers" and "rollouts" name all nodes of a role. A node comes up `boot_ms` after its
+    `answers`: "refuse", "deny", "odd", "dies", "unsent", "untaken" or "late", by `cloud/region/zone` or a prefix of it;
+    the longest prefix counts. "trainers" and "rollouts" name all nodes of a role. A node comes up `boot_ms` after its
     request, and its workers call in after another `boot_ms`. A node with the answer "odd" is gone before it was up,
-    "dies" as soon as it is up, with `words` as evidence; "unsent" stays unknown.
+    "dies" as soon as it is up, with `words` as evidence; "unsent" stays unknown; "untaken" is denied because SkyPilot
+    does not take its launch.
     `room`: on-demand nodes that fit into a zone, by `cloud/region/zone`; a zone that is not named has room for all. A
     request for any zone takes `-a` before `-b`. `quota`: on-demand nodes that the account may have in `cloud/region`.
     """
@@ -207,6 +208,10 @@ class SimulatedCloud:
             return self.ended[name]
         if up_ms is None and answer == "unsent":
             return NodeFact(name=name, status=NodeStatus.UNKNOWN, evidence=self.words)
+        if up_ms is None and answer == "untaken":
+            evidence, ended_ms = f"SkyPilot does not send the launch: ValueError: {self.words}", self.clock.now_ms()
+            self.ended[name] = NodeFact(name=name, status=NodeStatus.DENIED, evidence=evidence, ended_ms=ended_ms)
+            return self.ended[name]
         if up_ms is None and answer in ("refuse", "deny"):
             status = NodeStatus.NO_CAPACITY if answer == "refuse" else NodeStatus.DENIED
             words = "there is no capacity" if answer == "refuse" else f"quota GPUS is 0 in {want.cloud} {want.region}"
