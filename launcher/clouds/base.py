@@ -4,8 +4,8 @@ SkyPilot buys; this interface checks independently. An implementation reads the 
 region by region. So a forgotten VM or disk is found, and a preemption is distinguished from a shutdown by the cloud's
 own report.
 
-Every call may raise CloudUnreachable (unknown state, never "gone") or CloudRefused (a permission or quota is missing; a
-retry does not help).
+Every call may raise CloudUnreachable (unknown state, never "gone"; LoginNeeded is one) or CloudRefused (a permission or
+quota is missing; a retry does not help).
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from engine.events import Market
-from launcher.exit_codes import Failure
+from launcher.exit_codes import ExitCode, Failure
 from launcher.job.company import NOTHING_NAMED, Named
 
 RUN_LABEL, NODE_LABEL, OWNER_LABEL = "spotrl-run", "spotrl-node", "spotrl-owner"
@@ -23,6 +23,16 @@ RUN_LABEL, NODE_LABEL, OWNER_LABEL = "spotrl-run", "spotrl-node", "spotrl-owner"
 
 class CloudUnreachable(Failure):
     """The cloud's API did not answer, or throttled the call. The state is unknown; ask again."""
+
+
+class LoginNeeded(CloudUnreachable):
+    """The cloud, or a client of it, takes the user's login no longer, or finds none. A new login heals it.
+
+    Nothing is known, as for every unreachable cloud: no node ends, no place is denied, and buying waits. The message
+    names the command. New keys in the user's files are read by running processes.
+    """
+
+    exit_code = ExitCode.CREDENTIALS
 
 
 class CloudRefused(Failure):

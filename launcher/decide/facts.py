@@ -172,6 +172,9 @@ class Facts:
     doubt: Doubt | None = None
     """The reason to doubt the clock. While set, the controller buys nothing, and a limit that seems reached too
     early ends no run."""
+    login: str = ""
+    """The user's login at a cloud has expired and a node waits for it, in words with the command. While set, nothing is
+    bought and nothing is given back: no order would reach the cloud."""
     sites: Sequence[SiteOptions] = ()
     """The candidate sites with their current prices. Empty: each slot is bought as the plan says."""
     work: WorkLeft | None = None

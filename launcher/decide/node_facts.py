@@ -47,6 +47,7 @@ class NodeFact:
     `signal`, `with_notice`: manner of a preemption, if known ("SIGKILL", "SIGSTOP" on the local infra).
     `zone`, `instance_type`: the real purchase as the cloud reports, not the request.
     `tried`: zones that refused the node, `cloud/region/zone`.
+    `login`: the user's login at the cloud has expired, in words with the command; set only if the node needs it now.
     """
 
     name: str
@@ -63,3 +64,4 @@ class NodeFact:
     zone: str | None = None
     instance_type: str | None = None
     tried: tuple[str, ...] = ()
+    login: str = ""

@@ -47,6 +47,13 @@ def decide(facts: Facts, wanted: Wanted) -> list[Action]:
     if facts.doubt is not None:
         is_recorded = facts.stage is Stage.RUNNING and facts.reason == facts.doubt.text
         return [] if is_recorded else [Enter(stage=Stage.RUNNING, reason=facts.doubt.text)]
+    if facts.login:
+        reason = f"waits: {facts.login}"
+        return (
+            []
+            if (facts.stage, facts.reason) == (Stage.RUNNING, reason)
+            else [Enter(stage=Stage.RUNNING, reason=reason)]
+        )
     return _fill(facts, recent, known, wanted, tried)
 
 

@@ -298,7 +298,8 @@ def as_row(offer: Offer) -> dict[str, str]:
 
 _AWS_REGION = re.compile(r"[a-z]{2}(-[a-z]+)+-\d")
 
-_AWS_ZONE_ID = re.compile(r"[a-z]+\d+-az\d+")
+_AWS_EDGE_ID = re.compile(r"[a-z]+\d+-[a-z]+\d+-.+")
+"""Ids of Local Zones (usw2-lax1-az1) and Wavelength Zones (use1-wl1-bos-wlz1). A zone of a region is use1-az1."""
 
 
 def is_at_the_edge(offer: Offer) -> bool:
@@ -308,9 +309,8 @@ def is_at_the_edge(offer: Offer) -> bool:
     """
     if offer.cloud != "aws":
         return False
-    if offer.zone_id and not _AWS_ZONE_ID.fullmatch(offer.zone_id):
-        return True
-    return re.match(rf"{re.escape(offer.region)}-[a-z]+-?\d", offer.zone) is not None
+    is_named = re.match(rf"{re.escape(offer.region)}-[a-z]+-?\d", offer.zone) is not None
+    return is_named or _AWS_EDGE_ID.fullmatch(offer.zone_id) is not None
 
 
 def buyable(offers: Iterable[Offer]) -> tuple[Offer, ...]:

@@ -44,15 +44,55 @@ NETWORK_WORDS = (
     "SUBNET_NOT_FOUND",
 )
 
+EXPIRED_CODES = (
+    "ExpiredToken",
+    "ExpiredTokenException",
+    "RequestExpired",
+    "TokenRefreshRequired",
+    "InvalidToken",
+    "InvalidClientTokenId",
+    "UnrecognizedClientException",
+)
+"""Error codes of AWS for keys that have expired or were replaced."""
+
+EXPIRED_WORDS = (
+    "ExpiredToken",
+    "RequestExpired",
+    "TokenRefreshRequired",
+    "InvalidClientTokenId",
+    "UnrecognizedClientException",
+    "TokenRetrievalError",
+    "CredentialRetrievalError",
+    "UnauthorizedSSOToken",
+    "SSOTokenLoadError",
+    "LoginRefreshRequired",
+    "NoCredentialsError",
+    "Unable to locate credentials",
+    "security token included in the request is",
+    "oken has expired",
+    "SSO session associated with this profile has expired",
+    "RefreshError",
+    "ReauthFail",
+    "Reauthentication",
+    "eauth related error",
+    "invalid_grant",
+    "invalid_rapt",
+    "ACCESS_TOKEN_EXPIRED",
+    "invalid authentication credential",
+    "Getting project ID or user identity failed",
+    "redentials are not set",
+    "No GCP account is activated",
+    "InvalidCloudCredentials",
+    "nvalid cloud credentials",
+    "CloudUserIdentityError",
+)
+"""Texts in the errors and logs of SkyPilot and of the clouds' clients for a login that has expired or is missing."""
+
+GOOGLE_WORDS = ("gcp", "GCP", "oogle", "gcloud", "invalid_grant", "Reauth", "reauth", "rapt")
+
 LOGIN_WORDS = (
     "Missing `gcloud`",
-    "Getting project ID or user identity failed",
-    "Credentials are not set",
-    "Application credentials are not set",
-    "No GCP account is activated",
     "which is not enabled",
-    "InvalidCloudCredentials",
-    "invalid cloud credentials",
     "No cloud access",
     "NoCloudAccessError",
 )
@@ -137,6 +177,23 @@ REMEDIES = (
 def remedy_for(text: str) -> Remedy | None:
     """Return the remedy for a refusal that another place, or a later request, may not meet. None: unknown words."""
     return next((one for one in REMEDIES if one.words.search(text)), None)
+
+
+def is_login_needed(text: str) -> bool:
+    """Return whether a text says that the login at a cloud has expired or is missing."""
+    return any(word in text for word in EXPIRED_WORDS)
+
+
+def log_in_again(cloud: str) -> str:
+    """Return the command that logs in anew at a cloud."""
+    if cloud == "gcp":
+        return "log in again: `gcloud auth login --update-adc`; the run goes on by itself"
+    return "log in again: `aws sso login`, or `aws configure` for keys; the run goes on by itself"
+
+
+def cloud_in(text: str) -> str:
+    """Return the cloud whose login a text is about."""
+    return "gcp" if any(word in text for word in GOOGLE_WORDS) else "aws"
 
 
 def advice_on(reason: str) -> str:

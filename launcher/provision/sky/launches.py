@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from launcher.clouds.base import NODE_LABEL, OWNER_LABEL, RUN_LABEL, CloudRefused, InstanceState
 from launcher.decide.node_facts import NodeStatus
 from launcher.exit_codes import Failure
-from launcher.market.refusals import UNSENT, remedy_for
+from launcher.market.refusals import UNSENT, is_login_needed, remedy_for
 from launcher.provision.sky.cloud_node import CloudNode, SettingUp
 from launcher.provision.sky.inventory import CloudInventory
 from launcher.provision.sky.node_book import NodeBook
-from launcher.provision.sky.outcome import LOG_CHARACTERS, Failed, Outcome
+from launcher.provision.sky.outcome import LOG_CHARACTERS, Failed, Outcome, login_text
 from launcher.provision.sky.records import EndingRecord, LaunchRecord
 from launcher.provision.sky.regions import Regions
 from launcher.provision.sky.surroundings import Surroundings
@@ -42,6 +42,8 @@ class Launches:
         """Send the launch to SkyPilot, unless a launch from before a crash exists."""
         before = node.files.read(LaunchRecord)
         is_unsent = before is not None and bool(before.unsent)
+        last = None if before is None else self.outcome(before)
+        login = last.text if last is not None and last.failed is Failed.LOGIN else ""
         if not node.fresh and (tries == 1 or is_unsent) and self._adopt(node):
             return
         want = node.files.want
@@ -79,7 +81,7 @@ class Launches:
         node.files.forget("machine")  # from an earlier attempt, like the VM's login
         node.setting_up = SettingUp()
         node.sightings.missing = 0
-        node.files.write(LaunchRecord(request_id=request, at_ms=now_ms, tries=tries, unsent=unsent))
+        node.files.write(LaunchRecord(request_id=request, at_ms=now_ms, tries=tries, unsent=unsent, login=login))
 
     def _adopt(self, node: CloudNode) -> bool:
         """Adopt a request or cluster left by a launch before a crash, and return True.
@@ -120,6 +122,8 @@ class Launches:
 
     def outcome(self, launch: LaunchRecord) -> Outcome | None:
         """Return the outcome of the launch; None while pending."""
+        if launch.unsent and is_login_needed(launch.unsent):
+            return Outcome(failed=Failed.LOGIN, text=login_text(launch.unsent))
         if launch.unsent:
             return Outcome(failed=Failed.UNSENT, text=launch.unsent)
         return Outcome() if launch.adopted else self._outcomes.get(launch.request_id)

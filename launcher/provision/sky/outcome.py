@@ -13,7 +13,15 @@ from enum import StrEnum
 from pathlib import Path
 
 from launcher.decide.node_facts import QUOTA_WORDS
-from launcher.market.refusals import REFUSAL_WORDS, advice_on, remedy_for
+from launcher.market.refusals import (
+    EXPIRED_WORDS,
+    REFUSAL_WORDS,
+    advice_on,
+    cloud_in,
+    is_login_needed,
+    log_in_again,
+    remedy_for,
+)
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +33,8 @@ class Failed(StrEnum):
     """The reason of a failed launch."""
 
     NO_CAPACITY = "no_capacity"
+    LOGIN = "login"
+    """The user's login at the cloud has expired, so the launch is sent again until it is renewed."""
     REFUSED = "refused"
     """The cloud refused in other words, so another place is tried, and this one later."""
     DENIED = "denied"
@@ -117,6 +127,8 @@ def outcome_of(error: str, log: str) -> Outcome:
     output = f"{error}\n{log}"
     if any(word in output for word in NO_CAPACITY_WORDS):
         return Outcome(failed=Failed.NO_CAPACITY, text=_sentence(output, NO_CAPACITY_WORDS))
+    if is_login_needed(output):
+        return Outcome(failed=Failed.LOGIN, text=login_text(_sentence(output, EXPIRED_WORDS)))
     is_quota = any(word in output for word in QUOTA_WORDS)
     if not is_quota and (remedy := remedy_for(output)) is not None:
         return Outcome(failed=Failed.REFUSED, text=f"{_line_with(output, remedy.words)}\n{remedy.advice}")
@@ -129,6 +141,11 @@ def outcome_of(error: str, log: str) -> Outcome:
         return Outcome(failed=Failed.SETUP, text=text)
     # SkyPilot has asked the cloud, and the cloud's answer is final for this request.
     return Outcome(failed=Failed.REFUSED if error.startswith(CLOUD_ASKED) else Failed.UNKNOWN, text=text)
+
+
+def login_text(error: str) -> str:
+    """Return what a run says that waits for its user to log in."""
+    return f"{error}; {log_in_again(cloud_in(error))}"
 
 
 def _sentence(text: str, words: Sequence[str]) -> str:

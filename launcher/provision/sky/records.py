@@ -45,6 +45,7 @@ class LaunchRecord(NodeRecord):
     """A launch sent to SkyPilot. `adopted`: the cluster was found after a crash, and its request is not known.
 
     `unsent`: the error with which SkyPilot's client refused to send the launch; empty if it was sent.
+    `login`: the launch before failed because the user's login had expired, in words.
     """
 
     FILE = "launch"
@@ -54,6 +55,7 @@ class LaunchRecord(NodeRecord):
     tries: int = 1
     adopted: bool = False
     unsent: str = ""
+    login: str = ""
 
 
 class LoginRecord(NodeRecord):

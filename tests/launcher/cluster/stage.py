@@ -87,8 +87,8 @@ class SimulatedCloud:
     `answers`: "refuse", "deny", "odd", "dies", "unsent", "untaken" or "late", by `cloud/region/zone` or a prefix of it;
     the longest prefix counts. "trainers" and "rollouts" name all nodes of a role. A node comes up `boot_ms` after its
     request, and its workers call in after another `boot_ms`. A node with the answer "odd" is gone before it was up,
-    "dies" as soon as it is up, with `words` as evidence; "unsent" stays unknown; "untaken" is denied because SkyPilot
-    does not take its launch.
+    "dies" as soon as it is up, with `words` as evidence; "unsent" stays unknown, and "login" too, because the user's
+    login has expired; "untaken" is denied because SkyPilot does not take its launch.
     `room`: on-demand nodes that fit into a zone, by `cloud/region/zone`; a zone that is not named has room for all. A
     request for any zone takes `-a` before `-b`. `quota`: on-demand nodes that the account may have in `cloud/region`.
     """
@@ -208,6 +208,8 @@ class SimulatedCloud:
             return self.ended[name]
         if up_ms is None and answer == "unsent":
             return NodeFact(name=name, status=NodeStatus.UNKNOWN, evidence=self.words)
+        if up_ms is None and answer == "login":
+            return NodeFact(name=name, status=NodeStatus.UNKNOWN, evidence=self.words, login=self.words)
         if up_ms is None and answer == "untaken":
             evidence, ended_ms = f"SkyPilot does not send the launch: ValueError: {self.words}", self.clock.now_ms()
             self.ended[name] = NodeFact(name=name, status=NodeStatus.DENIED, evidence=evidence, ended_ms=ended_ms)
