@@ -7,14 +7,20 @@ from functools import partial
 from threading import Lock
 from typing import Any
 
-from launcher.clouds.base import CloudRefused, CloudUnreachable, LoginNeeded
+from launcher.clouds.base import CloudRefused, CloudUnreachable, LoginNeeded, NotSettled
 from launcher.market.refusals import EXPIRED_CODES, advice_on, log_in_again
 
 Clients = Callable[[str, str], Any]
 """(service, region) -> the client."""
 
-TRANSIENT = re.compile(r"Throttl|RequestLimitExceeded|SlowDown|Unavailable|Internal|RequestTimeout|^NoSuchEntity$")
-"""Error codes to retry. NoSuchEntity: IAM takes seconds until a new resource is known."""
+TRANSIENT = re.compile(r"Throttl|RequestLimitExceeded|SlowDown|Unavailable|Internal|RequestTimeout")
+"""Error codes to retry."""
+
+SETTLING = re.compile(
+    r"\.NotFound$|^NoSuchEntity$|^ConcurrentModification|^EntityTemporarilyUnmodifiable$|^OperationAborted$|"
+    r"^IdempotentParameterMismatch$|^(?:Incorrect|InvalidGroup\.InUse|DependencyViolation)"
+)
+"""Error codes that heal within seconds: AWS tells a part of its servers later than others what was made or changed."""
 
 MISSING = re.compile(r"\.NotFound$|^NoSuchEntity$|\.Malformed$")
 
@@ -31,7 +37,7 @@ NO_LOGIN = (
 )
 """botocore's errors, by name, for a login that has expired or is missing. Not every version has all of them."""
 
-ALREADY = frozenset({"InvalidPermission.Duplicate", "InvalidGroup.Duplicate", "EntityAlreadyExists", "LimitExceeded"})
+ALREADY = frozenset({"InvalidPermission.Duplicate", "InvalidGroup.Duplicate", "EntityAlreadyExists"})
 
 
 def clients() -> Clients:
@@ -112,6 +118,8 @@ def errors_named(what: str, policy: str = "--print-policy aws") -> Iterator[None
             raise LoginNeeded(
                 f"{what}: AWS takes this login no longer ({code}: {message}); {log_in_again('aws')}"
             ) from None
+        if SETTLING.search(code):
+            raise NotSettled(f"{what}: AWS does not know it yet ({code}: {message}); it is asked again") from None
         if TRANSIENT.search(code) or status >= 500 or status == 429:
             raise CloudUnreachable(f"{what}: AWS answers {code or status} ({message}); it is asked again") from None
         advice = advice_on(message) or f"`spotrl check {policy}` prints what is needed"

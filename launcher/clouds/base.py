@@ -8,7 +8,7 @@ Every call may raise CloudUnreachable (unknown state, never "gone"; LoginNeeded 
 quota is missing; a retry does not help).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -23,6 +23,10 @@ RUN_LABEL, NODE_LABEL, OWNER_LABEL = "spotrl-run", "spotrl-node", "spotrl-owner"
 
 class CloudUnreachable(Failure):
     """The cloud's API did not answer, or throttled the call. The state is unknown; ask again."""
+
+
+class NotSettled(CloudUnreachable):
+    """A part of the cloud does not know yet what was made or changed a moment ago. The same call succeeds soon."""
 
 
 class LoginNeeded(CloudUnreachable):
@@ -101,6 +105,16 @@ class CallerIdentity:
     account: str
     identity: str
     owner: str
+
+
+def refuse_foreign(what: str, run: str, owner: str, labels: Mapping[str, str]) -> None:
+    """Raise CloudRefused if a resource with the name of ours was not made by spotrl for this owner's run."""
+    if labels.get(RUN_LABEL) != run:
+        raise CloudRefused(
+            f"{what} is there already and was not made by spotrl, which leaves it alone; rename or delete it, or give "
+            "this run another name (--name)"
+        )
+    refuse_anothers(what, run, owner, labels.get(OWNER_LABEL, ""))
 
 
 def refuse_anothers(what: str, run: str, owner: str, found: str) -> None:

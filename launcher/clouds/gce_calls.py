@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from threading import Lock, local
 from typing import Any
 
-from launcher.clouds.base import OWNER_LABEL, RUN_LABEL, CloudRefused, CloudUnreachable, LoginNeeded
+from launcher.clouds.base import OWNER_LABEL, RUN_LABEL, CloudRefused, CloudUnreachable, LoginNeeded, NotSettled
 from launcher.clouds.gce_services import COMPUTE, Answer
 from launcher.market.refusals import advice_on, log_in_again
 
@@ -28,6 +28,10 @@ WAIT_SECONDS = 8.0
 
 TRANSIENT = frozenset({408, 429, 500, 502, 503, 504})
 """HTTP codes after which a call is repeated."""
+
+
+SETTLING = frozenset({"resourceNotReady", "RESOURCE_NOT_READY", "resourceInUseByAnotherResource", "ABORTED"})
+"""Reasons of answers that heal within seconds, as does a 404 for what was made a moment ago."""
 
 
 class GoogleCalls:
@@ -251,6 +255,8 @@ def errors_named(what: str, policy: str = "--print-policy gcp") -> Iterator[None
     except Answer as answer:
         if answer.status in TRANSIENT or answer.reason in ("rateLimitExceeded", "RATE_LIMIT_EXCEEDED"):
             raise CloudUnreachable(f"{what}: Google Cloud answers {answer}; it is asked again") from None
+        if answer.reason in SETTLING or answer.status == 404 or "is not ready" in answer.text:
+            raise NotSettled(f"{what}: Google Cloud does not know it yet ({answer}); it is asked again") from None
         if answer.status == 401:
             raise LoginNeeded(
                 f"{what}: Google Cloud takes this login no longer ({answer}); {log_in_again('gcp')}"

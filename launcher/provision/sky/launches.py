@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from launcher.clouds.base import NODE_LABEL, OWNER_LABEL, RUN_LABEL, CloudRefused, InstanceState
+from launcher.clouds.base import NODE_LABEL, OWNER_LABEL, RUN_LABEL, CloudRefused, InstanceState, NotSettled
 from launcher.decide.node_facts import NodeStatus
 from launcher.exit_codes import Failure
 from launcher.market.refusals import UNSENT, is_login_needed, remedy_for
@@ -23,6 +23,10 @@ log = logging.getLogger(__name__)
 AUTOSTOP_MARGIN_MINUTES = 30
 """Delay of SkyPilot's own timer on the VM after the spend deadline, in case the node's agent did not terminate the
 VM."""
+
+SETTLE_SECONDS = 300.0
+"""Time for which a region's setup is asked again while the cloud does not know its own resources. Clouds mostly take
+seconds. After that the pool counts as refused, and another place is tried."""
 
 UNLIMITED_MINUTES = 24 * 60
 
@@ -53,6 +57,14 @@ class Launches:
             return
         try:
             region_setup = self.regions.prepare(want.cloud, want.region)
+            node.unsettled_since = None
+        except NotSettled as unsettled:
+            now = self.around.monotonic()
+            node.unsettled_since = now if node.unsettled_since is None else node.unsettled_since
+            if now - node.unsettled_since < SETTLE_SECONDS:
+                raise
+            node.begin_end(EndingRecord(status=NodeStatus.GONE, evidence=str(unsettled)))
+            return
         except CloudRefused as refused:
             # What the user can mend while the run waits is no denial: the pool is asked again later.
             status = NodeStatus.DENIED if remedy_for(str(refused)) is None else NodeStatus.GONE
@@ -81,7 +93,9 @@ class Launches:
         node.files.forget("machine")  # from an earlier attempt, like the VM's login
         node.setting_up = SettingUp()
         node.sightings.missing = 0
-        node.files.write(LaunchRecord(request_id=request, at_ms=now_ms, tries=tries, unsent=unsent, login=login))
+        record = LaunchRecord(request_id=request, at_ms=now_ms, tries=tries)
+        why = {"unsent": unsent, "login": login}
+        node.files.write(record.model_copy(update={name: text for name, text in why.items() if text}))
 
     def _adopt(self, node: CloudNode) -> bool:
         """Adopt a request or cluster left by a launch before a crash, and return True.

@@ -106,8 +106,16 @@ UNREACHABLE_WORDS = (
     "rateLimitExceeded",
     "Connection refused",
     "ServerUnavailable",
-    # A resource that was made a moment ago is not known everywhere.
+    # What was made a moment ago is not known everywhere.
     "RESOURCE_NOT_READY",
+    "resourceNotReady",
+    "is not ready",
+    "InvalidGroup.NotFound",
+    "InvalidInstanceID.NotFound",
+    "InvalidNetworkInterfaceID.NotFound",
+    "ConcurrentModification",
+    "EntityTemporarilyUnmodifiable",
+    "NoSuchEntity",
 )
 
 CLOUD_ASKED = "ResourcesUnavailableError"
