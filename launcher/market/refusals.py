@@ -187,8 +187,8 @@ def is_login_needed(text: str) -> bool:
 def log_in_again(cloud: str) -> str:
     """Return the command that logs in anew at a cloud."""
     if cloud == "gcp":
-        return "log in again: `gcloud auth login --update-adc`; the run goes on by itself"
-    return "log in again: `aws sso login`, or `aws configure` for keys; the run goes on by itself"
+        return "log in again: `gcloud auth login --update-adc`"
+    return "log in again: `aws sso login`, or `aws configure` for keys"
 
 
 def cloud_in(text: str) -> str:

@@ -236,6 +236,37 @@ def test_a_launch_that_skypilot_does_not_take_is_denied_after_five_tries(tmp_pat
     assert str(error) in fact.evidence
 
 
+def test_a_client_that_fails_after_it_sent_the_launch_leaves_no_launch_behind(tmp_path):
+    stage = ProvisionerStage(tmp_path)
+    plain = stage.sky.start
+
+    def start(launch):
+        plain(launch)
+        raise ValueError("the answer cannot be read")
+
+    stage.sky.start = start
+    stage.request()
+    stage.passes(30)
+    assert len(stage.sky.launches) == 1, "the launch that is under way is adopted"
+    stage.provisioner.release([NODE])
+    stage.passes(30)
+    assert stage.sky.cancelled == ["request-0"]
+
+
+def test_a_denied_launch_ends_although_skypilot_fails_in_every_call(tmp_path):
+    stage, refusing = ProvisionerStage(tmp_path), Refusing(ValueError("not this version"))
+    stage.sky.start = refusing.start
+
+    def pending(prefix):
+        if refusing.asked == 5:
+            raise ValueError("not this version")
+        return {}
+
+    stage.sky.pending = pending
+    stage.request()
+    assert stage.passes(400)[NODE].status == "denied"
+
+
 def test_a_silent_skypilot_is_asked_again_without_a_denial(tmp_path):
     stage = ProvisionerStage(tmp_path)
     stage.sky.down_for_good = True

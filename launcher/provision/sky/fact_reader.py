@@ -61,6 +61,8 @@ class FactReader:
 
     def _login_needed(self, node: CloudNode) -> str:
         """Return the words about an expired login that the node waits for; empty if it waits for none."""
+        if node.is_ending:  # its end waits, and buying elsewhere need not
+            return ""
         launch = node.files.read(LaunchRecord)
         if phase_of(node) is Phase.LAUNCHED and launch is not None:
             outcome = self.launches.outcome(launch)

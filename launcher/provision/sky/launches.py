@@ -146,8 +146,14 @@ class Launches:
         """Cancel the node's launch, if still pending."""
         launch = node.files.read(LaunchRecord)
         request = launch.request_id if launch is not None else None
-        if (launch is None and node.files.is_begun("launch")) or (launch is not None and launch.unsent):
+        if launch is None and node.files.is_begun("launch"):
             request = self.around.sky.pending(node.name).get(node.name)
+        elif launch is not None and launch.unsent:
+            # The client may have failed after it sent the launch. If it fails again, the node ends without an answer.
+            try:
+                request = self.around.sky.pending(node.name).get(node.name)
+            except Exception as error:
+                log.warning("%s: SkyPilot does not say whether it knows a launch: %s", node.name, error)
         if request and self._outcomes.get(request) is None:
             self.around.sky.cancel(request)
             self._outcomes[request] = Outcome(failed=Failed.CANCELLED)
