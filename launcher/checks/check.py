@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
 
-from launcher.clouds.base import CloudUnreachable
+from launcher.clouds.base import CloudUnreachable, LoginNeeded
 from launcher.exit_codes import ExitCode, Failure
 
 AT_ONCE = 16
@@ -56,7 +56,7 @@ def run_checks(groups: Sequence[tuple[str, CheckGroup]]) -> list[Check]:
 def failed(what: str, failure: Failure) -> Check:
     """Convert an error to a line. Our errors have the form `found; remedy`."""
     found, _, remedy = str(failure).partition("; ")
-    if isinstance(failure, CloudUnreachable):
+    if isinstance(failure, CloudUnreachable) and not isinstance(failure, LoginNeeded):
         remedy = "see that it can be reached from here, then check again"
     return Check(what=what, verdict=Verdict.FAIL, found=found, remedy=remedy, code=failure.exit_code)
 

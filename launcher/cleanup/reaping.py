@@ -30,6 +30,7 @@ from launcher.clouds.base import (
     CloudUnreachable,
     Instance,
     InstanceState,
+    LoginNeeded,
     Resource,
 )
 from launcher.controller.lease import is_held
@@ -142,7 +143,7 @@ def sign_in(
     waiting = dict(apis)
     while waiting:
         callers |= zip(waiting, _all_at_once(waiting.values(), _caller), strict=True)
-        waiting = {cloud: api for cloud, api in waiting.items() if isinstance(callers[cloud], CloudUnreachable)}
+        waiting = {cloud: api for cloud, api in waiting.items() if _may_answer_soon(callers[cloud])}
         if waiting and now_s() >= until_s:
             break
         if waiting:
@@ -488,5 +489,10 @@ def _in_region(place: tuple[Account, str]) -> tuple[Sequence[Instance], Sequence
     return account.api.instances(region, owner=account.owner), account.api.resources(region, owner=account.owner)
 
 
+def _may_answer_soon(answer: object) -> bool:
+    """Return whether another look in a few seconds may bring an answer. An expired login heals by its user alone."""
+    return isinstance(answer, CloudUnreachable) and not isinstance(answer, LoginNeeded)
+
+
 def _unchecked(cloud: str, region: str, failure: Failure) -> UncheckedRegion:
-    return UncheckedRegion(cloud=cloud, region=region, why=str(failure), silent=isinstance(failure, CloudUnreachable))
+    return UncheckedRegion(cloud=cloud, region=region, why=str(failure), silent=_may_answer_soon(failure))

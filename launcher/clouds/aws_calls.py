@@ -3,21 +3,41 @@
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from threading import Lock
 from typing import Any
 
-from launcher.clouds.base import CloudRefused, CloudUnreachable
-from launcher.market.refusals import advice_on
+from launcher.clouds.base import CloudRefused, CloudUnreachable, LoginNeeded, NotSettled
+from launcher.market.refusals import EXPIRED_CODES, advice_on, log_in_again
 
 Clients = Callable[[str, str], Any]
 """(service, region) -> the client."""
 
-TRANSIENT = re.compile(r"Throttl|RequestLimitExceeded|SlowDown|Unavailable|Internal|RequestTimeout|^NoSuchEntity$")
-"""Error codes to retry. NoSuchEntity: IAM takes seconds until a new resource is known."""
+TRANSIENT = re.compile(r"Throttl|RequestLimitExceeded|SlowDown|Unavailable|Internal|RequestTimeout")
+"""Error codes to retry."""
+
+SETTLING = re.compile(
+    r"\.NotFound$|^NoSuchEntity$|^ConcurrentModification|^EntityTemporarilyUnmodifiable$|^OperationAborted$|"
+    r"^IdempotentParameterMismatch$|^(?:Incorrect|InvalidGroup\.InUse|DependencyViolation)"
+)
+"""Error codes that heal within seconds: AWS tells a part of its servers later than others what was made or changed."""
 
 MISSING = re.compile(r"\.NotFound$|^NoSuchEntity$|\.Malformed$")
 
-ALREADY = frozenset({"InvalidPermission.Duplicate", "InvalidGroup.Duplicate", "EntityAlreadyExists", "LimitExceeded"})
+NO_LOGIN = (
+    "NoCredentialsError",
+    "PartialCredentialsError",
+    "CredentialRetrievalError",
+    "TokenRetrievalError",
+    "ProfileNotFound",
+    "SSOError",
+    "LoginError",
+    "NoAuthTokenError",
+    "TokenLoadError",
+)
+"""botocore's errors, by name, for a login that has expired or is missing. Not every version has all of them."""
+
+ALREADY = frozenset({"InvalidPermission.Duplicate", "InvalidGroup.Duplicate", "EntityAlreadyExists"})
 
 
 def clients() -> Clients:
@@ -33,13 +53,27 @@ def clients() -> Clients:
             if not sessions:
                 sessions.append(boto3.session.Session())
             if (service, region) not in made:
+                session = sessions[0]
                 # Two attempts of at most 4.5 s and a pause between them, so no call takes longer than 10 s. Callers
                 # retry.
                 patience = Config(
                     retries={"mode": "standard", "total_max_attempts": 2}, connect_timeout=1.5, read_timeout=3
                 )
-                made[service, region] = sessions[0].client(service, region_name=region, config=patience)
+                found = session.client(service, region_name=region, config=patience)
+                found.meta.events.register("after-call", partial(forget_expired, session))
+                if session.get_credentials() is None:  # the next call looks for a login again
+                    sessions.clear()
+                    return found
+                made[service, region] = found
             return made[service, region]
+
+    def forget_expired(session: Any, parsed: Any, **_: Any) -> None:
+        """Drop a session whose keys AWS takes no longer. The next call reads the user's files anew."""
+        if isinstance(parsed, dict) and parsed.get("Error", {}).get("Code") in EXPIRED_CODES:
+            with lock:
+                if sessions and sessions[0] is session:
+                    sessions.clear()
+                    made.clear()
 
     return client
 
@@ -87,13 +121,17 @@ def errors_named(what: str, policy: str = "--print-policy aws") -> Iterator[None
     except aws.ClientError as error:
         code, message = code_of(error), error.response.get("Error", {}).get("Message", "")
         status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+        if code in EXPIRED_CODES:
+            raise LoginNeeded(
+                f"{what}: AWS takes this login no longer ({code}: {message}); {log_in_again('aws')}"
+            ) from None
+        if SETTLING.search(code):
+            raise NotSettled(f"{what}: AWS does not know it yet ({code}: {message}); it is asked again") from None
         if TRANSIENT.search(code) or status >= 500 or status == 429:
             raise CloudUnreachable(f"{what}: AWS answers {code or status} ({message}); it is asked again") from None
         advice = advice_on(message) or f"`spotrl check {policy}` prints what is needed"
         raise CloudRefused(f"{what}: AWS refused ({code}: {message}); {advice}") from None
-    except (aws.NoCredentialsError, aws.PartialCredentialsError, aws.ProfileNotFound, aws.SSOError) as error:
-        raise CloudRefused(
-            f"{what}: AWS found no credentials ({error}); `aws configure` or `aws sso login` makes some"
-        ) from None
     except aws.BotoCoreError as error:
+        if any(kind.__name__ in NO_LOGIN for kind in type(error).__mro__):
+            raise LoginNeeded(f"{what}: AWS found no login that holds ({error}); {log_in_again('aws')}") from None
         raise CloudUnreachable(f"{what}: AWS did not answer ({error}); it is asked again") from None

@@ -5,7 +5,7 @@ from typing import Any
 
 from launcher.clouds.aws_calls import Clients, errors_named, existing_is_fine, missing_is_fine
 from launcher.clouds.aws_inventory import labels_of, tag_list, tags_of
-from launcher.clouds.base import OWNER_LABEL, CloudRefused, CloudUnreachable, RegionSetup, refuse_anothers
+from launcher.clouds.base import CloudRefused, NotSettled, RegionSetup, refuse_foreign
 
 
 class RunGroup:
@@ -27,8 +27,7 @@ class RunGroup:
             if group is None:
                 tags = {**labels_of(run, owner), "Name": name}
                 group = self._make_group(client, name, vpcs[0]["VpcId"], tags)
-            whose = tags_of(group.get("Tags", ())).get(OWNER_LABEL, "")
-            refuse_anothers(f"aws security group {name} in {region}", run, owner, whose)
+            refuse_foreign(f"aws security group {name} in {region}", run, owner, tags_of(group.get("Tags", ())))
             self._set_rules(client, group, ssh_from)
 
     def missing_rules(self, setup: RegionSetup) -> Sequence[str]:
@@ -60,7 +59,7 @@ class RunGroup:
             )
         group = self._group(client, name)
         if group is None:
-            raise CloudUnreachable(f"aws made security group {name} and does not list it yet; it is asked again")
+            raise NotSettled(f"aws made security group {name} and does not list it yet; it is asked again")
         return group
 
     def _set_rules(self, client: Any, group: Mapping[str, Any], ssh_from: str) -> None:

@@ -5,12 +5,13 @@ under the path /spotrl/.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from launcher.clouds.aws_calls import Clients, errors_named, existing_is_fine, missing_is_fine
+from launcher.clouds.aws_calls import Clients, code_of, errors_named, existing_is_fine, missing_is_fine
 from launcher.clouds.aws_inventory import labels_of, resource_of, tag_list, tags_of
-from launcher.clouds.base import OWNER_LABEL, RUN_LABEL, Resource, refuse_anothers
+from launcher.clouds.base import RUN_LABEL, CloudRefused, Resource, refuse_foreign
 from launcher.clouds.labels import bucket_of
 
 HOME_REGION = "us-east-1"
@@ -72,6 +73,20 @@ def node_policy(run: str | None, buckets: Sequence[str], models: Sequence[str] =
     return {"Version": "2012-10-17", "Statement": statements}
 
 
+@contextmanager
+def quota_named(quota: str) -> Iterator[None]:
+    """Name the quota of IAM if it is used up."""
+    try:
+        yield
+    except Exception as error:
+        if code_of(error) != "LimitExceeded":
+            raise
+        raise CloudRefused(
+            f'aws iam: the quota "{quota}" is used up ({error}); `spotrl reap` removes what old runs left, and AWS '
+            "console, Service Quotas, IAM raises it"
+        ) from None
+
+
 class NodeRole:
     """Makes, lists and deletes the roles of runs. Idempotent."""
 
@@ -81,17 +96,29 @@ class NodeRole:
     def prepare(self, name: str, run: str, owner: str, policy: Mapping[str, Any]) -> None:
         with errors_named(f"aws iam role {name}"):
             iam, tags, is_new = self._client("iam", HOME_REGION), tag_list(labels_of(run, owner)), False
-            with existing_is_fine():
+            is_new_profile = False
+            with existing_is_fine(), quota_named("Roles per account"):
                 iam.create_role(RoleName=name, Path=PATH, AssumeRolePolicyDocument=WHO_MAY_BE_A_NODE, Tags=tags)
                 is_new = True
             if not is_new:
-                whose = tags_of(iam.list_role_tags(RoleName=name)["Tags"]).get(OWNER_LABEL, "")
-                refuse_anothers(f"aws role {name}", run, owner, whose)
-            iam.put_role_policy(RoleName=name, PolicyName="node", PolicyDocument=json.dumps(policy))
-            with existing_is_fine():
+                refuse_foreign(f"aws role {name}", run, owner, tags_of(iam.list_role_tags(RoleName=name)["Tags"]))
+            roles: list[str] = []
+            with existing_is_fine(), quota_named("Instance profiles per account"):
                 iam.create_instance_profile(InstanceProfileName=name, Path=PATH, Tags=tags)
-            with existing_is_fine():  # LimitExceeded: the profile already has its one role
-                iam.add_role_to_instance_profile(InstanceProfileName=name, RoleName=name)
+                is_new_profile = True
+            if not is_new_profile:
+                profile = iam.get_instance_profile(InstanceProfileName=name)["InstanceProfile"]
+                refuse_foreign(f"aws instance profile {name}", run, owner, tags_of(profile.get("Tags", ())))
+                roles = [role["RoleName"] for role in profile["Roles"]]
+                if roles not in ([], [name]):
+                    raise CloudRefused(
+                        f"aws instance profile {name} has the role {', '.join(roles)}, and nodes would get its rights; "
+                        "take the role out, or give this run another name (--name)"
+                    )
+            iam.put_role_policy(RoleName=name, PolicyName="node", PolicyDocument=json.dumps(policy))
+            if not roles:
+                with existing_is_fine():
+                    iam.add_role_to_instance_profile(InstanceProfileName=name, RoleName=name)
 
     def list(self, owner: str | None, run: str | None) -> list[Resource]:
         found = []

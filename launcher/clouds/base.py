@@ -4,17 +4,17 @@ SkyPilot buys; this interface checks independently. An implementation reads the 
 region by region. So a forgotten VM or disk is found, and a preemption is distinguished from a shutdown by the cloud's
 own report.
 
-Every call may raise CloudUnreachable (unknown state, never "gone") or CloudRefused (a permission or quota is missing; a
-retry does not help).
+Every call may raise CloudUnreachable (unknown state, never "gone"; LoginNeeded is one) or CloudRefused (a permission or
+quota is missing; a retry does not help).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
 from engine.events import Market
-from launcher.exit_codes import Failure
+from launcher.exit_codes import ExitCode, Failure
 from launcher.job.company import NOTHING_NAMED, Named
 
 RUN_LABEL, NODE_LABEL, OWNER_LABEL = "spotrl-run", "spotrl-node", "spotrl-owner"
@@ -27,6 +27,20 @@ EVERYWHERE = "global"
 
 class CloudUnreachable(Failure):
     """The cloud's API did not answer, or throttled the call. The state is unknown; ask again."""
+
+
+class NotSettled(CloudUnreachable):
+    """A part of the cloud does not know yet what was made or changed a moment ago. The same call succeeds soon."""
+
+
+class LoginNeeded(CloudUnreachable):
+    """The cloud, or a client of it, takes the user's login no longer, or finds none. A new login heals it.
+
+    Nothing is known, as for every unreachable cloud: no node ends, no place is denied, and buying waits. The message
+    names the command. New keys in the user's files are read by running processes.
+    """
+
+    exit_code = ExitCode.CREDENTIALS
 
 
 class CloudRefused(Failure):
@@ -95,6 +109,16 @@ class CallerIdentity:
     account: str
     identity: str
     owner: str
+
+
+def refuse_foreign(what: str, run: str, owner: str, labels: Mapping[str, str]) -> None:
+    """Raise CloudRefused if a resource with the name of ours was not made by spotrl for this owner's run."""
+    if labels.get(RUN_LABEL) != run:
+        raise CloudRefused(
+            f"{what} is there already and was not made by spotrl, which leaves it alone; rename or delete it, or give "
+            "this run another name (--name)"
+        )
+    refuse_anothers(what, run, owner, labels.get(OWNER_LABEL, ""))
 
 
 def refuse_anothers(what: str, run: str, owner: str, found: str) -> None:

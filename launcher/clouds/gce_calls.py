@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from threading import Lock, local
 from typing import Any
 
-from launcher.clouds.base import OWNER_LABEL, RUN_LABEL, CloudRefused, CloudUnreachable
+from launcher.clouds.base import OWNER_LABEL, RUN_LABEL, CloudRefused, CloudUnreachable, LoginNeeded, NotSettled
 from launcher.clouds.gce_services import COMPUTE, Answer
-from launcher.market.refusals import advice_on
+from launcher.market.refusals import advice_on, log_in_again
 
 PROJECT = "GOOGLE_CLOUD_PROJECT"
 
@@ -28,6 +28,10 @@ WAIT_SECONDS = 8.0
 
 TRANSIENT = frozenset({408, 429, 500, 502, 503, 504})
 """HTTP codes after which a call is repeated."""
+
+
+SETTLING = frozenset({"resourceNotReady", "RESOURCE_NOT_READY", "resourceInUseByAnotherResource", "ABORTED"})
+"""Reasons of answers that heal within seconds, as does a 404 for what was made a moment ago."""
 
 
 class GoogleCalls:
@@ -101,11 +105,15 @@ class GoogleCalls:
         self, method: str, url: str, body: Mapping[str, Any] | None = None, query: Mapping[str, str] | None = None
     ) -> dict[str, Any]:
         import requests
+        from google.auth.exceptions import GoogleAuthError
 
         session = self._session(method)
         for attempt in (1, 2):
             try:
                 answer = session.request(method, url, json=body, params=query, timeout=CALL_SECONDS)
+            except GoogleAuthError:
+                self._forget_login()
+                raise
             except requests.exceptions.RequestException:
                 if attempt == 2 or method == "POST":
                     raise
@@ -114,6 +122,8 @@ class GoogleCalls:
                 time.sleep(0.5)
                 continue
             break
+        if answer.status_code == 401:
+            self._forget_login()
         if answer.ok:
             return dict(answer.json()) if answer.content else {}
         raise _answer(answer)
@@ -126,10 +136,10 @@ class GoogleCalls:
         """
         import requests
 
-        kept = getattr(self._kept, "session", None)
-        if kept is not None and method != "POST":
-            return kept
         credentials, _ = self.credentials()
+        kept_for, kept = getattr(self._kept, "session", (None, None))
+        if kept is not None and kept_for is credentials and method != "POST":
+            return kept
         if credentials is None:
             session = requests.Session()
         else:
@@ -137,8 +147,13 @@ class GoogleCalls:
 
             session = AuthorizedSession(credentials, refresh_timeout=TOKEN_SECONDS)
         if method != "POST":
-            self._kept.session = session
+            self._kept.session = credentials, session
         return session
+
+    def _forget_login(self) -> None:
+        """Drop credentials that Google takes no longer. The next call reads the user's files anew."""
+        with self._lock:
+            self._known = None
 
     def credentials(self) -> tuple[Any, str]:
         """Return the credentials and the project.
@@ -246,16 +261,22 @@ def errors_named(what: str, policy: str = "--print-policy gcp") -> Iterator[None
     except Answer as answer:
         if answer.status in TRANSIENT or answer.reason in ("rateLimitExceeded", "RATE_LIMIT_EXCEEDED"):
             raise CloudUnreachable(f"{what}: Google Cloud answers {answer}; it is asked again") from None
+        if answer.reason in SETTLING or answer.status == 404 or "is not ready" in answer.text:
+            raise NotSettled(f"{what}: Google Cloud does not know it yet ({answer}); it is asked again") from None
+        if answer.status == 401:
+            raise LoginNeeded(
+                f"{what}: Google Cloud takes this login no longer ({answer}); {log_in_again('gcp')}"
+            ) from None
         advice = advice_on(str(answer)) or f"`spotrl check {policy}` prints what is needed"
         raise CloudRefused(f"{what}: Google Cloud refused ({answer}); {advice}") from None
     except auth.DefaultCredentialsError:
-        raise CloudRefused(
+        raise LoginNeeded(
             "Google Cloud found no credentials; `gcloud auth application-default login` makes some, or "
             "GOOGLE_APPLICATION_CREDENTIALS names a key file"
         ) from None
     except auth.TransportError as error:
         raise CloudUnreachable(f"{what}: Google Cloud did not answer ({error}); it is asked again") from None
     except auth.GoogleAuthError as error:
-        raise CloudRefused(f"{what}: Google Cloud does not take these credentials ({error}); log in anew") from None
+        raise LoginNeeded(f"{what}: Google Cloud takes this login no longer ({error}); {log_in_again('gcp')}") from None
     except requests.exceptions.RequestException as error:
         raise CloudUnreachable(f"{what}: Google Cloud did not answer ({error}); it is asked again") from None

@@ -8,8 +8,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from launcher.clouds.base import CloudRefused, CloudUnreachable
+from launcher.clouds.base import OWNER_LABEL, RUN_LABEL, CloudRefused, CloudUnreachable, NotSettled, refuse_foreign
 from launcher.clouds.gce_calls import GoogleCalls, existing_is_fine
+from launcher.clouds.gce_inventory import described
 from launcher.clouds.gce_services import IAM, PROJECTS, Answer
 from launcher.clouds.labels import bucket_of, run_name
 from launcher.job.values import SLOTS_IN_NAMES
@@ -41,13 +42,27 @@ class NodeIdentity:
         project, whose = self._calls.project, json.dumps({"run": run, "owner": owner})
         account = run_name(run, limit=30)
         email = f"{account}@{project}.iam.gserviceaccount.com"
+        is_new = False
         with existing_is_fine():
             body = {"accountId": account, "serviceAccount": {"displayName": f"node of {run}", "description": whose}}
             self._calls.ask("POST", IAM, "/serviceAccounts", body)
+            is_new = True
+        if not is_new:
+            self._refuse_foreign(email, run, owner)
         role = f"projects/{project}/roles/{ROLE_ID}"
         self.prepare_role()
         self.bind(email, node_conditions(run, role, buckets, models))
         return email
+
+    def _refuse_foreign(self, email: str, run: str, owner: str) -> None:
+        """Raise CloudRefused if the account of our name was not made by spotrl for this owner's run."""
+        accounts = self._calls.list(IAM, "/serviceAccounts", items="accounts")
+        account = next((one for one in accounts if one["email"] == email), None)
+        if account is None:
+            raise NotSettled(f"gcp has a service account {email} and does not list it yet; it is asked again")
+        known = described("identity", "", {**account, "name": email}, None)
+        labels = {RUN_LABEL: known.run, OWNER_LABEL: known.owner}
+        refuse_foreign(f"gcp service account {email}", run, owner, labels)
 
     def prepare_role(self) -> None:
         """Make the role of nodes if missing. An existing role is never changed.

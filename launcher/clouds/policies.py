@@ -55,6 +55,7 @@ ROLES = (
 PROFILES = (
     "iam:CreateInstanceProfile",
     "iam:DeleteInstanceProfile",
+    "iam:GetInstanceProfile",
     "iam:TagInstanceProfile",
 )
 MAKE_GROUP = "CreateSecurityGroup"

@@ -148,6 +148,7 @@ class Controller:
         facts = take(self.facts, None) or take(self._plain_facts, None)
         if facts is None:
             return False
+        facts = replace(facts, login=next((fact.login for fact in (cloud or {}).values() if fact.login), ""))
         is_whole = not steps.errors
         if is_whole:
             take(partial(self.recorder.tell_spent, facts.metered, facts.now_ms), None)

@@ -48,6 +48,14 @@ YOUNG_MS = 300_000
 never ready, did no work worth its start. A node preempted after real work does not predict the next failure: its
 zone and instance type cool down (failover.py), and its slot does not wait."""
 
+AT_ONCE_MS = 180_000
+"""Age in ms below which an instance that the cloud ended before its node was ready counts as never given. The cloud is
+looked at for two minutes until a stopped instance counts as ended. The set-up of a node takes longer. Assumed."""
+
+OWN_ENDS = ("it ", "its ")
+"""Beginnings of the evidence of an end that spotrl itself decided: a failed set-up, an agent that exited, a silence.
+The texts of clouds begin differently."""
+
 PATIENT = MoveRules()
 
 
@@ -112,6 +120,21 @@ class NodeRecord:
         return self.is_live and ("notice" in self.happened or "releasing" in self.happened)
 
     @property
+    def was_refused(self) -> bool:
+        """Return True if the request gave no instance that could have worked, whatever words the cloud used.
+
+        The cloud refused the request, no instance was ever there, or the cloud ended the instance at once (a disk whose
+        key cannot be used). The pool cools down by itself (failover.py), and such an end never ends a run. False on the
+        local infra, which has no pools.
+        """
+        if self.wanted is None or self.ended_ms is None or self.reclaimed or "released" in self.happened:
+            return False
+        if {"no_capacity", "denied"} & self.happened.keys() or "up" not in self.happened:
+            return True
+        is_at_once = "ready" not in self.happened and self.ended_ms - self.happened["up"] < AT_ONCE_MS
+        return is_at_once and not self.evidence.startswith(OWN_ENDS)
+
+    @property
     def died_young(self) -> bool:
         if self.ended_ms is None or "released" in self.happened:
             return False
@@ -160,6 +183,9 @@ class Facts:
     doubt: Doubt | None = None
     """The reason to doubt the clock. While set, the controller buys nothing, and a limit that seems reached too
     early ends no run."""
+    login: str = ""
+    """The user's login at a cloud has expired and a node waits for it, in words with the command. While set, nothing is
+    bought and nothing is given back: no order would reach the cloud."""
     sites: Sequence[SiteOptions] = ()
     """The candidate sites with their current prices. Empty: each slot is bought as the plan says."""
     work: WorkLeft | None = None

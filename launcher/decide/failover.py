@@ -19,7 +19,7 @@ not hang on a pool without capacity, and must not scatter over the world.
   wait, the trainer is requested everywhere, the least refused pool first, and every option gets its turn. The search
   for a trainer has no end of its own: the budget or the deadline ends the run.
 - Rollout nodes of a region that the run gave up or left are released, because a node without a trainer costs money and
-  does no work.
+  does no work. So are those of a run that has had no trainer in sight for five minutes.
 - A denial (a quota, a permission) removes the option for the rest of the run. A run fails when no option for the
   trainer is left. A quota used up by the run's own nodes is no denial: a node will end soon and free the quota, and the
   run asks again.
@@ -40,6 +40,10 @@ from launcher.placement.value import COOL_MOST_MS, DEAR, most_in_one_zone
 ASK_MS, ASK_MOST_MS = 240_000, 480_000
 """First and longest cool-down of a pool that refused while the trainer waits for the node, in milliseconds. A request
 costs nothing and an idle trainer does. Fitted: replays of tests/benchmarks/replay.py."""
+
+IDLE_MS = 300_000
+"""Time for which a run keeps rollout nodes without a trainer in sight, in milliseconds. A trainer that a cloud gives is
+up within two or three minutes, and a spot node that is given back may be hard to get again. Assumed."""
 
 GIVE_BACK_GAP_MS = 1_800_000
 """Minimum time between two give-backs of a slot, in milliseconds. Half an hour keeps the slot from going back and
@@ -123,6 +127,32 @@ def is_home_given_up(tried: Tried, rules: MoveRules, now_ms: int) -> bool:
     return tried.trainer is None and out_since_ms is not None and now_ms >= out_since_ms + rules.trainer_wait_ms
 
 
+def no_trainer_since_ms(tried: Tried, now_ms: int) -> int | None:
+    """Return the time since which no node that is up or asked for can take the trainer's role; None: one can.
+
+    A trainer that was asked for counts until its request, or one before it, has failed, and for `IDLE_MS` at most: a
+    launch may hang without an answer. Without a trainer in sight no rollout node is bought, and after `IDLE_MS` none is
+    kept.
+    """
+    if tried.trainer is not None and tried.trainer.was_up:
+        return None
+    if tried.trainers_failed:
+        return end_text(tried.trainers_failed[0])[0]
+    if tried.trainer is not None:
+        asked_ms = tried.trainer.requested_ms
+        return asked_ms if now_ms >= asked_ms + IDLE_MS else None
+    return tried.trainer_ended_ms
+
+
+def why_idle(tried: Tried, now_ms: int) -> str | None:
+    """Return why the rollout nodes are given back: no trainer has been in sight for `IDLE_MS`. None: they stay."""
+    since_ms = no_trainer_since_ms(tried, now_ms)
+    if since_ms is None or now_ms < since_ms + IDLE_MS:
+        return None
+    answers = tried.trainer_refusals()
+    return f"no trainer for {duration(IDLE_MS)}, and nodes without one do no work{f': {answers}' if answers else ''}"
+
+
 def next_rollout(
     preferred: Option,
     nodes: int,
@@ -138,8 +168,9 @@ def next_rollout(
     None: the plan predicts no iteration times, and stand-ins come after a fixed wait.
     """
     trainer = tried.trainer
-    if trainer is None or (not trainer.was_up and tried.trainers_refused):
-        return Wait(until_ms=None, why="the trainer comes first")
+    if trainer is None or no_trainer_since_ms(tried, now_ms) is not None:
+        answers = tried.trainer_refusals()
+        return Wait(until_ms=None, why=f"the trainer comes first{f': {answers}' if answers else ''}")
     here = next((site for site in sites if site.place == trainer.site), None)
     options = [option for option in here.rollout if not tried.is_denied(option)] if here is not None else []
     wanted = preferred.placement.market
@@ -252,7 +283,9 @@ def _least_refused(
     if ready:
         return options[min(ready, key=lambda number: (len(refused[number]), number))]
     until_ms = min(ready_ms) if gives_up_ms is None else min([*ready_ms, gives_up_ms])
-    return Wait(until_ms=until_ms, why=f"no capacity for a trainer in {_regions(options)}")
+    answers = tried.trainer_refusals()
+    why = f"no capacity for a trainer in {_regions(options)}{f': {answers}' if answers else ''}"
+    return Wait(until_ms=until_ms, why=why)
 
 
 def _cheapest_ready(

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from engine.events import Market
 from launcher.decide.facts import Facts, NodeRecord, Wanted
-from launcher.decide.failover import is_home_given_up
+from launcher.decide.failover import is_home_given_up, why_idle
 from launcher.decide.further_nodes import nodes_in_other_zones
 from launcher.decide.launch_history import GIVE_BACK_AFTER_MS, Tried
 from launcher.decide.placing import place_of
@@ -20,8 +20,8 @@ def nodes_to_release(
 ) -> list[NodeRecord]:
     """Return the nodes to release.
 
-    First come nodes left behind by a failover, then replaced stand-ins, then nodes above the hourly limit. Each is a
-    step of its own: the hourly limit holds even if the search for replaced stand-ins fails.
+    First come nodes without a trainer, then nodes left behind by a failover, then replaced stand-ins, then nodes above
+    the hourly limit. Each is a step of its own: the hourly limit holds even if the search for replaced stand-ins fails.
     """
     if not facts.sites:
         return []
@@ -29,6 +29,8 @@ def nodes_to_release(
     staying = [node for node in live if "releasing" not in node.happened]
     if steps.take(lambda: is_home_given_up(tried, wanted.rules, facts.now_ms), False):
         return staying
+    if steps.take(lambda: why_idle(tried, facts.now_ms), None) is not None:
+        return [node for node in staying if node.role != "trainer"]
     none: list[NodeRecord] = []
     left = steps.take(lambda: _left_behind(staying, tried), none)
     kept = [node for node in staying if node not in left]

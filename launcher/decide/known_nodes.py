@@ -15,7 +15,6 @@ from engine.events import Market
 from launcher.decide.facts import NodeRecord
 from launcher.decide.launch_history import Attempt, EndedAttempts, Tried
 from launcher.decide.replacing import attempt_of
-from launcher.decide.stopping import was_refused
 
 LAST_OF_SLOT = 8
 """Ended nodes of a slot that a decision looks at. The wait after seven nodes that died young is the longest there is
@@ -84,7 +83,7 @@ class KnownNodes(Sequence[NodeRecord]):
         slot = node.slot
         if slot not in self._latest or self._latest[slot].generation < node.generation:
             self._latest[slot] = node
-        if not was_refused(node):
+        if not node.was_refused:
             insort(self._last[slot], node, key=lambda known: known.generation)
             del self._last[slot][:-LAST_OF_SLOT]
             if node.role != "rollout" and not node.reclaimed:

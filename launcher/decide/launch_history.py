@@ -35,6 +35,9 @@ H100 zones)."""
 LOOK_MS = COOL_MOST_MS
 """Requests within half an hour, in milliseconds, are one look at a pool."""
 
+ANSWERS, ANSWER_CHARACTERS = 3, 300
+"""Most answers of clouds in the reason of a run that waits, and most characters of a line of each."""
+
 QUOTA_LAG_MS = 300_000
 """Time after a node's end during which the cloud may still count the node against a quota, in milliseconds."""
 
@@ -239,6 +242,8 @@ class Tried:
         self.trainer: Attempt | None = None
         """The newest trainer that is running or requested."""
         came = ended.trainer_that_came
+        self.trainer_ended_ms = None if came is None else came.ended_ms
+        """End of the newest trainer that came up and has ended."""
         up = []
         for attempt in sorted(live, key=order_of):
             self.add(attempt)
@@ -273,6 +278,10 @@ class Tried:
         refused = sorted(ended.trainers_refused + full, key=end_text) if full else ended.trainers_refused
         self.trainers_refused = refused if came is None else _since(refused, order_of(came))
         """Trainer requests that were refused since the last trainer came up."""
+        never = [one for one in self._denied.values() if one.role == "trainer"]
+        never = never if came is None else _since(never, order_of(came))
+        self.trainers_failed = sorted([*self.trainers_refused, *never], key=end_text)
+        """Trainer requests that were refused or denied since the last trainer came up, by their end."""
 
     def add(self, attempt: Attempt) -> None:
         """Add a live attempt. The attempt must be the newest so far."""
@@ -363,9 +372,20 @@ class Tried:
         words = (one.evidence for one in denied if (one.role == "rollout") is (role == "rollout"))
         return "; ".join(dict.fromkeys(filter(None, words))) or "nothing on offer fits"
 
+    def trainer_refusals(self) -> str:
+        """Return the newest answers to requests for a trainer since the last trainer came up, as one text."""
+        answers = (_brief(one.evidence) for one in reversed(self.trainers_failed) if one.evidence)
+        return "; ".join(list(dict.fromkeys(answers))[:ANSWERS])
+
     def live_in(self, zone: str) -> int:
         """Return the number of rollout nodes in a zone that are running or requested."""
         return self._live_in[zone]
+
+
+def _brief(evidence: str) -> str:
+    """Return the first line of a cloud's answer, and the last one, which holds the advice."""
+    lines = [line.strip()[:ANSWER_CHARACTERS] for line in evidence.splitlines() if line.strip()]
+    return " ".join(dict.fromkeys([*lines[:1], *lines[-1:]]))
 
 
 def jitter(name: str) -> float:

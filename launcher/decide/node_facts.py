@@ -52,6 +52,7 @@ class NodeFact:
     `tried`: zones that refused the node, `cloud/region/zone`.
     `want`: the order behind the node, from the run's folder. `market`: the capacity type, as the cloud reports.
     `fault`: error of spotrl's own while it looked at the node, so the state is not known.
+    `login`: the user's login at the cloud has expired, in words with the command; set only if the node needs it now.
     """
 
     name: str
@@ -71,3 +72,4 @@ class NodeFact:
     want: Placement | None = None
     market: Market | None = None
     fault: str = ""
+    login: str = ""

@@ -15,7 +15,7 @@ from engine.events import EngineFinished
 from launcher.decide import budget_guard
 from launcher.decide.actions import Action, Buy, Enter, Release, RepeatRequest, StopEngine
 from launcher.decide.facts import FAILING, FOUND, OVER, Facts, NodeRecord, Stage, Wanted
-from launcher.decide.failover import StandIn
+from launcher.decide.failover import StandIn, why_idle
 from launcher.decide.further_nodes import given_back_trainer
 from launcher.decide.giving_back import nodes_above_hourly_limit, nodes_to_release
 from launcher.decide.known_nodes import KnownNodes
@@ -60,12 +60,17 @@ def decide(facts: Facts, wanted: Wanted, steps: Steps | None = None) -> list[Act
         staying = [node for node in live if "releasing" not in node.happened]
         above = nodes_above_hourly_limit(facts, wanted, staying, steps) if facts.sites else []
         return [_release(above)] if above else []
+    if facts.login:
+        reason = f"waits: {facts.login}"
+        is_recorded = (facts.stage, facts.reason) == (Stage.RUNNING, reason)
+        return [] if is_recorded else [Enter(stage=Stage.RUNNING, reason=reason)]
     known, tried, recent = index
     given_back = steps.take(lambda: given_back_trainer(recent, wanted, live, tried), None)
     if given_back is not None:
         return [given_back]
     let_go = nodes_to_release(recent, wanted, live, tried, steps)
-    releases: list[Action] = [_release(let_go)] if let_go else []
+    why = steps.take(lambda: why_idle(tried, facts.now_ms), None) or ""
+    releases: list[Action] = [replace(_release(let_go), why=why)] if let_go else []
     if steps.errors:
         return releases
     return steps.take(lambda: _fill(facts, recent, known, wanted, tried, releases), releases)

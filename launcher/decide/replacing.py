@@ -7,7 +7,7 @@ from launcher.decide.facts import INCOMPLETE, Facts, NodeRecord
 from launcher.decide.failover import GIVE_BACK_GAP_MS
 from launcher.decide.launch_history import Attempt, Outcome, jitter
 from launcher.decide.node_facts import is_quota_used_up
-from launcher.decide.stopping import was_denied, was_refused
+from launcher.decide.stopping import was_denied
 from launcher.market.refusals import holds_in_its_zone_alone
 from launcher.placement.plan import Slot
 from launcher.placement.value import DEAR
@@ -72,7 +72,7 @@ def wait_ms(held: Sequence[NodeRecord], planned_ms: int) -> int:
     """
     streak = 0
     for node in sorted(held, key=lambda node: node.generation, reverse=True):
-        if was_refused(node):
+        if node.was_refused:
             continue
         if not node.died_young or node.requested_ms < planned_ms:
             break
@@ -83,13 +83,11 @@ def wait_ms(held: Sequence[NodeRecord], planned_ms: int) -> int:
 def attempt_of(node: NodeRecord) -> Attempt:
     """Return a node as an attempt. A node of a trainer that never was whole counts as refused once it has ended."""
     assert node.wanted is not None, f"{node.name} was bought without a place"
-    ends = {"no_capacity": Outcome.REFUSED, "denied": Outcome.DENIED}
-    outcome = next((ends[kind] for kind in ends if kind in node.happened), Outcome.ENDED)
-    if node.reclaimed:
-        outcome = Outcome.RECLAIMED
-    is_incomplete = not node.is_live and INCOMPLETE in node.happened
-    if is_incomplete:
-        outcome = Outcome.REFUSED
+    is_refused = node.was_refused or (not node.is_live and INCOMPLETE in node.happened)
+    if is_refused:
+        outcome = Outcome.DENIED if "denied" in node.happened else Outcome.REFUSED
+    else:
+        outcome = Outcome.RECLAIMED if node.reclaimed else Outcome.ENDED
     return Attempt(
         name=node.name,
         role=node.role,
@@ -97,7 +95,7 @@ def attempt_of(node: NodeRecord) -> Attempt:
         requested_ms=node.requested_ms,
         outcome=Outcome.LIVE if node.is_live else outcome,
         ended_ms=node.ended_ms,
-        up_ms=None if is_incomplete else node.happened.get("up"),
+        up_ms=None if is_refused else node.happened.get("up"),
         evidence=node.evidence,
         is_quota_used_up=is_quota_used_up(node.evidence),
         holds_in_its_zone_alone=holds_in_its_zone_alone(node.evidence),

@@ -21,7 +21,8 @@ TRAINER_TRIES = 5
 
 SAME_ENDS = 3
 """Nodes in a row that end young with the same evidence before the controller gives up. A fourth node would end alike.
-The limit is three because one node may be faulty and two failures may be chance."""
+The limit is three because one node may be faulty and two failures may be chance. Requests that gave no instance do not
+count: they say something about a pool and nothing about the job."""
 
 STANDSTILL_ITERATIONS, SHORTEST_STANDSTILL_MS = 10, 7_200_000
 """The limits after which a run without progress is ended, although its trainer answers. The run may stand still for 10
@@ -153,7 +154,7 @@ def is_given_up(facts: Facts, slot: Slot) -> str | None:
 
     None: the slot may still work.
     """
-    held = [node for node in facts.nodes if node.slot == slot.name and not was_refused(node)]
+    held = [node for node in facts.nodes if node.slot == slot.name and not node.was_refused]
     last = sorted(held, key=lambda node: node.generation)[-SAME_ENDS:]
     if any(not node.died_young or node.reclaimed or node.requested_ms < facts.planned_ms for node in last):
         return None
@@ -161,19 +162,14 @@ def is_given_up(facts: Facts, slot: Slot) -> str | None:
     return None if alike is None else alike.evidence
 
 
-def was_refused(node: NodeRecord) -> bool:
-    """Return True if the cloud refused the request. The refused zone and type cool down by themselves (failover.py)."""
-    return node.wanted is not None and bool({"no_capacity", "denied"} & node.happened.keys())
-
-
 def _was_lost(node: NodeRecord, since_ms: int) -> bool:
     """Return True if the node ended by itself after `since_ms`.
 
-    A preemption, missing capacity, a quota or a release does not count.
+    A preemption, a refusal or a release does not count.
     """
     if node.ended_ms is None or node.ended_ms <= since_ms or node.reclaimed or "released" in node.happened:
         return False
-    return not was_refused(node)
+    return not node.was_refused
 
 
 def _no_trainer_can_be_had(facts: Facts, wanted: Wanted, trainers: Sequence[NodeRecord], tried: Tried) -> str | None:

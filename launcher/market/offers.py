@@ -298,19 +298,36 @@ def as_row(offer: Offer) -> dict[str, str]:
 
 _AWS_REGION = re.compile(r"[a-z]{2}(-[a-z]+)+-\d")
 
+_AWS_EDGE_ID = re.compile(r"[a-z]+\d+-[a-z]+\d+-.+")
+"""Ids of Local Zones (usw2-lax1-az1) and Wavelength Zones (use1-wl1-bos-wlz1). A zone of a region is use1-az1."""
+
+
+def is_at_the_edge(offer: Offer) -> bool:
+    """Return whether the offer is in a Local Zone or a Wavelength Zone of AWS.
+
+    An account has none of them unless it asked for them, and SkyPilot launches nothing there.
+    """
+    if offer.cloud != "aws":
+        return False
+    is_named = re.match(rf"{re.escape(offer.region)}-[a-z]+-?\d", offer.zone) is not None
+    return is_named or _AWS_EDGE_ID.fullmatch(offer.zone_id) is not None
+
 
 def buyable(offers: Iterable[Offer]) -> tuple[Offer, ...]:
     """Return the offers without the AWS offers whose region or zone does not exist on AWS.
 
     The shipped tables hold such offers for the local infra: zones like `us-east-1-cheapest`, and a region `us`. An AWS
-    spot offer also needs a zone id. If an AWS zone has no valid name, the zone id replaces the name.
+    spot offer also needs a zone id. If an AWS zone has no valid name, the zone id replaces the name. Local Zones and
+    Wavelength Zones are left out.
     """
     found = []
     for offer in offers:
         if offer.cloud != "aws":
             found.append(offer)
+        elif is_at_the_edge(offer):
+            continue
         elif _AWS_REGION.fullmatch(offer.region) and (offer.zone_id or offer.market is Market.ON_DEMAND):
-            has_name = not offer.zone or re.fullmatch(rf"{offer.region}(-[a-z]+-\d)?[a-z]", offer.zone)
+            has_name = not offer.zone or re.fullmatch(rf"{offer.region}[a-z]", offer.zone)
             found.append(offer if has_name else replace(offer, zone=offer.zone_id))
     return tuple(found)
 

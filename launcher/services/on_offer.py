@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from launcher.market.instance_types import is_too_old
-from launcher.market.offers import Offer, buyable, key, without_expired
+from launcher.market.offers import Offer, buyable, is_at_the_edge, key, without_expired
 from launcher.market.prices import PricePoint, time_ms
 from launcher.services.refresh_catalog import merged, offers_from
 
@@ -26,7 +26,9 @@ def on_offer(tables: Iterable[Offer], latest: Iterable[PricePoint], now_ms: int)
     listed = buyable(tables)
     seen = {key(offer): time_ms(offer.observed_at) or 0 for offer in listed}
     newer = [
-        offer for offer in offers_from(latest).offers if (time_ms(offer.observed_at) or 0) >= seen.get(key(offer), 0)
+        offer
+        for offer in offers_from(latest).offers
+        if not is_at_the_edge(offer) and (time_ms(offer.observed_at) or 0) >= seen.get(key(offer), 0)
     ]
     names = {(point.region, point.zone_id): point.zone for point in latest if point.zone_id and point.zone}
     offers = [offer for offer in merged(listed, newer) if not is_too_old(offer.accelerator)]

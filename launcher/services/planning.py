@@ -3,6 +3,7 @@
 The only place where the ledger and the tables meet the pure planner; `spotrl launch` and `spotrl check` plan alike.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,14 +14,15 @@ from launcher.job.schema import Job
 from launcher.ledger.exposure import pool_histories
 from launcher.ledger.prices import capacity_advice, latest_prices
 from launcher.market.advice import STALE_MS, cloud_priors
-from launcher.market.offers import current_catalog
+from launcher.market.offers import Offer, current_catalog
+from launcher.market.sky_catalog import read_sky_catalog, sky_folder
 from launcher.placement.cloud_plan import CloudPlan
 from launcher.placement.disk import boot_disk, with_disk
 from launcher.placement.from_job import cloud_requirements
 from launcher.placement.memory import check_memory, check_pool, gpus_of_job, memory_of_job
 from launcher.placement.plan import PlacementError
 from launcher.placement.plan_cloud import plan_cloud
-from launcher.placement.requirements import market_view
+from launcher.placement.requirements import LeftOut, market_view
 from launcher.placement.schedule import plan_schedule
 from launcher.replay.of_plan import replays_of
 from launcher.services.on_offer import on_offer
@@ -54,6 +56,9 @@ def cloud_plan(
         advice = cloud_priors(capacity_advice(session, since_ms=now_ms - STALE_MS), now_ms)
     listed = on_offer(current_catalog(catalogs).all_offers(), latest, now_ms)
     reached = [offer for offer in listed if job.network.reaches(offer.cloud, offer.region)]
+    sky = read_sky_catalog(sky_folder(), job.clouds, now_ms)
+    unknown = [offer for offer in reached if sky.lacks(offer)]
+    reached = [offer for offer in reached if not sky.lacks(offer)]
     offers = as_you_pay(reached, job.price_overrides, job.discounts, now_ms)
     market = market_view(offers, histories.values(), now_ms=now_ms, priors=advice.priors, believed_odds=advice.odds)
     try:
@@ -66,7 +71,7 @@ def cloud_plan(
         raise PlacementError(
             f"{error}; the job's network is in {', '.join(named)}, so no other region counts"
         ) from None
-    plan = with_disk(plan, disk)
+    plan = with_disk(replace(plan, left_out=(*plan.left_out, *_unknown_to_sky(unknown))), disk)
     recipe = needs.recipe.on(plan.trainer.gpus)
     useful = plan.spot_pays.gpus if plan.pools and plan.spot_pays is not None else 0.0
     ranks = plan.trainer.ranks
@@ -74,3 +79,14 @@ def cloud_plan(
     plan = replace(plan, schedule=schedule)
     memory = memory_of_job(job, folder, ranks)
     return plan if memory is None else replace(plan, memory=gpus_of_job(job, memory, ranks))
+
+
+def _unknown_to_sky(offers: Sequence[Offer]) -> list[LeftOut]:
+    """Return the pools that SkyPilot's catalog does not know, for the reader of the plan: one note for each cloud."""
+    notes = []
+    for cloud in dict.fromkeys(offer.cloud for offer in offers):
+        pools = list(dict.fromkeys(f"{o.instance_type} in {o.zone or o.region}" for o in offers if o.cloud == cloud))
+        more = f" and {len(pools) - 3} more" if len(pools) > 3 else ""
+        why = "SkyPilot's catalog does not know it, so SkyPilot would not launch it"
+        notes.append(LeftOut(what=f"{cloud} {', '.join(pools[:3])}{more}", why=why))
+    return notes

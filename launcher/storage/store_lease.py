@@ -182,6 +182,7 @@ class StoreLease:
         except (AlreadyExistsError, PreconditionError):
             self.lost = "another machine"
         except TROUBLE as error:
+            self._opened = None  # opened anew with the user's present keys: the old ones may have expired
             log.warning("the lease in the bucket could not be renewed: %s", _first_line(error))
 
     def give_up(self) -> None:

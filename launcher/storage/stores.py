@@ -142,7 +142,7 @@ def bucket_region(url: str) -> str:
 
     bucket = url.partition("://")[2].partition("/")[0]
     try:
-        place = boto3.client("s3").get_bucket_location(Bucket=bucket).get("LocationConstraint")
+        place = boto3.Session().client("s3").get_bucket_location(Bucket=bucket).get("LocationConstraint")
     except (BotoCoreError, ClientError) as error:
         raise StoreError(f"nobody says in which region {bucket} is ({_first_line(error)}); does it exist?") from None
     region: str = {None: "us-east-1", "": "us-east-1", "EU": "eu-west-1"}.get(place, place)

@@ -1,0 +1,1 @@
+"""What users of other launchers reported on real accounts, tried here."""

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
+from launcher.clouds.base import LoginNeeded
 from launcher.exit_codes import Failure
 
 log = logging.getLogger(__name__)
@@ -34,6 +35,8 @@ class BackgroundTasks:
     monotonic: Callable[[], float] = time.monotonic
     troubles: dict[str, str] = field(default_factory=dict)
     """By name: the error of the last try."""
+    logins: dict[str, str] = field(default_factory=dict)
+    """By name: the error of the last try, if a new login heals it."""
     _busy: set[str] = field(default_factory=set)
     _again: dict[str, tuple[int, float]] = field(default_factory=dict)
     """By name: failures in a row, and the monotonic time of the next permitted try."""
@@ -63,12 +66,17 @@ class BackgroundTasks:
                 log.debug("%s: %s", name, wait)
             except Failure as failure:
                 self._failed(name, str(failure))
+                if isinstance(failure, LoginNeeded):
+                    self.logins[name] = str(failure)
+                else:
+                    self.logins.pop(name, None)
             except Exception:  # an error in spotrl itself must not stop the task that terminates nodes
                 log.exception("%s failed", name)
                 self._failed(name, "an error of spotrl's own; its log has it")
             else:
                 self._again.pop(name, None)
                 self.troubles.pop(name, None)
+                self.logins.pop(name, None)
             finally:
                 self._busy.discard(name)
 

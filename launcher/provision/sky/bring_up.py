@@ -29,6 +29,9 @@ LAUNCH_GAP_MS, LONGEST_LAUNCH_GAP_MS = 10_000, 120_000
 longest gap between tries. The gap doubles after each try."""
 
 
+LOGIN_GAP_MS = 60_000
+"""Time between two launches of a node while the user's login has expired, in milliseconds."""
+
 EARLY_SECONDS = 3.0
 """Time between two queries to SkyPilot for the address of a VM that it still works on."""
 
@@ -71,9 +74,16 @@ class BringUp:
             node.begin_end(EndingRecord(status=NodeStatus.NO_CAPACITY, evidence=outcome.text, tried=tried))
         elif outcome.failed is Failed.DENIED:
             node.begin_end(EndingRecord(status=NodeStatus.DENIED, evidence=outcome.text))
-        elif outcome.failed is Failed.UNKNOWN and launch.tries < LAUNCH_TRIES:
+        elif outcome.failed is Failed.LOGIN:
+            if waited_ms > LOGIN_GAP_MS:  # not a try: the cloud was not asked
+                self.tasks.do(node.name, partial(self.launches.launch, node, tries=launch.tries))
+        elif outcome.failed is Failed.REFUSED:
+            node.begin_end(EndingRecord(status=NodeStatus.GONE, evidence=f"its launch was refused: {outcome.text}"))
+        elif outcome.failed in (Failed.UNKNOWN, Failed.UNSENT) and launch.tries < LAUNCH_TRIES:
             if waited_ms > min(LAUNCH_GAP_MS * 2 ** (launch.tries - 1), LONGEST_LAUNCH_GAP_MS):
                 self.tasks.do(node.name, partial(self.launches.launch, node, tries=launch.tries + 1))
+        elif outcome.failed is Failed.UNSENT:
+            node.begin_end(EndingRecord(status=NodeStatus.DENIED, evidence=outcome.text))
         else:
             evidence = f"its launch failed: {outcome.text}"
             node.begin_end(EndingRecord(status=NodeStatus.GONE, evidence=evidence, ask_rules=True))

@@ -108,6 +108,8 @@ class CloudNode:
     setting_up: SettingUp = field(default_factory=SettingUp)
     sightings: Sightings = field(default_factory=Sightings)
     agent: AgentContact = field(default_factory=AgentContact)
+    unsettled_since: float | None = None
+    """Time since which the region's setup is not known everywhere in the cloud (monotonic seconds)."""
     over: NodeFact | None = None
     """The content of `ended.json`."""
     over_since: float = 0.0

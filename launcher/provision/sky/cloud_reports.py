@@ -7,6 +7,7 @@ from functools import partial
 
 from launcher.clouds.base import Instance, InstanceState
 from launcher.decide.node_facts import NodeStatus
+from launcher.market.refusals import advice_on
 from launcher.provision.sky.background_tasks import BackgroundTasks
 from launcher.provision.sky.cloud_node import CloudNode
 from launcher.provision.sky.inventory import LOOK_SECONDS, CloudInventory, newest_of
@@ -130,11 +131,12 @@ class CloudReports:
             return  # SkyPilot terminates a VM after a failed set-up
         notice_ms, now_ms = node.notice_ms, self.around.clock.now_ms()
         # If the first sign of a preemption was a stopping VM, the node had no time to act, so it had no notice.
+        reason = end.reason or f"{instance.cloud} does not list it any more"
         had_notice = notice_ms is not None and node.files.has("notice")
         node.begin_end(
             EndingRecord(
                 status=NodeStatus.GONE,
-                evidence=end.reason or f"{instance.cloud} does not list it any more",
+                evidence="\n".join(filter(None, [reason, advice_on(reason)])),
                 ended_ms=min(end.ended_ms or now_ms, now_ms),
                 reclaimed=end.reclaimed,
                 with_notice=had_notice if end.reclaimed else None,

@@ -6,8 +6,10 @@ from launcher.decide.node_facts import NodeFact, NodeStatus
 from launcher.provision.sky.background_tasks import BackgroundTasks
 from launcher.provision.sky.cloud_node import CloudNode
 from launcher.provision.sky.inventory import CloudInventory
+from launcher.provision.sky.launches import Launches
+from launcher.provision.sky.outcome import Failed
 from launcher.provision.sky.phase import Phase, phase_of
-from launcher.provision.sky.records import EndedRecord, EndingRecord
+from launcher.provision.sky.records import EndedRecord, EndingRecord, LaunchRecord
 from launcher.provision.sky.regions import Regions
 from launcher.provision.sky.surroundings import Surroundings
 
@@ -20,6 +22,7 @@ class FactReader:
     tasks: BackgroundTasks
     inventory: CloudInventory
     regions: Regions
+    launches: Launches
 
     def fact_of(self, node: CloudNode) -> NodeFact | None:
         """Return the state of the node; None while the request is incomplete."""
@@ -38,6 +41,9 @@ class FactReader:
             unknown = (observed.trouble if observed is not None else "") or self.tasks.troubles.get(node.name, "")
             if unknown:
                 status, evidence = NodeStatus.UNKNOWN, unknown
+        login = "" if node.agent.is_answering else self._login_needed(node)
+        if login:
+            status, evidence = NodeStatus.UNKNOWN, login
         if not evidence and not node.is_ready and (region := node.region) is not None:
             evidence = self.regions.missing_rules.get(region, "")
         ending = node.files.read(EndingRecord)
@@ -52,4 +58,19 @@ class FactReader:
             zone=instance.zone if instance is not None else None,
             instance_type=instance.instance_type if instance is not None else None,
             want=node.files.want,
+            login=login,
         )
+
+    def _login_needed(self, node: CloudNode) -> str:
+        """Return the words about an expired login that the node waits for; empty if it waits for none."""
+        if node.is_ending:  # its end waits, and buying elsewhere need not
+            return ""
+        launch = node.files.read(LaunchRecord)
+        if phase_of(node) is Phase.LAUNCHED and launch is not None:
+            outcome = self.launches.outcome(launch)
+            if outcome is None and launch.login and node.files.instance is None:
+                return launch.login  # the launch that tries the login is on its way
+            if outcome is not None and outcome.failed is Failed.LOGIN:
+                return outcome.text
+        look = "" if node.region is None else self.tasks.logins.get("look {}/{}".format(*node.region), "")
+        return self.tasks.logins.get(node.name, "") or look

@@ -1,23 +1,32 @@
 """Launches sent to SkyPilot: send, adopt after a crash, read the outcome, cancel."""
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from launcher.clouds.base import NODE_LABEL, OWNER_LABEL, RUN_LABEL, CloudRefused, InstanceState
+from launcher.clouds.base import NODE_LABEL, OWNER_LABEL, RUN_LABEL, CloudRefused, InstanceState, NotSettled
 from launcher.decide.node_facts import NodeStatus
+from launcher.exit_codes import Failure
+from launcher.market.refusals import UNSENT, is_login_needed, remedy_for
 from launcher.provision.sky.cloud_node import CloudNode, SettingUp
 from launcher.provision.sky.inventory import CloudInventory
 from launcher.provision.sky.node_book import NodeBook
-from launcher.provision.sky.outcome import Failed, Outcome
+from launcher.provision.sky.outcome import LOG_CHARACTERS, Failed, Outcome, login_text
 from launcher.provision.sky.records import EndingRecord, LaunchRecord
 from launcher.provision.sky.regions import Regions
 from launcher.provision.sky.surroundings import Surroundings
 from launcher.provision.sky.task import Launch
 
+log = logging.getLogger(__name__)
+
 AUTOSTOP_MARGIN_MINUTES = 30
 """Delay of SkyPilot's own timer on the VM after the spend deadline, in case the node's agent did not terminate the
 VM."""
+
+SETTLE_SECONDS = 300.0
+"""Time for which a region's setup is asked again while the cloud does not know its own resources. Clouds mostly take
+seconds. After that the pool counts as refused, and another place is tried."""
 
 UNLIMITED_MINUTES = 24 * 60
 
@@ -35,7 +44,11 @@ class Launches:
 
     def launch(self, node: CloudNode, tries: int = 1) -> None:
         """Send the launch to SkyPilot, unless a launch from before a crash exists."""
-        if not node.fresh and tries == 1 and self._adopt(node):
+        before = node.files.read(LaunchRecord)
+        is_unsent = before is not None and bool(before.unsent)
+        last = None if before is None else self.outcome(before)
+        login = last.text if last is not None and last.failed is Failed.LOGIN else ""
+        if not node.fresh and (tries == 1 or is_unsent) and self._adopt(node):
             return
         want = node.files.want
         if want is None:
@@ -44,8 +57,18 @@ class Launches:
             return
         try:
             region_setup = self.regions.prepare(want.cloud, want.region)
+            node.unsettled_since = None
+        except NotSettled as unsettled:
+            now = self.around.monotonic()
+            node.unsettled_since = now if node.unsettled_since is None else node.unsettled_since
+            if now - node.unsettled_since < SETTLE_SECONDS:
+                raise
+            node.begin_end(EndingRecord(status=NodeStatus.GONE, evidence=str(unsettled)))
+            return
         except CloudRefused as refused:
-            node.begin_end(EndingRecord(status=NodeStatus.DENIED, evidence=str(refused)))
+            # What the user can mend while the run waits is no denial: the pool is asked again later.
+            status = NodeStatus.DENIED if remedy_for(str(refused)) is None else NodeStatus.GONE
+            node.begin_end(EndingRecord(status=status, evidence=str(refused)))
             return
         purchases, spec, now_ms = self.around.purchases, node.files.spec, self.around.clock.now_ms()
         assert spec is not None
@@ -59,11 +82,20 @@ class Launches:
             image=purchases.images.get(f"{want.cloud}/{want.region}", purchases.images.get(want.cloud)),
         )
         self.around.check_lease()
-        request = self.around.sky.start(launch)
+        request, unsent = "", ""
+        try:
+            request = self.around.sky.start(launch)
+        except Failure:
+            raise
+        except Exception as error:  # SkyPilot's client raises errors of many types
+            log.warning("%s: SkyPilot's client did not send the launch", node.name, exc_info=True)
+            unsent = f"{UNSENT}: {type(error).__name__}: {error}"[:LOG_CHARACTERS]
         node.files.forget("machine")  # from an earlier attempt, like the VM's login
         node.setting_up = SettingUp()
         node.sightings.missing = 0
-        node.files.write(LaunchRecord(request_id=request, at_ms=now_ms, tries=tries))
+        record = LaunchRecord(request_id=request, at_ms=now_ms, tries=tries)
+        why = {"unsent": unsent, "login": login}
+        node.files.write(record.model_copy(update={name: text for name, text in why.items() if text}))
 
     def _adopt(self, node: CloudNode) -> bool:
         """Adopt a request or cluster left by a launch before a crash, and return True.
@@ -104,6 +136,10 @@ class Launches:
 
     def outcome(self, launch: LaunchRecord) -> Outcome | None:
         """Return the outcome of the launch; None while pending."""
+        if launch.unsent and is_login_needed(launch.unsent):
+            return Outcome(failed=Failed.LOGIN, text=login_text(launch.unsent))
+        if launch.unsent:
+            return Outcome(failed=Failed.UNSENT, text=launch.unsent)
         return Outcome() if launch.adopted else self._outcomes.get(launch.request_id)
 
     def cancel(self, node: CloudNode) -> None:
@@ -112,6 +148,12 @@ class Launches:
         request = launch.request_id if launch is not None else None
         if launch is None and node.files.is_begun("launch"):
             request = self.around.sky.pending(node.name).get(node.name)
+        elif launch is not None and launch.unsent:
+            # The client may have failed after it sent the launch. If it fails again, the node ends without an answer.
+            try:
+                request = self.around.sky.pending(node.name).get(node.name)
+            except Exception as error:
+                log.warning("%s: SkyPilot does not say whether it knows a launch: %s", node.name, error)
         if request and self._outcomes.get(request) is None:
             self.around.sky.cancel(request)
             self._outcomes[request] = Outcome(failed=Failed.CANCELLED)

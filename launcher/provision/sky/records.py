@@ -42,7 +42,11 @@ class NodeRecord(NodeView):
 
 
 class LaunchRecord(NodeRecord):
-    """A launch sent to SkyPilot. `adopted`: the cluster was found after a crash, and its request is not known."""
+    """A launch sent to SkyPilot. `adopted`: the cluster was found after a crash, and its request is not known.
+
+    `unsent`: the error with which SkyPilot's client refused to send the launch; empty if it was sent.
+    `login`: the launch before failed because the user's login had expired, in words.
+    """
 
     FILE = "launch"
 
@@ -50,6 +54,8 @@ class LaunchRecord(NodeRecord):
     at_ms: int
     tries: int = 1
     adopted: bool = False
+    unsent: str = ""
+    login: str = ""
 
 
 class LoginRecord(NodeRecord):

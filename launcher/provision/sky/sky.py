@@ -63,17 +63,19 @@ class Sky:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def start(self, launch: Launch) -> str:
-        """Send a launch and return the request id. An existing cluster of the same name is completed, not doubled."""
+        """Send a launch and return the request id. An existing cluster of the same name is completed, not doubled.
+
+        Raises an error of SkyPilot's, of any type, if SkyPilot's client does not take the launch.
+        """
         sky = self._sky()
         from sky import skypilot_config
 
-        task = sky.Task.from_yaml_config(task_of(launch))
-        with (
-            self._lock,
-            _errors_named("launch"),
-            skypilot_config.override_skypilot_config(config_of(launch.region_setup)),
-        ):
-            return str(sky.launch(task, cluster_name=launch.name))
+        with self._lock, _errors_named("launch"):
+            _start_unless_it_answers()
+            # From here on, an error is SkyPilot's opinion of this launch.
+            task = sky.Task.from_yaml_config(task_of(launch))
+            with skypilot_config.override_skypilot_config(config_of(launch.region_setup)):
+                return str(sky.launch(task, cluster_name=launch.name))
 
     def poll(self, requests: Sequence[str]) -> dict[str, Outcome | None]:
         """Return the outcomes of requests by id; None while pending. Requests that the server forgot are missing."""
@@ -253,5 +255,11 @@ def _errors_named(what: str) -> Iterator[None]:
 
     try:
         yield
-    except (requests.exceptions.RequestException, exceptions.ApiServerConnectionError, ConnectionError) as error:
+    except (
+        requests.exceptions.RequestException,
+        exceptions.ApiServerConnectionError,
+        exceptions.ServerTemporarilyUnavailableError,
+        exceptions.RequestInterruptedError,
+        ConnectionError,
+    ) as error:
         raise SkyUnreachable(f"{what}: SkyPilot's API server did not answer ({error}); it is asked again") from None

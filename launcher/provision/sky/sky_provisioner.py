@@ -113,7 +113,7 @@ class SkyProvisioner:
             terminator=Terminator(around, inventory, regions, self._launches),
         )
         self._unknown = UnknownInstances(around, tasks, nodes, inventory)
-        self._facts = FactReader(around, tasks, inventory, regions)
+        self._facts = FactReader(around, tasks, inventory, regions, self._launches)
         self._last_observed: float | None = None
         nodes_folder(purchases.folder).mkdir(parents=True, exist_ok=True, mode=0o700)
 

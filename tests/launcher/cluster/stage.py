@@ -84,8 +84,11 @@ def slots(spot: int, trainers: int = 1) -> tuple[Slot, ...]:
 class SimulatedCloud:
     """Simulated clouds behind `Provisioner`: the test sets their answers and delays, and moves their clock.
 
-    `answers`: "refuse", "deny" or "late", by `cloud/region/zone` or a prefix of it; the longest prefix counts. A node
-    comes up `boot_ms` after its request, and its workers call in after another `boot_ms`.
+    `answers`: "refuse", "deny", "odd", "dies", "unsent", "untaken" or "late", by `cloud/region/zone` or a prefix of it;
+    the longest prefix counts. "trainers" and "rollouts" name all nodes of a role. A node comes up `boot_ms` after its
+    request, and its workers call in after another `boot_ms`. A node with the answer "odd" is gone before it was up,
+    "dies" as soon as it is up, with `words` as evidence; "unsent" stays unknown, and "login" too, because the user's
+    login has expired; "untaken" is denied because SkyPilot does not take its launch.
     `room`: on-demand nodes that fit into a zone, by `cloud/region/zone`; a zone that is not named has room for all. A
     request for any zone takes `-a` before `-b`. `quota`: on-demand nodes that the account may have in `cloud/region`.
     """
@@ -93,6 +96,7 @@ class SimulatedCloud:
     def __init__(self, clock: HandClock, boot_ms: int = 60_000) -> None:
         self.clock, self.boot_ms = clock, boot_ms
         self.answers: dict[str, str] = {}
+        self.words = "words that nobody has seen before"
         self.room: dict[str, int] = {}
         self.quota: dict[str, int] = {}
         self.zone_of: dict[str, str] = {}
@@ -177,14 +181,16 @@ class SimulatedCloud:
         if name not in self.requested:
             return None
         at_ms = self.requested[name][2] + self.boot_ms
-        if name not in self.up and self.clock.now_ms() >= at_ms and self._answer(name) in ("", "late"):
+        if name not in self.up and self.clock.now_ms() >= at_ms and self._answer(name) in ("", "late", "dies"):
             self.up[name] = at_ms
         return self.up.get(name)
 
     def _answer(self, name: str) -> str:
         if name in self.refused_at_once:
             return self.refused_at_once[name]
-        want = self.requested[name][0]
+        want, spec, _ = self.requested[name]
+        if f"{spec.role}s" in self.answers:
+            return self.answers[f"{spec.role}s"]
         place = f"{want.cloud}/{want.region}/{want.zone_name}"
         fitting = [prefix for prefix in self.answers if place.startswith(prefix)]
         return self.answers[max(fitting, key=len)] if fitting else ""
@@ -193,6 +199,21 @@ class SimulatedCloud:
         if name in self.ended:
             return self.ended[name]
         want, up_ms, answer = self.requested[name][0], self._up_ms(name), self._answer(name)
+        if up_ms is None and answer == "odd":
+            ended_ms = self.clock.now_ms()
+            self.ended[name] = NodeFact(name=name, status=NodeStatus.GONE, evidence=self.words, ended_ms=ended_ms)
+            return self.ended[name]
+        if up_ms is not None and answer == "dies":
+            self.end(name, self.words)
+            return self.ended[name]
+        if up_ms is None and answer == "unsent":
+            return NodeFact(name=name, status=NodeStatus.UNKNOWN, evidence=self.words)
+        if up_ms is None and answer == "login":
+            return NodeFact(name=name, status=NodeStatus.UNKNOWN, evidence=self.words, login=self.words)
+        if up_ms is None and answer == "untaken":
+            evidence, ended_ms = f"SkyPilot does not send the launch: ValueError: {self.words}", self.clock.now_ms()
+            self.ended[name] = NodeFact(name=name, status=NodeStatus.DENIED, evidence=evidence, ended_ms=ended_ms)
+            return self.ended[name]
         if up_ms is None and answer in ("refuse", "deny"):
             status = NodeStatus.NO_CAPACITY if answer == "refuse" else NodeStatus.DENIED
             words = "there is no capacity" if answer == "refuse" else f"quota GPUS is 0 in {want.cloud} {want.region}"

@@ -118,7 +118,7 @@ OF_GROUPS = {
 
 def test_the_aws_policy_omits_creating_named_resources():
     assert allowed() - allowed(IDENTITY) == OF_ROLES
-    assert allowed(IDENTITY) - allowed() == {"iam:GetInstanceProfile"}
+    assert allowed(IDENTITY) <= allowed()
     assert allowed() - allowed(NETWORK) == OF_GROUPS
     assert allowed(NETWORK) <= allowed()
     text = json.dumps(aws_policy(named=replace(NETWORK, identity="node-profile")))

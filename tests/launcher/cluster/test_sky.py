@@ -261,7 +261,7 @@ def test_credentials_uploaded_by_skypilot_are_removed_first():
         ("An error occurred (InvalidAMIID.NotFound)", Failed.DENIED),
         ("(InvalidParameterValue): Invalid IAM Instance Profile name", Failed.UNKNOWN),
         ("An error occurred (RequestLimitExceeded)", Failed.UNKNOWN),
-        ("something else", Failed.UNKNOWN),
+        ("something else", Failed.REFUSED),
     ],
 )
 def test_error_codes_of_the_cloud_decide_the_outcome(message, failed):
