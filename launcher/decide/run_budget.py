@@ -85,7 +85,7 @@ def beside(placement: Placement, facts: Facts) -> int:
 
 
 def hourly_of(nodes: Sequence[NodeRecord]) -> int:
-    return sum(node.micro_usd_per_hour + node.beside_micro_usd_per_hour for node in nodes)
+    return sum(node.running_micro_usd_per_hour for node in nodes)
 
 
 def reserve_of(live: Sequence[NodeRecord], allowance_ms: int, now_ms: int) -> int:
