@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from engine.events import Market
 from launcher.cli.main import run as spotrl
 from launcher.clouds.base import CloudRefused, CloudUnreachable, Instance, InstanceState
+from launcher.clouds.gce import GceApi
+from launcher.clouds.gce_calls import GoogleCalls
 from launcher.controller.controller import Controller
 from launcher.exit_codes import ExitCode
 from launcher.ledger.accounting import run_costs, side_costs_of_run
@@ -469,3 +472,66 @@ def test_a_vm_that_came_up_after_its_release_is_paid(home, capsys):
     stage.passes(5)
     assert stage.cloud.true_ms(launch.name) > 29 * MINUTE
     assert_over_and_true(stage, capsys, within_ms=LOOK_MS)
+
+
+# --- Google Cloud's operations ------------------------------------------------------------------------------
+
+MADE_MS, ENDED_MS, PATH = 1_772_600_000_000, 1_772_603_600_000, "projects/p/zones/us-central1-a/instances/run-spot-0-g0"
+AT_THE_END = {"insertTime": "2026-03-04T05:50:00Z", "endTime": "2026-03-04T05:53:20Z"}
+
+
+class Operations(GoogleCalls):
+    """The operations of a zone, newest first."""
+
+    def __init__(self, *operations: dict) -> None:
+        super().__init__({})
+        self.operations = [{"targetLink": PATH, **one} for one in operations]
+
+    def ask(self, method, where, path, body=None, query=None):
+        return {"items": self.operations}
+
+
+@pytest.mark.parametrize(
+    ("operations", "ended_ms"),
+    [
+        ([{"operationType": "delete", **AT_THE_END}], ENDED_MS),
+        ([{"operationType": "compute.instances.guestTerminate", **AT_THE_END}], ENDED_MS),
+        # accepted, and not done
+        ([{"operationType": "delete", "insertTime": "2026-03-04T05:10:00Z"}], None),
+        # failed, and then done
+        (
+            [
+                {"operationType": "delete", **AT_THE_END},
+                {
+                    "operationType": "delete",
+                    "insertTime": "2026-03-04T05:10:00Z",
+                    "endTime": "2026-03-04T05:10:09Z",
+                    "error": {"errors": [{"code": "INTERNAL_ERROR"}]},
+                },
+            ],
+            ENDED_MS,
+        ),
+        # failed, and the end is not known
+        ([{"operationType": "delete", **AT_THE_END, "error": {"errors": [{"code": "INTERNAL_ERROR"}]}}], None),
+        # an earlier VM of the name
+        (
+            [{"operationType": "stop", "insertTime": "2026-03-04T04:00:00Z", "endTime": "2026-03-04T04:01:00Z"}],
+            None,
+        ),
+    ],
+)
+def test_on_google_cloud_only_an_operation_that_ended_the_vm_is_its_end(operations, ended_ms):
+    instance = Instance(
+        cloud="gcp",
+        region="us-central1",
+        zone="us-central1-a",
+        id="run-spot-0-g0",
+        name="run-spot-0-g0",
+        run="run",
+        owner="me",
+        state=InstanceState.RUNNING,
+        market=Market.SPOT,
+        instance_type="g2-standard-4",
+        launched_ms=MADE_MS,
+    )
+    assert GceApi({}, Operations(*operations)).end_of(instance).ended_ms == ended_ms
