@@ -1,7 +1,7 @@
 """The facts of a run, from which every decision is made: nodes, budget, other runs, the plan."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from engine.events import EngineFinished, Market
@@ -123,6 +123,11 @@ class NodeRecord:
         return self.is_live and not self.happened.keys().isdisjoint({"notice", "releasing", INSTANCE_ENDED})
 
     @property
+    def is_ordered_to_end(self) -> bool:
+        """Return True if the launcher ordered the node's end and the cloud still bills the VM, or may bill it."""
+        return self.has_instance and "releasing" in self.happened
+
+    @property
     def died_young(self) -> bool:
         if self.ended_ms is None or "released" in self.happened:
             return False
@@ -167,6 +172,8 @@ class Facts:
     person and has reached no new iteration."""
     trouble: str | None = None
     """The engine's own description of a problem that waits for a person (a full disk)."""
+    metered_when_ordered: Mapping[str, int] = field(default_factory=dict)
+    """By node that was ordered to end and is still billed: the nodes' cost up to the order, in micro-dollars."""
     others: Others = Others()
     doubt: Doubt | None = None
     """The reason to doubt the clock. While set, the controller buys nothing, and a limit that seems reached too

@@ -11,7 +11,7 @@ from launcher.decide.failover import (
     next_trainer,
 )
 from launcher.decide.launch_history import Tried
-from launcher.decide.run_budget import judges_refusal, reserve_of
+from launcher.decide.run_budget import judges_refusal, reserve_of, stuck_micro_usd
 from launcher.money import duration
 from launcher.placement.plan import Slot
 
@@ -30,7 +30,8 @@ prediction covers neither."""
 
 
 def must_stop(facts: Facts, wanted: Wanted, live: Sequence[NodeRecord], tried: Tried) -> Enter | None:
-    held, others = reserve_of(live, wanted.allowance_ms, facts.now_ms), facts.others
+    held = reserve_of(live, wanted.allowance_ms, facts.now_ms) + stuck_micro_usd(facts, wanted)
+    others = facts.others
     if budget_guard.must_drain(metered=facts.metered, reserved=held, max_total=wanted.limits.max_total):
         return Enter(stage=Stage.DRAINING, reason="budget")
     if budget_guard.must_drain(

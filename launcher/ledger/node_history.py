@@ -1,6 +1,7 @@
 """The nodes of a run in the ledger: read their records, write their events, prices and ends."""
 
 from collections import defaultdict
+from collections.abc import Mapping
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
@@ -22,6 +23,12 @@ from launcher.placement.placement import Placement
 def metered_micro_usd(session: Session, run: Run, now_ms: int) -> int:
     """Return the cost of the run's nodes until now, in micro-dollars."""
     return sum(charge.micro_usd for charges in charges_of_run(session, run, now_ms).values() for charge in charges)
+
+
+def metered_at(session: Session, run: Run, at_ms: Mapping[str, int], now_ms: int) -> dict[str, int]:
+    """Return the cost of the run's nodes up to each of these times, in micro-dollars."""
+    charges = [charge for of_node in charges_of_run(session, run, now_ms).values() for charge in of_node]
+    return {name: sum(charge.until(moment) for charge in charges) for name, moment in at_ms.items()}
 
 
 def node_records(session: Session, run: Run) -> list[NodeRecord]:

@@ -18,7 +18,8 @@ from launcher.clouds.gce_calls import GoogleCalls
 from launcher.controller.controller import Controller
 from launcher.exit_codes import ExitCode
 from launcher.ledger.accounting import run_costs, side_costs_of_run
-from launcher.ledger.store import current_status, open_ledger
+from launcher.ledger.models import NodeEvent
+from launcher.ledger.store import current_status, nodes_of, open_ledger, writing
 from launcher.provision.sky.bundle import Bundle
 from launcher.provision.sky.outcome import Failed, Outcome
 from launcher.provision.sky.set_up import SetUp
@@ -42,7 +43,8 @@ class MoneyCloud(FakeCloud):
     """A cloud with the time of every VM's start and end, like EC2 or, without ended VMs in its list, Google Cloud."""
 
     orders: str = "obeyed"
-    """The answer to an order to terminate: obeyed, ignored, killed (before or after), or a key of `ORDERS`."""
+    """The answer to an order to terminate: obeyed, ignored, a key of `ORDERS`, or `killed` for the death of the process
+    that sends it."""
     answers: bool = True
     """Whether calls that only read are answered."""
     forgets: bool = False
@@ -75,13 +77,11 @@ class MoneyCloud(FakeCloud):
     def end(self, instances):
         if self.orders in ORDERS:
             raise ORDERS[self.orders]
-        if self.orders == "killed before":
+        if self.orders.startswith("killed"):
             raise Killed
-        for instance in instances if self.orders != "ignored" else ():
+        for instance in instances if self.orders == "obeyed" else ():
             self.ended.append(instance.id)
             self.finish(instance.name, keeps_disks=self.keeps_disks)
-        if self.orders == "killed after":
-            raise Killed
 
     def _answer(self):
         if not self.answers:
@@ -171,6 +171,17 @@ class MoneyStage:
 
     def order_down(self) -> None:
         request_stop(self.sessions, "run")
+
+    def release(self, name: str) -> None:
+        """Have the controller order the end of a node, as after a failover."""
+        with writing(self.sessions) as session:
+            node = next(node for node in nodes_of(session, self.run) if node.name == name)
+            session.add(NodeEvent(node_id=node.id, at_ms=self.time.ms, kind="releasing"))
+
+    def spend_deadline_ms(self, name: str) -> int:
+        spec = json.loads((Path(self.run.folder) / "nodes" / name / "spec.json").read_text())
+        rearmed = [self.time.ms + left_ms for left_ms in self.links[name].rearmed_ms]
+        return max([spec["money_deadline_ms"], *rearmed])
 
     @property
     def names(self) -> list[str]:
@@ -273,7 +284,11 @@ def test_an_order_lost_with_the_controller_ends_no_bill(home, capsys, orders, cl
     stage.order_down()
     with pytest.raises(Killed):
         stage.passes(5)
-    stage.time.ms += 40 * MINUTE
+    stage.time.ms += 20 * MINUTE
+    if orders == "killed after":  # the cloud took its time
+        stage.cloud.finish(SPOT)
+        stage.cloud.finish(TRAINER)
+    stage.time.ms += 20 * MINUTE
     stage.cloud.orders = "obeyed"
     stage.process()
     stage.passes(5)
@@ -338,6 +353,25 @@ def test_a_silent_node_that_cannot_be_ended_counts_against_the_budget(home, orde
     stage.passes(120, step_s=60)
     assert stage.stage() == "stopped"
     assert stage.true_micro_usd() <= 3_000_000
+
+
+@pytest.mark.parametrize("cloud", ["aws", "gcp"])
+@pytest.mark.parametrize("orders", ["error", "ignored", "permission"])
+def test_replaced_nodes_that_cannot_be_ended_do_not_pass_the_budget(home, orders, cloud):
+    """The old node works on until its own spend deadline, beside its successor and without a word from us."""
+    stage = MoneyStage(home, cloud, spot=3, max_total=6_000_000, max_hourly=None).begun()
+    stage.cloud.orders = orders
+    old = [f"run-spot-{number}-g0" for number in range(3)]
+    deadline_ms = max(stage.spend_deadline_ms(name) for name in old)
+    for name in old:
+        stage.release(name)
+    while stage.stage() == "running" and stage.time.ms < deadline_ms:
+        stage.passes(5, step_s=60)
+    assert len(stage.names) == 7
+    for name in stage.names:
+        stage.cloud.finish(name, at_ms=max(stage.time.ms, deadline_ms) if name in old else stage.time.ms)
+    stage.time.ms = max(stage.time.ms, deadline_ms)
+    assert stage.true_micro_usd() <= 6_000_000
 
 
 # --- an end during an outage of the cloud's API -----------------------------------------------------------
