@@ -18,7 +18,7 @@ from launcher.clouds.base import (
 )
 from launcher.clouds.gce_calls import GoogleCalls, errors_named, missing_is_fine
 from launcher.clouds.gce_identity import NodeIdentity
-from launcher.clouds.gce_inventory import PREEMPTED, belongs_to, described, disk_of, end_ms, instance_of
+from launcher.clouds.gce_inventory import PREEMPTED, belongs_to, described, disk_of, end_ms, instance_of, is_end
 from launcher.clouds.gce_named import GoogleNames
 from launcher.clouds.gce_network import RunNetwork
 from launcher.clouds.gce_services import COMPUTE, IAM, Answer
@@ -73,7 +73,10 @@ class GceApi:
         return [one for one in found if one.region == region and belongs_to(one, owner, run)]
 
     def end_of(self, instance: Instance) -> Instance:
-        """Return the VM's end. A deleted preempted instance is not listed, but the preemption's operation is."""
+        """Return the VM's end. A deleted preempted instance is not listed, but the preemption's operation is.
+
+        A failed operation ended nothing, and an operation from before the VM's start ended an earlier VM of the name.
+        """
         with errors_named(f"gcp compute operations of {instance.id}"):
             # Newest first and one page only: a project has many operations.
             newest = {"orderBy": "creationTimestamp desc", "maxResults": "500"}
@@ -81,7 +84,7 @@ class GceApi:
             operations = [
                 one for one in page.get("items", ()) if one.get("targetLink", "").rpartition("/")[2] == instance.id
             ]
-        ends = [one for one in operations if one["operationType"] in (PREEMPTED, "delete", "stop")]
+        ends = [one for one in operations if is_end(one, instance.launched_ms)]
         preempted = [one for one in ends if one["operationType"] == PREEMPTED]
         last = max(preempted or ends or [{}], key=lambda one: one.get("insertTime", ""))
         reason = f"{last['operationType']}: {last.get('statusMessage', '')}".rstrip(": ") if last else ""

@@ -23,6 +23,9 @@ STATES: Mapping[str, InstanceState] = {
 PREEMPTED, SHUTDOWN_MS = "compute.instances.preempted", 30_000
 """The operation of a preemption, and the longest time from the shutdown signal to the end of a spot VM."""
 
+ENDS = frozenset({PREEMPTED, "delete", "stop", "compute.instances.guestTerminate"})
+"""Operations that end a VM. `guestTerminate`: the VM shut itself down."""
+
 
 def instance_of(found: Mapping[str, Any]) -> Instance:
     labels = found.get("labels", {})
@@ -48,7 +51,8 @@ def instance_of(found: Mapping[str, Any]) -> Instance:
         public_address=access.get("natIP", ""),
         identity=next((one["email"] for one in found.get("serviceAccounts", ())), ""),
         launched_ms=_utc_ms(found.get("lastStartTimestamp") or found.get("creationTimestamp")),
-        ended_ms=_utc_ms(found.get("lastStopTimestamp")) if state is InstanceState.STOPPING else None,
+        # A VM that is still stopping is billed, and its `lastStopTimestamp` is from an earlier stop.
+        ended_ms=_utc_ms(found.get("lastStopTimestamp")) if found["status"] == "TERMINATED" else None,
         reason=found["status"] if state is InstanceState.STOPPING else "",
         notice_ms=int(notice.get("seconds", 0)) * 1000 or None,  # the API writes 64-bit numbers as text
     )
@@ -95,15 +99,24 @@ def belongs_to(one: Instance | Resource, owner: str | None, run: str | None) -> 
     return owner in (None, one.owner) and run in (None, one.run)
 
 
+def is_end(operation: Mapping[str, Any], launched_ms: int | None) -> bool:
+    """Return whether the operation may have ended the VM that was started at `launched_ms`."""
+    begun_ms = _utc_ms(operation.get("insertTime"))
+    is_earlier = begun_ms is not None and begun_ms < (launched_ms or 0)
+    return operation["operationType"] in ENDS and "error" not in operation and not is_earlier
+
+
 def end_ms(operation: Mapping[str, Any], notice_ms: int | None) -> int | None:
     """Return the latest time at which billing of a VM stopped. A preemption's operation has the start of the notice.
+
+    None: the operation has not ended. An order to delete is no end.
 
     `notice_ms`: the notice that the VM had before the shutdown signal; None: none.
     """
     begun_ms = _utc_ms(operation.get("insertTime"))
     if begun_ms is not None and operation["operationType"] == PREEMPTED:
         return begun_ms + (notice_ms or 0) + SHUTDOWN_MS
-    return _utc_ms(operation.get("endTime")) or begun_ms
+    return _utc_ms(operation.get("endTime"))
 
 
 def _utc_ms(text: str | None) -> int | None:

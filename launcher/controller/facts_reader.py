@@ -18,7 +18,7 @@ from launcher.decide.work_left import WorkLeft
 from launcher.job.schema import Job
 from launcher.ledger.accounting import judge_budget, judge_micro_usd, spent_micro_usd
 from launcher.ledger.models import LOCAL, ProgressRow, Run, RunStatus
-from launcher.ledger.node_history import node_records
+from launcher.ledger.node_history import metered_at, node_records
 from launcher.ledger.store import current_status
 from launcher.placement.plan import Plan
 from launcher.services.prices_now import prices_now
@@ -110,13 +110,16 @@ class FactsReader:
             .order_by(ProgressRow.id.desc())
             .limit(1)
         )
+        nodes = node_records(session, self._run)
+        ordered = {node.name: node.happened["releasing"] for node in nodes if node.is_ordered_to_end}
         return Facts(
             now_ms=now_ms,
             stage=stage,
             reason=reason,
             stage_ms=stage_ms,
             planned_ms=planned_ms,
-            nodes=node_records(session, self._run),
+            nodes=nodes,
+            metered_when_ordered=metered_at(session, self._run, ordered, now_ms) if ordered else {},
             metered=spent_micro_usd(session, self._run, now_ms),
             finished=EngineFinished(**finished.event) if finished is not None else None,
             finished_ms=finished.at_ms if finished is not None else 0,

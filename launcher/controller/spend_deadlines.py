@@ -5,7 +5,7 @@ from functools import partial
 from engine.events import Market
 from launcher.decide import budget_guard
 from launcher.decide.facts import OVER, Facts, Wanted
-from launcher.decide.run_budget import planned_hourly
+from launcher.decide.run_budget import planned_hourly, stuck_micro_usd
 from launcher.decide.steps import Steps
 from launcher.ledger.models import Node
 from launcher.market.side_prices import side_micro_usd_per_hour
@@ -72,17 +72,19 @@ class SpendDeadlines:
         The time is the earliest spend deadline, or on clouds the end of the run if earlier.
         """
         planned = planned_hourly(facts, wanted)
+        # A node that cannot be ended cannot be told a new deadline either. Its money is not there for the others.
+        spent = facts.metered + stuck_micro_usd(facts, wanted)
         deadlines = [
             budget_guard.money_deadline_ms(
                 now_ms=now_ms,
-                metered=facts.metered,
+                metered=spent,
                 max_total=wanted.limits.max_total,
                 planned_hourly=planned,
             ),
             # The other runs may also be without a controller, and all runs share the remaining money.
             budget_guard.money_deadline_ms(
                 now_ms=now_ms,
-                metered=facts.metered + facts.others.metered,
+                metered=spent + facts.others.metered,
                 max_total=wanted.all_runs.max_total,
                 planned_hourly=planned + facts.others.planned_hourly,
             ),

@@ -1,7 +1,7 @@
 """The facts of a run, from which every decision is made: nodes, budget, other runs, the plan."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from engine.events import EngineFinished, Market
@@ -10,7 +10,7 @@ from launcher.decide.clock_doubt import Doubt
 from launcher.decide.failover import LaunchRate
 from launcher.decide.launch_history import MoveRules
 from launcher.decide.work_left import WorkLeft
-from launcher.market.side_prices import side_micro_usd_per_hour
+from launcher.market.side_prices import disk_micro_usd_per_hour, side_micro_usd_per_hour
 from launcher.placement.options import Option, SiteOptions
 from launcher.placement.plan import Slot
 
@@ -32,6 +32,13 @@ OVER = frozenset({Stage.FINISHED, Stage.STOPPED, Stage.FAILED})
 
 ENDS = frozenset({"gone", "released", "denied", "no_capacity"})
 """The event kinds that end a node. A node has exactly one end event."""
+
+INSTANCE_ENDED = "instance_ended"
+"""Kind of the event of a node whose VM has ended while a disk of the node cannot be removed yet. The VM costs nothing
+more; the disk does. The node's end event follows."""
+
+INSTANCE_ENDS = ENDS | {INSTANCE_ENDED}
+"""The event kinds after which a node's VM costs nothing more."""
 
 INCOMPLETE = "incomplete"
 """Kind of the event of a node that is given back because its trainer of several nodes never was whole. It comes before
@@ -88,6 +95,21 @@ class NodeRecord:
         return side_micro_usd_per_hour(self.wanted.placement.cloud, self.market, self.wanted.placement.disk_gib)
 
     @property
+    def has_instance(self) -> bool:
+        """Return True while the VM is billed, or may be billed once the cloud has started it."""
+        return self.is_live and INSTANCE_ENDED not in self.happened
+
+    @property
+    def running_micro_usd_per_hour(self) -> int:
+        """Return the cost of an hour from now on: VM, disk and address. After the end of the VM only the disk."""
+        if not self.is_live:
+            return 0
+        if self.has_instance:
+            return self.micro_usd_per_hour + self.beside_micro_usd_per_hour
+        wanted = self.wanted
+        return 0 if wanted is None else disk_micro_usd_per_hour(wanted.placement.cloud, wanted.placement.disk_gib)
+
+    @property
     def site(self) -> tuple[str, str] | None:
         """Return the requested cloud and region. None on the local infra."""
         return None if self.wanted is None else (self.wanted.placement.cloud, self.wanted.placement.region)
@@ -117,7 +139,12 @@ class NodeRecord:
 
     @property
     def is_leaving(self) -> bool:
-        return self.is_live and ("notice" in self.happened or "releasing" in self.happened)
+        return self.is_live and not self.happened.keys().isdisjoint({"notice", "releasing", INSTANCE_ENDED})
+
+    @property
+    def is_ordered_to_end(self) -> bool:
+        """Return True if the launcher ordered the node's end and the cloud still bills the VM, or may bill it."""
+        return self.has_instance and "releasing" in self.happened
 
     @property
     def was_refused(self) -> bool:
@@ -179,6 +206,8 @@ class Facts:
     person and has reached no new iteration."""
     trouble: str | None = None
     """The engine's own description of a problem that waits for a person (a full disk)."""
+    metered_when_ordered: Mapping[str, int] = field(default_factory=dict)
+    """By node that was ordered to end and is still billed: the nodes' cost up to the order, in micro-dollars."""
     others: Others = Others()
     doubt: Doubt | None = None
     """The reason to doubt the clock. While set, the controller buys nothing, and a limit that seems reached too

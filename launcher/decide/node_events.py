@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from launcher.decide.facts import FOUND, NodeRecord
+from launcher.decide.facts import FOUND, INSTANCE_ENDED, NodeRecord
 from launcher.decide.node_facts import NodeFact, NodeStatus
 
 UNKNOWN_MS = 600_000
@@ -13,6 +13,9 @@ ENDS_OF = {NodeStatus.GONE: "gone", NodeStatus.DENIED: "denied", NodeStatus.NO_C
 
 HARDWARE_CHARACTERS = 300
 """Most characters of a node's hardware that are kept. The text comes from a node."""
+
+
+FINAL = frozenset({NodeStatus.GONE, NodeStatus.DENIED, NodeStatus.NO_CAPACITY})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,20 +36,36 @@ def news(
     since_ms: int | None = None,
     watched_ms: int = 0,
 ) -> list[Note]:
-    """Return the events of live nodes that the ledger does not have yet, in the order of `nodes`.
+    """Return the events of nodes that the ledger does not have yet, in the order of `nodes`.
 
     A requested node without a fact counts as gone after `UNKNOWN_MS`, of which this controller must have watched all:
     it may not have listed every region yet. `watched_ms`: the time at which it began. `since_ms`: the start of the run;
-    a cloud reports no earlier time. None: the request of each node.
+    a cloud reports no earlier time. None: the request of each node. An ended node has an event only if its VM lives.
     """
     return [
         note
         for node in nodes
-        if node.is_live
-        for note in _news_of(
-            node, cloud.get(node.name), now_ms, node.requested_ms if since_ms is None else since_ms, watched_ms
+        for note in (
+            _news_of(
+                node, cloud.get(node.name), now_ms, node.requested_ms if since_ms is None else since_ms, watched_ms
+            )
+            if node.is_live
+            else _news_of_ended(node, cloud.get(node.name), now_ms)
         )
     ]
+
+
+def _news_of_ended(node: NodeRecord, fact: NodeFact | None, now_ms: int) -> Iterator[Note]:
+    """Return the events of a node whose VM was found alive after the node's end: billing goes on, and the node leaves.
+
+    Billing goes on one millisecond after the end, because the bill up to the end is written.
+    """
+    if fact is None or not fact.lives_on or fact.started_ms is None or node.ended_ms is None:
+        return
+    up_ms = _plausible_ms(node.ended_ms + 1, fact.started_ms, now_ms)
+    yield Note(node=node.name, kind="up", at_ms=up_ms, evidence="its VM lives on after its end")
+    if "releasing" not in node.happened:
+        yield Note(node=node.name, kind="releasing", at_ms=max(up_ms, now_ms))
 
 
 def _news_of(node: NodeRecord, fact: NodeFact | None, now_ms: int, since_ms: int, watched_ms: int) -> Iterator[Note]:
@@ -73,6 +92,9 @@ def _news_of(node: NodeRecord, fact: NodeFact | None, now_ms: int, since_ms: int
     if fact.notice_deadline_ms is not None and "notice" not in node.happened:
         seconds = max(0, fact.notice_deadline_ms - now_ms) // 1000
         yield Note(node=node.name, kind="notice", at_ms=now_ms, evidence=f"preempted in {seconds} s (run's clock)")
+    if up_ms is not None and fact.ended_ms is not None and end is None and INSTANCE_ENDED not in node.happened:
+        ended_ms = _plausible_ms(up_ms, fact.ended_ms, now_ms)
+        yield Note(node=node.name, kind=INSTANCE_ENDED, at_ms=ended_ms, evidence="a disk of it cannot be removed yet")
     if end is not None:
         kind = "released" if end == "gone" and "releasing" in node.happened and not fact.reclaimed else end
         begun_ms = since_ms if up_ms is None else up_ms

@@ -45,8 +45,11 @@ class NodeFact:
 
     `ready_ms`: time at which the node's workers had called in (run's clock). `hardware`: GPUs, CPU and memory as the
     node's agent sees them, in words.
+    `lives_on`: the VM was found alive after an end was reported, and costs money again.
     `notice_deadline_ms`: announced time of the preemption (run's clock).
-    `started_ms`, `ended_ms`: the billed interval, if known (run's clock).
+    `started_ms`, `ended_ms`: the billed interval of the VM, if known (run's clock). A VM may have ended while the node
+    is still PENDING, because a disk of the node cannot be removed yet.
+    `disks_ms`: time at which a disk of the node was last found after the end of the VM (run's clock).
     `signal`, `with_notice`: manner of a preemption, if known ("SIGKILL", "SIGSTOP" on the local infra).
     `zone`, `instance_type`: the real purchase as the cloud reports, not the request.
     `tried`: zones that refused the node, `cloud/region/zone`.
@@ -60,6 +63,8 @@ class NodeFact:
     evidence: str = ""
     started_ms: int | None = None
     ended_ms: int | None = None
+    disks_ms: int | None = None
+    lives_on: bool = False
     notice_deadline_ms: int | None = None
     signal: str | None = None
     with_notice: bool | None = None

@@ -33,7 +33,7 @@ def paid(nodes: Sequence[NodeRecord], cloud: Mapping[str, NodeFact], prices: Pri
     notes = []
     for node in nodes:
         fact = cloud.get(node.name)
-        if fact is None or node.wanted is None or not node.is_live or "up" not in node.happened:
+        if fact is None or node.wanted is None or not node.has_instance or "up" not in node.happened:
             continue
         zone, instance_type = fact.zone or node.zone, fact.instance_type or node.instance_type
         is_as_known = (zone, instance_type) == (node.zone, node.instance_type)

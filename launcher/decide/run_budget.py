@@ -55,7 +55,7 @@ def budget_refusal(
     The run's own limits are checked first, then the limits across all runs. `after`: the nodes after the actions
     decided so far.
     """
-    held = reserve_of(after, wanted.allowance_ms, facts.now_ms)
+    held = reserve_of(after, wanted.allowance_ms, facts.now_ms) + stuck_micro_usd(facts, wanted)
     hourly_now = hourly_of(after)
     new = reserve + budget_guard.worst_case(rate, wanted.allowance_ms)
     own = budget_guard.may_buy(
@@ -85,7 +85,7 @@ def beside(placement: Placement, facts: Facts) -> int:
 
 
 def hourly_of(nodes: Sequence[NodeRecord]) -> int:
-    return sum(node.micro_usd_per_hour + node.beside_micro_usd_per_hour for node in nodes)
+    return sum(node.running_micro_usd_per_hour for node in nodes)
 
 
 def reserve_of(live: Sequence[NodeRecord], allowance_ms: int, now_ms: int) -> int:
@@ -106,8 +106,34 @@ def reserve_of(live: Sequence[NodeRecord], allowance_ms: int, now_ms: int) -> in
 
 def planned_hourly(facts: Facts, wanted: Wanted) -> int:
     """Return the highest hourly cost for the spend deadline: the whole plan, or the live nodes if more expensive."""
-    plan = sum(slot.placement.micro_usd_per_hour + beside(slot.placement, facts) for slot in wanted.slots)
-    return max(plan, hourly_of([node for node in facts.nodes if node.is_live]))
+    return max(_hourly_of_plan(facts, wanted), hourly_of([node for node in facts.nodes if node.is_live]))
+
+
+def _hourly_of_plan(facts: Facts, wanted: Wanted) -> int:
+    return sum(slot.placement.micro_usd_per_hour + beside(slot.placement, facts) for slot in wanted.slots)
+
+
+def stuck_micro_usd(facts: Facts, wanted: Wanted) -> int:
+    """Return the money held for nodes that were ordered to end, and that the cloud has not ended within the allowance.
+
+    Nobody can say when the cloud obeys. Such a node ends itself at its spend deadline, which is at the latest the one
+    of the time of the order: the whole plan uses up the money that was left then. The allowance itself is part of
+    `reserve_of`.
+    """
+    planned, total = _hourly_of_plan(facts, wanted), 0
+    for node in facts.nodes:
+        if not node.is_ordered_to_end or facts.now_ms - node.happened["releasing"] <= wanted.allowance_ms:
+            continue
+        ends_ms = budget_guard.money_deadline_ms(
+            now_ms=node.happened["releasing"],
+            metered=facts.metered_when_ordered.get(node.name, 0),
+            max_total=wanted.limits.max_total,
+            planned_hourly=planned,
+        )
+        if ends_ms is not None:
+            left_ms = ends_ms - facts.now_ms - wanted.allowance_ms
+            total += budget_guard.worst_case(node.running_micro_usd_per_hour, left_ms)
+    return total
 
 
 def bound_micro_usd(wanted: Wanted, sites: Sequence[SiteOptions] = ()) -> int | None:

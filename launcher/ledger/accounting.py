@@ -20,6 +20,7 @@ from sqlalchemy.orm import Session
 
 from engine.events import Judged, NodeSeen, NodeUsage, Phase
 from engine.reward_config import RewardConfig
+from launcher.decide.facts import ENDS, INSTANCE_ENDS
 from launcher.ledger.billing import interval_micro_usd, minimum_billed_ms, side_costs, stretches
 from launcher.ledger.models import (
     LOCAL,
@@ -32,9 +33,7 @@ from launcher.ledger.models import (
     SideCost,
     SpentMark,
 )
-
-ENDED = ("gone", "released")
-"""Node events after which a node costs nothing more."""
+from launcher.market.side_prices import ADDRESS
 
 # --- pure arithmetic ----------------------------------------------------------------------------------
 
@@ -91,6 +90,15 @@ class Charge:
         if at_ms >= self.end_ms:
             return self.micro_usd
         return 0 if at_ms <= self.start_ms else self.micro_usd * (at_ms - self.start_ms) // self.ms
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnpaidLife:
+    """A time in which a node's VM ran, before its bill is written. `ended`: the VM has ended."""
+
+    start_ms: int
+    end_ms: int
+    ended: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -292,7 +300,8 @@ def charges_of(
 ) -> tuple[Charge, ...]:
     """Return the charges of a node: its closed intervals, plus the time from its last `up` to now if still open.
 
-    A node that has ended but has no billing interval yet is charged up to its end, not to now.
+    A VM that has ended and has no billing interval yet is charged up to its end, not to now. `events`: in the order in
+    which they were recorded.
     """
     closed = [
         Charge(
@@ -304,24 +313,38 @@ def charges_of(
         )
         for row in sorted(intervals, key=lambda row: row.start_ms)
     ]
-    paid_until = max((charge.end_ms for charge in closed), default=-1)
-    starts = [event.at_ms for event in events if event.kind == "up" and event.at_ms > paid_until]
-    if not starts:
-        return tuple(closed)
-    start_ms = min(starts)
-    ends = [event.at_ms for event in events if event.kind in ENDED and event.at_ms >= start_ms]
-    end_ms = max(start_ms, min([*ends, now_ms]))
     running = (
         Charge(
             start_ms=stretch.start_ms,
             end_ms=stretch.end_ms,
             micro_usd_per_hour=stretch.micro_usd_per_hour,
             micro_usd=stretch.micro_usd,
-            closed=end_ms in ends or stretch.end_ms < end_ms,
+            closed=life.ended or stretch.end_ms < life.end_ms,
         )
-        for stretch in stretches(node, start_ms, end_ms, prices, minimum_ms)
+        for life in unpaid_lives(intervals, events, now_ms)
+        for stretch in stretches(node, life.start_ms, life.end_ms, prices, minimum_ms)
     )
     return (*closed, *running)
+
+
+def unpaid_lives(intervals: Sequence[BillingInterval], events: Sequence[NodeEvent], now_ms: int) -> list[UnpaidLife]:
+    """Return the times in which a node's VM ran and that no interval pays for yet, up to `now_ms`.
+
+    A node has a second life if its VM was found alive after the node's end.
+    """
+    paid_until_ms = max((interval.end_ms for interval in intervals), default=-1)
+    lives: list[UnpaidLife] = []
+    start_ms: int | None = None
+    for event in events:
+        if start_ms is None and event.kind == "up" and event.at_ms > paid_until_ms:
+            start_ms = event.at_ms
+        elif start_ms is not None and event.kind in INSTANCE_ENDS:
+            end_ms = max(start_ms, min(event.at_ms, now_ms))
+            lives.append(UnpaidLife(start_ms=start_ms, end_ms=end_ms, ended=event.at_ms <= now_ms))
+            start_ms = None
+    if start_ms is not None:
+        lives.append(UnpaidLife(start_ms=start_ms, end_ms=max(start_ms, now_ms), ended=False))
+    return lives
 
 
 def on_demand_micro_usd(charges: Iterable[Charge], micro_usd_per_hour: int) -> int:
@@ -336,7 +359,7 @@ def charges_of_run(session: Session, run: Run, now_ms: int) -> dict[int, tuple[C
     for interval in session.scalars(select(BillingInterval).where(BillingInterval.node_id.in_(of_run))):
         intervals[interval.node_id].append(interval)
     events: defaultdict[int, list[NodeEvent]] = defaultdict(list)
-    for event in session.scalars(select(NodeEvent).where(NodeEvent.node_id.in_(of_run))):
+    for event in session.scalars(select(NodeEvent).where(NodeEvent.node_id.in_(of_run)).order_by(NodeEvent.id)):
         events[event.node_id].append(event)
     prices, minimum_ms = prices_of_run(session, run), minimum_billed_ms(run)
     return {
@@ -349,27 +372,37 @@ def spent_micro_usd(session: Session, run: Run, now_ms: int) -> int:
     """Return the cost of the run until now: nodes, disks and addresses with a known price."""
     charges = charges_of_run(session, run, now_ms)
     machines = sum(charge.micro_usd for of_node in charges.values() for charge in of_node)
-    return machines + sum(cost.micro_usd or 0 for cost in _side_costs(session, run, charges))
+    return machines + sum(cost.micro_usd or 0 for cost in _side_costs(session, run, charges, now_ms))
 
 
 def side_costs_of_run(session: Session, run: Run, now_ms: int) -> list[SideCost]:
     """Return the costs beside the nodes by `now_ms`: recorded costs of ended nodes, and running costs up to now."""
-    return _side_costs(session, run, charges_of_run(session, run, now_ms))
+    return _side_costs(session, run, charges_of_run(session, run, now_ms), now_ms)
 
 
-def _side_costs(session: Session, run: Run, charges: Mapping[int, tuple[Charge, ...]]) -> list[SideCost]:
-    """Return the result of `side_costs_of_run`. `charges`: the charges of each node of the run, by the node's id."""
+def _side_costs(session: Session, run: Run, charges: Mapping[int, tuple[Charge, ...]], now_ms: int) -> list[SideCost]:
+    """Return the result of `side_costs_of_run`. `charges`: the charges of each node of the run, by the node's id.
+
+    The disk of a node without a recorded end costs money until now, also after the end of the VM.
+    """
     if run.infra == LOCAL:
         return []
     written = list(session.scalars(select(SideCost).where(SideCost.run_id == run.id).order_by(SideCost.id)))
-    recorded = {cost.node_id for cost in written}
-    nodes = session.scalars(select(Node).where(Node.run_id == run.id).order_by(Node.id))
-    beside = written + [
-        cost
-        for node in nodes
-        if node.id not in recorded and charges[node.id]
-        for cost in side_costs(run, node, charges[node.id][0].start_ms, charges[node.id][-1].end_ms)
-    ]
+    paid_until_ms: defaultdict[int | None, int] = defaultdict(lambda: -1)
+    for cost in written:
+        if cost.kind == ADDRESS:  # the address ends with the VM
+            paid_until_ms[cost.node_id] = max(cost.end_ms, paid_until_ms[cost.node_id])
+    of_run = select(Node.id).where(Node.run_id == run.id)
+    ends = select(NodeEvent).where(NodeEvent.node_id.in_(of_run), NodeEvent.kind.in_(ENDS))
+    ended_ms = {event.node_id: event.at_ms for event in session.scalars(ends.order_by(NodeEvent.id))}
+    running: list[SideCost] = []
+    for node in session.scalars(select(Node).where(Node.run_id == run.id).order_by(Node.id)):
+        unpaid = [charge for charge in charges[node.id] if charge.start_ms > paid_until_ms[node.id]]
+        if unpaid:
+            is_live = ended_ms.get(node.id, -1) < unpaid[0].start_ms
+            disks_ms = now_ms if is_live else None
+            running += side_costs(run, node, unpaid[0].start_ms, unpaid[-1].end_ms, disks_ms)
+    beside = written + running
     return beside + _forgotten(session, run, charges, beside)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from engine.events import Market
 from launcher.ledger.models import LOCAL, BillingInterval, Node, NodePrice, Run, SideCost
-from launcher.market.side_prices import MINIMUM_BILLED_MS, side_rates
+from launcher.market.side_prices import DISK, MINIMUM_BILLED_MS, side_rates
 from launcher.money import HOUR_MS
 
 FIRST_HOUR_MS = HOUR_MS
@@ -100,10 +100,14 @@ def bill(
     ]
 
 
-def side_costs(run: Run, node: Node, start_ms: int, end_ms: int) -> list[SideCost]:
-    """Return the costs beside a node's instance, on a real cloud; empty on the local infra."""
+def side_costs(run: Run, node: Node, start_ms: int, end_ms: int, disks_ms: int | None = None) -> list[SideCost]:
+    """Return the costs beside a node's instance, on a real cloud; empty on the local infra.
+
+    `disks_ms`: end of the disk, if the disk has outlived the instance. None: the disk ended with the instance.
+    """
     if run.infra == LOCAL:
         return []
+    ends_ms = {DISK: max(end_ms, disks_ms or end_ms)}
     return [
         SideCost(
             run_id=run.id,
@@ -111,8 +115,8 @@ def side_costs(run: Run, node: Node, start_ms: int, end_ms: int) -> list[SideCos
             kind=rate.kind,
             amount=rate.amount,
             start_ms=start_ms,
-            end_ms=end_ms,
-            micro_usd=interval_micro_usd(start_ms, end_ms, rate.micro_usd_per_hour),
+            end_ms=ends_ms.get(rate.kind, end_ms),
+            micro_usd=interval_micro_usd(start_ms, ends_ms.get(rate.kind, end_ms), rate.micro_usd_per_hour),
             source=rate.source,
         )
         for rate in side_rates(node.cloud, Market(node.market), node.disk_gib)

@@ -13,14 +13,13 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from engine.events import Market
+from launcher.decide.facts import INSTANCE_ENDS
 from launcher.ledger.models import Node, NodeEvent, Preemption, ProgressRow, Run
 from launcher.market.evidence import Life
 from launcher.market.hazard import PoolHistory, bursts
 from launcher.market.pools import Pool
 
 LOCAL = "local"
-
-ENDED = ("gone", "released")
 
 
 def pool_histories(session: Session, now_ms: int) -> dict[Pool, PoolHistory]:
@@ -71,7 +70,7 @@ def _history(
             cold_starts.append(max(0, events["ready"] - up_ms))
         if node.market != Market.SPOT:
             continue
-        ends = [events[kind] for kind in ENDED if kind in events]
+        ends = [events[kind] for kind in INSTANCE_ENDS if kind in events]
         end_ms = reclaimed.get(node.id, min(ends, default=watched_to_ms.get(node.run_id, up_ms)))
         lives.append(Life(ms=max(0, end_ms - up_ms), reclaimed=node.id in reclaimed, ended_ms=max(up_ms, end_ms)))
     return PoolHistory(

@@ -235,8 +235,9 @@ class NodeEvent(Base):
     stand_in (the node replaces missing spot; the evidence says why), found (the ledger did not know the node: it was
     restored from a backup), requested (the cloud was called), up (billing starts), ready (its workers called in),
     notice, incomplete (the node's trainer never was whole; the evidence says why), releasing (the launcher requested
-    termination). The last event, once: gone, released, denied or
-    no_capacity.
+    termination), instance_ended (the VM has ended, and a disk is left).
+    The last event: gone, released, denied or no_capacity. A node whose VM was found alive after that has `up` again,
+    and another last event.
     """
 
     __tablename__ = "node_event"

@@ -1,17 +1,18 @@
 """The nodes of a run in the ledger: read their records, write their events, prices and ends."""
 
 from collections import defaultdict
+from collections.abc import Mapping
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from engine.events import Market
-from launcher.decide.facts import ENDS, NodeRecord
+from launcher.decide.facts import ENDS, INSTANCE_ENDS, NodeRecord
 from launcher.decide.node_events import Note
 from launcher.decide.price_events import Paid
-from launcher.ledger.accounting import charges_of_run, prices_of_run
+from launcher.ledger.accounting import charges_of_run, prices_of_run, unpaid_lives
 from launcher.ledger.billing import NOT_PRICED, bill, minimum_billed_ms, side_costs
-from launcher.ledger.models import LOCAL, Node, NodeEvent, NodePrice, Preemption, Run, SideCost
+from launcher.ledger.models import LOCAL, BillingInterval, Node, NodeEvent, NodePrice, Preemption, Run, SideCost
 from launcher.ledger.store import (
     nodes_of,
 )
@@ -24,12 +25,23 @@ def metered_micro_usd(session: Session, run: Run, now_ms: int) -> int:
     return sum(charge.micro_usd for charges in charges_of_run(session, run, now_ms).values() for charge in charges)
 
 
+def metered_at(session: Session, run: Run, at_ms: Mapping[str, int], now_ms: int) -> dict[str, int]:
+    """Return the cost of the run's nodes up to each of these times, in micro-dollars."""
+    charges = [charge for of_node in charges_of_run(session, run, now_ms).values() for charge in of_node]
+    return {name: sum(charge.until(moment) for charge in charges) for name, moment in at_ms.items()}
+
+
 def node_records(session: Session, run: Run) -> list[NodeRecord]:
     happened: defaultdict[int, dict[str, int]] = defaultdict(dict)
     evidence: dict[int, str] = {}
     of_run = select(Node.id).where(Node.run_id == run.id)
     for event in session.scalars(select(NodeEvent).where(NodeEvent.node_id.in_(of_run)).order_by(NodeEvent.id)):
-        happened[event.node_id].setdefault(event.kind, event.at_ms)
+        known = happened[event.node_id]
+        if event.kind == "up":  # a VM that lives on after the end of its node is billed again
+            for kind in known.keys() & INSTANCE_ENDS:
+                del known[kind]
+            evidence.pop(event.node_id, None)
+        known.setdefault(event.kind, event.at_ms)
         if event.kind in ENDS:
             evidence[event.node_id] = event.evidence
     taken = set(session.scalars(select(Preemption.node_id).where(Preemption.node_id.in_(of_run))))
@@ -129,20 +141,20 @@ def write_note(session: Session, run: Run, node: Node, note: Note) -> None:
     if note.kind not in ENDS:
         return
     session.flush()
-    seen = {
-        event.kind: event.at_ms
-        for event in session.scalars(
-            select(NodeEvent).where(NodeEvent.node_id == node.id).order_by(NodeEvent.id.desc())
-        )
-    }
+    events = session.scalars(select(NodeEvent).where(NodeEvent.node_id == node.id).order_by(NodeEvent.id)).all()
+    intervals = session.scalars(select(BillingInterval).where(BillingInterval.node_id == node.id)).all()
+    prices = session.scalars(select(NodePrice).where(NodePrice.node_id == node.id)).all()
+    seen = {event.kind: event.at_ms for event in reversed(events)}
     reclaimed = note.fact is not None and note.fact.reclaimed
-    if "up" in seen:
-        start_ms, end_ms = seen["up"], max(seen["up"], note.at_ms)
-        prices = session.scalars(select(NodePrice).where(NodePrice.node_id == node.id))
-        taken = note.evidence if reclaimed and "releasing" not in seen else None
-        session.add_all(bill(node, start_ms, end_ms, prices, minimum_billed_ms(run), run.money_basis, taken))
-        session.add_all(side_costs(run, node, start_ms, end_ms))
-    if note.fact is not None and reclaimed:
+    taken = note.evidence if reclaimed and "releasing" not in seen else None
+    lives = unpaid_lives(intervals, events, max(event.at_ms for event in events))
+    for life in lives:
+        session.add_all(bill(node, life.start_ms, life.end_ms, prices, minimum_billed_ms(run), run.money_basis, taken))
+    if lives:
+        disks_ms = note.fact.disks_ms if note.fact is not None else None
+        session.add_all(side_costs(run, node, lives[0].start_ms, lives[-1].end_ms, disks_ms))
+    was_preempted = session.scalar(select(Preemption.id).where(Preemption.node_id == node.id)) is not None
+    if note.fact is not None and reclaimed and not was_preempted:
         session.add(
             Preemption(
                 node_id=node.id,

@@ -24,24 +24,35 @@ ADDRESS_MICRO_USD_PER_HOUR = {
 LISTED = "assumed: list price of 2025 in US regions (gp3, pd-balanced; public IPv4 in use), not re-read"
 
 
+DISK, ADDRESS = "disk", "address"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SideRate:
     """A cost beside a node's instance, per hour of the node's life."""
 
     kind: str
-    """disk or address."""
+    """`DISK` or `ADDRESS`."""
     amount: str
     micro_usd_per_hour: int
     source: str
 
 
+def disk_micro_usd_per_hour(cloud: str, disk_gib: int) -> int:
+    return -(-disk_gib * DISK_MICRO_USD_PER_GIB_MONTH[cloud] // MONTH_HOURS)
+
+
 @cache
 def side_rates(cloud: str, market: Market, disk_gib: int = DISK_GIB) -> tuple[SideRate, ...]:
-    disk = -(-disk_gib * DISK_MICRO_USD_PER_GIB_MONTH[cloud] // MONTH_HOURS)
     return (
-        SideRate(kind="disk", amount=f"{disk_gib} GiB", micro_usd_per_hour=disk, source=LISTED),
         SideRate(
-            kind="address",
+            kind=DISK,
+            amount=f"{disk_gib} GiB",
+            micro_usd_per_hour=disk_micro_usd_per_hour(cloud, disk_gib),
+            source=LISTED,
+        ),
+        SideRate(
+            kind=ADDRESS,
             amount="1 public IPv4",
             micro_usd_per_hour=ADDRESS_MICRO_USD_PER_HOUR[cloud, market],
             source=LISTED,

@@ -9,7 +9,7 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from engine.events import EngineFinished, Evaluated, IterationDone, Regrouped
 from launcher.controller.lease import is_held
-from launcher.decide.facts import OVER, NodeRecord, Stage
+from launcher.decide.facts import INSTANCE_ENDED, OVER, NodeRecord, Stage
 from launcher.harmless import harmless
 from launcher.ledger.accounting import charges_of_run, judge_micro_usd, on_demand_micro_usd
 from launcher.ledger.models import ControllerLease, Node, Removal, Run, RunStatus
@@ -214,7 +214,7 @@ def view_of(session: Session, run: Run) -> RunView:
         target=run.target_value,
         spent_micro_usd=of_nodes + judges,
         max_total_micro_usd=run.max_total_micro_usd,
-        micro_usd_per_hour=sum(record.micro_usd_per_hour for record in records if record.is_live),
+        micro_usd_per_hour=sum(record.micro_usd_per_hour for record in records if record.has_instance),
         nodes=tuple(
             _node_view(record, zones[record.name], groups.get(record.name, ()), now_ms) for record in _shown(records)
         ),
@@ -272,8 +272,25 @@ def _node_view(record: NodeRecord, zone: str, groups: Sequence[Sequence[str]], n
 def _node_status(record: NodeRecord) -> str:
     if record.reclaimed:
         return "lost"
-    steps = ("gone", "released", "denied", "no_capacity", "releasing", "notice", "ready", "up", "requested")
-    words = {"releasing": "stopping", "notice": "draining", "up": "starting", "requested": "starting"}
+    steps = (
+        "gone",
+        "released",
+        "denied",
+        "no_capacity",
+        INSTANCE_ENDED,
+        "releasing",
+        "notice",
+        "ready",
+        "up",
+        "requested",
+    )
+    words = {
+        INSTANCE_ENDED: "stopping",
+        "releasing": "stopping",
+        "notice": "draining",
+        "up": "starting",
+        "requested": "starting",
+    }
     step = next((step for step in steps if step in record.happened), "asked")
     return words.get(step, step)
 

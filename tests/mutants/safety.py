@@ -42,6 +42,7 @@ from launcher.job import yaml_file
 from launcher.ledger import accounting
 from launcher.market import offers
 from launcher.provision.sky import bundle, mirror, our_nodes
+from launcher.provision.sky.instance_end import InstanceEnds
 from launcher.provision.sky.inventory import CloudInventory
 from launcher.provision.sky.launches import Launches
 from launcher.provision.sky.terminate import Terminator
@@ -78,6 +79,7 @@ CLUSTER = "tests/launcher/cluster"
 DECISIONS = f"{CLUSTER}/test_reconcile.py::test_"
 MOVING = f"{CLUSTER}/test_moving.py::test_"
 CONTROLLER = f"{CLUSTER}/test_controller.py::test_"
+MONEY_ENDS = "tests/reports/test_money_ends.py::test_"
 NODES = f"{CLUSTER}/test_sky_provisioner.py::test_"
 MIRROR = f"{CLUSTER}/test_mirror.py::test_"
 QUEUE = "tests/engine/test_queue.py::test_"
@@ -192,6 +194,24 @@ promise(
     "a released node's VM is terminated until the cloud confirms its end",
     f"{NODES}a_release_terminates_the_instance_and_waits_for_confirmation",
     (Terminator, "end", answers()),
+)
+promise(
+    "bill-ends-with-the-vm",
+    "a node is billed until its cloud says that the VM ended",
+    f"{MONEY_ENDS}a_node_that_ended_during_an_outage_is_paid_until_its_end[True-aws]",
+    (InstanceEnds, "_end_ms", answers()),
+)
+promise(
+    "last-sign-of-life-is-kept",
+    "a VM whose end the cloud has forgotten is billed until its last sign of life",
+    f"{MONEY_ENDS}a_new_process_knows_the_last_look_that_saw_the_vm",
+    (InstanceEnds, "saw_alive", answers()),
+)
+promise(
+    "stuck-node-holds-its-money",
+    "a node that cannot be ended holds the money that it may still cost",
+    f"{MONEY_ENDS}replaced_nodes_that_cannot_be_ended_do_not_pass_the_budget[error-aws]",
+    everywhere(run_budget.stuck_micro_usd, answers(0)),
 )
 promise(
     "launch-of-a-dead-controller-is-adopted",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from engine.node_spec import NodeSpec
-from launcher.decide.node_facts import NodeFact
+from launcher.decide.node_facts import NodeFact, NodeStatus
 from launcher.provision.sky.node_files import NodeFiles
 from launcher.provision.sky.node_link import Login
 from launcher.provision.sky.records import (
@@ -31,6 +31,7 @@ class Link(Protocol):
     """The parts of NodeLink used here."""
 
     trouble: str
+    messages: int
 
     @property
     def seconds_since_message(self) -> float | None: ...
@@ -66,6 +67,10 @@ class Sightings:
     stopping_since: float | None = None
     running_again: int = 0
     """Inventory reads in a row that found the VM running after it had stopped."""
+    alive_ms: int | None = None
+    """The last sign of life, known to this process."""
+    written_ms: int = 0
+    """The content of `seen.json` as this process wrote it."""
 
 
 @dataclass(slots=True)
@@ -77,6 +82,8 @@ class AgentContact:
     sent_at: float = 0.0
     deadline_ms: int | None = None
     """The newest spend deadline; None: the deadline in the start instructions holds."""
+    messages: int = 0
+    """Number of messages on the connection up to the last pass."""
     silent: float = 0.0
     let_in_at: float | None = None
     """Monotonic time at which the region's rules first followed this machine's address during the present silence."""
@@ -95,7 +102,7 @@ class AgentContact:
         """End the connection. The agent continues."""
         if self.link is not None:
             self.link.close()
-            self.link = None
+            self.link, self.messages = None, 0
 
 
 @dataclass(slots=True)
@@ -149,6 +156,14 @@ class CloudNode:
         log.info("%s: %s: %s", self.name, end.status, end.evidence)
         if not self.files.has("ending"):
             self.files.write(end)
+
+    def take_back_end(self) -> None:
+        """Remove the record of the end, because the VM lives on. The node is terminated from the next pass on."""
+        ending = self.files.read(EndingRecord) or EndingRecord(status=NodeStatus.GONE, evidence="it lived on")
+        self.files.write(ending.model_copy(update={"vm_ended_ms": None, "disks_ms": None, "lives_on": True}))
+        self.files.forget("ended")
+        self.files.forget("cleared")
+        self.over, self.cleared = None, False
 
     @property
     def can_log_in(self) -> bool:

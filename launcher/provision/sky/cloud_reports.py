@@ -10,6 +10,7 @@ from launcher.decide.node_facts import NodeStatus
 from launcher.market.refusals import advice_on
 from launcher.provision.sky.background_tasks import BackgroundTasks
 from launcher.provision.sky.cloud_node import CloudNode
+from launcher.provision.sky.instance_end import InstanceEnds, is_billed
 from launcher.provision.sky.inventory import LOOK_SECONDS, CloudInventory, newest_of
 from launcher.provision.sky.records import EndingRecord, LoginRecord, StoppingRecord
 from launcher.provision.sky.regions import Regions
@@ -38,6 +39,7 @@ class CloudReports:
     tasks: BackgroundTasks
     inventory: CloudInventory
     regions: Regions
+    ends: InstanceEnds
 
     def evaluate(self, node: CloudNode) -> Instance | None:
         """Return the node's VM from the inventory. Begin the node's end if the cloud reports an end."""
@@ -49,6 +51,7 @@ class CloudReports:
         instance, known = newest_of(observed.instances, node.name), node.files.instance
         if instance is not None and instance.state in (InstanceState.PENDING, InstanceState.RUNNING):
             node.sightings.missing, node.sightings.stopping_since = 0, None
+            self.ends.saw_alive(node, observed.at_ms)
             if instance != known:
                 node.files.write_instance(instance)
             self._end_if_restarted(node, instance)
@@ -58,6 +61,8 @@ class CloudReports:
         if known is None and not node.files.has("login"):
             return instance  # no VM existed yet, or only remains of a SkyPilot attempt
         if instance is not None and instance.state is InstanceState.STOPPING:
+            if is_billed(instance):
+                self.ends.saw_alive(node, observed.at_ms)
             self._record_stopping(node, instance)
             return instance
         node.sightings.missing += 1
@@ -126,10 +131,10 @@ class CloudReports:
 
     def _learn_end(self, node: CloudNode, instance: Instance, patient: bool) -> None:
         """Record the VM's end as the cloud reports. `patient`: SkyPilot may still report a better reason."""
-        end = self.around.clouds[instance.cloud].end_of(instance)
+        end = self.ends.end_of(node, instance)
         if patient and not end.reclaimed and not node.files.has("login"):
             return  # SkyPilot terminates a VM after a failed set-up
-        notice_ms, now_ms = node.notice_ms, self.around.clock.now_ms()
+        notice_ms = node.notice_ms
         # If the first sign of a preemption was a stopping VM, the node had no time to act, so it had no notice.
         reason = end.reason or f"{instance.cloud} does not list it any more"
         had_notice = notice_ms is not None and node.files.has("notice")
@@ -137,7 +142,7 @@ class CloudReports:
             EndingRecord(
                 status=NodeStatus.GONE,
                 evidence="\n".join(filter(None, [reason, advice_on(reason)])),
-                ended_ms=min(end.ended_ms or now_ms, now_ms),
+                vm_ended_ms=None if is_billed(end) else end.ended_ms,
                 reclaimed=end.reclaimed,
                 with_notice=had_notice if end.reclaimed else None,
             )

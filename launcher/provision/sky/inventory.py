@@ -19,11 +19,13 @@ FRESH_SECONDS = 10.0
 class RegionInventory:
     """The last inventory of a region.
 
-    `at`: time of the last successful read. `trouble`: error of the last read; empty if the read succeeded.
+    `at`: time of the last successful read; `at_ms`: the time before that read on the run's clock.
+    `trouble`: error of the last read; empty if the read succeeded.
     """
 
     instances: tuple[Instance, ...] = ()
     at: float | None = None
+    at_ms: int = 0
     looks: int = 0
     trouble: str = ""
 
@@ -42,12 +44,14 @@ class CloudInventory:
     def look_at(self, cloud: str, region: str) -> None:
         """Read the inventory of the region and remember the result. Raises Failure if the cloud does not answer."""
         observed = self._known.setdefault((cloud, region), RegionInventory())
+        at_ms = self.around.clock.now_ms()
         try:
             instances = tuple(self.instances_in(cloud, region))
         except Failure as failure:
             observed.trouble = str(failure)
             raise
-        observed.instances, observed.at, observed.trouble = instances, self.around.monotonic(), ""
+        observed.instances, observed.at, observed.at_ms = instances, self.around.monotonic(), at_ms
+        observed.trouble = ""
         observed.looks += 1
 
     def instances_in(self, cloud: str, region: str) -> list[Instance]:

@@ -7,6 +7,7 @@ from a file that was never written.
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,9 +19,8 @@ from launcher.clouds.base import Instance
 from launcher.placement.placement import Placement
 from launcher.provision.sky.records import FileName, LoginRecord, NodeRecord, RegionView, RoleView
 
+T = TypeVar("T")
 RecordType = TypeVar("RecordType", bound=NodeRecord)
-
-PLACEMENT, INSTANCE = TypeAdapter(Placement), TypeAdapter(Instance)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +64,11 @@ class NodeFiles:
     def want(self) -> Placement | None:
         """Return the requested placement; None if the record is lost."""
         content = _read_object(self._path("want"))
-        return None if content is None else PLACEMENT.validate_python(content)
+        placement: Placement | None = None if content is None else _adapter(Placement).validate_python(content)
+        return placement
 
     def write_want(self, want: Placement) -> None:
-        _write_object(self._path("want"), dict(PLACEMENT.dump_python(want, mode="json")))
+        _write_object(self._path("want"), dict(_adapter(Placement).dump_python(want, mode="json")))
 
     @property
     def spec(self) -> NodeSpec | None:
@@ -90,7 +91,10 @@ class NodeFiles:
         content = _read_object(self._path("machine"))
         if content is None or "id" not in content:
             return None
-        return INSTANCE.validate_python({key: value for key, value in content.items() if key != "login"})
+        instance: Instance = _adapter(Instance).validate_python(
+            {key: value for key, value in content.items() if key != "login"}
+        )
+        return instance
 
     def write_instance(self, instance: Instance) -> None:
         """Write the VM's record together with the login, for `spotrl ssh`."""
@@ -108,6 +112,12 @@ class NodeFiles:
 
     def _path(self, file: FileName) -> Path:
         return self.folder / f"{file}.json"
+
+
+@cache
+def _adapter(kind: type[T]) -> TypeAdapter[T]:
+    """Return the adapter of a type. Building one takes longer than a pass over all nodes."""
+    return TypeAdapter(kind)
 
 
 def _read_object(path: Path) -> dict[str, object] | None:

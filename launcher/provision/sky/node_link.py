@@ -83,6 +83,8 @@ class NodeLink:
         """Number of order changes so far. The thread sends the orders again when the number has changed."""
         self._closed = threading.Event()
         self._last_message_at: float | None = None
+        self.messages = 0
+        """Number of the node's messages so far."""
         self._looked = time.monotonic()
         self._open_tunnel: tuple[str, int] | None = None
         self.trouble = ""
@@ -171,6 +173,7 @@ class NodeLink:
         while not self._closed.is_set():
             for report in line.reports():
                 self._last_message_at = line.last_report_at
+                self.messages += 1
                 if isinstance(report, Trouble):
                     self.trouble, again = report.text, time.monotonic() + AGAIN_SECONDS
                     continue

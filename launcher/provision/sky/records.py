@@ -15,6 +15,7 @@ FileName = Literal[
     "spec",
     "launch",
     "machine",
+    "seen",
     "login",
     "stopping",
     "release",
@@ -81,6 +82,14 @@ class StoppingRecord(NodeRecord):
     reason: str = ""
 
 
+class SeenRecord(NodeRecord):
+    """The last sign of life of the VM, written once a minute at most (instance_end.py)."""
+
+    FILE = "seen"
+
+    at_ms: int
+
+
 class ReleaseRecord(NodeRecord):
     """The controller has released the node."""
 
@@ -92,18 +101,23 @@ class ReleaseRecord(NodeRecord):
 class EndingRecord(NodeRecord):
     """The reason for the node's end, written before the VM is terminated.
 
+    `vm_ended_ms`: the end of the VM (instance_end.py); None while the VM may be billed.
+    `disks_ms`: time at which a disk of the node was last found after the end of the VM.
     `ask_rules`: look up missing firewall rules first, because the node was not reachable.
+    `lives_on`: the VM was found alive after `ended.json` was written, so the file was taken back.
     """
 
     FILE = "ending"
 
     status: NodeStatus
     evidence: str
-    ended_ms: int | None = None
+    vm_ended_ms: int | None = None
+    disks_ms: int | None = None
     reclaimed: bool = False
     with_notice: bool | None = None
     tried: tuple[str, ...] = ()
     ask_rules: bool = False
+    lives_on: bool = False
 
 
 class EndedRecord(NodeRecord):
@@ -115,6 +129,7 @@ class EndedRecord(NodeRecord):
     evidence: str
     started_ms: int | None = None
     ended_ms: int | None = None
+    disks_ms: int | None = None
     ready_ms: int | None = None
     notice_deadline_ms: int | None = None
     reclaimed: bool = False
@@ -184,9 +199,10 @@ class NoticeRecord(NodeRecord):
 
 
 class ExitRecord(NodeRecord):
-    """The agent has exited."""
+    """The agent has exited. `at_ms`: by the node's own clock."""
 
     FILE = "exit"
 
     code: object = None
     text: object = None
+    at_ms: Milliseconds | None = None

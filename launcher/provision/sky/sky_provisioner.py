@@ -1,7 +1,7 @@
 """Nodes on real clouds: SkyPilot buys them, the clouds' inventories report their state, an SSH connection goes to each.
 
 RUN/nodes/NAME/  want.json (Placement)  spec.json (NodeSpec)  launch.json  machine.json  login.json  ssh.key
-                 stopping.json  release.json  ending.json  ended.json  cleared.json
+                 seen.json  stopping.json  release.json  ending.json  ended.json  cleared.json
                  and beside these the mirror of the node's own files (node_link.py)
 
 phase.py        the phases of a node    lifecycle.py           the next step in each phase
@@ -9,7 +9,7 @@ launches.py     requested               cloud_reports.py       the cloud's repor
 bring_up.py     launched                inventory.py           the VMs of each region
 watch.py        set up                  regions.py             group, network and identity of each region
 terminate.py    ending, ended           unknown_instances.py   VMs that belong to no node
-                                        fact_reader.py         the node's state for the controller
+instance_end.py the end of a VM         fact_reader.py         the node's state for the controller
 
 The files of the nodes are the only state, so any process may continue the work. Each `observe` advances every node by
 one step. Blocking calls run in a pool, one at a time for each node and each region. Promises:
@@ -40,6 +40,7 @@ from launcher.provision.sky.bring_up import BringUp
 from launcher.provision.sky.cloud_node import CloudNode, Link
 from launcher.provision.sky.cloud_reports import CloudReports
 from launcher.provision.sky.fact_reader import FactReader
+from launcher.provision.sky.instance_end import InstanceEnds
 from launcher.provision.sky.inventory import LOOK_SECONDS, CloudInventory
 from launcher.provision.sky.launches import Launches
 from launcher.provision.sky.lifecycle import Lifecycle
@@ -103,18 +104,19 @@ class SkyProvisioner:
         self._inventory = inventory = CloudInventory(around)
         self._regions = regions = Regions(around, inventory)
         self._launches = Launches(around, nodes, inventory, regions)
-        self._watch = AgentWatch(around, tasks, nodes, inventory, regions, link)
+        ends = InstanceEnds(around)
+        self._watch = AgentWatch(around, tasks, nodes, inventory, regions, ends, link)
         self._lifecycle = Lifecycle(
             tasks=tasks,
             launches=self._launches,
             bring_up=BringUp(around, tasks, self._launches, ask_set_up, begin_set_up),
-            reports=CloudReports(around, tasks, inventory, regions),
+            reports=CloudReports(around, tasks, inventory, regions, ends),
             watch=self._watch,
-            terminator=Terminator(around, inventory, regions, self._launches),
+            terminator=Terminator(around, inventory, regions, self._launches, ends),
         )
-        self._unknown = UnknownInstances(around, tasks, nodes, inventory)
+        self._unknown = UnknownInstances(tasks, nodes, inventory)
         self._facts = FactReader(around, tasks, inventory, regions, self._launches)
-        self._last_observed: float | None = None
+        self._last_observed = monotonic(), clock.now_ms()
         nodes_folder(purchases.folder).mkdir(parents=True, exist_ok=True, mode=0o700)
 
     # --- calls of the controller ---------------------------------------------------------------------
@@ -134,12 +136,12 @@ class SkyProvisioner:
 
     def observe(self) -> Sequence[NodeFact]:
         """Return the state of every node from current knowledge, and advance each node by one step."""
-        now = self._around.monotonic()
-        passed = 0.0 if self._last_observed is None else min(1.0, now - self._last_observed)
-        self._last_observed = now
+        now, now_ms = self._around.monotonic(), self._around.clock.now_ms()
+        last, last_ms = self._last_observed
+        self._last_observed = now, now_ms
         self._nodes.load()
         self._look()
-        this_pass = Pass(seconds=passed, trainer=self._watch.trainer_address())
+        this_pass = Pass(seconds=min(1.0, now - last), gap_ms=now_ms - last_ms, trainer=self._watch.trainer_address())
         nodes = sorted(self._nodes.all(), key=lambda node: node.name)
         if any(node.should_answer and not node.agent.is_answering for node in nodes):
             self._tasks.every(ADDRESS_SECONDS, "ssh from", self._regions.follow_address)

@@ -2,23 +2,20 @@
 
 import logging
 from dataclasses import dataclass
-from functools import partial
 
 from launcher.clouds.base import Instance, InstanceState
 from launcher.decide.node_facts import NodeFact, NodeStatus
 from launcher.provision.sky.background_tasks import BackgroundTasks
 from launcher.provision.sky.inventory import CloudInventory, newest_of
 from launcher.provision.sky.node_book import NodeBook
-from launcher.provision.sky.surroundings import Surroundings
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class UnknownInstances:
-    """Reports VMs without a request, and terminates VMs that still run after the recorded end of their node."""
+    """Reports VMs without a request, and takes back the end of a node whose VM still runs."""
 
-    around: Surroundings
     tasks: BackgroundTasks
     nodes: NodeBook
     inventory: CloudInventory
@@ -26,7 +23,7 @@ class UnknownInstances:
     def report(self) -> list[NodeFact]:
         """Return VMs with the run's label and without a request, and those that ended, as long as the cloud lists them.
 
-        Terminate VMs that still run after the recorded end of their node.
+        A VM that lives on after the recorded end of its node costs money, so the end is taken back.
         """
         facts = []
         for observed in self.inventory.all_known():
@@ -38,15 +35,15 @@ class UnknownInstances:
                     facts.append(fact)
                 if node is None or instance.state not in (InstanceState.PENDING, InstanceState.RUNNING):
                     continue
-                if node.over is not None and observed.at is not None and observed.at > node.over_since:
-                    self.tasks.do(f"end {instance.id}", partial(self._end_again, instance))
+                if (
+                    node.over is not None
+                    and observed.at is not None
+                    and observed.at > node.over_since
+                    and not self.tasks.is_busy(node.name)
+                ):
+                    log.warning("%s lives on after its end (%s): ended again", instance.name, instance.id)
+                    node.take_back_end()
         return facts
-
-    def _end_again(self, instance: Instance) -> None:
-        self.around.check_lease()
-        log.warning("%s lives on after its end (%s): ended again", instance.name, instance.id)
-        self.around.clouds[instance.cloud].end([instance])
-        self.inventory.look_at(instance.cloud, instance.region)
 
 
 def _fact_of(instance: Instance) -> NodeFact | None:
@@ -65,4 +62,5 @@ def _fact_of(instance: Instance) -> NodeFact | None:
         zone=instance.zone,
         instance_type=instance.instance_type,
         market=instance.market,
+        lives_on=not is_gone,
     )

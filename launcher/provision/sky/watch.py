@@ -14,6 +14,7 @@ from launcher.clouds.base import Instance
 from launcher.decide.node_facts import NodeStatus
 from launcher.provision.sky.background_tasks import BackgroundTasks
 from launcher.provision.sky.cloud_node import CloudNode, Link
+from launcher.provision.sky.instance_end import SEEN_MS, InstanceEnds
 from launcher.provision.sky.inventory import CloudInventory
 from launcher.provision.sky.launches import autostop_minutes
 from launcher.provision.sky.node_book import NodeBook
@@ -53,10 +54,12 @@ REARM_SECONDS = 300.0
 class Pass:
     """The facts of one pass over all nodes.
 
-    `seconds`: time since the pass before, at most 1 s. `trainer`: private address of the newest trainer.
+    `seconds`: time since the pass before, at most 1 s. `gap_ms`: the same on the run's clock, which a suspended machine
+    does not stop. `trainer`: private address of the newest trainer.
     """
 
     seconds: float
+    gap_ms: int
     trainer: str | None
 
 
@@ -69,6 +72,7 @@ class AgentWatch:
     nodes: NodeBook
     inventory: CloudInventory
     regions: Regions
+    ends: InstanceEnds
     make_link: Callable[[Login, Path], Link]
 
     def trainer_address(self) -> str | None:
@@ -181,6 +185,11 @@ class AgentWatch:
         Before that this machine's own address is asked; if it changed, the node gets the whole time again, once.
         """
         agent, now = node.agent, self.around.monotonic()
+        if agent.link is not None and agent.link.messages != agent.messages:
+            agent.messages = agent.link.messages
+            # After a pause of this process, the messages may be as old as the pause.
+            if this_pass.gap_ms <= SEEN_MS:
+                self.ends.saw_alive(node, self.around.clock.now_ms())
         if agent.is_answering:
             agent.silent, agent.let_in_at = 0.0, None
             return

@@ -20,7 +20,7 @@ from tests.launcher.cluster.test_sky_provisioner import TRAINER, Stage
 
 ENDS = {NodeStatus.GONE, NodeStatus.DENIED, NodeStatus.NO_CAPACITY}
 
-UP = ("want", "spec", "launch", "machine", "login", "agent", "ready")
+UP = ("want", "spec", "launch", "machine", "seen", "login", "agent", "ready")
 STAGES = {
     "asked": ("want", "spec"),
     "launching": ("want", "spec", "launch"),
@@ -33,7 +33,10 @@ STAGES = {
 }
 """The JSON files of a cloud node, by stage."""
 
-LIVES_ON = {("launching", "launch"), *(("up", name) for name in ("want", "launch", "machine", "login", "agent"))}
+LIVES_ON = {
+    ("launching", "launch"),
+    *(("up", name) for name in ("want", "launch", "machine", "seen", "login", "agent")),
+}
 """Files whose content can be read again from the cloud, SkyPilot or the node, so the node is kept."""
 
 

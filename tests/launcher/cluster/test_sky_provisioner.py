@@ -262,7 +262,7 @@ class FakeLink:
 
     def __init__(self, login, mirror):
         self.login, self.mirror = login, mirror
-        self.seconds_since_message, self.trouble = 0.0, ""
+        self.seconds_since_message, self.trouble, self.messages = 0.0, "", 0
         self.specs, self.rearmed_ms, self.notices, self.closed = [], [], [], False
 
     def run(self, spec):
