@@ -20,7 +20,7 @@ from sqlalchemy.orm import Session
 
 from engine.events import Judged, NodeSeen, NodeUsage, Phase
 from engine.reward_config import RewardConfig
-from launcher.decide.facts import ENDS, INSTANCE_ENDS
+from launcher.decide.facts import INSTANCE_ENDED, INSTANCE_ENDS
 from launcher.ledger.billing import interval_micro_usd, minimum_billed_ms, side_costs, stretches
 from launcher.ledger.models import (
     LOCAL,
@@ -383,7 +383,7 @@ def side_costs_of_run(session: Session, run: Run, now_ms: int) -> list[SideCost]
 def _side_costs(session: Session, run: Run, charges: Mapping[int, tuple[Charge, ...]], now_ms: int) -> list[SideCost]:
     """Return the result of `side_costs_of_run`. `charges`: the charges of each node of the run, by the node's id.
 
-    The disk of a node without a recorded end costs money until now, also after the end of the VM.
+    The disk of a node whose VM has ended costs money until the end of the node is on record.
     """
     if run.infra == LOCAL:
         return []
@@ -393,14 +393,13 @@ def _side_costs(session: Session, run: Run, charges: Mapping[int, tuple[Charge, 
         if cost.kind == ADDRESS:  # the address ends with the VM
             paid_until_ms[cost.node_id] = max(cost.end_ms, paid_until_ms[cost.node_id])
     of_run = select(Node.id).where(Node.run_id == run.id)
-    ends = select(NodeEvent).where(NodeEvent.node_id.in_(of_run), NodeEvent.kind.in_(ENDS))
-    ended_ms = {event.node_id: event.at_ms for event in session.scalars(ends.order_by(NodeEvent.id))}
+    steps = select(NodeEvent).where(NodeEvent.node_id.in_(of_run), NodeEvent.kind.in_({"up", *INSTANCE_ENDS}))
+    newest = {event.node_id: event.kind for event in session.scalars(steps.order_by(NodeEvent.id))}
     running: list[SideCost] = []
     for node in session.scalars(select(Node).where(Node.run_id == run.id).order_by(Node.id)):
         unpaid = [charge for charge in charges[node.id] if charge.start_ms > paid_until_ms[node.id]]
         if unpaid:
-            is_live = ended_ms.get(node.id, -1) < unpaid[0].start_ms
-            disks_ms = now_ms if is_live else None
+            disks_ms = now_ms if newest.get(node.id) == INSTANCE_ENDED else None
             running += side_costs(run, node, unpaid[0].start_ms, unpaid[-1].end_ms, disks_ms)
     beside = written + running
     return beside + _forgotten(session, run, charges, beside)
