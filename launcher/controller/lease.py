@@ -65,8 +65,8 @@ def _start_id_of_macos() -> str:
 
 
 def this_process() -> str:
-    """Return a name for this process: pid, start time, machine and host; unique also against later processes."""
-    return f"{os.getpid()}@{psutil.Process().create_time()}@{this_machine()}@{socket.gethostname()}"
+    """Return a name for this process: host, machine, pid and start time; unique also against later processes."""
+    return f"{socket.gethostname()} {this_machine()} {os.getpid()}@{psutil.Process().create_time()}"
 
 
 def this_ledger(file: Path) -> str:
@@ -81,7 +81,8 @@ def this_ledger(file: Path) -> str:
 
 def _parts(row: ControllerLease) -> tuple[str, str, str]:
     """Return start time, machine and host of the holder; empty where the holder does not name them."""
-    _, started, machine, host, *_ = [*row.holder.split("@"), "", "", ""]
+    process, _, started = row.holder.partition("@")
+    host, machine, _ = ["", "", *process.split(" ")][-3:]
     return started, machine, host
 
 

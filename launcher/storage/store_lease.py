@@ -144,8 +144,8 @@ class StoreLease:
             seconds = (there.until_ms - self._wall_ms()) // 1000
             process = f", process {there.process}" if there.process else ""
             raise LeaseHeld(
-                f"{self._run} is controlled from another machine or by another copy of its ledger ({there.host}"
-                f"{process}), whose lease in the bucket lasts another {seconds} s; use `spotrl` there. To go on here, "
+                f"{self._run} is controlled from another machine ({there.host}) or by another copy of its ledger"
+                f"{process}, whose lease in the bucket lasts another {seconds} s; use `spotrl` there. To go on here, "
                 "end that process and wait until its lease has run out; for another run choose another --name"
             )
 

@@ -370,8 +370,8 @@ def test_a_users_stop_request_is_not_overwritten(sessions, monkeypatch):
     run = made_run(sessions, spot=0, iterations=1000)
     controller = controller_of(sessions, run)
 
-    def decide_late(facts, wanted):
-        actions = decide(facts, wanted)
+    def decide_late(*given):
+        actions = decide(*given)
         request_stop(sessions, run.name)  # between the controller's observation and its action
         return actions
 
