@@ -101,11 +101,11 @@ types:
 	$(BIN)/mypy
 
 test-quick:
-	$(BIN)/pytest --durations 15 --junitxml test-results/test.xml -n $(WORKERS)
+	$(BIN)/pytest --durations 15 --junitxml test-results/test.xml -n $(WORKERS) -m 'not (gpu or clouds or slow or long or report)'
 
 # What takes long or starts real processes, and a landing needs (tests/tiers.md).
 test-slow: env tools browser
-	$(PYTEST) -n $(WORKERS) -m 'slow and not long'
+	$(PYTEST) -n $(WORKERS) -m '(slow or report) and not long'
 
 # What a shorter form of is in the tiers above. `.ci/run` leaves it out, `.ci/nightly` runs it.
 test-long: env tools

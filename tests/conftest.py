@@ -66,6 +66,7 @@ STARTED_FIRST = (
     "tests/engine/test_node_agent_on_cloud.py",
     "tests/engine/test_loop.py",
     "tests/launcher/cluster/test_node_link.py",
+    "tests/reports",
 )
 """Beginnings of groups, in the order in which workers take them: the longest first, so that no worker is left alone
 with a long one at the end. Seconds of each test: `python -m tests.tiers`."""

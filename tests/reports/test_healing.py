@@ -202,7 +202,7 @@ def test_a_google_service_account_of_our_name_that_is_not_ours_is_refused(google
     prepare_on_google(GceApi(google))
     assert prepare_on_google(GceApi(google)).identity.startswith("spotrl-run@")
     api = GceApi(google)
-    api.remove(api.resources("us-central1", run="run"))
+    api.remove([*api.resources("us-central1", run="run"), *api.resources(api.home, run="run")])
     where = ("SPOTRL_GCP_IAM_ENDPOINT", "", "/v1/projects/{project}")
     body = {"accountId": "spotrl-run", "serviceAccount": {"displayName": "a colleague's"}}
     api.calls.ask("POST", where, "/serviceAccounts", body)
