@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from engine.node_spec import NodeSpec
+from launcher.clouds.base import Instance
 from launcher.decide.node_facts import NodeFact, NodeStatus
 from launcher.provision.sky.node_files import NodeFiles
 from launcher.provision.sky.node_link import Login
@@ -157,8 +158,12 @@ class CloudNode:
         if not self.files.has("ending"):
             self.files.write(end)
 
-    def take_back_end(self) -> None:
-        """Remove the record of the end, because the VM lives on. The node is terminated from the next pass on."""
+    def take_back_end(self, instance: Instance) -> None:
+        """Remove the record of the end, because this VM lives on. The node is terminated from the next pass on.
+
+        The VM is recorded too: a node that was released before its launch knows no region to end it in.
+        """
+        self.files.write_instance(instance)
         ending = self.files.read(EndingRecord) or EndingRecord(status=NodeStatus.GONE, evidence="it lived on")
         self.files.write(ending.model_copy(update={"vm_ended_ms": None, "disks_ms": None, "lives_on": True}))
         self.files.forget("ended")

@@ -42,7 +42,7 @@ class UnknownInstances:
                     and not self.tasks.is_busy(node.name)
                 ):
                     log.warning("%s lives on after its end (%s): ended again", instance.name, instance.id)
-                    node.take_back_end()
+                    node.take_back_end(instance)
         return facts
 
 
