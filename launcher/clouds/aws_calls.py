@@ -68,7 +68,7 @@ def clients() -> Clients:
             return made[service, region]
 
     def forget_expired(session: Any, parsed: Any, **_: Any) -> None:
-        """Drop a session whose keys AWS takes no longer. The next call reads the user's files anew."""
+        """Drop a session whose keys AWS no longer accepts. The next call reads the user's files anew."""
         if isinstance(parsed, dict) and parsed.get("Error", {}).get("Code") in EXPIRED_CODES:
             with lock:
                 if sessions and sessions[0] is session:
@@ -123,7 +123,7 @@ def errors_named(what: str, policy: str = "--print-policy aws") -> Iterator[None
         status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
         if code in EXPIRED_CODES:
             raise LoginNeeded(
-                f"{what}: AWS takes this login no longer ({code}: {message}); {log_in_again('aws')}"
+                f"{what}: AWS no longer accepts this login ({code}: {message}); {log_in_again('aws')}"
             ) from None
         if SETTLING.search(code):
             raise NotSettled(f"{what}: AWS does not know it yet ({code}: {message}); it is asked again") from None
@@ -133,5 +133,5 @@ def errors_named(what: str, policy: str = "--print-policy aws") -> Iterator[None
         raise CloudRefused(f"{what}: AWS refused ({code}: {message}); {advice}") from None
     except aws.BotoCoreError as error:
         if any(kind.__name__ in NO_LOGIN for kind in type(error).__mro__):
-            raise LoginNeeded(f"{what}: AWS found no login that holds ({error}); {log_in_again('aws')}") from None
+            raise LoginNeeded(f"{what}: AWS found no valid login ({error}); {log_in_again('aws')}") from None
         raise CloudUnreachable(f"{what}: AWS did not answer ({error}); it is asked again") from None

@@ -34,7 +34,7 @@ class NotSettled(CloudUnreachable):
 
 
 class LoginNeeded(CloudUnreachable):
-    """The cloud, or a client of it, takes the user's login no longer, or finds none. A new login heals it.
+    """The cloud, or a client of it, no longer accepts the user's login, or finds none. A new login heals it.
 
     Nothing is known, as for every unreachable cloud: no node ends, no place is denied, and buying waits. The message
     names the command. New keys in the user's files are read by running processes.

@@ -151,7 +151,7 @@ class GoogleCalls:
         return session
 
     def _forget_login(self) -> None:
-        """Drop credentials that Google takes no longer. The next call reads the user's files anew."""
+        """Drop credentials that Google no longer accepts. The next call reads the user's files anew."""
         with self._lock:
             self._known = None
 
@@ -265,7 +265,7 @@ def errors_named(what: str, policy: str = "--print-policy gcp") -> Iterator[None
             raise NotSettled(f"{what}: Google Cloud does not know it yet ({answer}); it is asked again") from None
         if answer.status == 401:
             raise LoginNeeded(
-                f"{what}: Google Cloud takes this login no longer ({answer}); {log_in_again('gcp')}"
+                f"{what}: Google Cloud no longer accepts this login ({answer}); {log_in_again('gcp')}"
             ) from None
         advice = advice_on(str(answer)) or f"`spotrl check {policy}` prints what is needed"
         raise CloudRefused(f"{what}: Google Cloud refused ({answer}); {advice}") from None
@@ -277,6 +277,8 @@ def errors_named(what: str, policy: str = "--print-policy gcp") -> Iterator[None
     except auth.TransportError as error:
         raise CloudUnreachable(f"{what}: Google Cloud did not answer ({error}); it is asked again") from None
     except auth.GoogleAuthError as error:
-        raise LoginNeeded(f"{what}: Google Cloud takes this login no longer ({error}); {log_in_again('gcp')}") from None
+        raise LoginNeeded(
+            f"{what}: Google Cloud no longer accepts this login ({error}); {log_in_again('gcp')}"
+        ) from None
     except requests.exceptions.RequestException as error:
         raise CloudUnreachable(f"{what}: Google Cloud did not answer ({error}); it is asked again") from None

@@ -15,9 +15,6 @@ HARDWARE_CHARACTERS = 300
 """Most characters of a node's hardware that are kept. The text comes from a node."""
 
 
-FINAL = frozenset({NodeStatus.GONE, NodeStatus.DENIED, NodeStatus.NO_CAPACITY})
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Note:
     """An event of a node, to be recorded in the ledger. `fact` is set if the event is the node's end."""

@@ -19,14 +19,11 @@ from launcher.cli.status import status
 from launcher.controller.controller import Controller
 from launcher.controller.run_process import run_controller
 from launcher.decide.node_facts import NodeFact, NodeStatus
-from launcher.ledger.billing import interval_micro_usd
 from launcher.ledger.models import Node, NodeEvent, Preemption
 from launcher.ledger.node_history import metered_micro_usd, node_records
 from launcher.provision.sky import phase
 from launcher.runs.runs import request_stop
 from tests.launcher.cluster.stage import (
-    SPOT_RATE,
-    TRAINER_RATE,
     HandClock,
     SimulatedCloud,
     cloud_run,
@@ -76,15 +73,6 @@ class LateCloud(SimulatedCloud):
 
     def observe(self) -> list[NodeFact]:
         return [fact if self._is_listed(fact.name) else unlisted(fact) for fact in super().observe()]
-
-    def true_micro_usd(self) -> int:
-        """Return the bill of the cloud for the nodes until now."""
-        total = 0
-        for name, up_ms in self.up.items():
-            end = self.ended[name].ended_ms if name in self.ended else self.clock.now_ms()
-            rate = TRAINER_RATE if "trainer" in name else SPOT_RATE
-            total += interval_micro_usd(up_ms, max(end or 0, up_ms + MINUTE), rate)
-        return total
 
 
 def unlisted(fact: NodeFact) -> NodeFact:

@@ -182,14 +182,6 @@ class RestoredCloud(SimulatedCloud):
             replace(fact, ready_ms=None, status=NodeStatus.PENDING) for fact in facts if fact.name not in self.ended
         ]
 
-    def true_micro_usd(self) -> int:
-        total = 0
-        for name, up_ms in self.up.items():
-            end = self.ended[name].ended_ms if name in self.ended else self.clock.now_ms()
-            rate = TRAINER_RATE if "trainer" in name else SPOT_RATE
-            total += interval_micro_usd(up_ms, max(end or 0, up_ms + MINUTE), rate)
-        return total
-
 
 class Backup:
     """A run whose ledger was copied after some minutes, and restored later."""

@@ -140,6 +140,15 @@ class SimulatedCloud:
             return [NodeFact(name=name, status=NodeStatus.UNKNOWN) for name in self.requested]
         return [self._fact(name) for name in self.requested]
 
+    def true_micro_usd(self) -> int:
+        """Return the bill of the cloud for the nodes until now; each VM costs a minute at least."""
+        total = 0
+        for name, up_ms in self.up.items():
+            end_ms = self.ended[name].ended_ms if name in self.ended else self.clock.now_ms()
+            rate = TRAINER_RATE if "trainer" in name else SPOT_RATE
+            total += interval_micro_usd(up_ms, max(end_ms or 0, up_ms + 60_000), rate)
+        return total
+
     def release(self, names: Sequence[str]) -> None:
         for name in names:
             self.released.append(name)
