@@ -87,7 +87,7 @@ class AgentContact:
     """Number of messages on the connection up to the last pass."""
     silent: float = 0.0
     let_in_at: float | None = None
-    """Monotonic time at which the region's rules first followed this machine's address during the present silence."""
+    """Monotonic time at which this machine's address first changed during the present silence."""
     exit_since: float | None = None
 
     @property

@@ -31,10 +31,8 @@ class Regions:
     """Where SSH comes from, as CIDR. `follow_address` asks again."""
     address_asked_at: float | None = None
     """Monotonic time of the end of the last `follow_address`."""
-    renewed_at: dict[tuple[str, str], float] = field(default_factory=dict)
-    """By region: monotonic time at which its rules let in another address than before."""
-    _let_in: dict[tuple[str, str], str] = field(default_factory=dict)
-    """By region: the address that its rules let in."""
+    address_changed_at: float | None = None
+    """Monotonic time at which another address was found. The rules of the regions follow within a pass."""
     _preparing: Lock = field(default_factory=Lock)
 
     def __post_init__(self) -> None:
@@ -54,9 +52,6 @@ class Regions:
                     models=[*purchases.weights.values()],
                     named=purchases.named(cloud, region),
                 )
-                if self.ssh_from != self._let_in.get((cloud, region), purchases.ssh_from):
-                    self.renewed_at[cloud, region] = self.around.monotonic()
-                self._let_in[cloud, region] = self.ssh_from
             return self.prepared[cloud, region]
 
     def follow_address(self) -> None:
@@ -70,6 +65,7 @@ class Regions:
                 with self._preparing:
                     self.ssh_from = now
                     self.prepared.clear()
+                self.address_changed_at = self.around.monotonic()
         finally:
             self.address_asked_at = self.around.monotonic()
 

@@ -201,13 +201,15 @@ class AgentWatch:
         )
         if not any(other.agent.is_answering for other in self.nodes.all()):
             patience *= ALL_SILENT
-        silent_since = now - agent.silent
-        if node.region is not None and self.regions.renewed_at.get(node.region, silent_since) > silent_since:
-            agent.let_in_at = agent.let_in_at or self.regions.renewed_at[node.region]
-        asked = self.regions.address_asked_at
-        if asked is None or asked < silent_since or (agent.let_in_at is not None and now - agent.let_in_at < patience):
+        changed, asked = self.regions.address_changed_at, self.regions.address_asked_at
+        if changed is not None and changed >= now - agent.silent:
+            agent.let_in_at = agent.let_in_at or changed
+        if agent.let_in_at is not None and now - agent.let_in_at < patience:
             return
         if agent.silent < patience or instance is None or not self.inventory.is_fresh(node.region):
+            return
+        if asked is None or asked < now - (agent.silent - patience):  # not since the patience ran out
+            self.tasks.do("ssh from", self.regions.follow_address)
             return
         trouble = node.agent.link.trouble if node.agent.link is not None else ""
         evidence = (

@@ -1044,6 +1044,33 @@ def test_the_rules_follow_this_machines_address_before_a_node_is_ended(stage):
     assert stage.cloud.let_in[-1] == "198.51.100.9/32"
 
 
+@pytest.mark.parametrize("silent_s", [80, 300, 359])
+def test_an_address_that_changes_late_in_a_silence_ends_no_node(stage, silent_s):
+    stage.bring_up(TRAINER)
+    stage.links[TRAINER].seconds_since_message = 400.0
+    stage.passes(silent_s, step=1)
+    stage.address = "198.51.100.9/32"
+    assert stage.passes(340, step=1)[TRAINER].status is NodeStatus.UP
+    assert stage.cloud.let_in[-1] == "198.51.100.9/32"
+    assert stage.passes(90, step=1)[TRAINER].status is NodeStatus.GONE
+
+
+def test_the_role_of_a_run_goes_after_the_machines_of_all_regions(stage):
+    stage.cloud.home = "global"
+    stage.bring_up(TRAINER)
+    stage.cloud.groups.append(Resource(cloud="aws", region="global", kind="role", id="spotrl-run", run="run"))
+    stage.provisioner.release([TRAINER])
+    stage.passes(150, step=1)
+    stage.cloud.ends_slowly = True
+    stage.cloud.start("run-rollout-9-g0", placement())
+    assert not stage.provisioner.tidy()
+    assert "role" in {one.kind for one in stage.cloud.groups}
+    stage.cloud.there = [replace(one, state=InstanceState.GONE) for one in stage.cloud.there]
+    stage.passes(5)
+    assert stage.provisioner.tidy() or stage.provisioner.tidy()
+    assert stage.cloud.groups == []
+
+
 def test_the_rules_follow_an_address_that_changes_during_a_launch(stage):
     stage.request()
     stage.passes(1)
