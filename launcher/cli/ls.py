@@ -1,14 +1,17 @@
 """`spotrl ls`: list all runs, newest first."""
 
 import json
-from dataclasses import asdict
 
 import click
 from sqlalchemy.orm import Session, sessionmaker
 
 from launcher.cli.layout import print_table, print_text
+from launcher.ledger.store import find_run
 from launcher.money import dollars, hourly
-from launcher.runs.views import RunView, run_views
+from launcher.runs.run_list import RunRow, all_rows
+from launcher.runs.views import RunView, run_documents, view_of
+
+_HEADING = ("run", "status", "iteration", "score", "spent", "rate", "nodes")
 
 
 @click.command()
@@ -23,20 +26,23 @@ def ls(sessions: sessionmaker[Session], show_all: bool, as_json: bool) -> None:
       spotrl ls
       spotrl ls --all
     """
-    every = run_views(sessions)
-    views = [view for view in every if show_all or not view.is_removed]
-    hidden = len(every) - len(views)
     if as_json:
-        click.echo(json.dumps([asdict(view) for view in views]))
+        shown = [view for view in run_documents(sessions) if show_all or not view["is_removed"]]
+        click.echo(json.dumps(shown))
         return
+    with sessions() as session:
+        every = all_rows(session)
+        rows = [row for row in every if show_all or not row.is_removed]
+        views = {row.name: view_of(session, find_run(session, row.name)) for row in rows if row.is_open}
     if not every:
         click.echo("No runs yet; `spotrl launch JOB` starts one.")
         return
-    if views:
-        print_table([("run", "status", "iteration", "score", "spent", "rate", "nodes"), *map(_row, views)])
+    if rows:
+        print_table([_HEADING, *(_open(views[row.name]) if row.is_open else _settled(row) for row in rows)])
+    hidden = len(every) - len(rows)
     if hidden:
         click.echo(f"{hidden} removed {'run is' if hidden == 1 else 'runs are'} hidden; see `spotrl ls --all`")
-    lonely = [view.name for view in views if view.lacks_controller]
+    lonely = [view.name for view in views.values() if view.lacks_controller]
     print_text(f"{name} has no controller; start one: spotrl resume {name}" for name in lonely)
 
 
@@ -48,13 +54,25 @@ def _status(view: RunView) -> str:
     return f"{view.status} (removed)" if view.is_removed else view.status
 
 
-def _row(view: RunView) -> tuple[str, ...]:
-    score = "-" if view.score is None else f"{view.score:.3f}"
+def _settled(row: RunRow) -> tuple[str, ...]:
+    """Return the line of a run that is over and whose nodes have ended."""
+    return (
+        row.name,
+        f"{row.status} (removed)" if row.is_removed else row.status,
+        f"{row.iteration}/{row.iterations}",
+        "-" if row.score is None else f"{row.score:.3f}",
+        dollars(row.micro_usd),
+        hourly(0),
+        "0",
+    )
+
+
+def _open(view: RunView) -> tuple[str, ...]:
     return (
         view.name,
         _status(view),
         f"{view.iteration}/{view.iterations}",
-        score,
+        "-" if view.score is None else f"{view.score:.3f}",
         dollars(view.spent_micro_usd),
         hourly(view.micro_usd_per_hour),
         str(sum(node.is_live for node in view.nodes)),

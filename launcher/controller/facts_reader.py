@@ -1,13 +1,14 @@
 """Read the facts of a run: its status, nodes and spending, the engine's progress, and the spending of other runs."""
 
 import time
+from typing import Any
 
 from pydantic import TypeAdapter
-from sqlalchemy import select
-from sqlalchemy.orm import Session, sessionmaker
+from sqlalchemy import Select, func, select
+from sqlalchemy.orm import InstrumentedAttribute, Session, sessionmaker
 
 from engine.clock import Clock
-from engine.events import EngineFinished, IterationDone
+from engine.events import EngineFinished, IterationDone, Judged
 from launcher.decide import budget_guard
 from launcher.decide.clock_doubt import Doubt
 from launcher.decide.current_prices import PriceNow, repriced
@@ -17,8 +18,9 @@ from launcher.decide.run_budget import hourly_micro_usd, reserved_micro_usd
 from launcher.decide.work_left import WorkLeft
 from launcher.job.schema import Job
 from launcher.ledger.accounting import judge_budget, judge_micro_usd, spent_micro_usd
-from launcher.ledger.models import LOCAL, ProgressRow, Run, RunStatus
+from launcher.ledger.models import LOCAL, Node, NodeEvent, ProgressRow, Run, RunStatus
 from launcher.ledger.node_history import metered_at, node_records
+from launcher.ledger.settled import settled_micro_usd
 from launcher.ledger.store import current_status
 from launcher.placement.plan import Plan
 from launcher.services.prices_now import prices_now
@@ -29,6 +31,15 @@ PRICE_SECONDS = 60.0
 UNWATCHED_MS = 60_000
 """Longest gap between two passes in ms. After a longer gap, events of the engine may not have been read yet, so a
 standstill is counted from the new pass on."""
+
+
+_CHANGES: tuple[tuple[InstrumentedAttribute[int], Select[Any]], ...] = (
+    (Run.id, select(Run.id)),
+    (RunStatus.id, select(RunStatus.run_id)),
+    (NodeEvent.id, select(Node.run_id).join(NodeEvent)),
+    (ProgressRow.id, select(ProgressRow.run_id).where(ProgressRow.kind == Judged.KIND)),
+)
+"""Ids whose growth may change the cost of a run, and how the run is found."""
 
 
 class Standstill:
@@ -60,9 +71,12 @@ class FactsReader:
         self.prices, self._prices_at = PriceNow(), -PRICE_SECONDS
         self._last_others = Others()
         """The other runs as last read."""
-        self._ended_runs: dict[int, tuple[int, int]] = {}
-        self._free: set[int] = set()
-        """Runs on this machine without a paid judge, which cost nothing."""
+        self._settled: dict[int, int] = {}
+        """By run: the micro-dollars of other runs that cost no more."""
+        self._open: set[int] = set()
+        """Other runs that may still cost money."""
+        self._read_to: tuple[int, ...] | None = None
+        """The newest ids that `_settled` and `_open` know, of the tables in `_CHANGES`."""
         self._plans: dict[int, int] = {}
         """By run: the hourly cost of the run's plan, in micro-dollars."""
         self._advance = (0, -1, 0)
@@ -162,16 +176,13 @@ class FactsReader:
 
     def _others(self, session: Session, now_ms: int) -> Others:
         """Return the spending of all other runs: nodes on real clouds, and judges also of runs on this machine."""
-        metered = reserved = per_hour = planned = 0
-        for run in session.scalars(select(Run).where(Run.id != self._run.id, Run.id.not_in(self._free))):
+        self._refresh_open(session)
+        reserved = per_hour = planned = metered = 0
+        for run in session.scalars(select(Run).where(Run.id.in_(self._open))):
             status = current_status(session, run)
-            known = self._ended_runs.get(run.id)
-            if known is not None and status is not None and status.id == known[0]:
-                metered += known[1]
-                continue
             is_bought, judged = run.infra != LOCAL, judge_budget(run)
             if not is_bought and not judged:
-                self._free.add(run.id)
+                self._open.discard(run.id)
                 continue
             nodes = node_records(session, run)
             is_live = any(node.is_live for node in nodes)
@@ -179,17 +190,34 @@ class FactsReader:
             judges = judge_micro_usd(session, run)
             spent = judges + (spent_micro_usd(session, run, now_ms) if is_bought else 0)
             if status is not None and status.status in OVER and not is_live:
-                self._ended_runs[run.id] = (status.id, spent)  # an ended run costs no more
-            else:
-                planned += max(hourly_micro_usd(bought), self._planned_hourly_of(run) if is_bought else 0)
-                # A run that starts checks the limit itself, and must not end this one before it is refused.
-                if is_live or (status is not None and status.status != Stage.PLANNED):
-                    reserved += max(0, judged - judges)
+                self._settled[run.id] = spent
+                self._open.discard(run.id)
+                continue
+            planned += max(hourly_micro_usd(bought), self._planned_hourly_of(run) if is_bought else 0)
+            # A run that starts checks the limit itself, and must not end this one before it is refused.
+            if is_live or (status is not None and status.status != Stage.PLANNED):
+                reserved += max(0, judged - judges)
             metered += spent
             reserved += reserved_micro_usd(bought, budget_guard.RELEASE_ALLOWANCE_MS, now_ms)
             per_hour += hourly_micro_usd(bought)
+        metered += sum(self._settled.values())
         self._last_others = Others(metered=metered, reserved=reserved, hourly=per_hour, planned_hourly=planned)
         return self._last_others
+
+    def _refresh_open(self, session: Session) -> None:
+        """Find the other runs that may still cost money. Later passes look only at what is new in the ledger."""
+        read_to = tuple(session.scalar(select(func.max(rows_id))) or 0 for rows_id, _ in _CHANGES)
+        if self._read_to is None:
+            self._settled = settled_micro_usd(session)
+            self._open = set(session.scalars(select(Run.id))) - self._settled.keys()
+        else:
+            for (rows_id, changed), before, newest in zip(_CHANGES, self._read_to, read_to, strict=True):
+                if newest > before:
+                    self._open.update(session.scalars(changed.where(rows_id > before)))
+        self._open.discard(self._run.id)
+        for run_id in {self._run.id, *self._open}:
+            self._settled.pop(run_id, None)
+        self._read_to = read_to
 
     def _planned_hourly_of(self, run: Run) -> int:
         """Return the hourly cost of another run's plan, with disks and addresses."""

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any, ClassVar
 
-from sqlalchemy import JSON, BigInteger, CheckConstraint, ForeignKey, Integer, UniqueConstraint
+from sqlalchemy import JSON, BigInteger, CheckConstraint, ForeignKey, Index, Integer, UniqueConstraint
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from engine.clock import Clock, ScaledClock
@@ -179,6 +179,18 @@ class SpentMark(Base):
     wall_ms: Mapped[int | None] = mapped_column(default=wall_ms)
 
 
+class KeptView(Base):
+    """The view of a run that is over (launcher/runs/views.py), kept because computing it reads all of its events.
+
+    A copy, not a fact. `mark`: what the view was made from. The view is made again when that differs.
+    """
+
+    __tablename__ = "kept_view"
+    run_id: Mapped[int] = mapped_column(ForeignKey("run.id"), primary_key=True)
+    mark: Mapped[str]
+    view: Mapped[dict[str, Any]]
+
+
 class NoticeRow(Base):
     """A message about a run to its webhook (launcher/notifications). One row per cause.
 
@@ -314,14 +326,17 @@ class ProgressRow(Base):
     """A progress event of the engine. `(run, source, lineage, seq)` is kept once, for any number of reads."""
 
     __tablename__ = "progress"
-    __table_args__ = (UniqueConstraint("run_id", "source", "lineage", "seq"),)
+    __table_args__ = (
+        UniqueConstraint("run_id", "source", "lineage", "seq"),
+        Index("ix_progress_run_id_kind", "run_id", "kind"),
+    )
     id: Mapped[int] = mapped_column(primary_key=True)
     run_id: Mapped[int] = mapped_column(ForeignKey("run.id"), index=True)
     source: Mapped[str]
     lineage: Mapped[int]
     seq: Mapped[int]
     at_ms: Mapped[int]
-    kind: Mapped[str] = mapped_column(index=True)
+    kind: Mapped[str]
     event: Mapped[dict[str, Any]]
 
 

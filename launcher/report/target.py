@@ -70,7 +70,7 @@ def smoothed(curve: Sequence[Evaluation]) -> tuple[Point, ...]:
             iteration=here.iteration,
             at_ms=here.at_ms,
             score=here.score,
-            smoothed=_exact_mean(tuple(past.score for past in curve[max(0, number + 1 - WINDOW) : number + 1])),
+            smoothed=exact_mean(tuple(past.score for past in curve[max(0, number + 1 - WINDOW) : number + 1])),
             micro_usd=here.micro_usd,
         )
         for number, here in enumerate(curve)
@@ -78,7 +78,7 @@ def smoothed(curve: Sequence[Evaluation]) -> tuple[Point, ...]:
 
 
 @lru_cache(maxsize=8192)
-def _exact_mean(scores: tuple[float, ...]) -> float:
+def exact_mean(scores: tuple[float, ...]) -> float:
     """Return the mean, computed as a fraction. That is slow, and a report smooths the same curve several times."""
     return mean(scores)
 

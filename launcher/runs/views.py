@@ -1,10 +1,15 @@
 """The state of runs, as commands show it: views and logs."""
 
+import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
-from sqlalchemy import select
+from sqlalchemy import func, select
+from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session, sessionmaker
 
 from engine.events import EngineFinished, Evaluated, IterationDone, Regrouped
@@ -12,7 +17,17 @@ from launcher.controller.lease import is_held
 from launcher.decide.facts import INSTANCE_ENDED, OVER, NodeRecord, Stage
 from launcher.harmless import harmless
 from launcher.ledger.accounting import charges_of_run, judge_micro_usd, on_demand_micro_usd
-from launcher.ledger.models import ControllerLease, Node, Removal, Run, RunStatus
+from launcher.ledger.models import (
+    ControllerLease,
+    KeptView,
+    Node,
+    NodeEvent,
+    ProgressRow,
+    Removal,
+    Run,
+    RunStatus,
+    TroubleRow,
+)
 from launcher.ledger.node_history import node_records
 from launcher.ledger.store import (
     check_kept,
@@ -21,6 +36,7 @@ from launcher.ledger.store import (
     nodes_of,
     progress_of,
     trouble_of,
+    writing,
 )
 from launcher.provision.local.provisioner import node_folder
 from launcher.report.resume_command import resume_with_more
@@ -125,10 +141,45 @@ def run_view(sessions: sessionmaker[Session], run_name: str) -> RunView:
         return view_of(session, find_run(session, run_name))
 
 
-def run_views(sessions: sessionmaker[Session]) -> list[RunView]:
-    """Return every run's state, newest first."""
+def run_documents(sessions: sessionmaker[Session]) -> list[dict[str, Any]]:
+    """Return every run's state as `asdict` of its `RunView`, newest first.
+
+    The views of settled runs are kept in the ledger, because each takes hundredths of a second.
+    """
+    views: dict[int, dict[str, Any]] = {}
+    made: list[KeptView] = []
     with sessions() as session:
-        return [view_of(session, run) for run in session.scalars(select(Run).order_by(Run.id.desc()))]
+        marks = _marks(session)
+        removed = set(session.scalars(select(Removal.run_id)))
+        for kept in session.execute(select(KeptView.run_id, KeptView.mark, KeptView.view)):
+            if marks.get(kept.run_id) == kept.mark:
+                views[kept.run_id] = {**kept.view, "is_removed": kept.run_id in removed}
+        for run in session.scalars(select(Run).where(Run.id.in_(marks.keys() - views.keys()))):
+            view = view_of(session, run)
+            views[run.id] = asdict(view)
+            if view.status in OVER and not view.controlled and not any(node.is_live for node in view.nodes):
+                made.append(KeptView(run_id=run.id, mark=marks[run.id], view=views[run.id]))
+    if made:
+        with suppress(OperationalError), writing(sessions) as session:  # a ledger that cannot be written can be read
+            for row in made:
+                session.merge(row)
+    return [views[run_id] for run_id in sorted(views, reverse=True)]
+
+
+def _marks(session: Session) -> dict[int, str]:
+    """Return what the view of each run is made from: this code, the run's limits, and its newest rows."""
+
+    def newest(table: type[RunStatus | TroubleRow | ProgressRow]) -> Any:
+        return select(func.max(table.id)).where(table.run_id == Run.id).correlate(Run).scalar_subquery()
+
+    of_nodes = select(func.max(NodeEvent.id)).join(Node).where(Node.run_id == Run.id).correlate(Run).scalar_subquery()
+    limits = (Run.max_total_micro_usd, Run.max_hourly_micro_usd, Run.max_judges_micro_usd, Run.deadline_ms)
+    rows = session.execute(
+        select(Run.id, *limits, newest(RunStatus), newest(TroubleRow), newest(ProgressRow), of_nodes)
+    )
+    shape = ",".join(field.name for field in (*fields(RunView), *fields(NodeView)))
+    code = hashlib.sha256(f"{version('spotrl')} {shape}".encode()).hexdigest()[:16]
+    return {run_id: f"{code} {' '.join(map(str, facts))}" for run_id, *facts in rows}
 
 
 def short_name(run_name: str, node_name: str) -> str:

@@ -12,8 +12,8 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined, Template
 
 from launcher.money import dollars, duration
 from launcher.runs.event_lines import Seen
+from launcher.runs.run_list import RunList, RunRow
 from launcher.web.market import PoolRow
-from launcher.web.run_list import RunList, RunRow
 from launcher.web.simulations import Kept, fleet_of
 
 

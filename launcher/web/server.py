@@ -32,13 +32,13 @@ from launcher.ledger.store import Stamp, find_run, stamp_of
 from launcher.report.comparison import compare_runs
 from launcher.report.comparison_html import GroupForm, render_comparison
 from launcher.runs.event_lines import Seen
+from launcher.runs.run_list import COUNT, newest_of_all, run_list, run_row
 from launcher.runs.views import log_title, node_logs
 from launcher.storage.stores import read_object, run_stores
 from launcher.web.guard import FROZEN, HEADERS, is_token, refusal
 from launcher.web.market import pool_rows
 from launcher.web.page import list_page, list_part, notice_page, prices_page, run_shell, simulations_page
 from launcher.web.reader import events_after, run_page, sheet_path
-from launcher.web.run_list import COUNT, newest_of_all, run_list, run_row
 from launcher.web.simulations import simulations
 
 STATIC = {

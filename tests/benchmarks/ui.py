@@ -37,7 +37,7 @@ from engine.events import Evaluated, IterationDone, NodeUsage, ProgressEvent
 from launcher.ledger.models import NodeEvent
 from launcher.ledger.store import append_status, find_run, open_ledger, writing
 from launcher.report.comparison import T_975
-from launcher.web.run_list import COUNT
+from launcher.runs.run_list import COUNT
 from tests.benchmarks.page import load_now, publish, spread
 from tests.launcher.made_ledger import JOB, MINUTE_MS, START_MS, MadeLedger, a_run
 

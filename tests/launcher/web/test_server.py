@@ -14,10 +14,10 @@ from engine.events import Judged
 from launcher.ledger.models import ProgressRow
 from launcher.ledger.store import find_run, open_read_only
 from launcher.runs.event_lines import newest_seen
+from launcher.runs.run_list import COUNT, run_list
 from launcher.runs.views import view_of
 from launcher.web.guard import refusal
 from launcher.web.reader import EVENTS_SHOWN
-from launcher.web.run_list import COUNT, run_list
 from launcher.web.server import LOG_BYTES, STATIC, STREAMS, parse_ids, tail
 from tests.launcher.made_ledger import HOUR_MS, JOB, a_run, a_session
 from tests.launcher.web.served import NASTY, TOKEN, Served, serving, two_runs
@@ -95,7 +95,7 @@ def test_every_file_of_the_page_has_its_type_and_no_foreign_source(served):
 def test_the_list_has_every_run_with_its_spend_and_score(served):
     with open_read_only(served.path)() as session:
         live, done = run_list(session).rows
-    assert (live.name, live.iteration, live.iterations, live.score) == ("live", 8, 45, 0.7)
+    assert (live.name, live.iteration, live.iterations, live.score) == ("live", 8, 45, 0.6)
     assert (done.name, done.status, done.micro_usd, done.is_over) == ("done", "finished", 2_000_000, True)
 
 
@@ -127,13 +127,13 @@ def test_a_part_of_the_list_is_drawn_by_the_server_and_the_rest_is_asked_for(fre
 
 
 def test_the_title_of_a_run_is_drawn_before_its_curves_are_read(served):
-    assert "iteration 8 of 45; exact_match 0.700" in httpx.get(f"{served.page}&run=live").text
+    assert "iteration 8 of 45; exact_match 0.600" in httpx.get(f"{served.page}&run=live").text
     nobody = httpx.get(f"{served.page}&run=%3Cscript%3E").text
     assert "<h1>&lt;script&gt;</h1>" in nobody
 
 
 def test_the_newest_event_is_found_without_reading_older_ones(served):
-    """Let SQLite say that the list walks the index of the run, and not the index of the kinds."""
+    """Let SQLite say that the list walks the index of the events of one kind of one run."""
     asked = []
     reading = open_read_only(served.path)
     with reading() as session:
@@ -141,7 +141,7 @@ def test_the_newest_event_is_found_without_reading_older_ones(served):
         run_list(session)
         (statement, values), *_ = [one for one in asked if "ORDER BY progress.id DESC" in one[0]]
         plan = session.connection().exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", values).all()
-    assert any("progress USING INDEX ix_progress_run_id (run_id=?)" in row[-1] for row in plan)
+    assert any("USING COVERING INDEX ix_progress_run_id_kind (run_id=? AND kind=?)" in row[-1] for row in plan)
     assert not any("TEMP B-TREE" in row[-1] for row in plan)
 
 

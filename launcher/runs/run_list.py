@@ -1,34 +1,36 @@
-"""The list of runs, newest first, a part at a time.
+"""The list of runs, newest first, in a few queries for all of them.
 
-Only the runs of the first screen are looked up. The newest event of a run is found from the end of the run's index, so
-the number of older events does not matter.
+The newest events of a run are found from the end of an index, so the number of older events does not matter.
 """
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import func, select, true
+from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from engine.events import Evaluated, IterationDone, Judged
-from launcher.decide.facts import ENDS, OVER
+from engine.events import EngineStarted, Evaluated, IterationDone
+from launcher.decide.facts import OVER
 from launcher.harmless import harmless
 from launcher.ledger.models import BillingInterval, Node, NodeEvent, ProgressRow, Removal, Run, RunStatus
 from launcher.ledger.node_history import metered_micro_usd
+from launcher.ledger.settled import AT_ONCE, judges_micro_usd, unbilled_runs
+from launcher.ledger.store import progress_of
+from launcher.report.target import WINDOW, exact_mean
 from launcher.runs.event_lines import Seen
 
 COUNT = 50
 """Runs that a page shows at first."""
 
 MOST = 1000
-"""Most runs that one answer holds."""
+"""Most runs that one answer of the web view holds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunRow:
-    """One run in the list. `score`: the newest evaluation; None before the first."""
+    """One run in the list. `score`: the mean of the last three evaluations; None before the first."""
 
     name: str
     status: str
@@ -44,6 +46,8 @@ class RunRow:
     max_total_micro_usd: int | None
     money_basis: str
     is_over: bool
+    is_open: bool
+    """True unless the run is over and each of its nodes has its end and its bill on record."""
     is_removed: bool
 
 
@@ -70,6 +74,13 @@ def run_list(session: Session, contains: str = "", count: int = COUNT) -> RunLis
     return RunList(rows=tuple(rows), matching=len(wanted), total=len(names))
 
 
+def all_rows(session: Session) -> list[RunRow]:
+    """Return every run, newest first."""
+    ids, statuses = list(session.scalars(select(Run.id).order_by(Run.id.desc()))), _statuses(session)
+    parts = (ids[start : start + AT_ONCE] for start in range(0, len(ids), AT_ONCE))
+    return [row for part in parts for row in _rows(session, part, statuses)]
+
+
 def run_row(session: Session, name: str) -> RunRow | None:
     """Return one run as in the list, or None for an unknown run."""
     run_id = session.scalar(select(Run.id).where(Run.name == name))
@@ -89,18 +100,19 @@ def _statuses(session: Session) -> dict[int, RunStatus]:
 def _rows(session: Session, ids: Sequence[int], statuses: dict[int, RunStatus]) -> list[RunRow]:
     bills = select(Node.run_id, func.sum(BillingInterval.micro_usd)).join(BillingInterval).group_by(Node.run_id)
     billed = {run_id: int(micro_usd) for run_id, micro_usd in session.execute(bills.where(Node.run_id.in_(ids)))}
-    has_ended = select(NodeEvent.id).where(NodeEvent.node_id == Node.id, NodeEvent.kind.in_(ENDS)).exists()
-    with_nodes = set(session.scalars(select(Node.run_id).where(Node.run_id.in_(ids), ~has_ended).distinct()))
-    judged = _judged(session, ids)
+    unbilled = unbilled_runs(session, ids)
+    judged = judges_micro_usd(session, ids)
     removed = set(session.scalars(select(Removal.run_id).where(Removal.run_id.in_(ids))))
-    done, seen = (_newest_events(session, ids, kind) for kind in (IterationDone.KIND, Evaluated.KIND))
+    done = {run_id: events[-1] for run_id, events in _newest_events(session, ids, IterationDone.KIND, 1).items()}
+    evaluations = _evaluations(session, ids)
     rows = []
     for run in _runs(session, ids):
         status = statuses.get(run.id)
         word = status.status if status is not None else "unknown"
-        metrics = seen[run.id]["metrics"] if run.id in seen else {}
-        metric = run.target_metric or next(iter(metrics), "")
-        is_open = word not in OVER or run.id in with_nodes
+        newest = evaluations[run.id][-1] if run.id in evaluations else {}
+        metric = run.target_metric or next(iter(newest), "")
+        scores = tuple(metrics[metric] for metrics in evaluations.get(run.id, ()) if metric in metrics)
+        is_open = word not in OVER or run.id in unbilled
         rows.append(
             RunRow(
                 name=run.name,
@@ -111,12 +123,13 @@ def _rows(session: Session, ids: Sequence[int], statuses: dict[int, RunStatus]) 
                 iteration=int(done[run.id]["iteration"]) + 1 if run.id in done else 0,
                 iterations=int(run.iterations),
                 metric=metric,
-                score=metrics.get(metric),
+                score=exact_mean(scores) if scores else None,
                 target=run.target_value,
                 micro_usd=judged[run.id] + (_metered(session, run) if is_open else billed.get(run.id, 0)),
                 max_total_micro_usd=run.max_total_micro_usd,
                 money_basis=run.money_basis,
                 is_over=word in OVER,
+                is_open=is_open,
                 is_removed=run.id in removed,
             )
         )
@@ -136,33 +149,34 @@ def _metered(session: Session, row: Any) -> int:
     return metered_micro_usd(session, run, run.clock.now_ms())
 
 
-def _judged(session: Session, ids: Sequence[int]) -> Counter[int]:
-    """Return the cost of paid judges by run, in micro-dollars. SQLite sums it: a run may have many thousand calls."""
-    is_ours = (ProgressRow.kind == Judged.KIND) & ProgressRow.run_id.in_(ids)
-    call = func.json_each(ProgressRow.event, "$.calls").table_valued("value")
-    of_calls = select(ProgressRow.run_id, func.sum(func.json_extract(call.c.value, "$[2]")))
-    held = select(ProgressRow.run_id, func.sum(func.json_extract(ProgressRow.event, "$.unaccounted")))
-    found: Counter[int] = Counter()
-    for query in (of_calls.join(call, true()), held):
-        for run_id, micro_usd in session.execute(query.where(is_ours).group_by(ProgressRow.run_id)):
-            found[run_id] += int(micro_usd or 0)
-    return found
+def _evaluations(session: Session, ids: Sequence[int]) -> dict[int, list[Mapping[str, float]]]:
+    """Return the metrics of the last evaluations of each run, oldest first: as many as a score is the mean of."""
+    went_back = (
+        select(ProgressRow.run_id)
+        .where(ProgressRow.kind == EngineStarted.KIND, ProgressRow.run_id.in_(ids))
+        .group_by(ProgressRow.run_id)
+        .having(func.max(ProgressRow.lineage) > func.min(ProgressRow.lineage))
+    )
+    newest = _newest_events(session, ids, Evaluated.KIND, WINDOW)
+    found = {run_id: [event["metrics"] for event in events] for run_id, events in newest.items()}
+    # Some events of a run that lost its trainer are void.
+    for run in session.scalars(select(Run).where(Run.id.in_(went_back))):
+        found[run.id] = [row.event["metrics"] for row in progress_of(session, run, Evaluated.KIND)][-WINDOW:]
+    return {run_id: metrics for run_id, metrics in found.items() if metrics}
 
 
-def _newest_events(session: Session, ids: Sequence[int], kind: str) -> dict[int, dict[str, Any]]:
-    """Return the newest event of a kind of each run.
-
-    SQLite walks the index of the run from its end to the first event of the kind. The empty string keeps SQLite from
-    the index of the kinds, in which the events of all runs lie.
-    """
+def _newest_events(session: Session, ids: Sequence[int], kind: str, count: int) -> dict[int, list[dict[str, Any]]]:
+    """Return the newest `count` events of a kind of each run, oldest first."""
     newest = (
         select(ProgressRow.id)
-        .where(ProgressRow.run_id == Run.id, ProgressRow.kind.concat("") == kind)
+        .where(ProgressRow.run_id == Run.id, ProgressRow.kind == kind)
         .order_by(ProgressRow.id.desc())
-        .limit(1)
+        .limit(count)
         .correlate(Run)
-        .scalar_subquery()
     )
-    progress_ids = [one for one in session.scalars(select(newest).where(Run.id.in_(ids))) if one is not None]
-    found = session.execute(select(ProgressRow.run_id, ProgressRow.event).where(ProgressRow.id.in_(progress_ids)))
-    return {row.run_id: row.event for row in found}
+    found: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
+    shown = (ProgressRow.id, ProgressRow.run_id, ProgressRow.event)
+    rows = session.execute(select(*shown).join(Run, ProgressRow.id.in_(newest)).where(Run.id.in_(ids)))
+    for row in sorted(rows, key=lambda row: row.id):
+        found[row.run_id].append(row.event)
+    return found
