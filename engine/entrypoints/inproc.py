@@ -110,7 +110,7 @@ def build_inproc(
         node="trainer",
         workers_of_node=1,
         outbox=folder / "outbox",
-        store=CheckpointStore(store),
+        store=CheckpointStore(store, "trainer"),
         transport=_Turns(coordinator, spot),
         progress=ProgressLog(folder / "progress" / "trainer.jsonl", run=run, source="trainer", clock=clock),
         metrics=MetricsLog(folder / "metrics"),

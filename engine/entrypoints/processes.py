@@ -26,6 +26,7 @@ from engine.events import Phase
 from engine.models.load import trainable
 from engine.node.build_worker import load_model, make_worker, reward_of_node
 from engine.node.child import SharedHeartbeat, begin
+from engine.node.lineage_watch import begin_watching
 from engine.node.rank_rendezvous import forget_ranks, joined_group, leaves_torn_group, led_group
 from engine.node.trainer_nodes import RankReport, copy_meeting, meeting_file
 from engine.node_spec import NodeSpec
@@ -85,13 +86,13 @@ def run_trainer(spec: NodeSpec, heartbeat: SharedHeartbeat, ready: Event) -> Non
     begin(spec, "trainer", heartbeat)
     forget_ranks(spec)
     _use_threads(spec)
-    folder = Path(spec.folder)
+    folder, store = Path(spec.folder), when_there_is_room(lambda: CheckpointStore(spec.store, spec.node), print)
     context = TrainerContext(
         run=spec.run,
         node=spec.node,
         workers_of_node=spec.workers,
         outbox=folder / "outbox",
-        store=when_there_is_room(lambda: CheckpointStore(spec.store), print),
+        store=store,
         transport=_transport_of_trainer(spec),
         progress=ProgressLog(
             folder / "progress" / "trainer.jsonl", run=spec.run, source="trainer", clock=spec.clock.run_clock()
@@ -100,6 +101,7 @@ def run_trainer(spec: NodeSpec, heartbeat: SharedHeartbeat, ready: Event) -> Non
         clock=spec.clock.clock(),
         meter=spec.clock.meter(),
         trace=step_trace(spec, "trainer", lambda: 1).stepped,
+        watch_lineage=partial(begin_watching, store),
     )
     adapter = load_model(spec, 0, reads_later=_divides(spec))
     purse = CoordinatorPurse(context.transport, worker=f"{spec.node}/trainer", node=spec.node)

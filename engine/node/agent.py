@@ -40,7 +40,7 @@ from engine.durable import write_durably
 from engine.events import Market
 from engine.mark import MARK, marked
 from engine.node.alone import start_ticks
-from engine.node.child import EXIT_TORN, EXIT_UNANSWERED, Deaths, exit_in_words, last_line, progress_of
+from engine.node.child import EXIT_SUPERSEDED, EXIT_TORN, EXIT_UNANSWERED, Deaths, exit_in_words, last_line, progress_of
 from engine.node.environment import begin_sending
 from engine.node.frozen import FROZEN_SECONDS, Stillness
 from engine.node.hardware import hardware
@@ -115,6 +115,8 @@ class _Child:
             if self.process.exitcode == 0:
                 self.done = True
                 return None
+            if self.process.exitcode == EXIT_SUPERSEDED:
+                return f"{self.name} has ended, because another node is the trainer's now"
             if self.process.exitcode == EXIT_TORN:
                 self.past.add_torn()
             elif not leaving and self.process.exitcode != EXIT_UNANSWERED:
@@ -369,11 +371,15 @@ def _run(runs: str, spec_json: str, *arguments: Any) -> None:
         module = f"engine.entrypoints.{'ray_processes' if runs.startswith('run_ray') else 'processes'}"
     process = getattr(importlib.import_module(module), runs)
     lost = importlib.import_module("engine.worker.transport").CoordinatorLost
+    superseded = importlib.import_module("engine.storage.checkpoint").Superseded
     try:
         process(NodeSpec.model_validate_json(spec_json), *arguments)
     except lost as error:
         print(f"the coordinator is away: {error}", flush=True)
         sys.exit(EXIT_UNANSWERED)
+    except superseded as error:
+        print(error, flush=True)
+        sys.exit(EXIT_SUPERSEDED)
 
 
 def other_setup(spec: NodeSpec) -> str | None:

@@ -7,8 +7,9 @@
 A checkpoint counts once its manifest exists, and the manifest is written last. The files may be written earlier, while
 parts of the manifest are still unknown. The checkpoint also contains the manifest of the *next* batch: exploration for
 the next batch used weights that no longer exist, and a new choice of seeds could differ. The newest checkpoint is the
-highest lineage, then the highest iteration. A zombie trainer whose machine was given up writes under an old lineage,
-and no process reads an old lineage.
+highest lineage, then the highest iteration. A trainer whose node was given up, and which goes on all the same, writes
+under an old lineage. It deletes nothing and saves nothing once a newer lineage is claimed. A new trainer claims its
+lineage before it looks for the newest checkpoint, so what it finds stays there while it reads.
 
 Writing raises OSError if the store is a full disk. Every call raises OSError if the store is a bucket that does not
 answer. The caller may then retry: nothing counts yet.
@@ -48,6 +49,10 @@ READ_BYTES, READ_AT_ONCE = 16 << 20, 4
 
 class CheckpointDamaged(Exception):
     """The files of a checkpoint do not match its manifest."""
+
+
+class Superseded(Exception):
+    """Another trainer has claimed a newer lineage of the run: what this one does no longer counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,25 +113,39 @@ class Start:
 class CheckpointStore:
     """The checkpoints of a run, in a bucket or a folder (obstore URL).
 
-    Creating a store raises OSError if S3 does not return the region of the bucket.
+    `node`: name of the node whose trainer writes; empty for a reader. Creating a store raises OSError if S3 does not
+    return the region of the bucket.
     """
 
-    def __init__(self, url: str) -> None:
-        self.url = url
+    def __init__(self, url: str, node: str = "") -> None:
+        self.url, self.node = url, node
         self._store: ObjectStore = open_store(url)
         self._folder = folder_of(url)
         """The store as a folder; None: a bucket."""
 
     def claim_lineage(self) -> int:
-        """Claim and return a new lineage number. The first lineage is 1."""
-        lineage = 1 + max((int(path.rsplit("/", 1)[1]) for path in self._paths("lineages/")), default=0)
+        """Claim and return a new lineage number for the trainer of this node. The first lineage is 1."""
+        lineage = 1 + self.newest_lineage()
         while True:
             try:
                 with self._trouble_is_an_oserror():
-                    obstore.put(self._store, f"lineages/{lineage:04d}", b"claimed", mode="create")
+                    obstore.put(self._store, f"lineages/{lineage:04d}", self.node.encode(), mode="create")
                 return lineage
             except AlreadyExistsError:
                 lineage += 1
+
+    def newest_lineage(self) -> int:
+        """Return the newest claimed lineage; 0 before the first."""
+        return max((int(path.rsplit("/", 1)[1]) for path in self._paths("lineages/")), default=0)
+
+    def check_lineage(self, lineage: int) -> None:
+        """Raise Superseded if another node has claimed a newer lineage than this one.
+
+        This node may have claimed one itself: its trainer then died before the coordinator began that lineage.
+        """
+        newest = self.newest_lineage()
+        if newest > lineage and (claimed_by := self.get(f"lineages/{newest:04d}").decode()) != self.node:
+            raise Superseded(f"lineage {newest} of the run is claimed by {claimed_by}, which is the trainer's node now")
 
     def write_files(self, name: str, files: Mapping[str, TensorFile | Stored]) -> dict[str, str]:
         """Write the files of a checkpoint and return their digests for `save`.
@@ -170,10 +189,12 @@ class CheckpointStore:
     def save(self, checkpoint: Checkpoint, *, keep: int, digests: Mapping[str, str] | None = None) -> str:
         """Write a checkpoint, the manifest last, and return the digest of its weights.
 
-        After the write, delete all older checkpoints except the newest `keep`.
+        After the write, delete all older checkpoints except the newest `keep`. Raises Superseded, and deletes nothing,
+        if another node has claimed a newer lineage.
 
         digests: of the checkpoint's files, if the files are written already
         """
+        self.check_lineage(checkpoint.lineage)
         folder = f"checkpoints/{checkpoint.name}"
         if digests is None:
             digests = self.write_files(checkpoint.name, checkpoint.files)
@@ -193,6 +214,8 @@ class CheckpointStore:
             "files": {f"{name}.safetensors": digest for name, digest in digests.items()},
         }
         self.put(f"{folder}/manifest.json", json.dumps(manifest, indent=1).encode())
+        # A trainer that claims a lineage from here on finds this checkpoint, which is kept, and not an older one.
+        self.check_lineage(checkpoint.lineage)
         kept = self.names()[-keep:]
         # Also delete folders without a manifest: the trainer or its machine stopped during the write.
         for old in sorted({path.split("/")[1] for path in self._paths("checkpoints/")}.difference(kept)):
@@ -208,6 +231,11 @@ class CheckpointStore:
         """Return the names of complete checkpoints, oldest first."""
         paths = self._paths("checkpoints/")
         return sorted(path.split("/")[1] for path in paths if path.endswith("/manifest.json"))
+
+    def newest_place(self) -> tuple[int, int] | None:
+        """Return lineage and iteration of the newest checkpoint by its name, or None."""
+        names = self.names()
+        return None if not names else (int(names[-1][1:5]), int(names[-1].partition("-i")[2]))
 
     def newest(self) -> Checkpoint | None:
         """Return the newest checkpoint with a complete manifest, or None. Print the name of each skipped checkpoint.

@@ -27,6 +27,14 @@ class Checkpoints:
     def newest(self) -> Checkpoint | None:
         return self._patiently(lambda: self._context.store.newest())
 
+    def newest_place(self) -> tuple[int, int] | None:
+        """Return lineage and iteration of the newest checkpoint, or None."""
+        return self._patiently(lambda: self._context.store.newest_place())
+
+    def check_lineage(self) -> None:
+        """Raise Superseded if the trainer of another node has claimed a newer lineage."""
+        self._patiently(lambda: self._context.store.check_lineage(self._state.lineage))
+
     def start(self) -> Start:
         """Return the start weights named by the job."""
         return self._patiently(lambda: self._context.store.start())
@@ -51,7 +59,10 @@ class Checkpoints:
         return self._patiently(lambda: self._context.store.write_files(name, files))
 
     def save(self, checkpoint: Checkpoint, digests: dict[str, str], *, keep: int) -> None:
-        """Write the manifest, with which the checkpoint counts, and delete all but the `keep` newest."""
+        """Write the manifest, with which the checkpoint counts, and delete all but the `keep` newest.
+
+        Raises Superseded if the trainer of another node has claimed a newer lineage.
+        """
         digest = self._patiently(lambda: self._context.store.save(checkpoint, keep=keep, digests=digests))
         path = f"checkpoints/{checkpoint.name}"
         self._reporter.write(CheckpointSaved(iteration=checkpoint.iteration, path=path, digest=digest))

@@ -18,7 +18,8 @@ class TrainerContext:
     """Names, stores, logs, clock and the transport to the coordinator.
 
     `outbox`: folder for files of tensors, on the coordinator's disk. `trace`: called after every denoising step of the
-    trainer's own rollouts, with the number of finished steps.
+    trainer's own rollouts, with the number of finished steps. `watch_lineage`: called with the trainer's lineage once
+    that is settled; ends this process when a newer one is claimed.
     """
 
     run: str
@@ -32,3 +33,4 @@ class TrainerContext:
     clock: Clock
     meter: WorkMeter = field(default_factory=NoMeter)
     trace: Callable[[Work, int], None] = lambda work, step: None
+    watch_lineage: Callable[[int], None] = lambda lineage: None

@@ -164,7 +164,11 @@ class Loop:
         return self.state.iteration >= self.config.iterations or self.evaluator.target_held()
 
     def run_iteration(self) -> None:
-        """Roll out and train one batch, and choose the next. An evaluation that is due runs beside the batch."""
+        """Roll out and train one batch, and choose the next. An evaluation that is due runs beside the batch.
+
+        Raises Superseded if the trainer of another node has claimed a newer lineage.
+        """
+        self.checkpoints.check_lineage()
         self.reports.begin()
         manifest = self.state.next_batch
         rollouts = self._roll_out(manifest)
@@ -217,10 +221,10 @@ class Loop:
 
     def begin(self) -> None:
         """Restore the newest checkpoint. If the coordinator lost the published weights, begin a new lineage."""
-        newest = self.checkpoints.newest()
+        self.state.lineage = self._settle_lineage(self.checkpoints.newest_place())
+        newest = self.checkpoints.newest()  # after the lineage is claimed: an older trainer deletes nothing any more
         if newest is not None:
             self._restore(newest)
-        self.state.lineage = self._settle_lineage(newest)
         if newest is None:
             unit = self.forecast.unit()
             self.state.next_batch = self.exploration.next_manifest(self.context.run, None, (), unit=unit)
@@ -240,10 +244,10 @@ class Loop:
         self.reporter.write(started)
         self.evaluator.forget_later()
         self._publish(self.model.rollout_weights())
+        self.context.watch_lineage(self.state.lineage)
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         if checkpoint.config_digest != self.state.config_digest:
-            self.state.lineage = checkpoint.lineage
             text = "the job differs from the one that made the checkpoint; it goes on with the job as it is now"
             self.reporter.warn(text)
         self.state.restore(checkpoint)
@@ -256,10 +260,18 @@ class Loop:
                 "the average begins anew"
             )
 
-    def _settle_lineage(self, newest: Checkpoint | None) -> int:
+    def _settle_lineage(self, newest: tuple[int, int] | None) -> int:
+        """Return the coordinator's lineage if it continues the newest checkpoint, else a new one.
+
+        `newest`: lineage and iteration of that checkpoint. Raises Superseded if the coordinator's lineage is not the
+        newest one claimed: its node was given up while it could not be reached.
+        """
         known = self.coordinator.peek()
-        same = known.lineage > 0 and (newest is None or newest.lineage == known.lineage)
-        if same and (known.version is None or known.version <= self.state.iteration):
+        lineage, iteration = newest or (known.lineage, 0)
+        if known.lineage > 0:
+            self.state.lineage = known.lineage
+            self.checkpoints.check_lineage()
+        if known.lineage == lineage > 0 and (known.version is None or known.version <= iteration):
             return known.lineage
         lineage = self.checkpoints.claim_lineage()
         self.coordinator.begin_lineage(lineage)

@@ -8,7 +8,7 @@ from sqlalchemy import Select, func, select
 from sqlalchemy.orm import InstrumentedAttribute, Session, sessionmaker
 
 from engine.clock import Clock
-from engine.events import EngineFinished, IterationDone, Judged
+from engine.events import EngineFinished, EngineStarted, IterationDone, Judged
 from launcher.decide import budget_guard
 from launcher.decide.clock_doubt import Doubt
 from launcher.decide.current_prices import PriceNow, repriced
@@ -79,6 +79,8 @@ class FactsReader:
         """The newest ids that `_settled` and `_open` know, of the tables in `_CHANGES`."""
         self._plans: dict[int, int] = {}
         """By run: the hourly cost of the run's plan, in micro-dollars."""
+        self._lineage = 0
+        """The newest lineage that a trainer has started."""
         self._advance = (0, -1, 0)
         """The id of the last iteration row read, the furthest iteration, and the time of first reaching that
         iteration."""
@@ -114,12 +116,16 @@ class FactsReader:
                 break
             stage_ms = status.at_ms
         planned_ms = next((row.at_ms for row in statuses if row.status == Stage.PLANNED), self._run.created_ms)
+        of_run = ProgressRow.run_id == self._run.id
+        lineage = select(func.max(ProgressRow.lineage)).where(of_run, ProgressRow.kind == EngineStarted.KIND)
         finished = session.scalar(
             select(ProgressRow)
             .where(
-                ProgressRow.run_id == self._run.id,
+                of_run,
                 ProgressRow.kind == EngineFinished.KIND,
                 ProgressRow.at_ms >= planned_ms,
+                # A trainer that was given up may finish beside its successor: that is not the end of the run.
+                ProgressRow.lineage >= func.coalesce(lineage.scalar_subquery(), 0),
             )
             .order_by(ProgressRow.id.desc())
             .limit(1)
@@ -155,19 +161,23 @@ class FactsReader:
         return WorkLeft(iterations=expected, done=done, iteration_ms=self._plan.pace_ms)
 
     def _advanced_ms(self, session: Session) -> int:
-        """Return the time at which the run first reached its furthest iteration. Repeated iterations are no progress.
+        """Return the time at which the run first reached its furthest iteration.
 
-        Rows are only added, never changed, so each pass reads only the new rows: a run may have many thousands.
+        Repeated iterations are no progress, nor are those of a trainer whose successor has started. Rows are only
+        added, never changed, so each pass reads only the new rows: a run may have many thousands.
         """
         last_id, best, at_ms = self._advance
+        kinds = (IterationDone.KIND, EngineStarted.KIND)
         rows = session.scalars(
             select(ProgressRow)
-            .where(ProgressRow.run_id == self._run.id, ProgressRow.kind == IterationDone.KIND, ProgressRow.id > last_id)
+            .where(ProgressRow.run_id == self._run.id, ProgressRow.kind.in_(kinds), ProgressRow.id > last_id)
             .order_by(ProgressRow.id)
         )
         for row in rows:
             last_id = row.id
-            if row.event["iteration"] > best:
+            if row.kind == EngineStarted.KIND:
+                self._lineage = max(self._lineage, row.lineage)
+            elif row.lineage >= self._lineage and row.event["iteration"] > best:
                 best, at_ms = row.event["iteration"], row.at_ms
                 # Use the controller's clock, because the trainer's clock may be wrong.
                 self.standstill.since_ms = self._clock.now_ms()

@@ -94,6 +94,27 @@ class Fleet:
                 start_new_session=True,
             )
 
+    def promote(self, node: str, *, port: int | None = None) -> None:
+        """Give the role of the trainer to a spot node: end its processes, and start its agent with another spec.
+
+        `port`: of its coordinator, while the one before still listens. The other nodes are told with `redirect`.
+        """
+        self.port = port or self.port
+        self._restart(node, {"role": "trainer", "token": TOKEN})
+
+    def redirect(self, node: str) -> None:
+        """Tell a spot node the port of the trainer's node now."""
+        self._restart(node, {})
+
+    def _restart(self, node: str, changes: dict[str, Any]) -> None:
+        self.end(node)
+        file = self.folder / "nodes" / node / "node.json"
+        spec = NodeSpec.model_validate_json(file.read_text())
+        for stale in ("agent.json", "ready.json", "exit.json", "notice.json"):
+            (file.parent / stale).unlink(missing_ok=True)
+        file.write_text(spec.model_copy(update={"coordinator_port": self.port, **changes}).model_dump_json())
+        self.agents[node] = self._spawn("engine.node.agent", file)
+
     def pids(self, node: str) -> list[int]:
         """Return every process of the node's session."""
         session = self.agents[node].pid

@@ -1,7 +1,9 @@
 """Checkpoint store: a checkpoint counts once its manifest is written; the newest lineage comes first."""
 
 import json
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 
 import obstore
@@ -9,7 +11,7 @@ import pytest
 
 from engine.drift import Look
 from engine.protocol.request import Group, Manifest
-from engine.storage.checkpoint import Checkpoint, CheckpointDamaged, CheckpointStore, RowsThatFit
+from engine.storage.checkpoint import Checkpoint, CheckpointDamaged, CheckpointStore, RowsThatFit, Superseded
 from engine.storage.tensor_files import Stored
 
 MANIFEST = Manifest(
@@ -180,3 +182,84 @@ def test_lineages_claimed_at_the_same_time_are_different(tmp_path, store):
     with ThreadPoolExecutor(len(stores)) as pool:
         claimed = list(pool.map(lambda one: [one.claim_lineage() for _ in range(4)], stores))
     assert sorted(lineage for some in claimed for lineage in some) == list(range(1, 33))
+
+
+def test_a_trainer_whose_role_another_node_has_saves_and_deletes_nothing(tmp_path):
+    url = f"file://{tmp_path}/store"
+    old, successor = CheckpointStore(url, "old"), CheckpointStore(url, "successor")
+    assert old.claim_lineage() == 1
+    for iteration in (1, 2):
+        old.save(at(iteration), keep=1)
+    assert successor.claim_lineage() == 2
+    with pytest.raises(Superseded, match="lineage 2 of the run is claimed by successor"):
+        old.save(at(3), keep=1)
+    with pytest.raises(Superseded):
+        old.check_lineage(1)
+    assert old.names() == [at(2).name]
+    successor.check_lineage(2)
+    successor.save(at(3, lineage=2), keep=1)
+    assert successor.names() == [at(3, lineage=2).name]
+
+
+def test_a_lineage_that_a_node_claimed_and_never_began_does_not_end_its_own_trainer(tmp_path):
+    store = CheckpointStore(f"file://{tmp_path}/store", "node")
+    assert [store.claim_lineage(), store.claim_lineage()] == [1, 2]
+    store.check_lineage(1)
+    store.save(at(1), keep=1)
+    assert store.newest() == at(1)
+
+
+class Interrupted(CheckpointStore):
+    """A store whose `act` is called before each access, with the number of the access."""
+
+    def __init__(self, url, act):
+        super().__init__(url, "old")
+        self.accesses, self._act, self._turn = 0, act, threading.Lock()
+
+    def _next(self):
+        with self._turn:  # files are written side by side
+            self.accesses += 1
+            self._act(self.accesses)
+
+    def _paths(self, prefix):
+        self._next()
+        return super()._paths(prefix)
+
+    def put(self, path, data):
+        self._next()
+        super().put(path, data)
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_successor_reads_what_it_found_whatever_the_old_trainer_does_in_between(tmp_path, keep):
+    """Try every order of a claim, a look and a read of the successor between the accesses of the old trainer."""
+    cases = 0
+    for claim in range(1, 22):
+        for look in (claim, claim + 1, claim + 5):
+            for read in (look, look + 1, look + 4, look + 9):
+                found: dict[str, str] = {}
+                url = f"file://{tmp_path}/{claim}-{look}-{read}"
+                successor = CheckpointStore(url, "successor")
+
+                def act(number, moments=(claim, look, read), successor=successor, found=found):
+                    if number == moments[0]:
+                        successor.claim_lineage()
+                    if number == moments[1]:
+                        found["name"] = successor.names()[-1]
+                    if number == moments[2]:
+                        found["read"] = successor.load(found["name"]).name
+
+                first = CheckpointStore(url, "old")
+                assert first.claim_lineage() == 1
+                first.save(at(1), keep=keep)
+                old = Interrupted(url, act)
+                with suppress(Superseded):
+                    for iteration in range(2, 6):
+                        old.save(at(iteration), keep=keep)
+                if "name" not in found:
+                    continue  # the old trainer had ended before
+                assert successor.load(found["name"]).name == found["name"], (claim, look, read)
+                cases += "read" in found
+                successor.save(at(9, lineage=2), keep=1)
+                assert successor.newest().name == at(9, lineage=2).name
+    assert cases > 50

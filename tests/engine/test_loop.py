@@ -33,7 +33,7 @@ from engine.models.load import ReferencePolicy, load_adapter, trainable
 from engine.models.weights import get_weights
 from engine.prompts import held_out_digits, prompt_source
 from engine.protocol.request import Kind, Score
-from engine.storage.checkpoint import CheckpointStore
+from engine.storage.checkpoint import CheckpointStore, Superseded
 
 CANDIDATES = 8
 TINY = EngineConfig(
@@ -202,6 +202,26 @@ def test_a_lost_machine_goes_on_from_its_checkpoint_under_the_next_lineage(tmp_p
     last = newest(new)
     assert (last.lineage, last.iteration, dict(last.files), last.evaluations) == (2, *straight[:3])
     assert {**manifests(old), **manifests(new)} == straight[4]
+
+
+def test_a_trainer_whose_role_another_node_took_ends_without_a_word(tmp_path, straight):
+    """As after a freeze: the node was given up, and its successor has begun from the checkpoint."""
+    store = CheckpointStore((tmp_path / "store").absolute().as_uri(), "successor")
+    claimed = []
+
+    def claims(made, prompts):
+        if not claimed and store.names():
+            claimed.append(store.claim_lineage())
+        return brightness(made, prompts)
+
+    with pytest.raises(Superseded, match="claimed by successor"):
+        finish(TINY, tmp_path, reward=claims)
+    assert claimed == [2]
+    assert [name[:5] for name in store.names()] == ["l0001"]
+    assert store.newest().iteration == 1, "what was trained after the claim was not saved"
+    assert not progress(tmp_path, "engine_finished")
+    with pytest.raises(Superseded):  # its agent starts the process again
+        finish(TINY, tmp_path)
 
 
 def test_with_a_checkpoint_every_other_batch_the_lost_batch_is_trained_again_under_a_new_lineage(tmp_path, straight):
