@@ -23,6 +23,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session, sessionmaker
 
 from engine.clock import Clock
+from engine.node_spec import NodeSpec
 from launcher.controller.checkpoint_transfer import CheckpointTransfer, copy_checkpoint
 from launcher.controller.cloud_time import CloudTime
 from launcher.controller.engine_client import EngineClient
@@ -32,13 +33,33 @@ from launcher.controller.node_specs import node_spec
 from launcher.controller.recorder import Recorder
 from launcher.controller.spend_deadlines import SpendDeadlines
 from launcher.decide import budget_guard
-from launcher.decide.actions import Action, Buy, Enter, Release, RepeatRequest, StopEngine
+from launcher.decide.actions import (
+    Action,
+    Buy,
+    Enter,
+    Promote,
+    Release,
+    RepeatPromotion,
+    RepeatRequest,
+    StopEngine,
+)
 from launcher.decide.clock_doubt import Doubt
-from launcher.decide.facts import FOUND, INCOMPLETE, OVER, Facts, NodeRecord, Stage, Wanted
+from launcher.decide.facts import (
+    FOUND,
+    INCOMPLETE,
+    OVER,
+    PROMOTED,
+    Facts,
+    NodeRecord,
+    Stage,
+    Wanted,
+    promotion_text,
+)
 from launcher.decide.failover import LaunchRate
 from launcher.decide.known_nodes import KnownNodes
 from launcher.decide.launch_history import MoveRules
 from launcher.decide.node_facts import NodeFact, NodeStatus
+from launcher.decide.promotion import can_take_over
 from launcher.decide.reconcile import decide
 from launcher.decide.run_budget import judges_refusal, refused_now
 from launcher.decide.steps import Steps
@@ -172,7 +193,7 @@ class Controller:
         if facts.stage not in OVER and cloud is not None:
             take(partial(self.engine.send_capacity, facts.nodes, cloud), None)
         for action in actions:
-            if not (steps.errors and isinstance(action, Buy | RepeatRequest)):
+            if not (steps.errors and isinstance(action, Buy | RepeatRequest | Promote)):
                 take(partial(self._act, action), None)
         if facts.stage not in OVER or actions or steps.errors:
             return False
@@ -265,6 +286,10 @@ class Controller:
                 self._buy(action)
             case RepeatRequest():
                 self._request(action.node)
+            case Promote():
+                self._promote(action)
+            case RepeatPromotion():
+                self._assign(action.node)
             case Release():
                 self._release(action)
             case StopEngine():
@@ -336,17 +361,40 @@ class Controller:
             return  # the next pass tries again
         requested_ms = self._clock.now_ms()
         self.recorder.check_lease()
-        spec = node_spec(
+        self._provisioner.request(option_of(node).placement, self._spec_of(node, facts))
+        with self.recorder.transaction() as session:
+            self._event(session, node, "requested", requested_ms)
+
+    def _spec_of(self, node: Node, facts: Facts) -> NodeSpec:
+        return node_spec(
             self._run,
             self._job,
             node,
+            now=next(record for record in facts.nodes if record.name == node.name),
             is_cloud=bool(self.sites),
             money_deadline_ms=self.deadlines.deadline_ms(facts, self.wanted, self._clock.now_ms()),
             money_longest_ms=self.deadlines.longest_ms(node, facts, self.wanted) if self.sites else None,
         )
-        self._provisioner.request(option_of(node).placement, spec)
+
+    def _promote(self, action: Promote) -> None:
         with self.recorder.transaction() as session:
-            self._event(session, node, "requested", requested_ms)
+            records = node_records(session, self._run)
+            node = next(record for record in records if record.name == action.node)
+            if not can_take_over(node) or any(one.slot == action.slot and one.is_live for one in records):
+                return  # the next pass decides again
+            row = session.scalars(select(Node).where(Node.name == action.node)).one()
+            log.info("%s takes the role of %s: %s", action.node, action.slot, action.why)
+            text = promotion_text(action.slot, action.generation, action.why)
+            self._event(session, row, PROMOTED, self._clock.now_ms(), text)
+        # The promotion is durable. After a crash here the next pass orders it again.
+        self._assign(action.node)
+
+    def _assign(self, name: str) -> None:
+        with self._sessions() as session:
+            node = session.scalars(select(Node).where(Node.name == name)).one()
+            facts = self._facts_in(session)
+        self.recorder.check_lease()
+        self._provisioner.assign(self._spec_of(node, facts))
 
     def _release(self, action: Release) -> None:
         with self.recorder.transaction() as session:

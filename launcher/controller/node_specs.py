@@ -6,6 +6,7 @@ from typing import Literal, get_args
 
 from engine.events import Market
 from engine.node_spec import ClockConfig, NodeSpec, role_token
+from launcher.decide.facts import NodeRecord
 from launcher.job.schema import Job
 from launcher.ledger.models import Node, Run
 from launcher.placement.plan import SlotRole, number_of_trainer_slot
@@ -17,22 +18,30 @@ _ROLES: Mapping[str, SlotRole] = {role: role for role in get_args(SlotRole)}
 
 
 def node_spec(
-    run: Run, job: Job, node: Node, *, is_cloud: bool, money_deadline_ms: int | None, money_longest_ms: int | None
+    run: Run,
+    job: Job,
+    node: Node,
+    *,
+    now: NodeRecord | None = None,
+    is_cloud: bool,
+    money_deadline_ms: int | None,
+    money_longest_ms: int | None,
 ) -> NodeSpec:
-    """Return the NodeSpec of a node.
+    """Return the NodeSpec of a node. `now`: the same node with the role that it has now; None: as it was bought.
 
     On a real cloud the provisioner adds the folder, the addresses and the digest.
     """
     folder = Path(run.folder)
-    role = _ROLES[node.role]
+    has = now or node
+    role = _ROLES[has.role]
     store = run_store(job.store, node.cloud, run.name) if is_cloud else (folder / "store").as_uri()
     return NodeSpec(
         run=run.name,
         node=node.name,
         role=role,
         trainer_nodes=1 if role == "rollout" else job.resources.trainer.num_nodes,
-        trainer_node=number_of_trainer_slot(node.slot) if role == "ranks" else 0,
-        generation=node.generation,
+        trainer_node=number_of_trainer_slot(has.slot) if role == "ranks" else 0,
+        generation=has.generation,
         market=Market(node.market),
         workers=max(1, node.gpus - (job.reward.pool_gpus if role == "rollout" else 0)),
         folder=str(node_folder(folder, node.name)),

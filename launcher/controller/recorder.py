@@ -139,7 +139,7 @@ class Recorder:
 
     def write_progress(self) -> None:
         with self._sessions() as session:
-            trainers = [node.name for node in nodes_of(session, self._run) if node.role == "trainer"]
+            trainers = [node.name for node in node_records(session, self._run) if node.role == "trainer"]
         folders = [node_folder(Path(self._run.folder), name) for name in trainers]
         lines = [line for folder in folders for line in self.progress_files.read(folder) if line.run == self._run.name]
         if not lines:

@@ -43,6 +43,26 @@ class RepeatRequest:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Promote:
+    """Record that a node takes the role of the trainer, then order its agent to start again as one.
+
+    `slot`, `generation`: the node's from now on.
+    """
+
+    node: str
+    slot: str
+    generation: int
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RepeatPromotion:
+    """Repeat the order to a promoted node, which may not have reached it."""
+
+    node: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Release:
     """Terminate nodes.
 
@@ -62,4 +82,4 @@ class StopEngine:
     reason: str
 
 
-Action = Enter | Buy | RepeatRequest | Release | StopEngine
+Action = Enter | Buy | RepeatRequest | Promote | RepeatPromotion | Release | StopEngine

@@ -47,6 +47,10 @@ the node's release, and says why."""
 FOUND = "found"
 """Kind of the event of a node that the ledger did not know: the ledger was restored from a backup."""
 
+PROMOTED = "promoted"
+"""Kind of the event of a node that takes the role of the trainer. Its evidence begins with the slot and generation that
+the node has from then on."""
+
 FAILING = "failed: "
 """Prefix of the reason of a run that drains after a failure. The run becomes `failed` once all its nodes are gone."""
 
@@ -66,9 +70,24 @@ The texts of clouds begin differently."""
 PATIENT = MoveRules()
 
 
+def promotion_text(slot: str, generation: int, why: str) -> str:
+    """Return the evidence of the event `promoted`."""
+    return f"{slot} g{generation}: {why}"
+
+
+def promotion_of(evidence: str) -> tuple[str, int]:
+    """Return the slot and generation that the event `promoted` gives to its node."""
+    slot, _, generation = evidence.partition(":")[0].rpartition(" g")
+    return slot, int(generation)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeRecord:
-    """The ledger's record of a node. `happened` maps each event kind to its first time (run's clock)."""
+    """The ledger's record of a node. `happened` maps each event kind to its first time (run's clock).
+
+    `slot`, `generation` and `role` are those that the node has now: a promotion changes them, and `ready` is then the
+    time at which the node's processes called in again.
+    """
 
     name: str
     slot: str

@@ -116,6 +116,12 @@ class KnownNodes(Sequence[NodeRecord]):
             found.update((node.name, node) for node in nodes)
         return sorted(found.values(), key=lambda node: self._number[node.name])
 
+    def next_generation(self, run: str, slot: str, generation: int) -> int:
+        """Return `generation`, or the next one whose name no node has: a promoted node keeps its name."""
+        while f"{run}-{slot}-g{generation}" in self._records:
+            generation += 1
+        return generation
+
     def requested_after(self, after_ms: int) -> list[int]:
         """Return the times of the requests made after a time, oldest first."""
         return self._requested_ms[bisect_right(self._requested_ms, after_ms) :]

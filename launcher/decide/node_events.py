@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from launcher.decide.facts import FOUND, INSTANCE_ENDED, NodeRecord
+from launcher.decide.facts import FOUND, INSTANCE_ENDED, PROMOTED, NodeRecord
 from launcher.decide.node_facts import NodeFact, NodeStatus
 
 UNKNOWN_MS = 600_000
@@ -83,7 +83,9 @@ def _news_of(node: NodeRecord, fact: NodeFact | None, now_ms: int, since_ms: int
         up_ms = min(node.requested_ms, now_ms)
         yield Note(node=node.name, kind="up", at_ms=up_ms, evidence="no inventory listed it: billed from its request")
     # `ready` waits for `up`: an inventory may list an instance minutes after its workers have called in.
-    if up_ms is not None and fact.ready_ms is not None and "ready" not in node.happened:
+    # A promoted node is ready once its new processes have called in.
+    is_new = fact.ready_ms is not None and fact.ready_ms >= node.happened.get(PROMOTED, fact.ready_ms)
+    if up_ms is not None and fact.ready_ms is not None and is_new and "ready" not in node.happened:
         ready_ms = _plausible_ms(up_ms, fact.ready_ms, now_ms)
         yield Note(node=node.name, kind="ready", at_ms=ready_ms, evidence=fact.hardware[:HARDWARE_CHARACTERS])
     if fact.notice_deadline_ms is not None and "notice" not in node.happened:

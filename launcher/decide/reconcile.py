@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from engine.events import EngineFinished
 from launcher.decide import budget_guard
-from launcher.decide.actions import Action, Buy, Enter, Release, RepeatRequest, StopEngine
+from launcher.decide.actions import Action, Buy, Enter, Promote, Release, RepeatPromotion, RepeatRequest, StopEngine
 from launcher.decide.facts import FAILING, FOUND, OVER, Facts, NodeRecord, Stage, Wanted
 from launcher.decide.failover import StandIn, why_idle
 from launcher.decide.further_nodes import given_back_trainer
@@ -21,6 +21,7 @@ from launcher.decide.giving_back import nodes_above_hourly_limit, nodes_to_relea
 from launcher.decide.known_nodes import KnownNodes
 from launcher.decide.launch_history import Tried
 from launcher.decide.placing import place_of
+from launcher.decide.promotion import is_taking_over, successor_among
 from launcher.decide.replacing import attempt_of, needs_successor, stays
 from launcher.decide.run_budget import beside, budget_refusal
 from launcher.decide.steps import Steps, unprotected
@@ -138,6 +139,7 @@ def _fill(
     actions: list[Action] = [
         RepeatRequest(node=node.name) for node in live if not {"requested", FOUND} & node.happened.keys()
     ]
+    actions += [RepeatPromotion(node=node.name) for node in live if is_taking_over(node)]
     actions += releases
     after, launches = list(live), _launches(known, wanted, facts.now_ms)
     refusals: list[str] = []
@@ -152,6 +154,15 @@ def _fill(
         if slot.role == "rollout" and (evidence := is_given_up(recent, slot)) is not None:
             refusals.append(f"{slot.name} is left empty, its last {SAME_ENDS} nodes ended in the same way: {evidence}")
             continue
+        promoted = successor_among(slot, held, recent, wanted)
+        if latest is not None and promoted is not None:
+            generation = latest.generation + 1
+            why = f"{latest.name} ended: {latest.evidence}"
+            actions.append(Promote(node=promoted.name, slot=slot.name, generation=generation, why=why))
+            by_slot[promoted.slot] = [node for node in by_slot[promoted.slot] if node.name != promoted.name]
+            after = [node for node in after if node.name != promoted.name]
+            after.append(replace(promoted, slot=slot.name, generation=generation, role=slot.role))
+            continue
         works = any(stays(node) for node in held)  # a stand-in counts as working; the slot's next node may be on spot
         if wanted.launch_rate is not None and wanted.launch_rate.next_ms(launches) > facts.now_ms:
             refusals.append(f"{slot.name} is not bought: {wanted.launch_rate.per_minute} launches a minute at most")
@@ -162,7 +173,7 @@ def _fill(
             refusals += [] if works else [f"{slot.name} is not bought: {move.why}"]
             continue
         rate = move.placement.micro_usd_per_hour + beside(move.placement, facts)
-        generation = 0 if latest is None else latest.generation + 1
+        generation = known.next_generation(wanted.run, slot.name, 0 if latest is None else latest.generation + 1)
         reserve = budget_guard.worst_case(rate, MINIMUM_BILLED_MS)
         missing = _missing_beside(slot, after, wanted)
         # On clouds, the trainer's nodes are alike, but the plan's prices may be old.

@@ -19,7 +19,7 @@ LONGEST_WAIT_MS = 600_000
 
 def needs_successor(slot: Slot, latest: NodeRecord, held: Sequence[NodeRecord], facts: Facts) -> bool:
     """Return whether a used slot needs a new node: the slot is empty, soon empty, or held by a stand-in."""
-    if slot.role != "rollout" and latest.wanted is not None and any(node.is_live for node in held):
+    if slot.role != "rollout" and any(node.is_live for node in held):
         return False  # two trainers would both write the run's checkpoints, so the old trainer must be gone
     if any(stays(node) for node in held) and not _may_go_back(slot, held, facts):
         return False

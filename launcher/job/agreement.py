@@ -152,6 +152,30 @@ def spot_only_has_spot(job: "Job") -> None:
         )
 
 
+def a_trainer_on_spot_can_be_replaced(job: "Job") -> None:
+    """A lost trainer's role goes to another node (launcher/decide/promotion.py), which not every run can do yet."""
+    trainer, found = job.resources.trainer, "resources.trainer.use_spot is true"
+    if not trainer.use_spot:
+        return
+    if job.spot == "never":
+        raise ValueError(f"{found}, but spot is never; use false, or spot: auto")
+    if job.clouds:
+        raise ValueError(
+            f"{found}, but infra is {job.infra}, where no other node can take a lost trainer's role yet; use false, or "
+            "infra: local"
+        )
+    if trainer.num_nodes > 1:
+        raise ValueError(
+            f"{found}, and resources.trainer.num_nodes {trainer.num_nodes}; use false, or one node, because the loss "
+            "of any of several nodes stops the whole trainer"
+        )
+    if job.runtime.name == "ray":
+        raise ValueError(
+            f"{found}, but runtime.name is ray, whose cluster ends with the trainer's node; use false, or "
+            "runtime: {name: local}"
+        )
+
+
 CHECKS: tuple[Callable[["Job"], None], ...] = (
     the_reward_exists,
     keys_are_secrets,
@@ -164,5 +188,6 @@ CHECKS: tuple[Callable[["Job"], None], ...] = (
     the_store_is_where_infra_is,
     resources_are_where_the_network_is,
     spot_only_has_spot,
+    a_trainer_on_spot_can_be_replaced,
 )
 """All checks, in the order in which they are made. The first that fails is reported."""

@@ -55,7 +55,8 @@ class Job(EngineConfig):
     """Nodes of the trainer and of the rollout workers."""
     spot: Literal["auto", "only", "never"] = "auto"
     """Capacity type of the rollout nodes. `auto`: spot, and on-demand where the plan finds too little spot capacity.
-    `only`: never on-demand. `never`: always on-demand. The trainer is always bought on demand."""
+    `only`: never on-demand. `never`: always on-demand. `resources.trainer.use_spot` says
+    how the trainer is bought."""
     budget: Budget = Budget()
     """Spending limits of the run. A run on clouds needs `max_total` and `max_hourly`."""
     price_overrides: tuple[PriceOverride, ...] = ()

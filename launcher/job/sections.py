@@ -31,8 +31,8 @@ class NodeResources(Strict):
     instance_type: str | None = None
     """Instance type of the cloud, like `g6.xlarge`. None: any type with the accelerators."""
     use_spot: bool = False
-    """True: buy spot capacity. Default: false for the trainer, where only false is allowed, and true for rollout
-    nodes."""
+    """True: buy spot capacity. Default: false for the trainer, and true for rollout nodes. A trainer on spot is lost
+    now and then; a rollout node that is up then takes its role. So far on the local infra only, with one node."""
     num_nodes: Annotated[int, Field(ge=0, le=64)] = 1
     """Number of nodes. Of the trainer: 1, or up to as many as it has ranks, which `runtime.trainer_ranks` names and the
     nodes share equally. For rollout nodes: the maximum, default 2."""
@@ -80,14 +80,11 @@ class NodeResources(Strict):
 
 
 class Resources(Strict):
-    """Nodes of a job.
-
-    The trainer is bought on demand. Rollout nodes may be spot, and the number of rollout nodes may change during the
-    run.
-    """
+    """Nodes of a job. The number of rollout nodes may change during the run."""
 
     trainer: NodeResources = NodeResources()
-    """Nodes of the trainer, on demand. One, unless `num_nodes` says otherwise; several are alike and in one zone."""
+    """Nodes of the trainer, on demand unless `use_spot` says otherwise. One, unless `num_nodes` says otherwise; several
+    are alike and in one zone."""
     rollout: NodeResources = NodeResources(use_spot=True, num_nodes=2)
     """Nodes of the rollout workers. Default: up to two spot nodes."""
     disk_gb: Annotated[int, Field(ge=1, le=16_000)] | None = None
@@ -101,12 +98,7 @@ class Resources(Strict):
 
     @field_validator("trainer")
     @classmethod
-    def _trainer_that_stays(cls, value: NodeResources) -> NodeResources:
-        if value.use_spot:
-            raise ValueError(
-                "trainer.use_spot is true; use false, because the trainer holds the weights and the work committed "
-                "by spot nodes"
-            )
+    def _one_trainer_at_least(cls, value: NodeResources) -> NodeResources:
         if not value.num_nodes:
             raise ValueError("trainer.num_nodes is 0; use 1 or more, because nothing else can train")
         return value

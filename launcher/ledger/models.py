@@ -246,7 +246,8 @@ class NodeEvent(Base):
 
     stand_in (the node replaces missing spot; the evidence says why), found (the ledger did not know the node: it was
     restored from a backup), requested (the cloud was called), up (billing starts), ready (its workers called in),
-    notice, incomplete (the node's trainer never was whole; the evidence says why), releasing (the launcher requested
+    notice, promoted (it takes the role of the trainer),
+    incomplete (the node's trainer never was whole; the evidence says why), releasing (the launcher requested
     termination), instance_ended (the VM has ended, and a disk is left).
     The last event: gone, released, denied or no_capacity. A node whose VM was found alive after that has `up` again,
     and another last event.

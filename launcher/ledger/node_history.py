@@ -7,7 +7,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from engine.events import Market
-from launcher.decide.facts import ENDS, INSTANCE_ENDS, NodeRecord
+from launcher.decide.facts import ENDS, INSTANCE_ENDS, PROMOTED, NodeRecord, promotion_of
 from launcher.decide.node_events import Note
 from launcher.decide.price_events import Paid
 from launcher.ledger.accounting import charges_of_run, prices_of_run, unpaid_lives
@@ -34,6 +34,7 @@ def metered_at(session: Session, run: Run, at_ms: Mapping[str, int], now_ms: int
 def node_records(session: Session, run: Run) -> list[NodeRecord]:
     happened: defaultdict[int, dict[str, int]] = defaultdict(dict)
     evidence: dict[int, str] = {}
+    roles: dict[int, tuple[str, int]] = {}
     of_run = select(Node.id).where(Node.run_id == run.id)
     for event in session.scalars(select(NodeEvent).where(NodeEvent.node_id.in_(of_run)).order_by(NodeEvent.id)):
         known = happened[event.node_id]
@@ -41,6 +42,10 @@ def node_records(session: Session, run: Run) -> list[NodeRecord]:
             for kind in known.keys() & INSTANCE_ENDS:
                 del known[kind]
             evidence.pop(event.node_id, None)
+        if event.kind == PROMOTED:
+            roles[event.node_id] = promotion_of(event.evidence)
+            known.pop(PROMOTED, None)
+            known.pop("ready", None)
         known.setdefault(event.kind, event.at_ms)
         if event.kind in ENDS:
             evidence[event.node_id] = event.evidence
@@ -50,9 +55,9 @@ def node_records(session: Session, run: Run) -> list[NodeRecord]:
     return [
         NodeRecord(
             name=node.name,
-            slot=node.slot,
-            generation=node.generation,
-            role=node.role,
+            slot=roles[node.id][0] if node.id in roles else node.slot,
+            generation=roles[node.id][1] if node.id in roles else node.generation,
+            role="trainer" if node.id in roles else node.role,
             market=Market(node.market),
             micro_usd_per_hour=now.get(node.id, node).micro_usd_per_hour,
             requested_ms=node.requested_ms,

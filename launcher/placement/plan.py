@@ -138,7 +138,8 @@ def plan_local(job: Job, offers: Sequence[Offer]) -> Plan:
     plans = [slots for region in regions if (slots := _slots_in(region, trainer, rollout, market, offers))]
     if not plans:
         raise PlacementError(
-            f"no region of the catalog offers {trainer.accelerators} on demand together with {rollout.accelerators} "
+            f"no region of the catalog offers {trainer.accelerators} {'on spot' if trainer.use_spot else 'on demand'} "
+            f"together with {rollout.accelerators} "
             f"{'on spot' if market is Market.SPOT else 'on demand'}; loosen resources.*.infra or take another "
             "accelerator"
         )
@@ -161,12 +162,19 @@ def _slots_in(
     counts only if the region also sells the instance type on demand, because a slot records the on-demand price.
     """
     here = [offer for offer in offers if (offer.cloud, offer.region) == region]
-    trainer_offers = _fitting(trainer, Market.ON_DEMAND, here)
+    steady = {offer.instance_type: offer for offer in reversed(_fitting(trainer, Market.ON_DEMAND, here))}
+    of_market = _fitting(trainer, Market.SPOT if trainer.use_spot else Market.ON_DEMAND, here)
+    trainer_offers = [offer for offer in of_market if offer.instance_type in steady]
     if not trainer_offers:
         return None
     offer = trainer_offers[0]
     slots = [
-        slot_of(trainer_slot(number), "ranks" if number else "trainer", offer, offer.micro_usd_per_hour)
+        slot_of(
+            trainer_slot(number),
+            "ranks" if number else "trainer",
+            offer,
+            steady[offer.instance_type].micro_usd_per_hour,
+        )
         for number in range(trainer.num_nodes)
     ]
     if rollout.num_nodes == 0:

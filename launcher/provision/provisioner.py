@@ -17,6 +17,12 @@ class Provisioner(Protocol):
     def request(self, want: Placement, spec: NodeSpec) -> None:
         """Request a node called `spec.node` and return at once. A repeated name requests no second node."""
 
+    def assign(self, spec: NodeSpec) -> None:
+        """Have a node that runs start again with another spec, which gives it another role. Returns at once.
+
+        A repeated order changes nothing. A node that has ended, or is about to be preempted, stays as it is.
+        """
+
     def observe(self) -> Sequence[NodeFact]:
         """Return the cloud's current state of every node of this run, also of nodes without a known request."""
 

@@ -18,7 +18,7 @@ from engine.events import (
     TargetReached,
     Warned,
 )
-from launcher.decide.facts import ENDS, FOUND, INCOMPLETE, INSTANCE_ENDED, Stage
+from launcher.decide.facts import ENDS, FOUND, INCOMPLETE, INSTANCE_ENDED, PROMOTED, Stage
 from launcher.harmless import harmless
 from launcher.ledger.models import STAND_IN, Node, NodeEvent, ProgressRow, Run, RunStatus
 from launcher.report.sharing import groups_text
@@ -86,7 +86,7 @@ _WORDS: Mapping[str, Callable[[ProgressRow, Mapping[str, Any]], str]] = {
 
 KINDS = (
     *(stage.value for stage in Stage),
-    *(STAND_IN, FOUND, "requested", "up", "ready", "notice", INCOMPLETE, "releasing", INSTANCE_ENDED),
+    *(STAND_IN, FOUND, "requested", "up", PROMOTED, "ready", "notice", INCOMPLETE, "releasing", INSTANCE_ENDED),
     *sorted(ENDS),
     *_WORDS,
 )

@@ -19,6 +19,12 @@ READY_SECONDS = 600.0
 STOPPED_SECONDS = 5.0
 """Time after which an unexpectedly stopped node (SIGSTOP) counts as lost (wall time)."""
 
+ASSIGNED = "assigned.json"
+"""File of a node whose processes are being ended and started again for another role."""
+
+FORMER = "former.json"
+"""The processes that were the node's agents before it got another role: {"agents"}. Their exits say nothing now."""
+
 REAP_SECONDS = 2.0
 """Longest wait for the exit code of an agent that just died. A busy computer may start no process for a second."""
 
@@ -57,10 +63,14 @@ def find_end(node: NodeRecords, *, are_nodes_preempted: bool) -> NodeFact | None
     if request is None:
         return None
     now_ms = node.clock.now_ms()
+    assigned = node.read(ASSIGNED)
+    if assigned is not None and node.seconds_since(assigned) <= AGENT_SECONDS:
+        return None
     spawned = node.read("spawned.json")
     waited = node.seconds_since(spawned or request)
     if agent is None:
-        exits = read_exits(node.folder)
+        former = (node.read(FORMER) or {"agents": []})["agents"]
+        exits = {pid: code for pid, code in read_exits(node.folder).items() if pid not in former}
         is_coming = not exits and (spawned is None or processes.is_recorded_alive(spawned))
         if is_coming or processes.processes_of(node.folder):
             if waited <= AGENT_SECONDS:

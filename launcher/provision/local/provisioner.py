@@ -1,7 +1,8 @@
 """The local infra: a node is a process session on this machine, and the node's folder is its disk.
 
 RUN/nodes/NAME/  node.json (NodeSpec)  request.json  spawned.json  agent.json  ready.json  notice.json
-                 money.json  reclaim.json  stopped.json  ending  exits.jsonl  ended.json  logs/  progress/
+                 money.json  reclaim.json  stopped.json  assigned.json  former.json  ending  exits.jsonl
+                 ended.json  logs/  progress/
 
 `LocalProvisioner` plays the cloud: it starts nodes, reports their state, and preempts spot nodes by a printed rule. All
 state is in the folders, so any process may continue the work, and a crash between any two lines is repaired by the next
@@ -23,7 +24,7 @@ from launcher.decide.node_facts import NodeFact, NodeStatus
 from launcher.placement.placement import Placement
 from launcher.provision.local import processes
 from launcher.provision.local.agent_starter import AGENT, AgentStarter
-from launcher.provision.local.node_end import end_node, find_end
+from launcher.provision.local.node_end import ASSIGNED, FORMER, end_node, find_end
 from launcher.provision.local.node_records import NodeRecords
 from launcher.provision.local.preempting import preempt_when_due
 from launcher.provision.local.preemptions import PreemptionSchedule
@@ -85,6 +86,29 @@ class LocalProvisioner:
         if node.read("agent.json") is None and not processes.processes_of(folder):
             self._spawn(node)
 
+    def assign(self, spec: NodeSpec) -> None:
+        """End the node's processes and start its agent with this spec.
+
+        `assigned.json` is there from the first step to the last, so a controller that takes over repeats them all.
+        """
+        node = self._node(spec.node)
+        if node.read("ended.json") is not None or node.read("reclaim.json") is not None:
+            return
+        known = node.read("node.json") or {}
+        if (known.get("role"), known.get("generation")) == (spec.role, spec.generation) and node.read(ASSIGNED) is None:
+            return
+        agent = node.read("agent.json")
+        former = [*(node.read(FORMER) or {"agents": []})["agents"], *([agent["pid"]] if agent else [])]
+        node.write(ASSIGNED, {"boot_ms": self._boot()})
+        node.write(FORMER, {"agents": former})
+        if processes.kill_all(node.folder, agent):
+            return  # a process still runs, and the next pass goes on
+        for name in ("agent.json", "ready.json", "exit.json", "spawned.json", "stopped.json"):
+            (node.folder / name).unlink(missing_ok=True)
+        node.write("node.json", json.loads(spec.model_dump_json()))
+        self._spawn(node)
+        (node.folder / ASSIGNED).unlink()
+
     def observe(self) -> Sequence[NodeFact]:
         """Return the state of every node of this run. Also plays the cloud: due spot nodes are preempted here."""
         now_ms = self._clock.now_ms()
@@ -126,7 +150,8 @@ class LocalProvisioner:
         for node in starting:
             request = node.requested()
             if request is not None and node.seconds_since(request) < STARTING_SECONDS:
-                limits_ms.append(int(request["requested_ms"]) + round(START_SECONDS * 1000 * clock.factor))
+                began_ms = (node.read("spawned.json") or {}).get("at_ms", request["requested_ms"])
+                limits_ms.append(int(began_ms) + round(START_SECONDS * 1000 * clock.factor))
         clock.watched(min(limits_ms))
         if starting:
             clock.hold()

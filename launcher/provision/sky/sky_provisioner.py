@@ -134,6 +134,10 @@ class SkyProvisioner:
         node.files.write_want(want)
         node.files.write_spec(spec)
 
+    def assign(self, spec: NodeSpec) -> None:
+        """Raise NotImplementedError: jobs on clouds have their trainer on demand (launcher/job/agreement.py)."""
+        raise NotImplementedError(f"{spec.node}: a node on a cloud keeps its role")
+
     def observe(self) -> Sequence[NodeFact]:
         """Return the state of every node from current knowledge, and advance each node by one step."""
         now, now_ms = self._around.monotonic(), self._around.clock.now_ms()

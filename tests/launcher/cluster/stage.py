@@ -330,8 +330,10 @@ def made_run(
     factor: float = 60.0,
     max_total: int | None = None,
     max_hourly: int | None = None,
+    plan_slots: tuple[Slot, ...] = (),
     **job_fields: Any,
 ) -> Run:
+    """Create a run on this machine. `plan_slots`: instead of a trainer on demand and `spot` rollout nodes."""
     if trainers > 1:
         several = {"resources": {"trainer": {"num_nodes": trainers}}, "runtime": {"trainer_ranks": trainers}}
         job_fields = several | job_fields
@@ -340,7 +342,10 @@ def made_run(
         job=job, origins={}, lines={}, digest="d", text="name: demo\n", path=Path("job.yaml"), workdir=Path.cwd()
     )
     plan = Plan(
-        region="us-east-2", slots=slots(spot, trainers), max_total_micro_usd=max_total, max_hourly_micro_usd=max_hourly
+        region="us-east-2",
+        slots=plan_slots or slots(spot, trainers),
+        max_total_micro_usd=max_total,
+        max_hourly_micro_usd=max_hourly,
     )
     create_run(sessions, checked, plan, name)
     with sessions() as session:

@@ -1,0 +1,254 @@
+"""A node that is up takes the role of a lost spot trainer: the decision, the ledger, and the nodes of this machine."""
+
+import json
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from sqlalchemy import select
+
+from engine.events import Market
+from engine.node_spec import NodeSpec, role_token
+from launcher.controller.controller import Controller
+from launcher.decide.actions import Buy, Promote, RepeatPromotion
+from launcher.decide.budget_guard import Limits
+from launcher.decide.facts import PROMOTED, Facts, NodeRecord, Stage, Wanted, promotion_of, promotion_text
+from launcher.decide.node_events import news
+from launcher.decide.node_facts import NodeFact, NodeStatus
+from launcher.decide.reconcile import decide
+from launcher.ledger.models import Node, NodeEvent
+from launcher.ledger.node_history import node_records
+from launcher.placement.plan import Slot
+from launcher.provision.local.processes import processes_of
+from launcher.provision.local.provisioner import LocalProvisioner, node_folder
+from launcher.runs.runs import request_stop
+from tests.launcher.cluster.stage import SPOT_RATE, ledger, made_run, placement, slots
+from tests.launcher.cluster.test_controller import controller_of, names_ready, passes, run_until_over, status_of
+
+NOW = 10_000_000
+
+
+def on_spot(spot: int = 2) -> tuple[Slot, ...]:
+    trainer, *others = slots(spot)
+    return (replace(trainer, placement=placement(Market.SPOT)), *others)
+
+
+def node(slot: str, generation: int = 0, *, role: str = "", up: int = NOW - 3_600_000, **happened: int) -> NodeRecord:
+    times = {"requested": up, "up": up, "ready": up, **happened}
+    return NodeRecord(
+        name=f"demo-{slot}-g{generation}",
+        slot=slot,
+        generation=generation,
+        role=role or ("trainer" if slot.startswith("trainer") else "rollout"),
+        market=Market.SPOT,
+        micro_usd_per_hour=SPOT_RATE,
+        requested_ms=up,
+        reserved_micro_usd=0,
+        happened={kind: at_ms for kind, at_ms in times.items() if at_ms >= 0},
+        reclaimed="gone" in happened,
+        evidence="preempted by the local cloud" if "gone" in happened else "",
+    )
+
+
+def wanted(*slots_of_run: Slot) -> Wanted:
+    return Wanted(
+        run="demo",
+        slots=slots_of_run or on_spot(),
+        limits=Limits(max_total=None, max_hourly=None),
+        deadline_ms=None,
+        allowance_ms=1000,
+        settle_ms=1000,
+    )
+
+
+def actions(*nodes: NodeRecord, of: Wanted | None = None):
+    facts = Facts(
+        now_ms=NOW, stage=Stage.RUNNING, reason="", stage_ms=0, planned_ms=0, nodes=nodes, metered=0, advanced_ms=NOW
+    )
+    return decide(facts, of or wanted())
+
+
+LOST = node("trainer", gone=NOW - 1)
+
+
+def test_the_oldest_node_that_is_up_takes_the_role_and_its_slot_is_filled_again():
+    found = actions(LOST, node("spot-0", up=NOW - 600_000), node("spot-1"))
+    assert [action for action in found if isinstance(action, Promote)] == [
+        Promote(
+            node="demo-spot-1-g0",
+            slot="trainer",
+            generation=1,
+            why="demo-trainer-g0 ended: preempted by the local cloud",
+        )
+    ]
+    assert [action.name for action in found if isinstance(action, Buy)] == ["demo-spot-1-g1"]
+
+
+@pytest.mark.parametrize(
+    "candidate",
+    [
+        node("spot-0", notice=NOW - 1),
+        node("spot-0", releasing=NOW - 1),
+        node("spot-0", ready=-1),
+        node("spot-0", up=-1, ready=-1),
+        node("spot-0", gone=NOW - 1),
+        replace(node("spot-0"), role="ranks"),
+    ],
+    ids=["notice", "leaving", "not ready", "not up", "gone", "ranks"],
+)
+def test_without_a_node_that_can_take_the_role_a_trainer_is_bought(candidate):
+    found = actions(LOST, candidate, of=wanted(*on_spot(1)))
+    assert not [action for action in found if isinstance(action, Promote)]
+    assert "demo-trainer-g1" in [action.name for action in found if isinstance(action, Buy)]
+
+
+def test_no_node_is_promoted_while_the_old_trainer_may_still_run():
+    for happened in ({}, {"notice": NOW - 1}, {"releasing": NOW - 1}):
+        found = actions(node("trainer", **happened), node("spot-0"), node("spot-1"))
+        assert not [action for action in found if isinstance(action, Promote)]
+    promoted = replace(node("spot-0"), slot="trainer", role="trainer", generation=1)
+    assert not [action for action in actions(LOST, promoted, node("spot-1")) if isinstance(action, Promote)]
+
+
+def test_the_first_trainer_is_bought_and_one_on_demand_is_replaced_by_one_on_demand():
+    assert not [action for action in actions(node("spot-0")) if isinstance(action, Promote)]
+    found = actions(LOST, node("spot-0"), of=wanted(*slots(1)))
+    assert [action.name for action in found if isinstance(action, Buy)] == ["demo-trainer-g1"]
+
+
+def test_a_node_with_other_gpus_cannot_take_the_role():
+    trainer, small, equal = on_spot(2)
+    small = replace(small, placement=replace(small.placement, accelerator="T4"))
+    (found,) = [
+        one
+        for one in actions(LOST, node("spot-0"), node("spot-1"), of=wanted(trainer, small, equal))
+        if isinstance(one, Promote)
+    ]
+    assert found.node == "demo-spot-1-g0"
+    small = replace(small, placement=replace(small.placement, accelerator="L4", gpus=2))
+    found = actions(LOST, node("spot-0"), of=wanted(trainer, small))
+    assert not [action for action in found if isinstance(action, Promote)]
+
+
+def test_the_order_is_repeated_until_the_promoted_node_has_called_in():
+    promoted = replace(node("spot-0", ready=-1, promoted=NOW - 5), slot="trainer", role="trainer", generation=1)
+    found = actions(LOST, promoted, node("spot-0", 1), node("spot-1"))
+    assert [action for action in found if isinstance(action, RepeatPromotion)] == [
+        RepeatPromotion(node="demo-spot-0-g0")
+    ]
+    ready = replace(promoted, happened={**promoted.happened, "ready": NOW - 1})
+    assert not actions(LOST, ready, node("spot-0", 1), node("spot-1"))
+
+
+def test_a_promoted_node_is_ready_when_its_new_processes_have_called_in():
+    promoted = replace(node("spot-0", ready=-1, promoted=NOW - 5), slot="trainer", role="trainer", generation=1)
+    fact = NodeFact(name=promoted.name, status=NodeStatus.UP, started_ms=NOW - 3_600_000, ready_ms=NOW - 3_600_000)
+    assert not news([promoted], {promoted.name: fact}, NOW)
+    (note,) = news([promoted], {promoted.name: replace(fact, ready_ms=NOW - 1)}, NOW)
+    assert (note.kind, note.at_ms) == ("ready", NOW - 1)
+
+
+def test_the_event_names_slot_and_generation_whatever_the_evidence():
+    assert promotion_of(promotion_text("trainer", 12, "demo-trainer-g11 ended: exit 1: a g3: b")) == ("trainer", 12)
+
+
+# --- over real processes ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sessions(home):
+    return ledger(home)
+
+
+def spot_trainer_run(sessions, **fields):
+    return made_run(sessions, plan_slots=on_spot(), iterations=1000, **fields)
+
+
+def spec_of(run, name: str) -> NodeSpec:
+    return NodeSpec.model_validate_json((node_folder(Path(run.folder), name) / "node.json").read_text())
+
+
+def record_of(sessions, run, name: str) -> NodeRecord:
+    with sessions() as session:
+        return next(record for record in node_records(session, run) if record.name == name)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
+def test_a_lost_trainer_is_replaced_by_a_node_that_is_up(sessions, monkeypatch, signum):
+    monkeypatch.setenv("FAKE_SECONDS", "0.1")
+    monkeypatch.setattr("launcher.provision.local.node_end.STOPPED_SECONDS", 0.5)
+    run = spot_trainer_run(sessions)
+    controller = controller_of(sessions, run)
+    passes(controller, lambda: len(names_ready(sessions, run)) == 3)
+    assert spec_of(run, "demo-spot-0-g0").token == role_token(run.token, "rollout"), "no run's token before it trains"
+    for pid in processes_of(node_folder(Path(run.folder), "demo-trainer-g0")):
+        os.kill(pid, signum)
+    passes(controller, lambda: record_of(sessions, run, "demo-spot-0-g0").role == "trainer")
+    passes(controller, lambda: {"demo-spot-0-g0", "demo-spot-0-g1"} <= set(names_ready(sessions, run)))
+    taken = record_of(sessions, run, "demo-spot-0-g0")
+    assert (taken.slot, taken.generation, taken.market) == ("trainer", 1, Market.SPOT)
+    spec = spec_of(run, "demo-spot-0-g0")
+    assert (spec.role, spec.generation, spec.token) == ("trainer", 1, run.token)
+    assert controller.engine.trainer == "demo-spot-0-g0"
+    with sessions() as session:
+        events = session.execute(select(Node.name, NodeEvent).join(NodeEvent).where(NodeEvent.kind == PROMOTED)).all()
+        assert [(name, promotion_of(event.evidence)) for name, event in events] == [("demo-spot-0-g0", ("trainer", 1))]
+        trainers = session.scalars(select(Node).where(Node.slot == "trainer")).all()
+        assert [trainer.name for trainer in trainers] == ["demo-trainer-g0"], "no trainer was bought"
+    request_stop(sessions, run.name)
+    run_until_over(sessions, run, controller)
+    assert status_of(sessions, run)[0] == "stopped"
+
+
+class Stopped(BaseException):
+    """The end of a controller, at a chosen step."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", ["assign", "kill_all", "spawn"])
+def test_a_controller_that_dies_in_a_promotion_is_followed_by_one_that_ends_it(sessions, monkeypatch, step):
+    monkeypatch.setenv("FAKE_SECONDS", "0.1")
+    run = spot_trainer_run(sessions)
+    controller = controller_of(sessions, run)
+    passes(controller, lambda: len(names_ready(sessions, run)) == 3)
+
+    def dies(*_: object, **__: object) -> None:
+        raise Stopped
+
+    for pid in processes_of(node_folder(Path(run.folder), "demo-trainer-g0")):
+        os.kill(pid, signal.SIGKILL)
+    with monkeypatch.context() as patch:
+        if step == "assign":
+            patch.setattr(LocalProvisioner, "assign", dies)
+        elif step == "spawn":
+            patch.setattr(LocalProvisioner, "_spawn", dies)
+        else:
+            passes(controller, lambda: record_of(sessions, run, "demo-trainer-g0").ended_ms is not None, 30)
+            patch.setattr("launcher.provision.local.provisioner.processes.kill_all", dies)
+        with pytest.raises(Stopped):
+            passes(controller, lambda: False, 30)
+    successor: Controller = controller_of(sessions, run)
+    passes(successor, lambda: {"demo-spot-0-g0", "demo-spot-0-g1"} <= set(names_ready(sessions, run)))
+    assert spec_of(run, "demo-spot-0-g0").role == "trainer"
+    with sessions() as session:
+        assert len(session.scalars(select(NodeEvent).where(NodeEvent.kind == PROMOTED)).all()) == 1
+    request_stop(sessions, run.name)
+    run_until_over(sessions, run, successor)
+
+
+def test_a_node_about_to_be_preempted_gets_no_other_role(sessions):
+    run = spot_trainer_run(sessions)
+    controller = controller_of(sessions, run)
+    passes(controller, lambda: len(names_ready(sessions, run)) == 3)
+    folder, before = node_folder(Path(run.folder), "demo-spot-0-g0"), spec_of(run, "demo-spot-0-g0")
+    provisioner = LocalProvisioner(Path(run.folder), run.clock, None)
+    promoted = before.model_copy(update={"role": "trainer", "token": run.token})
+    for name in ("reclaim.json", "ended.json"):
+        (folder / name).write_text(json.dumps({"at_ms": 1, "evidence": "x", "ended_ms": 2}))
+        provisioner.assign(promoted)
+        assert spec_of(run, "demo-spot-0-g0") == before
+        (folder / name).unlink()
+    request_stop(sessions, run.name)
+    run_until_over(sessions, run, controller)
