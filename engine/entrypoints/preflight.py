@@ -80,8 +80,13 @@ def _load_model(config: EngineConfig, start: Path | None) -> DiTAdapter:
         adapter = load_adapter(config.model)
     except FolderError as error:
         raise JobUnfit(error.field, error.found, error.remedy) from error
-    except (ValueError, OSError, KeyError) as error:
-        raise JobUnfit("model", str(error), "check model.name and model.path") from error
+    except Exception as error:  # diffusers and transformers raise errors of many kinds, and some name no file
+        raise JobUnfit(
+            "model.path" if config.model.path else "model",
+            f"{config.model.name} cannot be loaded from {config.model.path or 'the shipped weights'} "
+            f"({type(error).__name__}: {error})",
+            "check model.name and model.path, or download the model again",
+        ) from error
     if start is not None:
         try:
             load_start(trainable(adapter), Stored.of_path(start))

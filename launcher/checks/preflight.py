@@ -148,9 +148,10 @@ def answer_of_engine(checked: CheckedJob, done: "subprocess.CompletedProcess[str
     last_words = "\n".join(done.stderr.strip().splitlines()[-5:]) or "it said nothing"
     if killed := killed_words(done.returncode):
         raise Failure(f"the job could not be checked: {killed}. Its last words:\n{last_words}")
+    installed = "No module named 'engine" not in last_words and "No module named 'torch'" not in last_words
+    remedy = "mend what its last words name" if installed else "is it installed? `pip install 'spotrl[engine]'`"
     raise Failure(
-        f"the engine could not check the job (exit code {done.returncode}); is it installed? "
-        f"`pip install 'spotrl[engine]'`. Its last words:\n{last_words}"
+        f"the engine could not check the job (exit code {done.returncode}); {remedy}. Its last words:\n{last_words}"
     )
 
 
