@@ -106,6 +106,24 @@ def check_sinks(checked: CheckedJob, is_installed: Callable[[str], bool] = _is_i
             )
 
 
+def ask_prompt_warnings(checked: CheckedJob) -> list[str]:
+    """Return the sentences of `python -m engine.entrypoints.prompt_warnings` about the job's prompts.
+
+    Needs the engine here, and no model. Raises JobError or Failure like `ask_engine`.
+    """
+    config = checked.job.engine().model_dump_json()
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "engine.entrypoints.prompt_warnings", config, str(checked.workdir)],
+        cwd=checked.workdir,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    warnings: list[str] = answer_of_engine(checked, done)["warnings"]
+    return warnings
+
+
 def ask_engine(checked: CheckedJob, start: Path | None = None) -> dict[str, Any]:
     """Run `python -m engine.entrypoints.preflight CONFIG WORKDIR [START]` and return the JSON line of the engine.
 

@@ -26,6 +26,8 @@ class RewardCheck:
 
     images: list[dict[str, Any]]
     """Prompt, seed, reward and metrics of each image. A reward or metric is null if there is none."""
+    warnings: list[str]
+    """Sentences about prompts of the run that the model or the OCR reader cannot take whole."""
     printed: list[str]
     """Last lines that the scorer printed, such as the last answer of a server without a score."""
     sheet: str
@@ -98,6 +100,7 @@ def estimate(
         node = round(micro_usd_per_gpu_hour * max(0.0, waits_ms) * run_images / HOUR_MS)
     return RewardCheck(
         images=found["images"],
+        warnings=found["warnings"],
         printed=printed,
         sheet=str(sheet),
         device=found["device"],
