@@ -207,7 +207,7 @@ def check_parts(family: str, path: Path) -> None:
         if not _is_part(entry):
             raise _refused(
                 path,
-                f"has no {part} in {INDEX} ({json.dumps(entry)}), and {family} needs a {wanted} there",
+                f"has no {part} in {INDEX} ({json.dumps(entry)}), and {family} needs {wanted} there",
                 "give the whole folder that the model was published as",
             )
         _check_part_class(path, part, str(entry[1]), wanted)  # type: ignore[index]
@@ -239,7 +239,7 @@ def _check_class(family: str, path: Path, found: object) -> None:
     if not isinstance(found, str):
         raise _refused(
             path,
-            f"has no _class_name in {INDEX}, so its kind is not known; spotrl trains {supported}",
+            f"has no _class_name in {INDEX}, so its kind is not known, and spotrl trains {supported}",
             "give the whole folder that the model was published as",
         )
     if ours := next((name for name, one in PIPELINES.items() if one.name == found), None):
@@ -251,7 +251,7 @@ def _check_class(family: str, path: Path, found: object) -> None:
     use = next((f", which {use}" for word, use in OTHER_USES if word in found), "")
     raise _refused(
         path,
-        f"is a folder of {found}{use}; spotrl trains models that need a prompt alone: {supported}",
+        f"is a folder of {found}{use}, and spotrl trains models that need a prompt alone: {supported}",
         f"give a folder of {pipeline.name}",
     )
 

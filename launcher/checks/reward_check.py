@@ -6,7 +6,7 @@ score beside sampling, so scoring costs node time only if it takes longer than s
 
 import json
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,8 +26,6 @@ class RewardCheck:
 
     images: list[dict[str, Any]]
     """Prompt, seed, reward and metrics of each image. A reward or metric is null if there is none."""
-    warnings: list[str]
-    """Sentences about prompts of the run that the model or the OCR reader cannot take whole."""
     printed: list[str]
     """Last lines that the scorer printed, such as the last answer of a server without a score."""
     sheet: str
@@ -50,6 +48,8 @@ class RewardCheck:
     run_node_micro_usd: int | None
     """Estimate of the rollout nodes' price while they wait for scores, at the speed of this machine. Null on the local
     infra, which buys nothing."""
+    warnings: list[str] = field(default_factory=list)
+    """Sentences about prompts of the run that the model or the OCR reader cannot take whole."""
 
     @property
     def unscored(self) -> int:
