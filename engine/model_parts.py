@@ -328,8 +328,10 @@ def check_files(family: str, path: Path) -> None:
 
     Call after `check_parts`.
     """
-    pipeline = PIPELINES[family]
-    for part in pipeline.parts:
+    pipeline, index = PIPELINES[family], read_json(path / INDEX)
+    for part in (*pipeline.parts, *(part for part in pipeline.optional if _is_part(index.get(part)))):
+        if part == "feature_extractor":
+            continue
         if part.startswith("text_encoder"):
             _check_tokenizer(path, _tokenizer_of(part))
         entries = _check_weights(path, part)

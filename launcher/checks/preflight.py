@@ -19,6 +19,7 @@ from typing import Any
 from launcher.engine_process import killed_words
 from launcher.exit_codes import Failure
 from launcher.job.checked import CheckedJob
+from launcher.job.schema import PROMPTS
 from launcher.notifications.webhook import url_problem
 
 FREE_BYTES = 1 << 30
@@ -107,10 +108,15 @@ def check_sinks(checked: CheckedJob, is_installed: Callable[[str], bool] = _is_i
 
 
 def ask_prompt_warnings(checked: CheckedJob) -> list[str]:
-    """Return the sentences of `python -m engine.entrypoints.prompt_warnings` about the job's prompts.
+    """Return the sentences of `python -m engine.entrypoints.prompt_warnings` about a job with a model folder.
 
-    Needs the engine here, and no model. Raises JobError or Failure like `ask_engine`.
+    Loads tokenizers, and no model. Empty without the engine, without the folder here, and for generated prompts. Raises
+    JobError or Failure like `ask_engine`.
     """
+    model = checked.job.model.path
+    is_here = model is not None and (checked.workdir / model).is_dir() and find_spec("torch") is not None
+    if not is_here or checked.job.prompts in PROMPTS:
+        return []
     config = checked.job.engine().model_dump_json()
     done = subprocess.run(
         [sys.executable, "-P", "-m", "engine.entrypoints.prompt_warnings", config, str(checked.workdir)],

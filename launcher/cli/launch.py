@@ -167,6 +167,7 @@ def launch(
     weights_file = None if weights is None else weights.file
     if checked.job.clouds:
         plan, printed = _plan_on_clouds(sessions, checked, out, explain)
+        _print_warnings(out, ask_prompt_warnings(checked))
         if not dry_run:
             _check_clouds(checked, plan, out, allow_old_prices, weights_file)
     else:
@@ -277,8 +278,6 @@ def _check_clouds(
     check_here(checked, os.environ)
     if checked.job.model.path is not None:
         out.print("A model of this size is not loaded here, so the reward was not tried.", highlight=False)
-        if find_spec("torch") is not None:
-            _print_warnings(out, ask_prompt_warnings(checked))
     elif find_spec("torch") is not None:
         _print_warnings(out, ask_engine(checked, weights).get("warnings", ()))
     else:

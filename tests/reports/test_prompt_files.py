@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+from transformers import ByT5Tokenizer
 
 from engine.config import EngineConfig, ModelConfig, RewardConfig
 from engine.entrypoints import prompt_warnings as module
@@ -12,6 +13,7 @@ from engine.prompt_set import NO_METADATA, PromptFileError, read_prompts
 from engine.prompts import FilePrompts
 from launcher.cli.main import run
 from launcher.exit_codes import ExitCode
+from tests.model_folders import write_model
 
 CATS = ["cat 0", "cat 1"]
 OBJECTS = [{"prompt": cat} for cat in CATS]
@@ -195,3 +197,23 @@ def test_the_limit_is_that_of_the_diffusers_pipeline(tmp_path, family):
     assert text(whole).equal(text(behind))
     assert warnings(whole) == warnings(last) == []
     assert "2 of 2 prompts are longer than the 39 tokens" in warnings(behind)[0]
+
+
+def test_a_dry_run_on_a_cloud_names_the_prompts_without_loading_the_model(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("SPOTRL_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("SPOTRL_CONFIG", str(tmp_path / "none.yaml"))
+    folder = write_model(tmp_path / "model", "sd3")
+    ByT5Tokenizer().save_pretrained(folder / "tokenizer_3")
+    index = json.loads((folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps(index | {"tokenizer_3": ["transformers", "ByT5Tokenizer"]}))
+    prompts = [f'cat "{number}"' for number in range(40)]
+    (tmp_path / "p.txt").write_text("\n".join([*prompts, "a" * 300 + ' "DOG"', "a sign „привет“"]))
+    (tmp_path / "job.yaml").write_text(
+        "name: cut\ninfra: aws\nstore: {aws: s3://runs/ours}\nreward: ocr\nprompts: p.txt\n"
+        "model: {name: sd3, path: model, weights: lora}\nbudget: {max_total: 400, max_hourly: 30}\n"
+    )
+    assert run(["launch", str(tmp_path / "job.yaml"), "--dry-run"]) == ExitCode.OK
+    shown = " ".join("".join(capsys.readouterr()).split())
+    assert "1 of 42 prompts are longer than the 255 tokens that the text encoder of sd3 takes" in shown
+    assert "1 of 42 prompts ask for a text behind the 255 tokens" in shown
+    assert "1 of 42 prompts ask for characters that the OCR reader cannot read (п р и в е т)" in shown
