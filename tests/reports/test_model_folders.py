@@ -11,10 +11,13 @@ from pathlib import Path
 import pytest
 
 from engine.config import EngineConfig, ModelConfig, RewardConfig
+from engine.events import Market
 from engine.memory.architecture import image_tokens
 from engine.memory.job import job_memory, sizes_of
 from engine.model_folder import FolderError, ImageSize, check_folder, model_folder
 from engine.model_parts import PIPELINES
+from engine.node.build_worker import load_model
+from engine.node_spec import ClockConfig, NodeSpec
 from launcher.cli.main import run
 from launcher.exit_codes import ExitCode
 from launcher.job.load import load_job
@@ -27,6 +30,7 @@ from tests.model_folders import (
     write_json,
     write_model,
 )
+from tests.tiny_pipelines import make_flux
 
 OWN = RewardConfig(name="module:function")
 
@@ -344,3 +348,30 @@ def test_a_sharded_folder_is_sent_with_its_index_and_without_the_single_file(wri
     with_single = bytes_of(folder.parent)
     single.unlink()
     assert bytes_of(folder.parent) == with_single
+
+
+def test_a_node_finds_the_folder_beside_the_job_file(tmp_path, monkeypatch):
+    """A path relative to the job file passed every check, and the workers of a local run looked elsewhere."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    make_flux().save_pretrained(tmp_path / "model")
+    (tmp_path / "prompts.txt").write_text("\n".join(f"cat {number}" for number in range(40)))
+    engine = EngineConfig(
+        model=ModelConfig(name="flux", path="model", height=16, width=16, weights="lora"),
+        reward=OWN,
+        prompts="prompts.txt",
+    )
+    spec = NodeSpec(
+        run="demo",
+        node="demo-trainer-g0",
+        role="trainer",
+        market=Market.ON_DEMAND,
+        folder=str(tmp_path / "elsewhere"),
+        store=tmp_path.as_uri(),
+        coordinator_port=1,
+        token="t",
+        clock=ClockConfig(origin_ms=0),
+        engine=engine,
+        workdir=str(tmp_path),
+    )
+    assert load_model(spec, 0).latent_shape()[0] == 16
