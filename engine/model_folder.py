@@ -5,13 +5,15 @@
 The module imports no torch: the launcher checks a folder with the same code before a purchase.
 """
 
-import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from engine.config import SHIPPED, ModelConfig, SamplerConfig
+from engine.model_parts import FolderError as FolderError
+from engine.model_parts import check_files, check_parts, read_json
 from engine.noise_schedule import ModelSchedule, ScheduleError, Spacing, model_schedule
 
 
@@ -44,12 +46,11 @@ FAMILIES: Mapping[str, Family] = {
 }
 
 
-class FolderError(ValueError):
-    """A model folder that does not fit the job. `field` is the job's field, `remedy` the correction."""
+BOTH_BRANCHES = ("qwen-image", "sd3", "wan")
+"""Families with classifier-free guidance, whose distilled models have the same configuration as the others."""
 
-    def __init__(self, field: str, found: str, remedy: str) -> None:
-        super().__init__(f"{found}; {remedy}")
-        self.field, self.found, self.remedy = field, found, remedy
+DISTILLED = re.compile(r"turbo|lightning|distill?ed|distill|schnell|fastwan|causvid", re.IGNORECASE)
+"""Words in the names of models that were distilled for guidance 1, such as SD3.5-large-turbo."""
 
 
 @dataclass(frozen=True)
@@ -98,32 +99,60 @@ def model_folder(config: ModelConfig, path: Path) -> ModelFolder:
         raise FolderError(
             "model.path",
             f"model.path is {config.path}, which is not a diffusers folder of {config.name} (no model_index.json)",
-            "download the model to every node first and give its folder",
+            "download the model here first, like `hf download OWNER/MODEL --local-dir FOLDER`, and give its folder",
         )
-    family = FAMILIES[config.name]
-    default = family.size
-    size = ImageSize(
-        config.height or default.height,
-        config.width or default.width,
-        config.frames or default.frames,
-        config.max_text_tokens or default.text_tokens,
-    )
-    folder = ModelFolder(path, family, size, _factors(config.name, path))
+    check_parts(config.name, path)
+    family, factors = FAMILIES[config.name], factors_of(config.name, path)
+    folder = ModelFolder(path, family, image_size(config, factors), factors)
     _check(folder)
     return folder
 
 
+def image_size(config: ModelConfig, factors: Factors | None = None) -> ImageSize:
+    """Return the size of a job's images and texts. A size that the job leaves out is one that the model can make.
+
+    `factors`: of the model's folder; None: as published for the family.
+    """
+    default = FAMILIES[config.name].size
+    multiple, frames = (1, 1) if factors is None else (factors.vae * factors.patch, factors.frames)
+    return ImageSize(
+        config.height or _nearest(default.height, multiple),
+        config.width or _nearest(default.width, multiple),
+        config.frames or _nearest(default.frames - 1, frames) + 1,
+        config.max_text_tokens or default.text_tokens,
+    )
+
+
+def _nearest(value: int, multiple: int) -> int:
+    """Return the nearest multiple, the larger of two, and 0 only for 0."""
+    return max((2 * value + multiple) // (2 * multiple), min(value, 1)) * multiple
+
+
 def check_folder(model: ModelConfig, sampler: SamplerConfig, path: Path) -> None:
-    """Check the size, the guidance and the noise levels of a job against the model's folder. Raises FolderError."""
+    """Check that a run can load and train a model's folder: its parts, its files, and the job's size, guidance and
+    noise levels. Raises FolderError.
+
+    Every command that reads a job calls this function before it plans, so the folder is verified before a purchase.
+    """
     if model.name in SHIPPED:
         return
     folder = model_folder(model, path)
-    takes_guidance = model.name != "flux" or _read(path / "transformer" / "config.json").get("guidance_embeds", False)
+    check_files(model.name, path)
+    takes_guidance = model.name != "flux" or read_json(path / "transformer" / "config.json").get(
+        "guidance_embeds", False
+    )
     if sampler.guidance != 1.0 and not takes_guidance:
         raise FolderError(
             "sampler.guidance",
             f"sampler.guidance is {sampler.guidance:g}, and this FLUX.1 takes no guidance (schnell)",
             "use 1, as published",
+        )
+    if sampler.guidance != 1.0 and model.name in BOTH_BRANCHES and (named := _distilled_name(path)):
+        raise FolderError(
+            "sampler.guidance",
+            f"sampler.guidance is {sampler.guidance:g}, and the model's name ({named}) says that the model is "
+            "distilled: such models are made for guidance 1, and their configuration does not tell them apart",
+            "set sampler.guidance: 1, or rename the folder if its model is not distilled",
         )
     if sampler.shift == "auto":
         try:
@@ -133,8 +162,34 @@ def check_folder(model: ModelConfig, sampler: SamplerConfig, path: Path) -> None
             raise FolderError("sampler.shift", f"sampler.shift is auto, and {found}", remedy) from None
 
 
-def _factors(name: str, path: Path) -> Factors:
-    vae, transformer = _read(path / "vae" / "config.json"), _read(path / "transformer" / "config.json")
+def _distilled_name(path: Path) -> str | None:
+    """Return the name of a folder's model if it says that the model is distilled.
+
+    A snapshot of the Hugging Face cache is called by its commit, and the model's name is two folders above.
+    """
+    real, saved_as = path.resolve(), read_json(path / "transformer" / "config.json").get("_name_or_path")
+    cached = [real.parent.parent.name] if real.parent.name == "snapshots" else []
+    names = [path.name, real.name, *cached, *([saved_as] if isinstance(saved_as, str) else [])]
+    return next((name for name in names if DISTILLED.search(name)), None)
+
+
+def factors_of(name: str, path: Path) -> Factors:
+    """Return the factors of a model's folder. Raises FolderError if a configuration cannot be read."""
+    vae, transformer = read_json(path / "vae" / "config.json"), read_json(path / "transformer" / "config.json")
+    try:
+        factors = _factors(name, vae, transformer)
+        if min(factors.vae, factors.frames, factors.patch) < 1:
+            raise ValueError("a factor below 1")
+    except (TypeError, ValueError, IndexError) as error:
+        raise FolderError(
+            "model.path",
+            f"model.path is {path}, whose vae/config.json and transformer/config.json give no latent size ({error})",
+            "download the model again",
+        ) from None
+    return factors
+
+
+def _factors(name: str, vae: Mapping[str, Any], transformer: Mapping[str, Any]) -> Factors:
     match name:
         case "qwen-image":
             return Factors(2 ** len(vae.get("temperal_downsample", [False, True, True])), 1, 2)
@@ -155,20 +210,6 @@ def _image_factor(vae: Mapping[str, Any]) -> int:
     """Return the pixels per latent value of an `AutoencoderKL`."""
     blocks: Sequence[int] = vae.get("block_out_channels", [64])
     return 1 << (len(blocks) - 1)
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise FolderError(
-            "model.path",
-            f"{file} cannot be read ({error})",
-            "give the whole diffusers folder that the model was published as",
-        ) from None
-    if not isinstance(found, dict):
-        raise FolderError("model.path", f"{file} holds no JSON object", "download the model again")
-    return found
 
 
 def _check(folder: ModelFolder) -> None:

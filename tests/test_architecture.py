@@ -28,6 +28,7 @@ CONTRACT = {
     "engine.work_clock",
     "engine.mark",
     "engine.model_folder",
+    "engine.model_parts",
     "engine.prompt_set",
     "engine.reward_config",
     "engine.protocol.console",

@@ -12,6 +12,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from docs.generate import commands, files, models_in, sections
+from engine.model_parts import PIPELINES
 from launcher.cli import main as program
 from launcher.cli.follow import last_words
 from launcher.exit_codes import ExitCode
@@ -20,6 +21,7 @@ from launcher.job.schema import Job
 from launcher.ledger.store import open_ledger
 from launcher.runs.views import run_view
 from launcher.schemas.documents import documents
+from tests.model_folders import write_model
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -111,6 +113,8 @@ def test_a_job_of_the_pages_loads(page, text, tmp_path):
         for model in (section.get("model"), section.get("colours")) if isinstance(section, dict) else ():
             if isinstance(model, dict) and "path" in model:
                 (tmp_path / model["path"]).mkdir(exist_ok=True)
+                if model.get("name") in PIPELINES:
+                    write_model(tmp_path / model["path"], model["name"])
     assert load_job(job).path == job
 
 

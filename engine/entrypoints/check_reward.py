@@ -28,6 +28,7 @@ from engine.coordinator.judge_turns import JudgeTurns
 from engine.diffusion.images import as_bytes
 from engine.diffusion.sampler import denoise, rollout_plan
 from engine.entrypoints.preflight import JobUnfit
+from engine.entrypoints.prompt_warnings import prompt_warnings
 from engine.models.load import load_adapter, load_start, trainable
 from engine.prompts import prompt_source
 from engine.protocol.messages import PaidCall
@@ -75,6 +76,8 @@ class Found(msgspec.Struct, frozen=True):
     """Of each later image, all scored in one call."""
     judge_micro_usd: int
     """What the paid judges charged for all images."""
+    warnings: list[str] = []
+    """Sentences about prompts that the model or the reader cannot take whole."""
 
 
 class Till:
@@ -115,7 +118,9 @@ def check_reward(request: CheckRequest) -> Found:
     config, workdir = request.engine, str(request.workdir)
     device = device_of(config.runtime.device, 0)
     try:
-        prompts = list(islice(cycle(prompt_source(config, workdir).batch(0)), request.images))
+        source = prompt_source(config, workdir)
+        prompts = list(islice(cycle(source.batch(0)), request.images))
+        warnings = prompt_warnings(config, source)
         adapter = load_adapter(config.model, device)
         if request.start is not None:
             load_start(trainable(adapter), request.start.read_bytes())
@@ -153,6 +158,7 @@ def check_reward(request: CheckRequest) -> Found:
         first_score_ms=1000 * (loaded - begun),
         score_ms=1000 * score_seconds,
         judge_micro_usd=till.paid,
+        warnings=warnings,
     )
 
 

@@ -21,11 +21,12 @@ from torch import Tensor
 
 from engine.config import DRIFT, SHIPPED, EngineConfig, TargetConfig
 from engine.diffusion.sampler import evaluation_plan, initial
+from engine.entrypoints.prompt_warnings import TokenizerError, prompt_warnings
 from engine.model_folder import FolderError, check_folder
 from engine.models.adapter import DiTAdapter
 from engine.models.load import load_adapter, load_start, trainable
 from engine.parallel.ulysses import problem_with_degree
-from engine.prompts import FilePrompts, prompt_source
+from engine.prompts import FilePrompts, PromptSource, prompt_source
 from engine.protocol.request import Score
 from engine.rewards.load import load_reward_of_job, load_student
 from engine.storage.tensor_files import Stored
@@ -55,6 +56,7 @@ def check(config: EngineConfig, workdir: str | None, start: Path | None = None) 
         made = ", ".join(f"`{name}`" for name in SHIPPED.values())
         raise JobUnfit("prompts", str(error), f"give {made}, or a text file with one prompt a line") from error
     adapter = _load_model(config, start)
+    warnings = _warnings(config, prompts)
     # A shipped model encodes prompts at once; a large model's text encoder may take seconds per prompt.
     trained = prompts.trained if isinstance(prompts, FilePrompts) else batch
     _encode(adapter, config, [*trained, *held_out] if config.model.name in SHIPPED else [prompt])
@@ -69,7 +71,17 @@ def check(config: EngineConfig, workdir: str | None, start: Path | None = None) 
         "reward": score.reward,
         "metrics": metrics,
         "steps": steps,
+        "warnings": warnings,
     }
+
+
+def _warnings(config: EngineConfig, prompts: PromptSource) -> list[str]:
+    try:
+        return prompt_warnings(config, prompts)
+    except TokenizerError as error:
+        raise JobUnfit("model.path", str(error), "download the model again") from error
+    except ValueError as error:
+        raise JobUnfit("prompts", str(error), "mend the prompt") from error
 
 
 def _load_model(config: EngineConfig, start: Path | None) -> DiTAdapter:
@@ -80,8 +92,13 @@ def _load_model(config: EngineConfig, start: Path | None) -> DiTAdapter:
         adapter = load_adapter(config.model)
     except FolderError as error:
         raise JobUnfit(error.field, error.found, error.remedy) from error
-    except (ValueError, OSError, KeyError) as error:
-        raise JobUnfit("model", str(error), "check model.name and model.path") from error
+    except Exception as error:  # diffusers and transformers raise errors of many kinds, and some name no file
+        raise JobUnfit(
+            "model.path" if config.model.path else "model",
+            f"{config.model.name} cannot be loaded from {config.model.path or 'the shipped weights'} "
+            f"({type(error).__name__}: {error})",
+            "check model.name and model.path, or download the model again",
+        ) from error
     if start is not None:
         try:
             load_start(trainable(adapter), Stored.of_path(start))

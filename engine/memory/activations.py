@@ -65,7 +65,7 @@ def operations_of(architecture: Architecture, size: ImageSize) -> int:
 
     Layers over one vector a row, norms and activations are left out: less than 1 %.
     """
-    image, text = image_tokens(size), text_tokens(architecture.family, size)
+    image, text = image_tokens(architecture, size), text_tokens(architecture.family, size)
     training = Training(rank=None)
     inside = sum(tally.operations for tally, _ in _blocks(architecture, training, image, text))
     return inside + _outside(architecture, training, image, text).operations
@@ -85,7 +85,7 @@ def activations(
     `is_guided`: the sampler's guidance is not 1. `doubles_guidance`: both branches are one batch, so the backward pass
     works on both at once.
     """
-    image, text = image_tokens(size), text_tokens(architecture.family, size)
+    image, text = image_tokens(architecture, size), text_tokens(architecture.family, size)
     blocks = list(_blocks(architecture, training, image, text))
     kept = _outside(architecture, training, image, text).kept
     working = max(tally.widest for tally, _ in blocks)

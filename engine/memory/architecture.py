@@ -9,11 +9,12 @@ from engine.model_folder import ImageSize
 FamilyName = Literal["qwen-image", "sd3", "flux", "wan", "hunyuan-video"]
 """Families of diffusers' transformer classes (engine/models/)."""
 
-PIXELS_PER_LATENT = 8
-"""Pixels of an image per latent position, in each direction. Equal for the VAEs of all families."""
+PIXELS_PER_TOKEN = 16
+"""Pixels of an image per token, in each direction: 8 per latent position and patches of 2. Of most published models;
+Wan2.2-TI2V-5B has 32."""
 
 FRAMES_PER_LATENT = 4
-"""Frames of a video per latent frame, after the first frame. Equal for the VAEs of Wan and HunyuanVideo."""
+"""Frames of a video per latent frame, after the first frame. Of the published models."""
 
 CLIP_TOKENS = 77
 """Tokens of SD3's CLIP encoders, which stand before the T5 tokens."""
@@ -50,6 +51,10 @@ class Architecture:
     """True if queries and keys are normalised. Only SD3 without .5 does not."""
     takes_guidance: bool = False
     """True if the guidance scale is an input (distilled guidance), so guidance needs no second branch."""
+    pixels_per_token: int = PIXELS_PER_TOKEN
+    """Pixels of an image per token, in each direction: the VAE's factor times the patch."""
+    frames_per_latent: int = FRAMES_PER_LATENT
+    """Frames of a video per latent frame, after the first frame."""
 
     @property
     def width(self) -> int:
@@ -63,11 +68,11 @@ def text_of(size: ImageSize) -> str:
     return f"{frames}{size.height} x {size.width} px"
 
 
-def image_tokens(size: ImageSize) -> int:
-    """Return the tokens of the latent: one for each 2 x 2 latent positions of each latent frame."""
-    frames = (size.frames - 1) // FRAMES_PER_LATENT + 1
-    patch = 2 * PIXELS_PER_LATENT
-    return frames * (size.height // patch) * (size.width // patch)
+def image_tokens(architecture: Architecture, size: ImageSize) -> int:
+    """Return the tokens of the latent of an image or a video."""
+    frames = (size.frames - 1) // architecture.frames_per_latent + 1
+    each = architecture.pixels_per_token
+    return frames * (size.height // each) * (size.width // each)
 
 
 def text_tokens(family: FamilyName, size: ImageSize) -> int:

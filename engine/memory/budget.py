@@ -275,7 +275,7 @@ def denoising_bytes(architecture: Architecture, setting: Setting) -> int:
 
 
 def _row_bytes(a: Architecture, setting: Setting) -> int:
-    image = image_tokens(setting.size)
+    image = image_tokens(a, setting.size)
     tokens = image + text_tokens(a.family, setting.size)
     stream = tokens * a.width * setting.training.compute_bytes
     if setting.training.is_full or not adapts_feed_forward(a):

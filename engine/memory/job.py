@@ -5,20 +5,20 @@
 Models that ship with spotrl have no budget: they fit everywhere.
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar, get_args
 
-from engine.config import EngineConfig, ModelConfig
+from engine.config import VIDEO, EngineConfig, ModelConfig
 from engine.memory.activations import parameters_of
-from engine.memory.architecture import FamilyName, architecture_from, text_of
+from engine.memory.architecture import FRAMES_PER_LATENT, FamilyName, architecture_from, text_of
 from engine.memory.budget import HALF, Budget, ModelSizes, Setting, rollout_budget, trainer_budget
 from engine.memory.published import EMBEDDED, PUBLISHED, PublishedModel
 from engine.memory.scorers import scorer_bytes
 from engine.memory.tally import FP32, Training
-from engine.model_folder import FAMILIES, ImageSize
+from engine.model_folder import FAMILIES, ImageSize, factors_of, image_size
+from engine.model_parts import read_json
 
 Config = TypeVar("Config", bound=EngineConfig)
 
@@ -72,7 +72,7 @@ def job_memory(
     if config.model.name not in FAMILIES:
         return None
     published, sizes = sizes_of(config.model, folder)
-    setting = setting_of(config, ranks, rollout_gpus)
+    setting = setting_of(config, ranks, rollout_gpus, folder=folder)
     counts = parameters_of(sizes.architecture, setting.training)
     file_bytes = published_model(config.model).file_bytes
     return JobMemory(
@@ -97,13 +97,13 @@ def _with_scorers(budget: Budget, scorers: int) -> Budget:
     return replace(budget, parts={**budget.parts, "scorers": scorers}) if scorers else budget
 
 
-def setting_of(config: EngineConfig, ranks: int = 1, rollout_gpus: int = 1) -> Setting:
-    """Return how the job uses its model."""
+def setting_of(config: EngineConfig, ranks: int = 1, rollout_gpus: int = 1, *, folder: Path | None = None) -> Setting:
+    """Return how the job uses its model. `folder`: the model's folder on this machine, if it is here."""
     model, algorithm = config.model, config.algorithm
     is_full = model.weights == "full"
     exploring = [profile.shape for profile in config.exploration.profiles] if config.exploration.mode != "none" else []
     return Setting(
-        size=_size(model),
+        size=_size(model, folder),
         training=Training(
             rank=None if is_full else model.lora_rank, compute_bytes=FULL_COMPUTE_BYTES if is_full else HALF
         ),
@@ -127,23 +127,25 @@ def _communicators(config: EngineConfig, workers: int) -> int:
     return 1 if degree != "auto" or config.runtime.cfg_parallel else workers.bit_length() - 1
 
 
-def _size(model: ModelConfig) -> ImageSize:
-    usual = FAMILIES[model.name].size
-    return ImageSize(
-        model.height or usual.height,
-        model.width or usual.width,
-        model.frames or usual.frames,
-        model.max_text_tokens or usual.text_tokens,
-    )
+def _size(model: ModelConfig, folder: Path | None) -> ImageSize:
+    return image_size(model, factors_of(model.name, folder) if folder is not None and _is_here(folder) else None)
+
+
+def _is_here(folder: Path) -> bool:
+    return (folder / "transformer" / "config.json").is_file()
 
 
 def sizes_of(model: ModelConfig, folder: Path | None) -> tuple[bool, ModelSizes]:
     """Return whether the sizes are the published ones, and the sizes. `model`: not one that ships with spotrl."""
     published = published_model(model)
-    file = None if folder is None else folder / "transformer" / "config.json"
-    is_here = file is not None and file.is_file()
-    if file is not None and is_here:
-        architecture = architecture_from(published.family, json.loads(file.read_text("utf-8")))
+    is_here = folder is not None and _is_here(folder)
+    if folder is not None and is_here:
+        config, factors = read_json(folder / "transformer" / "config.json"), factors_of(model.name, folder)
+        architecture = replace(
+            architecture_from(published.family, config),
+            pixels_per_token=factors.vae * factors.patch,
+            frames_per_latent=factors.frames if model.name in VIDEO else FRAMES_PER_LATENT,
+        )
     else:
         architecture = published.architecture
     name = published.name if architecture == published.architecture else f"{published.family} of {folder}"
@@ -185,13 +187,16 @@ def sent_bytes(model: ModelConfig, folder: Path | None = None) -> int:
     return weights_bytes(model, folder) * (HALF if in_half else FP32) // FP32
 
 
-def smaller_settings(config: Config) -> Iterator[tuple[str, Config]]:
-    """Yield changes of a job that need less memory for a row, the gentlest first, in words and as the changed job."""
+def smaller_settings(config: Config, folder: Path | None = None) -> Iterator[tuple[str, Config]]:
+    """Yield changes of a job that need less memory for a row, the gentlest first, in words and as the changed job.
+
+    `folder`: the model's folder on this machine, if it is here.
+    """
 
     def changed(**fields: object) -> Config:
         return config.model_copy(update={"model": config.model.model_copy(update=fields)})
 
-    model, size = config.model, _size(config.model)
+    model, size = config.model, _size(config.model, folder)
     if model.doubles_guidance and config.sampler.guidance != 1.0:
         yield "model.guidance_passes: two", changed(guidance_passes="two")
     if not model.recomputes:
@@ -200,7 +205,7 @@ def smaller_settings(config: Config) -> Iterator[tuple[str, Config]]:
         yield "model.weights: lora", changed(weights="lora")
         if not model.recomputes:
             yield "model.weights: lora and model.checkpointing: on", changed(weights="lora", checkpointing="on")
-    usual = FAMILIES[model.name].size
+    usual = _size(ModelConfig(name=model.name, path=model.path), folder)
     smaller = replace(size, height=min(size.height, usual.height), width=min(size.width, usual.width))
     smaller = replace(smaller, frames=min(size.frames, usual.frames))
     if smaller != size:

@@ -1,8 +1,8 @@
 """Wan: video. Latents have a time axis, [C, F, H, W], and images become frames.
 
 Conventions of the transformer (diffusers 0.39): latent [B, C, F, H, W], timestep = 1000 sigma, UMT5 text padded with
-zeros and without a mask. Wan 2.2's pair of transformers (each for a range of noise levels) is refused: only one of the
-two would be trained.
+zeros and without a mask. Wan 2.2's pair of transformers (each for a range of noise levels) is refused
+(engine/model_parts.py): only one of the two would be trained.
 """
 
 from collections.abc import Sequence
@@ -88,10 +88,6 @@ def load_wan(folder: ModelFolder, device: str = "cpu", dtype: torch.dtype = torc
     from diffusers import WanPipeline
 
     pipeline, transformer = load_pipeline(WanPipeline, folder, device, dtype)
-    if getattr(pipeline, "transformer_2", None) is not None:
-        raise ValueError(
-            f"{folder.path} holds two transformers (Wan 2.2); use Wan 2.1, because only one can be trained here"
-        )
     freeze(pipeline.text_encoder)
 
     def encode(prompts: Sequence[str]) -> EncodedText:

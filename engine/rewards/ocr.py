@@ -13,16 +13,19 @@ times the cost. `LineRecogniser` scales images to the recogniser's 48 rows and s
     ocr_strict  1 if exactly the target is read, else 0
     ocr_smooth  exp(-CTC loss / n): the likelihood of the target per character; only for images of a single line
 
-Spaces and case are ignored, and the lines of an image are a single text, both like in Flow-GRPO's scorer.
+The target is the text in the prompt's quotes, else the whole prompt (`requested_text.py`). Spaces and case are ignored,
+and the lines of an image are a single text, both like in Flow-GRPO's scorer. Of several quoted texts all count, in any
+order; Flow-GRPO's scorer reads the first alone.
 The promise: a score depends on the image and its prompt alone. Every score carries `exact_match` and `similarity`.
 """
 
-import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
+from itertools import islice, permutations
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import onnxruntime
@@ -32,6 +35,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.protocol.request import Score
+from engine.rewards.requested_text import normalised, requested_texts
 
 OcrName = Literal["ocr", "ocr_strict", "ocr_smooth"]
 
@@ -51,6 +55,9 @@ detector. The detected lines are read at full size."""
 
 BATCH = 8
 """Images per onnxruntime call. Larger batches are slower on a CPU (research notes overlap 1)."""
+
+MOST_ORDERS = 24
+"""Orders of the quoted texts that are tried: all orders of four texts."""
 
 BLANK = 0
 """The CTC class for no character."""
@@ -136,9 +143,44 @@ class PageReader:
         """
         colour = images.float().cpu().expand(-1, 3, -1, -1).flip(1)  # OpenCV's order: blue, green, red
         pixels = ((colour + 1.0) * 127.5).round().clamp(0.0, 255.0).to(torch.uint8).permute(0, 2, 3, 1)
-        found = [self._read(one) for one in pixels.contiguous().numpy()]
-        # Any other output type means boxes without any readable text.
-        return [normalised("".join(getattr(one, "txts", None) or ())) for one in found]
+        return [normalised("".join(_in_order(self._read(one)))) for one in pixels.contiguous().numpy()]
+
+
+def _in_order(found: Any) -> list[str]:
+    """Return the texts of rapidocr's output in reading order: top to bottom, and left to right on a line.
+
+    rapidocr's own order takes a word for another line if the word stands 10 pixels higher. Here two words are on one
+    line if they share at least half of the lower word's height.
+    """
+    texts, boxes = getattr(found, "txts", None), getattr(found, "boxes", None)
+    if not texts or boxes is None:
+        return list(texts or ())  # any other output type means boxes without any readable text
+    words = [
+        Word(top=float(box[:, 1].min()), bottom=float(box[:, 1].max()), left=float(box[:, 0].min()), text=text)
+        for box, text in zip(np.asarray(boxes), texts, strict=True)
+    ]
+    lines: list[list[Word]] = []
+    for word in sorted(words, key=lambda one: one.top + one.bottom):
+        line = next((line for line in lines if line[0].shares_line(word)), None)
+        if line is None:
+            lines.append([word])
+        else:
+            line.append(word)
+    return [word.text for line in lines for word in sorted(line, key=lambda one: one.left)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Word:
+    """A text in an image, and its place in pixels."""
+
+    top: float
+    bottom: float
+    left: float
+    text: str
+
+    def shares_line(self, other: "Word") -> bool:
+        shared = min(self.bottom, other.bottom) - max(self.top, other.top)
+        return shared >= 0.5 * min(self.bottom - self.top, other.bottom - other.top)
 
 
 class OcrReward:
@@ -160,32 +202,55 @@ class OcrReward:
                 f"{rows} x {columns}: use ocr or ocr_strict"
             )
         readings = _shared_page_reader().read(images)
-        return [self._score(reading, target_text(prompt)) for reading, prompt in zip(readings, prompts, strict=True)]
+        return [self._score(reading, requested_texts(one)) for reading, one in zip(readings, prompts, strict=True)]
 
     def _score_lines(self, images: Tensor, prompts: Sequence[str]) -> list[Score]:
         recogniser = _shared_recogniser(self._columns)
         probabilities = recogniser.probabilities(images)
         scores = []
         for row, reading, prompt in zip(probabilities, recogniser.read(probabilities), prompts, strict=True):
-            target = target_text(prompt)
-            smooth = recogniser.likelihood(row, target) if self._name == "ocr_smooth" else None
-            scores.append(self._score(reading, target, smooth))
+            texts = requested_texts(prompt)
+            smooth = recogniser.likelihood(row, "".join(texts)) if self._name == "ocr_smooth" else None
+            scores.append(self._score(reading, texts, smooth))
         return scores
 
-    def _score(self, reading: str, target: str, smooth: float | None = None) -> Score:
-        metrics = {"exact_match": float(reading == target), "similarity": similarity(reading, target)}
+    def _score(self, reading: str, texts: tuple[str, ...], smooth: float | None = None) -> Score:
+        metrics = reading_metrics(reading, texts)
         if smooth is not None:
             return Score(reward=smooth, metrics={**metrics, "smooth": smooth})
         return Score(reward=metrics["exact_match" if self._name == "ocr_strict" else "similarity"], metrics=metrics)
 
 
 def target_text(prompt: str) -> str:
-    """Return the requested text: the text in double quotes if present, else the whole prompt; no spaces, lower case."""
-    quoted = re.search(r'"([^"]+)"', prompt)
-    target = normalised(quoted.group(1) if quoted else prompt)
-    if not target:
-        raise ValueError(f"prompt {prompt!r} asks for no text; an ocr reward needs some, best in double quotes")
-    return target
+    """Return the requested texts as one, in the order of the prompt. Raises ValueError if the prompt asks for none."""
+    return "".join(requested_texts(prompt))
+
+
+@lru_cache(maxsize=1024)
+def _orders(texts: tuple[str, ...]) -> frozenset[str]:
+    """Return the texts as one, in each order in which an image may show them."""
+    return frozenset("".join(order) for order in islice(permutations(texts), MOST_ORDERS))
+
+
+def reading_metrics(reading: str, texts: tuple[str, ...]) -> dict[str, float]:
+    """Return the metrics of a reading: `similarity` to the requested texts in their best order, and `exact_match`.
+
+    A reading that contains each text is perfect, whatever else is there.
+    """
+    contains_all = all(reading.count(text) >= texts.count(text) for text in texts)
+    best = 1.0 if contains_all else max(similarity(reading, target) for target in _orders(texts))
+    return {"exact_match": float(reading in _orders(texts)), "similarity": best}
+
+
+def unreadable_characters(prompt: str) -> str:
+    """Return the characters of the requested texts that the recogniser cannot read, each once."""
+    return "".join(dict.fromkeys(one for one in target_text(prompt) if one not in _readable()))
+
+
+@lru_cache(maxsize=1)
+def _readable() -> frozenset[str]:
+    """Return the characters of all texts that the recogniser can read, normalised."""
+    return frozenset("".join(map(normalised, _shared_recogniser(COLUMNS).class_of)))
 
 
 def similarity(reading: str, target: str) -> float:
@@ -202,11 +267,6 @@ def edit_distance(a: str, b: str) -> int:
         for j, right in enumerate(b, 1):
             diagonal, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, diagonal + (left != right))
     return row[-1]
-
-
-def normalised(text: str) -> str:
-    """Return the text without spaces, in lower case."""
-    return "".join(text.split()).lower()
 
 
 @lru_cache(maxsize=4)

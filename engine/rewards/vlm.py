@@ -17,9 +17,10 @@ from engine.protocol.request import Score
 from engine.reward_config import VlmConfig
 from engine.rewards.chat import question, score_of, text_of, usage_of
 from engine.rewards.http_call import Around, BadAnswer, HttpCall, NoAnswer, Unanswered
-from engine.rewards.ocr import normalised, similarity, target_text
+from engine.rewards.ocr import reading_metrics
 from engine.rewards.pace import Pace
 from engine.rewards.purse import Payment, Purse
+from engine.rewards.requested_text import normalised, requested_texts
 from engine.rewards.reward import RewardError
 
 HEADERS = {"Content-Type": "application/json"}
@@ -105,8 +106,7 @@ class VlmReward:
         """Return the score in an answer. Raises BadAnswer for an answer without a score."""
         if self._config.task == "judge":
             return Score(reward=score_of(text, self._config.scale), metrics={})
-        target, reading = target_text(prompt), normalised(text)
-        metrics = {"exact_match": float(reading == target), "similarity": similarity(reading, target)}
+        metrics = reading_metrics(normalised(text), requested_texts(prompt))
         return Score(reward=metrics["similarity"], metrics=metrics)
 
     def _unpaid(self, count: int) -> list[Score]:

@@ -89,7 +89,9 @@ def sized_model(config: EngineConfig, folder: Path | None) -> SizedModel:
     """Return the published model whose timings count, with the sizes of the folder and of the job."""
     _, sizes = sizes_of(config.model, folder)
     published = published_model(config.model)
-    return SizedModel(model=published.name, architecture=sizes.architecture, size=setting_of(config).size)
+    return SizedModel(
+        model=published.name, architecture=sizes.architecture, size=setting_of(config, folder=folder).size
+    )
 
 
 def _row_seconds(config: EngineConfig, sized: SizedModel, gpu: str, branches: int, rows: int | None) -> float:

@@ -60,7 +60,7 @@ class SizedModel:
 
     @property
     def tokens(self) -> int:
-        return image_tokens(self.size) + text_tokens(self.architecture.family, self.size)
+        return image_tokens(self.architecture, self.size) + text_tokens(self.architecture.family, self.size)
 
     @property
     def blocks(self) -> int:

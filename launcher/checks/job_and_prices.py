@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 
 from launcher.checks.check import Check, Verdict, failed
-from launcher.checks.preflight import check_disk, check_secrets, check_sinks
+from launcher.checks.preflight import ask_prompt_warnings, check_disk, check_secrets, check_sinks
 from launcher.checks.ready import check_job
 from launcher.exit_codes import ExitCode, Failure
 from launcher.job.checked import CheckedJob
@@ -27,9 +27,17 @@ def job_lines(checked: CheckedJob, plan: Plan, environ: Mapping[str, str], runs:
             look()
         except Failure as failure:
             found.append(failed("job", failure))
+    if found:
+        return found
     names = f", secrets {', '.join(checked.job.secrets)} set" if checked.job.secrets else ""
-    return found or [
-        Check(what="job", verdict=Verdict.OK, found=f"{checked.job.name}: limits and buckets named{names}")
+    fine = Check(what="job", verdict=Verdict.OK, found=f"{checked.job.name}: limits and buckets named{names}")
+    try:
+        warnings = [warning.rpartition("; ") for warning in ask_prompt_warnings(checked)]
+    except Failure as failure:
+        return [failed("job", failure)]
+    return [
+        fine,
+        *(Check(what="prompts", verdict=Verdict.WARN, found=text, remedy=to_do) for text, _, to_do in warnings),
     ]
 
 

@@ -19,6 +19,7 @@ from typing import Any
 from launcher.engine_process import killed_words
 from launcher.exit_codes import Failure
 from launcher.job.checked import CheckedJob
+from launcher.job.schema import PROMPTS
 from launcher.notifications.webhook import url_problem
 
 FREE_BYTES = 1 << 30
@@ -106,6 +107,29 @@ def check_sinks(checked: CheckedJob, is_installed: Callable[[str], bool] = _is_i
             )
 
 
+def ask_prompt_warnings(checked: CheckedJob) -> list[str]:
+    """Return the sentences of `python -m engine.entrypoints.prompt_warnings` about a job with a model folder.
+
+    Loads tokenizers, and no model. Empty without the engine, without the folder here, and for generated prompts. Raises
+    JobError or Failure like `ask_engine`.
+    """
+    model = checked.job.model.path
+    is_here = model is not None and (checked.workdir / model).is_dir() and find_spec("torch") is not None
+    if not is_here or checked.job.prompts in PROMPTS:
+        return []
+    config = checked.job.engine().model_dump_json()
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "engine.entrypoints.prompt_warnings", config, str(checked.workdir)],
+        cwd=checked.workdir,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    warnings: list[str] = answer_of_engine(checked, done)["warnings"]
+    return warnings
+
+
 def ask_engine(checked: CheckedJob, start: Path | None = None) -> dict[str, Any]:
     """Run `python -m engine.entrypoints.preflight CONFIG WORKDIR [START]` and return the JSON line of the engine.
 
@@ -148,9 +172,10 @@ def answer_of_engine(checked: CheckedJob, done: "subprocess.CompletedProcess[str
     last_words = "\n".join(done.stderr.strip().splitlines()[-5:]) or "it said nothing"
     if killed := killed_words(done.returncode):
         raise Failure(f"the job could not be checked: {killed}. Its last words:\n{last_words}")
+    installed = "No module named 'engine" not in last_words and "No module named 'torch'" not in last_words
+    remedy = "mend what its last words name" if installed else "is it installed? `pip install 'spotrl[engine]'`"
     raise Failure(
-        f"the engine could not check the job (exit code {done.returncode}); is it installed? "
-        f"`pip install 'spotrl[engine]'`. Its last words:\n{last_words}"
+        f"the engine could not check the job (exit code {done.returncode}); {remedy}. Its last words:\n{last_words}"
     )
 
 

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from engine.config import SHIPPED
-from engine.model_folder import FolderError, check_folder
+from engine.model_parts import weight_files
 from engine.trainer_ranks import ranks_of
 from launcher.checks.gcloud import GcloudMissing, check_gcloud
 from launcher.checks.preflight import check_disk, check_secrets, check_sinks
@@ -96,12 +96,8 @@ def _model_problem(checked: CheckedJob, folder: Path) -> JobError | None:
             f"model.path is {job.model.path}, a folder without {wanted}: no node could load {job.model.name} from it",
             "give the folder that the model was saved in",
         )
-    try:
-        check_folder(job.model, job.sampler, folder)
-    except FolderError as error:
-        return checked.error(error.field, error.found, error.remedy)
     divides = job.model.name not in SHIPPED and job.model.weights == "full" and ranks_of(job) > 1
-    if divides and not any((folder / "transformer").glob("*.safetensors")):
+    if divides and not all(name.endswith((".safetensors", ".json")) for name in weight_files(folder, "transformer")):
         return checked.error(
             "model.path",
             f"model.path is {job.model.path}, whose transformer is not in safetensors: ranks that divide full weights "

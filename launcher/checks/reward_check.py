@@ -6,7 +6,7 @@ score beside sampling, so scoring costs node time only if it takes longer than s
 
 import json
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,6 +48,8 @@ class RewardCheck:
     run_node_micro_usd: int | None
     """Estimate of the rollout nodes' price while they wait for scores, at the speed of this machine. Null on the local
     infra, which buys nothing."""
+    warnings: list[str] = field(default_factory=list)
+    """Sentences about prompts of the run that the model or the OCR reader cannot take whole."""
 
     @property
     def unscored(self) -> int:
@@ -98,6 +100,7 @@ def estimate(
         node = round(micro_usd_per_gpu_hour * max(0.0, waits_ms) * run_images / HOUR_MS)
     return RewardCheck(
         images=found["images"],
+        warnings=found["warnings"],
         printed=printed,
         sheet=str(sheet),
         device=found["device"],

@@ -115,6 +115,8 @@ def _sentences(checked: CheckedJob, found: RewardCheck) -> Iterator[str]:
             "and three in a row stop a run."
         )
         yield from found.printed
+    for warning in found.warnings:
+        yield f"Warning: {warning}."
     yield f"Sampling an image takes {_ms(found.sampling_ms)} on {found.device}."
     yield f"Scoring an image takes {_ms(found.score_ms)}; the first took {_ms(found.first_score_ms)}."
     if found.bottleneck == "sampling":

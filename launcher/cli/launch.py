@@ -19,7 +19,7 @@ from rich.console import Console
 from sqlalchemy import select
 from sqlalchemy.orm import Session, sessionmaker
 
-from launcher.checks.preflight import ask_engine, preflight
+from launcher.checks.preflight import ask_engine, ask_prompt_warnings, preflight
 from launcher.checks.ready import check_clouds, check_here, check_job, check_named, check_prices
 from launcher.cli.cloud_plan_text import cloud_plan_lines
 from launcher.cli.follow import Follow, can_ask, start_and_follow
@@ -167,6 +167,7 @@ def launch(
     weights_file = None if weights is None else weights.file
     if checked.job.clouds:
         plan, printed = _plan_on_clouds(sessions, checked, out, explain)
+        _print_warnings(out, ask_prompt_warnings(checked))
         if not dry_run:
             _check_clouds(checked, plan, out, allow_old_prices, weights_file)
     else:
@@ -255,8 +256,14 @@ def _print_plan(out: Console, screen: Iterable[str], more: Iterable[str]) -> Non
 
 def _check_on_this_machine(checked: CheckedJob, out: Console, weights: Path | None) -> None:
     """Check the job on this machine."""
-    preflight(checked, home(), start=weights)
+    report = preflight(checked, home(), start=weights)
     out.print("Checked: reward, prompts and disk.", highlight=False)
+    _print_warnings(out, report.get("warnings", ()))
+
+
+def _print_warnings(out: Console, warnings: Sequence[str]) -> None:
+    for warning in warnings:
+        out.print(f"Warning: {warning}.", highlight=False, markup=False, soft_wrap=True)
 
 
 def _check_clouds(
@@ -270,9 +277,9 @@ def _check_clouds(
         check_prices(plan.slots, time.time_ns() // 1_000_000)
     check_here(checked, os.environ)
     if checked.job.model.path is not None:
-        out.print("A model of this size is not loaded here, so reward and prompts were not tried.", highlight=False)
+        out.print("A model of this size is not loaded here, so the reward was not tried.", highlight=False)
     elif find_spec("torch") is not None:
-        ask_engine(checked, weights)
+        _print_warnings(out, ask_engine(checked, weights).get("warnings", ()))
     else:
         out.print("The engine is not installed here, so reward and prompts were not tried.", highlight=False)
     places = {site.place for site in plan.sites}

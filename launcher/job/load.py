@@ -15,6 +15,7 @@ from pydantic import (
     ValidationError,
 )
 
+from engine.model_folder import FolderError, check_folder
 from engine.prompt_set import PromptFileError, all_metadata, prompt_paths, read_prompts
 from launcher.job.checked import CheckedJob, JobError
 from launcher.job.layers import Layer, environment_layer, flag_layer, merged, read
@@ -214,3 +215,8 @@ def _check_files(checked: CheckedJob) -> None:
             f"model.path is {job.model.path!r}, and there is no such folder",
             "give the folder of a diffusers model, relative to the job file",
         )
+    if job.model.path is not None and (folder / job.model.path).is_dir():
+        try:
+            check_folder(job.model, job.sampler, folder / job.model.path)
+        except FolderError as error:
+            raise checked.error(error.field, error.found, error.remedy) from None

@@ -1,6 +1,6 @@
 """Explain the errors in a job: pydantic's errors as sentences with a place, the value found, and a remedy."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any, get_args, get_origin
@@ -8,6 +8,19 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from launcher.job.yaml_file import Field as FieldPath
+
+CLOSE = 0.85
+"""Likeness of a misspelt model name, by difflib: one letter of seven is wrong."""
+
+RELEASES = {
+    **dict.fromkeys(("sd35", "sd35medium", "sd35large", "sd3medium", "stablediffusion3", "stablediffusion35"), "sd3"),
+    **dict.fromkeys(("flux1", "flux1dev", "flux1schnell", "flux1krea", "fluxdev", "fluxschnell"), "flux"),
+    **dict.fromkeys(("wan21", "wan22", "wan21t2v", "wan22ti2v", "wan2"), "wan"),
+    **dict.fromkeys(("hunyuan", "hunyuanvideo1"), "hunyuanvideo"),
+    **dict.fromkeys(("qwen", "qwenimage2512"), "qwenimage"),
+    "digits": "digitsocr",
+}
+"""Other names of the allowed families, in small letters and digits: releases that the family's adapter trains."""
 
 REMEDIES = {
     "int_type": "use a whole number",
@@ -112,10 +125,32 @@ def _problem(error: Any, values: dict[str, Any], model: type[BaseModel]) -> Prob
     remedy = REMEDIES.get(error["type"], error["msg"]).format(**error.get("ctx", {}))
     if error["type"] == "literal_error":
         allowed = [word.strip(" '") for word in error["ctx"]["expected"].replace(" or ", ",").split(",")]
-        if len(allowed) > 1 and (near := get_close_matches(str(error["input"]), allowed, n=1)):
+        if place == ("model", "name"):
+            meant = model_name_meant(str(error["input"]), allowed)
+            remedy += f"; did you mean {meant}?" if meant else "; spotrl trains no other family yet"
+        elif len(allowed) > 1 and (near := get_close_matches(str(error["input"]), allowed, n=1)):
             remedy += f"; did you mean {near[0]}?"
     shown = "not of that kind" if place[:1] == ("secrets",) or place[-1:] == ("key",) else _shown(error["input"])
     return Problem(place=place, found=f"{_dotted(place)} is {shown}", remedy=remedy)
+
+
+def model_name_meant(found: str, allowed: Sequence[str]) -> str | None:
+    """Return the allowed model that a name means, or None if the name is of another family.
+
+    Names of families differ in few letters, and a near name may be another network, as flux2 and flux are. So a hint
+    needs the same letters (Qwen_Image), a release of an allowed family (sd3.5), or a misspelling with the same digits.
+    """
+
+    def letters(name: str) -> str:
+        return "".join(character for character in name.lower() if character.isalnum())
+
+    def digits(name: str) -> str:
+        return "".join(filter(str.isdigit, name))
+
+    word = RELEASES.get(letters(found), letters(found))
+    by_letters = {letters(name): name for name in allowed}
+    near = [word] if word in by_letters else get_close_matches(word, by_letters, n=1, cutoff=CLOSE)
+    return by_letters[near[0]] if near and digits(near[0]) == digits(word) else None
 
 
 def _own_words(message: str, place: FieldPath, model: type[BaseModel]) -> Problem:

@@ -153,7 +153,7 @@ def _remedies(job: Job, budget: Budget, resources: NodeResources, folder: Path |
     larger = _larger(job, budget)
     if larger:
         yield f"take {' or '.join(larger)}"
-    settings = [(words, _budget(changed, budget.role, folder)) for words, changed in smaller_settings(job)]
+    settings = [(words, _budget(changed, budget.role, folder)) for words, changed in smaller_settings(job, folder)]
     here = usable_of(job, resources.accelerator) or 0
     same = [words for words, less in settings if less.fitting(here)]
     yield from (f"set {words}" for words in same)

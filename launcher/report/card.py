@@ -6,6 +6,7 @@ from typing import Any
 
 from engine.config import VIDEO, ModelConfig
 from launcher.money import dollars
+from launcher.report.diffusers_files import LORA_FILE
 from launcher.report.values import Moment, Report
 from launcher.report.weights import Pulled
 from launcher.report.words import headline, hours, score
@@ -18,7 +19,7 @@ ROWS = 12
 """Number of evaluations in the card's table, including the first and the last. The curve shows every evaluation."""
 
 LOAD_LORA = """\
-pipeline.load_lora_weights("{folder}")
+pipeline.load_lora_weights("{folder}", weight_name="{lora_file}")
 """
 
 LOAD_FULL = """\
@@ -56,7 +57,9 @@ def model_card(report: Report, job: Mapping[str, Any], pulled: Pulled, folder: s
     ]
     if has_diffusers_files:
         load = LOAD_LORA if model.weights == "lora" else LOAD_FULL
-        parts.append(f"```python\n{load.format(folder=folder, model_class=CLASSES[model.name])}```")
+        parts.append(
+            f"```python\n{load.format(folder=folder, lora_file=LORA_FILE, model_class=CLASSES[model.name])}```"
+        )
     parts += [
         f"`spotrl sample {run.name} PROMPT` draws images with them. `ema.safetensors` is the average of the weights "
         "that evaluations use, and what the files for diffusers hold; training goes on from `weights.safetensors`.",

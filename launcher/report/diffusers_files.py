@@ -1,10 +1,10 @@
 """Trained weights as files for diffusers: low-rank adapters, or the whole transformer.
 
-    pipeline.load_lora_weights("weights")                                       low-rank adapters
+    pipeline.load_lora_weights("weights", weight_name=LORA_FILE)                       low-rank adapters
     QwenImageTransformer2DModel.from_pretrained("weights", subfolder="transformer")    full weights; the model's class
 
-Adapters need only a new header: a safetensors file is a JSON header and the bytes of the tensors. Full weights are
-saved by the model's own class. The class runs in an engine process, because the launcher must not import torch.
+diffusers needs the name of the file with HF_HUB_OFFLINE=1. Full weights are saved by the model's own class. The class
+runs in an engine process, because the launcher must not import torch.
 """
 
 import json
@@ -13,6 +13,8 @@ import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from engine.config import ModelConfig
 from launcher.engine_process import engine_command, engine_failure
@@ -23,6 +25,9 @@ LORA_FILE = "pytorch_lora_weights.safetensors"
 
 FULL_FOLDER = "transformer"
 """Folder with full weights."""
+
+SCALED = ".lora_B."
+"""Part of the names of the second matrix of each adapter, which holds the factor alpha / rank."""
 
 ADAPTER = ".default."
 """Adapter name in PEFT's parameter names. PEFT leaves the adapter name out of files."""
@@ -59,28 +64,34 @@ def write_for_diffusers(weights: Path, model: ModelConfig) -> Path:
 def write_lora(weights: Path, rank: int, alpha: int) -> Path:
     """Copy low-rank adapters to a file for `load_lora_weights`, and return the path of the file.
 
-    `rank` and `alpha` come from the job; adapters are scaled by alpha / rank.
+    `rank` and `alpha` come from the job, whose adapters are scaled by alpha / rank. The file holds that factor in the
+    values of every `lora_B`, and says alpha = rank. Loaders that read the header, that read `.alpha` tensors, or that
+    assume a factor of 1 therefore give the same strength. Raises Failure if the adapters are not fp32.
     """
     target = weights.with_name(LORA_FILE)
     unfinished = target.with_name(f"{LORA_FILE}.part")
     with weights.open("rb") as source, unfinished.open("wb") as file:
         header: dict[str, Any] = json.loads(source.read(int.from_bytes(source.read(8), "little")))
         header.pop("__metadata__", None)
+        if others := sorted({entry["dtype"] for entry in header.values()} - {"F32"}):
+            raise Failure(f"{weights} holds adapters in {others[0]}, and a run writes F32; pull the weights again")
         renamed = {f"{PREFIX}{name.replace(ADAPTER, '.')}": entry for name, entry in header.items()}
-        text = json.dumps({"__metadata__": _metadata(header, rank, alpha), **renamed}).encode()
+        text = json.dumps({"__metadata__": _metadata(header, rank), **renamed}).encode()
         text += b" " * (-len(text) % 8)
         file.write(len(text).to_bytes(8, "little") + text)
-        while piece := source.read(1 << 20):
-            file.write(piece)
+        # Safetensors holds the tensors one after another, in the order of their offsets.
+        for name, entry in sorted(header.items(), key=lambda named: named[1]["data_offsets"][0]):
+            values = np.frombuffer(source.read(entry["data_offsets"][1] - entry["data_offsets"][0]), "<f4")
+            file.write((values * np.float32(alpha / rank) if SCALED in name else values).tobytes())
     os.replace(unfinished, target)
     return target
 
 
-def _metadata(header: dict[str, Any], rank: int, alpha: int) -> dict[str, str]:
-    """Return the metadata for diffusers' LoraConfig. Without metadata, diffusers assumes alpha equal to the rank."""
+def _metadata(header: dict[str, Any], rank: int) -> dict[str, str]:
+    """Return the metadata for diffusers' LoraConfig. alpha is the rank: the values are scaled already."""
     config = {
         "r": rank,
-        "lora_alpha": alpha,
+        "lora_alpha": rank,
         "target_modules": sorted({name.rpartition(".lora_")[0] for name in header}),
         "rank_pattern": {},
         "alpha_pattern": {},

@@ -15,13 +15,12 @@ from pathlib import Path
 import obstore
 from obstore.exceptions import BaseError
 
+from engine.model_parts import INDEX, needed_files
 from launcher.storage.stores import StoreError, open_store
 
 MANIFEST = ".manifest.json"
 """Manifest file, {"files": {NAME: BYTES}}: the model's files, as engine/models/fetch.py reads. No sent file's name
 begins with a dot."""
-
-INDEX = "model_index.json"
 
 AT_ONCE = 4
 """Files sent in parallel."""
@@ -80,26 +79,13 @@ def send(folder: Path, url: str, say: Callable[[str], None]) -> None:
 def _files(folder: Path) -> dict[str, int]:
     """Return the sizes of a model's files by name.
 
-    Names with a leading dot are skipped: caches of the download tool. Of a diffusers folder, only files of the parts in
-    `model_index.json` count: repositories like FLUX.1 hold their weights a second time as single files.
+    Of a diffusers folder, only the files that a run loads count (`engine.model_parts.needed_files`). Of another folder,
+    all files count whose names have no leading dot: caches of the download tool have one.
     """
+    if (folder / INDEX).is_file():
+        return needed_files(folder)
     found = {path.relative_to(folder).as_posix(): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
-    parts = _parts(folder / INDEX)
-    return {
-        name: found[name]
-        for name in sorted(found)
-        if not any(part.startswith(".") for part in Path(name).parts)
-        and (not parts or name == INDEX or Path(name).parts[0] in parts)
-    }
-
-
-def _parts(index: Path) -> set[str]:
-    """Return the folders of a pipeline's parts: the entries `NAME: [LIBRARY, CLASS]`. Empty if the file names none."""
-    try:
-        content = json.loads(index.read_text())
-        return {name for name, kind in content.items() if isinstance(kind, list) and any(kind)}
-    except (OSError, ValueError, AttributeError):
-        return set()
+    return {name: found[name] for name in sorted(found) if not any(part.startswith(".") for part in Path(name).parts)}
 
 
 def _size(store: obstore.store.ObjectStore, path: str) -> int | None:

@@ -14,7 +14,9 @@ from diffusers import (
     StableDiffusion3Pipeline,
     WanPipeline,
 )
+from diffusers.loaders import lora_base
 from diffusers.utils import logging as diffusers_logging
+from safetensors.torch import load_file
 
 from engine.config import ModelConfig
 from engine.diffusion.sampler import initial
@@ -69,7 +71,7 @@ def shake(adapter: DiTAdapter) -> None:
 
 
 @pytest.mark.parametrize("name", PIPELINES)
-def test_low_rank_adapters_load_without_a_warning_and_have_their_effect(name, tmp_path, warned):
+def test_low_rank_adapters_load_without_a_warning_and_have_their_effect(name, tmp_path, warned, monkeypatch):
     torch.manual_seed(0)
     adapter = FAMILIES[name].build()
     adapter.transformer.save_pretrained(tmp_path / "base")
@@ -80,10 +82,15 @@ def test_low_rank_adapters_load_without_a_warning_and_have_their_effect(name, tm
     model = ModelConfig(weights="lora", lora_rank=2, lora_alpha=6)
     assert write_for_diffusers(tmp_path / "ema.safetensors", model) == tmp_path / LORA_FILE
 
-    pipeline = pipeline_of(name, type(adapter.transformer).from_pretrained(tmp_path / "base"))
-    pipeline.load_lora_weights(tmp_path)
-    trained, adapter.transformer = velocity(adapter), pipeline.transformer.eval()
-    torch.testing.assert_close(velocity(adapter), trained, atol=1e-5, rtol=0)
+    trained = velocity(adapter)
+    tensors = load_file(tmp_path / LORA_FILE)
+    monkeypatch.setattr(lora_base, "HF_HUB_OFFLINE", True)
+    for source, options in ((tmp_path, {"weight_name": LORA_FILE}), (tensors, {})):
+        pipeline = pipeline_of(name, type(adapter.transformer).from_pretrained(tmp_path / "base"))
+        pipeline.load_lora_weights(source, **options)
+        adapter.transformer = pipeline.transformer.eval()
+        torch.testing.assert_close(velocity(adapter), trained, atol=1e-5, rtol=0)
+    assert not [name for name in tensors if "alpha" in name], "loaders without a scale take 1"
     assert float((trained - before).abs().max()) > 1e-3
     assert warned() == []
 

@@ -36,8 +36,9 @@ def narrow(model: PublishedModel, **changes) -> PublishedModel:
 
 
 def test_a_512_px_image_is_1024_tokens_and_a_video_has_a_frame_in_four():
-    assert image_tokens(ImageSize(height=512, width=512, text_tokens=1)) == 1024
-    assert image_tokens(ImageSize(height=240, width=416, frames=33, text_tokens=1)) == 9 * 15 * 26
+    image, video = QWEN_IMAGE.architecture, WAN_1_3B.architecture
+    assert image_tokens(image, ImageSize(height=512, width=512, text_tokens=1)) == 1024
+    assert image_tokens(video, ImageSize(height=240, width=416, frames=33, text_tokens=1)) == 9 * 15 * 26
     assert text_tokens("sd3", ImageSize(height=512, width=512, text_tokens=256)) == 333
 
 

@@ -1,44 +1,22 @@
 """Sizes and noise levels of a model folder, read without loading a weight."""
 
-import json
-
 import pytest
 
 from engine.config import GUIDANCE, EngineConfig, ModelConfig, RewardConfig, SamplerConfig
 from engine.model_folder import FAMILIES, FolderError, ImageSize, check_folder, model_folder
+from tests.model_folders import write_model
 
 OWN = RewardConfig(name="module:function")  # the built-in rewards score images
-EULER = {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 3.0}
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """Return a function that writes the small files of a folder. None leaves a file out."""
-
-    def write(vae=(), transformer=(), scheduler=EULER):
-        contents = {"model_index": {}, "vae/config": dict(vae), "transformer/config": dict(transformer)}
-        contents["scheduler/scheduler_config"] = scheduler
-        for name, content in contents.items():
-            if content is not None:
-                (tmp_path / name).parent.mkdir(exist_ok=True)
-                (tmp_path / f"{name}.json").write_text(json.dumps(content))
-        return tmp_path
-
-    return write
+    """Return a function that writes a folder of a family, as published."""
+    return lambda family, **changes: write_model(tmp_path, family, **changes)
 
 
 def of(name, folder, **size):
     return model_folder(ModelConfig(name=name, path=str(folder), **size), folder)
-
-
-PUBLISHED = {
-    "qwen-image": ({"temperal_downsample": [False, True, True]}, {"patch_size": 2}),
-    "flux": ({"block_out_channels": [128, 256, 512, 512]}, {"patch_size": 1}),
-    "sd3": ({"block_out_channels": [128, 256, 512, 512]}, {"patch_size": 2, "pos_embed_max_size": 384}),
-    "wan": ({"scale_factor_spatial": 8, "scale_factor_temporal": 4}, {"patch_size": [1, 2, 2]}),
-    "hunyuan-video": ({"spatial_compression_ratio": 8, "temporal_compression_ratio": 4}, {"patch_size": 2}),
-}
-"""Values of `vae/config.json` and `transformer/config.json` of the published models."""
 
 
 @pytest.mark.parametrize(
@@ -52,12 +30,12 @@ PUBLISHED = {
     ],
 )
 def test_a_job_without_sizes_gets_the_familys(folder, family, latent, tokens, text):
-    found = of(family, folder(*PUBLISHED[family]))
+    found = of(family, folder(family))
     assert (found.latent, found.tokens, found.size.text_tokens) == (latent, tokens, text)
 
 
 def test_the_jobs_size_decides_latent_and_tokens(folder):
-    found = of("wan", folder(*PUBLISHED["wan"]), height=480, width=832, frames=81, max_text_tokens=226)
+    found = of("wan", folder("wan"), height=480, width=832, frames=81, max_text_tokens=226)
     assert found.size == ImageSize(480, 832, 81, 226)
     assert found.latent == (21, 60, 104)
     assert found.tokens == 21 * 30 * 52
@@ -75,7 +53,7 @@ def test_the_jobs_size_decides_latent_and_tokens(folder):
 )
 def test_a_size_that_the_model_cannot_make_names_the_nearest_ones(folder, family, size, field, words):
     with pytest.raises(FolderError, match=words) as error:
-        of(family, folder(*PUBLISHED[family]), **size)
+        of(family, folder(family), **size)
     assert error.value.field == field
 
 
@@ -96,7 +74,7 @@ def test_an_image_model_has_no_frames():
 def test_a_missing_or_broken_file_is_named(folder, tmp_path):
     with pytest.raises(FolderError, match=r"no model_index\.json.*; download the model"):
         of("flux", tmp_path)
-    (folder() / "vae" / "config.json").write_text("[]")
+    (folder("flux") / "vae" / "config.json").write_text("[]")
     with pytest.raises(FolderError, match=r"vae/config\.json holds no JSON object"):
         of("flux", tmp_path)
     (tmp_path / "vae" / "config.json").unlink()
@@ -105,7 +83,7 @@ def test_a_missing_or_broken_file_is_named(folder, tmp_path):
 
 
 def test_auto_without_a_scheduler_is_refused_and_a_number_is_not(folder):
-    there = folder(*PUBLISHED["sd3"], scheduler=None)
+    there = folder("sd3", scheduler=None)
     model = ModelConfig(name="sd3", path=str(there))
     with pytest.raises(FolderError, match=r"sampler\.shift is auto, and .* has no scheduler") as error:
         check_folder(model, SamplerConfig(), there)
@@ -116,7 +94,7 @@ def test_auto_without_a_scheduler_is_refused_and_a_number_is_not(folder):
 
 
 def test_flux_without_a_guidance_input_is_refused_with_guidance(folder):
-    there = folder(*PUBLISHED["flux"])
+    there = folder("flux", transformer={"guidance_embeds": False})
     model = ModelConfig(name="flux", path=str(there))
     with pytest.raises(FolderError, match=r"sampler\.guidance is 3\.5, .*schnell.*; use 1") as error:
         check_folder(model, EngineConfig(model=model).sampler, there)

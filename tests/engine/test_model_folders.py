@@ -14,6 +14,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from engine.config import ModelConfig, SamplerConfig
 from engine.diffusion.noise import noise_rows
 from engine.diffusion.sampler import evaluation_plan, transition
+from engine.model_folder import check_folder
 from engine.models.load import load_adapter, trainable
 from engine.noise_schedule import ScheduleError
 from tests.tiny_pipelines import make_flux, make_hunyuan_video, make_qwen_image, make_sd3, make_wan
@@ -29,8 +30,9 @@ def _one_thread_one_seed():
 
 
 def loaded(name, path, **size):
-    """Return the adapter of a folder in fp32, for images of 16 x 16."""
+    """Return the adapter of a folder in fp32, for images of 16 x 16. The folder passes the check before a plan."""
     model = ModelConfig(name=name, path=str(path), **{"height": 16, "width": 16} | size)
+    check_folder(model, SamplerConfig(shift=1.0), path)
     return load_adapter(model, dtype=torch.float32)
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from engine.config import EngineConfig, GuardConfig, ModelConfig, RewardConfig, RuntimeConfig, TargetConfig
 from engine.entrypoints.preflight import JobUnfit, check
+from tests.model_folders import write_model
 
 
 def test_a_ray_job_without_ray_gets_an_install_instruction(monkeypatch):
@@ -28,9 +29,7 @@ def test_a_degree_that_the_model_does_not_allow_names_the_allowed_ones():
     [({"height": 100}, "model.height", "is 100, .* multiples of 16"), ({}, "sampler.shift", "auto, and .* has no sch")],
 )
 def test_a_model_folder_that_does_not_fit_the_job_names_the_field(tmp_path, size, field, found):
-    for file in ("model_index.json", "vae/config.json", "transformer/config.json"):
-        (tmp_path / file).parent.mkdir(exist_ok=True)
-        (tmp_path / file).write_text("{}")
+    write_model(tmp_path, "qwen-image", scheduler=None)
     model = ModelConfig(name="qwen-image", path=str(tmp_path), **size)
     with pytest.raises(JobUnfit, match=found) as unfit:
         check(EngineConfig(model=model), None)

@@ -36,7 +36,7 @@ def test_sampled_images_equal_those_of_diffusers_with_the_same_weights(trained, 
     theirs = load_adapter(FULL)
     if model.weights == "lora":
         pipeline = pipeline_of("qwen-image", theirs.transformer)
-        pipeline.load_lora_weights(written.parent)
+        pipeline.load_lora_weights(written.parent, weight_name=written.name)
         theirs.transformer = pipeline.transformer.eval()
     else:
         theirs.transformer = QwenImageTransformer2DModel.from_pretrained(written).eval()

@@ -1,5 +1,6 @@
 """The memory of a job's GPUs and the disk of its nodes: the plan prints both, and a launch refuses what cannot fit."""
 
+import json
 import re
 import shutil
 from importlib.resources import files
@@ -10,6 +11,7 @@ from engine.memory.budget import GIB, usable_bytes
 from launcher.cli.main import run
 from launcher.exit_codes import ExitCode
 from tests.launcher.printed import printed
+from tests.model_folders import write_model
 
 JOB = "qwen_image_ocr.yaml"
 
@@ -122,15 +124,11 @@ def test_a_launch_refuses_what_cannot_fit_and_says_what_would(dry_run, settings,
 
 
 def test_sizes_come_from_the_models_own_folder_if_it_is_here(dry_run):
-    config = dry_run.folder / "qwen-image" / "transformer" / "config.json"
-    config.parent.mkdir(parents=True)
-    config.write_text(
-        '{"in_channels": 64, "out_channels": 16, "num_layers": 30, "num_attention_heads": 24, '
-        '"attention_head_dim": 128, "joint_attention_dim": 3584}'
-    )
+    folder = dry_run.folder / "qwen-image"
+    write_model(folder, "qwen-image", transformer={"num_layers": 30})
     _, shown = dry_run()
     assert 19 < column(shown, 0)["transformer"] < 20
-    config.write_text("{}")
+    write_model(folder, "qwen-image", transformer={"num_attention_heads": None})
     code, text = dry_run()
     assert code == ExitCode.INVALID_JOB
     assert "num_attention_heads: None; a whole number is needed" in text
@@ -150,11 +148,13 @@ def test_a_dry_run_shows_the_disk_and_every_node_has_it(dry_run):
 
 def test_a_dry_run_refuses_a_disk_that_the_sent_files_do_not_fit(dry_run):
     folder = dry_run.folder / "qwen-image"
-    (folder / "vae").mkdir(parents=True)
-    (folder / "model_index.json").write_text('{"vae": ["diffusers", "AutoencoderKL"]}')
-    for place in ("vae/weights.safetensors", "not-sent.safetensors"):
+    write_model(folder, "qwen-image")
+    tensor = {"dtype": "BF16", "shape": [150 << 30], "data_offsets": [0, 300 << 30]}
+    header = json.dumps({"weight": tensor}).encode()
+    for place in ("vae/diffusion_pytorch_model.safetensors", "not-sent.safetensors"):
         with (folder / place).open("wb") as file:
-            file.truncate(300 << 30)
+            file.write(len(header).to_bytes(8, "little") + header)
+            file.truncate(8 + len(header) + (300 << 30))
     code, text = dry_run("resources.disk_gb=300")
     assert code == ExitCode.INVALID_JOB
     needed = re.search(r"resources\.disk_gb is 300, and a node of this run needs (\d+) GB \(model 301, ", text)

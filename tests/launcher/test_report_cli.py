@@ -177,7 +177,7 @@ def test_a_model_card_without_evaluations_has_no_curve(tmp_path):
         pulled = Pulled(checkpoint="l0001-i000001", iteration=1, files=())
         card = model_card(report, made.run.job, pulled, "weights", has_diffusers_files=True)
     assert "Low-rank adapters (rank 4) of digits-ocr" in card
-    assert 'pipeline.load_lora_weights("weights")' in card
+    assert 'pipeline.load_lora_weights("weights", weight_name="pytorch_lora_weights.safetensors")' in card
     assert "Nothing has been evaluated yet." in card
     assert "curve.svg" not in card
     assert "https://***@tracker.example/?token=***" in card, "a card is published beside the weights"

@@ -5,12 +5,15 @@ import pytest
 from launcher.job.checked import JobError
 from launcher.job.load import load_job
 from launcher.placement.sharing import HEADS, check_sp_degree, degrees_of
+from tests.model_folders import write_model
 
 
 @pytest.fixture
 def checked(tmp_path):
     def checked(degree: str, accelerators: str, **fields: str):
         (tmp_path / "weights").mkdir(exist_ok=True)
+        if fields.get("model.name", "digits-ocr") != "digits-ocr":
+            write_model(tmp_path / "weights", fields["model.name"])
         path = tmp_path / "job.yaml"
         path.write_text(f"runtime:\n  sp_degree: {degree}\nresources: {{rollout: {{accelerators: {accelerators}}}}}\n")
         return load_job(path, fields)

@@ -24,6 +24,7 @@ from launcher.placement.plan import Slot
 from launcher.storage.store_lease import LEASE_OBJECT, LeaseHeld
 from launcher.storage.stores import StoreError
 from tests.launcher.cluster.fake_cloud import FakeCloud, instance
+from tests.model_folders import write_model
 
 NOW_MS = time.time_ns() // 1_000_000
 
@@ -62,16 +63,6 @@ def job(tmp_path):
         return load_job(tmp_path / "job.yaml", overrides)
 
     return write
-
-
-def write_folder(folder):
-    """Write the small files of a diffusers folder of Qwen-Image, with diffusers' default values."""
-    scheduler = {"_class_name": "FlowMatchEulerDiscreteScheduler", "use_dynamic_shifting": True}
-    contents = {"vae/config": {}, "transformer/config": {}, "scheduler/scheduler_config": scheduler, "model_index": {}}
-    for name, content in contents.items():
-        file = folder / f"{name}.json"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(content))
 
 
 class Api:
@@ -122,24 +113,28 @@ def test_missing_local_weights_are_refused(job, tmp_path):
     (tmp_path / "there").mkdir()
     with pytest.raises(JobError, match=r"a folder without model_index\.json: no node could load qwen-image"):
         check_job(checked, SLOTS)
-    write_folder(tmp_path / "there")
+    write_model(tmp_path / "there", "qwen-image")
     check_job(checked, SLOTS)
 
 
 def test_divided_full_weights_without_safetensors_are_refused_before_a_purchase(job, tmp_path):
-    write_folder(tmp_path / "there")
+    write_model(tmp_path / "there", "qwen-image")
     model = "model: {name: qwen-image, path: there, weights: full}\n"
     ranks = model + "runtime: {trainer_ranks: 2}\n"
+    weights = tmp_path / "there" / "transformer" / "diffusion_pytorch_model.safetensors"
+    whole = weights.read_bytes()
+    weights.unlink()
+    weights.with_suffix(".bin").write_bytes(b"\x80\x02")
     with pytest.raises(JobError, match=r"not in safetensors.*set runtime\.trainer_ranks to 1") as caught:
         check_job(job(JOB + ranks), SLOTS)
     assert caught.value.field == "model.path"
     check_job(job(JOB + model), SLOTS)
-    (tmp_path / "there" / "transformer" / "diffusion_pytorch_model.safetensors").touch()
+    weights.write_bytes(whole)
     check_job(job(JOB + ranks), SLOTS)
 
 
 def test_a_model_folder_that_does_not_fit_the_job_is_refused_before_a_purchase(job, tmp_path):
-    write_folder(tmp_path / "there")
+    write_model(tmp_path / "there", "qwen-image")
     model = "model: {name: qwen-image, path: there, height: 500}\n"
     with pytest.raises(JobError, match=r"model\.height is 500, .* multiples of 16 .*; use 496 or 512"):
         check_job(job(JOB + model), SLOTS)
