@@ -151,7 +151,8 @@ def test_without_a_trainer_in_sight_all_nodes_go_and_a_starting_trainer_stays():
     gone = on_cloud_up("trainer", STEADY_OPTION, gone=MINUTE)
     assert released(gone, spot(0), spot(1)) == ["demo-spot-0-g1", "demo-spot-1-g1"]
     lately = on_cloud_up("trainer", STEADY_OPTION, gone=NOW - MINUTE)
-    assert released(lately, spot(0)) == []
-    assert released(lately, spot(0), rules=MoveRules(trainer_wait_ms=MINUTE)) == ["demo-spot-0-g1"]
+    refused = on_cloud("trainer", STEADY_OPTION, 1, requested=NOW - MINUTE, no_capacity=NOW - MINUTE)
+    assert released(lately, refused, spot(0)) == []
+    assert released(lately, refused, spot(0), rules=MoveRules(trainer_wait_ms=MINUTE)) == ["demo-spot-0-g1"]
     asked = on_cloud("trainer", STEADY_OPTION, requested=MINUTE)
     assert released(asked, spot(0)) == ["demo-spot-0-g1"], "its launch hangs"
