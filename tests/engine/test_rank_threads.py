@@ -87,7 +87,7 @@ def train(
     store = serve_store()
 
     def form(rank: int) -> RankGroup:
-        return RankGroup.form(join_store(store.port, timeout_seconds=20.0), rank, ranks, CPU, limit_seconds=20.0)
+        return RankGroup.form(join_store(store.port, timeout_seconds=60.0), rank, ranks, CPU, limit_seconds=60.0)
 
     def trainer_of(rank: int, own: Any, is_started: bool) -> Trainer:
         reference = reference_of(own, algorithm, is_started=is_started)
