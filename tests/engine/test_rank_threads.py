@@ -56,7 +56,7 @@ def model_and_groups():
     adapter = adapter_of(job)
     groups = rolled_out(adapter, job)
     groups[2] = replace(groups[2], rewards=(0.5, 0.5))
-    groups[3] = replace(groups[3], rewards=(nan, 1.0))
+    groups[7] = replace(groups[7], rewards=(nan, 1.0))
     groups[5] = replace(groups[5], rewards=(0.25, 0.25))
     return adapter, groups
 
@@ -180,7 +180,7 @@ def test_ranks_in_threads_train_the_weights_of_one_rank_and_report_all_groups(ra
     shared, alone = train(algorithm, ranks, is_started=True), train(algorithm, 1, is_started=True)
     assert_same(shared, alone)
     assert [one["groups"] for one in shared.health] == [4] * 4
-    assert [one["skipped"] for one in shared.health] == [[3], [], [3], []]
+    assert [one["skipped"] for one in shared.health] == [[], [7], [], [7]]
     assert [one["without_variance"] for one in shared.health] == [1, 1, 1, 1]
 
 
