@@ -796,6 +796,19 @@ def test_after_a_crash_only_its_vms_in_other_regions_are_ended(stage):
     assert len(stage.sky.launches) == 2, "the next launch finds the VM in its own region"
 
 
+def test_a_controller_without_its_lease_buys_and_ends_nothing_after_a_crash(stage):
+    stage.regions.append(("aws", "us-west-2"))
+    stage.process()
+    stage.request()
+    stage.taken_over = True
+    stage.passes(3)
+    assert stage.sky.launches == []
+    stage.cloud.start(NODE, placement(), "us-west-2")
+    stage.process()
+    stage.passes(3)
+    assert (stage.cloud.ended, stage.sky.launches) == ([], [])
+
+
 @pytest.mark.parametrize("which", ["public", "private", "neither"])
 def test_of_two_vms_only_the_one_without_the_login_is_ended(stage, which):
     """A login may name the private address. If it names neither, nobody knows which VM is the right one."""
