@@ -77,7 +77,7 @@ def next_trainer_node(
 
 def given_back_trainer(facts: Facts, wanted: Wanted, live: Sequence[NodeRecord], tried: Tried) -> Release | None:
     """Return the release of all nodes of a trainer whose missing node cannot be bought, or None."""
-    if not facts.sites or number_of_trainer_nodes(wanted) == 1:
+    if not facts.sites:
         return None
     trainer, missing, option = _trainer_nodes(live), missing_trainer_slots(wanted, live), offer_beside(live)
     if option is None or not missing:

@@ -17,11 +17,13 @@ import stamina
 
 from engine.clock import ScaledClock
 from engine.config import EngineConfig, RewardConfig, RuntimeConfig
+from engine.coordinator.judge_account import JudgeAccount
 from engine.coordinator.judge_desk import JudgeDesk
 from engine.coordinator.open import open_coordinator
 from engine.events import Capacity, Judged, Market, NodeCapacity, NodeState, Progress
 from engine.prompt_set import NO_METADATA
 from engine.protocol.messages import BeginLineage, NodeLost, PaidCall, Withdraw, WorkerDied
+from engine.protocol.records import JudgeBilled
 from engine.reward_config import VlmConfig
 from engine.rewards.load import load_reward, load_reward_of_job
 from engine.rewards.purse import BudgetUsedUp, Payment
@@ -171,6 +173,23 @@ def test_money_of_a_dead_worker_and_of_its_earlier_processes_is_spent(tmp_path):
     assert bank.reported == 50
 
 
+def test_a_late_bill_of_an_earlier_process_leaves_the_newer_holds_known():
+    account = JudgeAccount()
+    for boot, seq in ((2, 1), (1, 5)):
+        account.apply(JudgeBilled(worker="spot-0/0", boot=boot, seq=seq, micro_usd=1))
+    assert account.is_known(("spot-0/0", 2, 1)), "a repeated hold would hold money that nobody bills"
+    assert not account.is_known(("spot-0/0", 2, 2))
+    assert not account.is_known(("spot-1/0", 1, 1))
+
+
+def test_a_run_that_stops_gives_no_money(tmp_path):
+    bank = Bank(tmp_path, 100)
+    bank.coordinator.queue.stop("asked for by a person")
+    with pytest.raises(BudgetUsedUp, match="asked for by a person"):
+        bank.purse().hold(1, wait=False)
+    assert bank.coordinator.state.judges.funded == 0
+
+
 def test_a_lost_machine_loses_a_part_and_never_frees_money(tmp_path):
     bank = Bank(tmp_path, 1000)
     purse = bank.purse()
@@ -251,10 +270,12 @@ def test_money_on_a_lost_node_is_spent_and_nobody_waits_for_it(tmp_path, by):
     """A node that vanishes closes no connection, so no worker of the node is reported dead."""
     bank = Bank(tmp_path, 100)
     bank.purse("run-spot-0-g0/0").hold(60, wait=True)
+    bank.purse("run-spot-1-g0/0").hold(10, wait=True)
     if by == "Ray":
         ask(bank, NodeLost(node="run-spot-0-g0", reason="Ray lost its node"))
     else:
         bank.coordinator.set_capacity(lost("run-spot-0-g0"))
+    assert list(bank.coordinator.state.judges.holds.values()) == [10], "another node's money stays held"
     with pytest.raises(BudgetUsedUp):
         bank.purse("run-spot-0-g1/0").hold(60, wait=False)
     assert bank.reported == 60

@@ -207,6 +207,15 @@ def test_requests_of_all_workers_are_evenly_spaced_and_unused_turns_are_not_save
     assert len(slept) == 3
 
 
+def test_each_judge_has_turns_of_its_own_that_all_askers_share():
+    now = [5.0]
+    turns = JudgeTurns(now=lambda: now[0])
+    asked = [("slow", 10.0), ("fast", 1.0), ("fast", 1.0), ("slow", 10.0), ("fast", 1.0), ("slow", 10.0)]
+    assert [turns.take(judge, gap) for judge, gap in asked] == [0.0, 0.0, 1.0, 10.0, 2.0, 20.0]
+    now[0] = 8.0
+    assert [turns.take(judge, gap) for judge, gap in asked[:2]] == [27.0, 0.0]
+
+
 def test_the_coordinator_gives_two_workers_turns_of_one_judge(tmp_path):
     run = build(TINY, tmp_path)
     purses = [CoordinatorPurse(InprocTransport(run.coordinator), worker=f"{n}/0", node=f"{n}") for n in range(2)]

@@ -1,5 +1,6 @@
 """The budget of paid judges in the launcher: set aside from `max_total`, in the ledger, in plans and in reports."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,10 @@ from launcher.cli.main import run
 from launcher.cli.status import headline
 from launcher.controller.controller import wanted_of
 from launcher.controller.node_specs import node_spec
+from launcher.decide.actions import Enter
+from launcher.decide.facts import Others, Stage
+from launcher.decide.reconcile import decide
+from launcher.decide.run_budget import judges_refusal
 from launcher.exit_codes import ExitCode
 from launcher.job.checked import JobError
 from launcher.job.load import load_job
@@ -23,6 +28,7 @@ from launcher.report.resume_command import resume_with_more
 from launcher.runs.new_limits import LimitTooLow, NewLimits
 from launcher.runs.views import view_of
 from tests.engine.judge_server import JudgeServer
+from tests.launcher.cluster.test_reconcile import bought, facts, node, wanted
 from tests.launcher.made_ledger import JOB, START_MS, a_run, a_session
 
 VLM = {"url": "http://judge", "model": "m", "usd_per_million_input": 5.0, "max_usd": 20.0}
@@ -69,6 +75,28 @@ def test_the_budget_guard_works_with_the_part_for_nodes(job):
         plan = Plan(region="us", slots=(), max_total_micro_usd=100 * DOLLAR, max_hourly_micro_usd=None)
         wanted = wanted_of(row, job(text()), plan, ScaledClock(origin_ms=START_MS))
     assert (wanted.limits.max_total, wanted.limits.max_hourly) == (80 * DOLLAR, 10 * DOLLAR)
+
+
+@pytest.mark.parametrize(
+    ("metered", "reserved", "starts"), [(60, 20, True), (60, 21, False), (81, 0, False), (0, 81, False)]
+)
+def test_judges_start_only_beside_what_other_runs_spent_and_hold(metered, reserved, starts):
+    """All runs may spend $100, the judges $20. Once the run has bought a node, the other runs set its judges aside."""
+    run = wanted(others_at_most=80 * DOLLAR)
+    others = Others(metered=metered * DOLLAR, reserved=reserved * DOLLAR)
+    first = facts(stage=Stage.PLANNED, others=others, planned_ms=1000)
+    earlier = replace(first, nodes=(node("trainer", up=999, released=999),))
+    for beginning in (first, earlier):
+        refusal = judges_refusal(beginning, run)
+        assert (refusal is None) == starts
+        assert starts or "all_runs.max_total does not bear the judges" in refusal
+        actions = decide(beginning, run)
+        assert bool(bought(actions)) == starts
+        draining = [action.stage for action in actions if isinstance(action, Enter)]
+        assert (Stage.DRAINING in draining) != starts
+    begun = replace(first, nodes=(node("trainer", up=1000),))
+    assert judges_refusal(begun, run) is None
+    assert judges_refusal(first, wanted()) is None, "no limit across runs, or no paid judge"
 
 
 def test_calls_are_in_the_ledger_and_in_the_report_and_not_in_the_price_of_nodes():

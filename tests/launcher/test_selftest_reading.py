@@ -1,9 +1,11 @@
 """The facts of a selftest come from the ledger as it is written, and from the cloud's own list."""
 
+from dataclasses import replace
+
 from sqlalchemy.orm import sessionmaker
 
-from engine.events import CheckpointSaved, IterationDone, NodeServed
-from launcher.clouds.base import Resource
+from engine.events import CheckpointSaved, IterationDone, Market, NodeServed
+from launcher.clouds.base import Instance, InstanceState, Resource
 from launcher.clouds.preempting import OrderState, Progress
 from launcher.ledger.models import NodeEvent
 from launcher.selftest.facts import Preempted
@@ -86,3 +88,39 @@ def test_only_the_clouds_own_list_tells_what_is_left():
     disk = Resource(cloud="aws", region="us-east-1", kind="disk", id="vol-1", run=RUN)
     cloud.resources = lambda region, **_: [disk] if region == "us-east-1" else []
     assert left_in_cloud(cloud, RUN, ["us-east-1"]) == ("disk in us-east-1",)
+
+
+def test_what_is_left_counts_in_the_regions_of_nodes_and_beyond_all_regions():
+    """A role has no region, and is listed at the cloud's home, where a run may have had no node."""
+    cloud, other = FakeCloud(home="us-east-1"), "us-west-2"
+    running = an_instance(other)
+    cloud.has = {
+        "i-1": running,
+        "i-2": replace(running, name=f"{RUN}-spot-1-g0", state=InstanceState.GONE),
+        "i-3": replace(running, name=f"{RUN}-spot-2-g0", region="eu-west-1"),
+    }
+    role = Resource(cloud="aws", region="", kind="role", id="spotrl-selftest", run=RUN)
+    group = replace(role, region=other, kind="group", id="sg-1")
+    cloud.other = {one.id: one for one in (role, group)}
+    left = ("role in all regions", f"machine {running.name}", f"group in {other}")
+    assert left_in_cloud(cloud, RUN, [other]) == left
+    assert instance_of_node(cloud, other, RUN, running.name) == running
+    assert instance_of_node(cloud, other, RUN, f"{RUN}-spot-1-g0") is None, "it is gone"
+
+
+def an_instance(region):
+    return Instance(
+        cloud="aws",
+        region=region,
+        zone=f"{region}a",
+        id="i-1",
+        name=f"{RUN}-spot-0-g0",
+        run=RUN,
+        owner="me",
+        state=InstanceState.RUNNING,
+        market=Market.SPOT,
+        instance_type="g6.xlarge",
+        address="10.0.0.1",
+        public_address="198.51.100.1",
+        launched_ms=0,
+    )

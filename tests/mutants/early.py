@@ -18,6 +18,7 @@ from tests.mutants.planted_bug import changed, everywhere
 
 EARLY = "tests/engine/test_early_groups.py"
 MERGED = "tests/engine/test_early_merged.py"
+DRAFTS = "tests/engine/test_early_drafts.py"
 
 FAULTS: dict[str, Fault] = {
     fault.name: fault
@@ -128,6 +129,82 @@ FAULTS: dict[str, Fault] = {
                 (Transaction, "commit", changed(Transaction.commit, "if self.missing:", "if False:")),
             ),
             found_by=f"{EARLY}::test_every_step_trains_exactly_its_mini_batch",
+        ),
+        Fault(
+            name="a-stored-draft-of-another-version-is-taken",
+            forgets="that staleness is 0 or 1, when it takes a draft over",
+            patches=(
+                (
+                    EarlyGroups,
+                    "begin",
+                    changed(EarlyGroups.begin, " and stored.version == self._state.iteration", ""),
+                ),
+            ),
+            found_by=f"{DRAFTS}::test_a_stored_draft_of_the_open_version_is_taken_over_and_of_no_other",
+        ),
+        Fault(
+            name="a-draft-is-durable-after-its-rollouts",
+            forgets="that a trainer may die between the rollouts of a draft and its file",
+            patches=(
+                (
+                    EarlyGroups,
+                    "look",
+                    changed(
+                        EarlyGroups.look,
+                        "self._checkpoints.put_draft(draft)",
+                        "self._submit(draft); self._checkpoints.put_draft(draft)",
+                    ),
+                ),
+            ),
+            found_by=f"{DRAFTS}::test_a_draft_is_durable_before_its_rollouts_are_ordered_with_the_open_version",
+        ),
+        Fault(
+            name="the-pause-of-early-groups-is-ignored",
+            forgets="that early groups rest after a batch with too many rows outside the clip range",
+            patches=(
+                (
+                    EarlyGroups,
+                    "begin",
+                    changed(
+                        EarlyGroups.begin, "self._looks = batch >= self._state.early_off_until", "self._looks = True"
+                    ),
+                ),
+            ),
+            found_by=f"{DRAFTS}::test_early_groups_pause_above_the_share_of_rows_outside_the_clip_range[0.51-True]",
+        ),
+        Fault(
+            name="the-pool-of-a-pause-is-kept",
+            forgets="that a batch without early groups needs no candidates for them",
+            patches=((EarlyGroups, "pool", changed(EarlyGroups.pool, " or batch < self._state.early_off_until", "")),),
+            found_by=f"{DRAFTS}::test_early_groups_pause_above_the_share_of_rows_outside_the_clip_range[0.51-True]",
+        ),
+        Fault(
+            name="early-groups-are-sampled-with-the-sampler-of-the-open-batch",
+            forgets="that each batch may have another window of the sampler",
+            patches=(
+                (
+                    EarlyGroups,
+                    "_order_rollouts",
+                    changed(
+                        EarlyGroups._order_rollouts,
+                        "batch_plan(self._config, batch,",
+                        "batch_plan(self._config, batch - 1,",
+                    ),
+                ),
+            ),
+            found_by=f"{DRAFTS}::test_a_draft_is_durable_before_its_rollouts_are_ordered_with_the_open_version",
+        ),
+        Fault(
+            name="a-draft-is-chosen-from-half-a-budget",
+            forgets="that a repeated run must have the same early groups",
+            patches=(
+                (
+                    EarlyGroups,
+                    "_has_candidates",
+                    changed(EarlyGroups._has_candidates, "return not found.to_come", "return True"),
+                ),
+            ),
+            found_by=f"{DRAFTS}::test_a_counted_budget_is_waited_for_and_has_one_more_look_at_the_end",
         ),
         Fault(
             name="candidates-keep-their-gpu",

@@ -7,6 +7,7 @@ from typing import Any
 from sqlalchemy.orm import Session
 
 from engine.coordinator.judge_account import JudgeAccount
+from engine.coordinator.judge_turns import JudgeTurns
 from engine.node.spend_guard import TimeLeft
 from launcher.cleanup import removal
 from launcher.controller import facts_reader, run_process, spend_deadlines
@@ -21,10 +22,12 @@ from launcher.ledger.store import writing
 from launcher.runs import runs
 from launcher.storage.store_lease import StoreLease
 from tests.mutants.faults import Fault
-from tests.mutants.planted_bug import changed
+from tests.mutants.planted_bug import changed, everywhere
 
 MOVING = "tests/launcher/cluster/test_moving.py::test_"
 TIME = "tests/launcher/cluster/test_cloud_time.py::test_"
+TURNS = "tests/engine/test_vlm_reward.py::test_"
+JUDGES = "tests/launcher/test_judges_budget.py::test_"
 REMOVAL = "tests/launcher/test_removal.py::test_"
 
 
@@ -147,6 +150,67 @@ _ALL = (
             ),
         ),
         found_by="tests/engine/test_judge_money.py::test_the_spend_of_several_workers_counts_once_after_a_compaction",
+    ),
+    Fault(
+        name="turns_of_several_askers_fall_together",
+        forgets="that a turn may be taken already",
+        patches=((JudgeTurns, "take", changed(JudgeTurns.take, "turn + gap_seconds", "now + gap_seconds")),),
+        found_by=f"{TURNS}requests_of_all_workers_are_evenly_spaced_and_unused_turns_are_not_saved",
+    ),
+    Fault(
+        name="all_judges_have_the_turns_of_one",
+        forgets="that each judge has a limit of its own",
+        patches=(
+            (
+                JudgeTurns,
+                "take",
+                changed(
+                    JudgeTurns.take,
+                    "self._next[judge] = turn",
+                    "self._next = dict.fromkeys([*self._next, judge], turn + gap_seconds); _ = turn",
+                ),
+            ),
+        ),
+        found_by=f"{TURNS}each_judge_has_turns_of_its_own_that_all_askers_share",
+    ),
+    Fault(
+        name="judges_start_beside_money_that_is_held",
+        forgets="what other runs hold, before the judges of a run start",
+        patches=(
+            everywhere(
+                run_budget.judges_refusal,
+                changed(run_budget.judges_refusal, "others.metered + others.reserved <=", "others.metered <="),
+            ),
+        ),
+        found_by=f"{JUDGES}judges_start_only_beside_what_other_runs_spent_and_hold[60-21-False]",
+    ),
+    Fault(
+        name="judges_of_a_resumed_run_are_not_checked",
+        forgets="that other runs no longer set the judges' budget aside once a run has ended",
+        patches=(
+            everywhere(
+                run_budget.judges_refusal,
+                changed(
+                    run_budget.judges_refusal,
+                    "any(node.requested_ms >= facts.planned_ms for node in facts.nodes)",
+                    "bool(facts.nodes)",
+                ),
+            ),
+        ),
+        found_by=f"{JUDGES}judges_start_only_beside_what_other_runs_spent_and_hold[60-21-False]",
+    ),
+    Fault(
+        name="a_late_bill_makes_newer_holds_unknown",
+        forgets="that bills may come in another order than their holds",
+        patches=(
+            (
+                JudgeAccount,
+                "apply",
+                changed(JudgeAccount.apply, "max(number, self._billed.get(record.worker, number))", "number"),
+            ),
+        ),
+        found_by="tests/engine/test_judge_money.py::"
+        "test_a_late_bill_of_an_earlier_process_leaves_the_newer_holds_known",
     ),
     Fault(
         name="removed_while_it_costs",

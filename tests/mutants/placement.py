@@ -14,6 +14,7 @@ from launcher.decide import (
     placing,
     replacing,
     run_budget,
+    waiting,
 )
 from launcher.market import hazard
 from launcher.placement import from_job, plan_cloud
@@ -27,6 +28,8 @@ PLACES = "tests/launcher/test_moves.py"
 QUEUE = "tests/engine/test_queue.py"
 NODES = "tests/launcher/test_trainer_nodes_plan.py"
 FURTHER = "tests/launcher/cluster/test_further_nodes.py"
+GIVING = "tests/launcher/cluster/test_giving_back.py"
+WAITING = "tests/launcher/replay/test_waiting.py"
 WHOLE = "tests/launcher/cluster/test_whole_trainer.py"
 
 _cooled_until_ms, _next_trainer = launch_history.cooled_until_ms, failover.next_trainer
@@ -269,6 +272,94 @@ FAULTS = {
                 ),
             ),
             found_by=f"{FURTHER}::test_the_zone_of_the_first_node_counts_even_if_a_further_node_is_older",
+        ),
+        Fault(
+            name="stand-in-that-does-not-pay",
+            forgets="that a stand-in may cost more than waiting, even if the money for waiting is used up",
+            patches=(
+                everywhere(
+                    waiting.why_stand_in,
+                    changed(waiting.why_stand_in, " and pays_on_demand(work, working, prices)", ""),
+                ),
+            ),
+            found_by=f"{WAITING}::test_used_up_money_buys_a_stand_in_only_if_the_stand_in_pays",
+        ),
+        Fault(
+            name="a-dear-stand-in-counts-as-on-demand",
+            forgets="the price of the stand-in itself",
+            patches=(
+                everywhere(
+                    waiting.why_stand_in, changed(waiting.why_stand_in, "seen, prices, price)", "seen, prices)")
+                ),
+            ),
+            found_by=f"{WAITING}::test_a_long_outage_or_a_low_price_buys_a_stand_in",
+        ),
+        Fault(
+            name="a-leaving-spot-node-has-settled",
+            forgets="that a spot node which leaves replaces no stand-in",
+            patches=(
+                everywhere(giving_back._has_settled, changed(giving_back._has_settled, " or node.is_leaving", "")),
+            ),
+            found_by=f"{GIVING}::test_a_stand_in_goes_once_a_spot_node_of_its_slot_has_settled_and_stays[under notice]",
+        ),
+        Fault(
+            name="all-stand-ins-go-for-the-hourly-limit",
+            forgets="that one stand-in is enough to free the money for a spot node",
+            patches=(
+                everywhere(
+                    giving_back._given_back,
+                    changed(
+                        giving_back._given_back,
+                        "return [stand_in]\n    return []",
+                        "given_back += [stand_in]\n    return given_back",
+                    ),
+                ),
+            ),
+            found_by=f"{GIVING}::test_under_a_tight_hourly_limit_one_stand_in_goes_at_a_time",
+        ),
+        Fault(
+            name="a-second-stand-in-goes-while-one-leaves",
+            forgets="that a leaving stand-in frees the money already",
+            patches=(
+                everywhere(
+                    giving_back._given_back,
+                    changed(giving_back._given_back, "given_back or frees_budget or", "given_back or"),
+                ),
+            ),
+            found_by=f"{GIVING}::test_no_stand_in_goes_for_the_limit_while_money_or_a_spot_node_is_on_its_way",
+        ),
+        Fault(
+            name="the-dearest-node-stays",
+            forgets="that the dearest nodes go first",
+            patches=(
+                everywhere(
+                    giving_back.nodes_above_hourly_limit,
+                    changed(giving_back.nodes_above_hourly_limit, "sheddable.pop()", "sheddable.pop(0)"),
+                ),
+            ),
+            found_by=f"{GIVING}::test_above_the_hourly_limit_the_dearest_go_and_never_the_trainer",
+        ),
+        Fault(
+            name="a-trainer-is-given-back-in-part",
+            forgets="that a trainer without all of its nodes trains nothing",
+            patches=(
+                everywhere(
+                    further_nodes.given_back_trainer,
+                    changed(further_nodes.given_back_trainer, "for node in trainer)", "for node in trainer[:1])"),
+                ),
+            ),
+            found_by=f"{FURTHER}::test_a_trainer_is_given_back_whole_for_refusals_of_its_own_nodes",
+        ),
+        Fault(
+            name="a-requested-first-node-has-a-zone",
+            forgets="that a cloud may put a node into another zone than the one asked for",
+            patches=(
+                everywhere(
+                    further_nodes.offer_beside,
+                    changed(further_nodes.offer_beside, 'node.role == "ranks" or "up" in node.happened', "True"),
+                ),
+            ),
+            found_by=f"{FURTHER}::test_a_further_node_is_bought_as_the_first_really_is_and_waits_for_its_zone",
         ),
         Fault(
             name="rollouts-beside-an-incomplete-trainer",

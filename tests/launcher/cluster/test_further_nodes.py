@@ -10,6 +10,7 @@ from launcher.decide.further_nodes import (
     given_back_trainer,
     next_trainer_node,
     nodes_in_other_zones,
+    number_of_trainer_nodes,
     offer_beside,
 )
 from launcher.decide.giving_back import nodes_to_release
@@ -63,6 +64,8 @@ def test_no_further_node_is_bought_while_a_node_of_the_trainer_is_leaving():
         assert wait == Wait(until_ms=None, why="earlier nodes of the trainer are ending")
     old, new = trainer_node("trainer", "g1-a", releasing=NOW - 1), trainer_node("trainer-1", "g1-a")
     assert isinstance(next_trainer_node("trainer", [old, new], Tried(), RULES, NOW), Wait)
+    rollout = replace(trainer_node("spot-0", "g1-a", releasing=NOW - 1), role="rollout")
+    assert zone_of(next_trainer_node("trainer-1", [first, rollout], Tried(), RULES, NOW)) == "g1-a"
 
 
 def test_refusals_from_before_this_trainer_neither_delay_nor_give_back_a_node():
@@ -102,3 +105,98 @@ def test_the_zone_of_the_first_node_counts_even_if_a_further_node_is_older():
     assert zone_of(offer_beside([older, first])) == "g1-a"
     assert nodes_in_other_zones([older, first]) == [older]
     assert zone_of(offer_beside([older])) == "g1-b", "without the first node, the zone of the others counts"
+
+
+def test_a_further_node_is_bought_as_the_first_really_is_and_waits_for_its_zone():
+    wish = trainer_node("trainer", "")
+    wait = next_trainer_node("trainer-1", [wish], Tried(), RULES, NOW)
+    assert wait == Wait(until_ms=None, why="the zone of the trainer's first node is not known yet")
+    assert next_trainer_node("trainer", [], Tried(), RULES, NOW) is None, "the first node may be in any zone"
+    requested = replace(trainer_node("trainer", "g1-a"), happened={"requested": 0})
+    assert offer_beside([requested]) is None, "the cloud may still choose another zone"
+    first = replace(trainer_node("trainer", "g1-b"), instance_type="g6.2xlarge", micro_usd_per_hour=7)
+    beside = offer_beside([first])
+    assert beside is not None
+    assert (beside.placement.zone, beside.placement.instance_type) == ("g1-b", "g6.2xlarge")
+    assert beside.placement.micro_usd_per_hour == 7
+    asked = replace(trainer_node("trainer-1", "g1-a"), happened={"requested": 0})
+    assert zone_of(next_trainer_node("trainer", [asked], Tried(), RULES, NOW)) == "g1-a", "beside the one asked for"
+    leaving = trainer_node("trainer", "g1-a", notice=NOW)
+    assert offer_beside([leaving, trainer_node("trainer-1", "g1-b")]).placement.zone == "g1-b"
+
+
+def denial(zone: str, at_ms: int) -> Attempt:
+    return replace(refusal(zone, at_ms), outcome=Outcome.DENIED, evidence="the image is not for sale")
+
+
+def test_a_denied_further_node_is_not_asked_for_and_gives_the_trainer_back():
+    two, first = wanted(spot=0, trainers=2), trainer_node("trainer", "g1-a", requested=NOW - 1000)
+    denied = Tried([denial("g1-a", NOW - 500)])
+    wait = next_trainer_node("trainer-1", [first], denied, RULES, NOW)
+    assert isinstance(wait, Wait)
+    assert "not for sale" in wait.why
+    on_clouds = facts(first, stage=Stage.RUNNING, sites=CLOUD_SITES)
+    release = given_back_trainer(on_clouds, two, [first], denied)
+    assert release is not None
+    assert release.why.startswith("the trainer lacks trainer-1: ")
+    assert "not for sale" in release.why
+
+
+def test_a_trainer_is_given_back_whole_for_refusals_of_its_own_nodes():
+    """Counted from the moment at which the oldest node came up; the newest refusal is the reason."""
+    three = wanted(spot=2, trainers=3)
+    assert number_of_trainer_nodes(three) == 3
+    booted = {"requested": 0, "up": LACKING_MS}
+    first = replace(trainer_node("trainer", "g1-a"), happened=booted)
+    second = replace(trainer_node("trainer-1", "g1-a"), happened={"requested": 0, "up": 2 * LACKING_MS})
+    live = [first, second]
+    at_ms = 3 * LACKING_MS - 1
+    on_clouds = facts(*live, stage=Stage.RUNNING, sites=CLOUD_SITES, now_ms=at_ms)
+
+    def release_for(*refusals: Attempt, nodes=live, job=three, sites=CLOUD_SITES):
+        return given_back_trainer(replace(on_clouds, sites=sites), job, nodes, Tried(refusals))
+
+    since = [refusal("g1-a", LACKING_MS), replace(refusal("g1-a", 2 * LACKING_MS), evidence="still no capacity")]
+    release = release_for(*since)
+    assert release is not None
+    assert release.nodes == (first.name, second.name)
+    assert release.why == "the trainer lacks trainer-2: g1-a refused it: still no capacity"
+    assert release_for(*reversed(since)) == release
+    assert release_for(refusal("g1-a", LACKING_MS - 1)) is None, "from before the first node was up"
+    assert release_for(*(replace(one, role="rollout") for one in since)) is None
+    assert release_for(*since, sites=()) is None
+    assert release_for(*since, job=wanted(spot=2, trainers=1)) is None, "rollout nodes are no part of the trainer"
+    third = replace(second, slot="trainer-2", name="demo-trainer-2-g0")
+    assert release_for(*since, nodes=[*live, third]) is None
+    leaving = replace(third, happened={**third.happened, "notice": at_ms})
+    assert release_for(*since, nodes=[*live, leaving]) is not None, "a leaving node is a missing one"
+
+
+def test_a_trainer_was_whole_only_if_every_missing_node_was_up_beside_the_others():
+    three, first = wanted(spot=0, trainers=3), trainer_node("trainer", "g1-a", requested=LACKING_MS)
+    tried = Tried([refusal("g1-a", 2 * LACKING_MS)])
+
+    def never_whole(*lost: NodeRecord) -> bool:
+        on_clouds = facts(first, *lost, stage=Stage.RUNNING, sites=CLOUD_SITES, now_ms=4 * LACKING_MS)
+        release = given_back_trainer(on_clouds, three, [first], tried)
+        assert release is not None
+        return release.never_whole
+
+    def lost(slot: str, gone: int) -> NodeRecord:
+        return trainer_node(slot, "g1-a", gone=gone)
+
+    both = lost("trainer-1", 2 * LACKING_MS), lost("trainer-2", 3 * LACKING_MS)
+    assert not never_whole(*both)
+    assert never_whole(both[0])
+    never_up = replace(both[1], happened={"requested": 0, "gone": 3 * LACKING_MS})
+    assert never_whole(both[0], never_up)
+    assert never_whole(both[0], lost("trainer-2", LACKING_MS)), "it ended when the first node came"
+
+
+def test_the_first_node_is_never_one_of_the_nodes_in_other_zones():
+    leaving = trainer_node("trainer", "g1-b", releasing=NOW)
+    first, near = trainer_node("trainer", "g1-a", requested=MINUTE), trainer_node("trainer-1", "g1-a")
+    assert nodes_in_other_zones([leaving, first, near]) == []
+    moved = replace(trainer_node("trainer", "g1-b", requested=MINUTE), name="demo-trainer-g1")
+    assert nodes_in_other_zones([first, moved, near]) == [], "the earlier first node counts, and two are left to others"
+    assert nodes_in_other_zones([first]) == []

@@ -300,6 +300,7 @@ class Stage:
         self.named = NOTHING_NAMED
         self.taken_over = False
         self.address = "203.0.113.7/32"
+        self.regions = [("aws", REGION)]
         self.provisioner = self.process()
 
     def process(self) -> SkyProvisioner:
@@ -318,7 +319,7 @@ class Stage:
                 ssh_from=self.address,
                 buckets=("s3://bucket/runs/run",),
                 bundle=Bundle(folder=self.folder / "bundle", digest="d1", setup="sh set_up.sh"),
-                regions=[("aws", REGION)],
+                regions=self.regions,
                 weights={"aws": "s3://bucket/runs/weights/w1"},
                 images=self.images,
                 named=lambda cloud, region: self.named,
@@ -776,6 +777,53 @@ def test_a_controller_without_its_lease_ends_no_extra_instance(stage):
     assert len(alive) == 1
 
 
+def test_after_a_crash_only_its_vms_in_other_regions_are_ended(stage):
+    stage.regions.append(("aws", "us-west-2"))
+    stage.process()
+    stage.request()
+    stage.sky.reply_lost = True
+    with pytest.raises(Killed):
+        stage.passes(1)
+    own = stage.cloud.start(NODE, placement())
+    lost, gone, other = (stage.cloud.start(name, placement(), "us-west-2") for name in (NODE, NODE, TRAINER))
+    stage.cloud.there = [replace(one, state=InstanceState.GONE) if one == gone else one for one in stage.cloud.there]
+    for known in (stage.sky.requests, stage.sky.names, stage.sky.known):
+        known.clear()
+    stage.process()
+    stage.passes(3)
+    assert stage.cloud.ended == [lost.id]
+    assert {one.id for one in stage.cloud.there if one.state is InstanceState.RUNNING} == {own.id, other.id}
+    assert len(stage.sky.launches) == 2, "the next launch finds the VM in its own region"
+
+
+def test_a_controller_without_its_lease_buys_and_ends_nothing_after_a_crash(stage):
+    stage.regions.append(("aws", "us-west-2"))
+    stage.process()
+    stage.request()
+    stage.taken_over = True
+    stage.passes(3)
+    assert stage.sky.launches == []
+    stage.cloud.start(NODE, placement(), "us-west-2")
+    stage.process()
+    stage.passes(3)
+    assert (stage.cloud.ended, stage.sky.launches) == ([], [])
+
+
+@pytest.mark.parametrize("which", ["public", "private", "neither"])
+def test_of_two_vms_only_the_one_without_the_login_is_ended(stage, which):
+    """A login may name the private address. If it names neither, nobody knows which VM is the right one."""
+    stage.bring_up(NODE)
+    (first,) = stage.cloud.there
+    login = {"public": first.public_address, "private": first.address, "neither": "192.0.2.1"}[which]
+    written = stage.file(NODE, "login")
+    (stage.folder / "nodes" / NODE / "login.json").write_text(json.dumps({**written, "host": login}))
+    second = stage.cloud.start(NODE, placement())
+    other = stage.cloud.start(TRAINER, placement())
+    stage.passes(8)
+    assert stage.cloud.ended == ([] if which == "neither" else [second.id])
+    assert other.id in {one.id for one in stage.cloud.there if one.state is InstanceState.RUNNING}
+
+
 @pytest.mark.parametrize("seconds", [0.5, 1.0, 2.0, 4.0, 8.0])
 def test_a_launch_survives_a_crash_at_any_time(stage, seconds):
     stage.request(TRAINER)
@@ -925,6 +973,21 @@ def test_a_release_terminates_the_instance_and_waits_for_confirmation(stage):
     assert stage.cloud.disks == []  # found by its label and deleted
 
 
+def test_a_release_is_recorded_once_and_only_while_the_node_is_there(stage):
+    stage.bring_up(NODE)
+    stage.cloud.ends_slowly = True
+    released_ms = stage.time.ms
+    for _ in range(3):
+        stage.provisioner.release([NODE])
+        stage.passes(2)
+    assert stage.file(NODE, "release")["at_ms"] == released_ms
+    stage.bring_up(TRAINER)
+    stage.cloud.take_back(TRAINER)
+    stage.passes(5)
+    stage.provisioner.release([TRAINER])
+    assert not (stage.folder / "nodes" / TRAINER / "release.json").exists(), "its end came first"
+
+
 def test_a_node_has_not_ended_while_a_disk_of_it_cannot_be_removed(stage):
     stage.bring_up(NODE)
     stage.cloud.keeps_disks = True
@@ -1063,8 +1126,10 @@ def test_the_role_of_a_run_goes_after_the_machines_of_all_regions(stage):
     stage.passes(150, step=1)
     stage.cloud.ends_slowly = True
     stage.cloud.start("run-rollout-9-g0", placement())
-    assert not stage.provisioner.tidy()
-    assert "role" in {one.kind for one in stage.cloud.groups}
+    for _ in range(3):
+        assert not stage.provisioner.tidy()
+        assert {one.kind for one in stage.cloud.groups} == {"role", "group"}, "a VM ends itself with them"
+        assert stage.cloud.ended[-1] == "i-2"
     stage.cloud.there = [replace(one, state=InstanceState.GONE) for one in stage.cloud.there]
     stage.passes(5)
     assert stage.provisioner.tidy() or stage.provisioner.tidy()

@@ -14,12 +14,14 @@ from launcher.decide.waiting import (
     is_money_used_up,
     may_risk_spot,
     pays_on_demand,
+    price_of,
     reserve_ms,
     slack_ms,
+    why_stand_in,
 )
 from launcher.money import HOUR_MS
 from launcher.placement.price_of_waiting import CHANGE_MS, SPARE_CHANGES, Prices, expected_rest_hours
-from tests.launcher.replay.markets import plan, work
+from tests.launcher.replay.markets import SPOT, option, plan, work
 
 PRICES = Prices(trainer=55e6, spot=15e6, on_demand=55e6)
 SEEN = Seen(share=0.7, hazard_per_hour=0.5)
@@ -86,6 +88,8 @@ def test_a_run_is_late_once_its_slack_is_the_reserve():
     assert is_late(facts(1), wanted(11 + reserve_hours - 0.01), NO_HAZARD)
     assert is_late(facts(1), wanted(11 + reserve_hours + 0.01), SEEN)
     assert not is_late(facts(1), wanted(None), SEEN)
+    exact = slack_ms(facts(1).work, 0, HOUR_MS) - reserve_ms(facts(1).work, 0.0)
+    assert is_late(facts(1), replace(wanted(None), deadline_ms=round(-exact)), NO_HAZARD), "equal is late"
 
 
 def test_spot_is_risked_only_while_the_loss_of_every_node_is_in_time():
@@ -130,6 +134,10 @@ def test_a_node_that_makes_no_iteration_cheaper_is_not_bought():
     trainer_does_it = replace(work(2), iteration_ms=[1000, 990, 985])
     assert not pays_on_demand(trainer_does_it, 1, PRICES)
     assert not costs_more_to_wait(trainer_does_it, 1, 1.0, SEEN, PRICES)
+    as_much = replace(work(2), iteration_ms=[4000, 2000, 1000])
+    assert not pays_on_demand(as_much, 1, replace(PRICES, trainer=0)), "twice the price for twice the iterations"
+    done = replace(work(2), done=work(2).iterations)
+    assert not costs_more_to_wait(done, 1, 30.0, SEEN, PRICES)
 
 
 def test_what_a_run_has_seen_moves_share_and_hazard():
@@ -140,3 +148,75 @@ def test_what_a_run_has_seen_moves_share_and_hazard():
     assert bad.share == pytest.approx((1 + 0.7 * 6) / 16)
     assert bad.hazard_per_hour == pytest.approx((1 + 1.8) / 7)
     assert good.hazard_per_hour < bad.hazard_per_hour
+
+
+def test_only_spot_nodes_since_the_trainer_came_up_count_as_seen():
+    """Of two slots, in 8 h since the trainer: spot for 3 h each, of which a preemption ended one."""
+    trainer = replace(spot_node(2, None), name="t", role="trainer", market=Market.ON_DEMAND)
+    stand_in = replace(spot_node(1, 9), name="s", market=Market.ON_DEMAND)
+    asked = replace(spot_node(1, None), name="a", happened={"requested": 0})
+    nodes = (trainer, stand_in, asked, spot_node(3, 6, reclaimed=True), spot_node(5, 8))
+    seen = Seen.of(facts(10, nodes=nodes), 2)
+    assert seen.share == pytest.approx((3 + 0.7 * 6) / (8 + 6))
+    assert seen.hazard_per_hour == pytest.approx((1 + 1.8) / (6 + 6))
+
+
+# --- the reason for a stand-in ------------------------------------------------------------------------------
+
+DEAR = replace(PRICES, on_demand=100e6)
+"""So dear on demand that the second of two nodes waits for hours."""
+ALL_ON_DEMAND = 10 * (55_000_000 + 2 * 100_000_000)
+"""Price of the whole run with `DEAR`, in micro-dollars."""
+
+
+def why(now: Facts, deadline_hours=None, prices=DEAR, out_hours=0.0, price=None, working=1) -> str | None:
+    since_ms = now.now_ms - round(out_hours * HOUR_MS)
+    return why_stand_in(now, wanted(deadline_hours), prices, working, since_ms, price)
+
+
+def test_a_late_run_gets_a_stand_in_whatever_it_costs():
+    reserve_hours = reserve_ms(work(2), 0.3) / HOUR_MS
+    assert why(facts(1), 11 + reserve_hours + 0.01) is None
+    assert why(facts(1), 11.5).startswith("behind: with every node at work the run would be 30m early, and preempt")
+    assert why(facts(1), 10.5).startswith("behind: with every node at work the run would be 30m late, and preempt")
+
+
+def test_used_up_money_buys_a_stand_in_only_if_the_stand_in_pays():
+    used_up = facts(0, metered=ALL_ON_DEMAND // 100 + 10)
+    assert why(facts(0, metered=ALL_ON_DEMAND // 100 - 10)) is None
+    assert why(used_up).startswith("the money for waiting is used up")
+    cheap_trainer = replace(DEAR, trainer=5e6)
+    assert is_money_used_up(used_up, work(2), cheap_trainer)
+    assert not pays_on_demand(work(2), 1, cheap_trainer)
+    assert why(used_up, prices=cheap_trainer) is None
+
+
+def test_a_long_outage_or_a_low_price_buys_a_stand_in():
+    now = facts(40)
+    assert why(now, out_hours=2) is None
+    assert why(now, out_hours=-1) is None, "an outage that begins later is none yet"
+    assert why(now, out_hours=30) == "no spot for 1d 6h: waiting costs more than it saves"
+    assert why(now, out_hours=2, price=SPOT).startswith("no spot for 2h:")
+
+
+def test_the_time_with_spot_counts_for_every_slot():
+    """Spot for 12 h of 12 in one of two slots: half of the time. One slot alone would have had spot all the time."""
+    trainer = replace(spot_node(0, None), name="t", role="trainer", market=Market.ON_DEMAND)
+    now = facts(12, nodes=(trainer, spot_node(0, None)))
+    share = (12 / 2 + 0.7 * 6) / (12 + 6)
+    prices = replace(PRICES, on_demand=1.0)
+    seen = Seen(share=share, hazard_per_hour=0.0)
+    between = [
+        cents * 10_000
+        for cents in range(1, 40_000)
+        if costs_more_to_wait(work(2), 1, 3.0, seen, prices, cents * 10_000)
+    ]
+    limit = max(between)
+    assert why(now, prices=prices, out_hours=3.0, price=limit) is not None
+    assert why(now, prices=prices, out_hours=3.0, price=limit + 10_000) is None
+
+
+def test_the_price_of_an_offer_counts_its_disk_and_address():
+    offer = option("a", Market.SPOT, 1_000_000)
+    assert offer.placement.side_micro_usd_per_hour > 0
+    assert price_of(offer) == 1_000_000 + offer.placement.side_micro_usd_per_hour

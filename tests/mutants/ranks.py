@@ -1,0 +1,98 @@
+"""Planted bugs of a trainer's ranks: another policy on another rank, and shares that do not come together."""
+
+from inspect import unwrap
+from typing import Any
+
+from engine.algorithm.health import Health
+from engine.trainer import ranks
+from engine.trainer.rank_messages import TrainGroup
+from tests.mutants.faults import Fault
+from tests.mutants.planted_bug import changed, everywhere
+
+THREADS = "tests/engine/test_rank_threads.py::test_"
+SAME = f"{THREADS}ranks_in_threads_train_the_weights_of_one_rank_and_report_all_groups"
+EARLY = f"{THREADS}ranks_compare_early_groups_with_the_weights_of_one_version_before"
+
+FAULTS: dict[str, Fault] = {}
+
+
+def _fault(name: str, forgets: str, found_by: str, *patches: tuple[Any, str, Any]) -> None:
+    FAULTS[name] = Fault(name=name, forgets=forgets, patches=patches, found_by=found_by)
+
+
+def _method(where: Any, name: str, old: str, new: str) -> tuple[Any, str, Any]:
+    return where, name, changed(vars(where)[name], old, new)
+
+
+_fault(
+    "ranks-miss-the-weights-of-early-groups",
+    "that other ranks compare early groups with the weights of one version before",
+    EARLY,
+    _method(ranks.Ranks, "begin", "trainer.old.before if manifest.early else None", "None"),
+)
+_fault(
+    "health-of-other-ranks-is-lost",
+    "that a step's health is of the groups of all ranks",
+    f"{SAME}[2-0.5]",
+    _method(ranks.Ranks, "_gather", "health.merge(share.health)", "pass"),
+)
+_fault(
+    "a-follower-keeps-an-old-policy",
+    "that the old policy of a batch is the trained weights until its first step",
+    EARLY,
+    _method(ranks.Follower, "_begin", "trainer.old.advance(0)", "pass"),
+)
+_fault(
+    "old-policy-stays-on-rank-0",
+    "to send the old policy to the other ranks",
+    f"{THREADS}ranks_train_with_an_old_policy_of_its_own",
+    _method(ranks.Ranks, "begin", "trainer.old.tensors", "None"),
+)
+_fault(
+    "ranks-scale-by-their-own-spread",
+    "that the spread of rewards is of the batch, and not of a rank's groups",
+    f"{SAME}[2-0.5]",
+    _method(ranks.Follower, "_begin", "std=order.std", "std=None"),
+)
+_fault(
+    "early-groups-are-fresh-on-other-ranks",
+    "to say which groups are early when they are sent",
+    EARLY,
+    (
+        TrainGroup,
+        "group",
+        property(changed(TrainGroup.group.fget, "is_early=self.is_early", "is_early=False")),  # type: ignore[attr-defined]
+    ),
+)
+_fault(
+    "reference-of-a-follower-is-the-base",
+    "that the reference of a run with start weights is those weights",
+    f"{SAME}[2-0.5]",
+    everywhere(ranks.take_start, changed(ranks.take_start, "return order.is_started", "return False")),
+)
+_fault(
+    "a-step-without-the-groups-of-other-ranks",
+    "that a step waits for the groups that other ranks train",
+    f"{SAME}[2-0.5]",
+    _method(ranks._SharedStep, "commit", "if self.missing:", "if self._own.missing:"),
+)
+_fault(
+    "a-rank-without-gradient-adds-ones",
+    "that a rank whose groups add nothing adds zeros",
+    f"{SAME}[3-0.0]",
+    everywhere(
+        ranks._sum_gradients, changed(unwrap(ranks._sum_gradients), "torch.zeros_like(one)", "torch.ones_like(one)")
+    ),
+)
+_fault(
+    "memory-of-another-rank-is-ignored",
+    "that the passes of all ranks fit where the least memory is",
+    f"{THREADS}a_rank_whose_memory_is_full_makes_the_passes_of_all_ranks_smaller[1]",
+    _method(ranks.Ranks, "_gather", "self._trainer.rows_per_forward = share.rows_per_forward", "pass"),
+)
+_fault(
+    "early-rows-outside-are-lost-in-a-merge",
+    "early rows outside the clip range on other ranks",
+    EARLY,
+    _method(Health, "add", "self.early_outside += more.early_outside", "pass"),
+)
