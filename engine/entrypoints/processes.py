@@ -27,6 +27,7 @@ from engine.models.load import trainable
 from engine.node.build_worker import load_model, make_worker, reward_of_node
 from engine.node.child import SharedHeartbeat, begin
 from engine.node.rank_rendezvous import forget_ranks, joined_group, leaves_torn_group, led_group
+from engine.node.stuck_scorers import ends_despite_scorers
 from engine.node.trainer_nodes import RankReport, copy_meeting, meeting_file
 from engine.node_spec import NodeSpec
 from engine.pool.server import ScoringProcess, listen
@@ -107,8 +108,10 @@ def run_trainer(spec: NodeSpec, heartbeat: SharedHeartbeat, ready: Event) -> Non
     prompts = prompt_source(spec.engine, spec.workdir)
     if spec.trainer_nodes > 1:
         ready.set()  # the other nodes may be lost, and bought again at any time
-    with leaves_torn_group(), led_group(spec, torch.device(device_of(spec.engine.runtime.device, 0))) as group:
+    device = torch.device(device_of(spec.engine.runtime.device, 0))
+    with ends_despite_scorers() as workers, leaves_torn_group(), led_group(spec, device) as group:
         loop = Loop(spec.engine, context, adapter, reward, prompts, group)
+        workers.append(loop.worker)
         ready.set()
         print(loop.run(), flush=True)
 
@@ -174,7 +177,9 @@ def run_worker(
     presence = (worker.name, worker.node, worker.boot)
     threading.Thread(target=_transport(spec).stay_present, args=presence, daemon=True).start()
     ready.set()
-    print("exit:", worker.serve(), flush=True)
+    with ends_despite_scorers() as workers:
+        workers.append(worker)
+        print("exit:", worker.serve(), flush=True)
 
 
 def run_scorer(spec: NodeSpec, heartbeat: SharedHeartbeat, number: int, ready: Event) -> None:
@@ -189,7 +194,9 @@ def run_scorer(spec: NodeSpec, heartbeat: SharedHeartbeat, number: int, ready: E
     reward = load_reward_of_job(spec.engine, spec.workdir, device=device)
     listener = listen(Path(spec.folder), number)
     ready.set()
-    ScoringProcess(reward, batch=pool.batch, timeout_seconds=pool.timeout_seconds).serve(listener)
+    ScoringProcess(reward, batch=pool.batch, timeout_seconds=pool.timeout_seconds, name=spec.engine.reward.label).serve(
+        listener
+    )
 
 
 def _transport_of_trainer(spec: NodeSpec) -> Transport:
