@@ -1,6 +1,6 @@
 """Notice a run that cannot learn: batches that change no weights, because nothing in them has a gradient.
 
-    a batch that teaches nothing -> `WARN_AFTER` in a row: a warning
+    a batch that teaches nothing -> `LEARNS_NOTHING_AFTER` in a row: a warning
                                  -> `algorithm.stop_without_learning` in a row: the run ends as unhealthy
 
 The promise: a run in which no batch changed the weights never ends as finished.
@@ -9,11 +9,9 @@ The promise: a run in which no batch changed the weights never ends as finished.
 from collections.abc import Sequence
 
 from engine.algorithm.health import Health
+from engine.events import LEARNS_NOTHING_AFTER
 from engine.trainer.report import Reporter
 from engine.trainer.state import TrainerState
-
-WARN_AFTER = 3
-"""Batches in a row that teach nothing before a warning. One or two are usual while exact rewards are rare."""
 
 REMEDY = (
     "try `spotrl check-reward JOB`: a reward that grades, easier prompts, more images per prompt or a start from "
@@ -35,10 +33,10 @@ class Learning:
             self._state.unlearned, self._state.has_learned = 0, True
             return
         self._state.unlearned += 1
-        if self._state.unlearned == WARN_AFTER:
+        if self._state.unlearned == LEARNS_NOTHING_AFTER:
             self._reporter.warn(
-                f"batch {batch}: {WARN_AFTER} batches in a row taught nothing: {self._reason}; the run ends as "
-                f"unhealthy after {self._limit} in a row (algorithm.stop_without_learning); {REMEDY}"
+                f"batch {batch}: {LEARNS_NOTHING_AFTER} batches in a row taught nothing: {self._reason}; the run ends "
+                f"as unhealthy after {self._limit} in a row (algorithm.stop_without_learning); {REMEDY}"
             )
 
     @property

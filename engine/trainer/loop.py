@@ -204,7 +204,9 @@ class Loop:
         self.learning.judge(manifest.batch, health, float(finite.mean()) if len(finite) else 0.0)
         # Report before the checkpoint is durable. A crash between the two repeats the batch and its report; the report
         # is never lost.
-        self.reports.report(manifest, finite, len(candidates), health, rollouts, self.forecast.figures())
+        self.reports.report(
+            manifest, finite, len(candidates), health, rollouts, self.forecast.figures(), self.state.unlearned
+        )
         self.state.iteration += 1
         unit = self.forecast.unit()
         fresh = self.exploration.next_manifest(self.context.run, order, candidates, unit=unit)

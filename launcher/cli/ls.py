@@ -45,11 +45,15 @@ def _status(view: RunView) -> str:
         return f"{view.status} (no controller)"
     if view.trouble:
         return f"{view.status} (in trouble)"
+    if view.learning:
+        return f"{view.status} (learns nothing)"
     return f"{view.status} (removed)" if view.is_removed else view.status
 
 
 def _row(view: RunView) -> tuple[str, ...]:
-    score = "-" if view.score is None else f"{view.score:.3f}"
+    score = "-" if view.score is None else f"{view.score:.3f} {view.metric}"
+    if view.score is None and view.reward is not None:
+        score = f"{view.reward:.3f} reward, in training"
     return (
         view.name,
         _status(view),

@@ -12,6 +12,9 @@ from functools import lru_cache
 from itertools import pairwise
 from statistics import mean
 
+REWARD = "reward"
+"""The metric that every evaluation has."""
+
 WINDOW = 3
 """Number of evaluations in the mean of a smoothed score. The first evaluations have fewer predecessors."""
 
@@ -58,6 +61,11 @@ class Gain:
     micro_usd: int
     micro_usd_per_hundredth: int
     """Micro-dollars per +0.01."""
+
+
+def shown_metric(target: str | None) -> str:
+    """Return the metric that stands for a run's progress: the target's, or the reward of a run without a target."""
+    return target or REWARD
 
 
 def smoothed(curve: Sequence[Evaluation]) -> tuple[Point, ...]:

@@ -15,8 +15,10 @@ from sqlalchemy.orm import Session
 from engine.events import Evaluated, IterationDone, Judged
 from launcher.decide.facts import ENDS, OVER
 from launcher.harmless import harmless
+from launcher.learning import learns_nothing
 from launcher.ledger.models import BillingInterval, Node, NodeEvent, ProgressRow, Removal, Run, RunStatus
 from launcher.ledger.node_history import metered_micro_usd
+from launcher.report.target import shown_metric
 from launcher.runs.event_lines import Seen
 
 COUNT = 50
@@ -39,6 +41,10 @@ class RunRow:
     iterations: int
     metric: str
     score: float | None
+    reward: float | None
+    """Mean reward of the newest batch; None before the first."""
+    learning: str
+    """As in `RunView`."""
     target: float | None
     micro_usd: int
     max_total_micro_usd: int | None
@@ -99,7 +105,8 @@ def _rows(session: Session, ids: Sequence[int], statuses: dict[int, RunStatus]) 
         status = statuses.get(run.id)
         word = status.status if status is not None else "unknown"
         metrics = seen[run.id]["metrics"] if run.id in seen else {}
-        metric = run.target_metric or next(iter(metrics), "")
+        metric = shown_metric(run.target_metric)
+        newest = done.get(run.id, {})
         is_open = word not in OVER or run.id in with_nodes
         rows.append(
             RunRow(
@@ -112,6 +119,8 @@ def _rows(session: Session, ids: Sequence[int], statuses: dict[int, RunStatus]) 
                 iterations=int(run.iterations),
                 metric=metric,
                 score=metrics.get(metric),
+                reward=newest.get("reward_mean"),
+                learning=learns_nothing(newest.get("health", {})) if newest and word not in OVER else "",
                 target=run.target_value,
                 micro_usd=judged[run.id] + (_metered(session, run) if is_open else billed.get(run.id, 0)),
                 max_total_micro_usd=run.max_total_micro_usd,

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from engine.events import LEARNS_NOTHING_AFTER, UNLEARNED
 from engine.protocol.request import Score
-from engine.trainer.learning import WARN_AFTER
 from tests.engine.test_loop import TINY, build, one_thread, progress
 
 __all__ = ["one_thread"]  # a fixture
@@ -37,12 +37,13 @@ def test_a_run_whose_rewards_never_vary_is_not_finished(tmp_path, iterations):
     finished = build(job(iterations=iterations), tmp_path, reward=equal).loop.run()
     assert (finished.reason, finished.iteration) == ("unhealthy", iterations)
     assert "no batch of this run changed the weights: the rewards of each group are equal (mean 0.250)" in finished.text
-    assert len(warned(tmp_path)) == (iterations >= WARN_AFTER)
+    assert len(warned(tmp_path)) == (iterations >= LEARNS_NOTHING_AFTER)
 
 
 def test_a_run_warns_after_three_batches_and_ends_at_its_limit(tmp_path):
     finished = build(job(iterations=9, limit=4), tmp_path, reward=equal).loop.run()
     assert (finished.reason, finished.iteration) == ("unhealthy", 4)
+    assert [done.health[UNLEARNED] for done in progress(tmp_path, "iteration_done")] == [1, 2, 3, 4]
     (text,) = warned(tmp_path)
     assert text.startswith("batch 2: 3 batches in a row taught nothing: the rewards of each group are equal")
     assert "algorithm.stop_without_learning" in text
