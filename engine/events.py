@@ -84,7 +84,7 @@ class Capacity:
                 for node in raw["nodes"]
             )
             return cls(generation=int(raw["generation"]), nodes=nodes)
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"not a capacity snapshot: {error}") from error
 
 
@@ -398,5 +398,5 @@ class Progress:
             event = raw.pop("event")
             known = {f.name for f in fields(kind)}
             return cls(event=kind(**{k: v for k, v in event.items() if k in known}), **raw)
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"not a progress line: {error}: {line[:120]}") from error

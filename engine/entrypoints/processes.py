@@ -17,6 +17,7 @@ import torch
 
 import engine.rewards.ocr  # noqa: F401  preloaded
 from engine.algorithm.transaction import Trainer
+from engine.coordinator.bodies import most_call_bytes
 from engine.coordinator.coordinator import Coordinator
 from engine.coordinator.open import fund_of, open_coordinator
 from engine.coordinator.rank_nodes import RankNodes
@@ -77,7 +78,13 @@ def run_coordinator(spec: NodeSpec, heartbeat: SharedHeartbeat, ready: Event) ->
     listener = bind(spec.coordinator_host, spec.coordinator_port)
     ready.set()
     ranks = RankNodes(meeting_file(spec)) if spec.trainer_nodes > 1 else None
-    server = CoordinatorServer(Front(coordinator), Rights(spec.token), shipped=folder / "shipped", ranks=ranks)
+    server = CoordinatorServer(
+        Front(coordinator),
+        Rights(spec.token),
+        shipped=folder / "shipped",
+        ranks=ranks,
+        most_bytes=most_call_bytes(spec.engine),
+    )
     asyncio.run(server.serve(listener))
 
 
