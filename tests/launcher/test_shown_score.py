@@ -15,6 +15,8 @@ from launcher.decide.facts import Stage
 from launcher.notifications.notices import due_notices
 from launcher.notifications.notifier import facts_of
 from launcher.report.build import build_report
+from launcher.report.html import render_html
+from launcher.report.terminal import print_report
 from launcher.report.words import headline as report_headline
 from launcher.runs.views import view_of
 from launcher.web.run_list import run_list
@@ -100,6 +102,16 @@ def test_a_run_that_learns_nothing_says_so_while_it_runs(session):
     (row,) = run_list(session).rows
     assert row.learning == text
     assert any(f"learns nothing: {text}" in notice for notice in notices(session, run))
+
+
+def test_a_report_says_that_the_last_batches_taught_nothing(session):
+    run = a_run_without_target(session, unlearned=20.0, status="failed", reason="unhealthy")
+    report = build_report(session, run, START_MS + 2 * HOUR_MS)
+    words = "The last 20 batches taught nothing; `spotrl events` says why."
+    out = io.StringIO()
+    print_report(report, Console(file=out, width=120))
+    assert words in out.getvalue()
+    assert words in render_html(report, lambda path: None)
 
 
 @pytest.mark.parametrize(("unlearned", "status"), [(2.0, "running"), (5.0, "failed")])
