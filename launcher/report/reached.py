@@ -39,7 +39,8 @@ def target_of(
     limits: Limits | None = None,
 ) -> tuple[Target, list[Evaluation]]:
     evaluated = by_iteration(session, run, Evaluated.KIND)
-    metric = metric or shown_metric(run.target_metric)
+    names = (name for row in evaluated.values() for name in row.event["metrics"])
+    metric = metric or shown_metric(run.target_metric, names)
     value = run.target_value if value is None else value
     hold = int((run.job.get("target") or {}).get("evaluations", DEFAULT_HOLD))
     limits = guard_limits(run) if limits is None else limits

@@ -184,10 +184,11 @@ def view_of(session: Session, run: Run) -> RunView:
     now_ms = run.clock.now_ms()
     until_ms = status.at_ms if over and not any(record.is_live for record in records) else now_ms
     done = progress_of(session, run, IterationDone.KIND)
-    metric = shown_metric(run.target_metric)
+    evaluated = progress_of(session, run, Evaluated.KIND)
+    metric = shown_metric(run.target_metric, (name for row in evaluated for name in row.event["metrics"]))
     curve = [
         Evaluation(iteration=row.event["iteration"], at_ms=row.at_ms, score=row.event["metrics"][metric], micro_usd=0)
-        for row in progress_of(session, run, Evaluated.KIND)
+        for row in evaluated
         if metric in row.event["metrics"]
     ]
     points, peak = smoothed(curve), best(curve)

@@ -105,7 +105,7 @@ def _rows(session: Session, ids: Sequence[int], statuses: dict[int, RunStatus]) 
         status = statuses.get(run.id)
         word = status.status if status is not None else "unknown"
         metrics = seen[run.id]["metrics"] if run.id in seen else {}
-        metric = shown_metric(run.target_metric)
+        metric = shown_metric(run.target_metric, metrics)
         newest = done.get(run.id, {})
         is_open = word not in OVER or run.id in with_nodes
         rows.append(
