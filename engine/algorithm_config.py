@@ -73,6 +73,9 @@ class AlgorithmConfig(Strict):
     """Optimiser steps per batch. Each step trains its own share of the prompts."""
     learning_rate: Annotated[float, Field(gt=0.0)] = 2e-4
     """AdamW's learning rate, constant over the run."""
+    stop_without_learning: Positive = 20
+    """Batches in a row that teach nothing, after which the run ends as `unhealthy`: all rewards of each group are
+    equal, all groups are skipped, or the gradient is 0. A warning comes after three."""
     clip_range: Annotated[float, Field(gt=0.0)] = 1e-3
     """Clip range of the importance ratio of flow-grpo: the loss clips the ratio to 1 - `clip_range` .. 1 +
     `clip_range`."""

@@ -84,7 +84,7 @@ class Capacity:
                 for node in raw["nodes"]
             )
             return cls(generation=int(raw["generation"]), nodes=nodes)
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"not a capacity snapshot: {error}") from error
 
 
@@ -104,13 +104,21 @@ class EngineStarted:
     """Source of the start weights, in words; empty: the base model."""
 
 
+UNLEARNED = "unlearned_batches"
+"""Name in the health of a batch: batches in a row up to this one that taught nothing."""
+
+LEARNS_NOTHING_AFTER = 3
+"""Batches in a row that teach nothing before a warning. One or two are usual while exact rewards are rare."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IterationDone:
     """End of one batch: the batch is trained, its checkpoint is durable, version `iteration` + 1 is published.
 
     `manifest_digest` names the trained multiset. `phase_ms` is the trainer's own time by phase. `health` holds
-    zero_variance_share, gradient_norm, staleness (mean weight versions behind), skipped_groups, rows_per_forward (most
-    rows of a training pass, which a memory error halves), for batches with early groups stale_share and
+    zero_variance_share, gradient_norm, staleness (mean weight versions behind), skipped_groups, unlearned_batches
+    (batches in a row that taught nothing), rows_per_forward (most rows of a training pass, which a memory error
+    halves), for batches with early groups stale_share and
     early_outside_share (of their training rows, outside the clip range), and the figures of the algorithm: ratio_mean,
     ratio_max, clip_share, kl and dlogp_abs_mean, or velocity_change, positive_loss, negative_loss and
     reference_distance (engine/algorithm). Where workers merge adapters: worker_dlogp_abs_mean and worker_dlogp_abs_max,
@@ -390,5 +398,5 @@ class Progress:
             event = raw.pop("event")
             known = {f.name for f in fields(kind)}
             return cls(event=kind(**{k: v for k, v in event.items() if k in known}), **raw)
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"not a progress line: {error}: {line[:120]}") from error

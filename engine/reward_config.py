@@ -152,6 +152,15 @@ class HttpConfig(Strict):
 SUM = "sum"
 """Name of the reward that is a weighted sum of scorers."""
 
+NODE_SCORER_SECONDS = 600.0
+"""Default time of a call of a scorer on the node. The slowest shipped scorer loads its model in about two minutes."""
+
+LONGEST_PAUSE_SECONDS = 30.0
+"""Longest pause between two tries of a server."""
+
+WORKERS_OF_A_JUDGE = 64
+"""Workers that may wait for turns at a judge with a limit of requests, for the default time of a call."""
+
 LOCAL_MODELS = ("clip", "pickscore", "aesthetic", "hpsv3", "geneval")
 """Scorers that load a model from a local folder."""
 
@@ -184,6 +193,22 @@ class ScorerConfig(Strict):
     """Model of `clip`, `pickscore`, `aesthetic` and `hpsv3`, and detector of `geneval`. Each needs at least `path`."""
     colours: LocalModelConfig | None = None
     """CLIP model that names colours for `geneval`. None: no prompt asks for a colour."""
+
+    def longest_seconds(self, images: int) -> float:
+        """Return the longest time that a call of this scorer takes unless it hangs.
+
+        A server is asked several times, with pauses. A judge with a limit of requests also waits for the turns of
+        other workers.
+        """
+        if self.http is not None:
+            rounds = ceil(ceil(images / self.http.batch) / self.http.concurrency)
+            return NODE_SCORER_SECONDS + rounds * self.http.tries * (self.http.timeout_seconds + LONGEST_PAUSE_SECONDS)
+        if self.vlm is not None:
+            rounds, tries = ceil(images / self.vlm.concurrency), self.vlm.tries
+            per_minute = self.vlm.requests_per_minute
+            turns = 60.0 / per_minute * images * WORKERS_OF_A_JUDGE if per_minute else 0.0
+            return NODE_SCORER_SECONDS + tries * (rounds * (self.vlm.timeout_seconds + LONGEST_PAUSE_SECONDS) + turns)
+        return NODE_SCORER_SECONDS
 
     @model_validator(mode="after")
     def _settings_belong_to_the_scorer(self) -> Self:
@@ -281,6 +306,10 @@ class RewardConfig(ScorerConfig):
     Python's lock. `http`: a server scores several leases of a worker at once; only for scorers behind a URL."""
     pool: PoolConfig | None = None
     """Settings of `placed: pool`. None: the defaults."""
+    timeout_seconds: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | None = None
+    """Time in which the images of a lease must be scored, also by the first call, which may load a model. Images of a
+    call that takes longer are scored once more, each by itself; an image that takes longer again has no score. None:
+    600 seconds, or the time of all tries for a scorer behind a URL. A pool has `pool.timeout_seconds`."""
     parts: tuple[WeightedScorer, ...] = ()
     """Scorers of `name: sum`, two or more. The reward is the sum of weight times score, and each score is a metric."""
     student: StudentConfig | None = None
@@ -320,6 +349,11 @@ class RewardConfig(ScorerConfig):
             raise ValueError("reward.placed is http, and a scorer runs on the node; use with_rollout or pool")
         if self.pool is not None and self.placed != "pool":
             raise ValueError(f"reward.pool is set, but reward.placed is {self.placed}; use placed: pool")
+        if self.timeout_seconds is not None and self.placed == "pool":
+            raise ValueError(
+                f"reward.timeout_seconds is {self.timeout_seconds:g}, but reward.placed is pool; use "
+                "reward.pool.timeout_seconds"
+            )
         return self
 
     @property
@@ -332,6 +366,21 @@ class RewardConfig(ScorerConfig):
         """Return the GPUs of each rollout node that only score."""
         pool = self.scoring_pool
         return 0 if pool is None else pool.gpus
+
+    def limit_seconds(self, images: int) -> float | None:
+        """Return the time in which a call with so many images must end. None: the pool has a limit of its own."""
+        if self.placed == "pool":
+            return None
+        return self.timeout_seconds or sum(one.longest_seconds(images) for one in self.scorers)
+
+    @property
+    def label(self) -> str:
+        """Return the names of the scorers, for a message."""
+        return " + ".join(one.name for one in self.scorers)
+
+    @property
+    def asks_a_server(self) -> bool:
+        return any(one.http is not None or one.vlm is not None for one in self.scorers)
 
     @property
     def scored_beside(self) -> int:

@@ -59,7 +59,7 @@ class Rights:
         Called before the head is decoded: a caller without the right gets no error of the codec.
         """
         role = self.check(token, "/call")
-        if role == "rollout" and head.get("call") not in CALLS_OF_A_SPOT_NODE:
+        if role == "rollout" and str(head.get("call")) not in CALLS_OF_A_SPOT_NODE:
             _refuse(role, f"the call {head.get('call')!r} of {head.get('node', 'a node that it does not name')}")
 
 

@@ -15,8 +15,10 @@ address, with the token of a role on every call (engine/coordinator/rights.py), 
     POST /ranks      ?node=&rank=&of=: times of a rank on a further node of the trainer, [[phase, begin, end], ...]
     POST /ship       ?node=&file=&offset=: a piece of a spot node's log; {"offset": ...}: bytes of the file received
 
-A full disk gets the answer 507: the caller repeats the call until the disk has room. A disk that fails to *keep*
-written data ends this process. Memory would be ahead of the journal, and the next process starts from the journal.
+A body may have as many bytes as a call of this job (bodies.py). A larger one gets 413, and JSON that is nested too
+deeply gets 400. A full disk gets the answer 507: the caller repeats the call until the disk has room. A disk that fails
+to *keep* written data ends this process. Memory would be ahead of the journal, and the next process starts from the
+journal.
 """
 
 import asyncio
@@ -37,6 +39,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from engine.coordinator.bodies import LEAST_CALL_BYTES, SMALL_BYTES, BodyTooLarge, body_of
 from engine.coordinator.coordinator import Answered, Coordinator
 from engine.coordinator.rank_nodes import RankNodes
 from engine.coordinator.rights import NotAllowed, Rights, WrongToken
@@ -165,6 +168,14 @@ async def _left(_request: Request, _error: Exception) -> Response:
     return Response(status_code=499)
 
 
+async def _too_large(_request: Request, error: Exception) -> Response:
+    return PlainTextResponse(str(error), status_code=413)
+
+
+async def _too_deep(_request: Request, _error: Exception) -> Response:
+    return PlainTextResponse("the JSON of this call is nested too deeply", status_code=400)
+
+
 class CoordinatorServer:
     """HTTP server for a front. `ray_address`: address of this run's Ray cluster, or None.
 
@@ -180,8 +191,11 @@ class CoordinatorServer:
         shipped: Path | None = None,
         ray_address: str | None = None,
         ranks: RankNodes | None = None,
+        most_bytes: int = LEAST_CALL_BYTES,
     ) -> None:
+        """`most_bytes`: of the body of a call."""
         self._front = front
+        self._most_bytes = most_bytes
         self._rights = rights
         self._shipped = shipped
         self._shipping = asyncio.Lock()
@@ -199,7 +213,8 @@ class CoordinatorServer:
             Route("/ranks", self._rank_worked, methods=["POST"]),
             Route("/ship", self._ship, methods=["POST"]),
         ]
-        self.app = Starlette(routes=routes, lifespan=self._lifespan, exception_handlers={ClientDisconnect: _left})
+        handlers = {ClientDisconnect: _left, BodyTooLarge: _too_large, RecursionError: _too_deep}
+        self.app = Starlette(routes=routes, lifespan=self._lifespan, exception_handlers=handlers)
 
     async def serve(self, listener: socket.socket) -> None:
         config = uvicorn.Config(self.app, log_level="warning", access_log=False, timeout_keep_alive=120, ws="none")
@@ -224,7 +239,7 @@ class CoordinatorServer:
         if refused := self._refuse(request):
             return refused
         try:
-            head, sent = unpack(await request.body())
+            head, sent = unpack(await body_of(request, self._most_bytes))
             self._rights.check_call(_token_of(request), head)
             answer, blobs = await self._front.answer(decode_call(head), sent)
         except NotAllowed as error:
@@ -264,7 +279,7 @@ class CoordinatorServer:
         if refused := self._refuse(request):
             return refused
         try:
-            self._front.coordinator.set_capacity(Capacity.from_json((await request.body()).decode()))
+            self._front.coordinator.set_capacity(Capacity.from_json((await body_of(request, SMALL_BYTES)).decode()))
         except ValueError as error:
             return PlainTextResponse(str(error), status_code=400)
         except OSError as error:
@@ -276,7 +291,7 @@ class CoordinatorServer:
         if refused := self._refuse(request):
             return refused
         try:
-            order = json.loads(await request.body() or b"{}")
+            order = json.loads(await body_of(request, SMALL_BYTES) or b"{}")
             reason = str(order.get("reason", "stopped"))
         except (ValueError, AttributeError) as error:
             return PlainTextResponse(f"not a stop order: {error}", status_code=400)
@@ -316,7 +331,7 @@ class CoordinatorServer:
             return refused
         query = request.query_params
         try:
-            spans = msgspec.json.decode(await request.body(), type=list[tuple[Phase, float, float]])
+            spans = msgspec.json.decode(await body_of(request, SMALL_BYTES), type=list[tuple[Phase, float, float]])
             node, worker, of = query["node"], f"trainer-rank-{int(query['rank'])}", int(query["of"])
             self._front.coordinator.add_usage(node, f"{node}/{worker}", spans, max(1, of))
         except (KeyError, ValueError) as error:
@@ -331,9 +346,7 @@ class CoordinatorServer:
         if self._shipped is None:
             return PlainTextResponse("no logs are kept here", status_code=404)
         try:
-            if int(request.headers.get("content-length", PIECE_BYTES + 1)) > PIECE_BYTES:
-                return PlainTextResponse(f"a piece has at most {PIECE_BYTES} bytes", status_code=413)
-            query, piece = request.query_params, await request.body()
+            query, piece = request.query_params, await body_of(request, PIECE_BYTES)
             async with self._shipping:  # an agent and its successor may send pieces at the same time
                 size = await asyncio.to_thread(
                     keep_piece, self._shipped, query["node"], query["file"], int(query["offset"]), piece

@@ -60,7 +60,9 @@ class WorkerCalls:
                 return self._queue.give_back(call.worker, call.lease, now_ms=now_ms)
             case Fault():
                 self._log.state.changes += 1
-                reply = self._queue.fault(call.worker, call.node, call.lease, call.text, now_ms=now_ms)
+                reply = self._queue.fault(
+                    call.worker, call.node, call.lease, call.text, now_ms=now_ms, hangs=call.hangs
+                )
                 self._log.record_poison(now_ms)
                 return reply
             case _:
@@ -149,7 +151,7 @@ class WorkerCalls:
         if results:
             self._log.record(accepted, {r.trajectory: blobs[r.trajectory] for r in results if r.trajectory is not None})
         finished = [result.finished() for result in results]
-        reply = self._queue.finish(call.worker, call.node, call.lease, finished, now_ms=now_ms)
+        reply = self._queue.finish(call.worker, call.node, call.lease, finished, now_ms=now_ms, hangs=call.hangs)
         if isinstance(reply, Wait):
             if call.pace is not None:
                 self._groups.measured(call.pace.request_class, call.pace.degree, call.pace.seconds)

@@ -8,10 +8,12 @@ timed. A paid judge is paid with real money, at most `max_usd` of the job; the b
 """
 
 import json
+import os
 import sys
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from itertools import cycle, islice
 from math import isfinite
 from pathlib import Path
@@ -33,9 +35,11 @@ from engine.models.load import load_adapter, load_start, trainable
 from engine.prompts import prompt_source
 from engine.protocol.messages import PaidCall
 from engine.protocol.request import Score
+from engine.reward_config import RewardConfig
 from engine.rewards.load import load_reward_of_job
 from engine.rewards.purse import BudgetUsedUp
-from engine.rewards.reward import RewardError
+from engine.rewards.reward import Reward, RewardError
+from engine.rewards.scorable import scores_of
 from engine.strict import Strict
 from engine.trainer.evaluation import contact_sheet
 from engine.worker.device import device_of
@@ -142,9 +146,9 @@ def check_reward(request: CheckRequest) -> Found:
     begun = time.perf_counter()
     try:
         reward = load_reward_of_job(config, workdir, device=device, purse=till)
-        scores = list(reward(images[:1], prompts[:1]))
+        scores = _in_time(config.reward, reward, images[:1], prompts[:1])
         loaded = time.perf_counter()
-        scores += reward(images[1:], prompts[1:])
+        scores += _in_time(config.reward, reward, images[1:], prompts[1:])
     except RewardError as error:
         raise JobUnfit("reward", str(error), "see docs/rewards.md for what this reward needs") from error
     score_seconds = (time.perf_counter() - loaded) / (request.images - 1)
@@ -160,6 +164,35 @@ def check_reward(request: CheckRequest) -> Found:
         judge_micro_usd=till.paid,
         warnings=warnings,
     )
+
+
+def _in_time(config: RewardConfig, reward: Reward, images: Tensor, prompts: Sequence[str]) -> list[Score]:
+    """Score like a worker: within the reward's time limit, and without a score for images that are not finite.
+
+    Raises JobUnfit if the scorer does not return. Its thread then runs on until this process ends.
+    """
+    pool = config.scoring_pool
+    seconds = pool.timeout_seconds if pool is not None else config.limit_seconds(len(prompts))
+    answer: Future[list[Score]] = Future()
+
+    def score() -> None:
+        try:
+            answer.set_result(scores_of(reward, images, prompts))
+        except BaseException as error:  # raised again by `result`
+            answer.set_exception(error)
+
+    threading.Thread(target=score, daemon=True).start()
+    try:
+        return answer.result(seconds)
+    except TimeoutError:
+        if answer.done():
+            raise  # the scorer's own
+        setting = "reward.timeout_seconds" if pool is None else "reward.pool.timeout_seconds"
+        raise JobUnfit(
+            "reward",
+            f"{config.label} gave no score for {len(prompts)} images in {seconds:g} s, first {prompts[0]!r}",
+            f"see what the scorer waits for; if it is only slow, raise {setting}",
+        ) from None
 
 
 def sheet_of(images: Tensor, prompts: Sequence[str], scores: Sequence[Score]) -> bytes:
@@ -189,4 +222,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # a scorer that does not return keeps its threads, for which Python would wait

@@ -28,6 +28,7 @@ from engine.trainer.context import TrainerContext
 from engine.trainer.loop import Loop
 from engine.trainer.metrics import MetricsLog
 from engine.worker.device import device_of
+from engine.worker.scoring_call import ScoreLimits
 from engine.worker.transport import Answer, InprocTransport
 from engine.worker.worker import Worker
 
@@ -97,6 +98,7 @@ def build_inproc(
             adapter=adapter,
             parameters=trainable(adapter),
             reward=reward,
+            score_limits=ScoreLimits(reward=config.reward),
             student=lambda: load_student(config),
             clock=clock,
             heartbeat_seconds=config.runtime.heartbeat_seconds,

@@ -29,6 +29,7 @@ from engine.parallel.ulysses import problem_with_degree
 from engine.prompts import FilePrompts, PromptSource, prompt_source
 from engine.protocol.request import Score
 from engine.rewards.load import load_reward_of_job, load_student
+from engine.rewards.scorable import scores_of, unsound
 from engine.storage.tensor_files import Stored
 
 READ_AT_ONCE = 512
@@ -126,7 +127,7 @@ def _encode(adapter: DiTAdapter, config: EngineConfig, prompts: Sequence[str]) -
 def _score_once(config: EngineConfig, workdir: str | None, image: Tensor, prompt: str) -> Score:
     """Import the reward, and return its score of one image."""
     try:
-        scores = load_reward_of_job(config, workdir, must_answer=True)(image, [prompt])
+        scores = scores_of(load_reward_of_job(config, workdir, must_answer=True), image, [prompt])
     except Exception as error:
         where = "; ".join(line.strip() for line in "".join(traceback.format_exception(error)[-2:]).splitlines())
         raise JobUnfit(
@@ -136,6 +137,9 @@ def _score_once(config: EngineConfig, workdir: str | None, image: Tensor, prompt
             if ":" in config.reward.name
             else "see docs/rewards.md for what this reward needs",
         ) from error
+    if broken := unsound(image)[0]:
+        found = f"{config.model.name} on this machine: {broken}, for the first image of noise"
+        raise JobUnfit("model", found, "see that the model's files are whole, and that its decoder works in fp32")
     if not math.isfinite(scores[0].reward):
         raise JobUnfit(
             "reward",
@@ -158,7 +162,7 @@ def _score_by_student(config: EngineConfig, workdir: str | None, image: Tensor, 
     try:
         student = load_student(config, workdir, must_answer=True)
         assert student is not None
-        (score,) = student(image, [prompt])
+        (score,) = scores_of(student, image, [prompt])
     except Exception as error:  # a user's function may raise anything
         found = f"{config.reward.student.name} on one image {list(image.shape)}: {type(error).__name__}: {error}"
         raise JobUnfit("reward.student", found, "see docs/rewards.md for what this scorer needs") from error

@@ -17,6 +17,7 @@ import torch
 
 import engine.rewards.ocr  # noqa: F401  preloaded
 from engine.algorithm.transaction import Trainer
+from engine.coordinator.bodies import most_call_bytes
 from engine.coordinator.coordinator import Coordinator
 from engine.coordinator.open import fund_of, open_coordinator
 from engine.coordinator.rank_nodes import RankNodes
@@ -28,6 +29,7 @@ from engine.node.build_worker import load_model, make_worker, reward_of_node
 from engine.node.child import SharedHeartbeat, begin
 from engine.node.lineage_watch import begin_watching
 from engine.node.rank_rendezvous import forget_ranks, joined_group, leaves_torn_group, led_group
+from engine.node.stuck_scorers import ends_despite_scorers
 from engine.node.trainer_nodes import RankReport, copy_meeting, meeting_file
 from engine.node_spec import NodeSpec
 from engine.pool.server import ScoringProcess, listen
@@ -77,7 +79,13 @@ def run_coordinator(spec: NodeSpec, heartbeat: SharedHeartbeat, ready: Event) ->
     listener = bind(spec.coordinator_host, spec.coordinator_port)
     ready.set()
     ranks = RankNodes(meeting_file(spec)) if spec.trainer_nodes > 1 else None
-    server = CoordinatorServer(Front(coordinator), Rights(spec.token), shipped=folder / "shipped", ranks=ranks)
+    server = CoordinatorServer(
+        Front(coordinator),
+        Rights(spec.token),
+        shipped=folder / "shipped",
+        ranks=ranks,
+        most_bytes=most_call_bytes(spec.engine),
+    )
     asyncio.run(server.serve(listener))
 
 
@@ -109,8 +117,10 @@ def run_trainer(spec: NodeSpec, heartbeat: SharedHeartbeat, ready: Event) -> Non
     prompts = prompt_source(spec.engine, spec.workdir)
     if spec.trainer_nodes > 1:
         ready.set()  # the other nodes may be lost, and bought again at any time
-    with leaves_torn_group(), led_group(spec, torch.device(device_of(spec.engine.runtime.device, 0))) as group:
+    device = torch.device(device_of(spec.engine.runtime.device, 0))
+    with ends_despite_scorers() as workers, leaves_torn_group(), led_group(spec, device) as group:
         loop = Loop(spec.engine, context, adapter, reward, prompts, group)
+        workers.append(loop.worker)
         ready.set()
         print(loop.run(), flush=True)
 
@@ -176,7 +186,9 @@ def run_worker(
     presence = (worker.name, worker.node, worker.boot)
     threading.Thread(target=_transport(spec).stay_present, args=presence, daemon=True).start()
     ready.set()
-    print("exit:", worker.serve(), flush=True)
+    with ends_despite_scorers() as workers:
+        workers.append(worker)
+        print("exit:", worker.serve(), flush=True)
 
 
 def run_scorer(spec: NodeSpec, heartbeat: SharedHeartbeat, number: int, ready: Event) -> None:
@@ -191,7 +203,9 @@ def run_scorer(spec: NodeSpec, heartbeat: SharedHeartbeat, number: int, ready: E
     reward = load_reward_of_job(spec.engine, spec.workdir, device=device)
     listener = listen(Path(spec.folder), number)
     ready.set()
-    ScoringProcess(reward, batch=pool.batch, timeout_seconds=pool.timeout_seconds).serve(listener)
+    ScoringProcess(reward, batch=pool.batch, timeout_seconds=pool.timeout_seconds, name=spec.engine.reward.label).serve(
+        listener
+    )
 
 
 def _transport_of_trainer(spec: NodeSpec) -> Transport:

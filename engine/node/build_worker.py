@@ -24,6 +24,7 @@ from engine.rewards.reward import Reward
 from engine.timing.work import work_seconds
 from engine.worker.coordinator_purse import CoordinatorPurse
 from engine.worker.device import device_of
+from engine.worker.scoring_call import ScoreLimits
 from engine.worker.step_trace import step_trace
 from engine.worker.transport import Transport
 from engine.worker.weight_source import WeightSource
@@ -56,6 +57,7 @@ def make_worker(
         adapter=adapter,
         parameters=trainable(adapter),
         reward=reward_of_node(spec, number, purse),
+        score_limits=ScoreLimits(reward=spec.engine.reward),
         scored_beside=spec.engine.reward.scored_beside,
         scores_share_core=spec.engine.reward.placed == "with_rollout",
         student=lambda: load_student(spec.engine, spec.workdir, device=device, purse=purse),

@@ -8,6 +8,8 @@ An ask ends in one of these ways:
     the process ends before its answer,
     or gives scores for other images       ask the next process, at most `tries` times; then the images have no score
                                            (NaN), and the trainer skips their groups and counts the skips
+    the scorer did not return in time      ask for each image alone; an image for which it does not return again has no
+                                           score, and neither have the others of its prompt
     the scorer raised an error             RewardError: the worker reports a fault of the lease
 
 A frozen process is killed by the node's agent, which ends the connection. No time limit is needed here: a scorer that
@@ -25,12 +27,31 @@ from pathlib import Path
 
 from torch import Tensor
 
-from engine.pool.messages import Ask, Failed, Scores, address_in, digest_of, receive, send, socket_name
+from engine.pool.messages import (
+    ANSWER_SECONDS,
+    Ask,
+    Failed,
+    Hangs,
+    Scores,
+    address_in,
+    digest_of,
+    receive,
+    send,
+    socket_name,
+)
 from engine.protocol.request import Score
 from engine.rewards.reward import RewardError
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 2.0
 """Pauses between two tries. Each pause is twice the pause before."""
+
+
+HANGS_IN_A_ROW = 2
+"""Images in a row for which the scorer does not return alone, after which the others of an ask are given up too."""
+
+
+class ScorerHung(Exception):
+    """The scorer did not return in time for a call with these images."""
 
 
 class WrongScores(Exception):
@@ -63,6 +84,27 @@ class PoolReward:
 
     def _part(self, images: Tensor, prompts: Sequence[str], first: int) -> list[Score]:
         """Score some images. `first`: number of the process that is asked first, modulo the number of processes."""
+        try:
+            return self._asked(images, prompts, first, alone=False)
+        except ScorerHung as error:
+            print(f"{error}; {len(prompts)} images are scored again one by one", flush=True)
+        scores, hung, in_a_row, fault = [], set(), 0, ""
+        for image, prompt in zip(images, prompts, strict=True):
+            if prompt in hung or in_a_row >= HANGS_IN_A_ROW:
+                scores.append(Score(reward=nan, metrics={}, fault=fault))
+                continue
+            try:
+                scores += self._asked(image[None], [prompt], first, alone=True)
+                in_a_row = 0
+            except ScorerHung as error:
+                fault = f"{error}, for {prompt!r} alone"
+                hung.add(prompt)
+                in_a_row += 1
+                scores.append(Score(reward=nan, metrics={}, fault=fault))
+        return scores
+
+    def _asked(self, images: Tensor, prompts: Sequence[str], first: int, *, alone: bool) -> list[Score]:
+        """Score some images in one call. `alone`: in a call without images of other workers. Raises ScorerHung."""
         wanted = [digest_of(image, prompt) for image, prompt in zip(images, prompts, strict=True)]
         pause, failures, turn = FIRST_PAUSE_SECONDS, 0, itertools.count(first)
         fault = ""
@@ -75,7 +117,7 @@ class PoolReward:
             if connection is not None:
                 try:
                     with connection:
-                        return self._ask(connection, images, prompts, wanted)
+                        return self._ask(connection, Ask(prompts=tuple(prompts), alone=alone), images, wanted)
                 except (OSError, WrongScores) as error:
                     failures += 1
                     fault = f"scorer-{number}: try {failures} of {self._tries}: {error}"
@@ -85,11 +127,9 @@ class PoolReward:
         print(f"{len(prompts)} images have no score, and their groups are skipped", flush=True)
         return [Score(reward=nan, metrics={}, fault=fault) for _ in prompts]
 
-    def _ask(
-        self, connection: socket.socket, images: Tensor, prompts: Sequence[str], wanted: Sequence[str]
-    ) -> list[Score]:
-        """Return the scores. Raises OSError, WrongScores and RewardError."""
-        send(connection, Ask(prompts=tuple(prompts)), images)
+    def _ask(self, connection: socket.socket, ask: Ask, images: Tensor, wanted: Sequence[str]) -> list[Score]:
+        """Return the scores. Raises OSError, WrongScores, ScorerHung and RewardError."""
+        send(connection, ask, images)
         answer, _ = receive(connection)
         match answer:
             case Scores(scores=scores):
@@ -98,6 +138,9 @@ class PoolReward:
                 return [one.score() for one in scores]
             case Failed(text=text):
                 raise RewardError(text)
+            case Hangs(text=text):
+                time.sleep(2 * ANSWER_SECONDS)  # the process ends, and would take no further ask
+                raise ScorerHung(text)
             case Ask():
                 raise WrongScores("the answer is a request")
 

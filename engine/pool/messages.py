@@ -24,10 +24,15 @@ from engine.protocol.request import Score
 _LENGTH = struct.Struct("<Q")
 
 
+ANSWER_SECONDS = 0.5
+"""Time in which the workers of a batch learn that its scorer hung, before the process ends."""
+
+
 class Ask(msgspec.Struct, frozen=True, tag="ask", tag_field="message"):
-    """Order to score images, one for each prompt."""
+    """Order to score images, one for each prompt. `alone`: in a call without images of other workers."""
 
     prompts: tuple[str, ...]
+    alone: bool = False
 
 
 class Scored(msgspec.Struct, frozen=True):
@@ -62,7 +67,13 @@ class Failed(msgspec.Struct, frozen=True, tag="failed", tag_field="message"):
     text: str
 
 
-Message = Ask | Scores | Failed
+class Hangs(msgspec.Struct, frozen=True, tag="hangs", tag_field="message"):
+    """The scorer did not return in time for a call with these images. The process ends after this answer."""
+
+    text: str
+
+
+Message = Ask | Scores | Failed | Hangs
 
 
 def digest_of(image: Tensor, prompt: str) -> str:

@@ -4,15 +4,16 @@
 
 The process keeps no result. A worker asks again if the process dies. A request whose worker is gone is not scored. A
 batch that takes longer than `timeout_seconds` ends the process: a scorer that hangs would answer no worker, and the
-node's agent starts a new process.
+node's agent starts a new process. Before, the workers of the batch learn that it hung.
 """
 
+import contextlib
 import os
 import socket
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -20,11 +21,23 @@ from queue import Empty, SimpleQueue
 import torch
 from torch import Tensor
 
-from engine.pool.messages import Ask, Failed, Scored, Scores, address_in, digest_of, receive, send, socket_name
+from engine.pool.messages import (
+    ANSWER_SECONDS,
+    Ask,
+    Failed,
+    Hangs,
+    Scored,
+    Scores,
+    address_in,
+    digest_of,
+    receive,
+    send,
+    socket_name,
+)
 from engine.rewards.reward import Reward, RewardError
 
-EXIT_HANGS = 77
-"""Exit code of a scoring process whose scorer took longer than its time limit."""
+EXIT_SCORER_HANGS = 77
+"""Exit code of a process whose scorer did not return in time. The node's agent starts the process again."""
 
 LOOK_SECONDS = 0.5
 """Interval of looks at the age of the current batch."""
@@ -39,10 +52,14 @@ class Request:
     images: Tensor
     prompts: tuple[str, ...]
     connection: socket.socket
-    answer: "Future[Scores | Failed]" = field(default_factory=Future)
+    answer: "Future[Scores | Failed | Hangs]" = field(default_factory=Future)
+    alone: bool = False
+    """The images are scored in a call of their own."""
 
     def joins(self, other: "Request") -> bool:
-        """Return True if the images of both fit into one tensor."""
+        """Return True if the images of both fit into one tensor, and neither is to be scored alone."""
+        if self.alone or other.alone:
+            return False
         return self.images.shape[1:] == other.images.shape[1:] and self.images.dtype == other.images.dtype
 
     def is_abandoned(self) -> bool:
@@ -56,15 +73,17 @@ class Request:
 
 
 class ScoringProcess:
-    """Scores the images of a node's workers. `batch`: most images in one call of the reward."""
+    """Scores the images of a node's workers. `batch`: most images in one call of the reward. `name`: of the reward."""
 
-    def __init__(self, reward: Reward, *, batch: int, timeout_seconds: float) -> None:
-        self._reward, self._batch, self._timeout_seconds = reward, batch, timeout_seconds
+    def __init__(self, reward: Reward, *, batch: int, timeout_seconds: float, name: str = "") -> None:
+        self._reward, self._batch, self._timeout_seconds, self._name = reward, batch, timeout_seconds, name
         self._waiting: SimpleQueue[Request] = SimpleQueue()
         self._next: Request | None = None
         """A request that did not fit into the last batch."""
         self._begun: float | None = None
         """Start of the current batch (`time.monotonic`)."""
+        self._current: Sequence[Request] = ()
+        """The requests of the current batch."""
 
     def serve(self, listener: socket.socket) -> None:
         """Score until the process ends."""
@@ -84,7 +103,7 @@ class ScoringProcess:
                     return
                 assert isinstance(message, Ask)
                 assert images is not None
-                request = Request(images=images, prompts=message.prompts, connection=connection)
+                request = Request(images=images, prompts=message.prompts, connection=connection, alone=message.alone)
                 self._waiting.put(request)
                 try:
                     send(connection, request.answer.result())
@@ -94,10 +113,10 @@ class ScoringProcess:
     def _score_all(self) -> None:
         while True:
             batch = self._take()
-            self._begun = time.monotonic()
+            self._current, self._begun = batch, time.monotonic()
             for request, answer in zip(batch, self.scores_of(batch), strict=True):
                 request.answer.set_result(answer)
-            self._begun = None
+            self._begun, self._current = None, ()
 
     def _take(self) -> list[Request]:
         """Wait for a request, and return it with the waiting requests that fit into the same batch."""
@@ -152,12 +171,13 @@ class ScoringProcess:
             time.sleep(LOOK_SECONDS)
             begun = self._begun
             if begun is not None and time.monotonic() - begun > self._timeout_seconds:
-                print(
-                    f"a batch was not scored in {self._timeout_seconds:g} s (reward.pool.timeout_seconds); "
-                    "this process ends, and a new one starts",
-                    flush=True,
-                )
-                os._exit(EXIT_HANGS)
+                text = f"reward {self._name} gave no score in {self._timeout_seconds:g} s (reward.pool.timeout_seconds)"
+                print(f"{text}; this process ends, and a new one starts", flush=True)
+                for request in self._current:
+                    with contextlib.suppress(InvalidStateError):  # the batch has ended just now
+                        request.answer.set_result(Hangs(text=text))
+                time.sleep(ANSWER_SECONDS)
+                os._exit(EXIT_SCORER_HANGS)
 
 
 def listen(folder: Path, number: int) -> socket.socket:

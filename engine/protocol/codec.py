@@ -33,7 +33,7 @@ def encode(message: msgspec.Struct) -> Head:
 def decode_call(head: Mapping[str, Any]) -> Call:
     """Return the call in this head. Raises ValueError for an unknown or malformed call."""
     tag = head.get("call")
-    if tag not in _CALLS:
+    if not isinstance(tag, str) or tag not in _CALLS:
         raise ValueError(f"the coordinator does not know the call {tag!r}; use one of {', '.join(sorted(_CALLS))}")
     try:
         call: Call = _decode(head, Call)
@@ -95,7 +95,10 @@ def unpack(body: bytes) -> tuple[Head, dict[str, bytes]]:
         raise ValueError(f"message of {len(body)} bytes has no head")
     (length,) = _LENGTH.unpack_from(body)
     start = _LENGTH.size + length
-    raw = json.loads(body[_LENGTH.size : start])
+    try:
+        raw = json.loads(body[_LENGTH.size : start])
+    except RecursionError:
+        raise ValueError("the head is nested too deeply") from None
     blobs: dict[str, bytes] = {}
     try:
         head, sizes = dict(raw["head"]), raw["blobs"]

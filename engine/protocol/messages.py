@@ -165,6 +165,8 @@ class Finish(_WorkerCall, frozen=True, kw_only=True, tag="finish"):
     lease: int
     results: tuple[Result, ...]
     pace: StepTime | None = None
+    hangs: str = ""
+    """The scorer did not return for the lease's only image, in words. Empty: the scorer returned."""
 
 
 class Commit(_WorkerCall, frozen=True, kw_only=True, tag="commit"):
@@ -182,10 +184,11 @@ class GiveBack(_WorkerCall, frozen=True, kw_only=True, tag="give_back"):
 
 
 class Fault(_WorkerCall, frozen=True, kw_only=True, tag="fault"):
-    """Report that the work of a lease raised an error."""
+    """Report that the work of a lease raised an error, or that its scorer did not return in time (`hangs`)."""
 
     lease: int
     text: str
+    hangs: bool = False
 
 
 class HoldMoney(_WorkerCall, frozen=True, kw_only=True, tag="hold_money"):

@@ -192,6 +192,9 @@ class Work(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="work"
     images: tuple[bool, ...] = msgspec.field(default=(), name="images")
     """For each attempt: True if the finished image must be sent back."""
     scorer: Scorer = "reward"
+    no_score: tuple[str, ...] = ()
+    """For each attempt: why its image gets no score and the scorer is not called; "": the image is scored. Empty: all
+    images are scored."""
 
 
 class LoadWeights(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="load_weights"):

@@ -20,6 +20,8 @@ Methods return every change the coordinator must remember. The coordinator makes
 All times are milliseconds of the run's clock and are passed in by the caller.
 """
 
+import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from engine.events import Capacity, Market, NodeSeen, NodeServed, NodeState, Warned
@@ -35,6 +37,7 @@ from engine.protocol.request import (
     Kind,
     Reply,
     RequestId,
+    Scorer,
     Wait,
     WeightsKey,
     Work,
@@ -43,6 +46,7 @@ from engine.protocol.request import (
 from engine.protocol.task import Task
 from engine.queue import recovery
 from engine.queue.commits import CommitTimer
+from engine.queue.hangs import Hangs
 from engine.queue.leases import Lease
 from engine.queue.members import WorkerRecord
 from engine.queue.outlook import outlook
@@ -65,6 +69,7 @@ class Queue:
         self.stop_reason: str | None = None
         self.weights = PublishedWeights()
         self.commits = CommitTimer(rules)
+        self._hangs: defaultdict[Scorer, Hangs] = defaultdict(Hangs)
         self.events = self.state.events
         """Events for the launcher. The caller removes them after reading."""
         self.finished = self.state.finished
@@ -205,8 +210,13 @@ class Queue:
         """
         return tuple(self._leases.open[number].requests) if self.may_finish(worker, number) else ()
 
-    def finish(self, worker: str, node: str, number: int, results: Sequence[Finished], *, now_ms: int) -> Reply:
-        """Record finished images. Call only after the bytes are durable."""
+    def finish(
+        self, worker: str, node: str, number: int, results: Sequence[Finished], *, now_ms: int, hangs: str = ""
+    ) -> Reply:
+        """Record finished images. Call only after the bytes are durable.
+
+        `hangs`: the scorer did not return for the lease's only image, in words; empty: the scorer returned.
+        """
         self._members.call(node, now_ms)
         if not self.may_finish(worker, number):
             self._lengthen_after_late_call(worker, number, now_ms)
@@ -216,9 +226,15 @@ class Queue:
         if results and not self._members.nodes[node].served:
             self._members.nodes[node].served = True
             self.events.append(NodeServed(node=node, worker=worker))
+        if hangs:
+            self.events.append(Warned(text=f"{worker} failed: {hangs}"))
         for result in results:
             if result.request in lease.requests:
                 self.state.finish(result)
+            if hangs:
+                self._hangs[lease.of.task.scorer].alone(result.request, hangs)
+            elif math.isfinite(result.score.reward):
+                self._hangs[lease.of.task.scorer].scored()
         if number in self._leases.open:  # only a part is finished: the worker still works on the rest
             self._leases.renew(lease, lease.step, now_ms)
         return Wait()
@@ -258,8 +274,11 @@ class Queue:
         self.state.requeue(number, now_ms)
         return Wait()
 
-    def fault(self, worker: str, node: str, number: int, text: str, *, now_ms: int) -> Reply:
-        """Record a worker's failure to make the images of a lease. Return the requests to the queue."""
+    def fault(self, worker: str, node: str, number: int, text: str, *, now_ms: int, hangs: bool = False) -> Reply:
+        """Record a worker's failure to make the images of a lease. Return the requests to the queue.
+
+        `hangs`: a scorer did not return in time, so each request runs alone next time.
+        """
         self._members.call(node, now_ms)
         is_held = self.may_finish(worker, number)
         lease = self._leases.open[number] if is_held else self._lengthen_after_late_call(worker, number, now_ms)
@@ -270,7 +289,10 @@ class Queue:
             self.state.requeue(number, now_ms)
         self.events.append(Warned(text=f"{worker} failed: {text}"))
         for request in reversed(requests):
-            self.state.record_crash(request, text, alone=lease.images == 1)
+            if hangs:
+                self.state.record_hang(request)
+            else:
+                self.state.record_crash(request, text, alone=lease.images == 1)
         if not is_held:
             return Fenced(lease=number)
         return Wait()
@@ -448,6 +470,7 @@ class Queue:
             commit_every=self.commits.steps_between(of, lease.first_step),
             images=tuple(item.attempt.request in of.shown for item in items),
             scorer=of.task.scorer,
+            no_score=self._hangs[of.task.scorer].reasons([item.attempt.request for item in items]),
         )
 
     # --- leases -----------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ def slowest_requests(
         if lease.worker == worker or not pace or task.requests[0].kind is not kind:
             continue
         items = list(lease.requests.values())
-        if any(len(item.leases) > 1 or item.crashes for item in items) or (
+        if any(len(item.leases) > 1 or item.crashes or item.hung for item in items) or (
             most_images is not None and task.shape > most_images
         ):
             continue

@@ -165,6 +165,18 @@ class QueueState:
         elif waits:
             self.backlog.add(item, first=True)
 
+    def record_hang(self, request: RequestId) -> None:
+        """Record that a scorer did not return for a lease with this request: from now on the request runs alone."""
+        item = self.requests.get(request)
+        if item is None or item.hung:
+            return
+        waits = item.slot is not None
+        if waits:
+            self.backlog.remove(item)
+        item.hung = True
+        if waits:
+            self.backlog.add(item, first=True)
+
     def demand(self, now_ms: int) -> Demand:
         """Return the waiting and in-flight work, as input for planning SP groups."""
         waiting: list[Requests] = []

@@ -13,11 +13,11 @@ CRASHES_TO_POISON = 3
 
 
 def must_run_alone(item: QueuedRequest) -> bool:
-    """Return True if a further crash would poison the request.
+    """Return True if a further crash would poison the request, or if a scorer did not return for its lease.
 
-    The crash then identifies the poisoned request, and clears the requests that were leased together with it before.
+    A further fault then identifies the request, and clears the requests that were leased together with it before.
     """
-    return item.crashes >= CRASHES_TO_POISON - 1
+    return item.hung or item.crashes >= CRASHES_TO_POISON - 1
 
 
 def count_crash(item: QueuedRequest, *, alone: bool) -> bool:

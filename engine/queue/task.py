@@ -38,6 +38,9 @@ class QueuedRequest:
     crashed_at: int = -1
     """The committed step at the last crash. A crash at a later step resets the count: the request made progress."""
 
+    hung: bool = False
+    """The scorer did not return for a lease with this request."""
+
     def commit(self, step: int, blob: str) -> None:
         """Resume from this state in the next attempt."""
         self.attempt = Attempt(request=self.attempt.request, weights=self.attempt.weights, step=step, state=blob)

@@ -49,11 +49,17 @@ class WorkerActor:
         """Work until ordered to exit; returns the reason. Concurrent callers all get the same answer."""
         import torch
 
+        from engine.pool.server import EXIT_SCORER_HANGS
+        from engine.worker.scoring_call import ScorerHangs
+
         with self._serving:
             if self._reason is None:
                 torch.set_num_threads(1)  # torch counts threads per calling thread
                 try:
                     reason = self._worker.serve()
+                except ScorerHangs as error:
+                    print(error, flush=True)
+                    os._exit(EXIT_SCORER_HANGS)
                 except CoordinatorLost:
                     self._starts = self._starts[:-1]  # the coordinator's loss is not a death of the worker
                     write_note(self._mark, starts=self._starts, progress=read_note(self._mark).get("progress"))

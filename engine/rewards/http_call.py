@@ -19,6 +19,7 @@ from typing import TypeVar
 import httpx
 import stamina
 
+from engine.reward_config import LONGEST_PAUSE_SECONDS
 from engine.rewards.reward import RewardError
 
 Answer = TypeVar("Answer")
@@ -33,7 +34,7 @@ GAVE_UP = (502, 504, 520, 524)
 """Status codes of a gateway that got no whole answer from the server behind it. The server may have worked on the
 request. 520 and 524 are Cloudflare's."""
 
-FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, LONGEST_PAUSE_SECONDS
 """Seconds between two tries. A pause is twice the pause before, with up to a second of jitter."""
 
 LARGEST_ANSWER = 16 << 20

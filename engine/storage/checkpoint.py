@@ -88,6 +88,10 @@ class Checkpoint:
     fits: RowsThatFit | None = None
     early_off_until: int = 0
     """First batch that may have early groups; 0 also in checkpoints of earlier versions."""
+    unlearned: int = 0
+    """Batches in a row that taught nothing; 0 also in checkpoints of earlier versions."""
+    has_learned: bool = True
+    """False: no batch changed the weights. True also in checkpoints of earlier versions, which do not say it."""
 
     @property
     def name(self) -> str:
@@ -211,6 +215,8 @@ class CheckpointStore:
             "base": checkpoint.base.to_dict() if checkpoint.base is not None else None,
             "fits": asdict(checkpoint.fits) if checkpoint.fits is not None else None,
             "early_off_until": checkpoint.early_off_until,
+            "unlearned": checkpoint.unlearned,
+            "has_learned": checkpoint.has_learned,
             "files": {f"{name}.safetensors": digest for name, digest in digests.items()},
         }
         self.put(f"{folder}/manifest.json", json.dumps(manifest, indent=1).encode())
@@ -271,6 +277,8 @@ class CheckpointStore:
             base=Look.from_dict(raw["base"]) if raw.get("base") is not None else None,
             fits=RowsThatFit(**raw["fits"]) if raw.get("fits") is not None else None,
             early_off_until=raw.get("early_off_until", 0),
+            unlearned=raw.get("unlearned", 0),
+            has_learned=raw.get("has_learned", True),
         )
 
     def start(self) -> Start:

@@ -16,6 +16,13 @@ SMOOTHED_OVER = 3
 """Number of evaluations averaged into a score. The standard error of one evaluation is about .02 with 512 images, and
 .04 with 128."""
 
+NOT_FINITE, NOT_FINITE_SHARE = "not_finite", "not_finite_share"
+"""Metrics of an evaluation with images without a score: their number, and their share of all images."""
+
+MOST_NOT_FINITE = 0.1
+"""Largest share of images without a score in an evaluation that may reach the target. With more, the mean of the others
+says little about the model."""
+
 COLUMNS = 4
 BORDER = 6
 CAPTION = 16
@@ -33,7 +40,18 @@ def mean_metrics(results: Sequence[Finished]) -> dict[str, float]:
         if values:
             means[name] = sum(values) / len(values)
     broken = sum(1 for row in rows if not math.isfinite(row["reward"]))
-    return means if not broken else {**means, "not_finite": float(broken)}
+    if not broken:
+        return means
+    return {**means, NOT_FINITE: float(broken), NOT_FINITE_SHARE: broken / len(rows)}
+
+
+def faults(results: Sequence[Finished]) -> str:
+    """Return how many images of an evaluation have no score, and why; empty if all have one."""
+    broken = [result for result in results if not math.isfinite(result.score.reward)]
+    if not broken:
+        return ""
+    why = next((f": {result.score.fault}" for result in broken if result.score.fault), "")
+    return f"{len(broken)} of {len(results)} images have no score, {broken[0].request.prompt!r} for one{why}"
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
@@ -42,10 +60,12 @@ def smoothed(values: Sequence[float]) -> list[float]:
 
 
 def guards_hold(metrics: Mapping[str, float], guards: Sequence[GuardConfig]) -> bool:
-    """Return True if every guarded metric is within its limit.
+    """Return True if every guarded metric is within its limit, and most images have a score.
 
     A metric missing from the evaluation breaks its guard.
     """
+    if metrics.get(NOT_FINITE_SHARE, 0.0) > MOST_NOT_FINITE:
+        return False
     return all(metrics.get(guard.metric, math.inf) <= guard.max for guard in guards)
 
 

@@ -27,7 +27,7 @@ from engine.storage.tensor_files import TensorFile
 from engine.trainer.checkpoints import Checkpoints
 from engine.trainer.coordinator_client import CoordinatorClient
 from engine.trainer.ending import Unhealthy
-from engine.trainer.evaluation import contact_sheet, held, mean_metrics
+from engine.trainer.evaluation import contact_sheet, faults, held, mean_metrics
 from engine.trainer.model import TrainedModel
 from engine.trainer.outbox import Outbox
 from engine.trainer.report import Reporter
@@ -119,6 +119,11 @@ class Evaluator:
         evaluation, prompts, target = self._open, self._prompts.held_out(), self._config.target
         self._complete()
         metrics = self._record(evaluation)
+        if fault := faults(evaluation.in_order()):
+            text = f"the evaluation of iteration {evaluation.iteration}: {fault}"
+            self._reporter.warn(text)
+            if target is not None and "reward" not in metrics:
+                raise Unhealthy(f"no image was scored in {text}")
         if target is not None and target.metric not in metrics:
             reported = sorted(metrics.keys() - {DRIFT})
             raise Unhealthy(f"target.metric is {target.metric!r}, but the reward reports {reported}")

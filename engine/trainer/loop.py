@@ -39,6 +39,7 @@ from engine.trainer.early_groups import EarlyGroups
 from engine.trainer.ending import Stopped, Unhealthy
 from engine.trainer.evaluator import Evaluator
 from engine.trainer.exploration import SeedExploration
+from engine.trainer.learning import Learning
 from engine.trainer.memory import TrainingMemory
 from engine.trainer.model import TrainedModel
 from engine.trainer.outbox import Outbox
@@ -48,6 +49,7 @@ from engine.trainer.rollouts import Rollouts, normalised, reported
 from engine.trainer.state import TrainerState, config_digest
 from engine.trainer.updates import BatchUpdates
 from engine.versions import installed_versions
+from engine.worker.scoring_call import ScoreLimits
 from engine.worker.usage import Usage
 from engine.worker.worker import Worker
 
@@ -83,6 +85,7 @@ class Loop:
             divided_over=group if full else None,
             measure=lambda: self.usage.measure(Phase.COLLECTIVE),
         )
+        self.learning = Learning(self.state, self.reporter, limit=config.algorithm.stop_without_learning)
         self.model.trainer.row_seconds = config.runtime.row_seconds
         self.model.trainer.pass_seconds = config.runtime.pass_seconds
         self.memory = TrainingMemory(self.model.trainer, self.state, self.reporter)
@@ -150,7 +153,11 @@ class Loop:
             self.begin()
             while not self._is_over():
                 self.run_iteration()
+                if self.learning.failure:
+                    raise Unhealthy(self.learning.failure)
             reason = "target" if self.evaluator.target_held() else "iterations"
+            if reason == "iterations" and self.learning.failure_at_end:
+                raise Unhealthy(self.learning.failure_at_end)
             return EngineFinished(reason=reason, iteration=self.state.iteration)
         except Stopped as stop:
             return EngineFinished(reason="stopped", iteration=self.state.iteration, text=str(stop))
@@ -198,9 +205,12 @@ class Loop:
         trained = torch.tensor(rollouts.trained_rewards(), dtype=torch.float64)
         trained = trained[torch.isfinite(trained).all(dim=1)]
         self.state.std = self.state.std.after(trained) if len(trained) else self.state.std
+        self.learning.judge(manifest.batch, health, float(finite.mean()) if len(finite) else 0.0)
         # Report before the checkpoint is durable. A crash between the two repeats the batch and its report; the report
         # is never lost.
-        self.reports.report(manifest, finite, len(candidates), health, rollouts, self.forecast.figures())
+        self.reports.report(
+            manifest, finite, len(candidates), health, rollouts, self.forecast.figures(), self.state.unlearned
+        )
         self.state.iteration += 1
         unit = self.forecast.unit()
         fresh = self.exploration.next_manifest(self.context.run, order, candidates, unit=unit)
@@ -356,6 +366,7 @@ def own_worker(
         adapter=adapter,
         parameters=model.parameters,
         reward=reward,
+        score_limits=ScoreLimits(reward=config.reward),
         clock=context.clock,
         meter=context.meter,
         seconds=work_seconds(config),

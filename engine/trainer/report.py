@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from engine.algorithm.health import Health
-from engine.events import Evaluated, IterationDone, ProgressEvent, Warned
+from engine.events import UNLEARNED, Evaluated, IterationDone, ProgressEvent, Warned
 from engine.protocol.request import Manifest
 from engine.storage.progress import ProgressLog
 from engine.trainer.metrics import MetricsLog
@@ -70,10 +70,11 @@ class IterationReports:
         health: Sequence[Health],
         rollouts: Rollouts,
         schedule: Mapping[str, float],
+        unlearned: int,
     ) -> None:
         """Report a trained batch. rewards [P, K]: rewards of the finite groups. `explored`: number of candidates.
 
-        `schedule`: of the event.
+        `schedule`: of the event. `unlearned`: batches in a row that taught nothing.
         """
         stale_share = len(rollouts.early) / len(manifest.groups)
         spent = dict(self._usage.total)
@@ -89,7 +90,12 @@ class IterationReports:
             manifest_digest=manifest.digest,
             phase_ms=phase_ms,
             wall_seconds=self._reported - self._begun,
-            health={**_merge(health), "staleness": stale_share, **early_figures(stale_share, health)},
+            health={
+                **_merge(health),
+                "staleness": stale_share,
+                UNLEARNED: float(unlearned),
+                **early_figures(stale_share, health),
+            },
             made_by=dict(rollouts.made_by),
             scores=rollouts.metrics(),
             schedule=dict(schedule),

@@ -38,6 +38,10 @@ class TrainerState:
     base: Look | None = None
     fits: RowsThatFit | None = None
     early_off_until: int = 0
+    unlearned: int = 0
+    """Batches in a row that taught nothing (learning.py)."""
+    has_learned: bool = False
+    """True: a batch changed the weights."""
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Take the state of a checkpoint. The lineage is settled with the coordinator afterwards."""
@@ -49,6 +53,7 @@ class TrainerState:
         self.base = checkpoint.base
         self.fits = checkpoint.fits
         self.early_off_until = checkpoint.early_off_until
+        self.unlearned, self.has_learned = checkpoint.unlearned, checkpoint.has_learned
 
     def checkpoint(self, exploration: dict[str, Any]) -> Checkpoint:
         """Return this state with the explorer's state. The tensors' files are written already."""
@@ -65,6 +70,8 @@ class TrainerState:
             base=self.base,
             fits=self.fits,
             early_off_until=self.early_off_until,
+            unlearned=self.unlearned,
+            has_learned=self.has_learned,
         )
 
 
@@ -90,8 +97,19 @@ def config_digest(config: EngineConfig) -> str:
         },
         "evaluation": {"on_the_way", "wait"},
         "exploration": {"wait", "keep"},
-        "algorithm": {"grpo_guard", "diffusion_nft", "unit"},
-        "reward": {"frames", "http", "vlm", "model", "parts", "pool", "combine", "colours", "student"},
+        "algorithm": {"grpo_guard", "diffusion_nft", "unit", "stop_without_learning"},
+        "reward": {
+            "frames",
+            "http",
+            "vlm",
+            "model",
+            "parts",
+            "pool",
+            "combine",
+            "colours",
+            "student",
+            "timeout_seconds",
+        },
         "runtime": {"cfg_parallel", "help", "pass_seconds", "row_seconds"},
     }
     unused: dict[str, Any] = {

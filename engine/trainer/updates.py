@@ -103,7 +103,7 @@ class BatchUpdates:
         for number in manifest.minibatches[minibatch]:
             bad = number in health.skipped
             fault = rollouts.fault(number) if bad else ""
-            why = f"; the scorer: {fault}" if fault else ""
+            why = f": {fault}" if fault else ""
             self._state.skipped_in_a_row = self._state.skipped_in_a_row + 1 if bad else 0
             if bad:
                 prompt = manifest.groups[number].prompt

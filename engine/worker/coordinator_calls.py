@@ -84,15 +84,17 @@ class CoordinatorCalls:
         """Renew leases. `leases`: the current denoising step by lease number."""
         return self._call(Heartbeat(worker=self.worker, node=self.node, leases=dict(leases)))
 
-    def finish(self, lease: int, results: Sequence[Result], blobs: Blobs, pace: StepTime | None) -> Reply:
-        call = Finish(worker=self.worker, node=self.node, lease=lease, results=tuple(results), pace=pace)
+    def finish(
+        self, lease: int, results: Sequence[Result], blobs: Blobs, pace: StepTime | None, *, hangs: str = ""
+    ) -> Reply:
+        call = Finish(worker=self.worker, node=self.node, lease=lease, results=tuple(results), pace=pace, hangs=hangs)
         return self._call(call, blobs)
 
     def give_back(self, lease: int) -> None:
         self._call(GiveBack(worker=self.worker, node=self.node, lease=lease))
 
-    def fault(self, lease: int, text: str) -> None:
-        self._call(Fault(worker=self.worker, node=self.node, lease=lease, text=text))
+    def fault(self, lease: int, text: str, *, hangs: bool = False) -> None:
+        self._call(Fault(worker=self.worker, node=self.node, lease=lease, text=text, hangs=hangs))
 
     def commit(self, lease: int, states: Sequence[CommittedState], blobs: Blobs, commit_ms: float | None) -> Reply:
         """Make the in-flight state of a lease durable. `commit_ms`: the duration of the last commit."""

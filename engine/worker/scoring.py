@@ -1,7 +1,7 @@
 """Score finished latents: decode the images, then call the reward, or the reward's student for candidates."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 from torch import Tensor
@@ -9,6 +9,7 @@ from torch import Tensor
 from engine.models.adapter import DiTAdapter
 from engine.protocol.request import Score, Scorer
 from engine.rewards.reward import Reward
+from engine.rewards.scorable import scores_of, unsound
 
 
 class ImageScorer:
@@ -21,11 +22,26 @@ class ImageScorer:
         self._adapter, self.reward, self._load_student = adapter, reward, load_student
         self._one_thread = threading.Lock()
 
-    def __call__(self, latents: Tensor, prompts: list[str], scorer: Scorer) -> tuple[list[Score], Tensor]:
+    def __call__(
+        self, latents: Tensor, prompts: Sequence[str], scorer: Scorer, no_score: Sequence[str] = ()
+    ) -> tuple[list[Score], Tensor]:
+        """Return the scores and the images. `no_score`: as in `Work`."""
+        images = self.decode(latents)
+        return self.score(latents, images, prompts, scorer, no_score), images
+
+    def decode(self, latents: Tensor) -> Tensor:
         with self._one_thread:
-            images = self._adapter.decode(latents).cpu()
+            return self._adapter.decode(latents).cpu()
+
+    def score(
+        self, latents: Tensor, images: Tensor, prompts: Sequence[str], scorer: Scorer, no_score: Sequence[str] = ()
+    ) -> list[Score]:
+        """Score decoded images. An image that is not finite, or whose latents are not, has no score."""
+        with self._one_thread:
             reward = self.reward if scorer == "reward" else self._student_or_reward
-        return list(reward(images, prompts)), images
+        found = unsound(images, latents)
+        reasons = [told or reason for told, reason in zip(no_score or [""] * len(prompts), found, strict=True)]
+        return scores_of(reward, images, prompts, reasons)
 
     @cached_property
     def _student_or_reward(self) -> Reward:

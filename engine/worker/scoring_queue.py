@@ -2,13 +2,18 @@
 
 The worker keeps each lease until its scores are sent, and heartbeats renew the lease. A score therefore reaches the
 queue only with a valid lease: no image is finished twice, and none is finished unscored.
+
+A scorer that does not return in time (scoring_call.py) ends no run by itself, and no lease is renewed for it without
+end: its images are returned as a fault and scored once more, each by itself. An image alone that is late again is
+finished without a score.
 """
 
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
+from math import nan
 
 import torch
 from safetensors.torch import save
@@ -25,15 +30,16 @@ from engine.worker.faults import LeaseFaults
 from engine.worker.phases import PHASE_OF
 from engine.worker.sampling import Sampled
 from engine.worker.scoring import ImageScorer
+from engine.worker.scoring_call import ScoreLimits, ScoringCall
 from engine.worker.usage import Usage
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Unscored:
-    """A lease with sampled images. `scoring` gives the scores and the images."""
+    """A lease with sampled images. `call` gives the scores and the images."""
 
     sampled: Sampled
-    scoring: "Future[tuple[list[Score], Tensor]]"
+    call: ScoringCall
 
 
 class ScoringQueue:
@@ -53,17 +59,21 @@ class ScoringQueue:
         heartbeat_seconds: float,
         reports_steps: bool,
         finished: Callable[[], None],
+        commit: Callable[[Sampled], None],
+        limits: ScoreLimits,
         at_once: int = 1,
         seconds: WorkSeconds = NO_SECONDS,
     ) -> None:
-        """`seconds`: of the work on the reference machine."""
+        """`commit`: make the state of sampled images durable. `seconds`: of the work on the reference machine."""
         self._calls, self._usage, self._scorer, self._faults = calls, usage, scorer, faults
         self._heartbeat_seconds, self._reports_steps, self._finished = heartbeat_seconds, reports_steps, finished
         self._seconds = seconds
         self._unscored: list[_Unscored] = []
         self.waited_seconds = 0.0
         """Seconds in which the worker did nothing but wait for scores."""
-        self._threads = ThreadPoolExecutor(max_workers=at_once, thread_name_prefix="score")
+        self._commit, self._limits = commit, limits
+        self._turns = threading.Semaphore(at_once)
+        self._given_up: list[ScoringCall] = []
 
     def __len__(self) -> int:
         """Return the number of unscored leases."""
@@ -73,8 +83,17 @@ class ScoringQueue:
         """Start to score a lease."""
         latents = torch.stack([trajectory.x for trajectory in sampled.trajectories])
         prompts = [attempt.request.prompt for attempt in sampled.work.attempts]
-        scoring = self._threads.submit(self._scorer, latents, prompts, sampled.work.scorer)
-        self._unscored.append(_Unscored(sampled=sampled, scoring=scoring))
+        work = sampled.work
+        call = ScoringCall(
+            self._scorer, latents, prompts, work.scorer, work.no_score, turns=self._turns, limits=self._limits
+        )
+        self._unscored.append(_Unscored(sampled=sampled, call=call))
+
+    @property
+    def stuck(self) -> int:
+        """Return the number of calls that were given up and still run in this process."""
+        self._given_up = [call for call in self._given_up if call.thread.is_alive()]
+        return len(self._given_up)
 
     def leases(self) -> dict[int, int]:
         """Return the finished step by lease, for a heartbeat."""
@@ -101,18 +120,22 @@ class ScoringQueue:
         for one in list(self._unscored):
             if block and len(self._unscored) > keep:
                 self._wait_for(one, held, until)
-            if not one.scoring.done() or one not in self._unscored:
+            if one in self._unscored and one.call.is_late:
+                self._unscored.remove(one)
+                self._give_up(one)
+                continue
+            if not one.call.scores.done() or one not in self._unscored:
                 continue
             self._unscored.remove(one)
             try:
-                scores, images = one.scoring.result()
+                scores = one.call.scores.result()
             except Exception as error:  # a user's reward may raise anything; the fault is reported
                 if is_out_of_memory(error):
                     self._faults.reduce_shape(one.sampled.work, str(error))
                 else:
                     self._faults.report(one.sampled.work, error)
                 continue
-            self._finish(one.sampled, scores, images)
+            self._finish(one.sampled, scores, one.call.images)
 
     def _wait_for(self, one: _Unscored, held: Work | None, until: float) -> None:
         """Wait until the lease is scored or revoked, at most until the monotonic time `until`.
@@ -123,10 +146,10 @@ class ScoringQueue:
         while one in self._unscored:
             begun = time.monotonic()
             with self._usage.measure(phase):
-                longest = max(0.0, min(self._heartbeat_seconds, until - begun))
-                wait_for([one.scoring], timeout=longest)
+                longest = max(0.0, min(self._heartbeat_seconds, until - begun, one.call.seconds_left))
+                wait_for([one.call.scores], timeout=longest)
             self.waited_seconds += time.monotonic() - begun
-            if one.scoring.done():
+            if one.call.scores.done() or one.call.is_late:
                 return
             leases = self.leases()
             if held is not None:
@@ -137,7 +160,23 @@ class ScoringQueue:
             if time.monotonic() >= until:
                 return
 
-    def _finish(self, sampled: Sampled, scores: list[Score], images: Tensor) -> None:
+    def _give_up(self, one: _Unscored) -> None:
+        """Report a call that is late. Several images are scored again one by one; a single image gets no score."""
+        sampled = one.sampled
+        one.call.give_up()
+        self._given_up.append(one.call)
+        images = len(sampled.work.attempts)
+        text = self._limits.late(sampled.work.scorer, images)
+        if images > 1:
+            print(f"{text}; they are scored again one by one", flush=True)
+            self._commit(sampled)
+            self._calls.fault(sampled.work.lease, f"{text}; they are scored again one by one", hangs=True)
+            return
+        print(f"{text}; it has no score", flush=True)
+        self._finish(sampled, [Score(reward=nan, metrics={}, fault=text)], one.call.images, hangs=f"{text}; no score")
+
+    def _finish(self, sampled: Sampled, scores: list[Score], images: Tensor | None, hangs: str = "") -> None:
+        """Send the scores of a lease. `images`: None if they could not be decoded. `hangs`: as in `Finish`."""
         work = sampled.work
         results, blobs = [], {}
         for i, (attempt, score) in enumerate(zip(work.attempts, scores, strict=True)):
@@ -145,7 +184,7 @@ class ScoringQueue:
             if attempt.request.kind in TRAINED:
                 name = blob_name(attempt.request, sampled.trajectories[i].step)
                 blobs[name] = sampled.trajectories[i].to_bytes()
-            elif work.images[i]:
+            elif work.images[i] and images is not None:
                 name = blob_name(attempt.request, sampled.trajectories[i].step)
                 blobs[name] = save({"picture": as_bytes(images[i])})
             results.append(Result.of(Finished(request=attempt.request, score=score, trajectory=name)))
@@ -153,7 +192,7 @@ class ScoringQueue:
         if self._reports_steps:
             class_ = request_class(work.shape, work.dtype)
             pace = StepTime(request_class=class_, degree=sampled.degree, seconds=sampled.step_seconds)
-        if not isinstance(self._calls.finish(work.lease, results, blobs, pace), Fenced):
+        if not isinstance(self._calls.finish(work.lease, results, blobs, pace, hangs=hangs), Fenced):
             self._finished()
         self._usage.meter.done(self._seconds.scored(len(results), by_student=work.scorer == "student"))
         self._faults.clear()

@@ -49,6 +49,7 @@ from engine.worker.loaded_weights import LoadedWeights
 from engine.worker.phases import IDLE_KINDS, PHASE_OF
 from engine.worker.sampling import ImageSampler
 from engine.worker.scoring import ImageScorer
+from engine.worker.scoring_call import ScoreLimits, ScorerHangs
 from engine.worker.scoring_queue import ScoringQueue
 from engine.worker.transport import Transport
 from engine.worker.usage import Usage
@@ -57,6 +58,10 @@ from engine.worker.weight_source import FromCoordinator, WeightSource
 LAST_SCORES_SECONDS = 0.5
 """Wall seconds a drained worker waits for scores. A preemption notice may leave few seconds, and a scoring server may
 take minutes."""
+
+MOST_STUCK = 8
+"""Calls of scorers that did not return and still run in the trainer's process. With more, the trainer starts anew from
+its checkpoint, because each may use a core."""
 
 
 @dataclass(kw_only=True)
@@ -106,6 +111,8 @@ class Worker:
     """Callback after a lease is finished and its results are durable."""
     on_regroup: Callable[[Regroup], None] = lambda order: None
     """Callback with every regroup order, before the worker follows the order."""
+    score_limits: ScoreLimits = field(default_factory=ScoreLimits)
+    """The times in which the scorers must return."""
     elastic: Elastic | None = None
     """Member of the node's sequence-parallel groups; None: the worker always works alone."""
 
@@ -143,6 +150,8 @@ class Worker:
             heartbeat_seconds=self.heartbeat_seconds,
             reports_steps=self.elastic is not None,
             finished=self.finished,
+            commit=lambda sampled: self._commit(sampled.work, sampled.trajectories),
+            limits=self.score_limits,
             at_once=max(1, self.scored_beside),
             seconds=self.seconds,
         )
@@ -164,17 +173,28 @@ class Worker:
         return self._weights.key
 
     @property
+    def stuck_calls(self) -> int:
+        """Return the number of calls of scorers that did not return, and still run in this process."""
+        return self._scores.stuck
+
+    @property
     def waited_for_scores_seconds(self) -> float:
         """Return the seconds in which the worker did nothing but wait for scores."""
         return self._scores.waited_seconds
 
     def serve(self) -> str:
-        """Work until the coordinator orders an exit. Returns the reason."""
+        """Work until the coordinator orders an exit. Returns the reason.
+
+        Raises ScorerHangs after a scorer did not return: the next process starts without the threads of this one.
+        """
         while True:
             reply = self.serve_once(wait=True)
             if isinstance(reply, Exit):
                 print(f"waited {self.waited_for_scores_seconds:.1f} s for scores", flush=True)
                 return reply.reason
+            if self._scores.stuck:
+                self._give_up_scoring()
+                raise ScorerHangs("a scorer did not return; the process ends, and a new one starts")
             if isinstance(reply, Drain):
                 # The node drains, so there is no work until the preemption, or until the coordinator withdraws the
                 # drain.
@@ -187,6 +207,8 @@ class Worker:
         step.
         """
         self._interrupted = interrupted
+        if self._scores.stuck > MOST_STUCK:
+            raise ScorerHangs(f"{self._scores.stuck} calls of the scorer did not return; the process starts anew")
         if self.draining():
             return self._wind_up()
         if self._group.follows:
@@ -310,10 +332,14 @@ class Worker:
 
     def _hand_back(self, work: Work, trajectories: list[Trajectory]) -> None:
         """Make the in-flight state durable, then give the lease back. The next worker resumes from this step."""
+        self._commit(work, trajectories)
+        self.calls.give_back(work.lease)
+
+    def _commit(self, work: Work, trajectories: list[Trajectory]) -> None:
+        """Make the in-flight state of images to train durable."""
         if work.attempts[0].request.kind in TRAINED and self.resume != "restart":
             with self.usage.measure(Phase.SYNC):
                 self._commits.answer(wait=True)
                 if self._commits.last != (work.lease, trajectories[0].step):
                     self._commits.begin(work, trajectories)
                     self._commits.answer(wait=True)
-        self.calls.give_back(work.lease)

@@ -40,12 +40,22 @@ def still_running(view: RunView) -> list[NodeView]:
 
 
 def score_text(view: RunView) -> str:
-    """Return the score, like `exact_match 0.710 (best 0.720, target 0.78)`."""
+    """Return the score, like `exact_match 0.710 (best 0.720, target 0.78)`.
+
+    Before the first evaluation, the mean reward of the newest batch stands for the score.
+    """
+    if view.score is None and view.reward is not None:
+        return f"reward {view.reward:.3f} in training, not evaluated yet"
     if view.score is None:
         return "not evaluated yet"
     details = [f"best {view.best_score:.3f}"] if view.best_score is not None else []
     details += [f"target {view.target:g}"] if view.target is not None else []
     return f"{view.metric} {view.score:.3f}" + (f" ({', '.join(details)})" if details else "")
+
+
+def _evaluated(view: RunView) -> str:
+    """Return the name of the score on a line that has the reward of the newest batch too."""
+    return "evaluated" if view.metric == "reward" else view.metric
 
 
 def money_text(view: RunView) -> str:
@@ -71,7 +81,8 @@ def plain_line(view: RunView) -> str:
         f"{view.name}: {view.status}",
         f"iteration {view.iteration}/{view.iterations}",
         *([f"reward {view.reward:.3f}"] if view.reward is not None else []),
-        *([f"{view.metric} {view.score:.3f}"] if view.score is not None else []),
+        *([f"{_evaluated(view)} {view.score:.3f}"] if view.score is not None else []),
+        *(["learns nothing"] if view.learning else []),
         f"{dollars(view.spent_micro_usd)} at {hourly(view.micro_usd_per_hour)}",
         f"{nodes} node{'s' if nodes != 1 else ''}",
     ]
@@ -120,6 +131,8 @@ def _facts(view: RunView, rewards: Sequence[float]) -> Iterator[Text]:
     reward = f"{view.reward:.3f}  " if view.reward is not None else "-"
     yield row("reward", Text.assemble(reward, (sparkline(rewards), "green")))
     yield row("score", score_text(view))
+    if view.learning:
+        yield row("learning", Text(view.learning, "yellow"))
     yield row("money", money_text(view) + savings_text(view))
     yield row("time", time_text(view))
     yield row("lost", f"{view.preemptions} preemption{'s' if view.preemptions != 1 else ''} so far")

@@ -51,6 +51,8 @@ def _status(view: RunView) -> str:
         return f"{view.status} (no controller)"
     if view.trouble:
         return f"{view.status} (in trouble)"
+    if view.learning:
+        return f"{view.status} (learns nothing)"
     return f"{view.status} (removed)" if view.is_removed else view.status
 
 
@@ -60,11 +62,17 @@ def _settled(row: RunRow) -> tuple[str, ...]:
         row.name,
         f"{row.status} (removed)" if row.is_removed else row.status,
         f"{row.iteration}/{row.iterations}",
-        "-" if row.score is None else f"{row.score:.3f}",
+        _score(row.score, row.metric, row.reward),
         dollars(row.micro_usd),
         hourly(0),
         "0",
     )
+
+
+def _score(score: float | None, metric: str, reward: float | None) -> str:
+    if score is None:
+        return "-" if reward is None else f"{reward:.3f} reward, in training"
+    return f"{score:.3f} {metric}"
 
 
 def _open(view: RunView) -> tuple[str, ...]:
@@ -72,7 +80,7 @@ def _open(view: RunView) -> tuple[str, ...]:
         view.name,
         _status(view),
         f"{view.iteration}/{view.iterations}",
-        "-" if view.score is None else f"{view.score:.3f}",
+        _score(view.score, view.metric, view.reward),
         dollars(view.spent_micro_usd),
         hourly(view.micro_usd_per_hour),
         str(sum(node.is_live for node in view.nodes)),

@@ -10,6 +10,7 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from engine.events import Regrouped
 from launcher.cli.layout import print_table, print_text
+from launcher.cli.live import score_text
 from launcher.cli.run_argument import run_argument
 from launcher.ledger.store import find_run
 from launcher.money import dollars, duration, hourly
@@ -73,16 +74,16 @@ def headline(view: RunView) -> list[str]:
     more = [f"Go on with more money: {view.resume_with}"] if view.resume_with else []
     removed = "; its files were removed" if view.is_removed else ""
     limit = f" of {dollars(view.max_total_micro_usd)}" if view.max_total_micro_usd is not None else ""
-    score = "-" if view.score is None else f"{view.score:.3f}"
-    peak = "-" if view.best_score is None else f"{view.best_score:.3f}"
-    target = f", target {view.target}" if view.target is not None else ""
+    learning = [f"learns nothing: {view.learning}"] if view.learning else []
+    target = f", target {view.target}" if view.target is not None and view.score is None else ""
     eta = "" if view.eta_seconds is None else f", {duration(round(view.eta_seconds * 1000))} left at most"
     return [
         f"{view.name}: {view.status}{reason}{removed}",
         *warning,
         *trouble,
+        *learning,
         *more,
-        f"iteration {view.iteration}/{view.iterations}, {view.metric} {score} (best {peak}{target}){eta}",
+        f"iteration {view.iteration}/{view.iterations}, {score_text(view)}{target}{eta}",
         f"spent {dollars(view.spent_micro_usd)}{limit}, now {hourly(view.micro_usd_per_hour)}",
         _time(view),
     ]

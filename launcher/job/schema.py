@@ -3,7 +3,6 @@
 The promise: a job that loads can be planned and sent to every node unchanged.
 """
 
-import re
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal, Self
 
@@ -17,6 +16,7 @@ from pydantic import model_validator as model_check
 
 from engine.config import EngineConfig
 from launcher.job.agreement import CHECKS
+from launcher.job.bucket_names import SCHEMES, problem_with_store
 from launcher.job.company import Identity, Named, Network, named_in
 from launcher.job.sections import (
     AllRuns,
@@ -31,6 +31,9 @@ from launcher.job.sections import (
 )
 from launcher.job.values import Cidr, Infra, RunName, VariableNames
 from launcher.market.offers import CLOUDS
+
+SHOWN_CHARACTERS = 80
+"""Most characters of a wrong address in a message."""
 
 PROMPTS = ("digits", "shapes")
 """Prompt sets that spotrl generates; any other name is a file."""
@@ -97,20 +100,13 @@ class Job(EngineConfig):
     @field_validator("store", mode="before")
     @classmethod
     def _one_bucket_or_one_a_cloud(cls, value: Any) -> Any:
-        schemes = dict(zip(CLOUDS, ("s3://", "gs://"), strict=True))
         if isinstance(value, str):
-            value = {next((cloud for cloud, scheme in schemes.items() if value.startswith(scheme)), "aws"): value}
+            value = {next((cloud for cloud, scheme in SCHEMES.items() if value.startswith(scheme)), "aws"): value}
         if isinstance(value, dict):
             for cloud, url in value.items():
-                scheme = schemes.get(cloud)
-                if scheme is None:
-                    continue
-                if not isinstance(url, str) or not re.fullmatch(
-                    re.escape(scheme) + r"[a-z0-9][a-z0-9._-]+(/[^\s/]+)*/?", url
-                ):
-                    raise ValueError(
-                        f"store of {cloud} is {url!r}; use a bucket of that cloud, like {scheme}my-bucket/spotrl"
-                    )
+                if cloud in SCHEMES and (problem := problem_with_store(cloud, url)):
+                    shown = repr(url) if len(repr(url)) <= SHOWN_CHARACTERS else f"{repr(url)[:SHOWN_CHARACTERS]}..."
+                    raise ValueError(f"store of {cloud} is {shown}; {problem}")
             value = {cloud: str(url).rstrip("/") for cloud, url in value.items()}
         return value
 

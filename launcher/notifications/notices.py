@@ -45,6 +45,8 @@ class RunFacts:
     reached: str
     spent_micro_usd: int
     max_total_micro_usd: int | None
+    learning: str = ""
+    """As in `RunView`."""
 
 
 def due_notices(facts: RunFacts, no_progress_ms: int) -> Iterator[Notice]:
@@ -63,6 +65,9 @@ def due_notices(facts: RunFacts, no_progress_ms: int) -> Iterator[Notice]:
             f"`spotrl report {facts.name}` shows what it cost",
         )
     elif facts.stage is Stage.RUNNING:
+        if facts.learning:
+            # One message, also if the run learns again and stops to learn later.
+            yield Notice(key="learns-nothing", text=f"{facts.name} learns nothing: {facts.learning}; {spent}")
         yield from _standstill(facts, no_progress_ms)
 
 

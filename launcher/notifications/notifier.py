@@ -16,6 +16,7 @@ from engine.clock import Clock
 from engine.events import IterationDone, TargetReached
 from launcher.decide.facts import Stage
 from launcher.harmless import harmless
+from launcher.learning import learns_nothing
 from launcher.ledger.accounting import judge_micro_usd
 from launcher.ledger.models import Node, NoticeRow, Preemption, ProgressRow, Run, RunStatus
 from launcher.ledger.node_history import metered_micro_usd
@@ -127,6 +128,7 @@ def facts_of(session: Session, run: Run, now_ms: int) -> RunFacts:
     done = session.scalars(
         select(ProgressRow.at_ms).where(ProgressRow.run_id == run.id, ProgressRow.kind == IterationDone.KIND)
     )
+    newest = session.scalar(rows.where(ProgressRow.kind == IterationDone.KIND).order_by(ProgressRow.id.desc()))
     reached = session.scalar(rows.where(ProgressRow.kind == TargetReached.KIND).order_by(ProgressRow.id.desc()))
     preempted = session.scalars(
         select(Preemption.at_ms).join(Node, Node.id == Preemption.node_id).where(Node.run_id == run.id)
@@ -143,4 +145,5 @@ def facts_of(session: Session, run: Run, now_ms: int) -> RunFacts:
         reached="{metric} {value:.3f} at iteration {iteration}".format(**reached.event) if reached is not None else "",
         spent_micro_usd=metered_micro_usd(session, run, now_ms) + judge_micro_usd(session, run),
         max_total_micro_usd=run.max_total_micro_usd,
+        learning=learns_nothing(newest.event.get("health", {})) if newest is not None else "",
     )

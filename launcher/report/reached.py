@@ -1,6 +1,6 @@
 """The target and the curve of a run: scores, moments, guards, drift."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from sqlalchemy.orm import Session
 
@@ -11,14 +11,12 @@ from launcher.ledger.accounting import RunCosts
 from launcher.ledger.models import ProgressRow, Run
 from launcher.ledger.store import progress_of
 from launcher.money import HOUR_MS
-from launcher.report.target import Evaluation, Point, best, crossing
+from launcher.report.target import Evaluation, Point, best, crossing, shown_metric
 from launcher.report.values import DriftPoint, Factors, Guard, Learning, Moment, Pictures, ScorePoint, Target
 
 GAINS = 8
 
 ENDED = ("finished", "stopped", "failed")
-
-DEFAULT_METRIC = "exact_match"
 
 Limits = tuple[tuple[str, float], ...]
 """Guards of a target: each metric with the largest value allowed."""
@@ -41,7 +39,8 @@ def target_of(
     limits: Limits | None = None,
 ) -> tuple[Target, list[Evaluation]]:
     evaluated = by_iteration(session, run, Evaluated.KIND)
-    metric = metric or run.target_metric or _a_metric(evaluated.values())
+    names = (name for row in evaluated.values() for name in row.event["metrics"])
+    metric = metric or shown_metric(run.target_metric, names)
     value = run.target_value if value is None else value
     hold = int((run.job.get("target") or {}).get("evaluations", DEFAULT_HOLD))
     limits = guard_limits(run) if limits is None else limits
@@ -127,11 +126,6 @@ def climb_of(curve: Sequence[Evaluation]) -> tuple[float, int]:
 def per_hundredth(curve: Sequence[Evaluation]) -> int | None:
     gain, spent = climb_of(curve)
     return round(spent * 0.01 / gain) if gain > 0 else None
-
-
-def _a_metric(evaluated: Iterable[ProgressRow]) -> str:
-    names = sorted({name for row in evaluated for name in row.event["metrics"]} - {DRIFT})
-    return DEFAULT_METRIC if DEFAULT_METRIC in names or not names else names[0]
 
 
 def moment_of(run: Run, point: Point) -> Moment:

@@ -6,11 +6,16 @@ last evaluation of the row, because the evidence costs money too. An evaluation 
 the target.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from statistics import mean
+
+from engine.config import DRIFT
+
+REWARD = "reward"
+"""The metric that evaluations have whatever the scorer."""
 
 WINDOW = 3
 """Number of evaluations in the mean of a smoothed score. The first evaluations have fewer predecessors."""
@@ -58,6 +63,17 @@ class Gain:
     micro_usd: int
     micro_usd_per_hundredth: int
     """Micro-dollars per +0.01."""
+
+
+def shown_metric(target: str | None, names: Iterable[str]) -> str:
+    """Return the metric that stands for a run's progress: the target's, or the reward of a run without a target.
+
+    `names`: metrics of the run's evaluations. One of them is shown if they have no reward.
+    """
+    if target:
+        return target
+    found = sorted(set(names) - {DRIFT})
+    return REWARD if REWARD in found or not found else found[0]
 
 
 def smoothed(curve: Sequence[Evaluation]) -> tuple[Point, ...]:

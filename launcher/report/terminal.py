@@ -17,6 +17,7 @@ from launcher.report.words import (
     age,
     drift_words,
     headline,
+    learning_words,
     moment,
     phase_name,
     saving_words,
@@ -49,6 +50,8 @@ def _print(report: Report, console: Console) -> None:
     run, target = report.run, report.target
     console.print(f"{run.name}  {run.infra}, {run.status}{f': {run.reason}' if run.reason else ''}", style="bold")
     console.print(headline(report), style="green" if target.reached else "yellow" if target.value is not None else "")
+    if learning := learning_words(report):
+        console.print(learning, style="yellow")
     if saved := saving_words(report):
         console.print(saved)
     if drifted := drift_words(report):

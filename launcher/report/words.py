@@ -1,5 +1,6 @@
 """Sentences and number formats of the report, shared by the terminal and the HTML page."""
 
+from launcher.learning import learns_nothing
 from launcher.money import dollars, duration
 from launcher.report.resume_command import plain_resume
 from launcher.report.values import Report
@@ -24,6 +25,12 @@ def headline(report: Report) -> str:
         f"{name} {target.value:g}: not reached. Best so far {score(target.best.smoothed)} "
         f"at iteration {target.best.iteration}, after {dollars(target.best.micro_usd)}."
     )
+
+
+def learning_words(report: Report) -> str:
+    """Return a sentence if the last batches of the run taught nothing; empty if they did."""
+    found = learns_nothing(report.learning[-1].health) if report.learning else ""
+    return f"{found[0].upper()}{found[1:]}." if found else ""
 
 
 def saving_words(report: Report) -> str:

@@ -14,11 +14,12 @@ from sqlalchemy.orm import Session
 from engine.events import EngineStarted, Evaluated, IterationDone
 from launcher.decide.facts import OVER
 from launcher.harmless import harmless
+from launcher.learning import learns_nothing
 from launcher.ledger.models import BillingInterval, Node, NodeEvent, ProgressRow, Removal, Run, RunStatus
 from launcher.ledger.node_history import metered_micro_usd
 from launcher.ledger.settled import AT_ONCE, judges_micro_usd, unbilled_runs
 from launcher.ledger.store import progress_of
-from launcher.report.target import WINDOW, exact_mean
+from launcher.report.target import WINDOW, exact_mean, shown_metric
 from launcher.runs.event_lines import Seen
 
 COUNT = 50
@@ -41,6 +42,10 @@ class RunRow:
     iterations: int
     metric: str
     score: float | None
+    reward: float | None
+    """Mean reward of the newest batch; None before the first."""
+    learning: str
+    """As in `RunView`."""
     target: float | None
     micro_usd: int
     max_total_micro_usd: int | None
@@ -109,9 +114,10 @@ def _rows(session: Session, ids: Sequence[int], statuses: dict[int, RunStatus]) 
     for run in _runs(session, ids):
         status = statuses.get(run.id)
         word = status.status if status is not None else "unknown"
-        newest = evaluations[run.id][-1] if run.id in evaluations else {}
-        metric = run.target_metric or next(iter(newest), "")
-        scores = tuple(metrics[metric] for metrics in evaluations.get(run.id, ()) if metric in metrics)
+        evaluated = evaluations.get(run.id, [])
+        metric = shown_metric(run.target_metric, (name for metrics in evaluated for name in metrics))
+        scores = tuple(metrics[metric] for metrics in evaluated if metric in metrics)
+        newest = done.get(run.id, {})
         is_open = word not in OVER or run.id in unbilled
         rows.append(
             RunRow(
@@ -124,6 +130,8 @@ def _rows(session: Session, ids: Sequence[int], statuses: dict[int, RunStatus]) 
                 iterations=int(run.iterations),
                 metric=metric,
                 score=exact_mean(scores) if scores else None,
+                reward=newest.get("reward_mean"),
+                learning=learns_nothing(newest.get("health", {})) if newest and word not in OVER else "",
                 target=run.target_value,
                 micro_usd=judged[run.id] + (_metered(session, run) if is_open else billed.get(run.id, 0)),
                 max_total_micro_usd=run.max_total_micro_usd,

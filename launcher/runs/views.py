@@ -16,6 +16,7 @@ from engine.events import EngineFinished, Evaluated, IterationDone, Regrouped
 from launcher.controller.lease import is_held
 from launcher.decide.facts import INSTANCE_ENDED, OVER, NodeRecord, Stage
 from launcher.harmless import harmless
+from launcher.learning import learns_nothing
 from launcher.ledger.accounting import charges_of_run, judge_micro_usd, on_demand_micro_usd
 from launcher.ledger.models import (
     ControllerLease,
@@ -40,10 +41,8 @@ from launcher.ledger.store import (
 )
 from launcher.provision.local.provisioner import node_folder
 from launcher.report.resume_command import resume_with_more
-from launcher.report.target import Evaluation, best, smoothed
+from launcher.report.target import Evaluation, best, shown_metric, smoothed
 from launcher.runs.event_lines import newest_events
-
-DEFAULT_METRIC = "exact_match"
 
 LOOKED_BACK = 200
 """Events read to find the last one that is not a change of groups."""
@@ -116,6 +115,9 @@ class RunView:
     trouble: str = ""
     """Errors of the controller's last pass, in words. While there are any, nothing is bought; limits and stops still
     work. Empty: the last pass succeeded."""
+
+    learning: str = ""
+    """Why the run learns nothing now, in words. Empty: it learns, or is over."""
 
     @property
     def lacks_controller(self) -> bool:
@@ -233,10 +235,11 @@ def view_of(session: Session, run: Run) -> RunView:
     now_ms = run.clock.now_ms()
     until_ms = status.at_ms if over and not any(record.is_live for record in records) else now_ms
     done = progress_of(session, run, IterationDone.KIND)
-    metric = run.target_metric or DEFAULT_METRIC
+    evaluated = progress_of(session, run, Evaluated.KIND)
+    metric = shown_metric(run.target_metric, (name for row in evaluated for name in row.event["metrics"]))
     curve = [
         Evaluation(iteration=row.event["iteration"], at_ms=row.at_ms, score=row.event["metrics"][metric], micro_usd=0)
-        for row in progress_of(session, run, Evaluated.KIND)
+        for row in evaluated
         if metric in row.event["metrics"]
     ]
     points, peak = smoothed(curve), best(curve)
@@ -276,6 +279,7 @@ def view_of(session: Session, run: Run) -> RunView:
         clock_factor=run.clock_factor,
         controlled=is_held(session.get(ControllerLease, run.id)),
         trouble=harmless(trouble_of(session, run)),
+        learning=learns_nothing(done[-1].event.get("health", {})) if done and not over else "",
         is_removed=session.get(Removal, run.id) is not None,
         on_demand_micro_usd=judges
         + sum(

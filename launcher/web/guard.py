@@ -7,10 +7,12 @@ The server listens on loopback only. Any program and any web page of the user's 
 - Every path with data needs the token that only the printed URL has.
 """
 
+import re
 import secrets
 from collections.abc import Mapping
 
-LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+LOOPBACK = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]{1,5})?", re.ASCII)
+"""A name of loopback, with a port or without. Nothing may follow: `127.0.0.1:80@evil.com` is another host."""
 
 HEADERS = {
     "Cache-Control": "no-store",
@@ -37,9 +39,8 @@ def is_token(given: str, token: str) -> bool:
 def refusal(method: str, headers: Mapping[str, str], given: str, token: str, needs_token: bool) -> str | None:
     """Return why a request is refused, or None. `given`: the token of the request, empty if it has none."""
     host = headers.get("host", "")
-    name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
-    if name not in LOOPBACK:
-        return f"this server answers on loopback only, and the request names the host {name[:80]!r}"
+    if not LOOPBACK.fullmatch(host):
+        return f"this server answers on loopback only, and the request names the host {host[:80]!r}"
     origin = headers.get("origin")
     if origin is not None and origin != f"http://{host}":
         return "the request comes from another site"

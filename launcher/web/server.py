@@ -68,6 +68,9 @@ STREAMS = 32
 LOG_BYTES = 64 * 1024
 """Bytes of the end of a log file that a page shows."""
 
+BODY_BYTES = 64 * 1024
+"""Most bytes of a request's body, which holds the name of a run."""
+
 COMPARED = 12
 """Most runs of a comparison on a page."""
 
@@ -223,8 +226,8 @@ class Pages:
         """Stop a run. The body must repeat the run's name, so that a stray click stops nothing."""
         name = request.path_params["name"]
         try:
-            confirmed = json.loads(await request.body())["confirm"] == name
-        except (ValueError, KeyError, TypeError):
+            confirmed = json.loads(await body_of(request))["confirm"] == name
+        except (ValueError, KeyError, TypeError, RecursionError):
             confirmed = False
         if not confirmed:
             return JSONResponse({"error": f'send {{"confirm": "{name}"}} to stop {name}'}, status_code=400)
@@ -337,6 +340,16 @@ def _static(name: str) -> Callable[[Request], Awaitable[Response]]:
         return Response(body, media_type=STATIC[name])
 
     return answer
+
+
+async def body_of(request: Request) -> bytes:
+    """Return the body of a request. Raises ValueError as soon as it has more than BODY_BYTES."""
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > BODY_BYTES:
+            raise ValueError(f"a body has at most {BODY_BYTES} bytes")
+    return bytes(body)
 
 
 def _refused() -> Response:

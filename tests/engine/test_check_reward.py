@@ -15,9 +15,9 @@ from engine.rewards.purse import BudgetUsedUp
 
 @pytest.fixture
 def check(tmp_path):
-    def run(function, images=4):
+    def run(function, images=4, **reward):
         (tmp_path / "mine.py").write_text(f"def score(images, prompts):\n    {function}\n")
-        config = EngineConfig.model_validate({"reward": {"name": "mine:score"}, "sampler": {"steps": 2}})
+        config = EngineConfig.model_validate({"reward": {"name": "mine:score", **reward}, "sampler": {"steps": 2}})
         request = CheckRequest(
             engine=config, workdir=tmp_path, start=None, images=images, sheet=tmp_path / "out" / "sheet.png"
         )
@@ -53,6 +53,24 @@ def test_an_image_without_a_score_has_none(check):
 def test_a_reward_that_cannot_score_is_an_error_of_the_job(check):
     with pytest.raises(JobUnfit, match="0 values for 1 images"):
         check("return []")
+
+
+@pytest.mark.parametrize(
+    ("reward", "setting"),
+    [
+        ({"timeout_seconds": 0.2}, "reward.timeout_seconds"),
+        ({"placed": "pool", "pool": {"timeout_seconds": 0.2}}, "reward.pool.timeout_seconds"),
+    ],
+)
+def test_a_scorer_that_hangs_is_an_error_of_the_job_after_its_limit(check, reward, setting):
+    with pytest.raises(JobUnfit, match=r"mine:score gave no score for 3 images in 0\.2 s") as unfit:
+        check("import threading; len(prompts) == 1 or threading.Event().wait(); return [0.0]", **reward)
+    assert setting in unfit.value.remedy
+
+
+def test_a_time_out_of_the_scorer_itself_is_not_taken_for_a_hang(check):
+    with pytest.raises(TimeoutError, match="its own"):
+        check("raise TimeoutError('its own')")
 
 
 def test_a_check_pays_no_more_than_the_judges_budget():

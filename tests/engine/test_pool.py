@@ -17,7 +17,7 @@ from engine.node.child import EXIT_TORN, EXIT_UNANSWERED
 from engine.node_spec import EXIT_UNFIT
 from engine.pool.client import PoolReward
 from engine.pool.messages import Failed, Scored, Scores, digest_of, receive, send
-from engine.pool.server import EXIT_HANGS, Request, ScoringProcess, listen
+from engine.pool.server import EXIT_SCORER_HANGS, Request, ScoringProcess, listen
 from engine.protocol.request import Score
 from engine.rewards.reward import RewardError
 
@@ -316,11 +316,28 @@ def test_a_scorer_that_hangs_ends_its_process(tmp_path, start):
     process = start(0, timeout_seconds=0.3)
     wait_until((tmp_path / "scorer-0.sock").exists)
     thread, found = ask_beside(PoolReward(tmp_path, processes=1, tries=2), images_of(0.25), ["hang"])
-    assert process.wait(60) == EXIT_HANGS
+    assert process.wait(60) == EXIT_SCORER_HANGS
     (tmp_path / "mended").touch()
     start(0)
     thread.join(60)
     assert rewards(found) == [0.25]
+
+
+@pytest.mark.slow
+def test_a_scorer_that_hangs_for_one_image_scores_the_others(tmp_path, start):
+    """The second image hangs in the common call and alone; the first and the last are scored by new processes."""
+    processes = [start(0, timeout_seconds=0.3)]
+    wait_until((tmp_path / "scorer-0.sock").exists)
+    pool = PoolReward(tmp_path, processes=1, tries=3)
+    thread, found = ask_beside(pool, images_of(0.25, 0.5, 0.75, 0.5), ["a", "hang", "b", "hang"])
+    while thread.is_alive():
+        if processes[-1].poll() is not None:
+            processes.append(start(0, timeout_seconds=0.3))
+        time.sleep(0.05)
+    assert [process.poll() for process in processes[:2]] == [EXIT_SCORER_HANGS] * 2
+    assert len(processes) == 3
+    assert [score.reward for score in found if not isnan(score.reward)] == [0.25, 0.75]
+    assert all("reward.pool.timeout_seconds" in score.fault for score in found if isnan(score.reward))
 
 
 def wait_until(is_so):
@@ -332,4 +349,4 @@ def wait_until(is_so):
 
 def test_a_scorer_that_hangs_is_not_taken_for_a_rank_that_lost_another():
     """The agent counts exits by code: only a hanging scorer may use up the tries of its process."""
-    assert len({EXIT_HANGS, EXIT_TORN, EXIT_UNANSWERED, EXIT_UNFIT}) == 4
+    assert len({EXIT_SCORER_HANGS, EXIT_TORN, EXIT_UNANSWERED, EXIT_UNFIT}) == 4

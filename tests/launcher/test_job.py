@@ -139,7 +139,7 @@ def test_a_job_is_named_by_its_file(tmp_path):
         ("recovery: {trainer_wait: 0s}", 1, "recovery.trainer_wait", "no time at all"),
         ("resources: {rollout: {num_nodes: 2, min_nodes: 3}}", 1, "resources.rollout.min_nodes", "min_nodes is 3"),
         ("clock_factor: 0", 1, "clock_factor", "use 'auto', or more than"),
-        ("infra: aws\nresources: {trainer: {use_spot: true}}", 2, "resources.trainer.use_spot", 
+        ("infra: aws\nresources: {trainer: {use_spot: true}}", 2, "resources.trainer.use_spot",
          "use false, or infra: local"),
         ("spot: never\nresources: {trainer: {use_spot: true}}", 2, "resources.trainer.use_spot", "or spot: auto"),
         ("resources: {trainer: {num_nodes: 2, use_spot: true}}\nruntime: {trainer_ranks: 2}", 1,

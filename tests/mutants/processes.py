@@ -341,7 +341,7 @@ _bug(
     "hanging_scorer_lives_on",
     "worker",
     "engine.pool.server",
-    "                os._exit(EXIT_HANGS)",
+    "                os._exit(EXIT_SCORER_HANGS)",
     "                continue",
     forgets="to end a scoring process whose scorer hangs",
     found_by=["tests/engine/test_pool.py::test_a_scorer_that_hangs_ends_its_process"],

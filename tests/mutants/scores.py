@@ -71,8 +71,8 @@ FAULTS: dict[str, Fault] = {
             patches=(
                 (
                     client.PoolReward,
-                    "_part",
-                    changed(client.PoolReward._part, "Score(reward=nan", "Score(reward=0.0"),
+                    "_asked",
+                    changed(client.PoolReward._asked, "Score(reward=nan", "Score(reward=0.0"),
                 ),
             ),
             found_by=f"{POOL}::test_images_have_no_score_after_the_last_try[dies]",

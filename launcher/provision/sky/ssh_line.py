@@ -84,7 +84,10 @@ class SshLine:
             self.last_report_at = time.monotonic()
             *lines, self._unread = (self._unread + data).split(b"\n")
             # A login shell may print lines of its own; skip these.
-            read = (decode_report(json.loads(line)) for line in lines if line.startswith(b"{"))
+            try:
+                read = [decode_report(json.loads(line)) for line in lines if line.startswith(b"{")]
+            except RecursionError:
+                raise BrokenLine("the remote console sent JSON that is nested too deeply") from None
             return [report for report in read if report is not None]
         # Judge the silence only when no data is waiting. After a pause of this process, reports are waiting to be read.
         since, patience = (

@@ -113,7 +113,8 @@ class RunPage {
     const facts = [
       ["Spent", dollars(view.spent_micro_usd), view.max_total_micro_usd == null ? "no limit" : "of " + dollars(view.max_total_micro_usd)],
       ["Now", hourly(view.micro_usd_per_hour), running === 1 ? "1 node" : `${running} nodes`],
-      [view.metric, score(view.score), view.target == null ? "no target" : "target " + view.target],
+      [view.score == null && view.reward != null ? "reward in training" : view.metric, score(view.score ?? view.reward), view.target == null ? "no target" : "target " + view.target],
+      ...(view.learning ? [["Learning", "nothing", view.learning]] : []),
       ["Iteration", `${view.iteration}/${view.iterations}`, view.eta_seconds == null ? "" : duration(view.eta_seconds * 1000) + " left at most"],
       ["Time", duration(view.elapsed_ms), view.clock_factor === 1 ? "" : `clock x${view.clock_factor}, ${duration(view.wall_seconds * 1000)} by the wall`],
       ["Preemptions", String(page.preemptions.length), dollars(page.preemptions.reduce((sum, line) => sum + line.micro_usd, 0)) + " lost"],
