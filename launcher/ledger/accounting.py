@@ -12,7 +12,7 @@ out.
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from sqlalchemy import select
@@ -20,7 +20,7 @@ from sqlalchemy.orm import Session
 
 from engine.events import Judged, NodeSeen, NodeUsage, Phase
 from engine.reward_config import RewardConfig
-from launcher.decide.facts import INSTANCE_ENDED, INSTANCE_ENDS
+from launcher.decide.facts import INSTANCE_ENDED, INSTANCE_ENDS, PROMOTED, promotion_of
 from launcher.ledger.billing import interval_micro_usd, minimum_billed_ms, side_costs, stretches
 from launcher.ledger.models import (
     LOCAL,
@@ -112,8 +112,21 @@ class Usage:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TakenRole:
+    """The role of the trainer, taken by a node at `at_ms`. `ready_ms`: its new processes called in; None: not yet."""
+
+    slot: str
+    generation: int
+    at_ms: int
+    ready_ms: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class NodeCost:
-    """Cost of one node, and its time by phase. `seen_ms`: the first call of a worker, which ends the cold start."""
+    """Cost of one node, and its time by phase. `seen_ms`: the first call of a worker, which ends the cold start.
+
+    `slot`, `generation` and `role`: as it was bought. `taken`: the role that it took later.
+    """
 
     node: str
     slot: str
@@ -131,6 +144,15 @@ class NodeCost:
     seen_ms: int | None
     phase_ms: Mapping[str, int]
     phase_micro_usd: Mapping[str, int]
+    taken: TakenRole | None = None
+
+    @property
+    def by_role(self) -> dict[str, int]:
+        """Return the cost by role. The role changes at the moment of a promotion."""
+        if self.taken is None:
+            return {self.role: self.micro_usd}
+        before = sum(charge.until(self.taken.at_ms) for charge in self.charges)
+        return {self.role: before, "trainer": self.micro_usd - before}
 
     @property
     def micro_usd(self) -> int:
@@ -181,7 +203,7 @@ class RunCosts:
 
     @cached_property
     def by_role(self) -> dict[str, int]:
-        return _summed((node.role, node.micro_usd) for node in self.nodes)
+        return _summed(item for node in self.nodes for item in node.by_role.items())
 
     @cached_property
     def by_market(self) -> dict[str, int]:
@@ -257,6 +279,7 @@ def _cost_of(
     seen_ms: int | None,
     usages: Sequence[Usage],
     prices: Sequence[NodePrice],
+    taken: TakenRole | None,
 ) -> NodeCost:
     now = max(prices, key=lambda price: (price.at_ms, price.id), default=node)
     phase_ms: defaultdict[str, int] = defaultdict(int)
@@ -284,6 +307,7 @@ def _cost_of(
         seen_ms=seen_ms,
         phase_ms=dict(phase_ms),
         phase_micro_usd=dict(phase_micro_usd),
+        taken=taken,
     )
 
 
@@ -486,12 +510,35 @@ def run_costs(session: Session, run: Run, now_ms: int) -> RunCosts:
     nodes = session.scalars(select(Node).where(Node.run_id == run.id).order_by(Node.id)).all()
     charges, prices = charges_of_run(session, run, now_ms), prices_of_run(session, run)
     seen, usages = _reported_by_engine(session, run)
+    taken = _taken_roles(session, run)
     return RunCosts(
         nodes=tuple(
-            _cost_of(node, charges[node.id], seen.get(node.name), usages[node.name], prices.get(node.id, []))
+            _cost_of(
+                node,
+                charges[node.id],
+                seen.get(node.name),
+                usages[node.name],
+                prices.get(node.id, []),
+                taken.get(node.id),
+            )
             for node in nodes
         )
     )
+
+
+def _taken_roles(session: Session, run: Run) -> dict[int, TakenRole]:
+    """Return the promotions of the run, by the node's id."""
+    taken: dict[int, TakenRole] = {}
+    kinds = (PROMOTED, "ready")
+    events = select(NodeEvent).join(Node).where(Node.run_id == run.id, NodeEvent.kind.in_(kinds))
+    for event in session.scalars(events.order_by(NodeEvent.id)):
+        known = taken.get(event.node_id)
+        if event.kind == PROMOTED:
+            slot, generation = promotion_of(event.evidence)
+            taken[event.node_id] = TakenRole(slot=slot, generation=generation, at_ms=event.at_ms, ready_ms=None)
+        elif known is not None and known.ready_ms is None:
+            taken[event.node_id] = replace(known, ready_ms=event.at_ms)
+    return taken
 
 
 def cost_until(session: Session, run: Run, at_ms: int) -> int:

@@ -30,12 +30,18 @@ def preemption_lines(session: Session, run: Run, costs: RunCosts) -> tuple[Preem
     lines = []
     for preemption, node in rows:
         own = next(cost for cost in costs.nodes if cost.node == node.name)
+        slot, generation = _place_of(own)
+        promoted = next((cost for cost in costs.nodes if _takes_over(cost, slot, generation)), None)
+        # A promoted node leaves its own slot, whose next node has the cold start.
+        empty = (slot, generation) if promoted is None else (promoted.slot, promoted.generation)
         later = sorted(
-            (cost for cost in costs.nodes if cost.slot == own.slot and cost.generation > own.generation),
+            (cost for cost in costs.nodes if cost.slot == empty[0] and cost.generation > empty[1]),
             key=lambda cost: cost.generation,
         )
-        replaced = next((cost for cost in later if cost.seen_ms is not None), None)
-        seen_ms = replaced.seen_ms if replaced is not None else None
+        replaced = promoted or next((cost for cost in later if cost.seen_ms is not None), None)
+        seen_ms = None if replaced is None else replaced.seen_ms
+        if promoted is not None:
+            seen_ms = promoted.taken.ready_ms if promoted.taken is not None else None
         after_ms = None if seen_ms is None else max(0, seen_ms - preemption.at_ms)
         cold_start = sum(cost.phase_micro_usd.get(Phase.COLD_START.value, 0) for cost in paid_by(later, taken))
         lost = lost_steps.get(node.name, 0)
@@ -43,7 +49,8 @@ def preemption_lines(session: Session, run: Run, costs: RunCosts) -> tuple[Preem
         lines.append(
             PreemptionLine(
                 node=node.name,
-                slot=node.slot,
+                slot=slot,
+                role="rollout" if node.role == "rollout" and own.taken is None else "trainer",
                 zone=node.zone,
                 at_ms=preemption.at_ms,
                 hours=(preemption.at_ms - run.created_ms) / HOUR_MS,
@@ -51,6 +58,7 @@ def preemption_lines(session: Session, run: Run, costs: RunCosts) -> tuple[Preem
                 notice=preemption.noticed_ms is not None,
                 lost_steps=lost,
                 replaced_by=replaced.node if replaced else None,
+                recovered_by=None if seen_ms is None else "a new node" if promoted is None else "a promotion",
                 replaced_after_s=None if after_ms is None else after_ms / 1000,
                 replaced_after_wall_s=None if after_ms is None else round(after_ms / 1000 / run.clock_factor, 3),
                 cold_start_micro_usd=cold_start,
@@ -59,6 +67,16 @@ def preemption_lines(session: Session, run: Run, costs: RunCosts) -> tuple[Preem
             )
         )
     return tuple(lines)
+
+
+def _place_of(cost: NodeCost) -> tuple[str, int]:
+    """Return the slot and generation that a node had last."""
+    return (cost.slot, cost.generation) if cost.taken is None else (cost.taken.slot, cost.taken.generation)
+
+
+def _takes_over(cost: NodeCost, slot: str, generation: int) -> bool:
+    """Return whether a node was promoted to the place after this one."""
+    return cost.taken is not None and (cost.taken.slot, cost.taken.generation) == (slot, generation + 1)
 
 
 def paid_by(later: Sequence[NodeCost], taken: set[str]) -> list[NodeCost]:

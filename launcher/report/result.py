@@ -87,10 +87,12 @@ def _by_cloud(by_place: Mapping[str, int]) -> dict[str, int]:
 def _preemption(line: PreemptionLine) -> dict[str, Any]:
     return {
         "node": line.node,
+        "role": line.role,
         "zone": line.zone,
         "signal": line.signal,
         "notice": line.notice,
         "lost_steps": line.lost_steps,
+        "recovered_by": line.recovered_by,
         "replaced_after_s": line.replaced_after_s,
         "replaced_after_wall_s": line.replaced_after_wall_s,
         "micro_usd": line.micro_usd,

@@ -154,7 +154,7 @@ def _preemptions(report: Report, console: Console) -> None:
     lost = _table("What each cost", "node", "steps lost", "replaced after", "cold start", "lost work")
     for line in lines:
         node = short_node(line.node, report.run.name)
-        how = f"{'with' if line.notice else 'without'} notice"
+        how = f"{'trainer, ' if line.role == 'trainer' else ''}{'with' if line.notice else 'without'} notice"
         where.add_row(node, line.zone, how, f"{line.hours:.2f}")
         lost.add_row(
             node,

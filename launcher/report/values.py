@@ -185,9 +185,9 @@ class PreemptionLine:
 
     `micro_usd` = `cold_start_micro_usd` + `lost_work_micro_usd`:
 
-    - cold start: cost of the successors in the same slot, from the start of billing until a worker of the successor
-      called in. Successors count up to the first successor with a call or with a preemption. A preempted
-      successor's own preemption carries the next cold start, to count no cold start twice.
+    - cold start: cost of the successors in the same slot, or in the slot that a promoted node left, from the start of
+      billing until a worker of the successor called in. Successors count up to the first successor with a call or with
+      a preemption. A preempted successor's own preemption carries the next cold start, to count no cold start twice.
     - lost work: `lost_steps` x the run's own mean node-time per denoising step (node-time of rollouts and
       exploration / denoising steps of trained iterations and of their exploration) x the lost node's price.
       Lost work is at most the cost of the node. Lost work is 0 before the first trained iteration, because the
@@ -199,6 +199,8 @@ class PreemptionLine:
 
     node: str
     slot: str
+    role: str
+    """trainer or rollout: what the node did when it was preempted."""
     zone: str
     at_ms: int
     hours: float
@@ -206,6 +208,8 @@ class PreemptionLine:
     notice: bool
     lost_steps: int
     replaced_by: str | None
+    recovered_by: str | None
+    """`a new node`, or `a promotion` of a node that was up to the trainer. None: nothing took its place."""
     replaced_after_s: float | None
     """Seconds on the run's clock."""
     replaced_after_wall_s: float | None

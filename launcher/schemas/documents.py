@@ -42,9 +42,10 @@ meaning."""
 
 Schema = dict[str, Any]
 
-RUN_ADDED_LATER = frozenset(
-    {
+ADDED_LATER = {
+    "RunView": {
         "trouble",
+        "learning",
         "on_demand_micro_usd",
         "preemptions",
         "iteration_ms",
@@ -52,13 +53,22 @@ RUN_ADDED_LATER = frozenset(
         "deadline_ms",
         "missed_deadline",
         "resume_with",
-    }
-)
-REPORT_ADDED_LATER = frozenset(
-    {"learning", "pictures", "job_text", "schedule", "provenance", "stand_ins", "collectives", "resume_with"}
-)
-"""Keys of a run's state and of a report that are always printed. Outputs of version 1 from before the keys are valid
-all the same."""
+    },
+    "Report": {
+        "learning",
+        "pictures",
+        "job_text",
+        "schedule",
+        "provenance",
+        "stand_ins",
+        "collectives",
+        "resume_with",
+    },
+    "RewardCheck": {"warnings"},
+    "PreemptionLine": {"role", "recovered_by"},
+    "ResultPreemption": {"role", "recovered_by"},
+}
+"""By type, the keys that are always printed, and that outputs of version 1 from before the keys may lack."""
 
 WITH_DOCSTRINGS = ConfigDict(use_attribute_docstrings=True)
 
@@ -162,9 +172,9 @@ def _schema(kind: Any) -> Schema:
     name = whole["items"]["$ref"].rpartition("/")[2]
     schema = _complete(_plain(definitions.pop(name) | ({"$defs": definitions} if definitions else {})))
     assert isinstance(schema, dict)
-    later = RUN_ADDED_LATER if kind is RunView else REPORT_ADDED_LATER if kind is Report else frozenset()
-    if later:
-        schema["required"] = [name for name in schema["required"] if name not in later]
+    for part, found in ((name, schema), *schema.get("$defs", {}).items()):
+        if part in ADDED_LATER:
+            found["required"] = [key for key in found["required"] if key not in ADDED_LATER[part]]
     return schema
 
 
@@ -180,7 +190,7 @@ def _join(description: str, *parts: Schema) -> Schema:
         properties |= part["properties"]
         definitions |= part.get("$defs", {})
     schema: Schema = {"type": "object", "description": description, "properties": properties}
-    required = sorted(set(properties) - RUN_ADDED_LATER)
+    required = sorted({key for part in parts for key in part["required"]})
     return schema | {"required": required} | ({"$defs": definitions} if definitions else {})
 
 

@@ -273,10 +273,14 @@ class ExactMatch(TypedDict):
 
 class ResultPreemption(TypedDict):
     node: str
+    role: str
+    """`trainer` or `rollout`: what the node did when it was preempted."""
     zone: str
     signal: str | None
     notice: bool
     lost_steps: int
+    recovered_by: str | None
+    """`a new node`, or `a promotion` of a node that was up to the trainer; null if nothing took its place."""
     replaced_after_s: float | None
     """Seconds on the run's clock; null if the node was not replaced."""
     replaced_after_wall_s: float | None

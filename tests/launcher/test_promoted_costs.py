@@ -1,0 +1,64 @@
+"""A node that took the role of the trainer: what each role cost, and what the loss of the trainer cost."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from launcher.decide.facts import PROMOTED, promotion_text
+from launcher.ledger.accounting import run_costs
+from launcher.ledger.models import Node, NodeEvent
+from launcher.report.preemptions import preemption_lines
+from tests.launcher.made_ledger import MINUTE_MS, START_MS, MadeLedger, a_run, a_session
+
+END = 60 * MINUTE_MS
+
+
+@pytest.fixture
+def made() -> Iterator[MadeLedger]:
+    """The trainer is lost after 20 minutes, and the node that took its role after 40."""
+    with a_session() as session:
+        made = a_run(session, factor=1.0)
+        made.status("running", 0)
+        trainer = made.node("trainer", 0, rate=3_600_000, up=0, end=20 * MINUTE_MS, seen=MINUTE_MS)
+        spot = made.node("spot-0", 0, rate=3_600_000, up=0, end=40 * MINUTE_MS, seen=MINUTE_MS)
+        made.node("spot-0", 1, rate=3_600_000, up=20 * MINUTE_MS, end=END, seen=24 * MINUTE_MS)
+        made.node("trainer", 2, rate=3_600_000, up=40 * MINUTE_MS, end=END, seen=50 * MINUTE_MS)
+        happens(made, spot, PROMOTED, 20, promotion_text("trainer", 1, "demo-trainer-g0 ended"))
+        happens(made, spot, "ready", 21)
+        made.preempted(trainer, 20 * MINUTE_MS)
+        made.preempted(spot, 40 * MINUTE_MS, noticed=38 * MINUTE_MS)
+        session.flush()
+        yield made
+
+
+def happens(made: MadeLedger, node: Node, kind: str, minute: int, evidence: str = "") -> None:
+    made.session.add(NodeEvent(node_id=node.id, at_ms=START_MS + minute * MINUTE_MS, kind=kind, evidence=evidence))
+
+
+def test_the_cost_of_a_role_changes_at_the_moment_of_the_promotion(made: MadeLedger) -> None:
+    costs = run_costs(made.session, made.run, START_MS + END)
+    minute = 60_000  # micro-dollars at $3.60 an hour
+    assert costs.by_role == {"trainer": (20 + 20 + 20) * minute, "rollout": (20 + 40) * minute}
+    assert sum(costs.by_role.values()) == costs.total
+
+
+def test_a_lost_trainer_is_recovered_by_a_promotion_and_then_by_a_new_node(made: MadeLedger) -> None:
+    first, second = preemption_lines(made.session, made.run, run_costs(made.session, made.run, START_MS + END))
+    assert (first.node, first.role, first.recovered_by) == ("demo-trainer-g0", "trainer", "a promotion")
+    assert (first.replaced_by, first.replaced_after_s) == ("demo-spot-0-g0", 60.0)
+    assert first.cold_start_micro_usd == 4 * 60_000, "the slot that it left was filled again"
+    assert (second.node, second.slot, second.role) == ("demo-spot-0-g0", "trainer", "trainer")
+    assert (second.recovered_by, second.replaced_by) == ("a new node", "demo-trainer-g2")
+    assert (second.replaced_after_s, second.cold_start_micro_usd) == (600.0, 10 * 60_000)
+
+
+def test_a_rollout_node_is_recovered_by_a_new_node_or_not_at_all() -> None:
+    with a_session() as session:
+        made = a_run(session, factor=1.0)
+        lost = made.node("spot-0", 0, up=0, end=10 * MINUTE_MS, seen=MINUTE_MS)
+        last = made.node("spot-0", 1, up=11 * MINUTE_MS, end=20 * MINUTE_MS, seen=12 * MINUTE_MS)
+        made.preempted(lost, 10 * MINUTE_MS)
+        made.preempted(last, 20 * MINUTE_MS)
+        session.flush()
+        lines = preemption_lines(session, made.run, run_costs(session, made.run, START_MS + END))
+        assert [(line.role, line.recovered_by) for line in lines] == [("rollout", "a new node"), ("rollout", None)]
