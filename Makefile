@@ -63,7 +63,7 @@ docs: $(VENV)/.docs $(MERMAID)
 # Exits 0 when the target was reached, or the held-out score rose by at least .10 before the budget was used up.
 quickstart: $(VENV)/.engine $(if $(filter ray,$(RUNTIME)),$(VENV)/.ray)
 	@rm -f result.json report.html; \
-	$(BIN)/spotrl launch sky_yamls/quickstart.yaml --yes --name quickstart-$$(date +%m%d-%H%M%S) --runtime $(RUNTIME) \
+	$(if $(filter ray,$(RUNTIME)),SPOTRL_RESOURCES__TRAINER__USE_SPOT=false) $(BIN)/spotrl launch sky_yamls/quickstart.yaml --yes --name quickstart-$$(date +%m%d-%H%M%S) --runtime $(RUNTIME) \
 	  --on-exit down --result result.json --html report.html; \
 	$(BIN)/python -m launcher.report.verdict $$? result.json report.html
 

@@ -9,6 +9,7 @@ Otherwise the program exits with 1.
 
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +42,31 @@ def verdict(exit_code: int, result: dict[str, Any] | None, report: str) -> tuple
         return bool(reached), f"{reached or missing}. The report is in {report}."
     late = exit_code == ExitCode.DEADLINE_MISSED
     moved = f"Held-out {METRIC} went from {before:.3f} to {after:.3f}{'' if reached and late else stopped}"
+    lost = _recovered(result["preemptions"])
     if reached:
-        return True, f"{reached}{', after the deadline' if late else ''}. {moved}. The report is in {report}."
+        return True, f"{reached}{', after the deadline' if late else ''}. {moved}.{lost} The report is in {report}."
     if after - before >= ENOUGH:
-        return True, f"{moved}; the target was not reached. The report is in {report}."
+        return True, f"{moved}; the target was not reached.{lost} The report is in {report}."
     return False, f"{moved}: less than {ENOUGH:.2f} more. The report is in {report}."
+
+
+def _recovered(preemptions: Sequence[Mapping[str, Any]]) -> str:
+    """Return a sentence about the preemptions; empty if there was none."""
+    trainers = [one for one in preemptions if one["role"] == "trainer"]
+    others = [one for one in preemptions if one["role"] != "trainer"]
+    promoted = sum(one["recovered_by"] == "a promotion" for one in trainers)
+    parts = [f"{_times(len(trainers))} the trainer"] if trainers else []
+    if promoted:
+        parts[0] += f" ({_times(promoted)} a node that was up took its role)"
+    if others:
+        parts.append(f"{_times(len(others))} a rollout node")
+    again = sum(one["recovered_by"] is not None for one in preemptions)
+    replaced = "each was replaced" if again == len(preemptions) else f"{again} of {len(preemptions)} were replaced"
+    return f" Spot capacity was lost: {', '.join(parts)}; {replaced}." if parts else ""
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else "twice" if count == 2 else f"{count} times"
 
 
 def main(words: list[str]) -> int:

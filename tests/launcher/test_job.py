@@ -27,7 +27,7 @@ def test_the_quickstart_job_matches_the_readme(tmp_path):
     assert job.exploration.budget == CandidateBudget(candidates=144)
     assert (job.target.metric, job.target.value, job.target.evaluations) == ("exact_match", 0.95, 3)
     assert (job.evaluation.prompts, job.evaluation.every) == (512, 3)
-    assert (job.resources.trainer.use_spot, job.resources.rollout.use_spot) == (False, True)
+    assert (job.resources.trainer.use_spot, job.resources.rollout.use_spot) == (True, True)
     assert (job.resources.rollout.accelerator, job.resources.rollout.gpus, job.resources.rollout.num_nodes) == (
         "L40S",
         1,

@@ -9,7 +9,7 @@ from launcher.report.verdict import main
 
 def result(reached=False, before=0.3, after=0.5):
     target = {"metric": "exact_match", "value": 0.78, "reached": reached}
-    return {"target": target, "exact_match": {"before": before, "after": after}}
+    return {"target": target, "exact_match": {"before": before, "after": after}, "preemptions": []}
 
 
 @pytest.mark.parametrize(
@@ -42,4 +42,29 @@ def test_the_verdict_follows_target_rise_and_exit_code(tmp_path, capsys, exit_co
     if given is not None:
         path.write_text(json.dumps(given))
     assert main([str(exit_code), str(path), "report.html"]) == expected
+    assert words in capsys.readouterr().out
+
+
+NODE, TRAINER, PROMOTION = ("rollout", "a new node"), ("trainer", "a new node"), ("trainer", "a promotion")
+
+
+@pytest.mark.parametrize(
+    ("preemptions", "words"),
+    [
+        ([], ". The report is in"),
+        ([NODE], " Spot capacity was lost: once a rollout node; each was replaced. The report"),
+        (
+            [NODE, PROMOTION, NODE],
+            "once the trainer (once a node that was up took its role), twice a rollout node; each",
+        ),
+        ([PROMOTION, TRAINER, PROMOTION], "3 times the trainer (twice a node that was up took its role); each was"),
+        ([TRAINER], "once the trainer; each was replaced"),
+        ([NODE, ("rollout", None)], "twice a rollout node; 1 of 2 were replaced"),
+    ],
+)
+def test_the_verdict_says_what_was_lost_and_replaced(tmp_path, capsys, preemptions, words):
+    path = tmp_path / "result.json"
+    lost = [{"role": role, "recovered_by": recovered_by} for role, recovered_by in preemptions]
+    path.write_text(json.dumps({**result(reached=True), "preemptions": lost}))
+    assert main(["0", str(path), "report.html"]) == 0
     assert words in capsys.readouterr().out
