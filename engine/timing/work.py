@@ -68,11 +68,15 @@ SCORE_SECONDS = 20e-3
 """Assumed for the scores of any other model's images."""
 
 
-def work_seconds(config: EngineConfig, folder: Path | None = None) -> WorkSeconds:
-    """Return the seconds of a job's work. `folder`: the model's folder on this machine, if it is here."""
+def work_seconds(config: EngineConfig) -> WorkSeconds:
+    """Return the seconds of a job's work.
+
+    Those of another model than the shipped ones follow from the sizes of its folder, if `model.path` is one here.
+    """
     if config.model.name not in FAMILIES:
         return SHIPPED.get(config.model.name, NO_SECONDS)
-    sized = sized_model(config, folder)
+    folder = Path(config.model.path) if config.model.path is not None else None
+    sized = sized_model(config, folder if folder is not None and folder.is_dir() else None)
     branches = branches_of(sized.architecture, is_guided=config.sampler.guidance != 1.0)
     image = branches * sized.operations / OPERATIONS_PER_SECOND
     return WorkSeconds(

@@ -375,3 +375,25 @@ def test_a_node_finds_the_folder_beside_the_job_file(tmp_path, monkeypatch):
         workdir=str(tmp_path),
     )
     assert load_model(spec, 0).latent_shape()[0] == 16
+
+
+@pytest.mark.slow
+def test_a_small_folder_of_a_large_family_trains_on_this_machine_within_its_budget(tmp_path, monkeypatch, capsys):
+    """Its work counts as much of the run's clock as its own sizes say, and not those of the published model."""
+    make_flux().save_pretrained(tmp_path / "flux")
+    (tmp_path / "bright.py").write_text("def bright(images, prompts):\n    return [float(i.mean()) for i in images]\n")
+    (tmp_path / "prompts.txt").write_text("a cat\na dog\na house\na tree\n")
+    (tmp_path / "job.yaml").write_text(
+        "name: tiny\ninfra: local\niterations: 2\ntarget: null\nprompts: prompts.txt\nreward: bright:bright\n"
+        "model: {name: flux, path: flux, height: 32, width: 32}\nsampler: {steps: 3, guidance: 1.0}\n"
+        "algorithm: {name: flow-grpo, prompts_per_batch: 2, images_per_prompt: 2}\nexploration: {mode: none}\n"
+        "evaluation: {prompts: 2, every: 10}\npreemptions: {trace: none}\n"
+        "resources: {trainer: {accelerators: L40S:1}, rollout: {accelerators: L40S:1, num_nodes: 1}}\n"
+        "budget: {max_total: $20, max_hourly: $10}\n"
+    )
+    monkeypatch.setenv("SPOTRL_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    assert run(["launch", "job.yaml", "--yes", "--on-exit", "down"]) == ExitCode.OK
+    last = capsys.readouterr().out
+    assert "tiny finished (iterations): reward" in last
+    assert "$20" not in last.splitlines()[-2]
