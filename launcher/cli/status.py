@@ -108,6 +108,8 @@ def node_rows(view: RunView) -> list[tuple[str, ...]]:
         age, rate = duration(node.age_ms), hourly(node.micro_usd_per_hour)
         groups = [groups_text(node.groups)] if shares else []
         name = short_name(view.name, node.name)
+        if node.role == "trainer" and not name.startswith("trainer"):
+            name += " (trainer)"
         rows.append((name, node.market, node.zone, node.status, age, rate, *groups))
     return rows
 

@@ -14,6 +14,7 @@ from typing import Any
 from sqlalchemy.orm import Session
 
 from engine.events import Evaluated, IterationDone, NodeUsage, Regrouped
+from launcher.decide.facts import PROMOTED
 from launcher.ledger.models import Run
 from launcher.ledger.store import node_events, nodes_of, progress_of
 from launcher.report.sharing import groups_text
@@ -34,6 +35,10 @@ class _Trace:
         self._session, self._run = session, run
         self._nodes = {node.name: node for node in nodes_of(session, run)}
         self._pids = {name: pid for pid, name in enumerate(self._nodes, start=1)}
+        bought = [(node.requested_ms, name) for name, node in self._nodes.items() if node.role == "trainer"]
+        promoted = [(event.at_ms, node.name) for node, event in node_events(session, run) if event.kind == PROMOTED]
+        self._trainers = sorted(bought + promoted)
+        """When each node got the role of the trainer, oldest first."""
         self._threads: dict[tuple[int, str], int] = {}
         self._newest_ms = run.created_ms
 
@@ -59,15 +64,14 @@ class _Trace:
                     yield self._span(pid, thread, phase, begun, ended)
 
     def _iterations(self) -> Iterator[dict[str, Any]]:
-        trainers = [node for node in self._nodes.values() if node.role == "trainer"]
         for row in progress_of(self._session, self._run, IterationDone.KIND):
-            # The event belongs to the newest trainer requested before the event.
-            earlier = [node for node in trainers if node.requested_ms <= row.at_ms]
+            # The event belongs to the newest node that had the role of the trainer before the event.
+            earlier = [name for since_ms, name in self._trainers if since_ms <= row.at_ms]
             if earlier:
                 begun = row.at_ms - row.event["wall_seconds"] * 1000 * self._run.clock_factor
                 numbers = {"reward": row.event["reward_mean"], "explored": row.event["explored"]}
                 name = f"iteration {row.event['iteration']}"
-                yield self._span(self._pids[earlier[-1].name], ITERATIONS, name, begun, row.at_ms) | {"args": numbers}
+                yield self._span(self._pids[earlier[-1]], ITERATIONS, name, begun, row.at_ms) | {"args": numbers}
 
     def _evaluations(self) -> Iterator[dict[str, Any]]:
         for row in progress_of(self._session, self._run, Evaluated.KIND):
@@ -104,7 +108,7 @@ class _Trace:
             yield _name("process_name", pid, 0, {"name": f"{name} ({node.market}, {node.cloud} {node.zone})"})
             yield _name("process_sort_index", pid, 0, {"sort_index": pid})
             yield _name("thread_name", pid, LIFE, {"name": "node"})
-            if node.role == "trainer":
+            if name in (trainer for _, trainer in self._trainers):
                 yield _name("thread_name", pid, ITERATIONS, {"name": "iterations"})
         for (pid, worker), thread in self._threads.items():
             yield _name("thread_name", pid, thread, {"name": worker})

@@ -4,11 +4,14 @@ from collections.abc import Iterator
 
 import pytest
 
+from launcher.cli.status import node_rows
 from launcher.decide.facts import PROMOTED, promotion_text
 from launcher.ledger.accounting import run_costs
 from launcher.ledger.models import Node, NodeEvent
 from launcher.report.preemptions import preemption_lines
-from tests.launcher.made_ledger import MINUTE_MS, START_MS, MadeLedger, a_run, a_session
+from launcher.report.trace import chrome_trace
+from launcher.runs.views import view_of
+from tests.launcher.made_ledger import JOB, MINUTE_MS, START_MS, MadeLedger, a_run, a_session
 
 END = 60 * MINUTE_MS
 
@@ -17,7 +20,7 @@ END = 60 * MINUTE_MS
 def made() -> Iterator[MadeLedger]:
     """The trainer is lost after 20 minutes, and the node that took its role after 40."""
     with a_session() as session:
-        made = a_run(session, factor=1.0)
+        made = a_run(session, job={**JOB, "iterations": 45}, factor=1.0)
         made.status("running", 0)
         trainer = made.node("trainer", 0, rate=3_600_000, up=0, end=20 * MINUTE_MS, seen=MINUTE_MS)
         spot = made.node("spot-0", 0, rate=3_600_000, up=0, end=40 * MINUTE_MS, seen=MINUTE_MS)
@@ -54,7 +57,7 @@ def test_a_lost_trainer_is_recovered_by_a_promotion_and_then_by_a_new_node(made:
 
 def test_a_rollout_node_is_recovered_by_a_new_node_or_not_at_all() -> None:
     with a_session() as session:
-        made = a_run(session, factor=1.0)
+        made = a_run(session, job={**JOB, "iterations": 45}, factor=1.0)
         lost = made.node("spot-0", 0, up=0, end=10 * MINUTE_MS, seen=MINUTE_MS)
         last = made.node("spot-0", 1, up=11 * MINUTE_MS, end=20 * MINUTE_MS, seen=12 * MINUTE_MS)
         made.preempted(lost, 10 * MINUTE_MS)
@@ -62,3 +65,25 @@ def test_a_rollout_node_is_recovered_by_a_new_node_or_not_at_all() -> None:
         session.flush()
         lines = preemption_lines(session, made.run, run_costs(session, made.run, START_MS + END))
         assert [(line.role, line.recovered_by) for line in lines] == [("rollout", "a new node"), ("rollout", None)]
+
+
+def test_the_timeline_draws_each_iteration_beside_the_node_that_trained_it(made: MadeLedger) -> None:
+    made.nodes["demo-trainer-g2"].requested_ms = START_MS + 40 * MINUTE_MS
+    for iteration, minute in enumerate((10, 30, 55)):
+        made.trained(iteration, minute * MINUTE_MS)
+    made.session.flush()
+    events = chrome_trace(made.session, made.run)["traceEvents"]
+    names = {one["pid"]: one["args"]["name"].split()[0] for one in events if one["name"] == "process_name"}
+    trained = [names[one["pid"]] for one in events if one["name"].startswith("iteration ")]
+    assert trained == ["demo-trainer-g0", "demo-spot-0-g0", "demo-trainer-g2"]
+
+
+def test_the_status_names_the_node_that_trains(made: MadeLedger) -> None:
+    rows = [row[0] for row in node_rows(view_of(made.session, made.run))]
+    assert "trainer-g2" in rows
+    with a_session() as session:
+        other = a_run(session, job={**JOB, "iterations": 45}, factor=1.0)
+        other.status("running", 0)
+        happens(other, other.node("spot-0", 0, up=0), PROMOTED, 20, promotion_text("trainer", 1, "lost"))
+        session.flush()
+        assert [row[0] for row in node_rows(view_of(session, other.run))] == ["node", "spot-0-g0 (trainer)"]
