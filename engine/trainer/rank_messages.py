@@ -1,10 +1,10 @@
 """Messages between rank 0 of a trainer, which runs the loop, and the other ranks. msgpack, checked by type; no pickle.
 
-    LoRA: Start -> (BeginStep -> TrainGroup* -> EndStep -> Share)*                                     (ranks.py)
+    LoRA: Start -> (Published | LetSample | BeginStep -> TrainGroup* -> EndStep -> Share)*              (ranks.py)
     full: Start -> (BeginPasses -> TrainRows* -> TakeStep -> Share | Follow | a tensor | GatherAll)*   (shards.py)
 
-Weights follow `Start` and `BeginStep` as tensors, and gradients follow a `Share` without an error. With full weights
-every order is a collective of all ranks, and rank 0 obeys its own orders.
+Weights follow `Start`, `Published` and `BeginStep` as tensors, and gradients follow a `Share` without an error. With
+full weights every order is a collective of all ranks, and rank 0 obeys its own orders.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from engine.algorithm.objective import FinishedGroup
 from engine.algorithm.transaction import GroupRows
 from engine.diffusion.sampler import Plan
 from engine.diffusion.trajectory import Trajectory
-from engine.protocol.request import Manifest
+from engine.protocol.request import Manifest, WeightsKey
 
 Part = Literal["weights", "average", "old", "moments"]
 """A set of tensors that are divided over the ranks. `old`: the old policy. `moments`: of the optimiser."""
@@ -33,11 +33,35 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     is_started: bool
 
 
-class BeginStep(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """An optimiser step begins. A step that was not ended before is void. Weights follow.
+class SentWeights(msgspec.Struct, frozen=True, kw_only=True):
+    """The trained weights follow an order as tensors.
 
     `with_old`: the old policy's weights follow too. False: the old policy is the trained weights. `with_before`: then
     the weights that made the batch's early groups.
+    """
+
+    with_old: bool
+    with_before: bool
+
+
+class Published(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The coordinator has the old policy's weights under this key, with this digest: a rank may sample with them."""
+
+    key: WeightsKey
+    digest: str
+    weights: SentWeights
+
+
+class LetSample(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Whether ranks sample while they have no group to train."""
+
+    is_on: bool
+
+
+class BeginStep(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """An optimiser step begins. A step that was not ended before is void.
+
+    `weights`: they follow. None: the rank has them since `Published`.
     """
 
     manifest: Manifest
@@ -45,8 +69,7 @@ class BeginStep(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     plan: Plan
     std: float | None
     rows_per_forward: int
-    with_old: bool
-    with_before: bool
+    weights: SentWeights | None
 
 
 class TrainGroup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -87,7 +110,7 @@ class EndStep(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """All groups of the share were sent."""
 
 
-Order: TypeAlias = Start | BeginStep | TrainGroup | EndStep
+Order: TypeAlias = Start | Published | LetSample | BeginStep | TrainGroup | EndStep
 
 
 class BeginPasses(msgspec.Struct, frozen=True, kw_only=True, tag=True):
