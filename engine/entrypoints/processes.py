@@ -138,6 +138,7 @@ def run_trainer_rank(spec: NodeSpec, heartbeat: SharedHeartbeat, rank: int, read
             return
         reference = reference_of(adapter, config.algorithm, is_started=take_start(group, parameters.values()))
         trainer = Trainer(adapter, parameters, config.algorithm, reference, workers_compile=compiles)
+        trainer.row_seconds, trainer.pass_seconds = config.runtime.row_seconds, config.runtime.pass_seconds
         worker = worker_of_trainer(
             config,
             rank=rank,

@@ -55,7 +55,17 @@ RUN_ADDED_LATER = frozenset(
     }
 )
 REPORT_ADDED_LATER = frozenset(
-    {"learning", "pictures", "job_text", "schedule", "provenance", "stand_ins", "collectives", "resume_with"}
+    {
+        "learning",
+        "pictures",
+        "job_text",
+        "schedule",
+        "provenance",
+        "stand_ins",
+        "collectives",
+        "trainer_time",
+        "resume_with",
+    }
 )
 """Keys of a run's state and of a report that are always printed. Outputs of version 1 from before the keys are valid
 all the same."""
