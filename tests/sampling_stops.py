@@ -15,6 +15,7 @@ between two stops: a node whose processes die without progress gives up.
 import json
 import os
 import signal
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,6 +26,9 @@ STOPS = "SPOTRL_TEST_SAMPLING_STOPS"
 
 ALONE = "SPOTRL_TEST_RANK_0_SAMPLES_ALONE"
 """Variable of the environment: set if the other ranks do not sample."""
+
+DELAYS = "SPOTRL_TEST_RANK_DELAYS"
+"""Variable of the environment: a file for the seconds from an order's arrival at a sampling rank until it obeys."""
 
 OUT_OF_MEMORY = 0
 """Instead of a signal: torch raises its out-of-memory error."""
@@ -61,6 +65,8 @@ def plant(env: Mapping[str, str]) -> None:
     """Plant the stops of the environment into this process and its forks."""
     if ALONE in env:
         _let_rank_0_sample_alone()
+    if DELAYS in env:
+        _log_delays(Path(env[DELAYS]))
     if STOPS not in env:
         return
     # Import here only: the nursery has imported these modules, and another process needs none of them.
@@ -109,3 +115,46 @@ def _let_rank_0_sample_alone() -> None:
     from engine.trainer.rank_sampling import RankSampler
 
     RankSampler.sample = lambda self, is_called: False  # type: ignore[method-assign]
+
+
+def _log_delays(file: Path) -> None:
+    """Log a JSON line [kind of order, seconds] for each order that arrives while the rank samples.
+
+    `BeginStep` without weights is left out: no other rank waits for it.
+    """
+    from engine.parallel.rank_group import RankGroup
+    from engine.trainer.rank_messages import BeginStep
+    from engine.trainer.rank_sampling import RankSampler
+    from engine.trainer.ranks import Follower
+
+    arrived: list[tuple[float, bool]] = []
+    samples = False
+
+    def receive(self: RankGroup, rank: int, *, idle: bool = False) -> bytes:
+        message = plain_receive(self, rank, idle=idle)
+        if idle:
+            arrived.append((time.monotonic(), samples))
+        return message
+
+    def sample(self: RankSampler, is_called: Callable[[], bool]) -> bool:
+        nonlocal samples
+        samples = True
+        try:
+            return plain_sample(self, is_called)
+        finally:
+            samples = False
+
+    def carry_out(self: Follower, order: Any) -> None:
+        nonlocal number
+        at, sampled = arrived[number]
+        number += 1
+        if sampled and not (isinstance(order, BeginStep) and order.weights is None):
+            with file.open("a") as log:
+                log.write(json.dumps([type(order).__name__, time.monotonic() - at]) + "\n")
+        plain_carry_out(self, order)
+
+    number = 1  # the first message is `Start`
+    plain_receive, plain_sample, plain_carry_out = RankGroup.receive, RankSampler.sample, Follower._carry_out
+    RankGroup.receive = receive  # type: ignore[method-assign]
+    RankSampler.sample = sample  # type: ignore[method-assign]
+    Follower._carry_out = carry_out  # type: ignore[method-assign]
