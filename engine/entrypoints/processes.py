@@ -155,7 +155,7 @@ def run_trainer_rank(spec: NodeSpec, heartbeat: SharedHeartbeat, rank: int, read
         presence = (worker.name, worker.node, worker.boot)
         threading.Thread(target=_transport(spec).stay_present, args=presence, daemon=True).start()
         sampler = RankSampler(worker, trainer, may_stop=config.runtime.resume != "restart")
-        Follower(group, trainer, sampler=sampler, measure=worker.usage.measure).follow()
+        Follower(group, trainer, sampler=sampler, usage=worker.usage).follow()
 
 
 def run_meeting(spec: NodeSpec, heartbeat: SharedHeartbeat, ready: Event) -> None:

@@ -213,7 +213,8 @@ class Loop:
         self.state.std = self.state.std.after(trained) if len(trained) else self.state.std
         # Report before the checkpoint is durable. A crash between the two repeats the batch and its report; the report
         # is never lost.
-        self.reports.report(manifest, finite, len(candidates), health, rollouts, self.forecast.figures())
+        spent = self.ranks.take_phases()
+        self.reports.report(manifest, finite, len(candidates), health, rollouts, self.forecast.figures(), spent)
         self.state.iteration += 1
         unit = self.forecast.unit()
         fresh = self.exploration.next_manifest(self.context.run, order, candidates, unit=unit)

@@ -190,6 +190,7 @@ class Share(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     neutral, rows, ...  fields of the share's `Health`
     memory_error        first line of the last memory error of the step, or empty
+    phase_ms            milliseconds of the rank by phase since its last answer, on the engine's clock
     does_not_fit        text of `DoesNotFit`, or empty; no gradients follow then
     """
 
@@ -205,9 +206,12 @@ class Share(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     early_outside: float = 0.0
     memory_error: str = ""
     does_not_fit: str = ""
+    phase_ms: dict[str, float] = {}
 
     @classmethod
-    def of(cls, health: Health, *, memory_error: str, does_not_fit: str) -> "Share":
+    def of(
+        cls, health: Health, *, memory_error: str, does_not_fit: str, phase_ms: Mapping[str, float] | None = None
+    ) -> "Share":
         return cls(
             neutral=health.neutral,
             rows=health.rows,
@@ -221,6 +225,7 @@ class Share(msgspec.Struct, frozen=True, kw_only=True, tag=True):
             early_outside=health.early_outside,
             memory_error=memory_error,
             does_not_fit=does_not_fit,
+            phase_ms=dict(phase_ms or {}),
         )
 
     @property

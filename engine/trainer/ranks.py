@@ -13,8 +13,8 @@ A rank's share depends on the manifest and not on arrival. With `order: fixed` t
 given number of ranks. Updates of different numbers of ranks differ by rounding, because a sum has another order.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
@@ -82,6 +82,7 @@ class Ranks:
         self._have_weights = False
         """True if the other ranks have the trainer's weights as they are now."""
         self._let_sample = True
+        self._phase_ms: Counter[str] = Counter()
         if group is not None:
             self._order(group, Start(is_started=is_started))
             _copy_weights(group, trainer.parameters.values())
@@ -97,6 +98,11 @@ class Ranks:
             self._order(self._group, Published(key=key, digest=digest, weights=self._sent_weights()))
             self._send_weights(self._group)
         self._have_weights = True
+
+    def take_phases(self) -> Mapping[str, float]:
+        """Return the milliseconds of the other ranks by phase, added up, since the last call."""
+        spent, self._phase_ms = dict(self._phase_ms), Counter()
+        return spent
 
     def let_sample(self, *, is_on: bool) -> None:
         """Let the other ranks sample while they have no group to train. They may from the start."""
@@ -162,6 +168,7 @@ class Ranks:
                 self._trainer.rows_per_forward = share.rows_per_forward
                 self._trainer.on_fewer_rows(share.rows_per_forward, f"rank {rank}: {share.memory_error}")
             health.merge(share.health)
+            self._phase_ms.update(share.phase_ms)
         _sum_gradients(group, self._trainer.parameters.values())
 
 
@@ -271,13 +278,13 @@ class Follower:
         trainer: Trainer,
         *,
         sampler: Sampler | None = None,
-        measure: MeasurePhase = unmeasured,
-        stepped: Stepped = nothing,
+        usage: Usage | None = None,
     ) -> None:
-        """Start without a step. `trainer`: made after `take_start`. `stepped`: called after each optimiser step."""
-        self._group, self._trainer = group, trainer
+        """Start without a step. `trainer`: made after `take_start`. `usage`: of the rank's time; None: not measured."""
+        self._group, self._trainer, self._usage = group, trainer, usage
+        self._measure: MeasurePhase = unmeasured if usage is None else usage.measure
+        self._reported_ms: Counter[str] = Counter()
         self._sampler, self._let_sample = sampler or NoSampler(), True
-        self._measure, self._stepped = measure, stepped
         self._inbox = Inbox(group, 0)
         self._orders: deque[Order] = deque()
         self._step: Transaction | None = None
@@ -298,7 +305,6 @@ class Follower:
         while not isinstance(order := self._next(), EndStep):
             self._obey(order)
         self._obey(order)
-        self._stepped()
 
     def _next(self) -> Order:
         """Return the next order. Samples until it is there."""
@@ -367,7 +373,14 @@ class Follower:
                 restore(weights)
 
     def _end(self, step: Transaction) -> None:
-        share = Share.of(step.health, memory_error=self._memory_error, does_not_fit=self._does_not_fit)
+        spent = Counter({} if self._usage is None else self._usage.total)
+        share = Share.of(
+            step.health,
+            memory_error=self._memory_error,
+            does_not_fit=self._does_not_fit,
+            phase_ms=spent - self._reported_ms,
+        )
+        self._reported_ms = spent
         self._group.send(0, encoded(share))
         self._group.finish_sending()
         if not self._does_not_fit:
