@@ -6,8 +6,8 @@
 An image's bits do not depend on the worker, so neither the weights nor the manifest depend on which rank sampled what.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from torch.nn import Parameter
 
@@ -56,9 +56,12 @@ class RankSampler:
         """Return True if a sampled lease has no scores yet."""
         return self._worker.unscored > 0
 
-    def beside(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def beside(self) -> Iterator[None]:
         """Send scores and renew leases from a thread while the rank does other work in the context."""
-        return self._worker.scores_beside()
+        with self._worker.scores_beside():
+            yield
+        self._worker.usage.meter.waited()  # on a local run's clock, the next lease begins after that work
 
     def end(self) -> None:
         """Give the unscored leases back, and send no more."""
@@ -101,5 +104,6 @@ def worker_of_trainer(
         scored_beside=MOST_UNSCORED if rank else 0,
         overlap_commits=False,
         step_seconds=config.runtime.step_seconds,
+        resume=config.runtime.resume,
         trace=trace,
     )

@@ -131,6 +131,8 @@ class Worker:
         self._interrupted: Callable[[], bool] = lambda: False
         self._waited = True
         """True if the last answer was no work."""
+        self._renewed = 0.0
+        """Time of the last renewal of leases that wait for scores (`time.perf_counter`)."""
         transformer, source = self.adapter.transformer, self.source or FromCoordinator(self.transport)
         merged = None
         if self.may_load and merges(transformer):
@@ -229,7 +231,7 @@ class Worker:
             case Drain():
                 self._give_up_scoring()
             case Exit():
-                self._scores.send(block=True)
+                self._scores.send(block=may_wait)
             case Regroup() if self.elastic is not None:
                 self.on_regroup(reply)
                 with self.usage.measure(Phase.SYNC):
@@ -254,8 +256,9 @@ class Worker:
     def tend_scores(self) -> None:
         """Send the scores that are there, and renew the leases of the others when a heartbeat is due. Does not wait."""
         self._scores.send(block=False)
-        leases = self._scores.leases()
-        if leases and time.perf_counter() - self.calls.last >= self.heartbeat_seconds:
+        leases, now = self._scores.leases(), time.perf_counter()
+        if leases and now - self._renewed >= self.heartbeat_seconds:  # a pull renews no lease
+            self._renewed = now
             reply = self.calls.heartbeat(leases)
             if isinstance(reply, Fenced):
                 self._scores.drop(reply.lease)

@@ -4,10 +4,18 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, RewardConfig
 from tests.end_to_end.test_rank_survival import CONFIG, RUNTIME, Trained
 from tests.engine.nursery import NurseryFleet
 from tests.sampling_stops import ALONE, NO_MEMORY, STOPPED, Stop, environment, happened
+
+SLOW_REWARD = """
+import time
+
+def brightness(images, prompts):
+    time.sleep(3)
+    return images.float().mean(dim=(1, 2, 3)).tolist()
+"""
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -23,9 +31,11 @@ def job(ranks: int, batches: int = 3) -> EngineConfig:
     )
 
 
-def trained(folder: Path, config: EngineConfig, *, trainer_nodes: int = 1) -> tuple[Trained, NurseryFleet]:
+def trained(
+    folder: Path, config: EngineConfig, *, trainer_nodes: int = 1, workdir: Path | None = None
+) -> tuple[Trained, NurseryFleet]:
     """Train without a rollout node. Return the manifests, the last checkpoint's digest, and the ended fleet."""
-    fleet = NurseryFleet(folder, config, trainer_nodes=trainer_nodes)
+    fleet = NurseryFleet(folder, config, trainer_nodes=trainer_nodes, workdir=workdir)
     try:
         for node in ("trainer", *(f"ranks-{number}" for number in range(1, trainer_nodes))):
             fleet.start(node)
@@ -69,6 +79,15 @@ def test_a_rank_on_another_node_samples_too(tmp_path: Path) -> None:
     run, fleet = trained(tmp_path / "two", job(2), trainer_nodes=2)
     assert sampled_by(fleet) == {"trainer/trainer", "ranks-1/trainer-rank-1"}
     assert run == alone(tmp_path / "alone", job(2))
+
+
+def test_a_rank_keeps_its_lease_while_a_slow_reward_scores(tmp_path: Path) -> None:
+    """Scoring takes twice as long as a lease. Ranks train, and wait for orders, meanwhile."""
+    (tmp_path / "slow_reward.py").write_text(SLOW_REWARD)
+    config = job(2, batches=2).model_copy(update={"reward": RewardConfig(name="slow_reward:brightness")})
+    _, fleet = trained(tmp_path / "run", config, workdir=tmp_path)
+    assert "trainer/trainer-rank-1" in sampled_by(fleet)
+    assert not fleet.events("node_missed", "coordinator"), "no lease was lost"
 
 
 @pytest.mark.parametrize(
