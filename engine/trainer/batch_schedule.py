@@ -4,7 +4,7 @@
     help              -> stops between denoising steps once a unit is complete: state committed, lease given back
 
 The rates and the way of help are the forecast's (`batch_forecast.py`). Without any rollout GPU the trainer always
-samples.
+samples. The decision is rank 0's: other ranks sample whenever they have no group to train.
 """
 
 import time
@@ -188,9 +188,13 @@ class BatchSchedule:
         return _without_trained(state, batch.unit)
 
     def _stop_for(self, outlook: Outlook, rollouts: Rollouts) -> Callable[[], bool]:
-        """Return the check between the denoising steps of help: True once a unit is complete."""
+        """Return the check between the denoising steps of help: True once a unit is complete.
+
+        Only other GPUs can complete one meanwhile: rollout GPUs, or ranks that sample and wait for the unit.
+        """
         config = self._config.runtime
-        if self._goes_ahead or config.help == "greedy" or config.resume == "restart" or not self._rollout_gpus(outlook):
+        alone = not self._rollout_gpus(outlook) and sampling_ranks(self._config) == 1
+        if self._goes_ahead or config.help == "greedy" or config.resume == "restart" or alone:
             return lambda: False
         before = self._complete_units(rollouts)
 

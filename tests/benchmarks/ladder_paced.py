@@ -246,7 +246,7 @@ def regenerated(folder: Path) -> int:
 
 
 TWO_RANKS = Split(name="2 ranks, no rollout GPU", workers=0, lease_seconds=1.2, training_seconds=2.4)
-"""`training_seconds`: of a batch on one GPU. A quarter of the seconds of the batch's rollouts."""
+"""`training_seconds`: of a batch on one GPU. A fifth of all GPU seconds."""
 
 
 def two_ranks() -> dict[str, Any]:
@@ -280,6 +280,33 @@ def two_ranks() -> dict[str, Any]:
                 fleet.close()
     gain = statistics.fmean(seconds["rank 0"]) / statistics.fmean(seconds["both"])
     return {"seconds": seconds, "gain": gain, "target": 1.6, "load": load_now()}
+
+
+def write_two_ranks(found: Mapping[str, Any], made_on: Mapping[str, Any]) -> None:
+    """Write the page `ladder_two_ranks`. `made_on`: of `origin`."""
+    rows = [
+        {
+            "who samples": name,
+            "s of an iteration": f"{statistics.fmean(each):.2f}",
+            "of each": ", ".join(f"{one:.2f}" for one in each),
+        }
+        for name, each in found["seconds"].items()
+    ]
+    met = "met" if found["gain"] >= found["target"] else "**missed**"
+    write_page(
+        "ladder_two_ranks",
+        question="what does a second sampling rank gain where no rollout GPU is?",
+        command=f"python -m tests.benchmarks.ladder --json --split '{TWO_RANKS.name}'",
+        whole={"two_ranks": dict(found), "seeds": [0], **made_on},
+        rows=rows,
+        text=f"""
+A trainer's node with two ranks and LoRA, the rung `all` of the ladder, without rollout nodes. Steps, rows and passes
+are stretched by sleep; a fifth of the GPU seconds are training. Load at the end: {found["load"]:.1f}.
+
+Both ranks sampling over rank 0 sampling alone: {found["gain"]:.2f} times as quick, target {found["target"]:g}: {met}.
+If no GPU ever waited it would be 1.8.
+""",
+    )
 
 
 def measure_all(

@@ -1,6 +1,6 @@
 """Sampling ranks of `trainer_ranks`: images a second, seconds of an iteration, and what an order waits for.
 
-    python -m tests.benchmarks.rank_sampling      5 minutes; `trainer_ranks` runs it too
+    python -m tests.benchmarks.rank_sampling      5 minutes, with a page of its own; `trainer_ranks` runs it too
 
 A trainer's node of 1 rank, then of 2 ranks, without a rollout node: real processes of a run. A denoising step lasts
 STEP_SECONDS, of which the small model computes a part and sleeps the rest, and a training row ROW_SECONDS. So the
@@ -29,7 +29,7 @@ from engine.config import (
 )
 from engine.protocol.request import Kind
 from tests.benchmarks.ladder_paced import REWARD
-from tests.benchmarks.page import load_now
+from tests.benchmarks.page import load_now, publish
 from tests.engine.nursery import NurseryFleet
 from tests.sampling_stops import DELAYS
 
@@ -146,5 +146,59 @@ def sampling() -> dict[str, Any]:
     }
 
 
+def lines(found: dict[str, Any]) -> list[str]:
+    """Return the figures beside their targets, for a page."""
+    most_ms = found["step_ms"] + TARGETS["over a step, ms"]
+    more = found["sampling"]
+    return [
+        f"A node of a run without rollout nodes. A denoising step is stretched by sleep to {1000 * STEP_SECONDS:g} ms,",
+        f"a training row to {1000 * ROW_SECONDS:g} ms; a thread a rank. Load before and after: "
+        f"{' and '.join(f'{one:.1f}' for one in more['load'])}.",
+        f"Orders that came while a rank sampled: {more['orders_while_sampling']}.",
+        "",
+        _target(
+            "images per second of 2 ranks over twice those of 1",
+            found["sampling_efficiency"],
+            TARGETS["sampling_efficiency"],
+        ),
+        _target(
+            "iterations of 1 rank over those of 2, equal batch",
+            found["iteration_speedup"],
+            TARGETS["iteration_speedup"],
+        ),
+        _target("ms from an order to a rank that obeys, p95", found["stop_ms"], most_ms, at_most=True),
+        _target("ms added to an optimiser step, p95", found["step_delay_ms"], most_ms, at_most=True),
+    ]
+
+
+def _target(name: str, value: float, limit: float, *, at_most: bool = False) -> str:
+    is_met = value <= limit if at_most else value >= limit
+    return f"- {name}: {value:.3g}, target {'<=' if at_most else '>='} {limit:.3g}: {'met' if is_met else '**missed**'}"
+
+
+def main() -> None:
+    load = load_now()
+    found = sampling()
+    seconds, images = found["sampling"]["iteration_seconds"], found["sampling"]["images_per_second"]
+    publish(
+        "rank_sampling",
+        question="what does a second sampling rank gain, and what do orders wait for?",
+        command="python -m tests.benchmarks.rank_sampling",
+        result=found,
+        runs=3,
+        seeds=[0],
+        load1=load,
+        rows=[
+            {
+                "trainer": name,
+                "images a second": f"{statistics.median(images[name]):.2f}",
+                "s of an iteration": f"{statistics.median(seconds[name]):.2f}",
+            }
+            for name in seconds
+        ],
+        text="\n".join(lines(found)),
+    )
+
+
 if __name__ == "__main__":
-    print(json.dumps(sampling()))
+    main()

@@ -46,8 +46,8 @@ from engine.trainer.reference import reference_of
 from engine.trainer.shards import ShardFollower, Shards, joined_shard, led_shard
 from engine.worker.usage import Usage
 from tests.benchmarks.page import load_now, publish
-from tests.benchmarks.rank_sampling import ROW_SECONDS, STEP_SECONDS, sampling
-from tests.benchmarks.rank_sampling import TARGETS as SAMPLING_TARGETS
+from tests.benchmarks.rank_sampling import lines as sampling_lines
+from tests.benchmarks.rank_sampling import sampling
 from tests.benchmarks.sp_parity import Failed, Member
 from tests.benchmarks.sp_parity import Ranks as Processes
 from tests.end_to_end.test_rank_stops import FULL, STOPPED
@@ -459,33 +459,13 @@ def _text(result: dict[str, Any], lost: Sequence[dict[str, Any]]) -> str:
         "",
         *_lines(result["speed"]),
         "",
-        *_sampling(result),
+        "## Sampling",
+        "",
+        *sampling_lines(result),
         "",
         *_losses(result, lost),
     ]
     return "\n".join(lines)
-
-
-def _sampling(result: dict[str, Any]) -> list[str]:
-    most_ms = result["step_ms"] + SAMPLING_TARGETS["over a step, ms"]
-    load = " and ".join(f"{one:.1f}" for one in result["sampling"]["load"])
-    return [
-        "## Sampling",
-        "",
-        f"A node of a run without rollout nodes. A denoising step is stretched by sleep to {1000 * STEP_SECONDS:g} ms,",
-        f"a training row to {1000 * ROW_SECONDS:g} ms, a thread a rank. Load before and after: {load}.",
-        f"Orders that came while a rank sampled: {result['sampling']['orders_while_sampling']}.",
-        "",
-        _target(
-            "images per second of 2 ranks over twice those of 1",
-            result["sampling_efficiency"],
-            ">=",
-            SAMPLING_TARGETS["sampling_efficiency"],
-        ),
-        _target("iterations", result["iteration_speedup"], ">=", SAMPLING_TARGETS["iteration_speedup"]),
-        _target("from an order to a rank that obeys, p95, ms", result["stop_ms"], "<=", most_ms),
-        _target("added to an optimiser step, p95, ms", result["step_delay_ms"], "<=", most_ms),
-    ]
 
 
 def _losses(result: dict[str, Any], lost: Sequence[dict[str, Any]]) -> list[str]:

@@ -276,7 +276,7 @@ def test_the_slow_first_training_of_a_run_is_forgotten_whatever_its_rows():
     assert pass_seconds(rates.rates(), 40) == pytest.approx(0.4)
 
 
-@pytest.mark.parametrize("help_", ["greedy", "off"])
+@pytest.mark.parametrize("help_", ["greedy", pytest.param("off", marks=pytest.mark.slow)])
 def test_a_drained_trainer_takes_no_work_and_does_not_ask_in_a_loop(tmp_path, help_):
     """Its node has a preemption notice. The evaluation at the end is made by the spot worker too."""
     run = Run(tmp_path, help_)
