@@ -120,7 +120,8 @@ def _let_rank_0_sample_alone() -> None:
 def _log_delays(file: Path) -> None:
     """Log a JSON line [kind of order, seconds] for each order that arrives while the rank samples.
 
-    `BeginStep` without weights is left out: no other rank waits for it.
+    Left out: `BeginStep` without weights, for which no other rank waits, and orders that came before the rank had
+    obeyed the last one: they wait for that work, not for sampling.
     """
     from engine.parallel.rank_group import RankGroup
     from engine.trainer.rank_messages import BeginStep
@@ -145,15 +146,16 @@ def _log_delays(file: Path) -> None:
             samples = False
 
     def carry_out(self: Follower, order: Any) -> None:
-        nonlocal number
+        nonlocal number, done_at
         at, sampled = arrived[number]
         number += 1
-        if sampled and not (isinstance(order, BeginStep) and order.weights is None):
+        if sampled and at > done_at and not (isinstance(order, BeginStep) and order.weights is None):
             with file.open("a") as log:
                 log.write(json.dumps([type(order).__name__, time.monotonic() - at]) + "\n")
         plain_carry_out(self, order)
+        done_at = time.monotonic()
 
-    number = 1  # the first message is `Start`
+    number, done_at = 1, 0.0  # the first message is `Start`
     plain_receive, plain_sample, plain_carry_out = RankGroup.receive, RankSampler.sample, Follower._carry_out
     RankGroup.receive = receive  # type: ignore[method-assign]
     RankSampler.sample = sample  # type: ignore[method-assign]
