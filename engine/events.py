@@ -122,11 +122,12 @@ class IterationDone:
     early_outside_share (of their training rows, outside the clip range), and the figures of the algorithm: ratio_mean,
     ratio_max, clip_share, kl and dlogp_abs_mean, or velocity_change, positive_loss, negative_loss and
     reference_distance (engine/algorithm). Where workers merge adapters: worker_dlogp_abs_mean and worker_dlogp_abs_max,
-    the distance of their log-probs from the trainer's. `made_by`: number of the batch's rollouts finished by each node.
-    `scores`: mean of each metric of the reward over the rollouts, such as the scores of a sum. `schedule`, in
-    wall seconds: seconds (of training the batch, with rollouts, and of the last publishing before), waited_seconds,
-    helped_seconds and switch_seconds of the trainer; with known rates expected_seconds and expected_waiting, and
-    expected_stale_share of a job with early groups.
+    the distance of their log-probs from the trainer's. With several LoRA ranks: idle_gpu_share and
+    collective_gpu_share, the shares of all ranks' time without work and in collectives. `made_by`: number of the
+    batch's rollouts finished by each node. `scores`: mean of each metric of the reward over the rollouts, such as
+    the scores of a sum. `schedule`, in wall seconds: seconds (of training the batch, with rollouts, and of the last
+    publishing before), waited_seconds, helped_seconds and switch_seconds of the trainer; with known rates
+    expected_seconds and expected_waiting, and expected_stale_share of a job with early groups.
     """
 
     KIND: ClassVar[str] = "iteration_done"

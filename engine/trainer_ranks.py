@@ -25,7 +25,7 @@ class RankLimits:
     auto: int | None = None
     """Most ranks of a trainer whose job does not name a number. None: `most`."""
     sampling: int = 1
-    """Most ranks that sample rollouts while no complete group waits for training. The other ranks wait."""
+    """Most ranks that sample rollouts while they have no group to train. The other ranks wait."""
 
     def ranks(self, asked: Asked, *, gpus: int, groups: int) -> int:
         """Return the ranks of a trainer.
@@ -49,12 +49,13 @@ ONE = RankLimits(most=1)
 """The engine trains on one GPU of the trainer's node."""
 
 LIMITS: Mapping[Literal["lora", "full"], RankLimits] = {
-    "lora": RankLimits(most=8, auto=1),
+    "lora": RankLimits(most=8, auto=1, sampling=8),
     "full": RankLimits(most=8, auto=1),
 }
 """Numbers of ranks that this engine can run, by the weights that are trained.
 
-A job must name the number, because ranks were only run on CPUs. `auto` is every GPU once ranks have run on two.
+A job must name the number, because ranks were only run on CPUs. `auto` is every GPU once ranks have run on two. With
+full weights a rank has a part of the weights and cannot sample alone: rank 0 samples with a gathered copy.
 """
 
 
@@ -66,6 +67,21 @@ def ranks_of(config: "EngineConfig") -> int:
     asked = config.runtime.trainer_ranks
     groups = groups_of_step(config.algorithm.prompts_per_batch, config.algorithm.updates_per_batch)
     return LIMITS[config.model.weights].ranks(asked, gpus=1 if asked == "auto" else asked, groups=groups)
+
+
+def sampling_ranks(config: "EngineConfig") -> int:
+    """Return the ranks of a job's trainer that sample, from rank 0 on."""
+    return min(ranks_of(config), LIMITS[config.model.weights].sampling)
+
+
+def worker_of_rank(node: str, rank: int) -> str:
+    """Return the name of the worker with which a rank on this node samples."""
+    return f"{node}/trainer-rank-{rank}" if rank else f"{node}/trainer"
+
+
+def is_rank(worker: str) -> bool:
+    """Return True for the worker of a trainer's rank, which is no rollout GPU."""
+    return worker.rpartition("/")[2].startswith("trainer")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -293,7 +293,7 @@ class Coordinator:
             stop=self.queue.stop_reason,
             poisoned=tuple(poisoned[request] for request in new_poisoned),
             poisoned_requests=tuple(new_poisoned),
-            nodes=tuple(self.queue.live_nodes(now_ms, 2 * self._rules.lease_ms)),
+            nodes=tuple(self.queue.rollout_nodes(now_ms, 2 * self._rules.lease_ms)),
             to_come=None if exploration is None else exploration.open,
             exploring_seconds=self.exploration.exploring_seconds,
         )

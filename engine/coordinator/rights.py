@@ -3,7 +3,8 @@
 trainer     every call of workers and trainer, because the trainer runs beside the coordinator
 rollout     the calls of a spot node: leases, commits, results, weights to read, logs to ship; no call that changes the
             run for other nodes: no weights, no tasks, no stop, no capacity
-ranks       the meeting of the trainer's ranks, logs to ship: a further node of the trainer
+ranks       a further node of the trainer: the meeting of the ranks, logs to ship, and the calls of a worker that has
+            its weights from rank 0: leases, commits, results, paid judges
 controller  capacity, stop, health
 
 Every role has its own token, derived from the run's token (`engine.node_spec.role_token`). The run's token itself gives
@@ -16,14 +17,20 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 from engine.node_spec import Role, role_token
-from engine.protocol.messages import NodeCall, tag_of
+from engine.protocol.messages import FetchStates, JudgeCall, LeaseCall, NodeCall, tag_of
 
 CALLS_OF_A_SPOT_NODE = frozenset(tag_of(call) for call in get_args(NodeCall))
 """Calls allowed to spot nodes. Only the trainer may make the coordinator's remaining calls."""
 
+CALLS_OF_A_RANK = frozenset(tag_of(call) for call in (*get_args(LeaseCall), *get_args(JudgeCall), FetchStates))
+"""Calls allowed to further nodes of the trainer: those of a worker that loads no weights."""
+
+CALLS: Mapping[Role, frozenset[str]] = {"ranks": CALLS_OF_A_RANK, "rollout": CALLS_OF_A_SPOT_NODE}
+"""Calls allowed to a role that may not make every call."""
+
 ROUTES: Mapping[Role, frozenset[str]] = {
     "trainer": frozenset({"/call", "/weights", "/presence", "/ship", "/ray", "/ranks", "/health"}),
-    "ranks": frozenset({"/ranks", "/ship", "/health"}),
+    "ranks": frozenset({"/call", "/presence", "/ranks", "/ship", "/health"}),
     "rollout": frozenset({"/call", "/weights", "/presence", "/ship", "/ray", "/health"}),
     "controller": frozenset({"/capacity", "/stop", "/health"}),
 }
@@ -59,7 +66,7 @@ class Rights:
         Called before the head is decoded: a caller without the right gets no error of the codec.
         """
         role = self.check(token, "/call")
-        if role == "rollout" and str(head.get("call")) not in CALLS_OF_A_SPOT_NODE:
+        if role in CALLS and str(head.get("call")) not in CALLS[role]:
             _refuse(role, f"the call {head.get('call')!r} of {head.get('node', 'a node that it does not name')}")
 
 

@@ -42,10 +42,11 @@ from engine.timing.work import START_SECONDS
 from engine.trainer.context import TrainerContext
 from engine.trainer.loop import Loop
 from engine.trainer.metrics import MetricsLog
-from engine.trainer.ranks import Follower, MeasurePhase, Stepped, nothing, take_start, unmeasured
+from engine.trainer.rank_sampling import RankSampler, worker_of_trainer
+from engine.trainer.ranks import Follower, take_start
 from engine.trainer.reference import reference_of
 from engine.trainer.shards import ShardFollower, joined_shard
-from engine.trainer_ranks import ranks_of
+from engine.trainer_ranks import ranks_of, sampling_ranks, worker_of_rank
 from engine.worker.coordinator_purse import CoordinatorPurse
 from engine.worker.device import device_of
 from engine.worker.download import Download
@@ -98,7 +99,7 @@ def run_trainer(spec: NodeSpec, heartbeat: SharedHeartbeat, ready: Event) -> Non
     context = TrainerContext(
         run=spec.run,
         node=spec.node,
-        workers_of_node=spec.workers,
+        workers_of_node=_gpus_of_trainer(spec),
         outbox=folder / "outbox",
         store=store,
         transport=_transport_of_trainer(spec),
@@ -126,25 +127,48 @@ def run_trainer(spec: NodeSpec, heartbeat: SharedHeartbeat, ready: Event) -> Non
 
 
 def run_trainer_rank(spec: NodeSpec, heartbeat: SharedHeartbeat, rank: int, ready: Event) -> None:
-    """Compute the gradients of this rank's groups until the agent ends this process."""
+    """Compute the gradients of this rank's groups until the agent ends this process. With LoRA, sample meanwhile."""
     begin(spec, f"trainer-rank-{rank}", heartbeat)
     _use_threads(spec)
     config, number = spec.engine, rank - spec.in_trainer.ranks(spec.engine).start  # of this node's GPU
     adapter = load_model(spec, number, reads_later=_divides(spec))
     parameters, compiles = trainable(adapter), config.model.compile == "on"
+    transport = _transport(spec)
+    purse = CoordinatorPurse(transport, worker=worker_of_rank(spec.node, rank), node=spec.node)
+    reward = reward_of_node(spec, number, purse) if rank < sampling_ranks(config) else None
     ready.set()
-    with leaves_torn_group():
+    with ends_despite_scorers() as workers, leaves_torn_group():
         group = joined_group(spec, rank, torch.device(device_of(config.runtime.device, number)))
-        measure, stepped = _reported(spec, rank)
-        stepped()
-        if config.model.weights == "full":
+        if reward is None:
+            report = RankReport(spec, rank, of=_gpus_of_trainer(spec))
+            report.send()
+            measure = report.usage.measure
             shard = joined_shard(
                 group, adapter, config.algorithm, partial(measure, Phase.COLLECTIVE), compiles=compiles
             )
-            ShardFollower(shard, measure=measure, stepped=stepped).follow()
+            ShardFollower(shard, measure=measure, stepped=report.send).follow()
+            return
         reference = reference_of(adapter, config.algorithm, is_started=take_start(group, parameters.values()))
         trainer = Trainer(adapter, parameters, config.algorithm, reference, workers_compile=compiles)
-        Follower(group, trainer, measure=measure, stepped=stepped).follow()
+        trainer.row_seconds, trainer.pass_seconds = config.runtime.row_seconds, config.runtime.pass_seconds
+        worker = worker_of_trainer(
+            config,
+            rank=rank,
+            node=spec.node,
+            workers_of_node=_gpus_of_trainer(spec),
+            transport=transport,
+            adapter=adapter,
+            parameters=parameters,
+            reward=reward,
+            clock=spec.clock.clock(),
+            meter=spec.clock.meter(),
+            trace=step_trace(spec, f"trainer-rank-{rank}", lambda: 1).stepped,
+        )
+        workers.append(worker)
+        presence = (worker.name, worker.node, worker.boot)
+        threading.Thread(target=_transport(spec).stay_present, args=presence, daemon=True).start()
+        sampler = RankSampler(worker, trainer, may_stop=config.runtime.resume != "restart")
+        Follower(group, trainer, sampler=sampler, usage=worker.usage).follow()
 
 
 def run_meeting(spec: NodeSpec, heartbeat: SharedHeartbeat, ready: Event) -> None:
@@ -154,12 +178,9 @@ def run_meeting(spec: NodeSpec, heartbeat: SharedHeartbeat, ready: Event) -> Non
     copy_meeting(spec)
 
 
-def _reported(spec: NodeSpec, rank: int) -> tuple[MeasurePhase, Stepped]:
-    """Return what measures a rank's work and reports it. Rank 0's node is measured by the work of rank 0."""
-    if spec.role != "ranks":
-        return unmeasured, nothing
-    report = RankReport(spec, rank)
-    return report.usage.measure, report.send
+def _gpus_of_trainer(spec: NodeSpec) -> int:
+    """Return the GPUs of a trainer's node, each with a rank or idle. On a CPU, ranks share it."""
+    return max(spec.workers, len(spec.in_trainer.ranks(spec.engine)))
 
 
 def _divides(spec: NodeSpec) -> bool:

@@ -9,8 +9,9 @@ and at the start, before there are optimiser and gradients, the weights with the
 worker needs its parts and, one after another, a denoising pass of some images and their decoding.
 
 Ranks divide the groups of an optimiser step, and each rank's passes have as many rows as those of a single rank. With
-LoRA every rank holds all parts. With full weights FSDP2 divides the transformer, its optimiser, copies and gradients
-over the ranks, and gathers one block after another for a pass.
+LoRA every rank holds all parts, and images that a rank sampled may be decoded while it trains. With full weights FSDP2
+divides the transformer, its optimiser, copies and gradients over the ranks, and gathers one block after another for a
+pass.
 """
 
 from collections.abc import Mapping
@@ -189,6 +190,7 @@ def trainer_budget(model: ModelSizes, setting: Setting) -> Budget:
                 "optimiser": MOMENTS * trained,
                 "average, old policy": copies * trained,
                 "gradients": setting.gradient_sets * trained,
+                "decoding beside training": decoding_bytes(setting.size, setting.images) if setting.ranks > 1 else 0,
             }
         ),
         unit="row",

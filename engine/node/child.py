@@ -44,7 +44,7 @@ EXIT_UNANSWERED = 75
 """Exit code of a process whose coordinator did not answer for too long. The exit is not the process's fault and never
 counts."""
 
-EXIT_SUPERSEDED = 77
+EXIT_SUPERSEDED = 78
 """Exit code of a trainer whose role another node has taken. Its node's work is over."""
 
 FINISHED_FILE = "finished"

@@ -122,11 +122,11 @@ class OtherNodes:
 
 
 class RankReport:
-    """Times of a rank on a further node, for the report of the run's costs."""
+    """Times of a rank that does not sample, for the report of the run's costs. A worker reports its own times."""
 
-    def __init__(self, spec: NodeSpec, rank: int) -> None:
-        self._node, self._rank, self._calls = spec.node, rank, RankCalls(spec)
-        self._of = len(spec.in_trainer.ranks(spec.engine))
+    def __init__(self, spec: NodeSpec, rank: int, *, of: int) -> None:
+        """Start without times. `of`: GPUs of the node."""
+        self._node, self._rank, self._calls, self._of = spec.node, rank, RankCalls(spec), of
         self.usage = Usage(spec.clock.clock())
 
     def send(self) -> None:

@@ -7,10 +7,13 @@
 Messages use gloo. Tensors use NCCL if every rank has a GPU of its own, else gloo (communicator.py). NCCL between two
 ranks was never run: no machine with two GPUs was at hand.
 
+A rank that samples looks for messages between two denoising steps: `Inbox` receives them in a thread.
+
 A rank that dies closes its connections, so every call that waits for the rank raises `TornGroup` at once. A rank that
 freezes is killed by the node's agent, with the same effect. LIMIT_SECONDS ends what neither notices.
 """
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -107,6 +110,51 @@ class RankGroup:
     def copy_from_first(self, x: Tensor) -> None:
         """Overwrite the tensor with the tensor of rank 0."""
         self._tensors.broadcast(x)
+
+
+class Inbox:
+    """Messages of a rank, received by a thread, so a look does not wait. Only the inbox may receive from that rank."""
+
+    def __init__(self, group: RankGroup, rank: int) -> None:
+        self._news = threading.Condition()
+        self._arrived: list[bytes] = []
+        self._error: TornGroup | None = None
+        threading.Thread(target=self._receive, args=(group, rank), name="rank-inbox", daemon=True).start()
+
+    @property
+    def is_torn(self) -> bool:
+        """Return True if no more messages come."""
+        return self._error is not None
+
+    def take(self) -> list[bytes]:
+        """Return the messages that arrived since the last call, in order. Never waits."""
+        with self._news:
+            arrived, self._arrived = self._arrived, []
+        return arrived
+
+    def wait(self, seconds: float) -> None:
+        """Wait for a message or the end of the group, at most so long."""
+        with self._news:
+            self._news.wait_for(lambda: self._arrived or self._error, seconds)
+
+    def check(self) -> None:
+        """Raise TornGroup if the group has ended."""
+        if self._error is not None:
+            raise self._error
+
+    def _receive(self, group: RankGroup, rank: int) -> None:
+        while True:
+            try:
+                message, error = group.receive(rank, idle=True), None
+            except TornGroup as torn:
+                message, error = b"", torn
+            with self._news:
+                if error is None:
+                    self._arrived.append(message)
+                self._error = error
+                self._news.notify_all()
+            if error is not None:
+                return
 
 
 @contextmanager

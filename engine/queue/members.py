@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from engine.events import Market
 from engine.protocol.request import RequestId, Work
 from engine.queue.leases import Lease
+from engine.trainer_ranks import is_rank
 
 
 @dataclass(slots=True, eq=False)
@@ -101,6 +102,11 @@ class Members:
             for name, node in self.nodes.items()
             if node.called and node.takes_work and (name in working or now_ms - node.last_call_ms <= within_ms)
         ]
+
+    def rollout_nodes(self, working: Collection[str], now_ms: int, within_ms: int) -> list[str]:
+        """Return the live nodes with a worker that is no rank of the trainer."""
+        rollout = {worker.node for worker in self.workers.values() if not is_rank(worker.name)}
+        return [node for node in self.live_nodes(working, now_ms, within_ms) if node in rollout]
 
     def clear_suspects(self, node: str) -> None:
         """Suspect no request of the node's workers, because the node itself failed."""

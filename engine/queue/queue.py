@@ -374,6 +374,10 @@ class Queue:
         """Return the nodes with a lease or a recent call. Draining and lost nodes are left out."""
         return self._members.live_nodes(self._leases.nodes(), now_ms, within_ms)
 
+    def rollout_nodes(self, now_ms: int, within_ms: int) -> list[str]:
+        """Return those of `live_nodes` that are no nodes of the trainer."""
+        return self._members.rollout_nodes(self._leases.nodes(), now_ms, within_ms)
+
     # --- after a crash ------------------------------------------------------------------------------------
 
     def restore_finished(self, result: Finished) -> None:

@@ -4,7 +4,7 @@
     help              -> stops between denoising steps once a unit is complete: state committed, lease given back
 
 The rates and the way of help are the forecast's (`batch_forecast.py`). Without any rollout GPU the trainer always
-samples.
+samples. The decision is rank 0's: other ranks sample whenever they have no group to train.
 """
 
 import time
@@ -23,6 +23,7 @@ from engine.schedule.values import Gpus, Knobs
 from engine.trainer.batch_forecast import BatchForecast
 from engine.trainer.coordinator_client import CoordinatorClient
 from engine.trainer.rollouts import Rollouts
+from engine.trainer_ranks import is_rank, sampling_ranks
 
 
 class BatchSchedule:
@@ -36,10 +37,14 @@ class BatchSchedule:
         clock: Clock,
         *,
         own_worker: str,
+        let_ranks_sample: Callable[..., None] = lambda *, is_on: None,
     ) -> None:
-        """Start without a batch. `own_worker`: name of the trainer's own worker, which is no rollout GPU."""
+        """Start without a batch. `own_worker`: name of rank 0's worker.
+
+        `let_ranks_sample`: called with `is_on`: whether the trainer's other ranks sample while they have no group.
+        """
         self._config, self._coordinator, self._forecast = config, coordinator, forecast
-        self._clock, self._own = clock, own_worker
+        self._clock, self._own, self._let_ranks_sample = clock, own_worker, let_ranks_sample
         self._help_left: int | None = None
         self._goes_ahead = self._samples = False
 
@@ -109,15 +114,21 @@ class BatchSchedule:
         outlook = self._coordinator.look_ahead(self._forecast.batch.manifest.batch)
         work = self._forecast.batch.work
         self._forecast.measured.image(self._wall(outlook.step_ms * work.steps / work.lease))
+        self._let_ranks_sample(is_on=self._config.runtime.help != "off" or not self._rollout_gpus(outlook))
         return outlook
 
     def _rollout_gpus(self, outlook: Outlook) -> list[str]:
-        """Return the names of the live rollout workers."""
-        return sorted({*(lease.worker for lease in outlook.leases), *outlook.idle} - {self._own})
+        """Return the names of the live rollout workers. Ranks of the trainer are none."""
+        workers = {*(lease.worker for lease in outlook.leases), *outlook.idle}
+        return sorted(worker for worker in workers if not is_rank(worker))
 
     def _action(self, outlook: Outlook, rollouts: Rollouts) -> Action:
         batch = self._forecast.batch
-        gpus = Gpus(trainer=self._forecast.ranks, rollout=len(self._rollout_gpus(outlook)), helpers=1)
+        gpus = Gpus(
+            trainer=self._forecast.ranks,
+            rollout=len(self._rollout_gpus(outlook)),
+            helpers=sampling_ranks(self._config),
+        )
         if self._forecast.saw(gpus):
             self._drop_plan()
         if any(lease.worker == self._own for lease in outlook.leases):
@@ -177,9 +188,13 @@ class BatchSchedule:
         return _without_trained(state, batch.unit)
 
     def _stop_for(self, outlook: Outlook, rollouts: Rollouts) -> Callable[[], bool]:
-        """Return the check between the denoising steps of help: True once a unit is complete."""
+        """Return the check between the denoising steps of help: True once a unit is complete.
+
+        Only other GPUs can complete one meanwhile: rollout GPUs, or ranks that sample and wait for the unit.
+        """
         config = self._config.runtime
-        if self._goes_ahead or config.help == "greedy" or config.resume == "restart" or not self._rollout_gpus(outlook):
+        alone = not self._rollout_gpus(outlook) and sampling_ranks(self._config) == 1
+        if self._goes_ahead or config.help == "greedy" or config.resume == "restart" or alone:
             return lambda: False
         before = self._complete_units(rollouts)
 

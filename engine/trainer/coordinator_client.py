@@ -145,8 +145,7 @@ class CoordinatorClient:
         if found.poisoned and kind in (Kind.TRAIN, Kind.EVALUATE):
             raise Unhealthy(f"an image could not be made or scored on three workers: {found.poisoned[0]}")
         self.exploring_seconds = found.exploring_seconds
-        has_spot = bool(set(found.nodes) - {self._node})
-        self.alone_since = None if has_spot else self.alone_since or time.monotonic()
+        self.alone_since = None if found.nodes else self.alone_since or time.monotonic()
         return Collected(
             results=[result.finished() for result in found.results],
             blobs=blobs,

@@ -22,7 +22,7 @@ from engine.drift import drift, look_of
 from engine.events import Evaluated, Phase, TargetReached
 from engine.noise_schedule import ModelSchedule
 from engine.prompts import PromptSource
-from engine.protocol.request import Finished, Kind, RequestId, Stream, Wait, WeightsKey, seed_of
+from engine.protocol.request import Finished, Kind, RequestId, Stream, WeightsKey, Work, seed_of
 from engine.storage.tensor_files import TensorFile
 from engine.trainer.checkpoints import Checkpoints
 from engine.trainer.coordinator_client import CoordinatorClient
@@ -195,7 +195,7 @@ class Evaluator:
                 self._worker.kinds = (Kind.EVALUATE,)
                 while not evaluation.is_complete:
                     helped = self._worker.serve_once(wait=False)
-                    self._collect(evaluation, wait=isinstance(helped, Wait))
+                    self._collect(evaluation, wait=not isinstance(helped, Work))
             self._worker.kinds = kinds
             if live is not None:
                 self._worker.assume(*live)

@@ -29,7 +29,6 @@ from engine.rewards.reward import Reward
 from engine.storage.checkpoint import Checkpoint
 from engine.storage.disk import ASK_AGAIN_SECONDS
 from engine.storage.tensor_files import TensorFile
-from engine.timing.work import work_seconds
 from engine.trainer.batch_forecast import BatchForecast
 from engine.trainer.batch_schedule import BatchSchedule
 from engine.trainer.checkpoints import Checkpoints, is_due
@@ -43,15 +42,14 @@ from engine.trainer.learning import Learning
 from engine.trainer.memory import TrainingMemory
 from engine.trainer.model import TrainedModel
 from engine.trainer.outbox import Outbox
+from engine.trainer.rank_sampling import worker_of_trainer
 from engine.trainer.ranks import Ranks
 from engine.trainer.report import IterationReports, Reporter
 from engine.trainer.rollouts import Rollouts, normalised, reported
 from engine.trainer.state import TrainerState, config_digest
 from engine.trainer.updates import BatchUpdates
 from engine.versions import installed_versions
-from engine.worker.scoring_call import ScoreLimits
 from engine.worker.usage import Usage
-from engine.worker.worker import Worker
 
 
 class Loop:
@@ -90,7 +88,19 @@ class Loop:
         self.model.trainer.pass_seconds = config.runtime.pass_seconds
         self.memory = TrainingMemory(self.model.trainer, self.state, self.reporter)
         self.schedule = adapter.schedule
-        self.worker = own_worker(config, context, adapter, self.model, reward)
+        self.worker = worker_of_trainer(
+            config,
+            rank=0,
+            node=context.node,
+            workers_of_node=context.workers_of_node,
+            transport=context.transport,
+            adapter=adapter,
+            parameters=self.model.parameters,
+            reward=reward,
+            clock=context.clock,
+            meter=context.meter,
+            trace=context.trace,
+        )
         self.usage: Usage = self.worker.usage
         self.reports = IterationReports(self.reporter, self.usage)
         self.coordinator = CoordinatorClient(context.transport, context.node, context.workers_of_node, self.usage)
@@ -110,11 +120,17 @@ class Loop:
             share=lambda: self.forecast.early_share(),
         )
         copies = None if full else group
-        ranks = self.model.steps(Ranks(copies, self.model.trainer, self.usage, is_started=start is not None))
+        self.ranks = Ranks(copies, self.model.trainer, self.usage, is_started=start is not None)
+        ranks = self.model.steps(self.ranks)
         trainer_ranks = 1 if group is None else group.ranks
         self.forecast = BatchForecast(config, self.model.trainer, self.reporter, context.clock, ranks=trainer_ranks)
         self.batch_schedule = BatchSchedule(
-            config, self.coordinator, self.forecast, context.clock, own_worker=self.worker.name
+            config,
+            self.coordinator,
+            self.forecast,
+            context.clock,
+            own_worker=self.worker.name,
+            let_ranks_sample=self.ranks.let_sample,
         )
         self.updates = BatchUpdates(
             config, ranks, self.state, self.usage, self.reporter, schedule=self.batch_schedule, forecast=self.forecast
@@ -209,7 +225,14 @@ class Loop:
         # Report before the checkpoint is durable. A crash between the two repeats the batch and its report; the report
         # is never lost.
         self.reports.report(
-            manifest, finite, len(candidates), health, rollouts, self.forecast.figures(), self.state.unlearned
+            manifest,
+            finite,
+            len(candidates),
+            health,
+            rollouts,
+            self.forecast.figures(),
+            self.state.unlearned,
+            self.ranks.take_phases(),
         )
         self.state.iteration += 1
         unit = self.forecast.unit()
@@ -343,7 +366,9 @@ class Loop:
         """
         iteration = self.state.iteration
         weights = WeightsKey(version=iteration)
-        self.worker.assume(weights, self.coordinator.publish(weights, file))
+        digest = self.coordinator.publish(weights, file)
+        self.worker.assume(weights, digest)
+        self.ranks.published(weights, digest)
         self.outbox.drop(file)
         trained: Sequence[tuple[Kind, int]] = [
             (Kind.TRAIN, iteration - 1),
@@ -352,29 +377,3 @@ class Loop:
             (Kind.EXPLORE, iteration),
         ]
         self.coordinator.withdraw(trained)
-
-
-def own_worker(
-    config: EngineConfig, context: TrainerContext, adapter: DiTAdapter, model: TrainedModel, reward: Reward
-) -> Worker:
-    """Return the trainer's own worker. The worker shares the trainer's weights, and loads none."""
-    return Worker(
-        name=f"{context.node}/trainer",
-        node=context.node,
-        workers_of_node=context.workers_of_node,
-        transport=context.transport,
-        adapter=adapter,
-        parameters=model.parameters,
-        reward=reward,
-        score_limits=ScoreLimits(reward=config.reward),
-        clock=context.clock,
-        meter=context.meter,
-        seconds=work_seconds(config),
-        heartbeat_seconds=config.runtime.heartbeat_seconds,
-        kinds=(Kind.TRAIN,),
-        may_load=False,
-        scored_beside=0,
-        overlap_commits=False,
-        step_seconds=config.runtime.step_seconds,
-        trace=context.trace,
-    )

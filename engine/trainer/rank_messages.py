@@ -1,10 +1,10 @@
 """Messages between rank 0 of a trainer, which runs the loop, and the other ranks. msgpack, checked by type; no pickle.
 
-    LoRA: Start -> (BeginStep -> TrainGroup* -> EndStep -> Share)*                                     (ranks.py)
+    LoRA: Start -> (Published | LetSample | BeginStep -> TrainGroup* -> EndStep -> Share)*              (ranks.py)
     full: Start -> (BeginPasses -> TrainRows* -> TakeStep -> Share | Follow | a tensor | GatherAll)*   (shards.py)
 
-Weights follow `Start` and `BeginStep` as tensors, and gradients follow a `Share` without an error. With full weights
-every order is a collective of all ranks, and rank 0 obeys its own orders.
+Weights follow `Start`, `Published` and `BeginStep` as tensors, and gradients follow a `Share` without an error. With
+full weights every order is a collective of all ranks, and rank 0 obeys its own orders.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from engine.algorithm.objective import FinishedGroup
 from engine.algorithm.transaction import GroupRows
 from engine.diffusion.sampler import Plan
 from engine.diffusion.trajectory import Trajectory
-from engine.protocol.request import Manifest
+from engine.protocol.request import Manifest, WeightsKey
 
 Part = Literal["weights", "average", "old", "moments"]
 """A set of tensors that are divided over the ranks. `old`: the old policy. `moments`: of the optimiser."""
@@ -33,11 +33,35 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     is_started: bool
 
 
-class BeginStep(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """An optimiser step begins. A step that was not ended before is void. Weights follow.
+class SentWeights(msgspec.Struct, frozen=True, kw_only=True):
+    """The trained weights follow an order as tensors.
 
     `with_old`: the old policy's weights follow too. False: the old policy is the trained weights. `with_before`: then
     the weights that made the batch's early groups.
+    """
+
+    with_old: bool
+    with_before: bool
+
+
+class Published(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The coordinator has the old policy's weights under this key, with this digest: a rank may sample with them."""
+
+    key: WeightsKey
+    digest: str
+    weights: SentWeights
+
+
+class LetSample(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Whether ranks sample while they have no group to train."""
+
+    is_on: bool
+
+
+class BeginStep(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """An optimiser step begins. A step that was not ended before is void.
+
+    `weights`: they follow. None: the rank has them since `Published`.
     """
 
     manifest: Manifest
@@ -45,8 +69,7 @@ class BeginStep(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     plan: Plan
     std: float | None
     rows_per_forward: int
-    with_old: bool
-    with_before: bool
+    weights: SentWeights | None
 
 
 class TrainGroup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -87,7 +110,7 @@ class EndStep(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """All groups of the share were sent."""
 
 
-Order: TypeAlias = Start | BeginStep | TrainGroup | EndStep
+Order: TypeAlias = Start | Published | LetSample | BeginStep | TrainGroup | EndStep
 
 
 class BeginPasses(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -167,6 +190,7 @@ class Share(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     neutral, rows, ...  fields of the share's `Health`
     memory_error        first line of the last memory error of the step, or empty
+    phase_ms            milliseconds of the rank by phase since its last answer, on the engine's clock
     does_not_fit        text of `DoesNotFit`, or empty; no gradients follow then
     """
 
@@ -182,9 +206,12 @@ class Share(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     early_outside: float = 0.0
     memory_error: str = ""
     does_not_fit: str = ""
+    phase_ms: dict[str, float] = {}
 
     @classmethod
-    def of(cls, health: Health, *, memory_error: str, does_not_fit: str) -> "Share":
+    def of(
+        cls, health: Health, *, memory_error: str, does_not_fit: str, phase_ms: Mapping[str, float] | None = None
+    ) -> "Share":
         return cls(
             neutral=health.neutral,
             rows=health.rows,
@@ -198,6 +225,7 @@ class Share(msgspec.Struct, frozen=True, kw_only=True, tag=True):
             early_outside=health.early_outside,
             memory_error=memory_error,
             does_not_fit=does_not_fit,
+            phase_ms=dict(phase_ms or {}),
         )
 
     @property

@@ -1,17 +1,20 @@
 """Divide the groups of an optimiser step over the ranks of the trainer. LoRA only: every rank has all weights.
 
-    begin   rank 0 copies the trained weights, the old policy's, and those of early groups, to the other ranks
+    publish rank 0 copies the trained weights, the old policy's, and those of early groups, to the other ranks
+    begin   the same if the trained weights changed since then: after the first step of a batch
     add     the group at place i of the mini-batch belongs to rank i mod ranks; rank 0 sends the others' groups at once
     commit  every rank has trained its groups -> gradients are added in the order of the ranks -> rank 0 takes the step
 
-Rank 0 runs the training loop and alone holds the optimiser, the average and the checkpoint. The other ranks only
-compute gradients (`follow`). A run may therefore continue from a checkpoint with another number of ranks.
+Rank 0 runs the training loop and alone holds the optimiser, the average and the checkpoint. The other ranks compute
+gradients, and sample rollouts while rank 0 has no order for them (`follow`, rank_sampling.py). A run may therefore
+continue from a checkpoint with another number of ranks.
 
 A rank's share depends on the manifest and not on arrival. With `order: fixed` the update repeats bit for bit for a
 given number of ranks. Updates of different numbers of ranks differ by rounding, because a sum has another order.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
@@ -23,12 +26,16 @@ from engine.algorithm.objective import FinishedGroup
 from engine.algorithm.transaction import DoesNotFit, Trainer, Transaction
 from engine.diffusion.sampler import Plan
 from engine.events import Phase
-from engine.parallel.rank_group import RankGroup
-from engine.protocol.request import Manifest
+from engine.parallel.communicator import TornGroup
+from engine.parallel.rank_group import Inbox, RankGroup
+from engine.protocol.request import Manifest, WeightsKey
 from engine.trainer.rank_messages import (
     BeginStep,
     EndStep,
+    LetSample,
     Order,
+    Published,
+    SentWeights,
     Share,
     Start,
     TrainGroup,
@@ -72,36 +79,70 @@ class Ranks:
         `is_started`: the run has start weights. Call before a checkpoint is restored.
         """
         self._group, self._trainer, self._usage = group, trainer, usage
+        self._have_weights = False
+        """True if the other ranks have the trainer's weights as they are now."""
+        self._let_sample = True
+        self._phase_ms: Counter[str] = Counter()
         if group is not None:
             self._order(group, Start(is_started=is_started))
             _copy_weights(group, trainer.parameters.values())
+
+    def published(self, key: WeightsKey, digest: str) -> None:
+        """Give the other ranks the weights that the coordinator now has under this key, to sample with.
+
+        Raises TornGroup if a rank is lost, as all calls do.
+        """
+        if self._group is None:
+            return
+        with self._usage.measure(Phase.COLLECTIVE):
+            self._order(self._group, Published(key=key, digest=digest, weights=self._sent_weights()))
+            self._send_weights(self._group)
+        self._have_weights = True
+
+    def take_phases(self) -> Mapping[str, float]:
+        """Return the milliseconds of the other ranks by phase, added up, since the last call."""
+        spent, self._phase_ms = dict(self._phase_ms), Counter()
+        return spent
+
+    def let_sample(self, *, is_on: bool) -> None:
+        """Let the other ranks sample while they have no group to train. They may from the start."""
+        if self._group is not None and is_on != self._let_sample:
+            self._order(self._group, LetSample(is_on=is_on))
+        self._let_sample = is_on
 
     def begin(self, manifest: Manifest, minibatch: int, plan: Plan, *, std: float | None) -> Step:
         """Begin an optimiser step. See `Trainer.begin`. Raises TornGroup if a rank is lost, as all calls do."""
         group, trainer = self._group, self._trainer
         if group is None:
             return trainer.begin(manifest, minibatch, plan, std=std)
-        old = trainer.old.tensors
-        before = trainer.old.before if manifest.early else None
+        weights = None if self._have_weights else self._sent_weights()
         begin = BeginStep(
             manifest=manifest,
             minibatch=minibatch,
             plan=plan,
             std=std,
             rows_per_forward=trainer.rows_per_forward,
-            with_old=old is not None,
-            with_before=before is not None,
+            weights=weights,
         )
         with self._usage.measure(Phase.COLLECTIVE):
             self._order(group, begin)
-            _copy_weights(group, trainer.parameters.values())
-            if old is not None:
-                _copy_weights(group, [old[name] for name in trainer.parameters])
-            if before is not None:
-                _copy_weights(group, [before[name] for name in trainer.parameters])
+            if weights is not None:
+                self._send_weights(group)
+        self._have_weights = False  # the step changes them
         numbers = manifest.minibatches[minibatch]
         own = trainer.begin(manifest, minibatch, plan, std=std, share=share_of(numbers, 0, group.ranks))
         return _SharedStep(self, group, numbers, own)
+
+    def _sent_weights(self) -> SentWeights:
+        old = self._trainer.old
+        return SentWeights(with_old=old.tensors is not None, with_before=old.before is not None)
+
+    def _send_weights(self, group: RankGroup) -> None:
+        trainer = self._trainer
+        _copy_weights(group, trainer.parameters.values())
+        for copy in (trainer.old.tensors, trainer.old.before):
+            if copy is not None:
+                _copy_weights(group, [copy[name] for name in trainer.parameters])
 
     def _order(self, group: RankGroup, order: Order) -> None:
         data = encoded(order)
@@ -127,6 +168,7 @@ class Ranks:
                 self._trainer.rows_per_forward = share.rows_per_forward
                 self._trainer.on_fewer_rows(share.rows_per_forward, f"rank {rank}: {share.memory_error}")
             health.merge(share.health)
+            self._phase_ms.update(share.phase_ms)
         _sum_gradients(group, self._trainer.parameters.values())
 
 
@@ -180,37 +222,120 @@ def nothing() -> None:
     """Do nothing after a step."""
 
 
+class Sampler(Protocol):
+    """Samples with the weights of a rank. All calls come from the thread that obeys rank 0."""
+
+    def published(self, key: WeightsKey, digest: str) -> None:
+        """Take the rank's weights as those of this key."""
+
+    def sample(self, is_called: Callable[[], bool]) -> bool:
+        """Sample a lease. Returns False if there is no work.
+
+        `is_called`: looked at between denoising steps; True gives the rest of the lease back.
+        """
+
+    @property
+    def waits_for_scores(self) -> bool:
+        """Return True if a sampled lease has no scores yet."""
+
+    def beside(self) -> AbstractContextManager[None]:
+        """Keep the leases that wait for scores while the rank does other work in the context."""
+
+    def end(self) -> None:
+        """Give everything back."""
+
+
+class NoSampler:
+    """A rank that only trains."""
+
+    def published(self, key: WeightsKey, digest: str) -> None: ...
+
+    def sample(self, is_called: Callable[[], bool]) -> bool:
+        return False
+
+    waits_for_scores = False
+
+    def beside(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def end(self) -> None: ...
+
+
+LOOK_SECONDS = 0.1
+"""Interval at which a rank without an order asks for rollouts. An order ends the wait at once."""
+
+
 class Follower:
-    """A rank other than rank 0: computes the gradients of its groups, for as long as the group lives."""
+    """A rank other than rank 0: obeys rank 0, and samples while it has no order, for as long as the group lives.
+
+    Orders arrive in a thread. `BeginStep` without weights can wait: no other rank waits for it. Any other order ends
+    the rank's sampling at the next denoising step.
+    """
 
     def __init__(
-        self, group: RankGroup, trainer: Trainer, *, measure: MeasurePhase = unmeasured, stepped: Stepped = nothing
+        self,
+        group: RankGroup,
+        trainer: Trainer,
+        *,
+        sampler: Sampler | None = None,
+        usage: Usage | None = None,
     ) -> None:
-        """Start without a step. `trainer`: made after `take_start`. `stepped`: called after each optimiser step."""
-        self._group, self._trainer = group, trainer
-        self._measure, self._stepped = measure, stepped
+        """Start without a step. `trainer`: made after `take_start`. `usage`: of the rank's time; None: not measured."""
+        self._group, self._trainer, self._usage = group, trainer, usage
+        self._measure: MeasurePhase = unmeasured if usage is None else usage.measure
+        self._reported_ms: Counter[str] = Counter()
+        self._sampler, self._let_sample = sampler or NoSampler(), True
+        self._inbox = Inbox(group, 0)
+        self._orders: deque[Order] = deque()
         self._step: Transaction | None = None
         self._memory_error = self._does_not_fit = ""
         trainer.on_fewer_rows = self._fewer_rows
 
     def follow(self) -> None:
         """Obey rank 0. Raises TornGroup when the group ends, because rank 0 ended or another rank was lost."""
-        while True:
-            self.follow_step()
+        try:
+            while True:
+                self.follow_step()
+        except TornGroup:
+            self._sampler.end()
+            raise
 
     def follow_step(self) -> None:
         """Obey rank 0 until the end of an optimiser step. Raises as `follow`."""
         while not isinstance(order := self._next(), EndStep):
             self._obey(order)
         self._obey(order)
-        self._stepped()
 
     def _next(self) -> Order:
-        with self._measure(Phase.IDLE):
-            return decoded_order(self._group.receive(0, idle=True))
+        """Return the next order. Samples until it is there."""
+        while not self._is_called():
+            if not (self._let_sample and self._sampler.sample(self._is_called)):
+                # As with every worker, waiting for scores counts as rollouts.
+                phase = Phase.ROLLOUT if self._sampler.waits_for_scores else Phase.IDLE
+                with self._measure(phase), self._sampler.beside():
+                    self._inbox.wait(LOOK_SECONDS)
+        if not self._orders:
+            self._inbox.check()
+        return self._orders.popleft()
+
+    def _is_called(self) -> bool:
+        """Return True if rank 0 or another rank waits for this rank, or the group has ended."""
+        self._orders.extend(map(decoded_order, self._inbox.take()))
+        can_wait = (isinstance(order, BeginStep) and order.weights is None for order in self._orders)
+        return self._inbox.is_torn or not all(can_wait)
 
     def _obey(self, order: Order) -> None:
-        if isinstance(order, BeginStep):
+        with self._sampler.beside():
+            self._carry_out(order)
+
+    def _carry_out(self, order: Order) -> None:
+        if isinstance(order, LetSample):
+            self._let_sample = order.is_on
+        elif isinstance(order, Published):
+            with self._measure(Phase.COLLECTIVE):
+                self._take_weights(order.weights)
+            self._sampler.published(order.key, order.digest)
+        elif isinstance(order, BeginStep):
             with self._measure(Phase.COLLECTIVE):
                 self._begin(order)
         elif self._step is None:
@@ -227,23 +352,35 @@ class Follower:
 
     def _begin(self, order: BeginStep) -> None:
         trainer, group = self._trainer, self._group
-        _copy_weights(group, trainer.parameters.values())
-        trainer.old.advance(0)
-        for is_sent, restore in (
-            (order.with_old, trainer.old.restore),
-            (order.with_before, trainer.old.restore_before),
-        ):
-            if is_sent:
-                weights = {name: torch.empty_like(parameter) for name, parameter in trainer.parameters.items()}
-                _copy_weights(group, weights.values())
-                restore(weights)
+        if order.weights is not None:
+            self._take_weights(order.weights)
         trainer.rows_per_forward = order.rows_per_forward
         self._memory_error = self._does_not_fit = ""
         share = share_of(order.manifest.minibatches[order.minibatch], group.rank, group.ranks)
         self._step = trainer.begin(order.manifest, order.minibatch, order.plan, std=order.std, share=share)
 
+    def _take_weights(self, sent: SentWeights) -> None:
+        trainer, group = self._trainer, self._group
+        _copy_weights(group, trainer.parameters.values())
+        trainer.old.advance(0)
+        for is_sent, restore in (
+            (sent.with_old, trainer.old.restore),
+            (sent.with_before, trainer.old.restore_before),
+        ):
+            if is_sent:
+                weights = {name: torch.empty_like(parameter) for name, parameter in trainer.parameters.items()}
+                _copy_weights(group, weights.values())
+                restore(weights)
+
     def _end(self, step: Transaction) -> None:
-        share = Share.of(step.health, memory_error=self._memory_error, does_not_fit=self._does_not_fit)
+        spent = Counter({} if self._usage is None else self._usage.total)
+        share = Share.of(
+            step.health,
+            memory_error=self._memory_error,
+            does_not_fit=self._does_not_fit,
+            phase_ms=spent - self._reported_ms,
+        )
+        self._reported_ms = spent
         self._group.send(0, encoded(share))
         self._group.finish_sending()
         if not self._does_not_fit:

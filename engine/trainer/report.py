@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from engine.algorithm.health import Health
-from engine.events import UNLEARNED, Evaluated, IterationDone, ProgressEvent, Warned
+from engine.events import UNLEARNED, Evaluated, IterationDone, Phase, ProgressEvent, Warned
 from engine.protocol.request import Manifest
 from engine.storage.progress import ProgressLog
 from engine.trainer.metrics import MetricsLog
@@ -71,16 +71,20 @@ class IterationReports:
         rollouts: Rollouts,
         schedule: Mapping[str, float],
         unlearned: int,
+        other_ranks_ms: Mapping[str, float],
     ) -> None:
         """Report a trained batch. rewards [P, K]: rewards of the finite groups. `explored`: number of candidates.
 
-        `schedule`: of the event. `unlearned`: batches in a row that taught nothing.
+        `schedule`: of the event. `unlearned`: batches in a row that taught nothing. `other_ranks_ms`: milliseconds of
+        the other ranks by phase; empty: there are none, or they report no times.
         """
         stale_share = len(rollouts.early) / len(manifest.groups)
         spent = dict(self._usage.total)
         phase_ms = {phase: round(ms - self._usage_before.get(phase, 0.0)) for phase, ms in spent.items()}
         self._usage_before = spent
         self._reported = time.perf_counter()
+        wall_seconds = self._reported - self._begun
+        gpu_shares = gpu_time(phase_ms, wall_seconds * self._usage.ms_per_second, other_ranks_ms)
         done = IterationDone(
             iteration=manifest.batch,
             reward_mean=float(rewards.mean()) if len(rewards) else 0.0,
@@ -89,12 +93,13 @@ class IterationReports:
             explored=explored,
             manifest_digest=manifest.digest,
             phase_ms=phase_ms,
-            wall_seconds=self._reported - self._begun,
+            wall_seconds=wall_seconds,
             health={
                 **_merge(health),
                 "staleness": stale_share,
                 UNLEARNED: float(unlearned),
                 **early_figures(stale_share, health),
+                **gpu_shares,
             },
             made_by=dict(rollouts.made_by),
             scores=rollouts.metrics(),
@@ -104,6 +109,25 @@ class IterationReports:
 
     def end(self) -> None:
         self._unreported_seconds = time.perf_counter() - self._reported
+
+
+def gpu_time(phase_ms: Mapping[str, float], whole_ms: float, others_ms: Mapping[str, float]) -> dict[str, float]:
+    """Return the shares of the time of all ranks' GPUs in which they neither sampled nor trained, by cause.
+
+    phase_ms, whole_ms   rank 0's time by phase, and in all: the rest is idle
+    others_ms            of the other ranks, added up; empty: no figures
+    idle_gpu_share       nothing to sample or to train
+    collective_gpu_share exchanging gradients and weights, and waiting for the slowest rank
+    """
+    if not others_ms:
+        return {}
+    own_idle = max(0.0, whole_ms - sum(ms for phase, ms in phase_ms.items() if phase != Phase.IDLE))
+    whole = whole_ms + sum(others_ms.values())
+    collective = phase_ms.get(Phase.COLLECTIVE, 0.0) + others_ms.get(Phase.COLLECTIVE, 0.0)
+    return {
+        "idle_gpu_share": (own_idle + others_ms.get(Phase.IDLE, 0.0)) / whole,
+        "collective_gpu_share": collective / whole,
+    }
 
 
 def early_figures(stale_share: float, health: Sequence[Health]) -> dict[str, float]:

@@ -15,7 +15,7 @@ from engine.algorithm.advantages import decoupled
 from engine.algorithm.objective import FinishedGroup
 from engine.config import RewardConfig
 from engine.diffusion.trajectory import Trajectory
-from engine.protocol.request import Finished, Manifest, Score, Wait
+from engine.protocol.request import Finished, Manifest, Score, Work
 from engine.trainer.coordinator_client import Collected
 from engine.trainer.early_rollouts import EarlyRollouts
 from engine.worker.worker import Worker
@@ -88,14 +88,14 @@ class Rollouts:
         self._take(wait=True)
 
     def help(self, stop: Callable[[], bool]) -> bool:
-        """Sample a lease with the trainer's own worker. Returns False if there is no work for it.
+        """Sample a lease with the trainer's own worker. Returns False if there is no work for it: its node may drain.
 
         `stop`: called between denoising steps; True gives the lease back at that step.
         """
         with torch_threads(1), self._old_policy():
             reply = self._worker.serve_once(wait=False, interrupted=stop)
         self._take(wait=False)
-        return not isinstance(reply, Wait)
+        return isinstance(reply, Work)
 
     def are_complete(self) -> bool:
         return all(map(self.is_complete, range(len(self._manifest.groups))))

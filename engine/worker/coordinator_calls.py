@@ -45,6 +45,8 @@ class CoordinatorCalls:
     node: str
     workers_of_node: int
     boot: int
+    reports_usage: bool = True
+    """False while a thread makes the calls beside the thread whose time is measured."""
     last: float = field(default_factory=time.perf_counter, init=False)
     """Time of the newest answer (`time.perf_counter`)."""
     _pulls: int = field(default=0, init=False)
@@ -116,8 +118,9 @@ class CoordinatorCalls:
         return states
 
     def _call(self, call: LeaseCall, blobs: Blobs | None = None, *, wait: bool = False) -> Reply:
-        whole = replace(call, boot=self.boot, of=self.workers_of_node, usage=tuple(self.usage.take()))
-        with contextlib.nullcontext() if wait else self.usage.measure(Phase.SYNC):
+        usage = tuple(self.usage.take()) if self.reports_usage else ()
+        whole = replace(call, boot=self.boot, of=self.workers_of_node, usage=usage)
+        with self.usage.measure(Phase.SYNC) if self.reports_usage and not wait else contextlib.nullcontext():
             answer, _ = self.transport.call(encode(whole), blobs, wait=wait)
         self.last = time.perf_counter()
         return decode_reply(answer)

@@ -23,7 +23,8 @@ class Usage:
 
     def __init__(self, clock: Clock, meter: WorkMeter | None = None) -> None:
         self._clock, self.meter = clock, meter or NoMeter()
-        self._ms_per_second = 1.0 / clock.wall_seconds(1)
+        self.ms_per_second = 1.0 / clock.wall_seconds(1)
+        """Milliseconds of the engine's clock in a wall second."""
         self._fresh: list[Span] = []
         self.total: dict[str, float] = {}
         """Milliseconds by phase since the beginning."""
@@ -59,7 +60,7 @@ class Usage:
             begun, ended = self._at_ms(self._since), self._at_ms(now)
             self.total[phase] = self.total.get(phase, 0.0) + ended - begun
             before = self._fresh[-1] if self._fresh else ("", 0.0, 0.0)
-            if before[0] == phase and begun - before[2] <= SAME_WALL_SECONDS * self._ms_per_second:
+            if before[0] == phase and begun - before[2] <= SAME_WALL_SECONDS * self.ms_per_second:
                 # The gap is short enough to count as part of the span.
                 begun = before[1]
                 self._fresh.pop()
@@ -67,4 +68,4 @@ class Usage:
         self._since = now
 
     def _at_ms(self, seconds: float) -> float:
-        return self._anchor_ms + (seconds - self._anchor_seconds) * self._ms_per_second
+        return self._anchor_ms + (seconds - self._anchor_seconds) * self.ms_per_second

@@ -10,8 +10,11 @@ work, padded with copies, so an image's bits do not depend on the worker. If the
 worker gives the lease back and reports the largest shape that may fit.
 """
 
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, assert_never
 
@@ -54,6 +57,9 @@ from engine.worker.scoring_queue import ScoringQueue
 from engine.worker.transport import Transport
 from engine.worker.usage import Usage
 from engine.worker.weight_source import FromCoordinator, WeightSource
+
+TEND_SECONDS = 0.02
+"""Interval of looks for finished scores, while the worker's own thread does other work."""
 
 LAST_SCORES_SECONDS = 0.5
 """Wall seconds a drained worker waits for scores. A preemption notice may leave few seconds, and a scoring server may
@@ -132,6 +138,8 @@ class Worker:
         self._interrupted: Callable[[], bool] = lambda: False
         self._waited = True
         """True if the last answer was no work."""
+        self._renewed = 0.0
+        """Time of the last renewal of leases that wait for scores (`time.perf_counter`)."""
         transformer, source = self.adapter.transformer, self.source or FromCoordinator(self.transport)
         merged = None
         if self.may_load and merges(transformer):
@@ -206,7 +214,7 @@ class Worker:
         `interrupted`: called between denoising steps. True gives the lease back, and the next worker resumes from this
         step.
         """
-        self._interrupted = interrupted
+        self._interrupted, may_wait = interrupted, wait
         if self._scores.stuck > MOST_STUCK:
             raise ScorerHangs(f"{self._scores.stuck} calls of the scorer did not return; the process starts anew")
         if self.draining():
@@ -238,11 +246,14 @@ class Worker:
                     self._weights.load(reply)
             case Wait():
                 # A slow scorer must not keep the worker from new work, so the next pull comes soon.
-                self._scores.send(block=True, longest_seconds=self.heartbeat_seconds)
+                if may_wait:
+                    self._scores.send(block=True, longest_seconds=self.heartbeat_seconds)
+                else:
+                    self.tend_scores()
             case Drain():
                 self._give_up_scoring()
             case Exit():
-                self._scores.send(block=True)
+                self._scores.send(block=may_wait)
             case Regroup() if self.elastic is not None:
                 self.on_regroup(reply)
                 with self.usage.measure(Phase.SYNC):
@@ -256,6 +267,51 @@ class Worker:
     def assume(self, weights: WeightsKey, digest: str) -> None:
         """Record that the model already holds these weights. The trainer calls this after setting its own weights."""
         self._weights.key = (weights, digest)
+
+    # --- scores -------------------------------------------------------------------------------------------
+
+    @property
+    def unscored(self) -> int:
+        """Return the number of sampled leases whose scores were not sent."""
+        return len(self._scores)
+
+    def tend_scores(self) -> None:
+        """Send the scores that are there, and renew the leases of the others when a heartbeat is due. Does not wait."""
+        self._scores.send(block=False)
+        leases, now = self._scores.leases(), time.perf_counter()
+        if leases and now - self._renewed >= self.heartbeat_seconds:  # a pull renews no lease
+            self._renewed = now
+            reply = self.calls.heartbeat(leases)
+            if isinstance(reply, Fenced):
+                self._scores.drop(reply.lease)
+
+    @contextmanager
+    def scores_beside(self) -> Iterator[None]:
+        """Tend the scores from a thread in the context. Its caller does other work there, and makes no call."""
+        if not len(self._scores):
+            yield
+            return
+        over = threading.Event()
+
+        def tend() -> None:
+            while len(self._scores) and not over.wait(TEND_SECONDS):
+                self.tend_scores()
+
+        self.calls.reports_usage = False
+        try:
+            with ThreadPoolExecutor(1, thread_name_prefix="tend") as threads:
+                tending = threads.submit(tend)
+                try:
+                    yield
+                finally:
+                    over.set()
+            tending.result()
+        finally:
+            self.calls.reports_usage = True
+
+    def wind_up_scores(self) -> None:
+        """Send the scores that arrive soon, and give the other sampled leases back."""
+        self._give_up_scoring()
 
     def _wind_up(self) -> Reply:
         """Send the scored results and take no new work.

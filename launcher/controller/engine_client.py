@@ -51,12 +51,11 @@ class EngineClient:
         self._post("stop", {"reason": reason})
 
     def send_capacity(self, nodes: Sequence[NodeRecord], cloud: Mapping[str, NodeFact]) -> None:
-        """Send a capacity snapshot on every change and every 10 s. Nodes that only train have no workers in it.
+        """Send a capacity snapshot on every change and every 10 s: of all nodes, because the trainer's sample too.
 
         The run's clock numbers the snapshots, so numbers still grow after a restart.
         """
-        generating = [node for node in nodes if node.role != "ranks"]
-        known = (self._capacity_of(node, cloud.get(node.name)) for node in _newest(generating))
+        known = (self._capacity_of(node, cloud.get(node.name)) for node in _newest(nodes))
         now = tuple(node for node in known if node is not None)
         due = time.monotonic() - self._last_sent_at >= CAPACITY_SECONDS
         if now and (due or now != self._last_sent):

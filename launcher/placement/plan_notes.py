@@ -1,8 +1,9 @@
 """Notes of a plan for its reader: the evidence, the limits, and the zones that are left out."""
 
 from launcher.market.estimate import Basis
-from launcher.money import HOUR_MS, hourly
+from launcher.money import HOUR_MS, dollars, hourly
 from launcher.placement.forecast import Choice
+from launcher.placement.iteration_time import iteration_seconds
 from launcher.placement.ranks import TrainerRanks, ranks_of_nodes
 from launcher.placement.requirements import CloudRequirements, LeftOut, Spot
 
@@ -38,6 +39,8 @@ def notes_of(needs: CloudRequirements, choice: Choice) -> tuple[str, ...]:
             f"spotrl has never trained with {ranks.ranks} GPUs: an efficiency of {ranks.efficiency:.1%} is "
             f"{ranks.basis} ({ranks.source})"
         )
+    if ranks.waiting:
+        notes.append(_waiting_ranks(needs, choice, ranks))
     if ranks.nodes > 1:
         notes.append(
             "the network between the trainer's nodes is not in the predicted time; several nodes have never run on GPUs"
@@ -66,6 +69,19 @@ def notes_of(needs: CloudRequirements, choice: Choice) -> tuple[str, ...]:
         )
     notes.append("not counted: evaluations, taxes; disks are in the replays only")
     return tuple(notes)
+
+
+def _waiting_ranks(needs: CloudRequirements, choice: Choice, ranks: TrainerRanks) -> str:
+    """Return what the ranks cost that wait for rollouts, with every rollout node at work."""
+    cost = needs.recipe.on(ranks.gpus).cost
+    gpus = sum(count * pool.offer.gpus for pool, count in choice.pools)
+    seconds = iteration_seconds(cost, gpus) - cost.train_seconds - (cost.sync_seconds if gpus else 0.0)
+    rate = choice.site.trainer_micro_usd_per_hour * ranks.waiting / ranks.all_gpus
+    return (
+        f"{ranks.waiting} of the trainer's {ranks.all_gpus} GPUs wait for rollouts, {seconds:.0f} s and "
+        f"{dollars(round(rate * seconds / 3600))} of an iteration: full weights are divided over the GPUs, so none can "
+        "sample alone, and one samples with a gathered copy; with model.weights: lora all sample"
+    )
 
 
 def _fewer_ranks(needs: CloudRequirements, ranks: TrainerRanks) -> str:

@@ -24,7 +24,7 @@ class TrainerRanks:
     ranks: int
     """GPUs of all nodes that train, a rank on each."""
     sampling: int
-    """Ranks that sample rollouts while no complete group waits for training. The other ranks wait then."""
+    """Ranks that sample rollouts while they have no group to train: all with LoRA, one with full weights."""
     groups: int | None
     """Groups of an optimiser step. None: not known."""
     rounds: int | None

@@ -19,7 +19,7 @@ from launcher.report.costs import BASIS, costs_of, extra_lines, node_line_of, pr
 from launcher.report.exploration import exploration_of
 from launcher.report.preemptions import preemption_lines
 from launcher.report.provenance import provenance_of
-from launcher.report.ranks import collectives_of
+from launcher.report.ranks import collectives_of, trainer_time_of
 from launcher.report.reached import (
     ENDED,
     GAINS,
@@ -127,6 +127,7 @@ def _report(session: Session, run: Run, now_ms: int, target_reward: float | None
         provenance=provenance_of(session, run, end),
         schedule=schedule_of(iterations),
         collectives=collectives_of(iterations, costs.by_phase.get(Phase.COLLECTIVE, 0), run.clock_factor),
+        trainer_time=trainer_time_of(costs.nodes),
         resume_with=resume_command(session, run, status, now_ms),
     )
 

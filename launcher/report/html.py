@@ -33,6 +33,7 @@ from launcher.report.words import (
     score,
     short_node,
     span_words,
+    trainer_time_words,
 )
 
 MOST_SHEETS = 64
@@ -68,6 +69,7 @@ def render_html(report: Report, read: Callable[[str], bytes | None]) -> str:
         exploration=exploration_words(report.exploration),
         schedule=schedule_words(report.schedule),
         collectives=collectives_words(report.collectives),
+        trainer_time=trainer_time_words(report.trainer_time),
         sharing=sharing_words(report.sharing),
         reward=_figure(reward_chart(report)) if report.curve else None,
         scores=_figure(scores_chart(report)) if report.scores else None,

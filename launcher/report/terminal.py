@@ -26,6 +26,7 @@ from launcher.report.words import (
     short_node,
     span_words,
     stand_in_words,
+    trainer_time_words,
 )
 
 PIPED_WIDTH = 80
@@ -79,6 +80,8 @@ def _print(report: Report, console: Console) -> None:
         console.print(schedule_words(report.schedule))
     if report.collectives is not None:
         console.print(collectives_words(report.collectives))
+    if report.trainer_time is not None:
+        console.print(trainer_time_words(report.trainer_time))
     if report.sharing is not None:
         console.print(sharing_words(report.sharing))
     _compared(report, console)

@@ -10,7 +10,7 @@ from typing import Any
 from launcher.ledger.accounting import Charge
 from launcher.report.exploration import Exploration
 from launcher.report.provenance import Provenance
-from launcher.report.ranks import Collectives
+from launcher.report.ranks import Collectives, TrainerTime
 from launcher.report.schedule import ScheduleResult
 from launcher.report.sharing import Sharing
 from launcher.report.target import Gain
@@ -319,6 +319,8 @@ class Report:
     """Expected and measured iterations; None for a run without a forecast."""
     collectives: Collectives | None = None
     """Collectives of the trainer's ranks; None for a trainer with one rank."""
+    trainer_time: TrainerTime | None = None
+    """Time of every GPU of the trainer, by phase; None if no node of the trainer was seen."""
     provenance: Provenance
     """Commands, git commits, hardware and versions behind the run, and the wall time of its end."""
     stand_ins: tuple[StandInLine, ...] = ()

@@ -2,6 +2,7 @@
 
 from launcher.learning import learns_nothing
 from launcher.money import dollars, duration
+from launcher.report.ranks import TrainerTime
 from launcher.report.resume_command import plain_resume
 from launcher.report.values import Report
 
@@ -140,3 +141,11 @@ def short_node(node: str, run: str) -> str:
 
 def seconds(value: float | None) -> str:
     return "never" if value is None else duration(round(value * 1000))
+
+
+def trainer_time_words(time: TrainerTime | None) -> str:
+    """Return a sentence on the time of the trainer's GPUs; empty if none was seen."""
+    if time is None:
+        return ""
+    shares = ", ".join(f"{phase_name(phase)} {share:.0%}" for phase, share in time.share.items() if share >= 0.005)
+    return f"Time of every GPU of the trainer, after its start: {shares}."

@@ -62,6 +62,7 @@ ADDED_LATER = {
         "provenance",
         "stand_ins",
         "collectives",
+        "trainer_time",
         "resume_with",
     },
     "RewardCheck": {"warnings"},

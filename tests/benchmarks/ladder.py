@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.ladder_paced import SPLITS, paced
+from tests.benchmarks.ladder_paced import SPLITS, TWO_RANKS, paced, two_ranks, write_two_ranks
 from tests.benchmarks.ladder_raw import raw
 from tests.benchmarks.ladder_simulated import simulated
 from tests.benchmarks.page import load_now, origin
@@ -27,7 +27,9 @@ def main() -> None:
     parser.add_argument("--clock", choices=CLOCKS, action="append", help="one of the clocks; may be given again")
     parser.add_argument("--quick", action="store_true", help="few cells, one optimiser step a batch; writes no page")
     parser.add_argument(
-        "--split", choices=[split.name for split in SPLITS], help="one split of the paced clock; no page"
+        "--split",
+        choices=[split.name for split in (*SPLITS, TWO_RANKS)],
+        help="one split of the paced clock; only the split with two ranks has a page of its own",
     )
     parser.add_argument("--runs", type=Path, help="file that keeps finished runs of the paced clock")
     options = parser.parse_args()
@@ -35,7 +37,10 @@ def main() -> None:
     found: dict[str, Any] = origin(load_now())
     if "simulated" in clocks:
         found["simulated"] = simulated(quick=options.quick)
-    if "paced" in clocks:
+    if options.split == TWO_RANKS.name:
+        found["paced"] = {"two_ranks": two_ranks()}
+        write_two_ranks(found["paced"]["two_ranks"], found)
+    elif "paced" in clocks:
         found["paced"] = paced(quick=options.quick, only=options.split, keep=options.runs)
     if "raw" in clocks:
         found["raw"] = raw(quick=options.quick)

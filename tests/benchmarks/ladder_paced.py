@@ -8,6 +8,7 @@ trains and samples at twice the pace of one GPU.
 
 import itertools
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -23,6 +24,7 @@ from engine.config import (
     EngineConfig,
     EvaluationConfig,
     ExplorationConfig,
+    ModelConfig,
     ProfileConfig,
     RewardConfig,
     RuntimeConfig,
@@ -37,6 +39,8 @@ from engine.schedule.values import NOTHING, Gpus, Help, Knobs, Rates, Timeline, 
 from tests.benchmarks.ladder_cells import assumed
 from tests.benchmarks.page import commit_now, load_now, origin, write_page
 from tests.engine.fleet import Fleet
+from tests.engine.nursery import NurseryFleet
+from tests.sampling_stops import ALONE
 
 GROUPS, IMAGES, STEPS = 8, 4, 8
 TRAINED = STEPS - 1
@@ -241,6 +245,70 @@ def regenerated(folder: Path) -> int:
     return len({key[:3] for key, times in made.items() if times > 1})
 
 
+TWO_RANKS = Split(name="2 ranks, no rollout GPU", workers=0, lease_seconds=1.2, training_seconds=2.4)
+"""`training_seconds`: of a batch on one GPU. A fifth of all GPU seconds."""
+
+
+def two_ranks() -> dict[str, Any]:
+    """Return the seconds of an iteration of `all` with two ranks that sample, and with rank 0 sampling alone."""
+    whole = ARMS[-1]
+    config = config_of(TWO_RANKS, whole, 1, is_trainer=True)
+    runtime = config.runtime.model_copy(update={"trainer_ranks": 2})
+    config = config.model_copy(
+        update={
+            "runtime": runtime,
+            "model": ModelConfig(weights="lora", lora_rank=4),
+            "iterations": WARM + COUNTED,
+        }
+    )
+    seconds = {}
+    for name in ("both", "rank 0"):
+        if name == "rank 0":
+            os.environ[ALONE] = "1"
+        with tempfile.TemporaryDirectory() as folder:
+            workdir = Path(folder) / "workdir"
+            workdir.mkdir()
+            (workdir / "paced_reward.py").write_text(REWARD)
+            fleet = NurseryFleet(Path(folder), config, workdir=workdir)
+            try:
+                fleet.start("trainer")
+                fleet.wait_until_finished(every=0.5, seconds=600)
+                done = fleet.events("iteration_done")[WARM:]
+                seconds[name] = [event.wall_seconds for event in done]
+            finally:
+                os.environ.pop(ALONE, None)
+                fleet.close()
+    gain = statistics.fmean(seconds["rank 0"]) / statistics.fmean(seconds["both"])
+    return {"seconds": seconds, "gain": gain, "target": 1.6, "load": load_now()}
+
+
+def write_two_ranks(found: Mapping[str, Any], made_on: Mapping[str, Any]) -> None:
+    """Write the page `ladder_two_ranks`. `made_on`: of `origin`."""
+    rows = [
+        {
+            "who samples": name,
+            "s of an iteration": f"{statistics.fmean(each):.2f}",
+            "of each": ", ".join(f"{one:.2f}" for one in each),
+        }
+        for name, each in found["seconds"].items()
+    ]
+    met = "met" if found["gain"] >= found["target"] else "**missed**"
+    write_page(
+        "ladder_two_ranks",
+        question="what does a second sampling rank gain where no rollout GPU is?",
+        command=f"python -m tests.benchmarks.ladder --json --split '{TWO_RANKS.name}'",
+        whole={"two_ranks": dict(found), "seeds": [0], **made_on},
+        rows=rows,
+        text=f"""
+A trainer's node with two ranks and LoRA, the rung `all` of the ladder, without rollout nodes. Steps, rows and passes
+are stretched by sleep; a fifth of the GPU seconds are training. Load at the end: {found["load"]:.1f}.
+
+Both ranks sampling over rank 0 sampling alone: {found["gain"]:.2f} times as quick, target {found["target"]:g}: {met}.
+If no GPU ever waited it would be 1.8.
+""",
+    )
+
+
 def measure_all(
     cells: Sequence[tuple[Split, int, Arm]], keep: Path | None, at_once: int = AT_ONCE
 ) -> dict[tuple[str, int, str], dict[str, Any]]:
@@ -388,7 +456,7 @@ def paced(*, quick: bool, only: str | None, keep: Path | None) -> dict[str, Any]
         for split, count in itertools.product(splits, updates)
         for one in with_forecasts(split, count, {arm.name: runs[split.name, count, arm.name] for arm in ARMS})
     ]
-    figures = {**by_cell(found), **summarised(found), "targets": TARGETS, "runs": found}
+    figures = {**by_cell(found), **summarised(found), "two_ranks": two_ranks(), "targets": TARGETS, "runs": found}
     if not quick and only is None:
         write_page(
             "ladder_paced",
@@ -441,6 +509,7 @@ Real nodes of a run: agents, coordinator, trainer and workers, one run a rung, {
 | bubbles of `all` at balance, and the largest | {idle}; {summary["bubble_share_worst"]:.2f} | .12; .20 |
 | help in the setting of verl-omni #575 | {helped} | 1.23 |
 | images sampled twice | {summary["images_regenerated"]} | 0 |
+| `all` with two sampling ranks and no rollout GPU, over one sampling rank | {summary["two_ranks"]["gain"]:.2f} | 1.6 |
 | forecast error, median and worst | {error["median"]:.0%} and {error["worst"]:.0%} | 10 % and 15 % |
 
 Below the target, over the rung below: {"; ".join(below) or "none"}.

@@ -332,8 +332,7 @@ factors is the cost ratio. Intervals hold learning and the market, not the model
 - A cell: pixels, ranks of the trainer (one H100 each, on demand) + spot nodes of one H100, region. Recommended
   algorithm: diffusion-nft. Starts are at equal distances of {trace}, which no parameter was fitted on.
 - All on demand: the same nodes, which explore too, so iterations are equal. Trainer alone: no rollout nodes and no
-  exploration. One of its ranks samples and the others wait, as the engine does, so with 8 ranks it is a dear sampler;
-  ranks that all sample would make this baseline cheaper.
+  exploration; all of its ranks sample while they have no group to train, as they do beside rollout nodes.
 - Starts of long runs overlap in a recording of 90 h, so the market's part of an interval is too narrow.
 - Iterations: {RECIPE_ITERATIONS} of the published recipe with Flow-GRPO, over what each run took on digits-ocr.
   Exploration counts while enough nodes are at work for {CANDIDATES_OF_TRAINED:g} candidates of each trained image.

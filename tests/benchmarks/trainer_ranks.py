@@ -1,12 +1,13 @@
 """trainer_ranks: do several ranks train what one rank trains, how fast, and what does the loss of a rank cost?
 
-    python -m tests.benchmarks.trainer_ranks --json      10 minutes on two idle cores
+    python -m tests.benchmarks.trainer_ranks --json      15 minutes on two idle cores
 
-Ranks are processes on this machine and use gloo. Three tables:
+Ranks are processes on this machine and use gloo. Four parts:
 
 - equality: a tiny model of each family takes four AdamW steps with 1, 2 and 4 ranks, in fp64 and in fp32, LoRA and
   full weights;
 - speed: optimiser steps of a model of about 39 M parameters, 1 rank and 2 ranks in turn, a thread each;
+- sampling: rollouts of a node of 1 rank and of 2 ranks, and what orders wait for (rank_sampling.py);
 - losses: a trainer's node with 2 ranks and two spot nodes, and a signal to one rank at a time.
 """
 
@@ -45,6 +46,8 @@ from engine.trainer.reference import reference_of
 from engine.trainer.shards import ShardFollower, Shards, joined_shard, led_shard
 from engine.worker.usage import Usage
 from tests.benchmarks.page import load_now, publish
+from tests.benchmarks.rank_sampling import lines as sampling_lines
+from tests.benchmarks.rank_sampling import sampling
 from tests.benchmarks.sp_parity import Failed, Member
 from tests.benchmarks.sp_parity import Ranks as Processes
 from tests.end_to_end.test_rank_stops import FULL, STOPPED
@@ -358,6 +361,7 @@ def main() -> None:
     parameters = sum(one.numel() for one in large_adapter().transformer.parameters())
     timed = {one.name: speed(options.blocks, one) for one in TIMED}
     print(json.dumps({name: _middles(rows) for name, rows in timed.items()}), file=sys.stderr, flush=True)
+    sampled = sampling()
     equal = equality(FAMILIES)
     with tempfile.TemporaryDirectory() as name:
         more, resumed = full_equality(FAMILIES, Path(name))
@@ -375,6 +379,7 @@ def main() -> None:
         "rows": ROWS,
         "parameters": parameters,
         "load_while_timed": statistics.mean(row["load"] for rows in timed.values() for row in rows),
+        **sampled,
         "gpus": "never run: no machine with two GPUs was at hand",
     }
     publish(
@@ -453,6 +458,10 @@ def _text(result: dict[str, Any], lost: Sequence[dict[str, Any]]) -> str:
         "Medians of the blocks, with intervals of at least 95 %:",
         "",
         *_lines(result["speed"]),
+        "",
+        "## Sampling",
+        "",
+        *sampling_lines(result),
         "",
         *_losses(result, lost),
     ]

@@ -61,7 +61,7 @@ STOPS = (
 EVERY = 4
 """Iterations between two losses of a rank. A node whose processes die without progress gives up."""
 
-PACE_SECONDS = 0.2
+PACE_SECONDS = 0.3
 """Least seconds of a denoising step of the disturbed run, so that the run outlives the first nodes of the trace."""
 
 KINDS = {(notice, name) for notice in (True, False) for name in ("SIGKILL", "SIGSTOP")}

@@ -35,7 +35,7 @@ import psutil
 from setproctitle import getproctitle
 
 from engine.node.starter import become_agent
-from tests import rank_stops, trainer_stops
+from tests import rank_stops, sampling_stops, trainer_stops
 from tests.engine.fleet import Fleet
 
 
@@ -244,6 +244,7 @@ def _become(order: Mapping[str, Any]) -> None:
     os.chdir(order["cwd"])
     os.sched_setaffinity(0, order["cores"])
     rank_stops.plant(order["env"])
+    sampling_stops.plant(order["env"])
     trainer_stops.plant(order["env"])
     module, node_file = order["argv"]
     become_agent(module, Path(node_file))

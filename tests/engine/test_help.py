@@ -11,7 +11,7 @@ import torch
 from engine.clock import ScaledClock
 from engine.config import EvaluationConfig, ExplorationConfig
 from engine.entrypoints.inproc import build_inproc
-from engine.protocol.messages import Outlook, UnderWay, Waiting
+from engine.protocol.messages import Notice, Outlook, UnderWay, Waiting
 from engine.protocol.request import Group, Kind, Manifest
 from engine.schedule.values import NOTHING, Work, pass_seconds, train_seconds
 from engine.trainer.batch_forecast import BatchForecast
@@ -236,6 +236,7 @@ class Waits:
 
     def __init__(self):
         self.helped = self.waited = 0
+        self.ranks_sample = None
 
     def is_complete(self, number):
         return False
@@ -275,6 +276,18 @@ def test_the_slow_first_training_of_a_run_is_forgotten_whatever_its_rows():
     assert pass_seconds(rates.rates(), 40) == pytest.approx(0.4)
 
 
+@pytest.mark.parametrize("help_", ["greedy", pytest.param("off", marks=pytest.mark.slow)])
+def test_a_drained_trainer_takes_no_work_and_does_not_ask_in_a_loop(tmp_path, help_):
+    """Its node has a preemption notice. The evaluation at the end is made by the spot worker too."""
+    run = Run(tmp_path, help_)
+    run.one.coordinator.handle(Notice(node="trainer", deadline_ms=10**15), {})
+    pulls, pull = [], run.own.calls.pull
+    run.own.calls.pull = lambda **call: pulls.append(call) or pull(**call)
+    assert run.finish().reason == "iterations"
+    assert run.by[run.own.name] == 0
+    assert len(pulls) < 40, "each pull that is answered `drain` is followed by a wait for another worker's results"
+
+
 def decided(help_="auto", *, image=None, row=None, workers=1, late=0.0):
     """Return how a trainer uses its time, and its warnings."""
     warned = []
@@ -291,11 +304,18 @@ def decided(help_="auto", *, image=None, row=None, workers=1, late=0.0):
         SimpleNamespace(warn=warned.append),
         clock,
     )
-    schedule = BatchSchedule(config, coordinator, forecast, clock, own_worker="trainer/trainer")
+    rollouts = Waits()
+    schedule = BatchSchedule(
+        config,
+        coordinator,
+        forecast,
+        clock,
+        own_worker="trainer/trainer",
+        let_ranks_sample=lambda *, is_on: setattr(rollouts, "ranks_sample", is_on),
+    )
     if row is not None:
         forecast.measured.training(row * STEPS * 8, rows=STEPS * 8, passes=4)
     schedule.begin(manifest, SimpleNamespace(steps=STEPS))
-    rollouts = Waits()
     schedule.fill_time(rollouts)
     if late:
         forecast._batch = replace(forecast.batch, begun=time.monotonic() - late)
@@ -333,3 +353,9 @@ def test_without_a_rollout_gpu_the_trainer_samples_whatever_help_says(help_):
 def test_help_off_waits_while_a_rollout_gpu_works():
     rollouts, _ = decided("off", image=10.0, row=0.01)
     assert (rollouts.helped, rollouts.waited) == (0, 1)
+
+
+@pytest.mark.parametrize(("help_", "workers", "is_on"), [("off", 1, False), ("off", 0, True), ("auto", 1, True)])
+def test_the_other_ranks_sample_unless_help_is_off_and_a_rollout_gpu_works(help_, workers, is_on):
+    rollouts, _ = decided(help_, image=10.0, row=0.01, workers=workers)
+    assert rollouts.ranks_sample is is_on

@@ -509,6 +509,15 @@ def test_a_cancelled_drain_ends():
     assert isinstance(pull(queue), Work)
 
 
+def test_nodes_with_only_ranks_of_the_trainer_are_no_rollout_nodes():
+    """Otherwise a run without spot nodes would wait for them to explore."""
+    queue = queue_with(task())
+    for worker in ("a/0", "trainer/trainer", "trainer-1/trainer-rank-1"):
+        pull(queue, worker)
+    assert sorted(queue.live_nodes(0, 600)) == ["a", "trainer", "trainer-1"]
+    assert queue.rollout_nodes(0, 600) == ["a"]
+
+
 def test_live_nodes_are_those_that_called_recently_and_stay():
     queue = queue_with()
     for node, now_ms in (("a", 0), ("b", 500), ("c", 900), ("d", 900)):

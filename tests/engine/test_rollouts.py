@@ -9,6 +9,7 @@ import torch
 from engine.diffusion.trajectory import Trajectory
 from engine.protocol.request import Finished, Group, Kind, Manifest, Score
 from engine.trainer.coordinator_client import Collected
+from engine.trainer.report import gpu_time
 from engine.trainer.rollouts import Rollouts
 
 MANIFEST = Manifest(
@@ -68,3 +69,11 @@ def test_a_result_that_could_not_be_read_is_asked_for_again():
     rollouts.look()
     assert rollouts.are_complete()
     assert sum(rollouts.made_by.values()) == 3
+
+
+def test_the_idle_share_is_of_all_gpus_of_the_trainer():
+    """Rank 0 worked 6 of 10 s and waited for ranks 1 s; another rank waited 2 of 10 s for work and 3 s for ranks."""
+    own = {"training": 5000, "collective": 1000, "idle": 500}
+    shares = gpu_time(own, 10_000, {"training": 5000, "idle": 2000, "collective": 3000})
+    assert shares == pytest.approx({"idle_gpu_share": (4000 + 2000) / 20_000, "collective_gpu_share": 4000 / 20_000})
+    assert gpu_time(own, 10_000, {}) == {}

@@ -6,6 +6,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from typing import get_args
 
 import httpx
 import pytest
@@ -22,6 +23,7 @@ from engine.coordinator.weight_book import digest_of
 from engine.events import Capacity, Market, NodeCapacity, NodeState
 from engine.node_spec import role_token
 from engine.protocol.codec import pack
+from engine.protocol.messages import Call, tag_of
 from engine.protocol.request import Finished, Kind, RequestId, Score, WeightsKey
 from engine.protocol.task import Task
 from engine.worker.transport import CallRefused, CoordinatorLost, HttpTransport
@@ -141,6 +143,17 @@ def test_only_the_controller_may_stop_the_run_or_post_capacity(front, role, caps
     log = capsys.readouterr().out
     assert f"the token of the role {role} does not allow /stop" in log
     assert f"the token of the role {role} does not allow /capacity" in log
+
+
+def test_a_further_node_of_the_trainer_may_make_a_workers_calls_and_no_others(front):
+    def status(call):
+        return front.post("/call", pack({"call": call, "node": "ranks-1"}), role="ranks").status_code
+
+    of_a_worker = {"pull", "heartbeat", "finish", "commit", "give_back", "fault", "states"}
+    of_judges = {"hold_money", "bill_judge", "take_turn"}
+    calls = {tag_of(call) for call in get_args(Call)}
+    assert {call for call in calls if status(call) != 403} == of_a_worker | of_judges
+    assert front.post("/call", pack(pull_head("ranks-1/trainer-rank-1")), role="ranks").status_code == 200
 
 
 @pytest.mark.parametrize("call", ["publish", "stop", "submit", "withdraw", "hello", "explore", "node_lost", "died"])

@@ -110,10 +110,11 @@ def test_the_coordinator_tells_only_the_trainers_nodes_where_ranks_meet(tmp_path
             assert httpx.get(url, headers=headers, trust_env=False).status_code == 403
         stranger = second.model_copy(update={"token": "stolen"})
         assert RankCalls(stranger).ask() is None
-        for path in ("/call", "/capacity", "/stop"):
+        for path in ("/weights", "/capacity", "/stop"):
             headers = {"Authorization": f"Bearer {second.own_token}"}
             url = f"http://127.0.0.1:{served.port}{path}"
-            assert httpx.post(url, headers=headers, trust_env=False).status_code == 403, "such a node changes no run"
+            call = httpx.get if path == "/weights" else httpx.post
+            assert call(url, headers=headers, trust_env=False).status_code == 403, "such a node changes no run"
     finally:
         served.close()
 
@@ -122,7 +123,7 @@ def test_the_work_of_a_further_node_is_in_the_usage_of_that_node(tmp_path):
     served = Served(tmp_path / "coordinator", ranks=RankNodes(tmp_path / "ranks.json"))
     try:
         node = spec(tmp_path, number=1, port=served.port)
-        report = RankReport(node, 1)
+        report = RankReport(node, 1, of=1)
         report.send()
         usage = served.coordinator.usage
         assert list(usage.nodes) == ["node-1"], "the node is seen as soon as it joins"

@@ -322,6 +322,9 @@ def test_the_ranks_that_wait_are_counted_and_printed():
     )
     shown = cloud_plan_json(plan)["trainer"]
     assert (shown["ranks"], shown["gpus"], shown["waiting"], shown["idle"]) == (8, 8, 7, 0)
+    # 428 GPU-s of rollouts on one GPU; 7 of 8 GPUs at $55 an hour wait: 428 / 3600 x 55 x 7 / 8.
+    words = "7 of the trainer's 8 GPUs wait for rollouts, 428 s and $5.72 of an iteration: full weights are divided"
+    assert any(note.startswith(words) for note in plan.notes)
 
 
 def test_five_groups_on_four_ranks_take_two_rounds():

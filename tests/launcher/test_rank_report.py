@@ -72,6 +72,18 @@ def test_seconds_and_dollars_of_collectives_reach_the_report(reported):
     assert "THE SPLITS DISAGREE" not in page
 
 
+def test_the_time_of_every_gpu_of_the_trainer_reaches_the_report(reported):
+    """Two trainer nodes for an hour each: 15 minutes of collectives and 30 of training. Spot is left out."""
+    text, found, page = reported
+    time = found["trainer_time"]
+    assert time["hours"] == pytest.approx(2.0)
+    assert time["share"] == pytest.approx({"idle": 75 / 120, "training": 30 / 120, "collective": 15 / 120})
+    assert time["idle_share"] == pytest.approx({"idle": 75 / 120, "collective": 15 / 120})
+    sentence = "Time of every GPU of the trainer, after its start: idle 62%, training 25%, collective 12%."
+    assert sentence in " ".join(text.split())
+    assert sentence in page
+
+
 def test_the_sentence_has_wall_seconds():
     events = [{"phase_ms": {"collective": 50_000, "training": 400_000}}, {"phase_ms": {"training": 1}}, {}]
     assert collectives_words(collectives_of(events, 1_000_000, 200.0)) == (

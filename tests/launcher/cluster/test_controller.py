@@ -106,9 +106,10 @@ def test_the_engine_gets_capacity_snapshots(sessions, monkeypatch):
         assert all(line["allowed"] for line in lines)
         return [Capacity.from_json(json.dumps(line["body"])) for line in lines if line["path"] == "/capacity"]
 
-    passes(controller, lambda: snapshots() and len(snapshots()[-1].nodes) == 2)  # trainer-1 only trains
+    passes(controller, lambda: snapshots() and len(snapshots()[-1].nodes) == 3)  # ranks sample too
     assert {(node.node, node.market, node.state) for node in snapshots()[-1].nodes} == {
         ("demo-trainer-g0", Market.ON_DEMAND, NodeState.READY),
+        ("demo-trainer-1-g0", Market.ON_DEMAND, NodeState.READY),
         ("demo-spot-0-g0", Market.SPOT, NodeState.READY),
     }
     before = len(snapshots())

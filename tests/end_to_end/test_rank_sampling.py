@@ -1,0 +1,106 @@
+"""Every rank of a LoRA trainer samples, and trains the bits of rank 0 sampling alone: real processes."""
+
+from pathlib import Path
+
+import pytest
+
+from engine.config import EngineConfig, RewardConfig
+from tests.end_to_end.test_rank_survival import CONFIG, RUNTIME, Trained
+from tests.engine.nursery import NurseryFleet
+from tests.sampling_stops import ALONE, NO_MEMORY, STOPPED, Stop, environment, happened
+
+SLOW_REWARD = """
+import time
+
+def brightness(images, prompts):
+    time.sleep(3)
+    return images.float().mean(dim=(1, 2, 3)).tolist()
+"""
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def job(ranks: int, batches: int = 3) -> EngineConfig:
+    """Return a job whose steps have four groups, so four ranks have work."""
+    return CONFIG.model_copy(
+        update={
+            "iterations": batches,
+            "algorithm": CONFIG.algorithm.model_copy(update={"prompts_per_batch": 8}),
+            "runtime": RUNTIME.model_copy(update={"trainer_ranks": ranks}),
+        }
+    )
+
+
+def trained(
+    folder: Path, config: EngineConfig, *, trainer_nodes: int = 1, workdir: Path | None = None
+) -> tuple[Trained, NurseryFleet]:
+    """Train without a rollout node. Return the manifests, the last checkpoint's digest, and the ended fleet."""
+    fleet = NurseryFleet(folder, config, trainer_nodes=trainer_nodes, workdir=workdir)
+    try:
+        for node in ("trainer", *(f"ranks-{number}" for number in range(1, trainer_nodes))):
+            fleet.start(node)
+        assert fleet.wait_until_finished(seconds=600).reason == "iterations", fleet.logs()
+        done = fleet.events("iteration_done")
+        assert sorted({event.iteration for event in done}) == list(range(config.iterations))
+        images = config.algorithm.prompts_per_batch * config.algorithm.images_per_prompt
+        assert {sum(event.made_by.values()) for event in done} == {images}, "no image twice, and none lost"
+        return (fleet.manifests(), fleet.events("checkpoint_saved")[-1].digest), fleet
+    finally:
+        fleet.close()
+
+
+def sampled_by(fleet: NurseryFleet) -> set[str]:
+    """Return the workers that sampled training rollouts."""
+    return {
+        worker
+        for event in fleet.events("node_usage", "coordinator")
+        for worker, phase, _, _ in event.spans
+        if phase == "rollout"
+    }
+
+
+def alone(folder: Path, config: EngineConfig) -> Trained:
+    """Train with rank 0 sampling alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(ALONE, "1")
+        run, fleet = trained(folder, config)
+    assert sampled_by(fleet) == {"trainer/trainer"}
+    return run
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_ranks_that_all_sample_train_the_bits_of_rank_0_sampling_alone(tmp_path: Path, ranks: int) -> None:
+    run, fleet = trained(tmp_path / "all", job(ranks))
+    assert sampled_by(fleet) == {"trainer/trainer", *(f"trainer/trainer-rank-{rank}" for rank in range(1, ranks))}
+    assert run == alone(tmp_path / "alone", job(ranks))
+
+
+def test_a_rank_on_another_node_samples_too(tmp_path: Path) -> None:
+    run, fleet = trained(tmp_path / "two", job(2), trainer_nodes=2)
+    assert sampled_by(fleet) == {"trainer/trainer", "ranks-1/trainer-rank-1"}
+    assert run == alone(tmp_path / "alone", job(2))
+
+
+def test_a_rank_keeps_its_lease_while_a_slow_reward_scores(tmp_path: Path) -> None:
+    """Scoring takes twice as long as a lease. Ranks train, and wait for orders, meanwhile."""
+    (tmp_path / "slow_reward.py").write_text(SLOW_REWARD)
+    config = job(2, batches=2).model_copy(update={"reward": RewardConfig(name="slow_reward:brightness")})
+    _, fleet = trained(tmp_path / "run", config, workdir=tmp_path)
+    assert "trainer/trainer-rank-1" in sampled_by(fleet)
+    assert not fleet.events("node_missed", "coordinator"), "no lease was lost"
+
+
+@pytest.mark.parametrize(
+    "stops",
+    [pytest.param(STOPPED, id="killed or frozen", marks=pytest.mark.long), pytest.param(NO_MEMORY, id="no memory")],
+)
+def test_a_sampling_rank_disturbed_at_every_point_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stops: tuple[Stop, ...]
+) -> None:
+    config = job(2, batches=2 * len(stops) + 2)
+    calm, _ = trained(tmp_path / "calm", config)
+    for name, value in environment(tmp_path / "stops", stops).items():
+        monkeypatch.setenv(name, value)
+    disturbed, fleet = trained(tmp_path / "disturbed", config)
+    assert happened(tmp_path / "stops") == list(range(len(stops)))
+    assert disturbed == calm, fleet.logs()
