@@ -14,6 +14,7 @@ from launcher.job.schema import Job
 from tests.launcher.printed import printed
 
 FOUND = {
+    "warnings": [],
     "images": [
         {"prompt": "12", "seed": 0, "reward": 0.5, "metrics": {"exact_match": 0.0}},
         {"prompt": "34", "seed": 1, "reward": None, "metrics": {}},

@@ -17,6 +17,7 @@ from launcher.placement.requirements import NodeRequirements, sites_of
 from launcher.placement.sharing import degrees_of
 from tests.launcher.made_ledger import HOUR_MS, a_run, a_session
 from tests.launcher.test_cloud_plan import TRAINER, USD, offer, requirements, view
+from tests.model_folders import write_model
 
 JOB = """
 infra: gcp
@@ -30,8 +31,8 @@ resources: {{rollout: {{accelerators: "{gpus}", num_nodes: 2}}}}
 @pytest.fixture
 def job(tmp_path):
     def job(pool: str, gpus: str = "H100:2", **fields: str):
-        for folder in ("sd3.5-medium", "hpsv3"):
-            (tmp_path / folder).mkdir(exist_ok=True)
+        write_model(tmp_path / "sd3.5-medium", "sd3")
+        (tmp_path / "hpsv3").mkdir(exist_ok=True)
         path = tmp_path / "job.yaml"
         path.write_text(JOB.format(pool=pool, gpus=gpus))
         return load_job(path, fields).job

@@ -9,7 +9,7 @@ from rich.console import Console
 from engine.events import Evaluated, IterationDone
 from launcher.cli.follow import last_words
 from launcher.cli.live import Frame, plain_line
-from launcher.cli.ls import _row as ls_row
+from launcher.cli.ls import _open as ls_row
 from launcher.cli.status import headline
 from launcher.decide.facts import Stage
 from launcher.notifications.notices import due_notices
@@ -71,7 +71,7 @@ def test_a_run_without_a_target_shows_the_reward_of_its_evaluations(session):
     assert "reward 0.400 (best 0.400)" in screen(view)
     assert ls_row(view)[3] == "0.400 reward"
     (row,) = run_list(session).rows
-    assert (row.metric, row.score) == ("reward", 0.5)
+    assert (row.metric, row.score) == ("reward", pytest.approx(0.4))
     report = build_report(session, run, START_MS + 2 * HOUR_MS)
     assert report.target.metric == "reward"
     assert report_headline(report) == "No target was set; best reward so far 0.400."

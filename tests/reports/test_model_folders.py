@@ -57,7 +57,11 @@ def accept(family: str, folder: Path, **model: object) -> None:
 
 @pytest.mark.parametrize("family", PIPELINES)
 def test_a_folder_as_published_is_accepted(write, family):
-    accept(family, write(family))
+    folder = write(family)
+    accept(family, folder)
+    (folder / "transformer" / "config.json").unlink()
+    with pytest.raises(FolderError, match="transformer"):
+        accept(family, folder)
 
 
 PUBLISHED = {

@@ -193,12 +193,12 @@ def test_engine_and_launcher_mean_the_same_folder_whatever_its_name(tmp_path):
     home = tmp_path / "Jürgen Müller #1 100%41"
     home.mkdir()
     url = (home / "store").as_uri()
-    checkpoints = CheckpointStore(url)
+    checkpoints = CheckpointStore(url, "demo-trainer-g0")
     assert checkpoints.claim_lineage() == 1
     checkpoints.put("evaluation/000001.png", b"image")
     assert [path.name for path in tmp_path.iterdir()] == [home.name]
     stores = run_stores("local", {}, "demo", home)
     assert (read_object(stores, "evaluation/000001.png"), read_object(stores, "lineages/0001")) == (
         b"image",
-        b"claimed",
+        b"demo-trainer-g0",
     )
