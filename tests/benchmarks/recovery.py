@@ -3,7 +3,9 @@
     python -m tests.benchmarks.recovery --json [--places local,aws,gcp] [--runs 5]
 
 A real run loses one spot node after the other, with and without notice of the cloud. Each time is measured until the
-successor has finished its first request. `local`: nodes are processes here. `aws`, `gcp`: fake clouds with
+successor has finished its first request. Then a run loses its spot trainer: `promotion_s` is the time from its end on
+record until the trainer has started again on a node that was up and a worker has asked it for work, and `cold_s` the
+same where no node can take the role (local nodes only). `local`: nodes are processes here. `aws`, `gcp`: fake clouds with
 real hosts (tests/fakes/clouds), through SkyPilot; they boot in a tenth of a second, where a real one takes a minute.
 """
 
@@ -27,7 +29,8 @@ from typing import Any, Protocol
 from sqlalchemy import select
 from sqlalchemy.orm import Session, sessionmaker
 
-from engine.events import NodeServed, NodeUsage, Phase
+from engine.events import EngineStarted, IterationDone, NodeSeen, NodeServed, NodeUsage, Phase
+from launcher.decide.facts import ENDS
 from launcher.ledger.models import Node, NodeEvent, ProgressRow
 from launcher.ledger.store import find_run, open_ledger
 from launcher.provision.local import processes
@@ -228,12 +231,12 @@ def _noticed(folder: Path, node: str, kind: str) -> float:
     return datetime.strptime(found[1], "%Y-%m-%d %H:%M:%S,%f").timestamp()
 
 
-def _wait(place: Place, look: Callable[[], str | None], what: str) -> str:
+def _wait(place: Place, look: Callable[[], str | None], what: str, every: float = 0.2) -> str:
     until = time.monotonic() + PATIENCE_SECONDS
     while (found := look()) is None:
         if time.monotonic() > until:
             raise TimeoutError(f"{place.name}: not within {PATIENCE_SECONDS:.0f} s: {what}")
-        time.sleep(0.2)
+        time.sleep(every)
     return found
 
 
@@ -280,6 +283,73 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "NO_COLOR": "1"}
 
 
+# --- the role of the trainer --------------------------------------------------------------------------
+
+SPOT_TRAINER = """\
+resources:
+  trainer: {{accelerators: L40S:1, use_spot: true}}
+  rollout: {{accelerators: {rollout}, use_spot: true, num_nodes: 2}}
+"""
+ALIKE, OTHER = "L40S:1", "L4:1"
+"""GPUs of rollout nodes that can take the role of the trainer, and of those that cannot."""
+
+
+def trainer_losses(runs: int, rollout: str) -> list[float]:
+    """Return the seconds of each loss of a spot trainer, from its end on record until work goes on."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        job, text = folder / "job.yaml", JOB.format(run=RUN, infra="local", runtime="local", gpu=ALIKE, more="")
+        head, _, tail = text.partition("resources:")
+        job.write_text(head + SPOT_TRAINER.format(rollout=rollout) + "recovery:" + tail.partition("recovery:")[2])
+        environment = {**_environment(), "SPOTRL_HOME": str(folder / "state")}
+        subprocess.run([*SPOTRL, "launch", job, "-y", "--detach"], env=environment, check=True, stdout=sys.stderr)
+        place = Here(sessions=open_ledger(folder / "state/ledger.sqlite"), folder=folder / "state/runs" / RUN)
+        try:
+            return [_lost_trainer(place) for _ in range(runs)]
+        finally:
+            subprocess.run([*SPOTRL, "down", RUN], env=environment, check=True, stdout=sys.stderr)
+
+
+def _lost_trainer(place: Here) -> float:
+    trainer = _wait(place, lambda: _trains(place), "the trainer and both rollout nodes work")
+    starts = len(_rows(place, EngineStarted.KIND))
+    place.lose(trainer, notice=False)
+    ended = _wait(place, lambda: _end_of(place, trainer), f"the end of {trainer} is on record")
+
+    def is_back() -> str | None:
+        if len(_rows(place, EngineStarted.KIND)) == starts:
+            return None
+        nodes = [path.parent.parent for path in place.folder.glob("nodes/*/progress/coordinator.jsonl")]
+        newest = max(nodes, key=lambda node: (node / "agent.json").stat().st_mtime)
+        return "yes" if NodeSeen.KIND in (newest / "progress" / "coordinator.jsonl").read_text() else None
+
+    _wait(place, is_back, "the trainer has started and a worker has called", every=0.05)
+    return time.time() - float(ended)
+
+
+def _trains(place: Here) -> str | None:
+    """Return the trainer's node once it and two rollout nodes are ready, and a batch was trained since its start."""
+    view = run_view(place.sessions, RUN)
+    ready = [node for node in view.nodes if node.status == "ready"]
+    started, done = _rows(place, EngineStarted.KIND), _rows(place, IterationDone.KIND)
+    if len(ready) < 3 or not started or not done or done[-1].id < started[-1].id:
+        return None
+    return next((node.name for node in ready if node.role == "trainer"), None)
+
+
+def _rows(place: Here, kind: str) -> list[ProgressRow]:
+    with place.sessions() as session:
+        rows = select(ProgressRow).where(ProgressRow.kind == kind).order_by(ProgressRow.id)
+        return list(session.scalars(rows))
+
+
+def _end_of(place: Here, node: str) -> str | None:
+    with place.sessions() as session:
+        ends = select(NodeEvent).join(Node).where(Node.name == node, NodeEvent.kind.in_(ENDS))
+        event = session.scalar(ends.order_by(NodeEvent.id.desc()).limit(1))
+        return None if event is None or event.wall_ms is None else str(event.wall_ms / 1000)
+
+
 # --- the page -----------------------------------------------------------------------------------------
 
 
@@ -315,6 +385,14 @@ def main() -> None:
                 rows.append(
                     {"where": f"{name}, {manner}"} | {part: spread([one[part] for one in found]) for part in whole}
                 )
+    if "local" in options.places.split(","):
+        for key, rollout in (("promotion_s", ALIKE), ("cold_s", OTHER)):
+            seconds = trainer_losses(options.runs, rollout)
+            print(key, json.dumps(seconds), file=sys.stderr, flush=True)
+            result[key] = {"local": statistics.median(seconds)}
+            result[f"{key}_each"] = {"local": seconds}
+            text = {"promotion_s": "a node that is up takes its role", "cold_s": "a new node is started"}[key]
+            rows.append({"where": f"local, the trainer: {text}", "uncovered_s": spread(seconds)})
     publish(
         "recovery",
         question="how long is a lost spot node missed, and what does each part of replacing it take?",
