@@ -5,8 +5,9 @@
 A real run loses one spot node after the other, with and without notice of the cloud. Each time is measured until the
 successor has finished its first request. Then a run loses its spot trainer: `promotion_s` is the time from its end on
 record until the trainer has started again on a node that was up and a worker has asked it for work, and `cold_s` the
-same where no node can take the role (local nodes only). `local`: nodes are processes here. `aws`, `gcp`: fake clouds with
-real hosts (tests/fakes/clouds), through SkyPilot; they boot in a tenth of a second, where a real one takes a minute.
+same where no node can take the role (local nodes only). `local`: nodes are processes here. `aws`, `gcp`: fake clouds
+with real hosts (tests/fakes/clouds), through SkyPilot; they boot in a tenth of a second, where a real one takes a
+minute.
 """
 
 import argparse
