@@ -179,6 +179,7 @@ def prepare_on_google(api, owner="me"):
     return api.prepare("us-central1", run="run", owner=owner, ssh_from=FROM, buckets=["gs://b/run"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["/firewalls", "/subnetworks", "/serviceAccounts"])
 @pytest.mark.parametrize(
     "answer",

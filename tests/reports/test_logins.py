@@ -192,6 +192,7 @@ def test_a_renewed_google_login_is_read_by_a_living_process(monkeypatch, error):
     assert api.regions() == ["r1"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", CLIENT_ERRORS[:3], ids=lambda error: type(error).__name__)
 def test_a_node_waits_for_a_login_before_its_launch_and_is_not_denied(tmp_path, error):
     stage = ProvisionerStage(tmp_path)

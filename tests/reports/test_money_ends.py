@@ -276,6 +276,7 @@ def test_every_node_of_a_trainer_is_paid_until_its_end(home, capsys):
     assert_over_and_true(stage, capsys)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cloud", ["aws", "gcp"])
 @pytest.mark.parametrize("orders", ["killed before", "killed after"])
 def test_an_order_lost_with_the_controller_ends_no_bill(home, capsys, orders, cloud):
@@ -338,6 +339,7 @@ def test_a_vm_that_stopped_before_the_order_costs_nothing_from_then_on(home, cap
 # --- the budget -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("orders", ["error", "ignored"])
 def test_a_silent_node_that_cannot_be_ended_counts_against_the_budget(home, orders):
     stage = MoneyStage(home, max_total=3_000_000).begun()
@@ -355,6 +357,7 @@ def test_a_silent_node_that_cannot_be_ended_counts_against_the_budget(home, orde
     assert stage.true_micro_usd() <= 3_000_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cloud", ["aws", "gcp"])
 @pytest.mark.parametrize("orders", ["error", "ignored", "permission"])
 def test_replaced_nodes_that_cannot_be_ended_do_not_pass_the_budget(home, orders, cloud):
@@ -377,6 +380,7 @@ def test_replaced_nodes_that_cannot_be_ended_do_not_pass_the_budget(home, orders
 # --- an end during an outage of the cloud's API -----------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cloud", ["aws", "gcp"])
 @pytest.mark.parametrize("is_ordered_first", [True, False])
 def test_a_node_that_ended_during_an_outage_is_paid_until_its_end(home, capsys, is_ordered_first, cloud):

@@ -100,6 +100,7 @@ def test_an_account_that_may_read_no_region_is_not_called_empty(clean):
     assert {one["region"] for one in done["unasked"]} == set(REGIONS)
 
 
+@pytest.mark.slow
 def test_a_role_in_use_in_a_silent_region_stays(clean):
     cloud = cloud_of(silent={"eu-west-1"})
     done = clean(reap, cloud, bought="us-west-2")

@@ -206,6 +206,7 @@ def test_a_notice_before_the_start_replaces_the_node_once(tmp_path):
     assert process.metered() == process.cloud.true_micro_usd()
 
 
+@pytest.mark.slow
 @settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     late_s=st.lists(st.integers(0, 240), min_size=6, max_size=6),
@@ -274,6 +275,7 @@ def broken(*_, **__):
     raise KeyError("planted")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("step", "ending"),
     [*((step, "budget") for step in (*WISHES, *GUARDS)), *((step, "down") for step in (*WISHES[::5], *GUARDS))],

@@ -248,6 +248,7 @@ def lose_nodes(backup: Backup, slots: list[str], minutes: float) -> None:
         backup.passes(minutes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "lost",
     [

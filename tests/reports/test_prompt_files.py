@@ -199,6 +199,7 @@ def test_the_limit_is_that_of_the_diffusers_pipeline(tmp_path, family):
     assert "2 of 2 prompts are longer than the 39 tokens" in warnings(behind)[0]
 
 
+@pytest.mark.slow
 def test_a_dry_run_on_a_cloud_names_the_prompts_without_loading_the_model(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("SPOTRL_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("SPOTRL_CONFIG", str(tmp_path / "none.yaml"))

@@ -120,6 +120,7 @@ def test_words_for_an_empty_zone_are_a_lack_of_capacity(text):
     assert outcome_of("ResourcesUnavailableError", text).failed is Failed.NO_CAPACITY
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answer", ["odd", "dies"])
 @pytest.mark.parametrize("words", [KMS, REFUSALS["type not in zone"][0], "delete", "never heard of"])
 def test_a_region_that_gives_no_trainer_in_any_words_is_left(sessions, answer, words):
@@ -131,6 +132,7 @@ def test_a_region_that_gives_no_trainer_in_any_words_is_left(sessions, answer, w
     assert stage.reason()[0] == "running"
 
 
+@pytest.mark.slow
 def test_a_run_refused_everywhere_waits_and_goes_on_when_a_place_opens(sessions):
     stage = Stage(sessions)
     stage.cloud.answers |= {"gcp/": "odd", "aws/": "odd"}
@@ -311,6 +313,7 @@ def node_minutes(stage: Stage) -> float:
     return sum(end - start for start, end in spans) / MINUTE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answer", ["odd", "refuse", "unsent", "dies"])
 def test_a_run_whose_trainer_never_comes_pays_rollout_nodes_for_minutes_only(sessions, answer):
     stage = Stage(sessions)
@@ -328,6 +331,7 @@ def test_a_run_whose_trainer_never_comes_pays_rollout_nodes_for_minutes_only(ses
     assert len(stage.live()) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answer", ["odd", "refuse", "unsent"])
 def test_a_lost_trainer_that_cannot_be_replaced_frees_the_rollout_nodes(sessions, answer):
     stage = Stage(sessions)
@@ -401,6 +405,7 @@ def plan_of_a_model(tmp_path, monkeypatch, capsys):
     return printed_without
 
 
+@pytest.mark.slow
 def test_a_plan_leaves_out_what_skypilots_catalog_does_not_know(plan_of_a_model):
     plain = plan_of_a_model(lambda *pool: False)
     assert "SkyPilot's catalog" not in plain

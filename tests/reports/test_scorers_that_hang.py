@@ -47,6 +47,7 @@ def run(config, folder, scorer, workers=1):
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_a_scorer_that_hangs_on_one_prompt_costs_its_group_and_no_run(tmp_path, workers):
     batch = build(QUICK, tmp_path / "look", workers=0).loop.exploration._prompts.batch(1)
