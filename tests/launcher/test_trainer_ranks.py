@@ -113,12 +113,25 @@ def test_a_step_has_the_groups_the_seconds_and_the_bytes_of_the_job(tmp_path):
     assert four.reserved_gpus == alone.reserved_gpus == 1, "one rank samples"
 
 
+@pytest.mark.parametrize(("weights", "sampling"), [("lora", 4), ("full", 1)])
+def test_every_rank_of_a_lora_trainer_samples_and_one_with_full_weights(tmp_path, weights, sampling):
+    path = tmp_path / "job.yaml"
+    path.write_text("infra: aws\nresources: {trainer: {accelerators: H100:4}}\n")
+    job = load_job(path, QWEN | {"model.weights": weights, "runtime.trainer_ranks": "4"}).job
+    ranks = ranks_of_nodes(recipe_of(job), 4)
+    assert (ranks.ranks, ranks.sampling, ranks.waiting) == (4, sampling, 4 - sampling)
+    assert recipe_of(job).on(4).cost.reserved_gpus == sampling, "they share the rollouts, the trainer alone too"
+
+
 def test_lora_ranks_hold_all_weights_and_full_weights_are_sharded(tmp_path):
     path = tmp_path / "job.yaml"
     path.write_text("infra: aws\nresources: {trainer: {accelerators: H100:8}}\n")
     lora = load_job(path, QWEN).job
     one, eight = (memory_of_job(lora, ranks=ranks).trainer for ranks in (1, 8))
-    assert one == eight
+    beside = eight.parts["decoding beside training"]
+    assert beside == 8 * 512 * 512 * 2048, "a rank decodes at most so many pixels of what it sampled, in bf16"
+    assert {**one.parts, "decoding beside training": beside} == eight.parts
+    assert (one.bytes_each, one.asked) == (eight.bytes_each, eight.asked)
     full = load_job(path, QWEN | {"model.weights": "full"}).job
     one, eight = (memory_of_job(full, ranks=ranks).trainer for ranks in (1, 8))
     assert eight.parts["optimiser"] == pytest.approx(one.parts["optimiser"] / 8)
