@@ -28,7 +28,8 @@ _fault(
     "ranks-miss-the-weights-of-early-groups",
     "that other ranks compare early groups with the weights of one version before",
     EARLY,
-    _method(ranks.Ranks, "begin", "trainer.old.before if manifest.early else None", "None"),
+    _method(ranks.Ranks, "_sent_weights", "with_before=old.before is not None", "with_before=False"),
+    _method(ranks.Ranks, "_send_weights", "(trainer.old.tensors, trainer.old.before)", "(trainer.old.tensors,)"),
 )
 _fault(
     "health-of-other-ranks-is-lost",
@@ -40,13 +41,14 @@ _fault(
     "a-follower-keeps-an-old-policy",
     "that the old policy of a batch is the trained weights until its first step",
     EARLY,
-    _method(ranks.Follower, "_begin", "trainer.old.advance(0)", "pass"),
+    _method(ranks.Follower, "_take_weights", "trainer.old.advance(0)", "pass"),
 )
 _fault(
     "old-policy-stays-on-rank-0",
     "to send the old policy to the other ranks",
     f"{THREADS}ranks_train_with_an_old_policy_of_its_own",
-    _method(ranks.Ranks, "begin", "trainer.old.tensors", "None"),
+    _method(ranks.Ranks, "_sent_weights", "with_old=old.tensors is not None", "with_old=False"),
+    _method(ranks.Ranks, "_send_weights", "(trainer.old.tensors, trainer.old.before)", "(trainer.old.before,)"),
 )
 _fault(
     "ranks-scale-by-their-own-spread",
