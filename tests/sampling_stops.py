@@ -106,7 +106,7 @@ def plant(env: Mapping[str, str]) -> None:
     RankSampler.published = published  # type: ignore[method-assign]
     RankSampler.sample = before(RankSampler.sample, "lease")  # type: ignore[method-assign]
     ImageSampler._record = before(ImageSampler._record, "denoise")  # type: ignore[method-assign]
-    ImageScorer.__call__ = before(ImageScorer.__call__, "score")  # type: ignore[method-assign]
+    ImageScorer.decode = before(ImageScorer.decode, "score")  # type: ignore[method-assign]
     ranks.Follower._carry_out = before(ranks.Follower._carry_out, "order")  # type: ignore[method-assign]
     ranks._sum_gradients = before(ranks._sum_gradients, "collective")
 
