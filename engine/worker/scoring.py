@@ -22,13 +22,6 @@ class ImageScorer:
         self._adapter, self.reward, self._load_student = adapter, reward, load_student
         self._one_thread = threading.Lock()
 
-    def __call__(
-        self, latents: Tensor, prompts: Sequence[str], scorer: Scorer, no_score: Sequence[str] = ()
-    ) -> tuple[list[Score], Tensor]:
-        """Return the scores and the images. `no_score`: as in `Work`."""
-        images = self.decode(latents)
-        return self.score(latents, images, prompts, scorer, no_score), images
-
     def decode(self, latents: Tensor) -> Tensor:
         with self._one_thread:
             return self._adapter.decode(latents).cpu()
