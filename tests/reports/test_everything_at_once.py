@@ -34,7 +34,7 @@ from tests.launcher.cluster.test_sky_provisioner import AtOnce, FakeSky
 from tests.reports.test_money_ends import Link, MoneyCloud, MoneyStage
 
 MINUTE = 60_000
-PASS_S = 30.0
+PASS_S = 60.0
 BOOT_MS = 90_000
 FAILING_CALLS = 0.1
 FORBIDDEN = "eu-central-1"
@@ -305,6 +305,7 @@ def home(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.long)])
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_day_of_mishaps_reaches_its_target_and_its_bill_is_the_clouds_own(home, seed):
     day = Day(home, seed, max_total=80_000_000, max_hourly=None)
     for _ in range(24):
