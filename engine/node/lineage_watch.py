@@ -1,7 +1,7 @@
 """End a trainer's process when another node has claimed a newer lineage of the run.
 
-A node that was frozen or cut off, and was given up for that, may go on beside its successor. Nothing of what it does
-counts, and it costs money.
+The launcher gives up a node that is frozen or cut off. Such a node may wake, and go on beside its successor. Its work
+does not count, and the node costs money.
 """
 
 import os
@@ -16,7 +16,7 @@ LOOK_SECONDS = 10.0
 
 
 def begin_watching(store: CheckpointStore, lineage: int) -> None:
-    """Look every ten seconds from now on. A store that does not answer says nothing."""
+    """Look every ten seconds from now on. An error ends neither the process nor the looks: the next batch meets it."""
 
     def watch() -> None:
         while True:
@@ -26,7 +26,7 @@ def begin_watching(store: CheckpointStore, lineage: int) -> None:
             except Superseded as superseded:
                 print(superseded, flush=True)
                 os._exit(EXIT_SUPERSEDED)
-            except OSError:
-                continue
+            except Exception as error:  # obstore has an error type for each refusal of a store
+                print(f"the lineages of the run could not be read: {error}", flush=True)
 
     threading.Thread(target=watch, daemon=True, name="lineage").start()

@@ -17,7 +17,16 @@ from engine.events import IterationDone, Progress
 from engine.models.load import load_adapter, trainable
 from engine.models.weights import get_weights
 from engine.node.agent import EXIT_BROKEN, _Child
-from engine.node.child import EXIT_UNANSWERED, Deaths, died_too_often, note_start, progress_of
+from engine.node.child import (
+    EXIT_SUPERSEDED,
+    EXIT_TORN,
+    EXIT_UNANSWERED,
+    Deaths,
+    died_too_often,
+    note_start,
+    progress_of,
+)
+from engine.pool.server import EXIT_SCORER_HANGS
 from engine.protocol.request import Kind, RequestId, WeightsKey
 from engine.protocol.task import Task
 from tests.end_to_end.sharing import Sharing
@@ -291,3 +300,8 @@ def test_a_node_that_gives_up_writes_its_reason_in_one_line(tmp_path):
     assert re.fullmatch(
         r"worker-\d ended with exit code 1 3 times without progress; its log ends: .*no_such_package.*", report["text"]
     )
+
+
+def test_exit_codes_that_an_agent_tells_apart_differ():
+    codes = [EXIT_UNANSWERED, EXIT_TORN, EXIT_SCORER_HANGS, EXIT_SUPERSEDED]
+    assert len({*codes, 0, 1}) == len(codes) + 2
