@@ -102,9 +102,6 @@ def load_model(spec: NodeSpec, number: int, *, reads_later: bool = False) -> DiT
         below = Path(spec.folder).parent / "weights"
         path = fetched(spec.weights, below, partial(print, flush=True))
         model = model.model_copy(update={"path": str(path)})
-    elif model.path is not None and spec.workdir is not None:
-        # The path is relative to the job file, and a node's processes run in the node's own folder.
-        model = model.model_copy(update={"path": str(Path(spec.workdir) / model.path)})
     adapter = load_adapter(model, device, reads_later=reads_later)
     prompts = partial(_prompts, spec)
     prepare_prompts(adapter, prompts, Path(spec.folder) / "prompts", share=number / spec.workers)

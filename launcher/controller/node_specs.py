@@ -60,7 +60,7 @@ def node_spec(
 
 
 def _with_whole_path(engine: EngineConfig, workdir: str | None) -> EngineConfig:
-    """Return the config with the model's folder as seen from any folder of this machine."""
+    """Return the config with the whole path of the model's folder: a node's processes run in a folder of their own."""
     if engine.model.path is None or workdir is None:
         return engine
     path = str(Path(workdir) / engine.model.path)

@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 
 from engine.config import EngineConfig, ModelConfig, RewardConfig
-from engine.events import Market
 from engine.memory.architecture import image_tokens
 from engine.memory.job import job_memory, sizes_of
 from engine.model_folder import FolderError, ImageSize, check_folder, model_folder
 from engine.model_parts import PIPELINES
 from engine.node.build_worker import load_model
-from engine.node_spec import ClockConfig, NodeSpec
 from launcher.cli.main import run
+from launcher.controller.node_specs import node_spec
 from launcher.exit_codes import ExitCode
 from launcher.job.load import load_job
 from launcher.storage.weights import bytes_of
+from tests.launcher.made_ledger import a_run, a_session
 from tests.model_folders import (
     WAN_5B_TRANSFORMER,
     WAN_5B_VAE,
@@ -360,24 +360,17 @@ def test_a_node_finds_the_folder_beside_the_job_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "elsewhere")
     make_flux().save_pretrained(tmp_path / "model")
     (tmp_path / "prompts.txt").write_text("\n".join(f"cat {number}" for number in range(40)))
-    engine = EngineConfig(
-        model=ModelConfig(name="flux", path="model", height=16, width=16, weights="lora"),
-        reward=OWN,
-        prompts="prompts.txt",
+    (tmp_path / "job.yaml").write_text(
+        "infra: local\nprompts: prompts.txt\nreward: module:function\n"
+        "model: {name: flux, path: model, height: 16, width: 16, weights: lora}\nsampler: {guidance: 1.0}\n"
     )
-    spec = NodeSpec(
-        run="demo",
-        node="demo-trainer-g0",
-        role="trainer",
-        market=Market.ON_DEMAND,
-        folder=str(tmp_path / "elsewhere"),
-        store=tmp_path.as_uri(),
-        coordinator_port=1,
-        token="t",
-        clock=ClockConfig(origin_ms=0),
-        engine=engine,
-        workdir=str(tmp_path),
-    )
+    with a_session() as session:
+        made = a_run(session, folder=str(tmp_path / "elsewhere"))
+        made.run.workdir = str(tmp_path)
+        job = load_job(tmp_path / "job.yaml").job
+        node = made.node("trainer")
+        spec = node_spec(made.run, job, node, is_cloud=False, money_deadline_ms=None, money_longest_ms=None)
+    Path(spec.folder).mkdir(parents=True)
     assert load_model(spec, 0).latent_shape()[0] == 16
 
 
