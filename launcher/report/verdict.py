@@ -55,14 +55,14 @@ def _recovered(preemptions: Sequence[Mapping[str, Any]]) -> str:
     trainers = [one for one in preemptions if one["role"] == "trainer"]
     others = [one for one in preemptions if one["role"] != "trainer"]
     promoted = sum(one["recovered_by"] == "a promotion" for one in trainers)
-    parts = [f"{_times(len(trainers))} the trainer"] if trainers else []
+    parts = [f"the trainer {_times(len(trainers))}"] if trainers else []
     if promoted:
-        parts[0] += f" ({_times(promoted)} a node that was up took its role)"
+        parts[0] += f" (a node that was up took its role {_times(promoted)})"
     if others:
-        parts.append(f"{_times(len(others))} a rollout node")
+        parts.append(f"a rollout node {_times(len(others))}")
     again = sum(one["recovered_by"] is not None for one in preemptions)
     replaced = "each was replaced" if again == len(preemptions) else f"{again} of {len(preemptions)} were replaced"
-    return f" Spot capacity was lost: {', '.join(parts)}; {replaced}." if parts else ""
+    return f" Preempted: {', '.join(parts)}; {replaced}." if parts else ""
 
 
 def _times(count: int) -> str:

@@ -52,14 +52,14 @@ NODE, TRAINER, PROMOTION = ("rollout", "a new node"), ("trainer", "a new node"),
     ("preemptions", "words"),
     [
         ([], ". The report is in"),
-        ([NODE], " Spot capacity was lost: once a rollout node; each was replaced. The report"),
+        ([NODE], " Preempted: a rollout node once; each was replaced. The report"),
         (
             [NODE, PROMOTION, NODE],
-            "once the trainer (once a node that was up took its role), twice a rollout node; each",
+            "the trainer once (a node that was up took its role once), a rollout node twice; each",
         ),
-        ([PROMOTION, TRAINER, PROMOTION], "3 times the trainer (twice a node that was up took its role); each was"),
-        ([TRAINER], "once the trainer; each was replaced"),
-        ([NODE, ("rollout", None)], "twice a rollout node; 1 of 2 were replaced"),
+        ([PROMOTION, TRAINER, PROMOTION], "the trainer 3 times (a node that was up took its role twice); each was"),
+        ([TRAINER], "the trainer once; each was replaced"),
+        ([NODE, ("rollout", None)], "a rollout node twice; 1 of 2 were replaced"),
     ],
 )
 def test_the_verdict_says_what_was_lost_and_replaced(tmp_path, capsys, preemptions, words):
