@@ -9,7 +9,7 @@ parts of the manifest are still unknown. The checkpoint also contains the manife
 the next batch used weights that no longer exist, and a new choice of seeds could differ. The newest checkpoint is the
 highest lineage, then the highest iteration. A trainer whose node was given up, and which goes on all the same, writes
 under an old lineage. It deletes nothing and saves nothing once a newer lineage is claimed. A new trainer claims its
-lineage before it looks for the newest checkpoint, so what it finds stays there while it reads.
+lineage before it looks for the newest checkpoint, so the old trainer cannot delete that checkpoint.
 
 Writing raises OSError if the store is a full disk. Every call raises OSError if the store is a bucket that does not
 answer. The caller may then retry: nothing counts yet.
