@@ -1,5 +1,6 @@
 """A node that is up takes the role of a lost spot trainer: the decision, the ledger, and the nodes of this machine."""
 
+import errno
 import json
 import os
 import signal
@@ -21,6 +22,7 @@ from launcher.decide.reconcile import decide
 from launcher.ledger.models import Node, NodeEvent
 from launcher.ledger.node_history import node_records
 from launcher.placement.plan import Slot
+from launcher.provision.local.node_records import NodeRecords
 from launcher.provision.local.processes import processes_of
 from launcher.provision.local.provisioner import LocalProvisioner, node_folder
 from launcher.runs.runs import request_stop
@@ -250,5 +252,26 @@ def test_a_node_about_to_be_preempted_gets_no_other_role(sessions):
         provisioner.assign(promoted)
         assert spec_of(run, "demo-spot-0-g0") == before
         (folder / name).unlink()
+    request_stop(sessions, run.name)
+    run_until_over(sessions, run, controller)
+
+
+def test_a_full_disk_ends_no_process_of_the_node_that_is_to_train(sessions, monkeypatch):
+    run = spot_trainer_run(sessions)
+    controller = controller_of(sessions, run)
+    passes(controller, lambda: len(names_ready(sessions, run)) == 3)
+    folder, before = node_folder(Path(run.folder), "demo-spot-0-g0"), spec_of(run, "demo-spot-0-g0")
+    agents = processes_of(folder)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    promoted = before.model_copy(update={"role": "trainer", "token": run.token})
+    with monkeypatch.context() as patch:
+        patch.setattr(NodeRecords, "write", full)
+        with pytest.raises(OSError, match="no space left"):
+            LocalProvisioner(Path(run.folder), run.clock, None).assign(promoted)
+    assert processes_of(folder) == agents
+    assert spec_of(run, "demo-spot-0-g0") == before
     request_stop(sessions, run.name)
     run_until_over(sessions, run, controller)
