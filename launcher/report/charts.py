@@ -6,14 +6,15 @@ information of the colours.
 """
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import altair as alt
 import vl_convert
 
+from launcher.ledger.accounting import Charge
 from launcher.money import HOUR_MS, MICRO, dollars
 from launcher.report.values import Moment, NodeLine, Report
 
@@ -262,9 +263,25 @@ def _slots(nodes: Sequence[NodeLine]) -> list[str]:
     return list(dict.fromkeys(node.slot for node in sorted(paid, key=lambda node: node.role == "rollout")))
 
 
+def _placed(node: NodeLine) -> Iterator[tuple[str, int | None, Charge]]:
+    """Yield the slot of each part of the node's paid time, the end of the cold start, and the part.
+
+    A promoted node is in another slot from its promotion on, and its processes start again.
+    """
+    taken = node.taken
+    for charge in node.charges:
+        if taken is None or charge.end_ms <= taken.at_ms:
+            yield node.slot, node.seen_ms, charge
+        elif charge.start_ms >= taken.at_ms:
+            yield taken.slot, taken.ready_ms, charge
+        else:
+            yield node.slot, node.seen_ms, replace(charge, end_ms=taken.at_ms)
+            yield taken.slot, taken.ready_ms, replace(charge, start_ms=taken.at_ms)
+
+
 def _stacked(report: Report, slots: Sequence[str]) -> list[dict[str, Any]]:
     """Return rectangles of $/h by slot, between the moments of rate changes."""
-    charges = [(node.slot, charge) for node in report.nodes for charge in node.charges if charge.ms]
+    charges = [(slot, charge) for node in report.nodes for slot, _, charge in _placed(node) if charge.ms]
     moments = sorted({moment for _, charge in charges for moment in (charge.start_ms, charge.end_ms)})
     rows: list[dict[str, Any]] = []
     for start, end in pairwise(moments):
@@ -289,11 +306,11 @@ def _stacked(report: Report, slots: Sequence[str]) -> list[dict[str, Any]]:
 def _bars(report: Report, node: NodeLine) -> list[dict[str, Any]]:
     rows = []
     market = "spot" if node.market == "spot" else "on demand"
-    for charge in node.charges:
-        seen = charge.end_ms if node.seen_ms is None else min(max(node.seen_ms, charge.start_ms), charge.end_ms)
+    for slot, seen_ms, charge in _placed(node):
+        seen = charge.end_ms if seen_ms is None else min(max(seen_ms, charge.start_ms), charge.end_ms)
         for stage, start, end in ((f"{market}, cold start", charge.start_ms, seen), (market, seen, charge.end_ms)):
             if end > start:
-                box = {"slot": node.slot, "stage": stage}
+                box = {"slot": slot, "stage": stage}
                 rows.append(box | {"from_h": _since(report, start), "to_h": _since(report, end)})
     return rows
 

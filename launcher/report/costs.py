@@ -111,6 +111,7 @@ def node_line_of(node: NodeCost) -> NodeLine:
         hours=node.ms / HOUR_MS,
         micro_usd=node.micro_usd,
         phase_micro_usd=node.phase_micro_usd,
+        taken=node.taken,
     )
 
 

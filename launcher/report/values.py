@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from launcher.ledger.accounting import Charge
+from launcher.ledger.accounting import Charge, TakenRole
 from launcher.report.exploration import Exploration
 from launcher.report.provenance import Provenance
 from launcher.report.ranks import Collectives, TrainerTime
@@ -161,7 +161,10 @@ class ExtraLine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeLine:
-    """One node: its offer, the intervals in which the node was billed, and the cost."""
+    """One node: its offer, the intervals in which the node was billed, and the cost.
+
+    `slot`, `generation` and `role`: as it was bought. `taken`: the role that it took later.
+    """
 
     node: str
     slot: str
@@ -177,6 +180,7 @@ class NodeLine:
     hours: float
     micro_usd: int
     phase_micro_usd: Mapping[str, int]
+    taken: TakenRole | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -66,6 +66,7 @@ ADDED_LATER = {
         "resume_with",
     },
     "RewardCheck": {"warnings"},
+    "NodeLine": {"taken"},
     "PreemptionLine": {"role", "recovered_by"},
     "ResultPreemption": {"role", "recovered_by"},
 }

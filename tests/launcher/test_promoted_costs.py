@@ -1,6 +1,7 @@
 """A node that took the role of the trainer: what each role cost, and what the loss of the trainer cost."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 
@@ -8,6 +9,8 @@ from launcher.cli.status import node_rows
 from launcher.decide.facts import PROMOTED, promotion_text
 from launcher.ledger.accounting import run_costs
 from launcher.ledger.models import Node, NodeEvent
+from launcher.report.build import build_report
+from launcher.report.charts import _bars, _slots, _stacked
 from launcher.report.preemptions import preemption_lines
 from launcher.report.trace import chrome_trace
 from launcher.runs.views import view_of
@@ -87,3 +90,19 @@ def test_the_status_names_the_node_that_trains(made: MadeLedger) -> None:
         happens(other, other.node("spot-0", 0, up=0), PROMOTED, 20, promotion_text("trainer", 1, "lost"))
         session.flush()
         assert [row[0] for row in node_rows(view_of(session, other.run))] == ["node", "spot-0-g0 (trainer)"]
+
+
+def test_the_charts_draw_a_promoted_node_in_the_trainers_slot_from_its_promotion_on(made: MadeLedger) -> None:
+    made.status("finished", END)
+    made.session.flush()
+    report = build_report(made.session, made.run, START_MS + END)
+    rates = [row for row in _stacked(report, _slots(report.nodes)) if row["slot"] == "trainer"]
+    assert sum(row["to_h"] - row["from_h"] for row in rates) == pytest.approx(1.0), "a node trains in the whole hour"
+    bars = [bar for node in report.nodes for bar in _bars(report, node) if bar["slot"] == "trainer"]
+    cold = [bar["to_h"] - bar["from_h"] for bar in bars if bar["stage"].endswith("cold start")]
+    assert cold == pytest.approx([1 / 60, 1 / 60, 10 / 60])
+    for slot in ("trainer", "spot-0"):
+        spans = sorted(
+            (bar["from_h"], bar["to_h"]) for node in report.nodes for bar in _bars(report, node) if bar["slot"] == slot
+        )
+        assert all(end <= start + 1e-9 for (_, end), (start, _) in pairwise(spans)), "no two nodes at once in a slot"
