@@ -2,7 +2,7 @@
 
 The controller, its decisions, the ledger and the provisioner are real; SkyPilot, the clouds, the nodes and the clock
 are simulated. A cloud meters each VM from its start to its end, a minute at least, with its disk and its address, and
-does not bill what EC2 takes back in its first hour.
+does not bill what EC2 takes back in its first hour, unless the node had been told to end.
 """
 
 import random
@@ -150,6 +150,7 @@ class Day(MoneyStage):
 
     def __init__(self, home: Path, seed: int, **run_fields) -> None:
         self.dice = random.Random(seed)
+        random.seed(seed)  # the gaps between tries
         self.clouds: dict[str, StormyCloud] = {}
         self.asked_ms: dict[str, int] = {}
         self.address = "203.0.113.7/32"
@@ -215,12 +216,12 @@ class Day(MoneyStage):
 
     def one_step(self) -> None:
         self.time.ms += round(PASS_S * 1000)
-        self.sky.work()
         for cloud, instance in self.machines():
             if cloud.cloud == "gcp" and self.has("no room on Google Cloud"):
                 cloud.finish(instance.name)  # all of them at once, the trainer too
             elif instance.market is Market.SPOT and self.dice.random() < PASS_S / 3600 / 2:  # a life of two hours
                 cloud.preempt(instance)
+        self.sky.work()  # a new VM lives a step at least: one that no listing can show is not in the ledger
         self.nodes_work()
         if self.has("a dead controller"):
             return
@@ -281,13 +282,20 @@ class Day(MoneyStage):
         """Return what the clouds' meters say of each node, in micro-dollars, and the rest under `beside`."""
         with self.sessions() as session:
             nodes = {node.name: node for node in nodes_of(session, self.run)}
+            ordered = {record.name for record in node_records(session, self.run) if "releasing" in record.happened}
         bill: dict[str, int] = {"beside": 0}
         for cloud in self.clouds.values():
             for identity, instance in cloud.all.items():
                 node, end_ms = nodes[instance.name], cloud.ends_ms[identity]
                 words = next((one for one in cloud.there if one.id == identity), None)
                 taken = (words is not None and words.reclaimed) or cloud.end_words.get(identity, {}).get("reclaimed")
-                is_free = cloud.cloud == "aws" and taken and end_ms - instance.launched_ms < HOUR_MS
+                # An order that was lost counts too: the ledger does not know that, and takes the dearer reading.
+                is_free = (
+                    cloud.cloud == "aws"
+                    and taken
+                    and instance.name not in ordered
+                    and end_ms - instance.launched_ms < HOUR_MS
+                )
                 paid_to_ms = max(end_ms, instance.launched_ms + MINUTE)
                 amount = interval_micro_usd(instance.launched_ms, paid_to_ms, node.micro_usd_per_hour)
                 bill[instance.name] = bill.get(instance.name, 0) + (0 if is_free else amount)

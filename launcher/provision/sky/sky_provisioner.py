@@ -224,13 +224,13 @@ class SkyProvisioner:
         """Query the clouds and SkyPilot if due. The answers arrive in a later pass."""
         nodes = self._nodes.with_work()
         active = {site for node in nodes if (site := node.region) is not None}
-        for cloud, region in {*active, *self._around.purchases.regions}:
+        for cloud, region in sorted({*active, *self._around.purchases.regions}):
             seconds = LOOK_SECONDS if (cloud, region) in active else SWEEP_SECONDS
             self._tasks.every(seconds, f"look {cloud}/{region}", partial(self._inventory.look_at, cloud, region))
         # A process that continues the run may have another address, and so may this one by now.
         has_moved = self._regions.ssh_from != self._around.purchases.ssh_from
         to_reach = [node for node in nodes if node.files.has("login") or (has_moved and node.should_answer)]
-        for cloud, region in {site for node in to_reach if (site := node.region)}:
+        for cloud, region in sorted({site for node in to_reach if (site := node.region)}):
             if (cloud, region) not in self._regions.prepared:
                 self._tasks.do(f"place {cloud}/{region}", partial(self._regions.prepare, cloud, region))
         requests = self._launches.under_way()
