@@ -26,6 +26,9 @@ TOKEN_SECONDS = 4.0
 WAIT_SECONDS = 8.0
 """Longest wait of one call for an operation. A longer operation is found finished by a later call."""
 
+POLL_SECONDS = 0.3
+"""Time between two questions whether an operation is done."""
+
 TRANSIENT = frozenset({408, 429, 500, 502, 503, 504})
 """HTTP codes after which a call is repeated."""
 
@@ -212,7 +215,7 @@ class GoogleCalls:
         while operation.get("status") not in (None, "DONE") and path:
             if time.monotonic() > until:
                 raise CloudUnreachable(f"gcp is still at {operation.get('operationType')}; it is asked again")
-            time.sleep(0.3)
+            time.sleep(POLL_SECONDS)
             operation = self.ask("GET", COMPUTE, f"/{path}")
         for error in operation.get("error", {}).get("errors", ()):
             raise Answer(operation.get("httpErrorStatusCode", 400), error.get("code", ""), error.get("message", ""))

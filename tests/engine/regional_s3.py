@@ -36,7 +36,7 @@ class RegionalS3:
         self._client.create_bucket(Bucket=bucket, CreateBucketConfiguration={"LocationConstraint": region})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self.url = f"http://127.0.0.1:{self._server.server_port}"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
 
     def read(self, key):
         return self._client.get_object(Bucket=self.bucket, Key=key)["Body"].read()

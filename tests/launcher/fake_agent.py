@@ -89,7 +89,7 @@ def train():
     iteration = int(checkpoint.read_text()) if checkpoint.exists() else 0
     reports = Reports(lineage)
     server = Server(("127.0.0.1", spec["coordinator_port"]), Coordinator)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     write("ready.json", {"at_ms": clock.now_ms(), "hardware": "2 CPU cores (made up)"})
     reports.report("engine_started", iteration=iteration, config_digest="", devices="cpu", versions={})
     while iteration < spec["engine"]["iterations"]:

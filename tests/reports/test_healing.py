@@ -8,6 +8,7 @@ import pytest
 from botocore.exceptions import ClientError
 from moto import mock_aws
 
+from launcher.clouds import gce_calls
 from launcher.clouds.aws import AwsApi
 from launcher.clouds.aws_calls import clients
 from launcher.clouds.base import CloudRefused, CloudUnreachable
@@ -168,7 +169,8 @@ class Unsettled(GoogleCalls):
 
 
 @pytest.fixture
-def google():
+def google(monkeypatch):
+    monkeypatch.setattr(gce_calls, "POLL_SECONDS", 0.01)
     server = GoogleServer()
     names = ("COMPUTE", "IAM", "RESOURCE_MANAGER")
     yield {f"SPOTRL_GCP_{name}_ENDPOINT": server.url for name in names} | {"GOOGLE_CLOUD_PROJECT": PROJECT}

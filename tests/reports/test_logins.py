@@ -242,6 +242,7 @@ def test_a_night_without_a_login_costs_a_run_no_node_and_says_what_to_do(session
     assert len(stage.live()) == 3
 
 
+@pytest.mark.slow
 def test_a_trainer_lost_in_a_night_without_a_login_is_replaced_after_it(sessions):
     stage = Stage(sessions)
     stage.passes(30, step_ms=30_000)

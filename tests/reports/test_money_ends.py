@@ -37,6 +37,8 @@ ORDERS = {
 }
 """Answers to an order to terminate."""
 
+CLOUDS = ("aws", "gcp")
+
 
 @dataclass
 class MoneyCloud(FakeCloud):
@@ -251,8 +253,20 @@ def assert_over_and_true(stage: MoneyStage, capsys, within_ms: int = 1) -> None:
 # --- an order is no end ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cloud", ["aws", "gcp"])
-@pytest.mark.parametrize("orders", ["error", "permission", "protected", "ignored"])
+@pytest.mark.parametrize(
+    ("orders", "cloud"),
+    [
+        ("error", "gcp"),
+        ("ignored", "aws"),
+        pytest.param("error", "aws", marks=pytest.mark.slow),
+        pytest.param("ignored", "gcp", marks=pytest.mark.slow),
+        *(
+            pytest.param(answer, cloud, marks=pytest.mark.slow)
+            for answer in ("permission", "protected")
+            for cloud in CLOUDS
+        ),
+    ],
+)
 def test_a_node_is_paid_until_its_end_while_the_order_to_end_it_fails(home, capsys, orders, cloud):
     stage = MoneyStage(home, cloud).begun()
     stage.cloud.orders = orders
@@ -265,6 +279,7 @@ def test_a_node_is_paid_until_its_end_while_the_order_to_end_it_fails(home, caps
     assert all(stage.cloud.true_ms(name) > 50 * MINUTE for name in stage.names)
 
 
+@pytest.mark.slow
 def test_every_node_of_a_trainer_is_paid_until_its_end(home, capsys):
     stage = MoneyStage(home, trainers=3).begun()
     stage.cloud.orders = "permission"
@@ -422,6 +437,7 @@ def test_a_new_process_knows_the_last_look_that_saw_the_vm(home, capsys):
     assert_over_and_true(stage, capsys, within_ms=MINUTE + LOOK_MS)
 
 
+@pytest.mark.slow
 def test_a_node_whose_agent_answers_is_alive_although_the_cloud_does_not_answer(home, capsys):
     stage = MoneyStage(home).begun()
     stage.cloud.answers, stage.cloud.forgets = False, True
@@ -435,6 +451,7 @@ def test_a_node_whose_agent_answers_is_alive_although_the_cloud_does_not_answer(
     assert_over_and_true(stage, capsys, within_ms=MINUTE)
 
 
+@pytest.mark.slow
 def test_an_agent_that_reported_its_own_end_is_paid_until_then(home, capsys):
     stage = MoneyStage(home).begun()
     stage.cloud.answers, stage.cloud.forgets = False, True
@@ -453,6 +470,7 @@ def test_an_agent_that_reported_its_own_end_is_paid_until_then(home, capsys):
 # --- disks, and VMs that live on ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_disk_that_outlives_its_vm_costs_money_and_the_vm_does_not(home, capsys):
     stage = MoneyStage(home).begun()
     stage.cloud.keeps_disks = True
@@ -474,7 +492,7 @@ def test_a_disk_that_outlives_its_vm_costs_money_and_the_vm_does_not(home, capsy
     assert stage.side_ms("disk") >= disks_ms
 
 
-@pytest.mark.parametrize("orders", ["obeyed", "error"])
+@pytest.mark.parametrize("orders", ["obeyed", pytest.param("error", marks=pytest.mark.slow)])
 def test_a_vm_that_was_missing_from_the_list_and_lives_is_paid_until_its_end(home, capsys, orders):
     stage = MoneyStage(home).begun()
     (vm,) = [one for one in stage.cloud.there if one.name == SPOT]

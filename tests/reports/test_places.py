@@ -293,6 +293,7 @@ def test_nodes_whose_orders_are_in_the_runs_folder_go_on_after_a_restore(home):
     assert backup.metered() == backup.cloud.true_micro_usd()
 
 
+@pytest.mark.slow
 def test_a_run_with_a_restored_ledger_stays_within_its_budget(home):
     backup = Backup(home, max_total=3_000_000)
     backup.passes(4)
@@ -322,7 +323,14 @@ def test_without_the_node_folders_the_nodes_that_run_are_billed_from_their_launc
     assert backup.metered() == backup.cloud.true_micro_usd()
 
 
-@pytest.mark.parametrize("losses", [["spot-0"], ["spot-0", "spot-1", "spot-0", "spot-1"], ["spot-0", "spot-0"]])
+@pytest.mark.parametrize(
+    "losses",
+    [
+        ["spot-0"],
+        pytest.param(["spot-0", "spot-1", "spot-0", "spot-1"], marks=pytest.mark.slow),
+        pytest.param(["spot-0", "spot-0"], marks=pytest.mark.slow),
+    ],
+)
 def test_the_bucket_remembers_the_money_of_nodes_that_nothing_else_knows(home, losses):
     """The node folders are lost, and the cloud lists no instance that has ended."""
     bucket, wall = MemoryStore(), Wall()

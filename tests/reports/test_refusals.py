@@ -157,6 +157,7 @@ def test_a_zone_that_gives_no_rollout_node_in_any_words_is_left(sessions, answer
     assert stage.reason()[0] == "running"
 
 
+@pytest.mark.slow
 def test_the_only_zone_for_rollout_nodes_is_asked_again_after_any_number_of_refusals(sessions):
     stage = Stage(sessions, sites=CLOUD_SITES[:1])
     stage.passes(3)
@@ -344,6 +345,7 @@ def test_a_lost_trainer_that_cannot_be_replaced_frees_the_rollout_nodes(sessions
     assert stage.reason()[0] == "running"
 
 
+@pytest.mark.slow
 def test_a_trainer_that_is_replaced_in_time_keeps_its_rollout_nodes(sessions):
     stage = Stage(sessions)
     stage.passes(30)

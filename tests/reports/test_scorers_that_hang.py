@@ -82,6 +82,7 @@ def test_a_scorer_that_hangs_always_ends_the_run_with_its_name(tmp_path):
     assert len(scorer.calls) <= 12  # one for each time limit that the run waits for
 
 
+@pytest.mark.slow
 def test_a_scorer_that_hangs_in_an_evaluation_leaves_the_image_out(tmp_path):
     config = QUICK.model_copy(update={"iterations": 1, "evaluation": TINY.evaluation})
     held_out = build(config, tmp_path / "look", workers=0).loop.exploration._prompts.held_out()

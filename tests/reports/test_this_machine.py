@@ -35,7 +35,7 @@ def serving(answers: Mapping[str, tuple[str, str]]) -> Iterator[str]:
         def log_message(self, *_: object) -> None: ...
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     try:
         yield f"127.0.0.1:{server.server_address[1]}"
     finally:

@@ -131,7 +131,7 @@ class Aws:
         app = self._before(DomainDispatcherApplication(create_backend_app))
         server = make_server(addresses.API, 80, app, threaded=True, request_handler=Quiet)
         server.daemon_threads = True  # type: ignore[attr-defined]
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
 
     def furnish(self, buckets: Iterable[str], far: Mapping[str, str]) -> None:
         """Create the default resources of an account (routes to the internet), and the buckets of the tests.

@@ -751,7 +751,7 @@ def google():
             self._send({"permissions": [name for name in requests if name != "compute.instances.create"]})
 
     server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = Thread(target=server.serve_forever, daemon=True)
+    thread = Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     url = f"http://127.0.0.1:{server.server_port}"
     yield GceLimits(

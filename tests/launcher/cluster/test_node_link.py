@@ -446,7 +446,7 @@ class Coordinator(BaseHTTPRequestHandler):
 def coordinator_of(spec: NodeSpec) -> Iterator[None]:
     """Serve where the coordinator of this spec is."""
     server = HTTPServer((spec.coordinator_host, spec.coordinator_port), Coordinator)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     try:
         yield
     finally:
