@@ -104,6 +104,7 @@ class CloudReports:
     def _record_stopping(self, node: CloudNode, instance: Instance) -> None:
         """Record a notice if none came, and end the node if the VM keeps stopping."""
         now = self.around.monotonic()
+        node.sightings.running_again = 0
         if node.sightings.stopping_since is None:
             node.sightings.stopping_since = now
         # Before the login, SkyPilot itself stops VMs of a failed launch.
