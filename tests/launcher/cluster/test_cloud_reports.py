@@ -1,4 +1,4 @@
-"""What a node learns from its cloud's lists: VMs that are missing, stopping, doubled, moved to another address or gone."""
+"""What a node learns from its cloud's lists: VMs that are missing, stopping, doubled, moved or gone."""
 
 from dataclasses import replace
 
