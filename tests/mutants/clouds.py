@@ -11,6 +11,7 @@ from tests.mutants.faults import Fault
 from tests.mutants.planted_bug import changed, everywhere
 
 NODES = "tests/launcher/cluster/test_sky_provisioner.py::test_"
+REPORTS = "tests/launcher/cluster/test_cloud_reports.py::test_"
 READING = "tests/launcher/test_selftest_reading.py::test_"
 
 FAULTS: dict[str, Fault] = {}
@@ -56,6 +57,78 @@ _fault(
     "_end_doubles",
     "(one.public_address, one.address)",
     "(one.public_address,)",
+)
+_fault(
+    "vms-missing-now-and-then-are-gone",
+    "that only looks in a row count",
+    f"{REPORTS}a_vm_that_is_missing_from_every_other_list_lives",
+    CloudReports,
+    "evaluate",
+    "node.sightings.missing, node.sightings.stopping_since = 0, None",
+    "node.sightings.stopping_since = None",
+)
+_fault(
+    "a-second-stop-is-counted-from-the-first",
+    "that a VM ran between two stops",
+    f"{REPORTS}a_second_stop_has_its_own_time_limit",
+    CloudReports,
+    "evaluate",
+    "node.sightings.missing, node.sightings.stopping_since = 0, None",
+    "node.sightings.missing = 0",
+)
+_fault(
+    "a-vms-first-address-is-kept",
+    "that a VM's address may change",
+    f"{REPORTS}a_vm_that_moved_to_another_address_is_written_down",
+    CloudReports,
+    "evaluate",
+    "if instance != known:",
+    "if known is None:",
+)
+_fault(
+    "a-vm-that-no-list-shows-is-waited-for",
+    "that a node ends whose VM never appears",
+    f"{REPORTS}a_vm_that_no_list_ever_showed_ends_its_node",
+    CloudReports,
+    "evaluate",
+    'if known is None and not node.files.has("login"):',
+    "if known is None:",
+)
+_fault(
+    "a-stopping-vm-is-free",
+    "that a VM is billed until it has stopped",
+    f"{REPORTS}a_stopping_vm_is_paid_until_the_last_list_that_showed_it",
+    CloudReports,
+    "evaluate",
+    "if is_billed(instance):",
+    "if False:",
+)
+_fault(
+    "a-stopped-vm-must-be-missing-twice",
+    "that a stopping VM that is not listed has ended",
+    f"{REPORTS}a_stopping_vm_is_gone_with_the_first_list_without_it",
+    CloudReports,
+    "evaluate",
+    'or node.files.has("stopping")',
+    "",
+)
+_fault(
+    "every-notice-is-thirty-seconds",
+    "the notice that the cloud granted",
+    f"{REPORTS}the_notice_that_the_cloud_names_is_the_nodes_deadline",
+    CloudReports,
+    "_record_stopping",
+    "(instance.notice_ms or STOPPING_NOTICE_MS)",
+    "STOPPING_NOTICE_MS",
+)
+_fault(
+    "a-preemption-waits-for-skypilot",
+    "that the cloud's word for a preemption is enough",
+    f"{REPORTS}a_preemption_during_a_launch_needs_no_word_of_skypilot",
+    CloudReports,
+    "_learn_end",
+    "patient and not end.reclaimed and",
+    "patient and",
 )
 _fault(
     "groups-and-roles-go-before-their-vms",

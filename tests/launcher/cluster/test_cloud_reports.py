@@ -1,12 +1,10 @@
-"""What a node learns from its cloud's lists: VMs that are missing, stopping, doubled, moved or gone."""
-
-from dataclasses import replace
+"""What a node learns from its cloud's lists: VMs that are missing, stopping, moved or gone."""
 
 import pytest
 
 from launcher.clouds.base import InstanceState
 from launcher.decide.node_facts import NodeStatus
-from tests.launcher.cluster.test_sky_provisioner import NODE, START_MS, Stage, placement
+from tests.launcher.cluster.test_sky_provisioner import NODE, Stage, placement
 
 LOOK_S = 2.0
 
@@ -127,27 +125,6 @@ def test_a_vm_that_stops_before_its_login_has_had_no_notice(stage):
     stop(stage)
     assert stage.passes(10)[NODE].notice_deadline_ms is None
     assert not (stage.folder / "nodes" / NODE / "stopping.json").exists()
-
-
-@pytest.mark.parametrize("seen", ["public_address", "address"])
-def test_of_two_vms_the_one_with_the_login_stays_by_either_address(stage, seen):
-    stage.bring_up(NODE)
-    (mine,) = stage.cloud.there
-    if seen == "address":  # reached inside a network
-        stage.cloud.there = [mine := replace(mine, address=mine.public_address, public_address="198.51.100.77")]
-    other = replace(mine, id="i-9", address="10.0.0.9", public_address="198.51.100.9", launched_ms=START_MS)
-    stage.cloud.there = [other, mine]
-    assert stage.passes(6)[NODE].status is NodeStatus.UP
-    assert stage.cloud.ended == ["i-9"]
-
-
-def test_of_two_vms_without_the_login_none_is_ended(stage):
-    """Neither is known to be the extra one."""
-    stage.bring_up(NODE)
-    (mine,) = stage.cloud.there
-    stage.cloud.there = [replace(mine, id=f"i-{n}", address=f"10.0.0.{n}", public_address="") for n in (8, 9)]
-    stage.passes(6)
-    assert stage.cloud.ended == []
 
 
 def test_skypilot_has_two_minutes_to_say_why_a_vm_ended_during_its_launch(stage):
