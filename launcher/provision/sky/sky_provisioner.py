@@ -204,7 +204,7 @@ class SkyProvisioner:
             return False
         with_nodes = self._nodes.regions()
         regions = self._regions.used(with_nodes)
-        for cloud, region in regions - self._regions.tidied:
+        for cloud, region in sorted(regions - self._regions.tidied):
             self._tasks.do(f"tidy {cloud}/{region}", partial(self._regions.tidy, cloud, region, with_nodes))
         return regions <= self._regions.tidied
 

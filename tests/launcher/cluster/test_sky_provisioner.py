@@ -1136,6 +1136,35 @@ def test_the_role_of_a_run_goes_after_the_machines_of_all_regions(stage):
     assert stage.cloud.groups == []
 
 
+@pytest.fixture
+def released(stage):
+    """A stage whose only node has ended."""
+    stage.bring_up(TRAINER)
+    stage.provisioner.release([TRAINER])
+    stage.passes(150, step=1)
+    return stage
+
+
+def test_a_controller_without_its_lease_removes_no_group(released):
+    released.cloud.start("run-rollout-9-g0", placement())
+    ended, released.taken_over = list(released.cloud.ended), True
+    for _ in range(3):
+        assert not released.provisioner.tidy()
+    assert (released.cloud.ended, len(released.cloud.groups)) == (ended, 1)
+
+
+def test_a_run_is_not_tidy_while_a_disk_of_it_cannot_go(released):
+    released.cloud.keeps_disks = True
+    released.cloud.disks = [Resource(cloud="aws", region=REGION, kind="disk", id="vol-9", run="run")]
+    for _ in range(3):
+        assert not released.provisioner.tidy()
+        released.passes(10)
+    released.cloud.keeps_disks = False
+    released.passes(400, step=5)
+    assert released.provisioner.tidy() or released.provisioner.tidy()
+    assert released.cloud.disks == []
+
+
 def test_the_rules_follow_an_address_that_changes_during_a_launch(stage):
     stage.request()
     stage.passes(1)
