@@ -11,6 +11,7 @@ from tests.mutants.faults import Fault
 from tests.mutants.planted_bug import changed, everywhere
 
 NODES = "tests/launcher/cluster/test_sky_provisioner.py::test_"
+LAUNCHES = "tests/launcher/cluster/test_launches.py::test_"
 REPORTS = "tests/launcher/cluster/test_cloud_reports.py::test_"
 READING = "tests/launcher/test_selftest_reading.py::test_"
 
@@ -129,6 +130,42 @@ _fault(
     "_learn_end",
     "patient and not end.reclaimed and",
     "patient and",
+)
+_fault(
+    "a-launch-without-a-record-is-not-cancelled",
+    "that a process may die after it sent a launch",
+    f"{LAUNCHES}a_request_whose_reply_was_lost_is_cancelled_by_a_release",
+    Launches,
+    "cancel",
+    "node.may_be_launched",
+    'node.files.is_begun("launch")',
+)
+_fault(
+    "a-cluster-that-never-came-up-is-adopted",
+    "that a cluster without a VM needs a launch",
+    f"{LAUNCHES}a_cluster_that_never_came_up_is_launched_again_after_a_crash",
+    Launches,
+    "_adopt",
+    '.get(node.name) == "UP"',
+    ".get(node.name)",
+)
+_fault(
+    "an-earlier-attempts-vm-is-missed",
+    "that the VM of an earlier attempt has ended",
+    f"{LAUNCHES}the_vm_of_an_earlier_attempt_is_not_missed_during_the_next",
+    Launches,
+    "launch",
+    'node.files.forget("machine")',
+    "pass",
+)
+_fault(
+    "the-time-to-settle-is-never-new",
+    "that each launch has its own time to settle",
+    f"{LAUNCHES}each_launch_has_its_own_time_until_the_clouds_resources_are_known",
+    Launches,
+    "launch",
+    "node.unsettled_since = None\n    except",
+    "pass\n    except",
 )
 _fault(
     "groups-and-roles-go-before-their-vms",

@@ -143,6 +143,11 @@ class CloudNode:
         return self.files.is_begun("release") or self.files.is_begun("ending") or self.files.is_begun("ended")
 
     @property
+    def may_be_launched(self) -> bool:
+        """Return whether SkyPilot may know a launch: a process may have died after sending it, with nothing written."""
+        return self.files.is_begun("launch") or (self.files.is_begun("want") and not self.fresh)
+
+    @property
     def should_answer(self) -> bool:
         """Return True while the node has a VM that is not to end."""
         return self.files.has("machine") and not self.is_ending

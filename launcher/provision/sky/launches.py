@@ -146,7 +146,7 @@ class Launches:
         """Cancel the node's launch, if still pending."""
         launch = node.files.read(LaunchRecord)
         request = launch.request_id if launch is not None else None
-        if launch is None and node.files.is_begun("launch"):
+        if launch is None and node.may_be_launched:
             request = self.around.sky.pending(node.name).get(node.name)
         elif launch is not None and launch.unsent:
             # The client may have failed after it sent the launch. If it fails again, the node ends without an answer.

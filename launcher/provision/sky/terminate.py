@@ -145,7 +145,7 @@ class Terminator:
 
     def clear(self, node: CloudNode) -> None:
         """Remove the node from SkyPilot's records."""
-        if node.files.is_begun("launch"):
+        if node.may_be_launched:
             self.launches.cancel(node)
             self.around.sky.down(node.name)
         node.files.write(ClearedRecord(at_ms=self.around.clock.now_ms()))

@@ -1,0 +1,98 @@
+"""Launches that are sent again: what an earlier attempt left behind, and what a crash hides."""
+
+import pytest
+
+from launcher.clouds.base import InstanceState, NotSettled
+from launcher.decide.node_facts import NodeStatus
+from launcher.provision.sky.outcome import Failed, Outcome
+from tests.launcher.cluster.test_sky_provisioner import NODE, Killed, Stage, placement
+
+LOST = Outcome(failed=Failed.UNKNOWN, text="server restarted")
+
+
+@pytest.fixture
+def stage(tmp_path):
+    return Stage(tmp_path)
+
+
+def test_the_vm_of_an_earlier_attempt_is_not_missed_during_the_next(stage):
+    stage.request()
+    stage.passes(1)
+    stage.cloud.start(NODE, placement())
+    stage.passes(4)
+    stage.cloud.vanish(NODE)
+    stage.sky.finish(NODE, LOST)
+    while len(stage.sky.launches) < 2:
+        stage.passes(1)
+    assert stage.passes(200)[NODE].status is NodeStatus.PENDING
+    stage.sky.finish(NODE)
+    stage.passes(5)
+    assert stage.file(NODE, "machine")["id"] == stage.cloud.there[-1].id
+
+
+def test_a_cluster_that_never_came_up_is_launched_again_after_a_crash(stage):
+    stage.sky.reply_lost = True
+    stage.request()
+    with pytest.raises(Killed):
+        stage.passes(1)
+    stage.sky.names.clear()  # SkyPilot knows the cluster, and no request for it
+    assert stage.sky.known[NODE] == "INIT"
+    stage.process()
+    stage.passes(3)
+    assert len(stage.sky.launches) == 2
+
+
+def test_a_request_whose_reply_was_lost_is_cancelled_by_a_release(stage):
+    stage.sky.reply_lost = True
+    stage.request()
+    with pytest.raises(Killed):
+        stage.passes(1)
+    stage.process()
+    stage.provisioner.release([NODE])
+    stage.passes(10)
+    assert (stage.sky.cancelled, stage.sky.downs) == (["request-0"], [NODE])
+
+
+def test_a_vm_of_a_launch_whose_reply_was_lost_is_ended_by_a_release(stage):
+    stage.sky.reply_lost = True
+    stage.request()
+    with pytest.raises(Killed):
+        stage.passes(1)
+    stage.sky.finish(NODE)
+    stage.process()
+    stage.provisioner.release([NODE])
+    stage.passes(10)
+    assert [one.state for one in stage.cloud.there] == [InstanceState.GONE]
+    assert stage.sky.downs == [NODE]
+
+
+def test_a_release_before_the_launch_needs_no_skypilot(stage):
+    stage.sky.down_for_good = True
+    stage.request()
+    stage.provisioner.release([NODE])
+    assert stage.passes(10)[NODE].status is NodeStatus.GONE
+    assert (stage.folder / "nodes" / NODE / "cleared.json").exists()
+
+
+def test_each_launch_has_its_own_time_until_the_clouds_resources_are_known(stage, monkeypatch):
+    prepare, settled = stage.cloud.prepare, [True, False]
+
+    def unsettled(*args, **named):
+        if settled[0]:
+            return prepare(*args, **named)
+        raise NotSettled("InvalidGroup.NotFound: sg-1 does not exist")
+
+    monkeypatch.setattr(stage.cloud, "prepare", unsettled)
+    settled[0] = False
+    stage.request()
+    stage.passes(200, step=1)
+    settled[0] = True
+    stage.passes(60, step=1)
+    assert len(stage.sky.launches) == 1
+    settled[0] = False
+    stage.provisioner._regions.prepared.clear()  # a rule was removed by hand
+    stage.sky.finish(NODE, LOST)
+    assert stage.passes(200, step=1)[NODE].status is NodeStatus.UNKNOWN
+    settled[0] = True
+    stage.passes(60, step=1)
+    assert len(stage.sky.launches) == 2
