@@ -96,3 +96,18 @@ def test_each_launch_has_its_own_time_until_the_clouds_resources_are_known(stage
     settled[0] = True
     stage.passes(60, step=1)
     assert len(stage.sky.launches) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "status"),
+    [
+        ("PendingVerification: your account is being verified", NodeStatus.GONE),
+        ("UnauthorizedOperation: you are not authorized", NodeStatus.DENIED),
+    ],
+)
+def test_what_mends_itself_while_the_run_waits_is_no_denial(stage, words, status):
+    stage.cloud.refuses = words
+    stage.request()
+    fact = stage.passes(5)[NODE]
+    assert (fact.status, fact.evidence) == (status, words)
+    assert stage.sky.launches == []
