@@ -27,7 +27,7 @@ WAIT_SECONDS = 8.0
 """Longest wait of one call for an operation. A longer operation is found finished by a later call."""
 
 POLL_SECONDS = 0.3
-"""Time between two questions whether an operation is done."""
+"""Time between two reads of an operation's status."""
 
 TRANSIENT = frozenset({408, 429, 500, 502, 503, 504})
 """HTTP codes after which a call is repeated."""

@@ -44,7 +44,7 @@ class Served:
         runtime = RuntimeConfig(lease_seconds=60.0, first_lease_seconds=60.0)
         self.coordinator = open_coordinator(folder, clock=clock, runtime=runtime)
         self._listener = bind("127.0.0.1", port)
-        self._listener.listen()  # a request before the thread has started waits
+        self._listener.listen()  # a request that comes before the thread serves waits
         self.port = self._listener.getsockname()[1]
         front = Front(self.coordinator, end=self.ended.append)
         app = CoordinatorServer(front, Rights(TOKEN), ray_address=ray_address).app

@@ -409,8 +409,8 @@ def test_a_client_gives_up_in_the_end_with_a_remedy(market, source, service, act
     with pytest.raises(SourceFailed, match="try again in a minute") as failed:
         source(market).fetch(NOW_MS)
     assert words in str(failed.value)
-    # Bounded: no retries around a client that retries. Google's client counts time, so on a busy machine it asks once.
-    assert 1 <= market.calls[action] <= 10
+    fewest = 1 if isinstance(source(market), (GcpCatalog, GcpAdvice)) else 2  # Google's client counts time, not tries
+    assert fewest <= market.calls[action] <= 10  # bounded: no retries around a client that retries
 
 
 def test_a_failing_region_does_not_affect_others(market):

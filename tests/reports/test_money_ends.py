@@ -37,7 +37,8 @@ ORDERS = {
 }
 """Answers to an order to terminate."""
 
-CLOUDS = ("aws", "gcp")
+QUICK = {("error", "gcp"), ("ignored", "aws")}
+"""Answers and clouds of one test that are tried in the quick tier."""
 
 
 @dataclass
@@ -256,15 +257,9 @@ def assert_over_and_true(stage: MoneyStage, capsys, within_ms: int = 1) -> None:
 @pytest.mark.parametrize(
     ("orders", "cloud"),
     [
-        ("error", "gcp"),
-        ("ignored", "aws"),
-        pytest.param("error", "aws", marks=pytest.mark.slow),
-        pytest.param("ignored", "gcp", marks=pytest.mark.slow),
-        *(
-            pytest.param(answer, cloud, marks=pytest.mark.slow)
-            for answer in ("permission", "protected")
-            for cloud in CLOUDS
-        ),
+        pytest.param(orders, cloud, marks=() if (orders, cloud) in QUICK else pytest.mark.slow)
+        for orders in ("error", "permission", "protected", "ignored")
+        for cloud in ("aws", "gcp")
     ],
 )
 def test_a_node_is_paid_until_its_end_while_the_order_to_end_it_fails(home, capsys, orders, cloud):

@@ -144,7 +144,10 @@ class CloudNode:
 
     @property
     def may_be_launched(self) -> bool:
-        """Return whether SkyPilot may know a launch: a process may have died after sending it, with nothing written."""
+        """Return whether SkyPilot may have a launch of this node.
+
+        A process may have died after it sent the launch and before it wrote that down.
+        """
         return self.files.is_begun("launch") or (self.files.is_begun("want") and not self.fresh)
 
     @property

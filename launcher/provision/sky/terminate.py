@@ -140,7 +140,7 @@ class Terminator:
     def _end_text(self, node: CloudNode) -> str:
         if node.files.is_begun("ended") or node.files.is_begun("ending"):
             return "it was ended; the file that says why cannot be read any more"
-        was_started = node.files.is_begun("launch") or node.files.has("machine")
+        was_started = node.may_be_launched or node.files.has("machine")
         return "released" if was_started else "released before it was started"
 
     def clear(self, node: CloudNode) -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from launcher.clouds.base import InstanceState
 from launcher.decide.node_facts import NodeStatus
-from tests.launcher.cluster.test_sky_provisioner import NODE, Stage, placement
+from tests.launcher.cluster.test_sky_provisioner import NODE, Stage
 
 LOOK_S = 2.0
 
@@ -100,12 +100,14 @@ def test_a_stopping_vm_is_gone_with_the_first_list_without_it(stage):
     assert stage.passes(LOOK_S + 0.5)[NODE].status is NodeStatus.GONE
 
 
-def test_a_vm_that_goes_on_stopping_was_not_started_again(stage):
+def test_a_vm_that_starts_after_a_stop_is_replaced_once_it_runs(stage):
     stage.bring_up(NODE)
     stop(stage)
     assert stage.passes(20)[NODE].status is not NodeStatus.GONE
     stage.cloud.change(NODE, state=InstanceState.PENDING)
     assert stage.passes(20)[NODE].status is not NodeStatus.GONE
+    stage.cloud.change(NODE, state=InstanceState.RUNNING)
+    assert stage.passes(6)[NODE].status is NodeStatus.GONE
 
 
 def test_a_vm_that_runs_between_two_stops_was_not_started_again(stage):
@@ -117,31 +119,15 @@ def test_a_vm_that_runs_between_two_stops_was_not_started_again(stage):
         assert look(stage).status is not NodeStatus.GONE
 
 
-def test_a_vm_that_stops_before_its_login_has_had_no_notice(stage):
-    stage.request()
-    stage.passes(1)
-    stage.cloud.start(NODE, placement())
-    stage.passes(4)
-    stop(stage)
-    assert stage.passes(10)[NODE].notice_deadline_ms is None
-    assert not (stage.folder / "nodes" / NODE / "stopping.json").exists()
-
-
 def test_skypilot_has_two_minutes_to_say_why_a_vm_ended_during_its_launch(stage):
-    stage.request()
-    stage.passes(1)
-    stage.cloud.start(NODE, placement())
-    stage.passes(4)
+    stage.launch()
     stage.cloud.change(NODE, state=InstanceState.GONE, reason="Client.UserInitiatedShutdown")
     assert stage.passes(100)[NODE].status is NodeStatus.PENDING
     assert stage.passes(40)[NODE].evidence.startswith("Client.UserInitiatedShutdown")
 
 
 def test_a_preemption_during_a_launch_needs_no_word_of_skypilot(stage):
-    stage.request()
-    stage.passes(1)
-    stage.cloud.start(NODE, placement())
-    stage.passes(4)
+    stage.launch()
     stage.cloud.take_back(NODE)
     fact = stage.passes(6)[NODE]
     assert (fact.status, fact.reclaimed) == (NodeStatus.GONE, True)

@@ -5,7 +5,7 @@ import pytest
 from launcher.clouds.base import InstanceState, NotSettled
 from launcher.decide.node_facts import NodeStatus
 from launcher.provision.sky.outcome import Failed, Outcome
-from tests.launcher.cluster.test_sky_provisioner import NODE, Killed, Stage, placement
+from tests.launcher.cluster.test_sky_provisioner import NODE, Killed, Stage
 
 LOST = Outcome(failed=Failed.UNKNOWN, text="server restarted")
 
@@ -16,10 +16,7 @@ def stage(tmp_path):
 
 
 def test_the_vm_of_an_earlier_attempt_is_not_missed_during_the_next(stage):
-    stage.request()
-    stage.passes(1)
-    stage.cloud.start(NODE, placement())
-    stage.passes(4)
+    stage.launch()
     stage.cloud.vanish(NODE)
     stage.sky.finish(NODE, LOST)
     while len(stage.sky.launches) < 2:
@@ -51,6 +48,7 @@ def test_a_request_whose_reply_was_lost_is_cancelled_by_a_release(stage):
     stage.provisioner.release([NODE])
     stage.passes(10)
     assert (stage.sky.cancelled, stage.sky.downs) == (["request-0"], [NODE])
+    assert stage.file(NODE, "ended")["evidence"] == "released"
 
 
 def test_a_vm_of_a_launch_whose_reply_was_lost_is_ended_by_a_release(stage):
@@ -70,30 +68,27 @@ def test_a_release_before_the_launch_needs_no_skypilot(stage):
     stage.sky.down_for_good = True
     stage.request()
     stage.provisioner.release([NODE])
-    assert stage.passes(10)[NODE].status is NodeStatus.GONE
+    assert stage.passes(10)[NODE].evidence == "released before it was started"
     assert (stage.folder / "nodes" / NODE / "cleared.json").exists()
 
 
 def test_each_launch_has_its_own_time_until_the_clouds_resources_are_known(stage, monkeypatch):
-    prepare, settled = stage.cloud.prepare, [True, False]
+    prepare = stage.cloud.prepare
 
-    def unsettled(*args, **named):
-        if settled[0]:
-            return prepare(*args, **named)
+    def refuse(*_, **__):
         raise NotSettled("InvalidGroup.NotFound: sg-1 does not exist")
 
-    monkeypatch.setattr(stage.cloud, "prepare", unsettled)
-    settled[0] = False
+    monkeypatch.setattr(stage.cloud, "prepare", refuse)
     stage.request()
     stage.passes(200, step=1)
-    settled[0] = True
+    monkeypatch.setattr(stage.cloud, "prepare", prepare)
     stage.passes(60, step=1)
     assert len(stage.sky.launches) == 1
-    settled[0] = False
-    stage.provisioner._regions.prepared.clear()  # a rule was removed by hand
+    monkeypatch.setattr(stage.cloud, "prepare", refuse)
+    stage.provisioner._regions.prepared.clear()  # as after a rule was removed by hand
     stage.sky.finish(NODE, LOST)
     assert stage.passes(200, step=1)[NODE].status is NodeStatus.UNKNOWN
-    settled[0] = True
+    monkeypatch.setattr(stage.cloud, "prepare", prepare)
     stage.passes(60, step=1)
     assert len(stage.sky.launches) == 2
 

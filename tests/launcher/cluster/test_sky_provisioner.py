@@ -377,6 +377,13 @@ class Stage:
             facts = self.provisioner.observe()
         return {fact.name: fact for fact in facts}
 
+    def launch(self):
+        """Request `NODE`, and have its cloud list its VM while the launch is under way."""
+        self.request()
+        self.passes(1)
+        self.cloud.start(NODE, placement())
+        self.passes(4)
+
     def bring_up(self, name):
         """Bring a node up: request, launch, setup, first contact and ready."""
         self.request(name)
@@ -660,10 +667,7 @@ def test_a_launch_that_failed_without_a_reason_is_retried_a_few_times(stage):
 
 
 def test_an_instance_that_stops_during_its_launch_is_noticed_early(stage):
-    stage.request()
-    stage.passes(1)
-    stage.cloud.start(NODE, placement())
-    stage.passes(4)
+    stage.launch()
     stage.cloud.change(NODE, state=InstanceState.STOPPING, reason="Client.InstanceInitiatedShutdown")
     fact = stage.passes(60)[NODE]
     assert (fact.status, fact.notice_deadline_ms) == (NodeStatus.PENDING, None)
@@ -674,10 +678,7 @@ def test_an_instance_that_stops_during_its_launch_is_noticed_early(stage):
 
 
 def test_a_launch_ended_by_skypilot_gives_its_own_reason(stage):
-    stage.request()
-    stage.passes(1)
-    stage.cloud.start(NODE, placement())
-    stage.passes(4)
+    stage.launch()
     stage.cloud.change(NODE, state=InstanceState.GONE, reason="Client.UserInitiatedShutdown")
     stage.passes(10)
     stage.sky.finish(NODE, Outcome(failed=Failed.NO_CAPACITY, text="InsufficientInstanceCapacity"))
@@ -686,10 +687,7 @@ def test_a_launch_ended_by_skypilot_gives_its_own_reason(stage):
 
 def test_an_instance_without_a_confirmed_creation_is_launched_again(stage):
     """The reply to its creation was lost. SkyPilot terminated it and gives no reason of the cloud."""
-    stage.request()
-    stage.passes(1)
-    stage.cloud.start(NODE, placement())
-    stage.passes(4)
+    stage.launch()
     stage.cloud.change(NODE, state=InstanceState.GONE, reason="delete")
     stage.sky.finish(NODE, Outcome(failed=Failed.UNKNOWN, text="Remote end closed connection"))
     assert stage.passes(30)[NODE].status is NodeStatus.PENDING
