@@ -63,16 +63,19 @@ def test_weights_and_metrics_are_pulled_from_the_bucket_and_load(run, tmp_path):
     def pulled():
         return json.loads(run.spotrl("pull", NAME, "--to", tmp_path / "out", "--json").stdout)
 
-    run.until("its metrics are in the bucket", lambda: pulled()["metrics"], 120)
+    (trainer,) = (node.name for node in run.ready() if node.role == "trainer")
+    metrics = tmp_path / "out" / "metrics" / trainer / "metrics.jsonl"
+    # The file is copied every 30 s, empty at first.
+    run.until(
+        "its metrics are in the bucket", lambda: pulled()["metrics"] and metrics.exists() and metrics.read_text(), 120
+    )
     result = pulled()
     assert result["iteration"] > 0
     parameters = dict(load_digits().transformer.named_parameters())
     base = {name: value.detach().clone() for name, value in parameters.items()}
     set_weights(parameters, (tmp_path / "out" / "weights.safetensors").read_bytes())
     assert any(not torch.equal(parameters[name], base[name]) for name in base)
-    (trainer,) = (node.name for node in run.ready() if node.role == "trainer")
-    rows = (tmp_path / "out" / "metrics" / trainer / "metrics.jsonl").read_text().splitlines()
-    assert json.loads(rows[0])["kind"] in ("iteration_done", "evaluated")
+    assert json.loads(metrics.read_text().splitlines()[0])["kind"] in ("iteration_done", "evaluated")
 
 
 def test_the_first_nodes_build_their_environment_and_put_it_into_the_bucket(world, run):
