@@ -36,11 +36,15 @@ MOST_BYTES = 200_000_000
 KEY_BYTES = 65_536
 """Largest size in bytes of a file searched for a key: no key is larger."""
 
+LOCK_VARIABLE = "SPOTRL_NODE_LOCK"
+"""Environment variable with the path of another node.lock, for an index with other builds than PyPI's (torch without
+CUDA, for example)."""
+
 NOT_SENT = frozenset({"__pycache__", "node_modules"})
 
 
 class WorkdirRefused(Failure):
-    """The job's folder cannot be sent to nodes."""
+    """What the user wants to send to nodes cannot be sent: the job's folder, or a lock."""
 
     exit_code: ClassVar[ExitCode] = ExitCode.INVALID_JOB
 
@@ -65,7 +69,7 @@ def make_bundle(to: Path, workdir: Path | None, *, model: Path | None = None, lo
     """Build a bundle below `to`, unless the bundle exists. Safe to be killed, and to be run twice at once.
 
     `model`: a folder to leave out, because nodes get the model from the bucket (weights.py). `lock`: text of the exact
-    versions, by default the lock file of the package.
+    versions with hashes, by default that of `LOCK_VARIABLE` or else of the package. Raises WorkdirRefused.
     """
     to.mkdir(parents=True, exist_ok=True, mode=0o700)
     part = Path(tempfile.mkdtemp(prefix=".part-", dir=to))
@@ -75,7 +79,7 @@ def make_bundle(to: Path, workdir: Path | None, *, model: Path | None = None, lo
         if workdir is not None:
             _copy_work(workdir, work, model)
         (part / _wheel_name()).write_bytes(_wheel())
-        (part / "node.lock").write_text(lock or files("engine").joinpath("node.lock").read_text())
+        (part / "node.lock").write_text(lock or _lock())
         (part / "set_up_node.sh").write_text(files("launcher.provision.sky").joinpath("set_up_node.sh").read_text())
         # The environment has its own digest, so that another prompt file does not reinstall torch.
         environment = _digest(part, part.iterdir())
@@ -92,6 +96,23 @@ def make_bundle(to: Path, workdir: Path | None, *, model: Path | None = None, lo
         return Bundle(folder=folder, digest=digest)
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+def _lock() -> str:
+    path = os.environ.get(LOCK_VARIABLE)
+    if path is None:
+        return files("engine").joinpath("node.lock").read_text()
+    try:
+        lock = Path(path).read_text()
+    except (OSError, ValueError) as error:
+        raise WorkdirRefused(f"{LOCK_VARIABLE} names {path}, which cannot be read: {error}") from None
+    for line in lock.replace("\\\n", " ").splitlines():
+        if line.strip() and not line.lstrip().startswith("#") and not ("==" in line and "--hash=sha256:" in line):
+            raise WorkdirRefused(
+                f"{path}, which {LOCK_VARIABLE} names, has `{line.strip()[:80]}`; each package needs an exact version "
+                "and a hash, as `uv pip compile --generate-hashes` writes them"
+            )
+    return lock
 
 
 def _digest(root: Path, paths: Iterable[Path], *more: str) -> str:

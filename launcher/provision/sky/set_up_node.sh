@@ -81,14 +81,22 @@ begin() {
     fi
 }
 
+# A lock names everything, with hashes: no other file is installed, whatever the index serves.
+install_locked() { install --no-deps --require-hashes -r "$1"; }
+
 # Fills $env from the bucket. Fails if that is not possible; $env may then be half full.
 fetch() {
     [ -n "${SPOTRL_STORE:-}" ] || return 1
-    while read -r line; do
-        # What the fetch itself needs: the client of buckets, in the version of the lock.
-        case $line in obstore==* | typing_extensions==*) printf '%s\n' "$line" ;; esac
+    # What the fetch itself needs: the client of buckets, with the hashes on the indented lines below its name.
+    wanted=
+    while IFS= read -r line; do
+        case $line in
+        obstore==* | typing-extensions==*) wanted=1 ;;
+        [!\ ]*) wanted= ;;
+        esac
+        [ -z "$wanted" ] || printf '%s\n' "$line"
     done <"$bundle/node.lock" >"$root/fetch.lock"
-    install -r "$root/fetch.lock" || return 1
+    install_locked "$root/fetch.lock" || return 1
     (PYTHONPATH=$(echo "$bundle"/spotrl-*.whl) && export PYTHONPATH &&
         "$env/bin/python" -m engine.node.environment fetch "$SPOTRL_STORE" "$env" "$environment") || return 1
     "$env/bin/python" -c 'import engine.node.remote_console'
@@ -106,7 +114,7 @@ else
         [ -z "${SPOTRL_STORE:-}" ] || begin
         say "installing what node.lock names"
         step="what node.lock names was installed"
-        install -r "$bundle/node.lock"
+        install_locked "$bundle/node.lock"
         say "installing spotrl"
         step="spotrl was installed"
         # Copied even where uv is set to link: a link into this machine's cache would lead nowhere on the next node.

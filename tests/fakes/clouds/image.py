@@ -1,6 +1,7 @@
 """The hosts' image and their wheels: built once, kept in a cache folder, and found by a digest of the inputs.
 
-wheels-<digest>/  every package of engine/node.lock, as pip would fetch it for a node; mounted read-only on hosts
+wheels-<digest>/  every package of engine/node.lock, as pip would fetch it for a node, and a node.lock with the hashes
+                  of these files (torch is built without CUDA here); mounted read-only on hosts
 image-<digest>/   an overlay layer: login users, sshd's settings, SkyPilot's own runtime, the wheels as uv unpacks them,
                   pip and uv that use them
 
@@ -22,6 +23,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+
+from packaging.utils import parse_wheel_filename
+
+from tests.launcher.node_lock import pins_in
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 HOST = Path(__file__).resolve().parent / "host"
@@ -71,7 +76,11 @@ def node_requirements() -> list[str]:
 
 
 def _wheels_key() -> str:
-    return _digest((CHECKOUT / "engine" / "node.lock").read_text(), *node_requirements(), *EXTRA_WHEELS, _python())
+    return _digest(*_pins(), *node_requirements(), *EXTRA_WHEELS, _python())
+
+
+def _pins() -> list[str]:
+    return pins_in((CHECKOUT / "engine" / "node.lock").read_text())
 
 
 def _image_key() -> str:
@@ -115,12 +124,20 @@ def _make_wheels(to: Path, log: Callable[[str], None]) -> None:
     with tempfile.TemporaryDirectory() as work:
         requirements = Path(work, "requirements.txt")
         requirements.write_text("\n".join([*node_requirements(), *EXTRA_WHEELS]))
-        lock = CHECKOUT / "engine" / "node.lock"
+        constraints = Path(work, "constraints.txt")
+        constraints.write_text("\n".join(_pins()))
         # `wheel`, not `download`: a node has no compiler, so source archives become wheels here.
         _run(
-            [sys.executable, "-m", "pip", "wheel", "--quiet", "--wheel-dir", to, "-c", lock, "-r", requirements],
+            [sys.executable, "-m", "pip", "wheel", "--quiet", "--wheel-dir", to, "-c", constraints, "-r", requirements],
             cwd=work,
         )
+    locked = {pin.partition("==")[0] for pin in _pins()}
+    with (to / "node.lock").open("w") as lock:
+        for wheel in sorted(to.glob("*.whl")):
+            name, version_built = parse_wheel_filename(wheel.name)[:2]
+            if name in locked:
+                digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+                lock.write(f"{name}=={version_built} --hash=sha256:{digest}\n")
 
 
 def _make_layer(to: Path, wheels: Path, cache: Path, log: Callable[[str], None]) -> None:

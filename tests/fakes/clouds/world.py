@@ -256,6 +256,7 @@ class World:
             "PIP_FIND_LINKS": str(self.folder / "wheels"),
             "UV_NO_INDEX": "1",
             "UV_FIND_LINKS": str(self.folder / "wheels"),
+            "SPOTRL_NODE_LOCK": str(self.folder / "wheels" / "node.lock"),
             "SKYPILOT_DISABLE_USAGE_COLLECTION": "1",
             # A process here that acts as a node must not turn off this computer.
             "SPOTRL_SHUTDOWN": "true",

@@ -12,11 +12,12 @@ from importlib.metadata import files, version
 from pathlib import Path
 
 import pytest
+from packaging.utils import canonicalize_name
 
 from engine.node.environment import environment_key
 from launcher.provision.sky import bundle as bundles
 from launcher.provision.sky.bundle import Bundle, WorkdirRefused, make_bundle
-from tests.launcher.node_lock import node_lock
+from tests.launcher.node_lock import node_pins, pins_in
 
 ROOT = Path(__file__).parents[3]
 
@@ -44,15 +45,18 @@ class Instance:
         for program in ("sh", "cat", "date", "mkdir", "mv", "rm", "cp", "flock"):
             (self.bin / program).symlink_to(str(shutil.which(program)))
         (self.home / "spotrl").mkdir()
-        self.write_wheel("pinned", "1.0")
+        self.pinned = self.write_wheel("pinned", "1.0")
 
-    def write_wheel(self, name: str, version: str) -> None:
+    def write_wheel(self, name: str, version: str) -> str:
+        """Write a wheel, and return its line of a lock."""
         info = f"{name}-{version}.dist-info"
-        with zipfile.ZipFile(self.wheels / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+        path = self.wheels / f"{name}-{version}-py3-none-any.whl"
+        with zipfile.ZipFile(path, "w") as wheel:
             wheel.writestr(f"{name}.py", f"version = {version!r}\n")
             wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
             wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
             wheel.writestr(f"{info}/RECORD", "")
+        return f"{name}=={version} {hash_of(path)}\n"
 
     def has_python(self) -> "Instance":
         # A script, because a link to an environment's interpreter is not that environment.
@@ -73,15 +77,15 @@ class Instance:
 
     def write_obstore(self) -> str:
         """Pack the installed obstore into a wheel, and return its line of a lock."""
-        line = f"obstore=={version('obstore')}"
-        with zipfile.ZipFile(self.wheels / f"{line.replace('==', '-')}-py3-none-any.whl", "w") as wheel:
+        path = self.wheels / f"obstore-{version('obstore')}-py3-none-any.whl"
+        with zipfile.ZipFile(path, "w") as wheel:
             for file in files("obstore") or ():
                 if file.suffix != ".pyc":
                     content = file.locate().read_bytes()
                     if file.name == "METADATA":  # typing-extensions is needed by type checkers only
                         content = b"".join(row for row in content.splitlines(True) if b"Requires-Dist" not in row)
                     wheel.writestr(file.as_posix(), content)
-        return line
+        return f"obstore=={version('obstore')} \\\n    {hash_of(path)}\n"
 
     def start(self, bundle: Bundle, store: str = "") -> "subprocess.Popen[str]":
         environment = {
@@ -122,6 +126,11 @@ class Instance:
         return subprocess.run(command, cwd=self.home, check=True, capture_output=True, text=True).stdout.strip()
 
 
+def hash_of(wheel: Path) -> str:
+    """Return the option of a lock that names a file's hash."""
+    return f"--hash=sha256:{hashlib.sha256(wheel.read_bytes()).hexdigest()}"
+
+
 @pytest.fixture
 def instance(tmp_path: Path) -> Instance:
     return Instance(tmp_path)
@@ -150,22 +159,63 @@ def sent(bundle: Bundle) -> set[str]:
 
 
 def test_node_lock_is_what_the_tests_run_with():
-    assert (ROOT / "engine/node.lock").read_text() == node_lock(), (
+    """Beside it are only what torch needs for CUDA, and what Windows needs."""
+    locked = pins_in((ROOT / "engine/node.lock").read_text())
+    assert [pin for pin in locked if pin in node_pins()] == node_pins(), (
         "python -m tests.launcher.node_lock > engine/node.lock"
     )
+    for_cuda = tuple(f"{name}==" for name in ("colorama", "cuda-bindings", "cuda-pathfinder", "cuda-toolkit", "triton"))
+    assert not [pin for pin in locked if pin not in node_pins() and not pin.startswith(("nvidia-", *for_cuda))]
+
+
+def test_every_package_of_node_lock_has_hashes():
+    requirements = (ROOT / "engine/node.lock").read_text().replace("\\\n", " ").splitlines()[2:]
+    assert len(requirements) == len(pins_in("\n".join(requirements))) > 80
+    assert all(" --hash=sha256:" in requirement for requirement in requirements)
 
 
 def test_node_lock_is_a_part_of_versions_lock():
-    everything = set((ROOT / "engine/versions.lock").read_text().splitlines())
-    pins = {line for line in node_lock().splitlines() if not line.startswith("#")}
-    left = {pin for pin in pins - everything if not pin.startswith("setuptools==")}  # pip does not list this package
+    everything = {canonical(pin) for pin in pins_in((ROOT / "engine/versions.lock").read_text())}
+    left = {
+        pin for pin in node_pins() if pin not in everything and not pin.startswith("setuptools==")
+    }  # pip lists it not
     assert not left
-    assert {"torch==2.13.0", "ray==2.60.0"} <= pins
+    assert {"torch==2.13.0", "ray==2.60.0"} <= set(node_pins())
+
+
+def canonical(pin: str) -> str:
+    name, _, version = pin.partition("==")
+    return f"{canonicalize_name(name)}=={version}"
 
 
 def test_a_node_gets_neither_a_cloud_sdk_nor_skypilot():
-    names = {line.partition("==")[0].lower() for line in node_lock().splitlines()}
+    names = {pin.partition("==")[0] for pin in pins_in((ROOT / "engine/node.lock").read_text())}
     assert not names & {"boto3", "botocore", "google-cloud-compute", "google-auth", "skypilot", "pytest", "moto"}
+
+
+def test_a_variable_names_another_lock(tmp_path, monkeypatch):
+    lock = tmp_path / "cpu.lock"
+    monkeypatch.setenv("SPOTRL_NODE_LOCK", str(lock))
+    lock.write_text(f"# ours\ntorch==2.13.0+cpu \\\n    --hash=sha256:{'0' * 64}\n")
+    assert (make_bundle(tmp_path / "bundles", None).folder / "node.lock").read_text() == lock.read_text()
+
+
+@pytest.mark.parametrize(
+    "line", ["torch==2.13.0", f"torch --hash=sha256:{'0' * 64}", "--index-url https://example.org"]
+)
+def test_another_lock_without_version_or_hash_is_refused(tmp_path, monkeypatch, line):
+    lock = tmp_path / "cpu.lock"
+    lock.write_text(f"six==1.17.0 --hash=sha256:{'0' * 64}\n{line}\n")
+    monkeypatch.setenv("SPOTRL_NODE_LOCK", str(lock))
+    with pytest.raises(WorkdirRefused, match="each package needs an exact version and a hash") as refused:
+        make_bundle(tmp_path / "bundles", None)
+    assert f"`{line[:80]}`" in str(refused.value)
+
+
+def test_another_lock_that_is_missing_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPOTRL_NODE_LOCK", str(tmp_path / "none.lock"))
+    with pytest.raises(WorkdirRefused, match=r"SPOTRL_NODE_LOCK names .*none.lock, which cannot be read"):
+        make_bundle(tmp_path / "bundles", None)
 
 
 # --- the bundle -----------------------------------------------------------------------------------
@@ -299,7 +349,7 @@ print(launcher.__file__, make_bundle(Path({str(tmp_path / "theirs")!r}), None, l
 
 @pytest.mark.slow
 def test_the_setup_makes_a_node_and_its_second_run_does_nothing(tmp_path, instance, workdir):
-    bundle = bundle_of(tmp_path, workdir)
+    bundle = bundle_of(tmp_path, workdir, instance.pinned)
     instance.has_python().set_up(bundle)
     assert (instance.env / ".digest").read_text() == bundle.digest
     assert instance.python("import pinned, engine.clock; print(pinned.version)") == "1.0"
@@ -311,10 +361,10 @@ def test_the_setup_makes_a_node_and_its_second_run_does_nothing(tmp_path, instan
 
 @pytest.mark.slow
 def test_another_prompt_file_causes_no_new_installation(tmp_path, instance, workdir):
-    instance.has_uv().set_up(bundle_of(tmp_path, workdir))
+    instance.has_uv().set_up(bundle_of(tmp_path, workdir, instance.pinned))
     (instance.env / "witness").touch()
     (workdir / "prompts.txt").write_text("9876\n")
-    bundle = bundle_of(tmp_path, workdir)
+    bundle = bundle_of(tmp_path, workdir, instance.pinned)
     assert "the environment is there already" in instance.set_up(bundle)
     assert (instance.env / "witness").exists()
     assert (instance.home / "spotrl/work/prompts.txt").read_text() == "9876\n"
@@ -323,18 +373,18 @@ def test_another_prompt_file_causes_no_new_installation(tmp_path, instance, work
 
 @pytest.mark.slow
 def test_an_existing_uv_is_used_and_another_lock_makes_a_new_environment(tmp_path, instance):
-    instance.has_uv().set_up(bundle_of(tmp_path, None))
+    instance.has_uv().set_up(bundle_of(tmp_path, None, instance.pinned))
     assert instance.python("import pinned; print(pinned.version)") == "1.0"
-    instance.write_wheel("pinned", "2.0")
+    pinned = instance.write_wheel("pinned", "2.0")
     (instance.env / "witness").touch()
-    instance.set_up(bundle_of(tmp_path, None, "pinned==2.0\n"))
+    instance.set_up(bundle_of(tmp_path, None, pinned))
     assert instance.python("import pinned; print(pinned.version)") == "2.0"
     assert not (instance.env / "witness").exists()
 
 
 @pytest.mark.slow
 def test_a_killed_setup_is_repeated_and_two_at_once_install_once(tmp_path, instance):
-    bundle = bundle_of(tmp_path, None)
+    bundle = bundle_of(tmp_path, None, instance.pinned)
     instance.has_python().send(bundle)
     first = instance.start(bundle)
     until = time.monotonic() + 120
@@ -354,16 +404,38 @@ def test_a_killed_setup_is_repeated_and_two_at_once_install_once(tmp_path, insta
 
 @pytest.mark.slow
 def test_a_lock_that_cannot_be_installed_fails_clearly_and_leaves_no_digest(tmp_path, instance):
-    out = instance.has_uv().set_up(bundle_of(tmp_path, None, "pinned==7.7\n"), exit_code=1)
+    out = instance.has_uv().set_up(bundle_of(tmp_path, None, instance.pinned.replace("1.0", "7.7")), exit_code=1)
     assert "No matching distribution found for pinned==7.7" in out
     assert "while what node.lock names was installed" in out.splitlines()[-1]
     assert not (instance.env / ".digest").exists()
 
 
+@pytest.mark.parametrize("has", [Instance.has_uv, Instance.has_python])
+@pytest.mark.slow
+def test_a_file_with_another_hash_than_the_locks_is_not_installed(tmp_path, instance, has):
+    locked = instance.pinned
+    with zipfile.ZipFile(instance.wheels / "pinned-1.0-py3-none-any.whl", "a") as wheel:
+        wheel.writestr("pinned.pth", "import os")
+    out = has(instance).set_up(bundle_of(tmp_path, None, locked), exit_code=1)
+    assert "THESE PACKAGES DO NOT MATCH THE HASHES" in out
+    assert not list(instance.env.glob("lib/python*/site-packages/pinned*"))
+    assert not (instance.env / ".digest").exists()
+
+
+@pytest.mark.slow
+def test_the_client_of_buckets_is_fetched_with_its_hash(tmp_path, instance):
+    lock = instance.pinned + instance.write_obstore()
+    with zipfile.ZipFile(next(instance.wheels.glob("obstore-*")), "a") as wheel:
+        wheel.writestr("obstore.pth", "import os")
+    store = (tmp_path / "bucket").as_uri()
+    out = instance.has_uv().set_up(bundle_of(tmp_path, None, lock), store=store, exit_code=1)
+    assert out.count("THESE PACKAGES DO NOT MATCH THE HASHES") == 2, "in the fetch, and when the environment is built"
+
+
 @pytest.mark.slow
 def test_the_first_node_builds_the_environment_and_the_second_fetches_it(tmp_path, instance):
     store = (tmp_path / "bucket").as_uri()
-    bundle = bundle_of(tmp_path, None, f"pinned==1.0\n{instance.write_obstore()}\n")
+    bundle = bundle_of(tmp_path, None, instance.pinned + instance.write_obstore())
     out = instance.has_uv().set_up(bundle, store=store)
     assert "no archive of this environment yet" in out
     assert "installing what node.lock names" in out
@@ -381,7 +453,7 @@ def test_the_first_node_builds_the_environment_and_the_second_fetches_it(tmp_pat
 
 @pytest.mark.slow
 def test_a_node_builds_if_the_archive_is_damaged(tmp_path, instance):
-    bundle = bundle_of(tmp_path, None, f"pinned==1.0\n{instance.write_obstore()}\n")
+    bundle = bundle_of(tmp_path, None, instance.pinned + instance.write_obstore())
     key = environment_key(instance.env, (bundle.folder / "environment").read_text())
     manifest = tmp_path / "bucket/environments" / key / ".manifest.json"
     manifest.parent.mkdir(parents=True)

@@ -91,7 +91,7 @@ set -euo pipefail
 export HOME=/home/ubuntu
 cd /tmp
 uv -q venv env --python 3.11 || uv -q venv --clear env --python '>=3.11'
-uv -q pip install --python env/bin/python -r checkout/engine/node.lock
+uv -q pip install --python env/bin/python --no-deps --require-hashes -r /opt/spotrl/wheels/node.lock
 PYTHONPATH=checkout env/bin/python -c 'import engine.node.agent, engine.entrypoints.processes, engine.node.remote_console, ray'
 env/bin/python keep_bytecode.py env
 U
