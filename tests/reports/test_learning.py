@@ -32,7 +32,7 @@ def warned(folder):
     return [event.text for event in progress(folder, "warned")]
 
 
-@pytest.mark.parametrize("iterations", [1, 3])
+@pytest.mark.parametrize("iterations", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_run_whose_rewards_never_vary_is_not_finished(tmp_path, iterations):
     finished = build(job(iterations=iterations), tmp_path, reward=equal).loop.run()
     assert (finished.reason, finished.iteration) == ("unhealthy", iterations)

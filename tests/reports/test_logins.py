@@ -52,7 +52,11 @@ LOG_TEXTS = {
         "(invalid_rapt)",
     ],
 }
-TEXTS = [(cloud, text) for cloud, texts in LOG_TEXTS.items() for text in texts]
+TEXTS = [
+    pytest.param(cloud, text, marks=() if text == texts[0] else pytest.mark.slow)
+    for cloud, texts in LOG_TEXTS.items()
+    for text in texts
+]
 COMMANDS = {"aws": "`aws sso login`", "gcp": "`gcloud auth login"}
 
 

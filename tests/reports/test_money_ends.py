@@ -37,7 +37,7 @@ ORDERS = {
 }
 """Answers to an order to terminate."""
 
-QUICK = {("error", "gcp"), ("ignored", "aws")}
+QUICK = {("error", "gcp")}
 """Answers and clouds of one test that are tried in the quick tier."""
 
 
@@ -408,7 +408,7 @@ def test_a_node_that_ended_during_an_outage_is_paid_until_its_end(home, capsys, 
     assert_over_and_true(stage, capsys)
 
 
-@pytest.mark.parametrize("cloud", ["aws", "gcp"])
+@pytest.mark.parametrize("cloud", [pytest.param("aws", marks=pytest.mark.slow), "gcp"])
 def test_an_end_that_the_cloud_has_forgotten_is_the_last_look_that_saw_the_vm(home, capsys, cloud):
     stage = MoneyStage(home, cloud).begun()
     stage.cloud.forgets = True

@@ -146,7 +146,7 @@ def test_a_run_refused_everywhere_waits_and_goes_on_when_a_place_opens(sessions)
     assert len(stage.live()) == 3
 
 
-@pytest.mark.parametrize("answer", ["odd", "dies"])
+@pytest.mark.parametrize("answer", ["odd", pytest.param("dies", marks=pytest.mark.slow)])
 def test_a_zone_that_gives_no_rollout_node_in_any_words_is_left(sessions, answer):
     stage = Stage(sessions, sites=CLOUD_SITES[:1])
     stage.cloud.answers["gcp/g1/g1-a"] = answer
