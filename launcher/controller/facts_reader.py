@@ -1,6 +1,7 @@
 """Read the facts of a run: its status, nodes and spending, the engine's progress, and the spending of other runs."""
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -12,9 +13,9 @@ from engine.events import EngineFinished, EngineStarted, IterationDone, Judged
 from launcher.decide import budget_guard
 from launcher.decide.clock_doubt import Doubt
 from launcher.decide.current_prices import PriceNow, repriced
-from launcher.decide.facts import OVER, Facts, Others, Stage
+from launcher.decide.facts import OVER, Facts, NodeRecord, Others, Stage
 from launcher.decide.node_facts import NodeFact, NodeStatus
-from launcher.decide.run_budget import hourly_micro_usd, reserved_micro_usd
+from launcher.decide.run_budget import held_for_stuck, hourly_micro_usd, reserved_micro_usd
 from launcher.decide.work_left import WorkLeft
 from launcher.job.schema import Job
 from launcher.ledger.accounting import judge_budget, judge_micro_usd, spent_micro_usd
@@ -131,7 +132,6 @@ class FactsReader:
             .limit(1)
         )
         nodes = node_records(session, self._run)
-        ordered = {node.name: node.happened["releasing"] for node in nodes if node.is_ordered_to_end}
         return Facts(
             now_ms=now_ms,
             stage=stage,
@@ -139,7 +139,7 @@ class FactsReader:
             stage_ms=stage_ms,
             planned_ms=planned_ms,
             nodes=nodes,
-            metered_when_ordered=metered_at(session, self._run, ordered, now_ms) if ordered else {},
+            metered_when_ordered=_metered_when_ordered(session, self._run, nodes, now_ms),
             metered=spent_micro_usd(session, self._run, now_ms),
             finished=EngineFinished(**finished.event) if finished is not None else None,
             finished_ms=finished.at_ms if finished is not None else 0,
@@ -203,12 +203,20 @@ class FactsReader:
                 self._settled[run.id] = spent
                 self._open.discard(run.id)
                 continue
-            planned += max(hourly_micro_usd(bought), self._planned_hourly_of(run) if is_bought else 0)
+            planned_hourly = self._planned_hourly_of(run) if is_bought else 0
+            planned += max(hourly_micro_usd(bought), planned_hourly)
             # A run that starts checks the limit itself, and must not end this one before it is refused.
             if is_live or (status is not None and status.status != Stage.PLANNED):
                 reserved += max(0, judged - judges)
             metered += spent
-            reserved += reserved_micro_usd(bought, budget_guard.RELEASE_ALLOWANCE_MS, now_ms)
+            reserved += reserved_micro_usd(bought, budget_guard.RELEASE_ALLOWANCE_MS, now_ms) + held_for_stuck(
+                bought,
+                _metered_when_ordered(session, run, bought, now_ms),
+                max_total=run.max_total_micro_usd,
+                planned_hourly=planned_hourly,
+                allowance_ms=budget_guard.RELEASE_ALLOWANCE_MS,
+                now_ms=now_ms,
+            )
             per_hour += hourly_micro_usd(bought)
         metered += sum(self._settled.values())
         self._last_others = Others(metered=metered, reserved=reserved, hourly=per_hour, planned_hourly=planned)
@@ -237,3 +245,9 @@ class FactsReader:
                 slot.placement.micro_usd_per_hour + slot.placement.side_micro_usd_per_hour for slot in slots
             )
         return self._plans[run.id]
+
+
+def _metered_when_ordered(session: Session, run: Run, nodes: Sequence[NodeRecord], now_ms: int) -> dict[str, int]:
+    """Return the money that the run had cost when each of its nodes that still runs was ordered to end."""
+    ordered = {node.name: node.happened["releasing"] for node in nodes if node.is_ordered_to_end}
+    return metered_at(session, run, ordered, now_ms) if ordered else {}

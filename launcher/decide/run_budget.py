@@ -1,6 +1,6 @@
 """The budget guard on a run's facts: rates, reserves, and the most that a run can spend."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import ceil
 
 from engine.events import Market
@@ -114,24 +114,45 @@ def _hourly_of_plan(facts: Facts, wanted: Wanted) -> int:
 
 
 def stuck_micro_usd(facts: Facts, wanted: Wanted) -> int:
+    """Return the money held for nodes of this run that the cloud does not end (`held_for_stuck`)."""
+    limits = (wanted.limits.max_total, wanted.all_runs.max_total)
+    return held_for_stuck(
+        facts.nodes,
+        facts.metered_when_ordered,
+        max_total=min((limit for limit in limits if limit is not None), default=None),
+        planned_hourly=_hourly_of_plan(facts, wanted),
+        allowance_ms=wanted.allowance_ms,
+        now_ms=facts.now_ms,
+    )
+
+
+def held_for_stuck(
+    nodes: Sequence[NodeRecord],
+    metered_when_ordered: Mapping[str, int],
+    *,
+    max_total: int | None,
+    planned_hourly: int,
+    allowance_ms: int,
+    now_ms: int,
+) -> int:
     """Return the money held for nodes that were ordered to end, and that the cloud has not ended within the allowance.
 
     Nobody can say when the cloud obeys. Such a node ends itself at its spend deadline, which is at the latest the one
     of the time of the order: the whole plan uses up the money that was left then. The allowance itself is part of
     `reserve_of`.
     """
-    planned, total = _hourly_of_plan(facts, wanted), 0
-    for node in facts.nodes:
-        if not node.is_ordered_to_end or facts.now_ms - node.happened["releasing"] <= wanted.allowance_ms:
+    total = 0
+    for node in nodes:
+        if not node.is_ordered_to_end or now_ms - node.happened["releasing"] <= allowance_ms:
             continue
         ends_ms = budget_guard.money_deadline_ms(
             now_ms=node.happened["releasing"],
-            metered=facts.metered_when_ordered.get(node.name, 0),
-            max_total=wanted.limits.max_total,
-            planned_hourly=planned,
+            metered=metered_when_ordered.get(node.name, 0),
+            max_total=max_total,
+            planned_hourly=planned_hourly,
         )
         if ends_ms is not None:
-            left_ms = ends_ms - facts.now_ms - wanted.allowance_ms
+            left_ms = ends_ms - now_ms - allowance_ms
             total += budget_guard.worst_case(node.running_micro_usd_per_hour, left_ms)
     return total
 

@@ -26,7 +26,7 @@ from launcher.provision.sky.set_up import SetUp
 from launcher.provision.sky.sky_provisioner import SkyProvisioner
 from launcher.provision.sky.surroundings import Purchases
 from launcher.runs.runs import request_stop
-from tests.launcher.cluster.stage import cloud_run, cloud_site, dead_pid
+from tests.launcher.cluster.stage import SimulatedCloud, cloud_run, cloud_site, dead_pid
 from tests.launcher.cluster.test_sky_provisioner import AtOnce, FakeCloud, FakeLink, FakeSky, Killed, Time
 
 REGION, MINUTE = "us-east-1", 60_000
@@ -367,12 +367,36 @@ def test_a_silent_node_that_cannot_be_ended_counts_against_the_budget(home, orde
     assert stage.true_micro_usd() <= 3_000_000
 
 
+def test_nodes_of_another_run_that_cannot_be_ended_hold_its_money_against_the_limit_of_all_runs(home):
+    stage = MoneyStage(home, max_total=3_000_000).begun()
+    beside = cloud_run(stage.sessions, name="beside", spot=0, all_runs={"max_total": "$50"})
+    controller = Controller(
+        stage.sessions, beside, SimulatedCloud(stage.time), stage.time, "beside", dead_pid(), lambda a, b: None
+    )
+    stage.cloud.orders = "ignored"
+    stage.order_down()
+    stage.passes(20, step_s=60)
+    others = controller.facts().others
+    ends_ms = {name: stage.spend_deadline_ms(name) for name in stage.names}
+    most = sum(
+        (ends_ms[node.node] - stage.time.ms) * node.micro_usd_per_hour // 3_600_000 for node in stage.costs().nodes
+    )
+    assert most > 2_000_000
+    assert most <= others.reserved <= 3_050_000 - others.metered
+    stage.cloud.orders = "obeyed"
+    stage.passes(5)
+    assert stage.stage() == "stopped"
+    assert controller.facts().others.reserved == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("cloud", ["aws", "gcp"])
-@pytest.mark.parametrize("orders", ["error", "ignored", "permission"])
+@pytest.mark.parametrize("orders", ["error", "ignored", "permission", "ignored, with a limit of all runs alone"])
 def test_replaced_nodes_that_cannot_be_ended_do_not_pass_the_budget(home, orders, cloud):
     """The old node works on until its own spend deadline, beside its successor and without a word from us."""
-    stage = MoneyStage(home, cloud, spot=3, max_total=6_000_000, max_hourly=None).begun()
+    orders, _, is_of_all_runs = orders.partition(", ")
+    limit = {"max_total": None, "all_runs": {"max_total": "$6"}} if is_of_all_runs else {"max_total": 6_000_000}
+    stage = MoneyStage(home, cloud, spot=3, max_hourly=None, **limit).begun()
     stage.cloud.orders = orders
     old = [f"run-spot-{number}-g0" for number in range(3)]
     deadline_ms = max(stage.spend_deadline_ms(name) for name in old)
