@@ -1,13 +1,19 @@
 """`spotrl ls`: list all runs, newest first."""
 
 import json
+from pathlib import Path
 
 import click
+from sqlalchemy import select
 from sqlalchemy.orm import Session, sessionmaker
 
 from launcher.cli.layout import print_table, print_text
+from launcher.cli.output_file import check_output
+from launcher.cli.report import say_written
+from launcher.ledger.models import Run
 from launcher.ledger.store import find_run
 from launcher.money import dollars, hourly
+from launcher.report.focus import write_focus
 from launcher.runs.run_list import RunRow, all_rows
 from launcher.runs.views import RunView, run_documents, view_of
 
@@ -17,15 +23,27 @@ _HEADING = ("run", "status", "iteration", "score", "spent", "rate", "nodes")
 @click.command()
 @click.option("--all", "show_all", is_flag=True, help="Include runs removed with `spotrl rm`.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON array.")
+@click.option(
+    "--focus",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE.csv",
+    help="Only write the costs of all runs, removed ones too, to this file, as rows of FOCUS 1.2 by node and hour.",
+)
 @click.pass_obj
-def ls(sessions: sessionmaker[Session], show_all: bool, as_json: bool) -> None:
+def ls(sessions: sessionmaker[Session], show_all: bool, as_json: bool, focus: Path | None) -> None:
     """List all runs with their status, score and cost.
 
     \b
     Example:
       spotrl ls
       spotrl ls --all
+      spotrl ls --focus costs.csv
     """
+    if focus is not None:
+        check_output(focus)
+        with sessions() as session:
+            say_written(write_focus(session, session.scalars(select(Run).order_by(Run.id)).all(), focus))
+        return
     if as_json:
         shown = [view for view in run_documents(sessions) if show_all or not view["is_removed"]]
         click.echo(json.dumps(shown))

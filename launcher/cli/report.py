@@ -9,10 +9,13 @@ import click
 from sqlalchemy.orm import Session, sessionmaker
 
 from launcher.cli.number import Number
+from launcher.cli.output_file import check_output
 from launcher.cli.run_argument import run_argument
 from launcher.ledger.models import Removal, Run
 from launcher.ledger.store import find_run
+from launcher.money import dollars
 from launcher.report.build import build_report
+from launcher.report.focus import FocusFile, write_focus
 from launcher.report.tables import write_tables
 from launcher.report.terminal import a_console, print_report
 from launcher.storage.stores import StoreError, read_object, run_stores
@@ -33,6 +36,12 @@ from launcher.storage.stores import StoreError, read_object, run_stores
 @click.option(
     "--csv", type=click.Path(file_okay=False, path_type=Path), metavar="FOLDER", help="Also write each table as CSV."
 )
+@click.option(
+    "--focus",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE.csv",
+    help="Also write the costs by node and hour to this file, as rows of FOCUS 1.2.",
+)
 @click.pass_obj
 def report(
     sessions: sessionmaker[Session],
@@ -42,6 +51,7 @@ def report(
     as_json: bool,
     html: Path | None,
     csv: Path | None,
+    focus: Path | None,
 ) -> None:
     """Show the dollars and hours that RUN took to its target.
 
@@ -51,6 +61,8 @@ def report(
     Example:
       spotrl report digits-ocr --target-reward 0.8 --html report.html
     """
+    if focus is not None:
+        check_output(focus)
     with sessions() as session:
         run = find_run(session, run_name)
         other = find_run(session, against) if against else None
@@ -69,10 +81,20 @@ def report(
     if csv is not None:
         for path in write_tables(built, csv):
             click.echo(f"wrote {path}", err=True)
+    if focus is not None:
+        with sessions() as session:
+            say_written(write_focus(session, [find_run(session, run_name)], focus))
     if as_json:
         click.echo(json.dumps(built.to_dict(), indent=2, allow_nan=False))
     else:
         print_report(built, a_console())
+
+
+def say_written(file: FocusFile) -> None:
+    """Print what a file of FOCUS rows holds, and what it cannot hold."""
+    click.echo(f"wrote {file.path}: {file.rows} rows, {dollars(file.micro_usd)}", err=True)
+    for note in file.notes:
+        click.echo(note, err=True)
 
 
 def image_reader(run: Run) -> Callable[[str], bytes | None]:

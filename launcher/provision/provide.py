@@ -136,10 +136,11 @@ def prepare_folder(
         log.warning("%s; nodes go on being reached from %s", error, common["ssh_from"])
         address = common["ssh_from"]
     if not common:
-        owners = {cloud: api.caller().owner for cloud, api in apis.items()}
+        callers = {cloud: api.caller() for cloud, api in apis.items()}
         model = None if job.model.path is None else (workdir or Path()) / job.model.path
         common = {
-            "owners": owners,
+            "owners": {cloud: caller.owner for cloud, caller in callers.items()},
+            "accounts": {cloud: caller.account for cloud, caller in callers.items()},
             "bundle": make_bundle(folder / "bundles", workdir, model=model).digest,
         }
         if model is not None:

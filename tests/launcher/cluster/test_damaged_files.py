@@ -153,7 +153,8 @@ def test_an_empty_file_shared_by_all_nodes_is_written_again(tmp_path, monkeypatc
     monkeypatch.setattr("launcher.provision.provide.make_bundle", lambda *_, **__: bundle)
     job = Job(name="demo", iterations=1, infra="aws", store={"aws": "s3://bucket/runs"}, ssh_from="203.0.113.7/32")
     common = prepare_folder(tmp_path, job, {"aws": FakeCloud()}, None)
-    assert common == {"owners": {"aws": ME}, "bundle": "d1", "ssh_from": "203.0.113.7/32"}
+    accounts = {"aws": FakeCloud().caller().account}
+    assert common == {"owners": {"aws": ME}, "accounts": accounts, "bundle": "d1", "ssh_from": "203.0.113.7/32"}
     (tmp_path / "common.json").write_text("")
     assert prepare_folder(tmp_path, job, {"aws": FakeCloud()}, None) == common
     assert json.loads((tmp_path / "common.json").read_text()) == common
