@@ -51,7 +51,17 @@ UNKNOWN = "unknown"
 """`BillingAccountId` of a cloud's rows: a run knows its account or project (`SubAccountId`), not who pays for that."""
 
 PROVIDERS = {"aws": "AWS", "gcp": "Google Cloud", LOCAL: "This machine"}
-SERVICES = {"aws": "Amazon Elastic Compute Cloud", "gcp": "Compute Engine", LOCAL: "spotrl on this machine"}
+MACHINE = "machine"
+SERVICES = {
+    ("aws", MACHINE): "Amazon Elastic Compute Cloud",
+    ("aws", DISK): "Amazon Elastic Block Store",
+    ("aws", ADDRESS): "Amazon Virtual Private Cloud",
+    ("gcp", MACHINE): "Compute Engine",
+    ("gcp", DISK): "Persistent Disk",
+    ("gcp", ADDRESS): "Cloud External IP Addresses",
+    (LOCAL, MACHINE): "spotrl on this machine",
+}
+"""A service has one category: FOCUS's rule."""
 CATEGORIES = {
     DISK: ("Storage", "Block Storage", "Disk"),
     ADDRESS: ("Networking", "Network Infrastructure", "IP address"),
@@ -141,6 +151,7 @@ def _machine_rows(run: Run, node: Node, cost: NodeCost, place: dict[str, Any]) -
                 "AvailabilityZone": cost.zone,
                 "ResourceType": resource_type,
                 "ServiceCategory": category,
+                "ServiceName": SERVICES.get((cost.cloud, MACHINE), cost.cloud),
                 "ServiceSubcategory": subcategory,
                 "SkuId": cost.instance_type,
                 "SkuPriceId": f"{cost.instance_type}/{cost.market}",
@@ -176,6 +187,7 @@ def _side_rows(
             "ConsumedUnit": "Hours",
             "ResourceType": resource_type,
             "ServiceCategory": category,
+            "ServiceName": "spotrl" if node is None else SERVICES.get((node.cloud, side.kind), node.cloud),
             "ServiceSubcategory": subcategory,
             "SkuId": side.kind,
             "SkuPriceId": side.kind,
@@ -236,7 +248,6 @@ def _place(run: Run, node: Node | None, accounts: dict[str, str]) -> dict[str, A
         "RegionName": "" if node is None else node.region,
         "ResourceId": resource,
         "ResourceName": "" if node is None else node.name,
-        "ServiceName": SERVICES.get(cloud, "spotrl"),
         "SubAccountId": accounts.get(cloud, ""),
         "Tags": json.dumps(tags),
         "x_CostBasis": run.money_basis,

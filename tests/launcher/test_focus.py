@@ -191,6 +191,12 @@ def test_disks_and_addresses_have_rows_and_costs_without_a_price_have_none(run):
         "Block Storage",
         "Network Infrastructure",
     }
+    services = {(row["ProviderName"], row["ServiceName"]): row["ServiceCategory"] for row in rows}
+    assert (
+        len({name for _, name in services})
+        == len(services)
+        == len({(row["ProviderName"], row["ResourceType"]) for row in rows})
+    )
     assert micro(rows) == total + sum(cost.micro_usd or 0 for cost in sides)
     assert micro(row for row in rows if row["ResourceType"] == "Disk") == sum(
         cost.micro_usd for cost in sides if cost.kind == "disk"
