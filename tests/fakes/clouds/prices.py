@@ -176,6 +176,12 @@ def open_market() -> FakeMarket:
     )
 
 
+def micro_usd_per_hour(zone: str, instance_type: str, market: str) -> int:
+    """Return the price of an instance, before any change."""
+    (row,) = (one for one in rows() if (one.zone, one.kind.instance_type) == (zone, instance_type))
+    return round(Decimal(row.spot if market == "spot" else row.on_demand) * 1_000_000)
+
+
 def change(market: FakeMarket, where: str, factor: float) -> int:
     """Set spot prices under `where` (cloud/region/zone) to `factor` times their first value. Return the count."""
     now_ms = int(time.time() * 1000)
