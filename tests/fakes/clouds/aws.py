@@ -55,8 +55,6 @@ FORBIDDEN = (
     f"You are not authorized to perform this operation. User: arn:aws:iam::{addresses.ACCOUNT}:user/tester is not "
     "authorized to perform: ec2:{action} with an explicit deny in a service control policy"
 )
-CREATING = ("Allocate", "Authorize", "Create", "Import", "Run")
-"""Beginnings of the calls to EC2 that a service control policy denies in a forbidden region."""
 QUOTAS = {
     "L-1216C47A": ("Running On-Demand Standard (A, C, D, H, I, M, R, T, Z) instances", 256.0),
     "L-34B43A08": ("All Standard (A, C, D, H, I, M, R, T, Z) Spot Instance Requests", 256.0),
@@ -190,8 +188,7 @@ class Aws:
                 return _xml_error(start, "RequestLimitExceeded", "Request limit exceeded.")
             if is_expired:
                 return _expired(start, service)
-            creates = service == "ec2" and action.startswith(CREATING)
-            if creates and self.faults.met(Kind.FORBIDDEN, where):
+            if service == "ec2" and self.faults.met(Kind.FORBIDDEN, where):
                 return _xml_error(start, "UnauthorizedOperation", FORBIDDEN.format(action=action), status=403)
             if action == "TerminateInstances" and self.faults.met(Kind.ENDS_FAIL, where, run=self._run_of(form)):
                 return _xml_error(start, "InternalError", "An internal error has occurred", status=500)
