@@ -80,14 +80,15 @@ def _start_ray(start: Any, cluster_name: str, custom_resource: Any, cluster_info
         start(cluster_name, custom_resource, cluster_info, ssh_credentials)
 
 
-def _repeated(prepare: Callable[[], Answer], wait: Callable[[float], None] = time.sleep) -> Answer:
-    """Return the result of a region's preparation, which only reads. Repeat it while Google Cloud does not answer."""
-    from googleapiclient.errors import HttpError
+def _repeated(prepare: Callable[[], Answer], refused: Any, wait: Callable[[float], None] = time.sleep) -> Answer:
+    """Return the result of a region's preparation, which only reads. Repeat it while Google Cloud does not answer.
 
+    `refused`: the class of its client's errors, with a `status_code`.
+    """
     for seconds in GAPS_SECONDS:
         try:
             return prepare()
-        except HttpError as error:
+        except refused as error:
             if error.status_code != 429 and error.status_code < 500:
                 raise
             wait(seconds)
@@ -131,11 +132,13 @@ class _OnGoogle:
 
         SkyPilot's own preparation creates and attaches a service account with wide permissions.
         """
+        from sky.adaptors.gcp import http_error_exception
         from sky.provision.gcp import config as gcp
 
         if IDENTITY_LABEL not in config.node_config.get("labels", {}):
             return gcp.bootstrap_instances(region, cluster_name_on_cloud, config)
-        return _repeated(partial(_OnGoogle._prepare, region, cluster_name_on_cloud, config))
+        prepare = partial(_OnGoogle._prepare, region, cluster_name_on_cloud, config)
+        return _repeated(prepare, http_error_exception())
 
     @staticmethod
     def _prepare(region: str, cluster_name_on_cloud: str, config: Any) -> Any:
