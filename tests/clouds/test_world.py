@@ -729,6 +729,7 @@ def test_a_forbidden_region_says_that_a_policy_forbids_it(site: Site) -> None:
     site.world.fault("forbidden", "gcp/us-central1")
     with pytest.raises(RuntimeError, match=r"UnauthorizedOperation.*explicit deny in a service control policy"):
         site.aws("us-west-2")
+    site.world.call(lambda: boto3.client("ec2", region_name="us-west-2", config=ONCE).describe_regions())
     with pytest.raises(RuntimeError, match=r"conditionNotMet|violates constraint constraints/gcp\.resourceLocations"):
         site.world.call(lambda: site._insert("test-forbidden", "us-central1-a").result())
     site.end(site.aws())

@@ -55,6 +55,8 @@ FORBIDDEN = (
     f"You are not authorized to perform this operation. User: arn:aws:iam::{addresses.ACCOUNT}:user/tester is not "
     "authorized to perform: ec2:{action} with an explicit deny in a service control policy"
 )
+EXEMPT = ("DescribeRegions",)
+"""Calls to EC2 that AWS's own example of a policy on regions lets through. SkyPilot makes it in us-east-1."""
 QUOTAS = {
     "L-1216C47A": ("Running On-Demand Standard (A, C, D, H, I, M, R, T, Z) instances", 256.0),
     "L-34B43A08": ("All Standard (A, C, D, H, I, M, R, T, Z) Spot Instance Requests", 256.0),
@@ -188,7 +190,8 @@ class Aws:
                 return _xml_error(start, "RequestLimitExceeded", "Request limit exceeded.")
             if is_expired:
                 return _expired(start, service)
-            if service == "ec2" and self.faults.met(Kind.FORBIDDEN, where):
+            is_regional = service == "ec2" and action not in EXEMPT
+            if is_regional and self.faults.met(Kind.FORBIDDEN, where):
                 return _xml_error(start, "UnauthorizedOperation", FORBIDDEN.format(action=action), status=403)
             if action == "TerminateInstances" and self.faults.met(Kind.ENDS_FAIL, where, run=self._run_of(form)):
                 return _xml_error(start, "InternalError", "An internal error has occurred", status=500)

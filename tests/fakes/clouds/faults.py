@@ -31,8 +31,8 @@ class Kind(StrEnum):
     DENIED = "denied"
     """A missing permission, named by `code`: `ec2:RunInstances` or `compute.instances.create`."""
     FORBIDDEN = "forbidden"
-    """An organisation's policy. On AWS a service control policy denies every call to EC2 of the region, on Google Cloud
-    a constraint on locations refuses new instances there."""
+    """An organisation's policy. On AWS a service control policy denies every call to EC2 of the region but for the list
+    of regions, on Google Cloud a constraint on locations refuses new instances there."""
     EXPIRED = "expired"
     """The user's login has expired or was revoked, also for the object store. Identities of instances still work."""
     ENDS_FAIL = "ends_fail"
