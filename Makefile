@@ -147,9 +147,17 @@ test-clouds-run:
 test-clouds-parts:
 	$(PYTEST) -v -m 'clouds and not long' --timeout 900 tests/clouds $(addprefix --ignore ,$(FIRST_HALF) $(FAULTS_OF_RUNS) $(FAULTS_OF_PARTS) $(SELFTESTS) $(FAULTS_OF_SELFTESTS))
 
-# Nodes in resources that a job names, and engines across hosts without a cloud. `.ci/run` leaves it out.
+# Nodes in resources that a job names, and engines across hosts without a cloud; then half an hour of everything at once
+# on both clouds, side by side. `.ci/run` leaves it out.
+EVERYTHING := tests/clouds/test_everything_at_once.py
+
+.PHONY: test-clouds-everything-aws test-clouds-everything-gcp
 test-clouds-long: env tools
-	$(PYTEST) -v -m 'clouds and long' --timeout 900 tests/clouds tests/engine/test_hosts.py
+	$(PYTEST) -v -m 'clouds and long' --timeout 900 tests/clouds tests/engine/test_hosts.py --ignore $(EVERYTHING)
+	@$(MAKE) --no-print-directory --jobs 2 --keep-going test-clouds-everything-aws test-clouds-everything-gcp
+
+test-clouds-everything-aws test-clouds-everything-gcp:
+	$(PYTEST) -v -m 'clouds and long' --timeout 5400 $(EVERYTHING) -k $(subst test-clouds-everything-,,$@)
 
 # What seldom happens, to runs and to single nodes. Both halves take most of an hour: `.ci/nightly` runs them. They
 # run one after the other: eight nodes set up at once take so long on two cores that runs come to their deadlines.

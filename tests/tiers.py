@@ -69,6 +69,11 @@ TIERS = (
     Tier(name="test-long", parts=("test-long",), limit_s=3600),
     Tier(name="test-clouds", parts=("test-clouds-run", "test-clouds-parts"), limit_s=2400),
     Tier(name="test-clouds-long", parts=("test-clouds-long",), limit_s=1200),
+    Tier(
+        name="test-clouds-everything",
+        parts=("test-clouds-everything-aws", "test-clouds-everything-gcp"),
+        limit_s=2400,
+    ),
     Tier(name="test-clouds-faults-runs", parts=("test-clouds-faults-runs",), limit_s=2400),
     Tier(name="test-clouds-faults-parts", parts=("test-clouds-faults-parts",), limit_s=2200),
     Tier(name="test-clouds-selftest", parts=("test-clouds-selftest",), limit_s=1200),

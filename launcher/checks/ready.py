@@ -18,11 +18,12 @@ from engine.model_parts import weight_files
 from engine.trainer_ranks import ranks_of
 from launcher.checks.gcloud import GcloudMissing, check_gcloud
 from launcher.checks.preflight import check_disk, check_secrets, check_sinks
-from launcher.clouds.base import CallerIdentity, CloudApi, InstanceState, refuse_wrong, wrong_of
+from launcher.clouds.base import CallerIdentity, CloudApi, CloudRefused, InstanceState, refuse_wrong, wrong_of
 from launcher.exit_codes import Failure
 from launcher.job.checked import CheckedJob, JobError
 from launcher.job.schema import Job
 from launcher.market.offers import TOO_OLD, CatalogError, age_of, age_text
+from launcher.market.refusals import POLICY_WORDS
 from launcher.money import hourly
 from launcher.placement.plan import Slot
 from launcher.settings import runs_folder
@@ -179,6 +180,27 @@ def check_clouds(
         for _ in pool.map(lambda url: unused(url, checked.job.name), buckets):
             pass
     return found
+
+
+def closed_regions(apis: Mapping[str, CloudApi], regions: Iterable[tuple[str, str]]) -> set[tuple[str, str]]:
+    """Return the (cloud, region) in which a policy of the organisation refuses even to list instances.
+
+    Other errors are left to `check_clouds`.
+    """
+
+    def is_closed(place: tuple[str, str]) -> bool:
+        cloud, region = place
+        try:
+            apis[cloud].instances(region)
+        except CloudRefused as refused:
+            return any(word in str(refused) for word in POLICY_WORDS)
+        except Failure:
+            pass
+        return False
+
+    places = sorted(set(regions))
+    with ThreadPoolExecutor(max_workers=AT_ONCE) as pool:
+        return {place for place, closed in zip(places, pool.map(is_closed, places), strict=True) if closed}
 
 
 def check_named(

@@ -7,7 +7,7 @@ Ctrl-C, a lost terminal or an error. In each case the command prints which nodes
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,7 +20,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session, sessionmaker
 
 from launcher.checks.preflight import ask_engine, ask_prompt_warnings, preflight
-from launcher.checks.ready import check_clouds, check_here, check_job, check_named, check_prices
+from launcher.checks.ready import check_clouds, check_here, check_job, check_named, check_prices, closed_regions
 from launcher.cli.cloud_plan_text import cloud_plan_lines
 from launcher.cli.follow import Follow, can_ask, start_and_follow
 from launcher.cli.output_file import check_output
@@ -44,7 +44,7 @@ from launcher.runs.runs import release_seconds, start_controller
 from launcher.runs.service import check_service, start_service
 from launcher.runs.start import StartWeights, find_start, send_start
 from launcher.services.own_prices import as_you_pay
-from launcher.services.planning import cloud_plan, with_replays
+from launcher.services.planning import CLOSED, cloud_plan, with_replays
 from launcher.settings import config_path, home, runs_folder
 
 
@@ -169,6 +169,8 @@ def launch(
         plan, printed = _plan_on_clouds(sessions, checked, out, explain)
         _print_warnings(out, ask_prompt_warnings(checked))
         if not dry_run:
+            if closed := _closed_regions(checked, plan, out):
+                plan, printed = _plan_on_clouds(sessions, checked, out, explain, closed)
             _check_clouds(checked, plan, out, allow_old_prices, weights_file)
     else:
         plan, printed = _plan_here(checked, out, explain)
@@ -221,14 +223,18 @@ def _find_weights(sessions: sessionmaker[Session], checked: CheckedJob, out: Con
 
 
 def _plan_on_clouds(
-    sessions: sessionmaker[Session], checked: CheckedJob, out: Console, explain: bool
+    sessions: sessionmaker[Session],
+    checked: CheckedJob,
+    out: Console,
+    explain: bool,
+    closed: Collection[tuple[str, str]] = (),
 ) -> tuple[Plan, dict[str, object]]:
     """Plan the nodes to buy and print the plan. Return the plan, and its form for --json.
 
-    `explain`: print all that the plan rests on too.
+    `explain`: print all that the plan rests on too. `closed`: (cloud, region) that the plan leaves out.
     """
     now_ms = time.time_ns() // 1_000_000
-    on_clouds = cloud_plan(sessions, checked.job, home() / "catalogs", now_ms, checked.workdir)
+    on_clouds = cloud_plan(sessions, checked.job, home() / "catalogs", now_ms, checked.workdir, closed)
     on_clouds = with_replays(on_clouds, checked.job)
     more = cloud_plan_lines(checked.job, on_clouds, now_ms) if explain else ()
     _print_plan(out, cloud_screen(checked, on_clouds, now_ms), more)
@@ -287,6 +293,19 @@ def _check_clouds(
     check_named(checked.job, apis, places, lambda: ssh_from(checked.job))
     for cloud, caller in check_clouds(checked, apis, places).items():
         out.print(f"Checked: {cloud} as {caller.identity} ({caller.account}), and its bucket.", highlight=False)
+
+
+def _closed_regions(checked: CheckedJob, plan: Plan, out: Console) -> set[tuple[str, str]]:
+    """Return the plan's regions that a policy of the organisation closes, unless no other region is left."""
+    from launcher.provision.provide import cloud_apis
+
+    places = {site.place for site in plan.sites}
+    closed = closed_regions(cloud_apis(checked.job.clouds), places)
+    if closed == places:
+        return set()  # the checks that follow name the policy
+    for cloud, region in sorted(closed):
+        out.print(f"{cloud} {region} is left out: {CLOSED}.", highlight=False, markup=False, soft_wrap=True)
+    return closed
 
 
 def _prepare_folder(checked: CheckedJob, out: Console) -> None:

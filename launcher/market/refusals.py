@@ -9,9 +9,9 @@ The texts come from AWS, Google Cloud and SkyPilot 0.14.1 (`sky/provision/*/conf
 import re
 from dataclasses import dataclass
 
-CONSTRAINT = re.compile(r"Constraint [`'\"]?constraints/([\w.]+)")
+CONSTRAINT = re.compile(r"[Cc]onstraint [`'\"]?constraints/([\w.]+)")
 
-POLICY_WORDS = ("Constraint constraints/", "conditionNotMet", "service control policy")
+POLICY_WORDS = ("onstraint constraints/", "conditionNotMet", "service control policy")
 
 OF_CONSTRAINTS = {
     "compute.vmExternalIpAccess": "or name a network with `public_addresses: false` in the job (network.gcp)",

@@ -20,7 +20,7 @@ from engine.events import (
 )
 from launcher.decide.facts import ENDS, FOUND, INCOMPLETE, INSTANCE_ENDED, PROMOTED, Stage
 from launcher.harmless import harmless
-from launcher.ledger.models import STAND_IN, Node, NodeEvent, ProgressRow, Run, RunStatus
+from launcher.ledger.models import STAND_IN, Node, NodeEvent, ProgressRow, Run, RunStatus, TroubleRow
 from launcher.report.sharing import groups_text
 
 
@@ -36,11 +36,12 @@ class EventLine:
 
 
 class Seen(NamedTuple):
-    """The newest event read so far: ids in the tables of statuses, node events and engine events."""
+    """The newest event read so far: ids in the tables of statuses, node events, engine events and troubles."""
 
     status: int = 0
     node_event: int = 0
     progress: int = 0
+    trouble: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,7 +166,10 @@ def _newest(session: Session, run: Run, after: Seen) -> Seen:
     status = session.scalar(select(func.max(RunStatus.id)).where(RunStatus.run_id == run.id))
     node_event = session.scalar(select(func.max(NodeEvent.id)).join(Node).where(Node.run_id == run.id))
     progress = session.scalar(select(func.max(ProgressRow.id)).where(ProgressRow.run_id == run.id))
-    return Seen(status or after.status, node_event or after.node_event, progress or after.progress)
+    trouble = session.scalar(select(func.max(TroubleRow.id)).where(TroubleRow.run_id == run.id))
+    return Seen(
+        status or after.status, node_event or after.node_event, progress or after.progress, trouble or after.trouble
+    )
 
 
 def _between(column: Any, after: int, until: int) -> ColumnElement[bool]:

@@ -15,7 +15,7 @@ from engine.events import EngineStarted, Evaluated, IterationDone
 from launcher.decide.facts import OVER
 from launcher.harmless import harmless
 from launcher.learning import learns_nothing
-from launcher.ledger.models import BillingInterval, Node, NodeEvent, ProgressRow, Removal, Run, RunStatus
+from launcher.ledger.models import BillingInterval, Node, NodeEvent, ProgressRow, Removal, Run, RunStatus, TroubleRow
 from launcher.ledger.node_history import metered_micro_usd
 from launcher.ledger.settled import AT_ONCE, judges_micro_usd, unbilled_runs
 from launcher.ledger.store import progress_of
@@ -44,8 +44,9 @@ class RunRow:
     score: float | None
     reward: float | None
     """Mean reward of the newest batch; None before the first."""
+    trouble: str
     learning: str
-    """As in `RunView`."""
+    """Both as in `RunView`."""
     target: float | None
     micro_usd: int
     max_total_micro_usd: int | None
@@ -94,7 +95,8 @@ def run_row(session: Session, name: str) -> RunRow | None:
 
 def newest_of_all(session: Session) -> Seen:
     """Return the newest ids over all runs: they differ as soon as anything is new in the list of runs."""
-    return Seen(*(session.scalar(select(func.max(table.id))) or 0 for table in (RunStatus, NodeEvent, ProgressRow)))
+    tables = (RunStatus, NodeEvent, ProgressRow, TroubleRow)
+    return Seen(*(session.scalar(select(func.max(table.id))) or 0 for table in tables))
 
 
 def _statuses(session: Session) -> dict[int, RunStatus]:
@@ -108,6 +110,10 @@ def _rows(session: Session, ids: Sequence[int], statuses: dict[int, RunStatus]) 
     unbilled = unbilled_runs(session, ids)
     judged = judges_micro_usd(session, ids)
     removed = set(session.scalars(select(Removal.run_id).where(Removal.run_id.in_(ids))))
+    newest_troubles = select(func.max(TroubleRow.id)).where(TroubleRow.run_id.in_(ids)).group_by(TroubleRow.run_id)
+    troubles = {
+        row.run_id: row.text for row in session.scalars(select(TroubleRow).where(TroubleRow.id.in_(newest_troubles)))
+    }
     done = {run_id: events[-1] for run_id, events in _newest_events(session, ids, IterationDone.KIND, 1).items()}
     evaluations = _evaluations(session, ids)
     rows = []
@@ -131,6 +137,7 @@ def _rows(session: Session, ids: Sequence[int], statuses: dict[int, RunStatus]) 
                 metric=metric,
                 score=exact_mean(scores) if scores else None,
                 reward=newest.get("reward_mean"),
+                trouble=harmless(troubles.get(run.id, "")) if is_open else "",
                 learning=learns_nothing(newest.get("health", {})) if newest and word not in OVER else "",
                 target=run.target_value,
                 micro_usd=judged[run.id] + (_metered(session, run) if is_open else billed.get(run.id, 0)),

@@ -68,7 +68,7 @@ def run_page(sessions: sessionmaker[Session], name: str) -> dict[str, Any]:
 def events_after(session: Session, name: str, after: Seen) -> tuple[Seen, list[dict[str, Any]]]:
     """Return the events after `after`, oldest first and at most the newest `EVENTS_SHOWN`, and the ids to go on from.
 
-    Without anything new, nothing but three ids is read.
+    Without anything new, nothing but four ids is read.
     """
     run = find_run(session, name)
     seen = newest_seen(session, run)

@@ -320,9 +320,9 @@ def tail(path: Path) -> str:
 
 
 def parse_ids(text: str) -> Seen:
-    """Parse `1,2,3`. Anything else counts as nothing seen."""
+    """Parse `1,2,3,4`. Anything else counts as nothing seen."""
     parts = text.split(",")
-    if len(parts) != 3 or not all(part.isdecimal() and len(part) < 19 for part in parts):
+    if len(parts) != len(Seen._fields) or not all(part.isdecimal() and len(part) < 19 for part in parts):
         return Seen()
     return Seen(*map(int, parts))
 

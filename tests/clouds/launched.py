@@ -32,9 +32,9 @@ JOB = """\
 name: {name}
 infra: {infra}
 store: {{{store}}}
-ssh_from: 192.0.2.1/32
+{ssh_from}
 iterations: {iterations}
-evaluation: {{prompts: 16, every: 1000}}
+evaluation: {{prompts: 16, every: {evaluate_every}}}
 algorithm: {{prompts_per_batch: 8, images_per_prompt: 4}}
 exploration: {{mode: stale, wait: all, budget: {{candidates: 64}}}}
 model: {{name: digits-ocr{model}}}
@@ -45,13 +45,15 @@ resources:
   rollout: {{accelerators: L4:1, use_spot: true, num_nodes: 1}}
 budget: {{max_total: ${total}, max_hourly: $90{deadline}}}
 secrets: [{secrets}]
+{also}
 """
 
 
 def job(name: str, infra: str, *, iterations: int = 1000, total: float = 40, step: float = 0.3, **more: str) -> str:
     """Return the text of a job with a trainer and one spot node.
 
-    `more`: `deadline`, `recovery`, `secrets` and the `model`'s path as in a job file; the trainer's `region`.
+    `more`: `deadline`, `recovery`, `secrets` and the `model`'s path as in a job file; the trainer's `region`; the lines
+    of `ssh_from` and `also`; `evaluate_every`.
     """
     return JOB.format(
         name=name,
@@ -65,6 +67,9 @@ def job(name: str, infra: str, *, iterations: int = 1000, total: float = 40, ste
         secrets=more.get("secrets", ""),
         model=f", path: {more['model']}" if "model" in more else "",
         recovery=f", {more['recovery']}" if "recovery" in more else "",
+        ssh_from=more.get("ssh_from", "ssh_from: 192.0.2.1/32"),
+        evaluate_every=more.get("evaluate_every", "1000"),
+        also=more.get("also", ""),
     )
 
 

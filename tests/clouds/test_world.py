@@ -678,6 +678,103 @@ def test_a_fault_of_one_run_spares_the_instances_of_others(site: Site, group: st
         site.end(instance)
 
 
+def test_one_call_in_so_many_can_fail(site: Site) -> None:
+    def call() -> int:
+        ec2, failed = boto3.client("ec2", config=ONCE), 0
+        for _ in range(50):
+            try:
+                ec2.describe_vpcs()
+            except ClientError:
+                failed += 1
+        return failed
+
+    site.world.fault("down", "aws", every=5)
+    assert 3 <= site.world.call(call) <= 20
+
+
+def test_expired_keys_are_refused_by_every_service_of_aws_and_by_no_instance(site: Site) -> None:
+    def call(**key: str) -> list[str]:
+        session, codes = boto3.Session(**key), []
+        for service, method in (("ec2", "describe_vpcs"), ("sts", "get_caller_identity"), ("s3", "list_buckets")):
+            try:
+                getattr(session.client(service, region_name="us-east-1", config=ONCE), method)()
+                codes.append("answered")
+            except ClientError as error:
+                codes.append(str(error.response["Error"]["Code"]))
+        return codes
+
+    of_instance = {"aws_access_key_id": "ASIAFAKETEST", "aws_secret_access_key": "x", "aws_session_token": "y"}
+    site.world.fault("expired", "aws")
+    assert site.world.call(call) == ["RequestExpired", "ExpiredToken", "ExpiredToken"]
+    assert site.world.call(lambda: call(**of_instance)) == ["answered"] * 3
+    site.world.clear()
+    assert site.world.call(call) == ["answered"] * 3
+
+
+def test_a_revoked_login_is_refused_by_google_and_no_instance(site: Site, on_gcp: HostInstance) -> None:
+    api = f"https://compute.googleapis.com/compute/v1/projects/{addresses.PROJECT}/zones"
+    ask = ["curl", "-s", "-o", "/dev/null", "-w", "%{http_code}", api, "-H"]
+    store = "https://storage.googleapis.com/storage/v1/b/spotrl-runs/o"
+    site.world.fault("expired", "gcp")
+    with pytest.raises(RuntimeError, match=r"Unauthorized.*invalid authentication credentials"):
+        site.world.call(lambda: instance_of("any", retry=None))
+    assert "invalid_grant" in site.world.run(["curl", "-s", "-d", "", "https://oauth2.googleapis.com/token"]).stdout
+    assert site.world.run([*ask, "Authorization: Bearer fake-token"]).stdout == "401"
+    assert site.world.run([*ask[:6], store, "-H", "Authorization: Bearer fake-token"], check=False).stdout == "401"
+    assert site.on(on_gcp.id, f"curl -s {api} -H 'Authorization: Bearer fake-token-of-it' | grep -c us-east4-a")
+
+
+def test_a_forbidden_region_says_that_a_policy_forbids_it(site: Site) -> None:
+    site.world.fault("forbidden", "aws/us-west-2")
+    site.world.fault("forbidden", "gcp/us-central1")
+    with pytest.raises(RuntimeError, match=r"UnauthorizedOperation.*explicit deny in a service control policy"):
+        site.aws("us-west-2")
+    site.world.call(lambda: boto3.client("ec2", region_name="us-west-2", config=ONCE).describe_regions())
+    with pytest.raises(RuntimeError, match=r"conditionNotMet|violates constraint constraints/gcp\.resourceLocations"):
+        site.world.call(lambda: site._insert("test-forbidden", "us-central1-a").result())
+    site.end(site.aws())
+
+
+def test_an_end_can_fail_and_the_bill_ends_with_the_instance(site: Site) -> None:
+    made = {"aws": site.aws(), "gcp": site.gcp("test-unending")}
+    site.world.fault("ends_fail")
+    for instance in made.values():
+        with pytest.raises(RuntimeError, match=r"InternalError|INTERNAL_ERROR|Internal error"):
+            site.end(instance)
+        assert instance.id in site.world.hosts()
+    site.world.clear()
+    for instance in made.values():
+        site.end(instance)
+    bill = {one["id"]: one for one in site.world.machines()}
+    for instance in made.values():
+        assert bill[instance.id]["launched_ms"] <= bill[instance.id]["ended_ms"] <= time.time() * 1000
+    told = described_instance("us-east-1", site.world.call(lambda: described(made["aws"].id)))
+    assert (told.launched_ms, told.ended_ms) == tuple(
+        bill[made["aws"].id][name] for name in ("launched_ms", "ended_ms")
+    )
+    site.world.call(lambda: boto3.client("ec2").terminate_instances(InstanceIds=[made["aws"].id]))
+    assert {one["id"]: one for one in site.world.machines()}[made["aws"].id] == bill[made["aws"].id], "it ended once"
+
+
+def test_a_client_that_moves_loses_its_connections_and_its_rules(site: Site, on_aws: HostInstance) -> None:
+    login: list[str | Path] = ["ssh", "-i", site.key, *SSH, f"ubuntu@{on_aws.public}", "echo in; sleep 2; echo out"]
+    session = site.world.start(login, stdout=subprocess.PIPE)
+    assert session.stdout is not None
+    assert session.stdout.readline() == "in\n"
+    site.world.move("192.0.2.9")
+    call = ["curl", "-s", "https://checkip.amazonaws.com"]
+    try:
+        wait_for(lambda: site.world.run(call).stdout.strip() == "192.0.2.9")
+        time.sleep(3)
+        assert session.poll() is None  # no answer reaches it
+        assert site.ssh(on_aws, "true", check=False).returncode == 255, "the group allows the old address"
+    finally:
+        session.kill()
+        site.world.move(addresses.CLIENT)
+    wait_for(lambda: site.world.run(call).stdout.strip() == addresses.CLIENT)
+    assert site.ssh(on_aws, "echo in").stdout == "in\n"
+
+
 def test_an_instance_can_be_created_with_a_lost_reply(site: Site) -> None:
     site.world.fault("lost_reply", times=1)
     before = set(site.world.hosts())

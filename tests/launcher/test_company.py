@@ -110,11 +110,13 @@ H100 = (
 def test_a_plan_uses_only_regions_of_the_network(load, tmp_path):
     sessions, now_ms = open_ledger(tmp_path / "ledger.sqlite"), 1_795_348_800_000
 
-    def regions(text, clouds=CLOUDS):
-        plan = cloud_plan(sessions, load(text + H100, clouds), tmp_path / "catalogs", now_ms).as_plan()
+    def regions(text, clouds=CLOUDS, **more):
+        plan = cloud_plan(sessions, load(text + H100, clouds), tmp_path / "catalogs", now_ms, **more).as_plan()
         return {site.region for site in plan.sites if site.cloud == "aws" and site.trainer}
 
+    assert "us-east-1" in regions("")
     assert len(regions("")) > 1
+    assert regions("", closed=[("aws", "us-east-1")]) == regions("") - {"us-east-1"}, "an organisation forbids it"
     assert regions(AWS) == {"us-east-1"}
     with pytest.raises(PlacementError, match="the job's network is in aws me-south-9, so no other region counts"):
         regions(AWS.replace("us-east-1", "me-south-9"), "infra: aws\n")

@@ -208,6 +208,12 @@ promise(
     (InstanceEnds, "saw_alive", answers()),
 )
 promise(
+    "preempted-node-is-paid-to-its-announced-end",
+    "a preempted VM whose cloud names no end is billed to the announced time",
+    f"{NODES}a_preemption_without_a_named_end_is_paid_to_its_announced_time[True-120000]",
+    (InstanceEnds, "_end_ms", changed(InstanceEnds._end_ms, "if end.reclaimed else None", "if False else None")),
+)
+promise(
     "stuck-node-holds-its-money",
     "a node that cannot be ended holds the money that it may still cost",
     f"{MONEY_ENDS}replaced_nodes_that_cannot_be_ended_do_not_pass_the_budget[error-aws]",

@@ -1,7 +1,8 @@
 """The end of a VM, from the cloud's own record. The bill of a node ends here and nowhere else.
 
 the cloud says when the VM ended           -> that time
-the cloud has forgotten, or names no time  -> the last sign of life: the cloud listed the VM, or its agent answered
+the cloud has forgotten, or names no time  -> the last sign of life: the cloud listed the VM, or its agent answered;
+                                              after a preemption the announced time, if that is later
 no sign of life is known either            -> now
 
 An order to terminate is no end. The cloud may refuse the order, ignore it or lose it, and the VM costs money meanwhile.
@@ -13,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from launcher.clouds.base import Instance, InstanceState
 from launcher.provision.sky.cloud_node import CloudNode
-from launcher.provision.sky.records import ExitRecord, SeenRecord
+from launcher.provision.sky.records import ExitRecord, NoticeRecord, SeenRecord
 from launcher.provision.sky.surroundings import Surroundings
 
 SEEN_MS = 60_000
@@ -66,7 +67,10 @@ class InstanceEnds:
     def _end_ms(self, node: CloudNode, end: Instance) -> int:
         now_ms, known = self.around.clock.now_ms(), stopped_ms(end)
         if known is None:
-            known = self._last_alive_ms(node)
+            # EC2 names no time for a preemption, and the VM ran until the announced one, whoever could see it.
+            notice = node.files.read(NoticeRecord) if end.reclaimed else None
+            signs = (self._last_alive_ms(node), None if notice is None else notice.deadline_ms)
+            known = max((sign for sign in signs if sign is not None), default=None)
         return now_ms if known is None else min(max(known, end.launched_ms or 0), now_ms)
 
     def _last_alive_ms(self, node: CloudNode) -> int | None:

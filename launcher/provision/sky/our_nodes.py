@@ -2,19 +2,26 @@
 
 - No credential file of any cloud is uploaded.
 - On Google Cloud, nodes run as the run's own service account, not as SkyPilot's wide one. Spot nodes ask for a notice
-  of 120 s before a preemption (google_notice.py).
+  of 120 s before a preemption (google_notice.py). The preparation of a region is repeated if Google Cloud does not
+  answer: SkyPilot makes these calls once, and gives the zone up.
 - No Ray of SkyPilot's runs on nodes. That Ray serves SkyPilot's jobs, and nodes have none. Starting it took 20 s of a
   core, and each end of a node waited for its stop over SSH. The record of the cluster says so (`has_ray`), and
   SkyPilot's own timer on the VM needs no Ray.
 """
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from launcher.clouds.base import NODE_LABEL, OWNER_LABEL, RUN_LABEL
 from launcher.provision.sky.google_notice import with_notice
 from launcher.provision.sky.task import IDENTITY_LABEL, IDENTITY_PROJECT_LABEL
+
+Answer = TypeVar("Answer")
+
+GAPS_SECONDS = (1.0, 2.0, 4.0, 8.0)
+"""Gaps between the tries of a region's preparation on Google Cloud."""
 
 
 def email_of(labels: Mapping[str, str], project: str) -> str:
@@ -73,6 +80,21 @@ def _start_ray(start: Any, cluster_name: str, custom_resource: Any, cluster_info
         start(cluster_name, custom_resource, cluster_info, ssh_credentials)
 
 
+def _repeated(prepare: Callable[[], Answer], refused: Any, wait: Callable[[float], None] = time.sleep) -> Answer:
+    """Return the result of a region's preparation, which only reads. Repeat it while Google Cloud does not answer.
+
+    `refused`: the class of its client's errors, with a `status_code`.
+    """
+    for seconds in GAPS_SECONDS:
+        try:
+            return prepare()
+        except refused as error:
+            if error.status_code != 429 and error.status_code < 500:
+                raise
+            wait(seconds)
+    return prepare()
+
+
 def _without_ray(record: Any, config: Any) -> Any:
     """Mark in the record of a purchase that our VM has no Ray and no queue of jobs."""
     from sky.provision import common
@@ -110,11 +132,19 @@ class _OnGoogle:
 
         SkyPilot's own preparation creates and attaches a service account with wide permissions.
         """
+        from sky.adaptors.gcp import http_error_exception
         from sky.provision.gcp import config as gcp
 
-        labels = config.node_config.get("labels", {})
-        if IDENTITY_LABEL not in labels:
+        if IDENTITY_LABEL not in config.node_config.get("labels", {}):
             return gcp.bootstrap_instances(region, cluster_name_on_cloud, config)
+        prepare = partial(_OnGoogle._prepare, region, cluster_name_on_cloud, config)
+        return _repeated(prepare, http_error_exception())
+
+    @staticmethod
+    def _prepare(region: str, cluster_name_on_cloud: str, config: Any) -> Any:
+        from sky.provision.gcp import config as gcp
+
+        labels = config.node_config["labels"]
         crm, _, compute, _ = gcp.construct_clients_from_provider_config(config.provider_config)
         gcp._configure_project(config.provider_config, crm)
         config.node_config["serviceAccounts"] = [

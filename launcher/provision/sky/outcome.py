@@ -123,6 +123,9 @@ CLOUD_ASKED = "ResourcesUnavailableError"
 
 LOGGED = re.compile(r"^[DIWE] \d\d-\d\d [\d:.]+ (?:PID=\d+ )?[\w.]+:\d+\] ")
 
+RETRIED = re.compile(r"^.*\bCaught .*\. Retrying\.\s*$", re.MULTILINE)
+"""A line of SkyPilot's log about a call that it then repeated. If the repetition fails too, its error follows."""
+
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -132,7 +135,7 @@ def outcome_of(error: str, log: str) -> Outcome:
     A lack of capacity in one zone outweighs a refusal in another: a request elsewhere, or later, may succeed. An
     account that heals, or that its user can mend while the run waits, is refused and never denied.
     """
-    output = f"{error}\n{log}"
+    output = RETRIED.sub("", f"{error}\n{log}")
     if any(word in output for word in NO_CAPACITY_WORDS):
         return Outcome(failed=Failed.NO_CAPACITY, text=_sentence(output, NO_CAPACITY_WORDS))
     if is_login_needed(output):

@@ -121,13 +121,14 @@ class RunPage {
       ["Saved", saved ? dollars(saved.saved_micro_usd) : "–", saved ? "against " + saved.against : ""],
     ];
     const stop = view.is_over ? null : h("button", { type: "button", class: "stop", onclick: () => this.dialog.showModal() }, "Drain and stop…");
+    const errors = view.trouble ? h("p", { role: "alert", class: "alarm" }, `In trouble: ${view.trouble}; nothing is bought, limits and stops still work`) : "";
     const trouble = view.lacks_controller ? h("p", { role: "alert", class: "alarm" }, "No controller manages this run; start one: ", h("code", { class: "command" }, `spotrl resume ${this.name}`)) : null;
     const again = view.status !== "stopped" || view.is_removed || trouble ? null
       : h("p", {}, view.resume_with ? "Go on with more money: " : "Go on with it: ", h("code", { class: "command" }, view.resume_with || `spotrl resume ${this.name}`));
     const focused = document.activeElement?.classList.contains("stop");
     this.head.replaceChildren(
       h("div", { class: "title" }, h("h1", {}, this.name), h("span", { class: "state " + view.status }, view.status + (view.reason ? ": " + view.reason : "")), stop ?? ""),
-      h("p", { class: "verdict" }, page.headline, " ", page.drift), trouble ?? "", again ?? "",
+      h("p", { class: "verdict" }, page.headline, " ", page.drift), trouble ?? "", errors, again ?? "",
       h("progress", { max: view.iterations, value: view.iteration, "aria-label": `iteration ${view.iteration} of ${view.iterations}` }),
       this.inside(view),
       h("dl", { class: "facts" }, facts.map(([term, value, note]) => h("div", {}, h("dt", {}, term), h("dd", {}, value, h("small", {}, note))))),

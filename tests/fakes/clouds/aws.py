@@ -31,7 +31,7 @@ from xml.sax.saxutils import escape
 from tests.fakes.clouds import addresses, fis
 from tests.fakes.clouds.faults import Faults, Kind, later
 from tests.fakes.clouds.hosts import HostSpec
-from tests.fakes.clouds.metadata import ec2_time, role_credentials
+from tests.fakes.clouds.metadata import ROLE_KEY, ec2_time, role_credentials
 from tests.fakes.clouds.network import Allow
 from tests.fakes.clouds.prices import INSTANCE_TYPES
 
@@ -51,6 +51,12 @@ REFUSALS = {
     "http://aws.amazon.com/contact-us/ec2-request to request an adjustment to this limit.",
     "UnauthorizedOperation": "You are not authorized to perform this operation.",
 }
+FORBIDDEN = (
+    f"You are not authorized to perform this operation. User: arn:aws:iam::{addresses.ACCOUNT}:user/tester is not "
+    "authorized to perform: ec2:{action} with an explicit deny in a service control policy"
+)
+EXEMPT = ("DescribeRegions",)
+"""Calls to EC2 that AWS's own example of a policy on regions lets through. SkyPilot makes it in us-east-1."""
 QUOTAS = {
     "L-1216C47A": ("Running On-Demand Standard (A, C, D, H, I, M, R, T, Z) instances", 256.0),
     "L-34B43A08": ("All Standard (A, C, D, H, I, M, R, T, Z) Spot Instance Requests", 256.0),
@@ -111,6 +117,8 @@ class Aws:
         self.quota_lag_s = 0.0
         self.notice_s = fis.NOTICE_S
         """Seconds between the notice of an interruption by FIS and the end; EC2 gives two minutes."""
+        self.ended_ms: dict[str, int] = {}
+        """End of the bill of each ended instance (UTC). EC2 names it in the reason of the end."""
         self.ran_at: dict[str, float] = {}
         """Monotonic seconds at which an instance was last seen running."""
         self.calls: dict[str, int] = {}
@@ -157,7 +165,10 @@ class Aws:
     def _before(self, moto: Wsgi) -> Wsgi:
         def application(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
             region, service = _scope(environ.get("HTTP_AUTHORIZATION", ""))
+            is_expired = _is_users(environ) and self.faults.met(Kind.EXPIRED, f"aws/{region}" if region else "aws")
             if service == "s3":
+                if is_expired:
+                    return _xml_error(start, "ExpiredToken", "The provided token has expired.", "Error", 400)
                 if self.faults.met(Kind.STORE_DOWN, f"aws/{region}"):
                     return _xml_error(start, "SlowDown", "Please reduce your request rate.", root="Error")
                 if (home := _home_of_other_bucket(environ, region)) is not None:
@@ -177,6 +188,13 @@ class Aws:
                 return _xml_error(start, "Unavailable", "The service is unavailable. Please try again shortly.")
             if self.faults.met(Kind.THROTTLED, where):
                 return _xml_error(start, "RequestLimitExceeded", "Request limit exceeded.")
+            if is_expired:
+                return _expired(start, service)
+            is_regional = service == "ec2" and action not in EXEMPT
+            if is_regional and self.faults.met(Kind.FORBIDDEN, where):
+                return _xml_error(start, "UnauthorizedOperation", FORBIDDEN.format(action=action), status=403)
+            if action == "TerminateInstances" and self.faults.met(Kind.ENDS_FAIL, where, run=self._run_of(form)):
+                return _xml_error(start, "InternalError", "An internal error has occurred", status=500)
             if self.faults.met(Kind.DENIED, where, code=f"{service}:{action}", run=self._run_of(form)):
                 return _xml_error(start, "UnauthorizedOperation", REFUSALS["UnauthorizedOperation"], status=403)
             if action == "SimulatePrincipalPolicy":
@@ -479,6 +497,8 @@ class Aws:
                 "instance_type": i.instance_type,
                 "labels": _tags(i),
                 "reason": i.state_reason.code,
+                "launched_ms": _utc_ms(i.launch_time),
+                "ended_ms": self.ended_ms.get(i.id),
                 "private": i.private_ip,
                 "public": i.public_ip,
             }
@@ -492,6 +512,7 @@ def _adapt(aws: Aws) -> None:
     from moto.ec2.models import EC2Backend
     from moto.ec2.models.availability_zones_and_regions import RegionsAndZonesBackend
     from moto.ec2.models.elastic_network_interfaces import NetworkInterface
+    from moto.ec2.models.instances import Instance
     from moto.ec2.models.subnets import Subnet
     from moto.iam import policy_validation
 
@@ -527,6 +548,24 @@ def _adapt(aws: Aws) -> None:
             self.public_ip = aws.pool.take(addresses.region("aws", self.ec2_backend.region_name).public)
 
     NetworkInterface.check_auto_public_ip = public_address  # type: ignore[method-assign]
+
+    def ends_once(first: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Return the method with a record of the end. The first end of an instance keeps its time and reason."""
+
+        def ended(self: Any) -> Any:
+            before = self._reason, self.state_reason
+            known = aws.ended_ms.setdefault(self.id, _utc_ms(datetime.now(UTC)))
+            previous = first(self)
+            seconds = datetime.fromtimestamp(known / 1000, UTC)
+            self._reason = f"User initiated ({seconds:%Y-%m-%d %H:%M:%S} GMT)"
+            if previous.name == "terminated":
+                self._reason, self.state_reason = before
+            return previous
+
+        return ended
+
+    Instance.terminate = ends_once(Instance.terminate)  # type: ignore[method-assign]
+    Instance.stop = ends_once(Instance.stop)  # type: ignore[method-assign]
 
     run_first = EC2Backend.run_instances
 
@@ -610,6 +649,11 @@ def _instances() -> list[tuple[Any, Any]]:
     return [(backend, instance) for _, backend in _backends() for instance in _of(backend)]
 
 
+def _utc_ms(when: datetime) -> int:
+    """Return a time as EC2 says and bills it, in whole seconds."""
+    return int(when.replace(tzinfo=UTC).timestamp()) * 1000
+
+
 def _tags(resource: Any) -> dict[str, str]:
     return {tag["key"]: tag["value"] for tag in resource.get_tags()}
 
@@ -685,6 +729,22 @@ def _scope(authorization: str) -> tuple[str, str]:
     """Return region and service from `Credential=KEY/20251121/us-east-1/ec2/aws4_request`."""
     found = re.search(r"Credential=[^/]+/\d+/([^/]*)/([^/]+)/", authorization)
     return (found[1], found[2]) if found else ("", "s3")
+
+
+def _is_users(environ: Mapping[str, Any]) -> bool:
+    """Return whether a call is signed with the user's key, and not with an instance's."""
+    key = environ.get("HTTP_AUTHORIZATION", "").partition("Credential=")[2]
+    return bool(key) and not key.startswith(ROLE_KEY)
+
+
+def _expired(start: Callable[..., Any], service: str) -> Iterable[bytes]:
+    """Return a service's answer to keys that have expired."""
+    if service in ("servicequotas", "pricing", "fis"):
+        text = {"__type": "ExpiredTokenException", "message": "The security token included in the request is expired"}
+        return _json(start, "400 Bad Request", text)
+    if service == "ec2":
+        return _xml_error(start, "RequestExpired", "Request has expired.", status=400)
+    return _xml_error(start, "ExpiredToken", "The security token included in the request is expired", status=403)
 
 
 def _home_of_other_bucket(environ: Mapping[str, Any], signed_for: str) -> str | None:

@@ -1,9 +1,11 @@
 """Faults by place and duration. A test adds them beforehand, and the fakes look them up at each call.
 
 `where` is a path: "" is everywhere, then "aws", "aws/us-east-1", "aws/us-east-1/us-east-1a". A fault applies below its
-path, until `until` (monotonic seconds), for this many `times`, or until it is cleared.
+path, until `until` (monotonic seconds), for this many `times`, or until it is cleared. With `every`, one call of so
+many meets it on average; the calls are drawn with a fixed seed.
 """
 
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -28,6 +30,13 @@ class Kind(StrEnum):
     """The object store answers 503."""
     DENIED = "denied"
     """A missing permission, named by `code`: `ec2:RunInstances` or `compute.instances.create`."""
+    FORBIDDEN = "forbidden"
+    """An organisation's policy. On AWS a service control policy denies every call to EC2 of the region but for the list
+    of regions, on Google Cloud a constraint on locations refuses new instances there."""
+    EXPIRED = "expired"
+    """The user's login has expired or was revoked, also for the object store. Identities of instances still work."""
+    ENDS_FAIL = "ends_fail"
+    """An order to end an instance fails with an internal error, and the instance runs on."""
     UNANNOUNCED = "unannounced"
     """A preemption that a client orders ends the instance at once, without a notice."""
     UNFULFILLED = "unfulfilled"
@@ -49,6 +58,7 @@ class Fault:
     code: str = ""
     until: float | None = None
     times: int | None = None
+    every: int = 1
     met: int = 0
     """Number of calls that met this fault."""
 
@@ -57,6 +67,7 @@ class Fault:
 class Faults:
     faults: list[Fault] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
+    dice: random.Random = field(default_factory=lambda: random.Random(0))
 
     def add(
         self,
@@ -68,12 +79,20 @@ class Faults:
         code: str = "",
         seconds: float | None = None,
         times: int | None = None,
+        every: int = 1,
     ) -> None:
         until = None if seconds is None else time.monotonic() + seconds
         with self.lock:
             self.faults.append(
                 Fault(
-                    kind=Kind(kind), where=where.strip("/"), market=market, run=run, code=code, until=until, times=times
+                    kind=Kind(kind),
+                    where=where.strip("/"),
+                    market=market,
+                    run=run,
+                    code=code,
+                    until=until,
+                    times=times,
+                    every=every,
                 )
             )
 
@@ -97,7 +116,7 @@ class Faults:
             for fault in self.faults:
                 fits = fault.market in ("", market) and fault.run in ("", run)
                 fits = fits and (code is None or fault.code in ("", code))
-                if fault.kind is kind and _under(where, fault.where) and fits:
+                if fault.kind is kind and _under(where, fault.where) and fits and self.dice.randrange(fault.every) == 0:
                     if fault.times is not None:
                         if fault.times <= 0:
                             continue

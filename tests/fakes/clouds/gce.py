@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from ipaddress import IPv4Network
 from typing import Any
 from urllib.parse import urlencode
@@ -54,6 +54,22 @@ KNOWN = {kind.instance_type: kind for kind in INSTANCE_TYPES if kind.cloud == "g
 ACCELERATORS = {"nvidia-l4": 8, "nvidia-tesla-t4": 4, "nvidia-h100-80gb": 8}
 
 
+UNAUTHENTICATED = (
+    "Request had invalid authentication credentials. Expected OAuth 2 access token, login cookie or other valid "
+    "authentication credential. See https://developers.google.com/identity/sign-in/web/devconsole-project."
+)
+FORBIDDEN = (
+    "Location ZONE:{zone} violates constraint constraints/gcp.resourceLocations on the resource "
+    f"projects/{PROJECT}/zones/{{zone}}/instances/{{name}}."
+)
+INTERNAL_ERROR = {
+    "code": "INTERNAL_ERROR",
+    "message": "Internal error. Please try again or contact Google Support. (Code: '-1234567890')",
+}
+NODE_TOKEN = "fake-token-of-"
+"""Beginning of the tokens of instances' service accounts."""
+
+
 class Refused(Exception):
     """An answer that is not 2xx."""
 
@@ -82,6 +98,8 @@ class Gce:
     preempted: dict[str, str] = field(default_factory=dict)
     """Time of the end of each instance under notice, by id."""
     ended: list[Json] = field(default_factory=list)
+    ended_ms: dict[str, int] = field(default_factory=dict)
+    """End of the bill of each instance that has stopped or was deleted, by id (UTC)."""
     ended_at: dict[str, float] = field(default_factory=dict)
     """Monotonic seconds at which an instance was deleted, by id."""
     quota_lag_s: float = 0.0
@@ -113,8 +131,10 @@ class Gce:
 
     # --- calls
 
-    def answer(self, host: str, method: str, path: str, query: Mapping[str, str], raw: bytes) -> Json | bytes:
-        """Answer one call. Raises Refused, or LostReply after carrying it out."""
+    def answer(
+        self, host: str, method: str, path: str, query: Mapping[str, str], raw: bytes, token: str = ""
+    ) -> Json | bytes:
+        """Answer one call. Raises Refused, or LostReply after carrying it out. `token`: the caller's."""
         service = host.partition(".")[0]
         if service == "www":
             service = "compute" if path.startswith("/compute/") else "oauth2"
@@ -122,6 +142,10 @@ class Gce:
             service = "oauth2"
         else:
             self._faulty(path)
+        if is_users(token) and self.faults.met(Kind.EXPIRED, "gcp"):
+            if path.endswith("/token"):
+                raise Refused(400, "invalid_grant", "Token has been expired or revoked.")
+            raise Refused(401, "authError", UNAUTHENTICATED)
         if service == "cloudbilling" or (
             service == "compute" and re.search(r"/advice/|/aggregated/machineTypes", path)
         ):
@@ -313,6 +337,8 @@ class Gce:
     def _insert(self, zone: str, body: Json, lose: bool) -> Json:
         region = zone.rpartition("-")[0]
         run = _run_of(body)
+        if self.faults.met(Kind.FORBIDDEN, f"gcp/{region}/{zone}"):
+            raise Refused(412, "conditionNotMet", FORBIDDEN.format(zone=zone, name=body["name"]))
         self._allowed("create", zone, run)
         scheduling = body.get("scheduling") or {}
         if isinstance(scheduling, list):
@@ -408,7 +434,7 @@ class Gce:
         return attached
 
     def _delete(self, scope: str, collection: str, name: str) -> Json:
-        thing = self._get(scope, collection, name)
+        thing, now = self._get(scope, collection, name), datetime.now(UTC)
         if collection == "networks":
             users = [one for one in self._all_of("subnetworks") if _last(one["network"]) == name]
             users += [one for one in self._all_of("firewalls") if _last(one["network"]) == name]
@@ -425,14 +451,18 @@ class Gce:
         if collection == "disks" and thing.get("users"):
             raise _in_use(f"{scope}/disks/{name}")
         if collection == "instances":
-            self._allowed("delete", _last(scope), _run_of(thing))
-            self._remove(thing)
+            zone, run = _last(scope), _run_of(thing)
+            self._allowed("delete", zone, run)
+            if self.faults.met(Kind.ENDS_FAIL, f"gcp/{zone.rpartition('-')[0]}/{zone}", run=run):
+                return self._operation(scope, "delete", thing, INTERNAL_ERROR)
+            self._remove(thing, now)
         else:
             del self.resources[scope, collection, name]
-        return self._operation(scope, "delete", thing)
+        return self._operation(scope, "delete", thing, at=now)
 
-    def _remove(self, instance: Json) -> None:
+    def _remove(self, instance: Json, at: datetime) -> None:
         zone = _last(instance["zone"])
+        self.ended_ms.setdefault(instance["id"], _ms(at))
         del self.resources[f"zones/{zone}", "instances", instance["name"]]
         self.preempted.pop(instance["id"], None)
         self.ended.append({**instance, "status": "DELETED"})
@@ -444,6 +474,7 @@ class Gce:
                 self.resources[f"zones/{zone}", "disks", _last(disk["source"])]["users"] = []
 
     def _change(self, scope: str, collection: str, thing: Json, verb: str, body: Json) -> Json:
+        now = datetime.now(UTC)
         match collection, verb:
             case _, "setLabels":
                 thing["labels"] = body.get("labels") or {}
@@ -454,16 +485,16 @@ class Gce:
             case "instances", "setScheduling":
                 thing["scheduling"] |= body
             case "instances", "stop":
-                self._stop(thing)
+                self._stop(thing, now)
             case "instances", "start":
-                thing["status"], thing["lastStartTimestamp"] = "RUNNING", _now()
+                thing["status"], thing["lastStartTimestamp"] = "RUNNING", _text(now)
             case "disks", "resize":
                 thing["sizeGb"] = body["sizeGb"]
             case "instances", "simulateMaintenanceEvent":
                 self._simulate_maintenance(_last(scope), thing)
             case _:
                 raise _unknown("POST", f"{scope}/{collection}/{verb}")
-        return self._operation(scope, verb, thing)
+        return self._operation(scope, verb, thing, at=now)
 
     def _simulate_maintenance(self, zone: str, thing: Json) -> None:
         """Preempt a Spot VM. Any other VM migrates, and goes on."""
@@ -477,16 +508,23 @@ class Gce:
     # --- operations
 
     def _operation(
-        self, scope: str, kind: str, target: Json, error: Json | None = None, user: str = CLIENT_EMAIL
+        self,
+        scope: str,
+        kind: str,
+        target: Json,
+        error: Json | None = None,
+        user: str = CLIENT_EMAIL,
+        at: datetime | None = None,
     ) -> Json:
+        now = _text(at or datetime.now(UTC))
         done: Json = {
             "name": f"operation-{self._number()}",
             "operationType": kind,
             "status": "DONE",
             "progress": 100,
-            "insertTime": _now(),
-            "startTime": _now(),
-            "endTime": _now(),
+            "insertTime": now,
+            "startTime": now,
+            "endTime": now,
             "targetLink": target["selfLink"],
             "targetId": target.get("id", "0"),
             "user": user,
@@ -640,45 +678,48 @@ class Gce:
     def reclaim(self, instance_id: str, seconds: float, notice: bool) -> None:
         """Preempt an instance: STOPPING and the notice now, and the end after this many seconds."""
 
+        now = datetime.now(UTC)
         if notice:
-            self._preempt(instance_id)
-        later(seconds, lambda: self._take(instance_id))
+            self._preempt(instance_id, now)
+        later(seconds, lambda: self._take(instance_id, now + timedelta(seconds=seconds)))
 
-    def _take(self, instance_id: str) -> None:
+    def _take(self, instance_id: str, at: datetime) -> None:
+        """End a preempted instance. Its bill ends at the announced time, though a timer may be late."""
         with self.lock:
-            self._preempt(instance_id)
-            self._preempted(instance_id)
+            self._preempt(instance_id, at)
+            self._preempted(instance_id, at)
 
-    def _preempt(self, instance_id: str) -> None:
+    def _preempt(self, instance_id: str, at: datetime) -> None:
         with self.lock:
             for instance in self._instances():
                 if instance["id"] == instance_id and instance["status"] == "RUNNING":
                     instance["status"] = "STOPPING"
-                    self.preempted[instance_id] = _now()
+                    self.preempted[instance_id] = _text(at)
                     scope = f"zones/{_last(instance['zone'])}"
-                    self._operation(scope, PREEMPTED, instance, user="system")
+                    self._operation(scope, PREEMPTED, instance, user="system", at=at)
                     done = next(reversed(self._all(scope, "operations")))
                     done["statusMessage"] = "Instance was preempted."
 
-    def _preempted(self, instance_id: str) -> None:
+    def _preempted(self, instance_id: str, at: datetime) -> None:
         for instance in self._instances():
             if instance["id"] == instance_id and instance_id in self.preempted:
                 if instance["scheduling"].get("instanceTerminationAction") == "DELETE":
-                    self._remove(instance)
+                    self._remove(instance, at)
                 else:
                     del self.preempted[instance_id]
-                    self._stop(instance)
+                    self._stop(instance, at)
 
-    def _stop(self, instance: Json) -> None:
-        instance["status"], instance["lastStopTimestamp"] = "TERMINATED", _now()
+    def _stop(self, instance: Json, at: datetime) -> None:
+        self.ended_ms.setdefault(instance["id"], _ms(at))
+        instance["status"], instance["lastStopTimestamp"] = "TERMINATED", _text(at)
 
     def powered_off(self, instance_id: str) -> None:
         with self.lock:
             for instance in self._instances():
                 if instance["id"] == instance_id and instance["status"] == "RUNNING":
-                    self._stop(instance)
-                    scope = f"zones/{_last(instance['zone'])}"
-                    self._operation(scope, "compute.instances.guestTerminate", instance, user="system")
+                    now, scope = datetime.now(UTC), f"zones/{_last(instance['zone'])}"
+                    self._stop(instance, now)
+                    self._operation(scope, "compute.instances.guestTerminate", instance, user="system", at=now)
 
     def _spec(self, instance: Json) -> HostSpec:
         interface = instance["networkInterfaces"][0]
@@ -753,7 +794,7 @@ class Gce:
             for account in instance.get("serviceAccounts") or []:
                 scopes = "\n".join(account.get("scopes") or [])
                 token = {
-                    "access_token": f"fake-token-of-{account['email']}",
+                    "access_token": f"{NODE_TOKEN}{account['email']}",
                     "expires_in": 3599,
                     "token_type": "Bearer",
                 }
@@ -812,6 +853,8 @@ class Gce:
                     "instance_type": _last(i["machineType"]),
                     "labels": i.get("labels") or {},
                     "reason": "preempted" if self._was_preempted(i) else "",
+                    "launched_ms": _ms(i["lastStartTimestamp"]),
+                    "ended_ms": self.ended_ms.get(i["id"]),
                     "private": i["networkInterfaces"][0]["networkIP"],
                     "public": (i["networkInterfaces"][0].get("accessConfigs") or [{}])[0].get("natIP", ""),
                 }
@@ -838,6 +881,11 @@ def _grant_notice(scheduling: Json, is_known: bool) -> None:
         text = "Invalid value for field 'resource.scheduling.preemptionNoticeDuration': only for Spot VMs."
         raise Refused(400, "invalid", text)
     scheduling["preemptionNoticeDuration"] = {"seconds": str(int(notice["seconds"]))}
+
+
+def is_users(token: str) -> bool:
+    """Return whether a token is the user's, and not that of an instance's service account."""
+    return not token.startswith(NODE_TOKEN)
 
 
 def _missing(what: str) -> Refused:
@@ -867,7 +915,16 @@ def _region(instance: Json) -> str:
 
 
 def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="milliseconds")
+    return _text(datetime.now(UTC))
+
+
+def _text(at: datetime) -> str:
+    return at.isoformat(timespec="milliseconds")
+
+
+def _ms(at: datetime | str) -> int:
+    """Return UTC milliseconds of a time as `_text` writes it."""
+    return round(datetime.fromisoformat(at if isinstance(at, str) else _text(at)).timestamp() * 1000)
 
 
 def _public(thing: Json) -> Json:

@@ -17,6 +17,7 @@ from urllib.parse import unquote
 from xml.sax.saxutils import escape
 
 from tests.fakes.clouds.faults import Faults, Kind
+from tests.fakes.clouds.gce import is_users
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +51,9 @@ class Gcs:
     def answer(
         self, method: str, path: str, query: Mapping[str, str], headers: Mapping[str, str], raw: bytes
     ) -> Answer:
+        token = headers.get("authorization", "").removeprefix("Bearer ")
+        if is_users(token) and self.faults.met(Kind.EXPIRED, "gcp"):
+            return _error(401, "authError", "Invalid Credentials")
         if self.faults.met(Kind.STORE_DOWN, "gcp"):
             return _error(503, "backendError", "We encountered an internal error. Please try again.")
         with self.lock:

@@ -20,7 +20,7 @@ from tests.fakes.clouds.gce import CLIENT_EMAIL, Gce, LostReply, Refused
 from tests.fakes.clouds.gcs import Gcs
 
 KNOWN = {401: "UNAUTHENTICATED", 403: "PERMISSION_DENIED", 404: "NOT_FOUND", 409: "ALREADY_EXISTS"}
-STATUS = {**KNOWN, 400: "INVALID_ARGUMENT", 429: "RESOURCE_EXHAUSTED", 503: "UNAVAILABLE"}
+STATUS = {**KNOWN, 400: "INVALID_ARGUMENT", 412: "FAILED_PRECONDITION", 429: "RESOURCE_EXHAUSTED", 503: "UNAVAILABLE"}
 
 
 def serve(gce: Gce, gcs: Gcs, folder: Path, say: Callable[[str], None], public_of: Callable[[str], str]) -> None:
@@ -48,7 +48,8 @@ def serve(gce: Gce, gcs: Gcs, folder: Path, say: Callable[[str], None], public_o
                     headers = {name.lower(): value for name, value in self.headers.items()}
                     answer = gcs.answer(self.command, url.path, query, headers, raw)
                     return self._send(answer.status, answer.data, dict(answer.headers))
-                answer = gce.answer(host, self.command, url.path, query, raw)
+                token = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
+                answer = gce.answer(host, self.command, url.path, query, raw, token)
             except Refused as error:
                 if "does not know" in str(error):
                     say(f"google: {error}")
@@ -78,7 +79,10 @@ def serve(gce: Gce, gcs: Gcs, folder: Path, say: Callable[[str], None], public_o
         def _refuse(self, status: int, reason: str, message: str) -> None:
             one = {"message": message, "domain": "usageLimits" if status == 403 else "global", "reason": reason}
             error = {"code": status, "message": message, "errors": [one], "status": STATUS.get(status, "UNKNOWN")}
-            self._send(status, json.dumps({"error": error}).encode(), {"Content-Type": "application/json"})
+            body = {"error": error}
+            if reason == "invalid_grant":  # the token endpoint speaks OAuth
+                body = {"error": reason, "error_description": message}
+            self._send(status, json.dumps(body).encode(), {"Content-Type": "application/json"})
 
         def _send(self, status: int, data: bytes, headers: dict[str, str]) -> None:
             self.send_response(status)

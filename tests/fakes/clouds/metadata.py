@@ -22,6 +22,8 @@ from tests.fakes.clouds import addresses
 
 CLONE_NEWNET = 0x40000000
 LONGEST_WAIT_S = 3600
+ROLE_KEY = "ASIAFAKE"
+"""Beginning of the access keys of instance profiles."""
 
 
 class Face(Protocol):
@@ -139,7 +141,7 @@ def role_credentials(role: str) -> str:
             "Code": "Success",
             "LastUpdated": ec2_time(datetime.now(UTC)),
             "Type": "AWS-HMAC",
-            "AccessKeyId": "ASIAFAKE" + role.upper().replace("-", "")[:12],
+            "AccessKeyId": ROLE_KEY + role.upper().replace("-", "")[:12],
             "SecretAccessKey": "fake-instance-secret",
             "Token": "fake-instance-token",
             "Expiration": ec2_time(datetime.now(UTC) + timedelta(hours=6)),

@@ -62,6 +62,8 @@ class Router:
     """Owns the rule set of the namespace that it runs in."""
 
     loaded: str = ""
+    client: str = addresses.CLIENT
+    """Address of this computer, where controllers run."""
     ports: dict[str, Port] = field(default_factory=dict)
 
     def start(self) -> None:
@@ -70,13 +72,13 @@ class Router:
             ip link set lo up
             ip link add uplink type bridge
             ip link set uplink arp off up
-            ip address add {addresses.CLIENT}/32 dev uplink
+            ip address add {self.client}/32 dev uplink
             ip address add {addresses.API}/32 dev uplink
             sysctl -qw net.ipv4.ip_forward=1 net.ipv4.conf.all.rp_filter=0 net.ipv4.conf.default.rp_filter=0
             """
         )
         for public in addresses.PUBLIC:
-            command(f"ip route add {public} dev uplink src {addresses.CLIENT}")
+            command(f"ip route add {public} dev uplink src {self.client}")
         self.apply({})
 
     def plug(self, port: Port, pid: int) -> None:
@@ -86,7 +88,7 @@ class Router:
             ip link add {port.link} type veth peer name eth0 netns {pid}
             ip address add {addresses.GATEWAY}/32 dev {port.link}
             ip link set {port.link} up
-            ip route add {port.private}/32 dev {port.link} src {addresses.CLIENT}
+            ip route add {port.private}/32 dev {port.link} src {self.client}
             nsenter --target {pid} --net sh -ec '\
               ip link set lo up; ip address add {addresses.METADATA}/32 dev lo; \
               ip address add {port.private}/32 dev eth0; ip link set eth0 up; \
@@ -94,6 +96,21 @@ class Router:
               ip route add default via {addresses.GATEWAY} src {port.private}'
             """
         )
+
+    def move(self, client: str, ports: Iterable[Port]) -> None:
+        """Give this computer another address. Connections from the old one stay open and get no answer."""
+        routes = [f"{public} dev uplink" for public in addresses.PUBLIC]
+        routes += [f"{port.private}/32 dev {port.link}" for port in ports]
+        command(
+            "\n".join(
+                [
+                    f"ip address add {client}/32 dev uplink",
+                    *(f"ip route replace {route} src {client}" for route in routes),
+                    f"ip address delete {self.client}/32 dev uplink",
+                ]
+            )
+        )
+        self.client = client
 
     def cut(self, link: str) -> None:
         """Stop every packet of this host: a preempted instance does not close its connections."""
@@ -103,7 +120,7 @@ class Router:
         subprocess.run(["ip", "link", "delete", link], check=False, capture_output=True)
 
     def apply(self, ports: Mapping[str, Port]) -> None:
-        text = rules(ports)
+        text = rules(ports, self.client)
         if text != self.loaded:
             done = subprocess.run(["nft", "-f", "-"], input=text, capture_output=True, text=True)
             if done.returncode:
@@ -111,7 +128,7 @@ class Router:
             self.loaded = text
 
 
-def rules(ports: Mapping[str, Port]) -> str:
+def rules(ports: Mapping[str, Port], client: str = addresses.CLIENT) -> str:
     """Return the whole rule set as text.
 
     Each host has two chains: one for its own network with private source addresses, and one for its public address with
@@ -123,7 +140,7 @@ def rules(ports: Mapping[str, Port]) -> str:
         networks[host.network].append(host.private)
     public = _elements([f"{host.public} : {host.private}" for host in hosts if host.public])
     egress = _elements([f"{host.private} : {host.public}" for host in hosts if host.public])
-    seen_as = {addresses.CLIENT: addresses.CLIENT} | {host.private: host.public for host in hosts if host.public}
+    seen_as = {client: client} | {host.private: host.public for host in hosts if host.public}
 
     def outside(rule: Allow) -> list[str]:
         ranges = [IPv4Network(one, strict=False) for one in rule.ranges]

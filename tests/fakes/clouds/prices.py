@@ -176,6 +176,13 @@ def open_market() -> FakeMarket:
     )
 
 
+def micro_usd_per_hour(zone: str, instance_type: str, market: str) -> int:
+    """Return the price of an instance, before any change. Google bills the parts, and does not round their sum."""
+    (row,) = (one for one in rows() if (one.zone, one.kind.instance_type) == (zone, instance_type))
+    on_demand = _sum(row.kind, 0) if row.kind.cloud == "gcp" else Decimal(row.on_demand)
+    return round((Decimal(row.spot) if market == "spot" else on_demand) * 1_000_000)
+
+
 def change(market: FakeMarket, where: str, factor: float) -> int:
     """Set spot prices under `where` (cloud/region/zone) to `factor` times their first value. Return the count."""
     now_ms = int(time.time() * 1000)

@@ -67,6 +67,7 @@ class Server:
             say=self.say,
         )
         self.held: list[int] = []
+        self.client = self.router.client
         self.furnished = {_key(thing) for thing in self._things()}
 
     def say(self, text: str) -> None:
@@ -74,7 +75,7 @@ class Server:
 
     def _public_of(self, address: str) -> str:
         hosts = list(self.hosts.hosts.values())
-        return next((host.spec.public for host in hosts if host.spec.private == address), addresses.CLIENT)
+        return next((host.spec.public for host in hosts if host.spec.private == address), self.router.client)
 
     def _prices(self, path: str, query: str, body: bytes) -> bytes:
         self.market.now_ms = int(time.time() * 1000)
@@ -94,6 +95,8 @@ class Server:
             time.sleep(PACE_S)
 
     def _pass(self) -> None:
+        if self.client != self.router.client:
+            self.router.move(self.client, self.hosts.ports().values())
         for host_id, host in list(self.hosts.hosts.items()):
             if host.process.poll() is not None:
                 (self.gce if host_id.isdigit() else self.aws).powered_off(host_id)
@@ -155,6 +158,11 @@ class Server:
         instance_id = self.find(node)
         self.router.cut(self.hosts.hosts[instance_id].link)
         return instance_id
+
+    def move(self, address: str) -> None:
+        """Change the address of the client's computer, as a laptop in another network does."""
+        self.say(f"the client moves to {address}")
+        self.client = address
 
     def fault(self, kind: str, where: str = "", **more: Any) -> None:
         self.say(f"fault {kind} {where} {more}")
@@ -227,7 +235,7 @@ class Server:
 
     ORDERS = (
         *("reclaim", "rebalance", "freeze", "thaw", "unplug", "fault", "clear", "price", "quota", "quota_lag"),
-        "notice",
+        *("notice", "move"),
     )
     QUESTIONS = ("told_faults", "machines", "all_hosts", "inventory", "calls", "first")
 

@@ -411,6 +411,10 @@ class World:
     def thaw(self, node: str) -> str:
         return str(self.ask("thaw", node))
 
+    def move(self, address: str) -> None:
+        """Change the address of the client's computer; `checkip.amazonaws.com` returns it within a second."""
+        self.ask("move", address)
+
     def fault(self, kind: str, where: str = "", **more: Any) -> None:
         """Add a fault (see faults.py): `fault("capacity", "gcp/us-central1", market="spot", seconds=60)`."""
         self.ask("fault", kind, where, **more)

@@ -11,8 +11,8 @@ from obstore.store import LocalStore
 from engine.events import Market
 from launcher.checks import ready
 from launcher.checks.gcloud import GcloudMissing
-from launcher.checks.ready import check_clouds, check_here, check_job, check_prices, job_problems
-from launcher.clouds.base import CallerIdentity, CloudRefused, InstanceState
+from launcher.checks.ready import check_clouds, check_here, check_job, check_prices, closed_regions, job_problems
+from launcher.clouds.base import CallerIdentity, CloudRefused, CloudUnreachable, InstanceState
 from launcher.exit_codes import ExitCode, Failure
 from launcher.job.checked import JobError
 from launcher.job.load import load_job
@@ -199,6 +199,22 @@ def test_a_run_name_that_instances_already_have_is_refused(job):
     assert (caught.value.field, looked) == ("name", [])
     check_clouds(job(), {"aws": cloud}, places[:1], lambda url: None, lambda *store: looked.append(store))
     assert looked == [("s3://runs/ours/digits", "digits")]
+
+
+def test_a_region_that_an_organisation_forbids_is_closed_and_a_missing_permission_closes_none():
+    class Cloud(FakeCloud):
+        def instances(self, region, **more):
+            words = {
+                "us-east-1": CloudRefused("UnauthorizedOperation: an explicit deny in a service control policy"),
+                "us-west-1": CloudRefused("UnauthorizedOperation: not authorized to perform ec2:DescribeInstances"),
+                "us-east-2": CloudUnreachable("503"),
+            }
+            if region in words:
+                raise words[region]
+            return super().instances(region, **more)
+
+    places = [("aws", region) for region in ("us-east-1", "us-west-1", "us-east-2", "us-west-2")]
+    assert closed_regions({"aws": Cloud()}, places) == {("aws", "us-east-1")}
 
 
 def test_a_run_name_controlled_by_another_computer_is_refused_first(job, tmp_path, monkeypatch):

@@ -15,7 +15,14 @@ from launcher.clouds.base import RegionSetup
 from launcher.decide.node_facts import is_quota_used_up
 from launcher.job.company import Named
 from launcher.placement.placement import Placement
-from launcher.provision.sky.our_nodes import _start_ray, _without_credentials, email_of, labels_of
+from launcher.provision.sky.our_nodes import (
+    GAPS_SECONDS,
+    _repeated,
+    _start_ray,
+    _without_credentials,
+    email_of,
+    labels_of,
+)
 from launcher.provision.sky.outcome import Failed, outcome_of
 from launcher.provision.sky.sky import is_node_of
 from launcher.provision.sky.task import FIRST_OF_ALL, Launch, network_config, task_of
@@ -144,6 +151,8 @@ OurNodes().install(None)
 assert not hasattr(instance_setup.start_ray_on_head_node.args[0], "args"), "wrapped once"
 for cloud in ("aws", "gcp"):
     assert provision.get_registered_provisioner(cloud).module.run_instances
+from sky.adaptors.gcp import http_error_exception
+assert http_error_exception()(SimpleNamespace(status=503, reason=""), b"").status_code == 503
 ours, others = ({"labels": {label: "run"}} for label in ("spotrl-run", "team"))
 for node_config, has_ray in ((ours, False), (others, True)):
     record = SimpleNamespace(runtime_metadata=SimpleNamespace(has_ray=True))
@@ -317,6 +326,10 @@ VIOLATED = (
         ),
         (VIOLATED.replace("{name}", "compute.requireOsLogin"), r"requireOsLogin forbids.*keys in a machine's metadata"),
         (VIOLATED.replace("{name}", "gcp.resourceLocations"), r"constraints/gcp.resourceLocations forbids.*exception"),
+        (
+            "Location ZONE:us-east4-a violates constraint constraints/gcp.resourceLocations on the resource projects/p",
+            r"constraints/gcp.resourceLocations forbids.*exception",
+        ),
         ("HttpError 412: Precondition failed, reason: conditionNotMet", "A policy of the organisation forbids it"),
         ("(UnauthorizedOperation) with an explicit deny in a service control policy", "A policy of the organisation"),
         ("No usable subnets matching availability zone ['us-east-1e'] found.", "create-default-subnet"),
@@ -331,6 +344,36 @@ def test_an_error_that_only_the_user_can_fix_is_a_denial_with_a_remedy(message, 
     assert outcome.failed is Failed.DENIED
     assert outcome.text.startswith(message)
     assert re.search(advice, outcome.text.splitlines()[-1])
+
+
+def test_a_call_that_skypilot_repeated_does_not_decide_the_outcome():
+    """The last errors are the evidence, also if they follow a call that was answered at the second try."""
+    repeated = "W 11-29 09:58:44.480 PID=16826 common_utils.py:761] Caught <HttpError 503 ... backendError>. Retrying."
+    policy = "Location ZONE:us-east4-a violates constraint constraints/gcp.resourceLocations on the resource projects/p"
+    outcome = outcome_of("ResourcesUnavailableError", f"{repeated}\n{policy}")
+    assert (outcome.failed, outcome.text.splitlines()[0]) == (Failed.DENIED, policy)
+    assert outcome_of("ResourcesUnavailableError", f"{repeated}\n<HttpError 503 backendError>").failed is Failed.UNKNOWN
+
+
+@pytest.mark.parametrize(("status", "tries"), [(503, 3), (429, 3), (403, 1)])
+def test_the_preparation_of_a_region_on_google_is_repeated_while_it_does_not_answer(status, tries):
+    class HttpError(Exception):
+        status_code = status
+
+    asked, waited = [], []
+
+    def prepare():
+        asked.append(status)
+        if len(asked) < 3:
+            raise HttpError
+        return "prepared"
+
+    if tries == 1:
+        with pytest.raises(HttpError):
+            _repeated(prepare, HttpError, waited.append)
+    else:
+        assert _repeated(prepare, HttpError, waited.append) == "prepared"
+    assert (len(asked), waited) == (tries, list(GAPS_SECONDS[: tries - 1]))
 
 
 def test_evidence_is_the_clouds_message_without_log_prefixes():

@@ -869,6 +869,22 @@ def test_a_preemption_is_known_within_a_few_seconds(stage):
     assert stage.passes(4, step=0.25)[NODE].status is NodeStatus.GONE
 
 
+@pytest.mark.parametrize(("reclaimed", "late_ms"), [(True, 120_000), (False, 0)])
+def test_a_preemption_without_a_named_end_is_paid_to_its_announced_time(stage, reclaimed, late_ms):
+    """The login expires after the notice, so nobody sees the VM any more."""
+    stage.bring_up(NODE)
+    stage.links[NODE].shows("notice", deadline_ms=stage.time.ms + 120_000, source="imds")
+    stage.passes(2)
+    seen_ms = stage.time.ms
+    stage.cloud.unreachable = True
+    stage.passes(600, step=60)
+    stage.cloud.unreachable = False
+    stage.cloud.vanish(NODE, reclaimed=reclaimed, reason="it has ended")
+    fact = stage.passes(10, step=1)[NODE]
+    assert fact.status is NodeStatus.GONE
+    assert abs(fact.ended_ms - seen_ms - late_ms) <= 5_000
+
+
 def test_an_instance_missing_from_two_lists_is_gone_for_its_operations_reason(stage):
     stage.bring_up(NODE)
     stage.cloud.vanish(NODE, reclaimed=True, reason="compute.instances.preempted", ended_ms=START_MS + 9000)

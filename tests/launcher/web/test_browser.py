@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from launcher.ledger.models import TroubleRow
 from launcher.ledger.store import find_run, open_ledger
 from launcher.report.build import build_report
 from launcher.report.comparison import compare_runs
@@ -182,6 +183,16 @@ def test_a_stopped_run_shows_the_command_that_goes_on_with_it(served, open_page)
         made.status("stopped", HOUR_MS, "asked for by a person")
     page.wait_for_selector("p:has-text('Go on with it: spotrl resume done')")
     assert page.locator(".command").inner_text() == "spotrl resume done"
+
+
+def test_a_run_in_trouble_raises_an_alert_on_its_open_page_and_in_the_list(served, open_page):
+    page, runs = open_page(served.page + VIEWS["run"]), open_page(served.page + VIEWS["list"])
+    ready(page, "run")
+    ready(runs, "list")
+    with served.add() as made:
+        made.session.add(TroubleRow(run_id=made.run.id, at_ms=made.run.created_ms + HOUR_MS, text="KeyError: 'up'"))
+    page.wait_for_selector("[role=alert]:has-text(\"In trouble: KeyError: 'up'; nothing is bought\")")
+    runs.wait_for_selector(".state:has-text('running, in trouble')")
 
 
 def test_the_keyboard_reaches_every_control_and_moves_in_a_chart(served, open_page):

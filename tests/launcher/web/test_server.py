@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import event, insert, select
 
 from engine.events import Judged
-from launcher.ledger.models import ProgressRow
+from launcher.ledger.models import ProgressRow, TroubleRow
 from launcher.ledger.store import find_run, open_read_only
 from launcher.runs.event_lines import newest_seen
 from launcher.runs.run_list import COUNT, run_list
@@ -110,6 +110,21 @@ def test_the_list_counts_the_judges_of_a_run_as_its_page_does():
         session.flush()
         assert [row.micro_usd for row in run_list(session).rows] == [0, 1_022_000]
         assert view_of(session, made.run).spent_micro_usd == 1_022_000
+
+
+def test_a_run_in_trouble_says_so_in_the_list_and_on_its_page_until_a_pass_succeeds(fresh):
+    def write(text: str) -> None:
+        with fresh.add() as made:
+            made.session.add(TroubleRow(run_id=made.run.id, at_ms=made.run.created_ms + HOUR_MS, text=text))
+
+    ids = fresh.get("/api/list").json()["ids"]
+    (message,) = news(fresh, f"/api/changes?after={','.join(map(str, ids))}", 1, lambda: write("KeyError: 'up'"))
+    assert message["ids"] != ids, "open lists are read again"
+    assert fresh.get("/api/list").json()["html"].count("running, in trouble") == 1
+    assert "in trouble: KeyError" in httpx.get(f"{fresh.page}&run=live").text
+    assert fresh.get("/api/runs/live").json()["view"]["trouble"] == "KeyError: 'up'"
+    write("")
+    assert "in trouble" not in fresh.get("/api/list").json()["html"] + httpx.get(f"{fresh.page}&run=live").text
 
 
 def test_a_part_of_the_list_is_drawn_by_the_server_and_the_rest_is_asked_for(fresh):
@@ -257,9 +272,10 @@ def test_a_stream_of_a_run_that_is_gone_says_so_and_goes_on_when_it_is_back(fres
         assert "it is back" in next(line for line in lines if line.startswith('data: {"ids"'))
 
 
-@pytest.mark.parametrize("text", ["", "1,2", "a,b,c", "1,2,-3", "1,2,3,4", "1,2," + "9" * 30])
+@pytest.mark.parametrize("text", ["", "1,2,3", "a,b,c,d", "1,2,3,-4", "1,2,3,4,5", "1,2,3," + "9" * 30])
 def test_ids_that_are_none_count_as_nothing_seen(text):
-    assert parse_ids(text) == (0, 0, 0)
+    assert parse_ids(text) == (0, 0, 0, 0)
+    assert parse_ids("1,2,3,4") == (1, 2, 3, 4)
 
 
 def test_more_streams_than_allowed_are_refused(served):
