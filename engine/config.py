@@ -293,8 +293,8 @@ class RuntimeConfig(Strict):
     `feedback`: the same, but the trainer gives its lease back between two steps once it can train; no step is repeated.
     `search`: as `feedback`, for the number of leases that ends the batch soonest. `off`: none, while a rollout GPU
     lives. `auto`: `search` if help makes an iteration shorter by the rates measured in the run, else `off`; `feedback`
-    before the rates are known, and with `sp_degree` above 1. All this is about rank 0: the other ranks of a LoRA
-    trainer sample whenever they have no group to train, except with `off` while a rollout GPU lives."""
+    before the rates are known, and with `sp_degree` above 1. All this is about rank 0: the other ranks that may sample
+    do so whenever they have no group to train, except with `off` while a rollout GPU lives."""
     trace_steps: bool = False
     """Trace of steps: every worker logs finished steps with their times to `traces/` in the node's folder."""
     trainer_threads: Annotated[int, Field(ge=0)] = 0
@@ -302,8 +302,9 @@ class RuntimeConfig(Strict):
     core, divided by the ranks. Bit-identical repetition of a run needs the same number."""
     trainer_ranks: Literal["auto"] | Positive = "auto"
     """Processes of the trainer on all of its nodes, each with a GPU of its own, that share the groups of an optimiser
-    step. More than 1 needs as many groups in a step. With `model.weights: lora`, each rank also samples while it
-    has no group to train. With `full`, each rank holds a part of the weights (FSDP2), and only rank 0 samples.
+    step. More than 1 needs as many groups in a step. Each rank also samples while it has no group to train. With
+    `model.weights: full`, each rank holds a part of the weights (FSDP2), and gathers all to sample; only rank 0 does
+    if the memory forecast says that the GPUs have no room for that.
     `auto`: 1, because several ranks were only run on CPUs, and never on GPUs."""
 
     @model_validator(mode="after")

@@ -13,7 +13,7 @@ from engine.clock import Clock, ScaledClock
 from engine.config import EngineConfig
 from engine.events import Market
 from engine.strict import Positive, Strict
-from engine.trainer_ranks import NodeOfTrainer
+from engine.trainer_ranks import NodeOfTrainer, sampling_ranks
 from engine.work_clock import NoMeter, ProcessMeter, WorkClock, WorkMeter
 
 
@@ -77,6 +77,9 @@ class NodeSpec(Strict):
     """Nodes of the trainer. Each has as many of its ranks."""
     trainer_node: Annotated[int, Field(ge=0)] = 0
     """Number of this node among them. The trainer's first node is 0."""
+    ranks_have_room: bool = False
+    """True if the GPU of every rank has room to sample, by the forecast of memory (`JobMemory.have_room`). Every node
+    of a trainer gets the same value."""
     generation: Annotated[int, Field(ge=0)] = 0
     """Number of this node among the nodes of its slot, which replaced one another."""
     market: Market
@@ -130,6 +133,11 @@ class NodeSpec(Strict):
     def in_trainer(self) -> NodeOfTrainer:
         """Return the place of this node in the trainer."""
         return NodeOfTrainer(number=self.trainer_node, nodes=self.trainer_nodes)
+
+    @property
+    def sampling_ranks(self) -> int:
+        """Return the ranks of the trainer that sample, from rank 0 on."""
+        return sampling_ranks(self.engine, have_room=self.ranks_have_room)
 
     @property
     def own_token(self) -> str:

@@ -6,7 +6,7 @@ many ranks on each.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -55,8 +55,15 @@ LIMITS: Mapping[Literal["lora", "full"], RankLimits] = {
 """Numbers of ranks that this engine can run, by the weights that are trained.
 
 A job must name the number, because ranks were only run on CPUs. `auto` is every GPU once ranks have run on two. With
-full weights a rank has a part of the weights and cannot sample alone: rank 0 samples with a gathered copy.
+full weights a rank has a part of the weights, and samples with a gathered copy of all: rank 0 does, and every rank
+where the GPUs have room (`limits_of`).
 """
+
+
+def limits_of(weights: Literal["lora", "full"], *, have_room: bool) -> RankLimits:
+    """Return the numbers of ranks for a job. `have_room`: the GPU of every rank has room to sample (engine/memory/)."""
+    limits = LIMITS[weights]
+    return replace(limits, sampling=limits.most) if have_room else limits
 
 
 def ranks_of(config: "EngineConfig") -> int:
@@ -69,9 +76,9 @@ def ranks_of(config: "EngineConfig") -> int:
     return LIMITS[config.model.weights].ranks(asked, gpus=1 if asked == "auto" else asked, groups=groups)
 
 
-def sampling_ranks(config: "EngineConfig") -> int:
-    """Return the ranks of a job's trainer that sample, from rank 0 on."""
-    return min(ranks_of(config), LIMITS[config.model.weights].sampling)
+def sampling_ranks(config: "EngineConfig", *, have_room: bool) -> int:
+    """Return the ranks of a job's trainer that sample, from rank 0 on. `have_room`: as of `limits_of`."""
+    return min(ranks_of(config), limits_of(config.model.weights, have_room=have_room).sampling)
 
 
 def worker_of_rank(node: str, rank: int) -> str:

@@ -1,10 +1,10 @@
-"""Disturb a rank of a LoRA trainer at a chosen point of its sampling, or let only rank 0 sample.
+"""Disturb a rank of a trainer at a chosen point of its sampling, or let only rank 0 sample.
 
     lease       before the rank asks for a lease
     denoise     between two denoising steps
     score       while the images of a lease are scored
     order       when an order of rank 0 has arrived, before the rank obeys
-    collective  before the gradients are added
+    collective  before the gradients are added; with full weights, before the passes that all ranks make together
 
 A test puts stops into the environment of an agent that the nursery forks (`STOPS`). The first time that the rank comes
 to the point of a stop, it leaves a file, and kills or freezes itself, or has an out-of-memory error. The next stop of
@@ -28,7 +28,7 @@ ALONE = "SPOTRL_TEST_RANK_0_SAMPLES_ALONE"
 """Variable of the environment: set if the other ranks do not sample."""
 
 DELAYS = "SPOTRL_TEST_RANK_DELAYS"
-"""Variable of the environment: a file for the seconds from an order's arrival at a sampling rank until it obeys."""
+"""Variable of the environment: a file for the time from an order's arrival at a sampling rank until it obeys."""
 
 OUT_OF_MEMORY = 0
 """Instead of a signal: torch raises its out-of-memory error."""
@@ -72,23 +72,24 @@ def plant(env: Mapping[str, str]) -> None:
     # Import here only: the nursery has imported these modules, and another process needs none of them.
     import torch
 
+    from engine.algorithm.lockstep import LockstepPasses
     from engine.trainer import ranks
     from engine.trainer.rank_sampling import RankSampler
+    from engine.trainer.shards import ShardFollower
     from engine.worker.sampling import ImageSampler
     from engine.worker.scoring import ImageScorer
 
     planted = json.loads(env[STOPS])
     folder, stops = Path(planted["folder"]), [Stop(**stop) for stop in planted["stops"]]
-    versions = 0
+    versions = set()
 
-    def published(self: RankSampler, *arguments: Any) -> None:
-        nonlocal versions
-        versions += 1
-        plain_published(self, *arguments)
+    def published(self: RankSampler, key: Any, digest: str) -> None:
+        versions.add(key)
+        plain_published(self, key, digest)
 
     def come(point: str) -> None:
         number = len(happened(folder))
-        if versions < 2 or number >= len(stops) or stops[number].point != point:
+        if len(versions) < 2 or number >= len(stops) or stops[number].point != point:
             return
         (folder / str(number)).touch()
         if stops[number].signal == OUT_OF_MEMORY:
@@ -109,6 +110,8 @@ def plant(env: Mapping[str, str]) -> None:
     ImageScorer.decode = before(ImageScorer.decode, "score")  # type: ignore[method-assign]
     ranks.Follower._carry_out = before(ranks.Follower._carry_out, "order")  # type: ignore[method-assign]
     ranks._sum_gradients = before(ranks._sum_gradients, "collective")
+    ShardFollower._carry_out = before(ShardFollower._carry_out, "order")  # type: ignore[method-assign]
+    LockstepPasses.train = before(LockstepPasses.train, "collective")  # type: ignore[method-assign]
 
 
 def _let_rank_0_sample_alone() -> None:
@@ -118,23 +121,25 @@ def _let_rank_0_sample_alone() -> None:
 
 
 def _log_delays(file: Path) -> None:
-    """Log a JSON line [kind of order, seconds] for each order that arrives while the rank samples.
+    """Log a JSON line [kind of order, seconds, denoising steps] for each order that arrives while the rank samples.
 
-    Left out: `BeginStep` without weights, for which no other rank waits, and orders that came before the rank had
-    obeyed the last one: they wait for that work, not for sampling.
+    The steps are those that ended meanwhile. Left out: `BeginStep` without weights, for which no other rank waits, and
+    orders that came before the rank had obeyed the last one: they wait for that work, not for sampling.
     """
     from engine.parallel.rank_group import RankGroup
     from engine.trainer.rank_messages import BeginStep
     from engine.trainer.rank_sampling import RankSampler
     from engine.trainer.ranks import Follower
+    from engine.trainer.shards import ShardFollower
+    from engine.worker.sampling import ImageSampler
 
-    arrived: list[tuple[float, bool]] = []
-    samples = False
+    arrived: list[tuple[float, bool, int]] = []
+    samples, steps = False, 0
 
     def receive(self: RankGroup, rank: int, *, idle: bool = False) -> bytes:
         message = plain_receive(self, rank, idle=idle)
         if idle:
-            arrived.append((time.monotonic(), samples))
+            arrived.append((time.monotonic(), samples, steps))
         return message
 
     def sample(self: RankSampler, is_called: Callable[[], bool]) -> bool:
@@ -145,18 +150,28 @@ def _log_delays(file: Path) -> None:
         finally:
             samples = False
 
-    def carry_out(self: Follower, order: Any) -> None:
-        nonlocal number, done_at
-        at, sampled = arrived[number]
-        number += 1
-        if sampled and at > done_at and not (isinstance(order, BeginStep) and order.weights is None):
-            with file.open("a") as log:
-                log.write(json.dumps([type(order).__name__, time.monotonic() - at]) + "\n")
-        plain_carry_out(self, order)
-        done_at = time.monotonic()
+    def record(self: ImageSampler, *arguments: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        return plain_record(self, *arguments)
+
+    def logged(carry_out: Callable[..., None]) -> Callable[..., None]:
+        def carry_out_and_log(self: Any, order: Any) -> None:
+            nonlocal number, done_at
+            at, sampled, steps_before = arrived[number]
+            number += 1
+            if sampled and at > done_at and not (isinstance(order, BeginStep) and order.weights is None):
+                with file.open("a") as log:
+                    log.write(json.dumps([type(order).__name__, time.monotonic() - at, steps - steps_before]) + "\n")
+            carry_out(self, order)
+            done_at = time.monotonic()
+
+        return carry_out_and_log
 
     number, done_at = 1, 0.0  # the first message is `Start`
-    plain_receive, plain_sample, plain_carry_out = RankGroup.receive, RankSampler.sample, Follower._carry_out
+    plain_receive, plain_sample, plain_record = RankGroup.receive, RankSampler.sample, ImageSampler._record
     RankGroup.receive = receive  # type: ignore[method-assign]
     RankSampler.sample = sample  # type: ignore[method-assign]
-    Follower._carry_out = carry_out  # type: ignore[method-assign]
+    ImageSampler._record = record  # type: ignore[method-assign]
+    for follower in (Follower, ShardFollower):
+        follower._carry_out = logged(follower._carry_out)  # type: ignore[method-assign]

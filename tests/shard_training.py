@@ -180,7 +180,7 @@ def _lead(
     measure = lambda: usage.measure("collective")  # noqa: E731
     model = TrainedModel(adapter, job.algorithm, None, outbox, divided_over=group, measure=measure)
     _keep_gradients(model, first)
-    steps = model.steps(Ranks(None, model.trainer, usage, is_started=False))
+    steps = model.ranks(Ranks(None, model.trainer, usage, is_started=False))
     if task.start is not None:
         model.restore({path.stem: Stored.of_path(path) for path in task.start.glob("*.safetensors")}, 1)
     health, seen = [], None

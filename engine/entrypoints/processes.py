@@ -9,6 +9,7 @@ iteration instead of .83). A process without its agent exits, so all processes o
 import asyncio
 import os
 import threading
+from contextlib import nullcontext
 from functools import partial
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -46,7 +47,7 @@ from engine.trainer.rank_sampling import RankSampler, worker_of_trainer
 from engine.trainer.ranks import Follower, take_start
 from engine.trainer.reference import reference_of
 from engine.trainer.shards import ShardFollower, joined_shard
-from engine.trainer_ranks import ranks_of, sampling_ranks, worker_of_rank
+from engine.trainer_ranks import ranks_of, worker_of_rank
 from engine.worker.coordinator_purse import CoordinatorPurse
 from engine.worker.device import device_of
 from engine.worker.download import Download
@@ -120,37 +121,33 @@ def run_trainer(spec: NodeSpec, heartbeat: SharedHeartbeat, ready: Event) -> Non
         ready.set()  # the other nodes may be lost, and bought again at any time
     device = torch.device(device_of(spec.engine.runtime.device, 0))
     with ends_despite_scorers() as workers, leaves_torn_group(), led_group(spec, device) as group:
-        loop = Loop(spec.engine, context, adapter, reward, prompts, group)
+        loop = Loop(spec.engine, context, adapter, reward, prompts, group, sampling_ranks=spec.sampling_ranks)
         workers.append(loop.worker)
         ready.set()
         print(loop.run(), flush=True)
 
 
 def run_trainer_rank(spec: NodeSpec, heartbeat: SharedHeartbeat, rank: int, ready: Event) -> None:
-    """Compute the gradients of this rank's groups until the agent ends this process. With LoRA, sample meanwhile."""
+    """Compute the gradients of this rank's groups until the agent ends this process. Sample meanwhile, if it may."""
     begin(spec, f"trainer-rank-{rank}", heartbeat)
     _use_threads(spec)
     config, number = spec.engine, rank - spec.in_trainer.ranks(spec.engine).start  # of this node's GPU
     adapter = load_model(spec, number, reads_later=_divides(spec))
-    parameters, compiles = trainable(adapter), config.model.compile == "on"
+    parameters = {} if _divides(spec) else trainable(adapter)
+    compiles = config.model.compile == "on"
     transport = _transport(spec)
     purse = CoordinatorPurse(transport, worker=worker_of_rank(spec.node, rank), node=spec.node)
-    reward = reward_of_node(spec, number, purse) if rank < sampling_ranks(config) else None
+    reward = reward_of_node(spec, number, purse) if rank < spec.sampling_ranks else None
     ready.set()
     with ends_despite_scorers() as workers, leaves_torn_group():
         group = joined_group(spec, rank, torch.device(device_of(config.runtime.device, number)))
         if reward is None:
             report = RankReport(spec, rank, of=_gpus_of_trainer(spec))
             report.send()
-            measure = report.usage.measure
-            shard = joined_shard(
-                group, adapter, config.algorithm, partial(measure, Phase.COLLECTIVE), compiles=compiles
-            )
-            ShardFollower(shard, measure=measure, stepped=report.send).follow()
+            measure = partial(report.usage.measure, Phase.COLLECTIVE)
+            shard = joined_shard(group, adapter, config.algorithm, measure, compiles=compiles)
+            ShardFollower(shard, usage=report.usage, stepped=report.send).follow()
             return
-        reference = reference_of(adapter, config.algorithm, is_started=take_start(group, parameters.values()))
-        trainer = Trainer(adapter, parameters, config.algorithm, reference, workers_compile=compiles)
-        trainer.row_seconds, trainer.pass_seconds = config.runtime.row_seconds, config.runtime.pass_seconds
         worker = worker_of_trainer(
             config,
             rank=rank,
@@ -167,7 +164,17 @@ def run_trainer_rank(spec: NodeSpec, heartbeat: SharedHeartbeat, rank: int, read
         workers.append(worker)
         presence = (worker.name, worker.node, worker.boot)
         threading.Thread(target=_transport(spec).stay_present, args=presence, daemon=True).start()
-        sampler = RankSampler(worker, trainer, may_stop=config.runtime.resume != "restart")
+        may_stop = config.runtime.resume != "restart"
+        if _divides(spec):
+            measure = partial(worker.usage.measure, Phase.COLLECTIVE)
+            shard = joined_shard(group, adapter, config.algorithm, measure, compiles=compiles)
+            sampler = RankSampler(worker, nullcontext, may_stop=may_stop)  # the gathered weights are the old policy's
+            ShardFollower(shard, sampler=sampler, usage=worker.usage).follow()
+            return
+        reference = reference_of(adapter, config.algorithm, is_started=take_start(group, parameters.values()))
+        trainer = Trainer(adapter, parameters, config.algorithm, reference, workers_compile=compiles)
+        trainer.row_seconds, trainer.pass_seconds = config.runtime.row_seconds, config.runtime.pass_seconds
+        sampler = RankSampler(worker, trainer.old.active, may_stop=may_stop)
         Follower(group, trainer, sampler=sampler, usage=worker.usage).follow()
 
 

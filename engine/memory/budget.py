@@ -11,7 +11,7 @@ worker needs its parts and, one after another, a denoising pass of some images a
 Ranks divide the groups of an optimiser step, and each rank's passes have as many rows as those of a single rank. With
 LoRA every rank holds all parts, and images that a rank sampled may be decoded while it trains. With full weights FSDP2
 divides the transformer, its optimiser, copies and gradients over the ranks, and gathers one block after another for a
-pass.
+pass. A rank that samples gathers all blocks in bf16 between two passes: rank 0, or every rank if there is room.
 """
 
 from collections.abc import Mapping
@@ -151,6 +151,8 @@ class Setting:
     """Images of a rollout pass."""
     ranks: int = 1
     """GPUs that train the same weights, each a share of the groups."""
+    sampled: int = 0
+    """With full weights: images that every rank samples at once with gathered weights. 0: rank 0 samples alone."""
     communicators: int = 0
     """Groups of workers of a rollout node that a worker is in, and keeps."""
     doubles_guidance: bool = False
@@ -216,10 +218,14 @@ def _kept_of_a_row(model: ModelSizes, setting: Setting) -> int:
 def _sharded_budget(model: ModelSizes, setting: Setting) -> Budget:
     """Return the memory of each rank with full weights: fp32 shards, and gathered blocks in bf16 (FSDP2).
 
-    Each rank reads its own part (engine/models/unread.py). Rank 0 holds all weights in bf16 when it samples.
+    Each rank reads its own part (engine/models/unread.py). A rank that samples holds all weights in bf16 meanwhile.
     """
     counts = parameters_of(model.architecture, setting.training)
     shard = -(-FP32 * counts.transformer // setting.ranks)
+    gathered, decoding = HALF * counts.transformer, 0
+    if setting.sampled:
+        gathered += setting.sampled * denoising_bytes(model.architecture, setting)
+        decoding = decoding_bytes(setting.size, setting.sampled)
     return Budget(
         role="trainer",
         parts=_present(
@@ -230,13 +236,14 @@ def _sharded_budget(model: ModelSizes, setting: Setting) -> Budget:
                 "optimiser": MOMENTS * shard,
                 "average, old policy": (COPIES + (1 if setting.keeps_reference else 0)) * shard,
                 "gradients": setting.gradient_sets * shard,
+                "decoding beside training": decoding,
             }
         ),
         unit="row",
         bytes_each=_kept_of_a_row(model, setting),
-        # Autograd returns the gradients of a block on every rank, before the ranks divide them. While rank 0 samples,
+        # Autograd returns the gradients of a block on every rank, before the ranks divide them. While a rank samples,
         # the sum of a pass is not there.
-        least_beside=max(shard + FP32 * counts.largest_block, HALF * counts.transformer - shard),
+        least_beside=max(shard + FP32 * counts.largest_block, gathered - shard),
         start=shard + model.vae_bytes + model.text_encoder_bytes,
         asked=setting.rows,
     )

@@ -48,6 +48,8 @@ class JobMemory:
     """Bytes of an encoded prompt on a node's disk."""
     trained_bytes: int
     """Bytes of the trained weights in fp32."""
+    have_room: bool
+    """True if the GPU of every rank has room to sample beside the training of a row. With LoRA always."""
 
     @property
     def text(self) -> str:
@@ -62,11 +64,13 @@ def job_memory(
     ranks: int = 1,
     trainer_nodes: int = 1,
     rollout_gpus: int = 1,
+    usable: int | None = None,
 ) -> JobMemory | None:
     """Return the memory of a job. None for models that ship with spotrl.
 
     `folder`: the model's folder on this machine, if it is here. `ranks`: GPUs that train, on `trainer_nodes` equal
-    nodes. `rollout_gpus`: GPUs of a rollout node with a worker.
+    nodes. `rollout_gpus`: GPUs of a rollout node with a worker. `usable`: bytes of a trainer's GPU that tensors may
+    fill; None: not known, so with full weights only rank 0 samples.
     Raises ValueError if the folder's `transformer/config.json` lacks a size.
     """
     if config.model.name not in FAMILIES:
@@ -75,11 +79,18 @@ def job_memory(
     setting = setting_of(config, ranks, rollout_gpus, folder=folder)
     counts = parameters_of(sizes.architecture, setting.training)
     file_bytes = published_model(config.model).file_bytes
+    scorers = scorer_bytes(config.reward, ranks // trainer_nodes)
+    trainer = _with_scorers(trainer_budget(sizes, setting), scorers)
+    have_room = not setting.training.is_full or ranks == 1
+    if not have_room and usable is not None:
+        sampling = _with_scorers(trainer_budget(sizes, replace(setting, sampled=config.runtime.shape)), scorers)
+        have_room = sampling.fitting(usable) > 0
+        trainer = sampling if have_room else trainer
     return JobMemory(
         model=sizes.name,
         size=setting.size,
         is_checkpointed=setting.is_checkpointed,
-        trainer=_with_scorers(trainer_budget(sizes, setting), scorer_bytes(config.reward, ranks // trainer_nodes)),
+        trainer=trainer,
         rollout=_with_scorers(
             rollout_budget(sizes, setting), scorer_bytes(config.reward, rollout_gpus, config.reward.pool_gpus)
         ),
@@ -89,6 +100,7 @@ def job_memory(
         // HALF,
         prompt_bytes=setting.size.text_tokens * sizes.architecture.text_width * HALF,
         trained_bytes=weights_bytes(config.model, folder),
+        have_room=have_room,
     )
 
 

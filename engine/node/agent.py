@@ -58,7 +58,6 @@ from engine.protocol.codec import encode, pack
 from engine.protocol.messages import Notice
 from engine.storage.disk import log_to
 from engine.storage.ship import begin_shipping
-from engine.trainer_ranks import sampling_ranks
 from engine.worker.node_weights import NodeMemory
 
 LOOK_SECONDS = 0.05
@@ -260,7 +259,7 @@ class Agent:
         if self.spec.role == "ranks":
             meeting_file(self.spec).unlink(missing_ok=True)  # of an earlier agent
             first = self.spec.in_trainer.ranks(self.spec.engine).start
-            scorers = self._scorers() if first < sampling_ranks(self.spec.engine) else []
+            scorers = self._scorers() if first < self.spec.sampling_ranks else []
             return [self._child(MEETING, "run_meeting"), *scorers, *self._ranks()]
         forget_store(self.spec)
         beside = self._scorers() + ([self._child("store", "run_store")] if may_share(self.spec) else [])

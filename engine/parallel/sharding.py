@@ -5,7 +5,8 @@
 
 Every rank holds a part of each parameter in fp32, as DTensors. A pass gathers the parameters of one block at a time,
 in the format of computing, so all ranks make the same passes at the same time. `gather_all` gathers all blocks once,
-for passes of one rank without the others. The others free each block again. Ranks on GPUs were never run.
+for passes of a rank without the others: a rank keeps the gathered weights, or frees each block again. Ranks on GPUs
+were never run.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -66,6 +67,11 @@ class Sharding:
             else:
                 module.reshard()
         self._is_whole = keeps
+
+    @property
+    def is_whole(self) -> bool:
+        """Return True while this rank keeps a copy of all weights."""
+        return self._is_whole
 
     @property
     def whole(self) -> Mapping[str, nn.Parameter]:

@@ -23,7 +23,7 @@ from engine.schedule.values import Gpus, Knobs
 from engine.trainer.batch_forecast import BatchForecast
 from engine.trainer.coordinator_client import CoordinatorClient
 from engine.trainer.rollouts import Rollouts
-from engine.trainer_ranks import is_rank, sampling_ranks
+from engine.trainer_ranks import is_rank
 
 
 class BatchSchedule:
@@ -37,14 +37,16 @@ class BatchSchedule:
         clock: Clock,
         *,
         own_worker: str,
+        sampling_ranks: int = 1,
         let_ranks_sample: Callable[..., None] = lambda *, is_on: None,
     ) -> None:
-        """Start without a batch. `own_worker`: name of rank 0's worker.
+        """Start without a batch. `own_worker`: name of rank 0's worker. `sampling_ranks`: the ranks that sample.
 
         `let_ranks_sample`: called with `is_on`: whether the trainer's other ranks sample while they have no group.
         """
         self._config, self._coordinator, self._forecast = config, coordinator, forecast
         self._clock, self._own, self._let_ranks_sample = clock, own_worker, let_ranks_sample
+        self._sampling_ranks = sampling_ranks
         self._help_left: int | None = None
         self._goes_ahead = self._samples = False
 
@@ -127,7 +129,7 @@ class BatchSchedule:
         gpus = Gpus(
             trainer=self._forecast.ranks,
             rollout=len(self._rollout_gpus(outlook)),
-            helpers=sampling_ranks(self._config),
+            helpers=self._sampling_ranks,
         )
         if self._forecast.saw(gpus):
             self._drop_plan()
@@ -193,7 +195,7 @@ class BatchSchedule:
         Only other GPUs can complete one meanwhile: rollout GPUs, or ranks that sample and wait for the unit.
         """
         config = self._config.runtime
-        alone = not self._rollout_gpus(outlook) and sampling_ranks(self._config) == 1
+        alone = not self._rollout_gpus(outlook) and self._sampling_ranks == 1
         if self._goes_ahead or config.help == "greedy" or config.resume == "restart" or alone:
             return lambda: False
         before = self._complete_units(rollouts)

@@ -63,8 +63,13 @@ class Loop:
         reward: Reward,
         prompts: PromptSource,
         group: RankGroup | None = None,
+        *,
+        sampling_ranks: int = 1,
     ) -> None:
-        """Load the start weights. `group`: this process is rank 0 of several; None: the trainer has one rank."""
+        """Load the start weights. `group`: this process is rank 0 of several; None: the trainer has one rank.
+
+        `sampling_ranks`: ranks that sample, from rank 0 on.
+        """
         self.config = config
         self.context = context
         self.state = TrainerState(config_digest=config_digest(config))
@@ -81,6 +86,7 @@ class Loop:
             self.outbox,
             workers_compile=config.model.compile == "on",
             divided_over=group if full else None,
+            all_sample=sampling_ranks > 1,
             measure=lambda: self.usage.measure(Phase.COLLECTIVE),
         )
         self.learning = Learning(self.state, self.reporter, limit=config.algorithm.stop_without_learning)
@@ -120,8 +126,7 @@ class Loop:
             share=lambda: self.forecast.early_share(),
         )
         copies = None if full else group
-        self.ranks = Ranks(copies, self.model.trainer, self.usage, is_started=start is not None)
-        ranks = self.model.steps(self.ranks)
+        self.ranks = self.model.ranks(Ranks(copies, self.model.trainer, self.usage, is_started=start is not None))
         trainer_ranks = 1 if group is None else group.ranks
         self.forecast = BatchForecast(config, self.model.trainer, self.reporter, context.clock, ranks=trainer_ranks)
         self.batch_schedule = BatchSchedule(
@@ -130,10 +135,17 @@ class Loop:
             self.forecast,
             context.clock,
             own_worker=self.worker.name,
+            sampling_ranks=sampling_ranks,
             let_ranks_sample=self.ranks.let_sample,
         )
         self.updates = BatchUpdates(
-            config, ranks, self.state, self.usage, self.reporter, schedule=self.batch_schedule, forecast=self.forecast
+            config,
+            self.ranks,
+            self.state,
+            self.usage,
+            self.reporter,
+            schedule=self.batch_schedule,
+            forecast=self.forecast,
         )
         self.evaluator = Evaluator(
             config,

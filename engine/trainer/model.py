@@ -23,7 +23,7 @@ from engine.storage.checkpoint import Start
 from engine.storage.tensor_files import Stored, TensorFile
 from engine.trainer.outbox import Outbox
 from engine.trainer.rank_messages import Part
-from engine.trainer.ranks import Steps
+from engine.trainer.ranks import OtherRanks
 from engine.trainer.reference import reference_of
 from engine.trainer.shards import Shards, led_shard
 
@@ -49,13 +49,14 @@ class TrainedModel:
         *,
         workers_compile: bool = False,
         divided_over: RankGroup | None = None,
+        all_sample: bool = False,
         measure: Measure = nullcontext,
     ) -> None:
         """Load the start weights, if any, before the average and the reference of the KL divergence copy the weights.
 
         A run restored from a checkpoint needs the start weights too, because the KL divergence is measured from them.
         `workers_compile`: rollout workers compile blocks. `divided_over`: ranks that each keep a part of the weights;
-        `measure`: context around their collectives.
+        `all_sample`: every one has room to sample; `measure`: context around their collectives.
         """
         self._algorithm = algorithm
         self._outbox = outbox
@@ -71,10 +72,10 @@ class TrainedModel:
             return
         weights = None if start is None else checked_start(self.parameters, start.weights)
         shard = led_shard(divided_over, adapter, algorithm, measure, start=weights, compiles=workers_compile)
-        self._shards = Shards(shard, measure)
+        self._shards = Shards(shard, measure, all_sample=all_sample)
         self.trainer, self.average, self.parameters = shard.trainer, shard.average, shard.trainer.parameters
 
-    def steps(self, others: Steps) -> Steps:
+    def ranks(self, others: OtherRanks) -> OtherRanks:
         """Return the ranks over which the weights are divided, or `others` if each rank has all weights."""
         return others if self._shards is None else self._shards
 

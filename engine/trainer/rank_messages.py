@@ -1,10 +1,11 @@
 """Messages between rank 0 of a trainer, which runs the loop, and the other ranks. msgpack, checked by type; no pickle.
 
     LoRA: Start -> (Published | LetSample | BeginStep -> TrainGroup* -> EndStep -> Share)*              (ranks.py)
-    full: Start -> (BeginPasses -> TrainRows* -> TakeStep -> Share | Follow | a tensor | GatherAll)*   (shards.py)
+    full: Start -> (BeginPasses -> TrainRows* -> TakeStep -> Share | Follow | a tensor | GatherAll | LetSample)*
+                                                                                                       (shards.py)
 
 Weights follow `Start`, `Published` and `BeginStep` as tensors, and gradients follow a `Share` without an error. With
-full weights every order is a collective of all ranks, and rank 0 obeys its own orders.
+full weights every order but `BeginPasses` and `LetSample` is a collective of all ranks. Rank 0 obeys its own orders.
 """
 
 from collections.abc import Mapping
@@ -177,12 +178,20 @@ class TakeTensor(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class GatherAll(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Rank 0 needs all weights, to sample alone. `old`: those of the old policy, if it differs."""
+    """Rank 0 needs all weights, to make passes alone. `old`: those of the old policy, if it differs.
+
+    `key`, `digest`: the coordinator has the gathered weights under this key, so every rank keeps them, and may sample
+    with them. None: only rank 0 keeps them.
+    """
 
     old: bool
+    key: WeightsKey | None = None
+    digest: str = ""
 
 
-ShardOrder: TypeAlias = Start | BeginPasses | TrainRows | TakeStep | Follow | GiveTensor | TakeTensor | GatherAll
+ShardOrder: TypeAlias = (
+    Start | BeginPasses | TrainRows | TakeStep | Follow | GiveTensor | TakeTensor | GatherAll | LetSample
+)
 
 
 class Share(msgspec.Struct, frozen=True, kw_only=True, tag=True):

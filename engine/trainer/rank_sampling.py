@@ -1,4 +1,6 @@
-"""Sample rollouts on a trainer's rank while it has no order from rank 0 (LoRA: every rank has all weights).
+"""Sample rollouts on a trainer's rank while it has no order from rank 0.
+
+With LoRA every rank has all weights. With full weights a rank samples while it keeps a gathered copy (shards.py).
 
     no order -> one lease, with the old policy's weights -> scored in threads -> sent
     an order -> the lease is given back at the next denoising step; unscored leases are kept by a thread meanwhile
@@ -11,14 +13,13 @@ from contextlib import contextmanager
 
 from torch.nn import Parameter
 
-from engine.algorithm.transaction import Trainer
 from engine.clock import Clock
 from engine.config import EngineConfig
 from engine.models.adapter import DiTAdapter
 from engine.protocol.request import Kind, WeightsKey, Work
 from engine.rewards.reward import Reward
 from engine.timing.work import work_seconds
-from engine.trainer.rollouts import torch_threads
+from engine.trainer.rollouts import OldPolicy, torch_threads
 from engine.trainer_ranks import worker_of_rank
 from engine.work_clock import WorkMeter
 from engine.worker.scoring_call import ScoreLimits
@@ -32,12 +33,12 @@ MOST_UNSCORED = 2
 class RankSampler:
     """The worker of a rank. See `engine.trainer.ranks.Sampler`."""
 
-    def __init__(self, worker: Worker, trainer: Trainer, *, may_stop: bool) -> None:
-        """`worker`: on the trainer's model, without weights of its own.
+    def __init__(self, worker: Worker, old_policy: OldPolicy, *, may_stop: bool) -> None:
+        """`worker`: on the trainer's model, without weights of its own. `old_policy`: of the rank.
 
         `may_stop`: False if an interrupted image begins anew (`runtime.resume: restart`): a lease is then finished.
         """
-        self._worker, self._trainer, self._may_stop = worker, trainer, may_stop
+        self._worker, self._old_policy, self._may_stop = worker, old_policy, may_stop
 
     def published(self, key: WeightsKey, digest: str) -> None:
         """Take the rank's weights as those of this key."""
@@ -48,7 +49,7 @@ class RankSampler:
         worker = self._worker
         if worker.unscored >= MOST_UNSCORED:
             return False
-        with torch_threads(1), self._trainer.old.active():
+        with torch_threads(1), self._old_policy():
             reply = worker.serve_once(wait=False, interrupted=is_called if self._may_stop else lambda: False)
         return isinstance(reply, Work)
 

@@ -16,7 +16,7 @@ given number of ranks. Updates of different numbers of ranks differ by rounding,
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -63,15 +63,24 @@ class Step(Protocol):
         """Discard the step."""
 
 
-class Steps(Protocol):
-    """Begins optimiser steps."""
+class OtherRanks(Protocol):
+    """Rank 0's view of the other ranks. Every call raises TornGroup if a rank is lost."""
 
     def begin(self, manifest: Manifest, minibatch: int, plan: Plan, *, std: float | None) -> Step:
         """Begin an optimiser step. See `Trainer.begin`."""
 
+    def published(self, key: WeightsKey, digest: str) -> None:
+        """Let the other ranks sample with the weights that the coordinator now has under this key."""
+
+    def let_sample(self, *, is_on: bool) -> None:
+        """Let the other ranks sample while they have no group to train. They may from the start."""
+
+    def take_phases(self) -> Mapping[str, float]:
+        """Return the milliseconds of the other ranks by phase, added up, since the last call."""
+
 
 class Ranks:
-    """Rank 0's view of the other ranks."""
+    """Rank 0's view of the other ranks, which have all weights. See `OtherRanks`."""
 
     def __init__(self, group: RankGroup | None, trainer: Trainer, usage: Usage, *, is_started: bool) -> None:
         """Send the first weights to the other ranks. `group`: None if the trainer has a single rank.
@@ -207,6 +216,8 @@ def share_of(numbers: Sequence[int], rank: int, ranks: int) -> tuple[int, ...]:
     return tuple(numbers[rank::ranks])
 
 
+OrderT = TypeVar("OrderT")
+
 MeasurePhase = Callable[[Phase], AbstractContextManager[None]]
 """Makes the context around work of a phase, to measure its time (`Usage.measure`)."""
 
@@ -265,31 +276,27 @@ LOOK_SECONDS = 0.1
 """Interval at which a rank without an order asks for rollouts. An order ends the wait at once."""
 
 
-class Follower:
+class SamplingRank(Generic[OrderT]):
     """A rank other than rank 0: obeys rank 0, and samples while it has no order, for as long as the group lives.
 
-    Orders arrive in a thread. `BeginStep` without weights can wait: no other rank waits for it. Any other order ends
-    the rank's sampling at the next denoising step.
+    Orders arrive in a thread. An order ends the rank's sampling at the next denoising step, unless it can wait.
     """
 
     def __init__(
         self,
         group: RankGroup,
-        trainer: Trainer,
+        decoded: Callable[[bytes], OrderT],
         *,
-        sampler: Sampler | None = None,
-        usage: Usage | None = None,
+        sampler: Sampler | None,
+        usage: Usage | None,
     ) -> None:
-        """Start without a step. `trainer`: made after `take_start`. `usage`: of the rank's time; None: not measured."""
-        self._group, self._trainer, self._usage = group, trainer, usage
+        """Start without an order. `usage`: of the rank's time; None: not measured."""
+        self._group, self._decoded, self._usage = group, decoded, usage
         self._measure: MeasurePhase = unmeasured if usage is None else usage.measure
         self._reported_ms: Counter[str] = Counter()
         self._sampler, self._let_sample = sampler or NoSampler(), True
         self._inbox = Inbox(group, 0)
-        self._orders: deque[Order] = deque()
-        self._step: Transaction | None = None
-        self._memory_error = self._does_not_fit = ""
-        trainer.on_fewer_rows = self._fewer_rows
+        self._orders: deque[OrderT] = deque()
 
     def follow(self) -> None:
         """Obey rank 0. Raises TornGroup when the group ends, because rank 0 ended or another rank was lost."""
@@ -302,14 +309,14 @@ class Follower:
 
     def follow_step(self) -> None:
         """Obey rank 0 until the end of an optimiser step. Raises as `follow`."""
-        while not isinstance(order := self._next(), EndStep):
+        while not self._ends_step(order := self._next()):
             self._obey(order)
         self._obey(order)
 
-    def _next(self) -> Order:
+    def _next(self) -> OrderT:
         """Return the next order. Samples until it is there."""
         while not self._is_called():
-            if not (self._let_sample and self._sampler.sample(self._is_called)):
+            if not (self._may_sample() and self._sampler.sample(self._is_called)):
                 # As with every worker, waiting for scores counts as rollouts.
                 phase = Phase.ROLLOUT if self._sampler.waits_for_scores else Phase.IDLE
                 with self._measure(phase), self._sampler.beside():
@@ -320,13 +327,58 @@ class Follower:
 
     def _is_called(self) -> bool:
         """Return True if rank 0 or another rank waits for this rank, or the group has ended."""
-        self._orders.extend(map(decoded_order, self._inbox.take()))
-        can_wait = (isinstance(order, BeginStep) and order.weights is None for order in self._orders)
-        return self._inbox.is_torn or not all(can_wait)
+        self._orders.extend(map(self._decoded, self._inbox.take()))
+        return self._inbox.is_torn or not all(map(self._can_wait, self._orders))
 
-    def _obey(self, order: Order) -> None:
+    def _obey(self, order: OrderT) -> None:
         with self._sampler.beside():
             self._carry_out(order)
+
+    def _spent_ms(self) -> Mapping[str, float]:
+        """Return the rank's milliseconds by phase since the last call."""
+        total = Counter({} if self._usage is None else self._usage.total)
+        spent, self._reported_ms = total - self._reported_ms, total
+        return spent
+
+    def _may_sample(self) -> bool:
+        """Return True if the rank may sample while it has no order."""
+        return self._let_sample
+
+    def _can_wait(self, order: OrderT) -> bool:
+        """Return True if no other rank waits until this rank obeys the order."""
+        return False
+
+    def _ends_step(self, order: OrderT) -> bool:
+        """Return True for the last order of an optimiser step."""
+        raise NotImplementedError
+
+    def _carry_out(self, order: OrderT) -> None:
+        raise NotImplementedError
+
+
+class Follower(SamplingRank[Order]):
+    """A rank that has all weights (LoRA). `BeginStep` without weights can wait: no other rank waits for it."""
+
+    def __init__(
+        self,
+        group: RankGroup,
+        trainer: Trainer,
+        *,
+        sampler: Sampler | None = None,
+        usage: Usage | None = None,
+    ) -> None:
+        """Start without a step. `trainer`: made after `take_start`. `usage`: of the rank's time; None: not measured."""
+        super().__init__(group, decoded_order, sampler=sampler, usage=usage)
+        self._trainer = trainer
+        self._step: Transaction | None = None
+        self._memory_error = self._does_not_fit = ""
+        trainer.on_fewer_rows = self._fewer_rows
+
+    def _can_wait(self, order: Order) -> bool:
+        return isinstance(order, BeginStep) and order.weights is None
+
+    def _ends_step(self, order: Order) -> bool:
+        return isinstance(order, EndStep)
 
     def _carry_out(self, order: Order) -> None:
         if isinstance(order, LetSample):
@@ -373,14 +425,12 @@ class Follower:
                 restore(weights)
 
     def _end(self, step: Transaction) -> None:
-        spent = Counter({} if self._usage is None else self._usage.total)
         share = Share.of(
             step.health,
             memory_error=self._memory_error,
             does_not_fit=self._does_not_fit,
-            phase_ms=spent - self._reported_ms,
+            phase_ms=self._spent_ms(),
         )
-        self._reported_ms = spent
         self._group.send(0, encoded(share))
         self._group.finish_sending()
         if not self._does_not_fit:

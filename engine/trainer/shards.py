@@ -11,10 +11,12 @@ bit for bit for a given number of ranks. Updates of different numbers of ranks d
 
 Each rank reads its own rows from the model's folder. Checkpoints and published weights have whole tensors: rank 0
 gathers them one at a time, so a run continues from a checkpoint with any number of ranks. Rank 0 samples with a copy of
-all weights, which lives until the next round.
+all weights, which lives until the next round. Where every GPU has room for such a copy (`JobMemory.have_room`), all
+ranks keep one whenever rank 0 has no group to train, and sample as ranks with LoRA do (rank_sampling.py).
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import assert_never
@@ -37,13 +39,14 @@ from engine.models.weights import DTYPE_NAMES, DTYPES, exchanged, fill_tensors, 
 from engine.out_of_memory import first_line, is_out_of_memory, memory_of
 from engine.parallel.rank_group import RankGroup
 from engine.parallel.sharding import Measure, Sharding, fill_shard, mesh_of, torn_if_lost, whole_of
-from engine.protocol.request import Manifest
+from engine.protocol.request import Manifest, WeightsKey
 from engine.storage.tensor_files import Stored
 from engine.trainer.rank_messages import (
     BeginPasses,
     Follow,
     GatherAll,
     GiveTensor,
+    LetSample,
     Part,
     RowsOfGroup,
     ShardOrder,
@@ -56,8 +59,9 @@ from engine.trainer.rank_messages import (
     decoded_share,
     encoded,
 )
-from engine.trainer.ranks import MeasurePhase, Step, Stepped, nothing, unmeasured
+from engine.trainer.ranks import Sampler, SamplingRank, Step, Stepped, nothing
 from engine.trainer.reference import reference_of
+from engine.worker.usage import Usage
 
 
 class Shard:
@@ -84,6 +88,11 @@ class Shard:
                 assert_never(part)
 
     @property
+    def is_whole(self) -> bool:
+        """Return True while this rank keeps a copy of all weights."""
+        return self._sharding.is_whole
+
+    @property
     def passes(self) -> LockstepPasses:
         """Return the passes of the open step. Raises ValueError if no step is open."""
         if self._passes is None:
@@ -91,7 +100,6 @@ class Shard:
         return self._passes
 
     def begin(self, order: BeginPasses) -> None:
-        self._sharding.divide()
         self.trainer.rows_per_forward = order.rows_per_forward
         self._passes = LockstepPasses(self.trainer, order.plan, order.planned_rows)
 
@@ -133,11 +141,13 @@ class Shard:
         return health
 
     def follow(self, decay: float) -> None:
+        self._sharding.divide()
         self.average.follow()
         self.trainer.old.advance(decay)
 
     def give(self, order: GiveTensor) -> Tensor:
         """Return a whole tensor."""
+        self._sharding.divide()
         return whole_of(self.tensors(order.part)[order.name].detach())
 
     def take(self, order: TakeTensor, whole: Tensor) -> None:
@@ -151,14 +161,14 @@ class Shard:
             fill_shard(self.tensors(order.part)[order.name].detach(), whole)
 
     def gather_all(self, order: GatherAll) -> None:
-        """Gather all weights on rank 0."""
+        """Gather all weights on rank 0, and on the other ranks if they may sample with them."""
         self._sharding.divide()
         old = self.trainer.old.tensors if order.old else None
         swap: AbstractContextManager[None] = nullcontext()
         if old is not None:
             swap = exchanged(self.trainer.parameters, old)
         with swap:
-            self._sharding.gather_all(keeps=self.group.rank == 0)
+            self._sharding.gather_all(keeps=self.group.rank == 0 or order.key is not None)
 
     @contextmanager
     def holding(self, data: Stored) -> Iterator[None]:
@@ -235,29 +245,38 @@ def joined_shard(
     return shard_of(group, adapter, algorithm, measure, is_started=start.is_started, compiles=compiles)
 
 
-class ShardFollower:
-    """A rank other than rank 0: obeys rank 0 for as long as the group lives."""
+class ShardFollower(SamplingRank[ShardOrder]):
+    """A rank other than rank 0. It samples while it keeps a copy of the weights that rank 0 named."""
 
-    def __init__(self, shard: Shard, *, measure: MeasurePhase = unmeasured, stepped: Stepped = nothing) -> None:
-        """`stepped`: called after each optimiser step."""
-        self._shard, self._measure, self._stepped = shard, measure, stepped
+    def __init__(
+        self,
+        shard: Shard,
+        *,
+        sampler: Sampler | None = None,
+        usage: Usage | None = None,
+        stepped: Stepped = nothing,
+    ) -> None:
+        """`usage`: of the rank's time; None: not measured. `stepped`: called after each optimiser step."""
+        super().__init__(shard.group, decoded_shard_order, sampler=sampler, usage=usage)
+        self._shard, self._stepped = shard, stepped
 
-    def follow(self) -> None:
-        """Obey rank 0. Raises TornGroup when the group ends, because rank 0 ended or another rank was lost."""
-        while True:
-            self.follow_step()
+    def _may_sample(self) -> bool:
+        return self._let_sample and self._shard.is_whole
 
-    def follow_step(self) -> None:
-        """Obey rank 0 until the end of an optimiser step. Raises as `follow`."""
-        order: ShardOrder | None = None
-        while not isinstance(order, TakeStep):
-            with self._measure(Phase.IDLE):
-                order = decoded_shard_order(self._shard.group.receive(0, idle=True))
-            with torn_if_lost(), self._measure(Phase.TRAINING):
-                self._obey(order)
-        self._stepped()
+    def _can_wait(self, order: ShardOrder) -> bool:
+        return isinstance(order, BeginPasses)
 
-    def _obey(self, order: ShardOrder) -> None:
+    def _ends_step(self, order: ShardOrder) -> bool:
+        return isinstance(order, TakeStep)
+
+    def _carry_out(self, order: ShardOrder) -> None:
+        trains = isinstance(order, BeginPasses | TrainRows | TakeStep | Follow)
+        with torn_if_lost(), self._measure(Phase.TRAINING if trains else Phase.COLLECTIVE):
+            self._take_part(order)
+        if isinstance(order, TakeStep):
+            self._stepped()
+
+    def _take_part(self, order: ShardOrder) -> None:
         shard = self._shard
         match order:
             case BeginPasses():
@@ -266,7 +285,8 @@ class ShardFollower:
                 shard.train(order)
             case TakeStep():
                 health = shard.take_step()
-                shard.group.send(0, encoded(Share.of(health, memory_error="", does_not_fit="")))
+                share = Share.of(health, memory_error="", does_not_fit="", phase_ms=self._spent_ms())
+                shard.group.send(0, encoded(share))
                 shard.group.finish_sending()
             case Follow():
                 shard.follow(order.decay)
@@ -276,6 +296,10 @@ class ShardFollower:
                 shard.take(order, torch.empty(order.shape, dtype=DTYPES[order.dtype]))
             case GatherAll():
                 shard.gather_all(order)
+                if order.key is not None:
+                    self._sampler.published(order.key, order.digest)
+            case LetSample():
+                self._let_sample = order.is_on
             case Start():
                 raise ValueError("rank 0 sent Start twice")
             case _:
@@ -283,13 +307,17 @@ class ShardFollower:
 
 
 class Shards:
-    """Rank 0's view of all ranks. Raises TornGroup if a rank is lost."""
+    """Rank 0's view of the other ranks, which have a part of the weights each. See `OtherRanks`."""
 
-    def __init__(self, shard: Shard, measure: Measure) -> None:
-        """`measure`: context around collectives."""
-        self._shard, self._measure = shard, measure
+    def __init__(self, shard: Shard, measure: Measure, *, all_sample: bool = False) -> None:
+        """`measure`: context around collectives. `all_sample`: every rank has room to sample."""
+        self._shard, self._measure, self._all_sample = shard, measure, all_sample
         self._old_is_whole = False
         """True while this rank has a copy of the old policy's weights, as they are now."""
+        self._published: tuple[WeightsKey, str] | None = None
+        """Key and digest under which the coordinator has the old policy's weights. None: it has them not yet."""
+        self._let_sample = True
+        self._phase_ms: Counter[str] = Counter()
 
     @property
     def ranks(self) -> int:
@@ -305,7 +333,7 @@ class Shards:
         trainer = self._shard.trainer
         rows = trainer.begin(manifest, minibatch, plan, std=std)
         order = BeginPasses(plan=plan, planned_rows=rows.planned_rows, rows_per_forward=trainer.rows_per_forward)
-        with self._ordered(order):
+        with self._ordered(order, forget=False):
             self._shard.begin(order)
         return _LockstepStep(self, manifest, minibatch, rows)
 
@@ -326,20 +354,46 @@ class Shards:
             found = [self._shard.take_step()]
         group = self._shard.group
         with self._measure():
-            return [*found, *(decoded_share(group.receive(rank)).health for rank in range(1, group.ranks))]
+            shares = [decoded_share(group.receive(rank)) for rank in range(1, group.ranks)]
+        for share in shares:
+            self._phase_ms.update(share.phase_ms)
+        return [*found, *(share.health for share in shares)]
 
     def follow(self, decay: float) -> None:
+        self._published = None
         with self._ordered(Follow(decay=decay)):
             self._shard.follow(decay)
+
+    def published(self, key: WeightsKey, digest: str) -> None:
+        """Gather the old policy's weights, for the other ranks to sample with."""
+        self._published = (key, digest)
+        if self._all_sample and self._let_sample:
+            self._gather_old()
+
+    def let_sample(self, *, is_on: bool) -> None:
+        """Let the other ranks sample while they have no group to train, with weights that are gathered here."""
+        if not self._all_sample:
+            return
+        if is_on != self._let_sample:
+            with self._ordered(LetSample(is_on=is_on), forget=False):
+                self._let_sample = is_on
+        if is_on:
+            self._gather_old()
+
+    def take_phases(self) -> Mapping[str, float]:
+        """Return the milliseconds of the other ranks by phase, added up, since the last call."""
+        spent, self._phase_ms = dict(self._phase_ms), Counter()
+        return spent
 
     def give(self, part: Part, name: str) -> Tensor:
         """Return a whole tensor. One tensor at a time is in memory."""
         order = GiveTensor(part=part, name=name)
-        with self._ordered(order, forget=False):
+        with self._ordered(order):
             return self._shard.give(order)
 
     def take(self, part: Part, data: Stored) -> None:
         """Restore tensors from a file, one at a time."""
+        self._published = None
         for name, whole in read_each(data):
             order = TakeTensor(part=part, name=name, shape=tuple(whole.shape), dtype=DTYPE_NAMES[whole.dtype])
             with self._ordered(order):
@@ -347,13 +401,19 @@ class Shards:
 
     @contextmanager
     def old_policy(self) -> Iterator[None]:
-        """Let this rank sample alone with the old policy inside the context."""
-        if not self._old_is_whole:
-            order = GatherAll(old=True)
-            with self._ordered(order):
-                self._shard.gather_all(order)
-            self._old_is_whole = True
+        """Let this rank make passes alone with the old policy inside the context."""
+        self._gather_old()
         yield
+
+    def _gather_old(self) -> None:
+        """Gather the old policy's weights, unless they are whole. Every rank that may sample keeps a copy."""
+        if self._old_is_whole:
+            return
+        key, digest = self._published if self._all_sample and self._published is not None else (None, "")
+        order = GatherAll(old=True, key=key, digest=digest)
+        with self._ordered(order):
+            self._shard.gather_all(order)
+        self._old_is_whole = True
 
     @contextmanager
     def holding(self, data: Stored) -> Iterator[None]:

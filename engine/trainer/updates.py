@@ -17,7 +17,7 @@ from engine.timing.work import work_seconds
 from engine.trainer.batch_forecast import BatchForecast
 from engine.trainer.batch_schedule import BatchSchedule
 from engine.trainer.ending import Unhealthy
-from engine.trainer.ranks import Step, Steps
+from engine.trainer.ranks import OtherRanks, Step
 from engine.trainer.report import Reporter
 from engine.trainer.rollouts import Rollouts, torch_threads
 from engine.trainer.state import TrainerState
@@ -34,7 +34,7 @@ class BatchUpdates:
     def __init__(
         self,
         config: EngineConfig,
-        ranks: Steps,
+        ranks: OtherRanks,
         state: TrainerState,
         usage: Usage,
         reporter: Reporter,

@@ -8,6 +8,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,6 +37,7 @@ from launcher.ledger.models import LOCAL, Run
 from launcher.market.offers import Offer, read_catalog
 from launcher.money import hourly
 from launcher.placement.cloud_plan import cloud_plan_json
+from launcher.placement.memory import ranks_have_room
 from launcher.placement.plan import Plan, plan_local
 from launcher.placement.ranks import check_ranks
 from launcher.placement.sharing import check_sp_degree
@@ -246,7 +248,10 @@ def _plan_on_clouds(
 
 def _plan_here(checked: CheckedJob, out: Console, explain: bool) -> tuple[Plan, dict[str, object]]:
     """Plan the nodes on this machine and print the plan. Return the plan, and its form for --json."""
-    plan = plan_local(checked.job, _own_prices(checked.job, read_catalog()))
+    job = checked.job
+    plan = plan_local(job, _own_prices(job, read_catalog()))
+    folder = None if job.model.path is None else checked.workdir / job.model.path
+    plan = replace(plan, ranks_have_room=ranks_have_room(job, folder))
     check_budget(plan)
     _print_plan(out, local_screen(checked.job, plan), plan_lines(checked.job, plan) if explain else ())
     return plan, plan_dict(plan)

@@ -42,6 +42,7 @@ def node_spec(
         role=role,
         trainer_nodes=1 if role == "rollout" else job.resources.trainer.num_nodes,
         trainer_node=number_of_trainer_slot(has.slot) if role == "ranks" else 0,
+        ranks_have_room=role != "rollout" and bool(run.plan.get("ranks_have_room")),
         generation=has.generation,
         market=Market(node.market),
         workers=max(1, node.gpus - (job.reward.pool_gpus if role == "rollout" else 0)),

@@ -234,6 +234,7 @@ class CloudPlan:
             iteration_ms=round(self.seconds_per_iteration_alone * 1000),
             iterations=self.iterations.expected,
             pace_ms=self.pace_ms,
+            ranks_have_room=self.trainer.waiting == 0,
         )
 
 

@@ -8,11 +8,11 @@ from engine.config import CandidateBudget
 from engine.memory.job import sent_bytes, weights_bytes
 from engine.timing.job import is_timed, job_seconds, rows_of_an_image
 from engine.timing.ranks import StepWork
-from engine.trainer_ranks import LIMITS, RankLimits, ranks_of_each_node
+from engine.trainer_ranks import RankLimits, limits_of, ranks_of_each_node
 from launcher.job.schema import Job
 from launcher.job.sections import NodeResources
 from launcher.placement.iteration_time import Recipe
-from launcher.placement.memory import memory_of_job, usable_of
+from launcher.placement.memory import memory_of_job, ranks_have_room, usable_of
 from launcher.placement.ranks import asked_ranks, groups_of, wanted_ranks
 from launcher.placement.recipes import timed, untimed
 from launcher.placement.requirements import CloudRequirements, NodeRequirements, Spot
@@ -60,7 +60,7 @@ def recipe_of(job: Job, folder: Path | None = None, limits: RankLimits | None = 
         recipe,
         step=step,
         asked_ranks=asked_ranks(job),
-        limits=limits or LIMITS[job.model.weights],
+        limits=limits or limits_of(job.model.weights, have_room=ranks_have_room(job, folder)),
         trainer_nodes=job.resources.trainer.num_nodes,
     )
 

@@ -76,12 +76,28 @@ def memory_of_job(job: Job, folder: Path | None = None, ranks: int | None = None
     """
     try:
         ranks = wanted_ranks(job) if ranks is None else ranks
-        nodes = job.resources.trainer.num_nodes
-        return job_memory(job, folder, ranks=ranks, trainer_nodes=nodes, rollout_gpus=job.rollout_workers)
+        trainer = job.resources.trainer
+        return job_memory(
+            job,
+            folder,
+            ranks=ranks,
+            trainer_nodes=trainer.num_nodes,
+            rollout_gpus=job.rollout_workers,
+            usable=usable_of(job, trainer.accelerator),
+        )
     except ValueError as error:
         raise PlacementError(
             f"{error}; download the model again, or give the folder that it was published as"
         ) from None
+
+
+def ranks_have_room(job: Job, folder: Path | None = None) -> bool:
+    """Return whether the GPU of every rank of the trainer has room to sample. Models that ship with spotrl fit.
+
+    Raises as `memory_of_job`.
+    """
+    memory = memory_of_job(job, folder)
+    return memory is None or memory.have_room
 
 
 def check_memory(job: Job, memory: JobMemory, folder: Path | None = None) -> None:

@@ -71,6 +71,8 @@ class Plan:
     pace_ms: tuple[int, ...] = ()
     """Predicted time of one of these iterations with 0, 1, 2, ... rollout nodes at work; never rises. Empty on the
     local infra and in plans of older versions: then waiting for spot has no price, only a fixed end."""
+    ranks_have_room: bool = False
+    """True if the GPU of every rank of the trainer has room to sample. Every node of the trainer is told."""
 
     @property
     def expected_micro_usd_per_hour(self) -> int:

@@ -79,8 +79,9 @@ def _waiting_ranks(needs: CloudRequirements, choice: Choice, ranks: TrainerRanks
     rate = choice.site.trainer_micro_usd_per_hour * ranks.waiting / ranks.all_gpus
     return (
         f"{ranks.waiting} of the trainer's {ranks.all_gpus} GPUs wait for rollouts, {seconds:.0f} s and "
-        f"{dollars(round(rate * seconds / 3600))} of an iteration: full weights are divided over the GPUs, so none can "
-        "sample alone, and one samples with a gathered copy; with model.weights: lora all sample"
+        f"{dollars(round(rate * seconds / 3600))} of an iteration: full weights are divided over the GPUs, and these "
+        "GPUs have no room to gather and sample on each, so one samples; with more memory, or model.weights: lora, "
+        "all sample"
     )
 
 

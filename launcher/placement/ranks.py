@@ -24,7 +24,7 @@ class TrainerRanks:
     ranks: int
     """GPUs of all nodes that train, a rank on each."""
     sampling: int
-    """Ranks that sample rollouts while they have no group to train: all with LoRA, one with full weights."""
+    """Ranks that sample rollouts while they have no group to train: all, or one if full weights leave no room."""
     groups: int | None
     """Groups of an optimiser step. None: not known."""
     rounds: int | None

@@ -243,7 +243,7 @@ def _launch() -> Schema:
         "stand_ins",
     ):
         on_clouds["required"].remove(added_later)
-    for added_later in ("judge_micro_usd", "iterations", "pace_ms"):
+    for added_later in ("judge_micro_usd", "iterations", "pace_ms", "ranks_have_room"):
         local["required"].remove(added_later)
     added = (
         ("Factors", outputs.FactorsCost),

@@ -128,12 +128,12 @@ def sampling() -> dict[str, Any]:
         stopped = run(config_of(2, unit=1, updates=2, batches=STOPPED_BATCHES), delays)
         orders = [json.loads(line) for line in delays.read_text().splitlines()]
     step_ms = 1000 * statistics.median(stopped["step_seconds"])
-    collective = [seconds for kind, seconds in orders if kind != "TrainGroup"]
+    collective = [seconds for kind, seconds, _ in orders if kind != "TrainGroup"]
     pairs = list(zip(shared["images_per_second"], alone["images_per_second"], strict=True))
     return {
         "sampling_efficiency": statistics.median(two / (2 * one) for two, one in pairs),
         "iteration_speedup": statistics.median(alone["seconds"]) / statistics.median(shared["seconds"]),
-        "stop_ms": 1000 * p95([seconds for _, seconds in orders]),
+        "stop_ms": 1000 * p95([seconds for _, seconds, _ in orders]),
         "step_delay_ms": 1000 * p95(collective),
         "step_ms": step_ms,
         "sampling": {

@@ -108,6 +108,9 @@ def trained_by(
     (bench.folder / "job.yaml").write_text(JOB.format(weights=weights, trace=trace, step=step))
     bench.spotrl("launch", "job.yaml", "--yes", "--detach")
     nodes = bench.folder / "state" / "runs" / NAME / "nodes"
+    spec = nodes / f"{NAME}-trainer-g0" / "node.json"
+    bench.wait_for(NAME, lambda _: spec.exists(), seconds=60)
+    assert json.loads(spec.read_text())["ranks_have_room"], "the shipped model fits, so both ranks sample"
     for number, (process, name) in enumerate(stops):
         wait_for_iteration(bench, nodes, EVERY * (1 + number))
         os.kill(newest_pid(nodes / f"{NAME}-trainer-g0" / "logs" / f"{process}.log"), name)

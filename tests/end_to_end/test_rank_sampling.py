@@ -1,13 +1,18 @@
-"""Every rank of a LoRA trainer samples, and trains the bits of rank 0 sampling alone: real processes."""
+"""Every rank of a trainer samples, and trains the bits of rank 0 sampling alone: real processes.
 
+With LoRA every rank has all weights. With full weights a rank that has room gathers them between its passes.
+"""
+
+import json
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
-from engine.config import EngineConfig, RewardConfig
+from engine.config import EngineConfig, ModelConfig, RewardConfig
 from tests.end_to_end.test_rank_survival import CONFIG, RUNTIME, Trained
 from tests.engine.nursery import NurseryFleet
-from tests.sampling_stops import ALONE, NO_MEMORY, STOPPED, Stop, environment, happened
+from tests.sampling_stops import ALONE, DELAYS, NO_MEMORY, STOPPED, Stop, environment, happened
 
 SLOW_REWARD = """
 import time
@@ -20,11 +25,17 @@ def brightness(images, prompts):
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-def job(ranks: int, batches: int = 3) -> EngineConfig:
+Weights = Literal["lora", "full"]
+
+BOTH = pytest.mark.parametrize("weights", ["lora", "full"])
+
+
+def job(ranks: int, batches: int = 3, *, weights: Weights = "lora") -> EngineConfig:
     """Return a job whose steps have four groups, so four ranks have work."""
     return CONFIG.model_copy(
         update={
             "iterations": batches,
+            "model": CONFIG.model if weights == "lora" else ModelConfig(weights="full"),
             "algorithm": CONFIG.algorithm.model_copy(update={"prompts_per_batch": 8}),
             "runtime": RUNTIME.model_copy(update={"trainer_ranks": ranks}),
         }
@@ -32,10 +43,15 @@ def job(ranks: int, batches: int = 3) -> EngineConfig:
 
 
 def trained(
-    folder: Path, config: EngineConfig, *, trainer_nodes: int = 1, workdir: Path | None = None
+    folder: Path,
+    config: EngineConfig,
+    *,
+    trainer_nodes: int = 1,
+    workdir: Path | None = None,
+    ranks_have_room: bool = True,
 ) -> tuple[Trained, NurseryFleet]:
     """Train without a rollout node. Return the manifests, the last checkpoint's digest, and the ended fleet."""
-    fleet = NurseryFleet(folder, config, trainer_nodes=trainer_nodes, workdir=workdir)
+    fleet = NurseryFleet(folder, config, trainer_nodes=trainer_nodes, workdir=workdir, ranks_have_room=ranks_have_room)
     try:
         for node in ("trainer", *(f"ranks-{number}" for number in range(1, trainer_nodes))):
             fleet.start(node)
@@ -62,42 +78,73 @@ def sampled_by(fleet: NurseryFleet) -> set[str]:
 def alone(folder: Path, config: EngineConfig) -> Trained:
     """Train with rank 0 sampling alone."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(ALONE, "1")
-        run, fleet = trained(folder, config)
+        if config.model.weights == "lora":
+            patch.setenv(ALONE, "1")
+        run, fleet = trained(folder, config, ranks_have_room=False)
     assert sampled_by(fleet) == {"trainer/trainer"}
     return run
 
 
+@BOTH
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_ranks_that_all_sample_train_the_bits_of_rank_0_sampling_alone(tmp_path: Path, ranks: int) -> None:
-    run, fleet = trained(tmp_path / "all", job(ranks))
+def test_ranks_that_all_sample_train_the_bits_of_rank_0_sampling_alone(
+    tmp_path: Path, ranks: int, weights: Weights
+) -> None:
+    """Rank 0 samples alone with LoRA because the test orders it, and with full weights because there is no room."""
+    config = job(ranks, weights=weights)
+    run, fleet = trained(tmp_path / "all", config)
     assert sampled_by(fleet) == {"trainer/trainer", *(f"trainer/trainer-rank-{rank}" for rank in range(1, ranks))}
-    assert run == alone(tmp_path / "alone", job(ranks))
+    assert all("idle_gpu_share" in event.health for event in fleet.events("iteration_done")), "every rank's time"
+    assert run == alone(tmp_path / "alone", config)
 
 
-def test_a_rank_on_another_node_samples_too(tmp_path: Path) -> None:
-    run, fleet = trained(tmp_path / "two", job(2), trainer_nodes=2)
+@BOTH
+def test_a_rank_on_another_node_samples_too(tmp_path: Path, weights: Weights) -> None:
+    config = job(2, weights=weights)
+    run, fleet = trained(tmp_path / "two", config, trainer_nodes=2)
     assert sampled_by(fleet) == {"trainer/trainer", "ranks-1/trainer-rank-1"}
-    assert run == alone(tmp_path / "alone", job(2))
+    assert run == alone(tmp_path / "alone", config)
 
 
-def test_a_rank_keeps_its_lease_while_a_slow_reward_scores(tmp_path: Path) -> None:
+@BOTH
+def test_an_order_ends_the_sampling_of_a_rank_within_a_denoising_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: Weights
+) -> None:
+    """A step takes a fifth of a second, so most orders come in the middle of one."""
+    log, plain = tmp_path / "delays", job(2, batches=2, weights=weights)
+    monkeypatch.setenv(DELAYS, str(log))
+    config = plain.model_copy(update={"runtime": plain.runtime.model_copy(update={"step_seconds": 0.2})})
+    trained(tmp_path / "run", config)
+    waited = [json.loads(line) for line in log.read_text().splitlines()]
+    assert waited, "an order came while the rank sampled"
+    assert max(steps for _, _, steps in waited) <= 1, waited
+
+
+@BOTH
+def test_a_rank_keeps_its_lease_while_a_slow_reward_scores(tmp_path: Path, weights: Weights) -> None:
     """Scoring takes twice as long as a lease. Ranks train, and wait for orders, meanwhile."""
     (tmp_path / "slow_reward.py").write_text(SLOW_REWARD)
-    config = job(2, batches=2).model_copy(update={"reward": RewardConfig(name="slow_reward:brightness")})
+    config = job(2, batches=2, weights=weights).model_copy(
+        update={"reward": RewardConfig(name="slow_reward:brightness")}
+    )
     _, fleet = trained(tmp_path / "run", config, workdir=tmp_path)
     assert "trainer/trainer-rank-1" in sampled_by(fleet)
     assert not fleet.events("node_missed", "coordinator"), "no lease was lost"
 
 
+@BOTH
 @pytest.mark.parametrize(
     "stops",
-    [pytest.param(STOPPED, id="killed or frozen", marks=pytest.mark.long), pytest.param(NO_MEMORY, id="no memory")],
+    [
+        pytest.param(STOPPED, id="killed or frozen", marks=pytest.mark.long),
+        # A rank without memory takes no lease as large again, so each needs a run of its own.
+        *(pytest.param((stop,), id=f"no memory to {stop.point}") for stop in NO_MEMORY),
+    ],
 )
 def test_a_sampling_rank_disturbed_at_every_point_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stops: tuple[Stop, ...]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stops: tuple[Stop, ...], weights: Weights
 ) -> None:
-    config = job(2, batches=2 * len(stops) + 2)
+    config = job(2, batches=2 * len(stops) + 2, weights=weights)
     calm, _ = trained(tmp_path / "calm", config)
     for name, value in environment(tmp_path / "stops", stops).items():
         monkeypatch.setenv(name, value)

@@ -41,9 +41,10 @@ class Fleet:
         run: str = "fleet",
         workdir: Path | None = None,
         trainer_nodes: int = 1,
+        ranks_have_room: bool = True,
     ) -> None:
         self.folder, self.engine, self.run, self.workdir = folder, engine, run, workdir
-        self.trainer_nodes = trainer_nodes
+        self.trainer_nodes, self.ranks_have_room = trainer_nodes, ranks_have_room
         self.clock = ClockConfig(origin_ms=time.time_ns() // 1_000_000)
         self.port = free_port()
         self.agents: dict[str, Any] = {}
@@ -66,6 +67,7 @@ class Fleet:
             role=role,
             trainer_nodes=1 if role == "rollout" else self.trainer_nodes,
             trainer_node=int(node.split("-")[1]) if role == "ranks" else 0,
+            ranks_have_room=self.ranks_have_room,
             generation=int(node.partition("-g")[2] or 0),
             market=Market.SPOT if role == "rollout" else Market.ON_DEMAND,
             workers=workers,

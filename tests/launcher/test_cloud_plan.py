@@ -316,6 +316,8 @@ def test_every_gpu_of_a_larger_node_trains_and_the_time_follows():
 def test_the_ranks_that_wait_are_counted_and_printed():
     plan = plan_cloud(ranked(8), view(offer("", 55, gpus=8)))
     assert (plan.trainer.sampling, plan.trainer.waiting) == (1, 7)
+    assert not plan.as_plan().ranks_have_room
+    assert plan_cloud(requirements(), view(*EAST)).as_plan().ranks_have_room, "four of four ranks sample"
     assert plan.trainer.text() == (
         "8 of 8 GPUs train; 16 groups of a step take 2 rounds; efficiency 100.0% (assumed); "
         "GPUs that wait while no group can be trained: 7"

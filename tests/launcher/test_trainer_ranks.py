@@ -4,12 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from engine.trainer_ranks import RankLimits
+from engine.memory.budget import denoising_bytes, trainer_budget
+from engine.memory.job import setting_of, sizes_of
+from engine.trainer_ranks import RankLimits, sampling_ranks
+from launcher.controller.node_specs import node_spec
 from launcher.job.checked import JobError
 from launcher.job.load import load_job
 from launcher.placement.from_job import cloud_requirements, recipe_of
-from launcher.placement.memory import memory_of_job
+from launcher.placement.memory import memory_of_job, ranks_have_room
 from launcher.placement.ranks import check_ranks, ranks_of_nodes, wanted_ranks
+from tests.launcher.made_ledger import HOUR_MS, a_run, a_session
 
 EVERY_GPU = RankLimits(most=64)
 
@@ -113,14 +117,64 @@ def test_a_step_has_the_groups_the_seconds_and_the_bytes_of_the_job(tmp_path):
     assert four.reserved_gpus == alone.reserved_gpus == 1, "one rank samples"
 
 
-@pytest.mark.parametrize(("weights", "sampling"), [("lora", 4), ("full", 1)])
-def test_every_rank_of_a_lora_trainer_samples_and_one_with_full_weights(tmp_path, weights, sampling):
+SHIPPED = {"model.name": "digits-ocr"}
+FLUX = QWEN | {"model.name": "flux"}
+
+
+@pytest.mark.parametrize(("model", "gpu", "weights", "sampling"), [
+    (QWEN, "H100", "lora", 8), (QWEN, "H200", "full", 8), (FLUX, "H200", "full", 8), (SHIPPED, "L4", "full", 8),
+    (FLUX, "H100", "full", 8), (FLUX | {"runtime.shape": "48"}, "H100", "full", 1),
+])  # fmt: skip
+def test_every_rank_samples_unless_full_weights_leave_no_room(tmp_path, model, gpu, weights, sampling):
+    """FLUX.1 on H100s: a rank has 76 GiB, holds 40, and would hold 37 more to sample 48 images at once."""
     path = tmp_path / "job.yaml"
-    path.write_text("infra: aws\nresources: {trainer: {accelerators: H100:4}}\n")
-    job = load_job(path, QWEN | {"model.weights": weights, "runtime.trainer_ranks": "4"}).job
-    ranks = ranks_of_nodes(recipe_of(job), 4)
-    assert (ranks.ranks, ranks.sampling, ranks.waiting) == (4, sampling, 4 - sampling)
-    assert recipe_of(job).on(4).cost.reserved_gpus == sampling, "they share the rollouts, the trainer alone too"
+    path.write_text(f"infra: aws,gcp\nresources: {{trainer: {{accelerators: '{gpu}:8'}}}}\n")
+    more = {"model.weights": weights, "runtime.trainer_ranks": "8", "algorithm.prompts_per_batch": "16"}
+    job = load_job(path, model | more).job
+    recipe = recipe_of(job)
+    ranks = ranks_of_nodes(recipe, 8)
+    assert (ranks.ranks, ranks.sampling, ranks.waiting) == (8, sampling, 8 - sampling)
+    assert recipe.on(8).cost.reserved_gpus == sampling, "they share the rollouts, the trainer alone too"
+    assert ranks_have_room(job) == (sampling == 8)
+    assert sampling_ranks(job, have_room=ranks_have_room(job)) == sampling, "the engine agrees"
+
+
+@pytest.mark.parametrize(
+    ("plan", "sampling"), [({"ranks_have_room": True}, 2), ({"ranks_have_room": False}, 1), ({}, 1)]
+)
+def test_every_node_of_a_trainer_is_told_the_ranks_of_the_plan_that_sample(tmp_path, plan, sampling):
+    """A plan of an older version says nothing: rank 0 samples alone, as before."""
+    path = tmp_path / "job.yaml"
+    path.write_text("infra: local\nresources: {trainer: {num_nodes: 2}}\n")
+    job = load_job(path, SHIPPED | {"model.weights": "full", "runtime.trainer_ranks": "2"}).job
+    with a_session() as session:
+        made = a_run(session, folder="/nowhere")
+        made.run.plan = plan
+        nodes = [made.node(slot, up=0, end=HOUR_MS) for slot in ("trainer", "trainer-1")]
+        nodes[1].role = "ranks"
+        for node in nodes:
+            spec = node_spec(made.run, job, node, is_cloud=False, money_deadline_ms=None, money_longest_ms=None)
+            assert spec.sampling_ranks == sampling
+
+
+def test_a_rank_that_samples_has_room_for_all_weights_its_images_and_their_decoding(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text("infra: gcp\nresources: {trainer: {accelerators: H200:8}}\n")
+    more = {"model.weights": "full", "runtime.trainer_ranks": "8", "algorithm.prompts_per_batch": "16"}
+    job = load_job(path, QWEN | more).job
+    setting = setting_of(job, ranks=8)
+    sizes = sizes_of(job.model, None)[1]
+    alone, all_sample = (trainer_budget(sizes, replace(setting, sampled=images)) for images in (0, job.runtime.shape))
+    decoding = all_sample.parts["decoding beside training"]
+    assert {**alone.parts, "decoding beside training": decoding} == all_sample.parts
+    images = job.runtime.shape * denoising_bytes(sizes.architecture, setting)
+    gathered, shard = 2 * 20_430_401_088, alone.parts["optimiser"] // 2
+    assert all_sample.least_beside == pytest.approx(gathered + images - shard), "a set of gradients less"
+    assert memory_of_job(job).trainer.least_beside == all_sample.least_beside
+    assert memory_of_job(load_job(path, FLUX | more).job).have_room
+    too_many = load_job(path, QWEN | more | {"runtime.shape": "192"}).job
+    assert not memory_of_job(too_many).have_room, "rollouts of 192 images at once"
+    assert "decoding beside training" not in memory_of_job(too_many).trainer.parts
 
 
 def test_lora_ranks_hold_all_weights_and_full_weights_are_sharded(tmp_path):

@@ -83,6 +83,7 @@ LINK_TESTS = "tests/launcher/cluster/test_node_link.py"
 CONSOLE_TESTS = "tests/engine/test_remote_console.py"
 SURVIVAL = "tests/end_to_end/test_survival.py"
 RANKS = "tests/end_to_end/test_rank_survival.py"
+SAMPLING = "tests/end_to_end/test_rank_sampling.py"
 
 
 def _bug(
@@ -395,6 +396,37 @@ _bug(
     forgets="that a further node of the trainer ends with the run",
     found_by=[f"{RANKS}::test_two_nodes_with_a_rank_each_train_what_two_ranks_of_one_node_train"],
     missed=["tests/engine/test_trainer_nodes.py"],
+)
+
+_bug(
+    "full_ranks_sample_with_the_trained_weights",
+    "rank",
+    "engine.trainer.shards",
+    "        if old is not None:\n",
+    "        if old is not None and order.key is None:\n",
+    forgets="that ranks with a gathered copy sample a batch with the weights from before its first step",
+    found_by=[f"{SAMPLING}::test_ranks_that_all_sample_train_the_bits_of_rank_0_sampling_alone[2-full]"],
+    missed=["tests/engine/test_rank_threads.py"],
+)
+_bug(
+    "sampling_rank_ends_its_lease_first",
+    "rank",
+    "engine.trainer.rank_sampling",
+    "interrupted=is_called if self._may_stop else lambda: False",
+    "interrupted=lambda: False",
+    forgets="that an order of rank 0 ends the sampling of a rank at the next denoising step",
+    found_by=[f"{SAMPLING}::test_an_order_ends_the_sampling_of_a_rank_within_a_denoising_step[full]"],
+    missed=["tests/engine/test_rank_threads.py"],
+)
+_bug(
+    "full_ranks_sample_without_room",
+    "rank",
+    "engine.node_spec",
+    "have_room=self.ranks_have_room",
+    "have_room=True",
+    forgets="that only rank 0 samples if full weights leave no room",
+    found_by=[f"{SAMPLING}::test_ranks_that_all_sample_train_the_bits_of_rank_0_sampling_alone[2-full]"],
+    missed=["tests/engine/test_rank_threads.py"],
 )
 
 # --- the controller
