@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from launcher.clouds.base import InstanceState
+from launcher.clouds.base import InstanceState, Resource
 from launcher.decide.node_facts import NodeStatus
 from launcher.provision.sky.node_files import NodeFiles
 from tests.launcher.cluster.test_sky_provisioner import NODE, REGION, TRAINER, AtOnce, Killed, Stage, placement
@@ -291,6 +291,24 @@ def test_a_node_after_a_tidy_leaves_nothing_either(stage):
         stage.provisioner.release([name])
         assert tidied(stage)
         assert (stage.cloud.groups, stage.cloud.disks) == ([], [])
+
+
+def test_a_run_is_tidy_once_all_of_its_regions_are(stage, monkeypatch):
+    stage.regions = [("aws", REGION), ("aws", OTHER_REGION)]
+    other = stage.cloud.start("run-rollout-7-g3", placement(), OTHER_REGION)
+    stage.process()
+    stage.bring_up(NODE)
+    stage.provisioner.release([NODE, other.name])
+    stage.passes(5)
+    group = Resource(cloud="aws", region=OTHER_REGION, kind="group", id="sg-2", run="run")
+    stage.cloud.groups.append(group)
+    remove = stage.cloud.remove
+    with monkeypatch.context() as patch:
+        patch.setattr(stage.cloud, "remove", lambda resources: [group] if group in resources else remove(resources))
+        assert not tidied(stage)
+        assert stage.cloud.groups == [group]
+    assert tidied(stage)
+    assert stage.cloud.groups == []
 
 
 def test_a_closed_provisioner_starts_no_task_and_drops_its_connections(stage, monkeypatch):
