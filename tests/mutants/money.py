@@ -7,6 +7,7 @@ from typing import Any
 from sqlalchemy.orm import Session
 
 from engine.coordinator.judge_account import JudgeAccount
+from engine.coordinator.judge_desk import JudgeDesk
 from engine.coordinator.judge_turns import JudgeTurns
 from engine.node.spend_guard import TimeLeft
 from launcher.cleanup import removal
@@ -282,6 +283,25 @@ _ALL = (
         ),
         found_by="tests/engine/test_judge_money.py::"
         "test_a_late_bill_of_an_earlier_process_leaves_the_newer_holds_known",
+    ),
+    Fault(
+        name="money_of_the_next_process_is_spent",
+        forgets="that only money of the process that died is lost",
+        patches=(
+            (
+                JudgeAccount,
+                "of_worker",
+                changed(JudgeAccount.of_worker, "hold[1] < before_boot", "hold[1] <= before_boot"),
+            ),
+        ),
+        found_by="tests/engine/test_judge_money.py::"
+        "test_a_late_word_of_an_old_process_leaves_the_money_of_the_next_held",
+    ),
+    Fault(
+        name="money_of_the_tenth_node_is_lost_with_the_first",
+        forgets="that a node's name may begin with another's",
+        patches=((JudgeDesk, "lost", changed(JudgeDesk.lost, "node_of(hold[0]) == node", "hold[0].startswith(node)")),),
+        found_by="tests/engine/test_judge_money.py::test_money_on_a_lost_node_is_spent_and_nobody_waits_for_it",
     ),
     Fault(
         name="removed_while_it_costs",
