@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+from engine.events import Market
 from launcher.decide.facts import Facts, NodeRecord, Wanted
 from launcher.decide.failover import Move, Wait, back_to_spot, next_rollout, next_trainer
 from launcher.decide.further_nodes import missing_trainer_slots, next_trainer_node, number_of_trainer_nodes
@@ -59,10 +60,11 @@ def _why_stand_in(
     if trainer is None:
         return None  # a stand-in has nothing to work for
     working = len({node.slot for node in after if node.role == "rollout" and stays(node)})
+    on_demand = replace(slot.placement, market=Market.ON_DEMAND)  # an address may cost more than beside spot
     prices = Prices(
         trainer=number_of_trainer_nodes(wanted) * (trainer.micro_usd_per_hour + trainer.beside_micro_usd_per_hour),
         spot=min((price_of(option) for option in lacking), default=slot.on_demand_micro_usd_per_hour),
-        on_demand=slot.on_demand_micro_usd_per_hour + beside(slot.placement, facts),
+        on_demand=slot.on_demand_micro_usd_per_hour + beside(on_demand, facts),
     )
     price = stand_in.placement.micro_usd_per_hour + beside(stand_in.placement, facts)
     return why_stand_in(facts, wanted, prices, working, out_since_ms, price)

@@ -265,19 +265,29 @@ def lost(*names):
     return Capacity(generation=1, nodes=tuple(nodes))
 
 
+def test_a_late_word_of_an_old_process_leaves_the_money_of_the_next_held(tmp_path):
+    bank = Bank(tmp_path, 100)
+    first, second = bank.purse(), bank.purse()
+    first.hold(30, wait=True)
+    second.hold(20, wait=True)
+    ask(bank, WorkerDied(worker="spot-0/0", boot=1, reason="SIGKILL"))
+    account = bank.coordinator.state.judges
+    assert (account.spent, list(account.holds.values())) == (30, [20])
+
+
 @pytest.mark.parametrize("by", ["the launcher", "Ray"])
 def test_money_on_a_lost_node_is_spent_and_nobody_waits_for_it(tmp_path, by):
     """A node that vanishes closes no connection, so no worker of the node is reported dead."""
     bank = Bank(tmp_path, 100)
-    bank.purse("run-spot-0-g0/0").hold(60, wait=True)
-    bank.purse("run-spot-1-g0/0").hold(10, wait=True)
+    bank.purse("run-spot-0-g1/0").hold(60, wait=True)
+    bank.purse("run-spot-0-g10/0").hold(10, wait=True)
     if by == "Ray":
-        ask(bank, NodeLost(node="run-spot-0-g0", reason="Ray lost its node"))
+        ask(bank, NodeLost(node="run-spot-0-g1", reason="Ray lost its node"))
     else:
-        bank.coordinator.set_capacity(lost("run-spot-0-g0"))
+        bank.coordinator.set_capacity(lost("run-spot-0-g1"))
     assert list(bank.coordinator.state.judges.holds.values()) == [10], "another node's money stays held"
     with pytest.raises(BudgetUsedUp):
-        bank.purse("run-spot-0-g1/0").hold(60, wait=False)
+        bank.purse("run-spot-0-g2/0").hold(60, wait=False)
     assert bank.reported == 60
     assert bank.coordinator.queue.stop_reason is not None, "the run stops, and its nodes cost nothing more"
 

@@ -4,6 +4,7 @@ from typing import Any
 
 from launcher.provision.sky.cloud_reports import CloudReports
 from launcher.provision.sky.launches import Launches
+from launcher.provision.sky.node_files import NodeFiles
 from launcher.provision.sky.regions import Regions
 from launcher.provision.sky.sky_provisioner import SkyProvisioner
 from launcher.selftest import reading
@@ -13,6 +14,7 @@ from tests.mutants.planted_bug import changed, everywhere
 NODES = "tests/launcher/cluster/test_sky_provisioner.py::test_"
 LAUNCHES = "tests/launcher/cluster/test_launches.py::test_"
 REPORTS = "tests/launcher/cluster/test_cloud_reports.py::test_"
+CALLS = "tests/launcher/cluster/test_provisioner_calls.py::test_"
 READING = "tests/launcher/test_selftest_reading.py::test_"
 
 FAULTS: dict[str, Fault] = {}
@@ -184,6 +186,74 @@ _fault(
     "release",
     'not node.files.is_begun("release") and ',
     "",
+)
+_fault(
+    "a-repeated-request-is-taken-as-new",
+    "that a node was requested already",
+    f"{CALLS}a_repeated_request_changes_nothing[launched]",
+    SkyProvisioner,
+    "request",
+    'if node.files.has("spec"):',
+    "if False:",
+)
+_fault(
+    "a-tidied-region-stays-tidied",
+    "that a new node brings the group and the role of its region back",
+    f"{CALLS}a_node_after_a_tidy_leaves_nothing_either",
+    SkyProvisioner,
+    "request",
+    "self._regions.tidied.clear()",
+    "pass",
+)
+_fault(
+    "a-broken-node-is-gone",
+    "that an error in a pass says nothing about the node's VM",
+    f"{CALLS}an_error_at_a_node_is_its_own_fault_and_the_others_go_on[step]",
+    SkyProvisioner,
+    "_protect",
+    "NodeStatus.UNKNOWN",
+    "NodeStatus.GONE",
+)
+_fault(
+    "a-pass-after-a-suspension-trusts-old-messages",
+    "that messages may be as old as the pause of this machine",
+    f"{CALLS}a_message_from_before_a_suspension_is_no_sign_of_life_after_it",
+    SkyProvisioner,
+    "observe",
+    "gap_ms=now_ms - last_ms",
+    "gap_ms=0",
+)
+_fault(
+    "only-regions-with-nodes-are-looked-at",
+    "that a VM may live in a region where the run has no node",
+    f"{CALLS}every_region_of_the_run_is_looked_at_and_those_without_nodes_seldom",
+    SkyProvisioner,
+    "_look",
+    "{*active, *self._around.purchases.regions}",
+    "active",
+)
+FAULTS["nonsense-of-a-node-hinders-its-end"] = Fault(
+    name="nonsense-of-a-node-hinders-its-end",
+    forgets="that a node may write anything into its agent's files",
+    patches=((NodeFiles, "read", changed(NodeFiles.read, "if issubclass(kind, AgentFile):", "if False:")),),
+    found_by=f"{CALLS}a_node_that_writes_nonsense_does_not_hinder_its_own_end",
+)
+FAULTS["a-stopping-machine-is-not-left"] = Fault(
+    name="a-stopping-machine-is-not-left",
+    forgets="that a machine is billed until it is gone, when it looks for what is left",
+    patches=(
+        everywhere(
+            reading.left_in_cloud,
+            changed(reading.left_in_cloud, "is not InstanceState.GONE", "is InstanceState.RUNNING"),
+        ),
+    ),
+    found_by=f"{READING}every_machine_that_has_not_ended_and_only_this_runs_is_left",
+)
+FAULTS["steps-lost-before-the-order-count"] = Fault(
+    name="steps-lost-before-the-order-count",
+    forgets="that a worker may have crashed before the preemption",
+    patches=(everywhere(reading._lost_steps, changed(reading._lost_steps, " and row.at_ms >= since_ms", "")),),
+    found_by=f"{READING}lost_steps_of_the_ordered_node_count_from_the_order_on",
 )
 FAULTS["a-role-has-no-region-and-is-not-looked-for"] = Fault(
     name="a-role-has-no-region-and-is-not-looked-for",

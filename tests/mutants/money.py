@@ -7,6 +7,7 @@ from typing import Any
 from sqlalchemy.orm import Session
 
 from engine.coordinator.judge_account import JudgeAccount
+from engine.coordinator.judge_desk import JudgeDesk
 from engine.coordinator.judge_turns import JudgeTurns
 from engine.node.spend_guard import TimeLeft
 from launcher.cleanup import removal
@@ -29,6 +30,7 @@ TIME = "tests/launcher/cluster/test_cloud_time.py::test_"
 TURNS = "tests/engine/test_vlm_reward.py::test_"
 JUDGES = "tests/launcher/test_judges_budget.py::test_"
 REMOVAL = "tests/launcher/test_removal.py::test_"
+BUDGET = "tests/launcher/cluster/test_run_budget.py::test_"
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -200,6 +202,76 @@ _ALL = (
         found_by=f"{JUDGES}judges_start_only_beside_what_other_runs_spent_and_hold[60-21-False]",
     ),
     Fault(
+        name="a_purchase_takes_the_money_of_stuck_nodes",
+        forgets="that a node which the cloud does not end is still paid",
+        patches=(
+            everywhere(
+                run_budget.budget_refusal,
+                changed(run_budget.budget_refusal, " + stuck_micro_usd(facts, wanted)", ""),
+            ),
+        ),
+        found_by=f"{BUDGET}a_purchase_fits_beside_all_that_is_spent_held_and_stuck",
+    ),
+    Fault(
+        name="a_purchase_takes_the_money_that_others_hold",
+        forgets="what other runs hold, when it buys a node",
+        patches=(
+            everywhere(
+                run_budget.budget_refusal,
+                changed(run_budget.budget_refusal, "reserved=held + facts.others.reserved", "reserved=held"),
+            ),
+        ),
+        found_by=f"{BUDGET}a_purchase_fits_beside_all_that_other_runs_spent_and_hold",
+    ),
+    Fault(
+        name="a_long_launch_holds_its_minimum",
+        forgets="that a launch may be billed from its request on",
+        patches=(
+            everywhere(
+                run_budget.reserve_of,
+                changed(run_budget.reserve_of, "max(node.reserved_micro_usd,", "min(node.reserved_micro_usd,"),
+            ),
+        ),
+        found_by=f"{BUDGET}nodes_hold_the_time_of_a_stop_and_a_launch_what_it_may_be_billed",
+    ),
+    Fault(
+        name="a_leaving_node_costs_nothing",
+        forgets="that a node is billed until its end",
+        patches=(
+            everywhere(
+                run_budget.hourly_micro_usd,
+                changed(run_budget.hourly_micro_usd, "node.is_live", "node.is_live and not node.is_leaving"),
+            ),
+        ),
+        found_by=f"{BUDGET}every_node_without_an_end_costs_its_hour",
+    ),
+    Fault(
+        name="a_stuck_node_ends_by_what_is_spent_now",
+        forgets="that a node which cannot be ended keeps the spend deadline of its order",
+        patches=(
+            everywhere(
+                run_budget.stuck_micro_usd,
+                changed(run_budget.stuck_micro_usd, "facts.metered_when_ordered.get(node.name, 0)", "facts.metered"),
+            ),
+        ),
+        found_by=f"{BUDGET}a_node_that_does_not_end_holds_its_cost_until_the_spend_deadline_of_its_order",
+    ),
+    Fault(
+        name="further_trainer_nodes_are_bound_as_rollout_nodes",
+        forgets="that every node of the trainer costs the trainer's price",
+        patches=(
+            everywhere(
+                run_budget._most_hourly,
+                changed(
+                    run_budget._most_hourly,
+                    'site.rollout if role == "rollout" else site.trainer',
+                    'site.trainer if role == "trainer" else site.rollout',
+                ),
+            ),
+        ),
+        found_by=f"{BUDGET}every_node_of_a_trainer_counts_at_the_trainers_price_in_the_bound",
+    ),
+    Fault(
         name="a_late_bill_makes_newer_holds_unknown",
         forgets="that bills may come in another order than their holds",
         patches=(
@@ -211,6 +283,25 @@ _ALL = (
         ),
         found_by="tests/engine/test_judge_money.py::"
         "test_a_late_bill_of_an_earlier_process_leaves_the_newer_holds_known",
+    ),
+    Fault(
+        name="money_of_the_next_process_is_spent",
+        forgets="that only money of the process that died is lost",
+        patches=(
+            (
+                JudgeAccount,
+                "of_worker",
+                changed(JudgeAccount.of_worker, "hold[1] < before_boot", "hold[1] <= before_boot"),
+            ),
+        ),
+        found_by="tests/engine/test_judge_money.py::"
+        "test_a_late_word_of_an_old_process_leaves_the_money_of_the_next_held",
+    ),
+    Fault(
+        name="money_of_the_tenth_node_is_lost_with_the_first",
+        forgets="that a node's name may begin with another's",
+        patches=((JudgeDesk, "lost", changed(JudgeDesk.lost, "node_of(hold[0]) == node", "hold[0].startswith(node)")),),
+        found_by="tests/engine/test_judge_money.py::test_money_on_a_lost_node_is_spent_and_nobody_waits_for_it",
     ),
     Fault(
         name="removed_while_it_costs",

@@ -31,6 +31,7 @@ FURTHER = "tests/launcher/cluster/test_further_nodes.py"
 GIVING = "tests/launcher/cluster/test_giving_back.py"
 WAITING = "tests/launcher/replay/test_waiting.py"
 WHOLE = "tests/launcher/cluster/test_whole_trainer.py"
+PLACING = "tests/launcher/cluster/test_placing.py"
 
 _cooled_until_ms, _next_trainer = launch_history.cooled_until_ms, failover.next_trainer
 _needs_successor, _refusal = replacing.needs_successor, run_budget.budget_refusal
@@ -372,6 +373,63 @@ FAULTS = {
             forgets="that the cloud ended the worker, not what it worked on",
             patches=((Queue, "unreachable", blamed_when_it_comes_back),),
             found_by=f"{QUEUE}::test_a_request_is_not_blamed_for_a_node_that_was_lost_and_comes_back",
+        ),
+        Fault(
+            name="each-trainer-node-has-the-whole-hourly-limit",
+            forgets="that all nodes of the trainer together are within the hourly limit",
+            patches=(everywhere(placing.place_of, changed(placing.place_of, "limit // trainer_nodes", "limit")),),
+            found_by=f"{PLACING}::test_each_node_of_a_trainer_has_its_part_of_the_hourly_limit[2]",
+        ),
+        Fault(
+            name="nodes-of-the-trainer-count-as-rollout-nodes",
+            forgets="that only rollout nodes are spread over the zones",
+            patches=(
+                everywhere(
+                    placing.place_of,
+                    changed(placing.place_of, 'sum(slot.role == "rollout" for', 'sum(slot.role != "trainer" for'),
+                ),
+            ),
+            found_by=f"{PLACING}::test_at_most_half_of_the_rollout_nodes_are_in_a_zone",
+        ),
+        Fault(
+            name="a-stand-in-goes-before-a-tight-deadline",
+            forgets="that spot may be preempted once more",
+            patches=(
+                everywhere(placing.place_of, changed(placing.place_of, "not may_risk_spot(facts, wanted)", "False")),
+            ),
+            found_by=f"{PLACING}::test_a_stand_in_is_kept_if_the_deadline_bears_no_preemption",
+        ),
+        Fault(
+            name="purchases-of-a-pass-are-no-trainer",
+            forgets="what the same pass has bought already, when it looks for the nodes of the trainer",
+            patches=(
+                everywhere(
+                    placing.place_of,
+                    changed(
+                        placing.place_of,
+                        "missing_trainer_slots(wanted, after)",
+                        "missing_trainer_slots(wanted, facts.nodes)",
+                    ),
+                ),
+            ),
+            found_by=f"{PLACING}::test_rollout_nodes_come_after_every_node_of_the_trainer",
+        ),
+        Fault(
+            name="waiting-idles-one-node-of-the-trainer",
+            forgets="that every node of the trainer waits for spot",
+            patches=(
+                everywhere(
+                    placing._why_stand_in,
+                    changed(placing._why_stand_in, "trainer=number_of_trainer_nodes(wanted) * (", "trainer=("),
+                ),
+            ),
+            found_by=f"{PLACING}::test_a_stand_in_is_bought_up_to_the_price_that_waiting_costs",
+        ),
+        Fault(
+            name="a-leaving-node-counts-as-working",
+            forgets="that a node under notice will not work",
+            patches=(everywhere(placing._why_stand_in, changed(placing._why_stand_in, " and stays(node)", "")),),
+            found_by=f"{PLACING}::test_a_stand_in_is_bought_up_to_the_price_that_waiting_costs",
         ),
     )
 }

@@ -17,7 +17,7 @@ from engine.durable import write_durably
 from engine.node_spec import NodeSpec
 from launcher.clouds.base import Instance
 from launcher.placement.placement import Placement
-from launcher.provision.sky.records import FileName, LoginRecord, NodeRecord, RegionView, RoleView
+from launcher.provision.sky.records import AgentFile, FileName, LoginRecord, NodeRecord, RegionView, RoleView
 
 T = TypeVar("T")
 RecordType = TypeVar("RecordType", bound=NodeRecord)
@@ -38,9 +38,19 @@ class NodeFiles:
         return self._path(file).exists()
 
     def read(self, kind: type[RecordType]) -> RecordType | None:
-        """Return the record, or None when its file is missing or damaged."""
+        """Return the record, or None when its file is missing or damaged.
+
+        Raises ValueError for a file of ours with other keys than the record's.
+        """
         content = _read_object(self._path(kind.FILE))
-        return None if content is None else kind.model_validate(content)
+        if content is None:
+            return None
+        try:
+            return kind.model_validate(content)
+        except (ValueError, TypeError, OverflowError):
+            if issubclass(kind, AgentFile):
+                return None
+            raise
 
     def write(self, record: NodeRecord) -> None:
         """Replace the record's file durably, readable by its owner only."""

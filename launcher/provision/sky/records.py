@@ -172,7 +172,11 @@ Milliseconds = Annotated[int, BeforeValidator(int)]
 """Integer milliseconds. A number with a fraction, or a text of digits, is converted."""
 
 
-class AgentRecord(NodeRecord):
+class AgentFile(NodeRecord):
+    """A file that the node wrote. Content of another form counts as no file, so that no node hinders its own end."""
+
+
+class AgentRecord(AgentFile):
     """The agent that runs on the node."""
 
     FILE = "agent"
@@ -180,7 +184,7 @@ class AgentRecord(NodeRecord):
     pid: object = None
 
 
-class ReadyRecord(NodeRecord):
+class ReadyRecord(AgentFile):
     """The agent's workers have called in. Older agents give no `pid` and no `hardware`."""
 
     FILE = "ready"
@@ -190,7 +194,7 @@ class ReadyRecord(NodeRecord):
     hardware: str = ""
 
 
-class NoticeRecord(NodeRecord):
+class NoticeRecord(AgentFile):
     """The announced time of the preemption."""
 
     FILE = "notice"
@@ -198,7 +202,7 @@ class NoticeRecord(NodeRecord):
     deadline_ms: Milliseconds | None = None
 
 
-class ExitRecord(NodeRecord):
+class ExitRecord(AgentFile):
     """The agent has exited. `at_ms`: by the node's own clock."""
 
     FILE = "exit"

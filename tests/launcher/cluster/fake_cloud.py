@@ -81,7 +81,8 @@ class FakeCloud:
             if self._dying[id] < 0:
                 self.has[id] = replace(self.has[id], state=InstanceState.GONE)
                 self.other = {key: one for key, one in self.other.items() if one.node != self.has[id].name}
-        return [one for one in self.has.values() if one.region == region and owner in (None, one.owner)]
+        found = [one for one in self.has.values() if one.region == region and owner in (None, one.owner)]
+        return [one for one in found if run in (None, one.run)]
 
     def end_of(self, instance: Instance) -> Instance:
         return replace(instance, state=InstanceState.GONE)
@@ -89,7 +90,8 @@ class FakeCloud:
     def resources(self, region: str, *, owner: str | None = None, run: str | None = None) -> Sequence[Resource]:
         self._answer(region)
         here = {region, ""} if region == self.home else {region}
-        return [one for one in self.other.values() if one.region in here and owner in (None, one.owner)]
+        found = [one for one in self.other.values() if one.region in here and owner in (None, one.owner)]
+        return [one for one in found if run in (None, one.run)]
 
     def end(self, instances: Sequence[Instance]) -> None:
         for one in instances:

@@ -42,6 +42,8 @@ class Time:
     """A clock that the test moves."""
 
     ms: int = START_MS
+    suspended_ms: int = 0
+    """Part of the time in which the machine was suspended, and its monotonic clock stood still."""
 
     def now_ms(self) -> int:
         return self.ms
@@ -50,7 +52,7 @@ class Time:
         return duration_ms / 1000
 
     def monotonic(self) -> float:
-        return self.ms / 1000
+        return (self.ms - self.suspended_ms) / 1000
 
 
 class AtOnce(Executor):
