@@ -28,6 +28,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 Weights = Literal["lora", "full"]
 
 BOTH = pytest.mark.parametrize("weights", ["lora", "full"])
+FULL_LATER = pytest.mark.parametrize("weights", ["lora", pytest.param("full", marks=pytest.mark.long)])
 
 
 def job(ranks: int, batches: int = 3, *, weights: Weights = "lora") -> EngineConfig:
@@ -98,7 +99,7 @@ def test_ranks_that_all_sample_train_the_bits_of_rank_0_sampling_alone(
     assert run == alone(tmp_path / "alone", config)
 
 
-@BOTH
+@FULL_LATER
 def test_a_rank_on_another_node_samples_too(tmp_path: Path, weights: Weights) -> None:
     config = job(2, weights=weights)
     run, fleet = trained(tmp_path / "two", config, trainer_nodes=2)
@@ -120,7 +121,7 @@ def test_an_order_ends_the_sampling_of_a_rank_within_a_denoising_step(
     assert max(steps for _, _, steps in waited) <= 1, waited
 
 
-@BOTH
+@FULL_LATER
 def test_a_rank_keeps_its_lease_while_a_slow_reward_scores(tmp_path: Path, weights: Weights) -> None:
     """Scoring takes twice as long as a lease. Ranks train, and wait for orders, meanwhile."""
     (tmp_path / "slow_reward.py").write_text(SLOW_REWARD)
@@ -132,7 +133,7 @@ def test_a_rank_keeps_its_lease_while_a_slow_reward_scores(tmp_path: Path, weigh
     assert not fleet.events("node_missed", "coordinator"), "no lease was lost"
 
 
-@BOTH
+@FULL_LATER
 @pytest.mark.parametrize(
     "stops",
     [
