@@ -251,7 +251,11 @@ _ALL = (
         patches=(
             everywhere(
                 run_budget.stuck_micro_usd,
-                changed(run_budget.stuck_micro_usd, "facts.metered_when_ordered.get(node.name, 0)", "facts.metered"),
+                changed(
+                    run_budget.stuck_micro_usd,
+                    "facts.metered_when_ordered,",
+                    "dict.fromkeys(facts.metered_when_ordered, facts.metered),",
+                ),
             ),
         ),
         found_by=f"{BUDGET}a_node_that_does_not_end_holds_its_cost_until_the_spend_deadline_of_its_order",

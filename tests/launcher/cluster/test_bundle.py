@@ -160,12 +160,10 @@ def sent(bundle: Bundle) -> set[str]:
 
 def test_node_lock_is_what_the_tests_run_with():
     """Beside it are only what torch needs for CUDA, and what Windows needs."""
-    locked = pins_in((ROOT / "engine/node.lock").read_text())
-    assert [pin for pin in locked if pin in node_pins()] == node_pins(), (
-        "python -m tests.launcher.node_lock > engine/node.lock"
-    )
+    locked, pins = pins_in((ROOT / "engine/node.lock").read_text()), node_pins()
+    assert [pin for pin in locked if pin in pins] == pins, "python -m tests.launcher.node_lock > engine/node.lock"
     for_cuda = tuple(f"{name}==" for name in ("colorama", "cuda-bindings", "cuda-pathfinder", "cuda-toolkit", "triton"))
-    assert not [pin for pin in locked if pin not in node_pins() and not pin.startswith(("nvidia-", *for_cuda))]
+    assert not [pin for pin in locked if pin not in pins and not pin.startswith(("nvidia-", *for_cuda))]
 
 
 def test_every_package_of_node_lock_has_hashes():

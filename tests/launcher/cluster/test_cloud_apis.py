@@ -8,6 +8,7 @@ import re
 import threading
 import time
 from dataclasses import replace
+from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qsl, urlsplit
 
@@ -522,10 +523,10 @@ def test_gcp_operations_distinguish_a_preemption_from_a_deletion(gcp, google):
     insert(gcp, node="run-rollout-1-g0")
     first, second = gcp.instances("us-central1", run="run")
     (found,) = [one for one in google.gce._instances() if one["name"] == first.id]
-    google.gce._preempt(found["id"])
+    google.gce._preempt(found["id"], datetime.now(UTC))
     stopping = next(one for one in gcp.instances("us-central1", run="run") if one.id == first.id)
     assert stopping.state is InstanceState.STOPPING
-    google.gce._preempted(found["id"])
+    google.gce._preempted(found["id"], datetime.now(UTC))
     gcp.end([second])
     gcp.end([second])
     assert gcp.instances("us-central1", run="run") == []
@@ -547,8 +548,8 @@ def test_gcp_reads_back_the_notice_that_was_granted(gcp, google):
     ends = []
     for instance in (longer, usual):
         (found,) = [one for one in google.gce._instances() if one["name"] == instance.id]
-        google.gce._preempt(found["id"])
-        google.gce._preempted(found["id"])
+        google.gce._preempt(found["id"], datetime.now(UTC))
+        google.gce._preempted(found["id"], datetime.now(UTC))
         ends.append(gcp.end_of(instance).ended_ms - time.time() * 1000)
     assert 149_000 < ends[0] <= 150_000  # the latest end: the notice, and then the shutdown
     assert 29_000 < ends[1] <= 30_000

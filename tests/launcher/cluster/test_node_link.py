@@ -73,12 +73,16 @@ class Node:
         return NodeSpec(**{**whole, **fields})
 
     def here(self, name: str) -> Any:
-        path = self.mirror / name
-        return json.loads(path.read_text()) if path.exists() else None
+        return self._read(self.mirror / name)
 
     def there(self, name: str) -> Any:
-        path = self.folder / name
-        return json.loads(path.read_text()) if path.exists() else None
+        return self._read(self.folder / name)
+
+    def _read(self, path: Path) -> Any:
+        try:
+            return json.loads(path.read_text())
+        except FileNotFoundError:  # an agent that is replaced takes its files away
+            return None
 
     def agent(self) -> int | None:
         """Return the pid of the current agent."""

@@ -148,7 +148,8 @@ def test_a_purchase_fits_beside_all_that_is_spent_held_and_stuck():
 
 
 def test_a_purchase_fits_beside_all_that_other_runs_spent_and_hold():
-    most = 100 * DOLLAR - HELD - NEW - 12 * DOLLAR
+    """A stuck node holds its money in a run without a limit of its own, too."""
+    most = 100 * DOLLAR - HELD - STUCK - NEW - 12 * DOLLAR
     assert refusal_of(most, all_total=100 * DOLLAR) == ""
     assert refusal_of(most + 1, all_total=100 * DOLLAR) == "all_runs.max_total"
     assert refusal_of(most + 1, all_total=100 * DOLLAR, max_hourly=0) == "budget.max_hourly", (
