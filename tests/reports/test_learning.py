@@ -83,6 +83,7 @@ def test_a_run_whose_groups_are_all_skipped_is_unhealthy(tmp_path):
     assert "every group was skipped" in finished.text
 
 
+@pytest.mark.slow
 def test_a_run_that_learned_once_is_finished_with_a_warning(tmp_path):
     def first_batch_only(pictures, prompts):
         return equal(pictures, prompts) if progress(tmp_path, "iteration_done") else scores(pictures)
@@ -92,6 +93,7 @@ def test_a_run_that_learned_once_is_finished_with_a_warning(tmp_path):
     assert [text.split(":")[0] for text in warned(tmp_path)] == ["batch 3"]
 
 
+@pytest.mark.slow
 def test_the_count_goes_on_after_a_restart(tmp_path):
     first = build(job(iterations=3, limit=5), tmp_path, reward=equal)
     first.loop.begin()

@@ -230,6 +230,7 @@ def test_an_expired_login_in_skypilots_log_sends_the_launch_again_until_it_holds
     assert stage.file(NODE, "login")["user"] == "ubuntu"
 
 
+@pytest.mark.slow
 def test_a_night_without_a_login_costs_a_run_no_node_and_says_what_to_do(sessions):
     stage = Stage(sessions)
     stage.passes(30, step_ms=30_000)

@@ -306,6 +306,7 @@ def test_an_order_lost_with_the_controller_ends_no_bill(home, capsys, orders, cl
     assert_over_and_true(stage, capsys)
 
 
+@pytest.mark.slow
 def test_a_node_that_another_controller_ends_is_paid_until_its_end(home, capsys):
     stage = MoneyStage(home).begun()
     stage.cloud.orders = "error"
@@ -318,6 +319,7 @@ def test_a_node_that_another_controller_ends_is_paid_until_its_end(home, capsys)
     assert_over_and_true(stage, capsys)
 
 
+@pytest.mark.slow
 def test_a_node_with_a_foreign_identity_is_paid_until_its_end(home, capsys):
     stage = MoneyStage(home).begun()
     stage.cloud.orders = "permission"
@@ -444,6 +446,7 @@ def test_an_end_that_the_cloud_has_forgotten_is_the_last_look_that_saw_the_vm(ho
     assert_over_and_true(stage, capsys, within_ms=LOOK_MS)
 
 
+@pytest.mark.slow
 def test_a_new_process_knows_the_last_look_that_saw_the_vm(home, capsys):
     stage = MoneyStage(home).begun()
     stage.cloud.forgets = True
@@ -529,6 +532,7 @@ def test_a_vm_that_was_missing_from_the_list_and_lives_is_paid_until_its_end(hom
     assert_over_and_true(stage, capsys, within_ms=LOOK_MS)
 
 
+@pytest.mark.slow
 def test_a_vm_that_came_up_after_its_release_is_paid(home, capsys):
     stage = MoneyStage(home)
     stage.time.ms += 5_000

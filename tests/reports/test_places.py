@@ -278,6 +278,7 @@ def test_a_restored_ledger_counts_what_was_spent_since_the_backup(home, lost):
     assert "restored from a backup" in told
 
 
+@pytest.mark.slow
 def test_nodes_whose_orders_are_in_the_runs_folder_go_on_after_a_restore(home):
     backup = Backup(home)
     backup.cloud.has_orders = True
@@ -384,6 +385,7 @@ def test_a_run_that_ended_leaves_what_it_spent_in_the_bucket(two_homes):
     assert second.spent == first.spent
 
 
+@pytest.mark.slow
 def test_a_node_that_was_asked_for_again_is_billed_from_its_true_start(home):
     """The clouds were silent in the first passes after the restore, so the ledger asked for a name that ran already."""
     backup = Backup(home)
