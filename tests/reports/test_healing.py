@@ -85,7 +85,9 @@ def prepare(api, owner="me", run="run"):
     return api.prepare(REGION, run=run, owner=owner, ssh_from=FROM, buckets=["s3://bucket/runs/run"])
 
 
-@pytest.mark.parametrize(("method", "code"), HEALING)
+@pytest.mark.parametrize(
+    ("method", "code"), [*HEALING[:4], *(pytest.param(*answer, marks=pytest.mark.slow) for answer in HEALING[4:])]
+)
 def test_an_answer_that_heals_is_asked_again(account, method, code):
     api = account(method, code)
     with pytest.raises(CloudUnreachable, match="it is asked again"):

@@ -224,7 +224,7 @@ class Refusing:
         raise self.error
 
 
-@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize("restarts", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("error", UNTAKEN, ids=str)
 def test_a_launch_that_skypilot_does_not_take_is_denied_after_five_tries(tmp_path, error, restarts):
     stage, refusing = ProvisionerStage(tmp_path), Refusing(error)
