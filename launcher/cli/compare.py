@@ -1,7 +1,6 @@
 """`spotrl compare`: runs side by side."""
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from launcher.ledger.store import find_run
 from launcher.money import MICRO, dollars
 from launcher.report.comparison import ComparedRun, Comparison, compare_runs, score_at
 from launcher.report.comparison_html import render_comparison, spread
+from launcher.whole_file import whole_file
 
 STEPS = 5
 """Rows of the table of scores: so many equal parts of the longest run."""
@@ -68,9 +68,9 @@ def compare(
         runs = [find_run(session, name) for name in dict.fromkeys(run_names)]
         found = compare_runs(session, runs, group_by, target_reward)
     if html is not None:
-        unfinished = html.with_name(f"{html.name}.part")
-        unfinished.write_text(render_comparison(found), encoding="utf-8")
-        os.replace(unfinished, html)
+        page = render_comparison(found)
+        with whole_file(html) as file:
+            file.write(page)
         click.echo(f"wrote {html}", err=True)
     if as_json:
         click.echo(json.dumps(found.to_dict(), allow_nan=False))

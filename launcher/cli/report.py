@@ -1,7 +1,6 @@
 """`spotrl report`: show a run's results and costs."""
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from launcher.report.focus import FocusFile, write_focus
 from launcher.report.tables import write_tables
 from launcher.report.terminal import a_console, print_report
 from launcher.storage.stores import StoreError, read_object, run_stores
+from launcher.whole_file import whole_file
 
 
 @click.command()
@@ -74,9 +74,9 @@ def report(
     if html is not None:
         from launcher.report.html import render_html  # the charts' libraries take a second to import
 
-        unfinished = html.with_name(f"{html.name}.part")
-        unfinished.write_text(render_html(built, image_reader(run)), encoding="utf-8")
-        os.replace(unfinished, html)
+        page = render_html(built, image_reader(run))
+        with whole_file(html) as file:
+            file.write(page)
         click.echo(f"wrote {html}", err=True)
     if csv is not None:
         for path in write_tables(built, csv):

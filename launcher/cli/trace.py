@@ -1,7 +1,6 @@
 """`spotrl trace`: write a timeline of a run's workers as a file for Perfetto."""
 
 import json
-import os
 from pathlib import Path
 
 import click
@@ -10,6 +9,7 @@ from sqlalchemy.orm import Session, sessionmaker
 from launcher.cli.run_argument import run_argument
 from launcher.ledger.store import find_run
 from launcher.report.trace import chrome_trace
+from launcher.whole_file import whole_file
 
 
 @click.command()
@@ -38,7 +38,6 @@ def trace(sessions: sessionmaker[Session], run_name: str, out: Path | None, as_j
         click.echo(made)
         return
     path = out or Path(f"{name}.trace.json")
-    unfinished = path.with_name(f"{path.name}.part")
-    unfinished.write_text(made, "utf-8")
-    os.replace(unfinished, path)
+    with whole_file(path) as file:
+        file.write(made)
     click.echo(f"{path}: open it at https://ui.perfetto.dev")

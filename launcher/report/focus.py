@@ -10,7 +10,6 @@ a known price have no row.
 import csv
 import itertools
 import json
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -27,6 +26,7 @@ from launcher.ledger.billing import interval_micro_usd
 from launcher.ledger.models import LOCAL, Node, ProgressRow, Run, SideCost
 from launcher.market.side_prices import ADDRESS, DISK
 from launcher.money import HOUR_MS, MICRO
+from launcher.whole_file import whole_file
 
 _TEXT = """
 AvailabilityZone BilledCost BillingAccountId BillingAccountName BillingCurrency BillingPeriodEnd BillingPeriodStart
@@ -90,8 +90,7 @@ class FocusFile:
 def write_focus(session: Session, runs: Iterable[Run], path: Path) -> FocusFile:
     """Write the rows of these runs until now, as CSV with a header. Raises OSError."""
     count = micro_usd = 0
-    unfinished = path.with_name(f"{path.name}.part")
-    with unfinished.open("w", newline="", encoding="utf-8") as file:
+    with whole_file(path) as file:
         writer = csv.DictWriter(file, fieldnames=COLUMNS, restval="", lineterminator="\n")
         writer.writeheader()
         for run in runs:
@@ -99,7 +98,6 @@ def write_focus(session: Session, runs: Iterable[Run], path: Path) -> FocusFile:
                 writer.writerow(row)
                 count += 1
                 micro_usd += round(Decimal(row["BilledCost"]) * MICRO)
-    os.replace(unfinished, path)
     return FocusFile(path=path, rows=count, micro_usd=micro_usd)
 
 
@@ -121,15 +119,15 @@ def _machine_rows(run: Run, node: Node, cost: NodeCost, place: dict[str, Any]) -
     category, subcategory, resource_type = VIRTUAL_MACHINE
     for charge in cost.charges:
         is_free = charge.micro_usd == 0 and charge.ms > 0 and charge.micro_usd_per_hour > 0
+        has_minimum = charge.micro_usd > interval_micro_usd(charge.start_ms, charge.end_ms, charge.micro_usd_per_hour)
         moments = [] if cost.taken is None else [cost.taken.at_ms]
         for start_ms, end_ms, micro_usd in _by_hour(charge, moments):
             contracted = micro_usd
             if is_free:
                 contracted = interval_micro_usd(start_ms, end_ms, charge.micro_usd_per_hour)
             hours = Decimal(end_ms - start_ms) / HOUR_MS
-            if not is_free and end_ms == charge.end_ms and charge.micro_usd_per_hour:
-                # The last piece has what is missing of the shortest billed time.
-                hours = max(hours, Decimal(micro_usd) / charge.micro_usd_per_hour)
+            if has_minimum and end_ms == charge.end_ms:  # the last piece has what is missing of the minimum billed time
+                hours = Decimal(micro_usd) / charge.micro_usd_per_hour
             is_trainer = cost.taken is not None and start_ms >= cost.taken.at_ms
             yield place | {
                 **_period(start_ms),
@@ -151,7 +149,7 @@ def _machine_rows(run: Run, node: Node, cost: NodeCost, place: dict[str, Any]) -
                 "AvailabilityZone": cost.zone,
                 "ResourceType": resource_type,
                 "ServiceCategory": category,
-                "ServiceName": SERVICES.get((cost.cloud, MACHINE), cost.cloud),
+                "ServiceName": SERVICES[LOCAL if run.infra == LOCAL else cost.cloud, MACHINE],
                 "ServiceSubcategory": subcategory,
                 "SkuId": cost.instance_type,
                 "SkuPriceId": f"{cost.instance_type}/{cost.market}",
@@ -187,7 +185,7 @@ def _side_rows(
             "ConsumedUnit": "Hours",
             "ResourceType": resource_type,
             "ServiceCategory": category,
-            "ServiceName": "spotrl" if node is None else SERVICES.get((node.cloud, side.kind), node.cloud),
+            "ServiceName": "spotrl" if node is None else SERVICES[node.cloud, side.kind],
             "ServiceSubcategory": subcategory,
             "SkuId": side.kind,
             "SkuPriceId": side.kind,
@@ -231,8 +229,11 @@ def _judge_rows(session: Session, run: Run) -> Iterator[dict[str, Any]]:
 
 
 def _place(run: Run, node: Node | None, accounts: dict[str, str]) -> dict[str, Any]:
-    """Return the columns that all rows of a node share; of the run, without a node."""
-    cloud = LOCAL if node is None and run.infra == LOCAL else (node.cloud if node is not None else "")
+    """Return the columns that all rows of a node share; of the run, without a node.
+
+    No cloud provides a run on this machine, whatever offer its prices come from.
+    """
+    cloud = LOCAL if run.infra == LOCAL else ("" if node is None else node.cloud)
     provider = PROVIDERS.get(cloud, cloud) or "spotrl"
     tags = {"spotrl-run": run.name} | ({} if node is None else {"spotrl-node": node.name})
     resource = "" if node is None else node.name

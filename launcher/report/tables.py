@@ -1,7 +1,6 @@
 """The report's tables as CSV files, for spreadsheets and notebooks. Money is in dollars, time in hours or seconds."""
 
 import csv
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 from launcher.money import MICRO
 from launcher.report.values import Report
+from launcher.whole_file import whole_file
 
 Row = Mapping[str, Any]
 
@@ -21,12 +21,10 @@ def write_tables(report: Report, folder: Path) -> list[Path]:
         if not rows:
             continue
         path = folder / f"{name}.csv"
-        unfinished = path.with_name(f"{path.name}.part")
-        with unfinished.open("w", newline="", encoding="utf-8") as file:
+        with whole_file(path) as file:
             writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
             writer.writeheader()
             writer.writerows({key: _safe(value) for key, value in row.items()} for row in rows)
-        os.replace(unfinished, path)
         written.append(path)
     return written
 

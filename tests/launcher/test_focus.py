@@ -14,11 +14,11 @@ from engine.events import Judged
 from launcher.cli.main import run as spotrl
 from launcher.clouds.base import Instance, InstanceState
 from launcher.ledger.accounting import run_costs, side_costs_of_run
-from launcher.ledger.models import BillingInterval, Removal
+from launcher.ledger.models import BillingInterval, Node, Removal
 from launcher.ledger.node_history import node_records
 from launcher.ledger.store import writing
 from launcher.provision.sky.node_files import NodeFiles
-from launcher.report.focus import COLUMNS, focus_rows, write_focus
+from launcher.report.focus import COLUMNS, focus_rows
 from launcher.runs.runs import request_stop
 from tests.launcher import test_promoted_costs
 from tests.launcher.cluster.stage import ledger
@@ -36,6 +36,20 @@ def micro(rows, column="BilledCost") -> int:
 def rows_of(made: MadeLedger, now: int) -> list[dict]:
     made.session.flush()
     return list(focus_rows(made.session, made.run, START_MS + now))
+
+
+def billed(made: MadeLedger, node: Node, end: int, micro_usd: int, basis: str = "metered") -> None:
+    """Write the bill of a node from the start of the run on, at $3.60 an hour."""
+    made.session.add(
+        BillingInterval(
+            node_id=node.id,
+            start_ms=START_MS,
+            end_ms=START_MS + end,
+            micro_usd_per_hour=3_600_000,
+            micro_usd=micro_usd,
+            basis=basis,
+        )
+    )
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -74,7 +88,7 @@ def test_a_node_has_a_row_for_each_hour_with_its_place_market_prices_and_labels(
     assert [row["PricingQuantity"][:6] for row in (first, second, third)] == ["0.1666", "1.0000", "0.1666"]
     assert json.loads(first["Tags"]) == {"spotrl-run": "demo", "spotrl-node": "demo-spot-0-g1"}
     shown = {
-        "ProviderName": "AWS",
+        "ProviderName": "This machine",
         "RegionId": "us-east-1",
         "AvailabilityZone": "us-east-1a",
         "ResourceId": "demo-spot-0-g1",
@@ -114,41 +128,39 @@ def test_the_role_of_a_row_changes_at_the_promotion(promoted):
 def test_a_free_first_hour_is_billed_with_nothing_and_keeps_its_price():
     with a_session() as session:
         made = a_run(session)
-        node = made.node("spot-0", rate=3_600_000)
-        session.add(
-            BillingInterval(
-                node_id=node.id,
-                start_ms=START_MS,
-                end_ms=START_MS + HOUR_MS // 2,
-                micro_usd_per_hour=3_600_000,
-                micro_usd=0,
-                basis="metered; not billed: AWS interrupted it in its first hour (Server.SpotInstanceTermination)",
-            )
-        )
+        billed(made, made.node("spot-0"), HOUR_MS // 2, 0, "metered; not billed: AWS interrupted it in its first hour")
         (row,) = rows_of(made, 0)
     assert (row["BilledCost"], row["EffectiveCost"], row["ContractedCost"]) == ("0.000000", "0.000000", "1.800000")
     assert row["ChargeDescription"].endswith("not billed: preempted in its first hour")
 
 
-def test_the_quantity_of_a_start_without_work_is_the_shortest_billed_time():
+@pytest.mark.parametrize(("worked_ms", "consumed"), [(0, "0.000000000"), (30_000, "0.008333333")])
+def test_the_quantity_of_a_short_life_is_the_minimum_billed_time(worked_ms, consumed):
     with a_session() as session:
         made = a_run(session)
-        node = made.node("spot-0", rate=3_600_000)
-        session.add(
-            BillingInterval(
-                node_id=node.id,
-                start_ms=START_MS,
-                end_ms=START_MS,
-                micro_usd_per_hour=3_600_000,
-                micro_usd=60_000,
-                basis="metered",
-            )
-        )
+        billed(made, made.node("spot-0"), worked_ms, 60_000)
         (row,) = rows_of(made, 0)
-    assert (row["BilledCost"], row["PricingQuantity"], row["ConsumedQuantity"]) == (
-        "0.060000",
-        "0.016666667",
-        "0.000000000",
+    assert (row["BilledCost"], row["PricingQuantity"], row["ConsumedQuantity"]) == ("0.060000", "0.016666667", consumed)
+
+
+def test_the_quantity_of_a_longer_life_is_its_time_though_its_cost_is_rounded():
+    with a_session() as session:
+        made = a_run(session)
+        made.node("spot-0", rate=1_861_001, up=57 * MINUTE_MS, end=112 * MINUTE_MS)
+        rows = rows_of(made, 0)
+    assert [row["PricingQuantity"] for row in rows] == [row["ConsumedQuantity"] for row in rows]
+
+
+@pytest.mark.parametrize(("infra", "provider"), [("local", "This machine"), ("aws,gcp", "AWS")])
+def test_no_cloud_provides_a_run_on_this_machine_at_the_price_of_a_clouds_offer(infra, provider):
+    with a_session() as session:
+        made = a_run(session)
+        made.run.infra = infra
+        made.node("spot-0", up=0, end=HOUR_MS)
+        row, *_ = rows_of(made, 0)
+    assert (row["ProviderName"], row["InvoiceIssuerName"]) == (provider, provider)
+    assert (
+        (row["BillingAccountId"] == "local") == (row["ServiceName"] == "spotrl on this machine") == (infra == "local")
     )
 
 
@@ -250,12 +262,3 @@ def test_report_and_ls_write_the_rows_and_say_what_is_missing(run, tmp_path, cap
 def test_a_file_that_cannot_be_written_is_refused(run, tmp_path, capsys, words):
     assert spotrl([*words, "--focus", str(tmp_path / "ledger.sqlite" / "costs.csv")]) == 1
     assert "cannot be made for costs.csv" in capsys.readouterr().err
-
-
-def test_a_killed_command_leaves_the_old_file(run, tmp_path, monkeypatch):
-    path = tmp_path / "costs.csv"
-    path.write_text("old")
-    monkeypatch.setattr("launcher.report.focus.focus_rows", lambda *_: iter([{"BilledCost": "no number"}]))
-    with run.sessions() as session, pytest.raises(ArithmeticError):
-        write_focus(session, [run.run], path)
-    assert path.read_text() == "old"
