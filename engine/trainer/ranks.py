@@ -13,6 +13,7 @@ A rank's share depends on the manifest and not on arrival. With `order: fixed` t
 given number of ranks. Updates of different numbers of ranks differ by rounding, because a sum has another order.
 """
 
+from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -276,7 +277,7 @@ LOOK_SECONDS = 0.1
 """Interval at which a rank without an order asks for rollouts. An order ends the wait at once."""
 
 
-class SamplingRank(Generic[OrderT]):
+class SamplingRank(ABC, Generic[OrderT]):
     """A rank other than rank 0: obeys rank 0, and samples while it has no order, for as long as the group lives.
 
     Orders arrive in a thread. An order ends the rank's sampling at the next denoising step, unless it can wait.
@@ -348,12 +349,13 @@ class SamplingRank(Generic[OrderT]):
         """Return True if no other rank waits until this rank obeys the order."""
         return False
 
+    @abstractmethod
     def _ends_step(self, order: OrderT) -> bool:
         """Return True for the last order of an optimiser step."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _carry_out(self, order: OrderT) -> None:
-        raise NotImplementedError
+        """Obey the order."""
 
 
 class Follower(SamplingRank[Order]):
