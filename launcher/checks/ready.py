@@ -38,6 +38,8 @@ GENERATIONS = 99
 
 PROGRAMS = ("ssh", "rsync")
 
+CLOSED = "a policy of the organisation forbids it"
+
 AT_ONCE = 16
 """Largest number of queries to clouds at the same time."""
 
@@ -173,6 +175,8 @@ def check_clouds(
         callers = {cloud: pool.submit(api.caller) for cloud, api in apis.items()}
         tried = [pool.submit(try_bucket, url) for url in buckets]
         found = {cloud: caller.result() for cloud, caller in callers.items()}
+        for _ in pool.map(lambda api: api.check_launches(), apis.values()):
+            pass
         for one in tried:
             one.result()
         for _ in pool.map(lambda place: _check_name_is_free(checked, apis[place[0]], place[1]), regions):
@@ -182,25 +186,39 @@ def check_clouds(
     return found
 
 
-def closed_regions(apis: Mapping[str, CloudApi], regions: Iterable[tuple[str, str]]) -> set[tuple[str, str]]:
-    """Return the (cloud, region) in which a policy of the organisation refuses even to list instances.
+def closed_regions(apis: Mapping[str, CloudApi], regions: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:
+    """Return the (cloud, region) in which no node may be bought, with the reason as text.
 
+    A policy of the organisation refuses even to list instances there, or SkyPilot can launch nothing in the cloud.
     Other errors are left to `check_clouds`.
     """
 
-    def is_closed(place: tuple[str, str]) -> bool:
+    def reason_of(place: tuple[str, str]) -> str:
         cloud, region = place
+        if cloud in no_launch:
+            return no_launch[cloud]
         try:
             apis[cloud].instances(region)
         except CloudRefused as refused:
-            return any(word in str(refused) for word in POLICY_WORDS)
+            return CLOSED if any(word in str(refused) for word in POLICY_WORDS) else ""
         except Failure:
             pass
-        return False
+        return ""
 
+    no_launch = {cloud: reason for cloud, api in apis.items() if (reason := _no_launch(api))}
     places = sorted(set(regions))
     with ThreadPoolExecutor(max_workers=AT_ONCE) as pool:
-        return {place for place, closed in zip(places, pool.map(is_closed, places), strict=True) if closed}
+        return {place: reason for place, reason in zip(places, pool.map(reason_of, places), strict=True) if reason}
+
+
+def _no_launch(api: CloudApi) -> str:
+    try:
+        api.check_launches()
+    except CloudRefused as refused:
+        return str(refused)
+    except Failure:
+        pass
+    return ""
 
 
 def check_named(

@@ -7,7 +7,7 @@ Ctrl-C, a lost terminal or an error. In each case the command prints which nodes
 import json
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -46,7 +46,7 @@ from launcher.runs.runs import release_seconds, start_controller
 from launcher.runs.service import check_service, start_service
 from launcher.runs.start import StartWeights, find_start, send_start
 from launcher.services.own_prices import as_you_pay
-from launcher.services.planning import CLOSED, cloud_plan, with_replays
+from launcher.services.planning import cloud_plan, with_replays
 from launcher.settings import config_path, home, runs_folder
 
 
@@ -229,11 +229,11 @@ def _plan_on_clouds(
     checked: CheckedJob,
     out: Console,
     explain: bool,
-    closed: Collection[tuple[str, str]] = (),
+    closed: Mapping[tuple[str, str], str] | None = None,
 ) -> tuple[Plan, dict[str, object]]:
     """Plan the nodes to buy and print the plan. Return the plan, and its form for --json.
 
-    `explain`: print all that the plan rests on too. `closed`: (cloud, region) that the plan leaves out.
+    `explain`: print all that the plan rests on too. `closed`: (cloud, region) that the plan leaves out, with reasons.
     """
     now_ms = time.time_ns() // 1_000_000
     on_clouds = cloud_plan(sessions, checked.job, home() / "catalogs", now_ms, checked.workdir, closed)
@@ -300,16 +300,16 @@ def _check_clouds(
         out.print(f"Checked: {cloud} as {caller.identity} ({caller.account}), and its bucket.", highlight=False)
 
 
-def _closed_regions(checked: CheckedJob, plan: Plan, out: Console) -> set[tuple[str, str]]:
-    """Return the plan's regions that a policy of the organisation closes, unless no other region is left."""
+def _closed_regions(checked: CheckedJob, plan: Plan, out: Console) -> dict[tuple[str, str], str]:
+    """Return the plan's regions in which no node may be bought, with the reason, unless no other region is left."""
     from launcher.provision.provide import cloud_apis
 
     places = {site.place for site in plan.sites}
     closed = closed_regions(cloud_apis(checked.job.clouds), places)
-    if closed == places:
-        return set()  # the checks that follow name the policy
-    for cloud, region in sorted(closed):
-        out.print(f"{cloud} {region} is left out: {CLOSED}.", highlight=False, markup=False, soft_wrap=True)
+    if closed.keys() == places:
+        return {}  # the checks that follow name the policy
+    for (cloud, region), reason in sorted(closed.items()):
+        out.print(f"{cloud} {region} is left out: {reason}.", highlight=False, markup=False, soft_wrap=True)
     return closed
 
 

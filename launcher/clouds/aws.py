@@ -28,9 +28,13 @@ from launcher.clouds.base import (
 )
 from launcher.clouds.labels import run_name, slug
 from launcher.job.company import NOTHING_NAMED, Named
+from launcher.market.sky_catalog import sky_folder
 
 ASKED_FOR_REGIONS = (HOME_REGION, "us-west-2", "us-east-2", "eu-west-1", "eu-central-1", "ap-northeast-1")
 """Regions asked for the list of regions, in this order. They need no opt-in."""
+
+SKY_ZONES = "v*/aws/az_mappings-*.csv"
+"""SkyPilot's file of an account's zones, in the folder of its catalogs. With it SkyPilot lists no regions."""
 
 NOT_YET = frozenset({"DependencyViolation", "VolumeInUse", "DeleteConflict", "IncorrectState"})
 
@@ -65,6 +69,21 @@ class AwsApi:
         with errors_named("aws sts GetCallerIdentity"):
             who = self._client("sts", HOME_REGION).get_caller_identity()
         return CallerIdentity(account=who["Account"], identity=who["Arn"], owner=slug(owner_of(who["Arn"])))
+
+    def check_launches(self) -> None:
+        """Check that the account's regions may be listed in us-east-1, where SkyPilot asks for them.
+
+        SkyPilot 0.14.1 (sky/catalog/aws_catalog.py) asks once an account and keeps the answer in its own folder.
+        """
+        if any(sky_folder().glob(SKY_ZONES)):
+            return
+        try:
+            self._regions_by(HOME_REGION)
+        except CloudRefused as refused:
+            raise CloudRefused(
+                f"{refused}. Before its first launch SkyPilot lists the account's regions there, whatever the region "
+                f"of the launch: allow ec2:DescribeRegions in {HOME_REGION}, or leave aws out (--infra gcp)"
+            ) from None
 
     def regions(self) -> Sequence[str]:
         for region in ASKED_FOR_REGIONS:

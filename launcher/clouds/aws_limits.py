@@ -131,7 +131,11 @@ class AwsLimits(AwsApi):
         return round(parsedate_to_datetime(date).timestamp() * 1000)
 
     def permissions(self, named: Named = NOTHING_NAMED) -> Permissions:
-        """Return the caller's missing permissions, by IAM's simulation if allowed, else by dry runs."""
+        """Return the caller's missing permissions, by IAM's simulation if allowed, else by dry runs.
+
+        Raises CloudRefused if a call of SkyPilot is refused: no simulation knows the policies of an organisation.
+        """
+        self.check_launches()
         return self.missing(aws_policy(self.caller().account, named=named, role=self._role_of(named))["Statement"])
 
     def missing(self, wanted: Sequence[Mapping[str, Any]], passed_to: str = EC2_SERVICE) -> Permissions:

@@ -198,6 +198,9 @@ class CloudApi(Protocol):
     def caller(self) -> CallerIdentity:
         """Return the identity behind the credentials."""
 
+    def check_launches(self) -> None:
+        """Check the calls that SkyPilot makes before a launch in any region. Raises CloudRefused with the remedy."""
+
     def regions(self) -> Sequence[str]:
         """Return every region of the account, because a forgotten VM may be in any region.
 

@@ -169,6 +169,9 @@ class GceApi:
             named=named,
         )
 
+    def check_launches(self) -> None:
+        """Check nothing: SkyPilot makes no call of its own to Google Cloud before a launch."""
+
     def check_identity(self, named: Named) -> Sequence[Finding]:
         if not named.identity:
             return []

@@ -3,7 +3,7 @@
 The only place where the ledger and the tables meet the pure planner; `spotrl launch` and `spotrl check` plan alike.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,20 +36,17 @@ def with_replays(plan: CloudPlan, job: Job) -> CloudPlan:
     return replace(plan, replays=replays_of(plan, MoveRules.of(job), confidence))
 
 
-CLOSED = "a policy of the organisation forbids it"
-
-
 def cloud_plan(
     sessions: sessionmaker[Session],
     job: Job,
     catalogs: Path,
     now_ms: int,
     workdir: Path | None = None,
-    closed: Collection[tuple[str, str]] = (),
+    closed: Mapping[tuple[str, str], str] | None = None,
 ) -> CloudPlan:
     """Return the plan of a job at current prices. `workdir`: folder of the job file, where the model's folder may be.
 
-    `closed`: (cloud, region) in which a policy of the organisation allows nothing.
+    `closed`: (cloud, region) in which no node may be bought, with the reason.
 
     Raises PlacementError if no offer fits the job, its model does not fit the GPUs, or the run does not fit the disk
     that the job names; BudgetError if no offer fits the limits; CatalogError if the catalog fails.
@@ -65,7 +62,7 @@ def cloud_plan(
         histories = pool_histories(session, now_ms)
         advice = cloud_priors(capacity_advice(session, since_ms=now_ms - STALE_MS), now_ms)
     listed = on_offer(current_catalog(catalogs).all_offers(), latest, now_ms)
-    allowed = [offer for offer in listed if (offer.cloud, offer.region) not in closed]
+    allowed = [offer for offer in listed if (offer.cloud, offer.region) not in (closed or {})]
     reached = [offer for offer in allowed if job.network.reaches(offer.cloud, offer.region)]
     sky = read_sky_catalog(sky_folder(), job.clouds, now_ms)
     unknown = [offer for offer in reached if sky.lacks(offer)]
@@ -82,7 +79,7 @@ def cloud_plan(
         raise PlacementError(
             f"{error}; the job's network is in {', '.join(named)}, so no other region counts"
         ) from None
-    forbidden = [LeftOut(what=f"{cloud} {region}", why=CLOSED) for cloud, region in sorted(closed)]
+    forbidden = [LeftOut(what=f"{cloud} {region}", why=why) for (cloud, region), why in sorted((closed or {}).items())]
     plan = with_disk(replace(plan, left_out=(*plan.left_out, *forbidden, *_unknown_to_sky(unknown))), disk)
     recipe = needs.recipe.on(plan.trainer.gpus)
     useful = plan.spot_pays.gpus if plan.pools and plan.spot_pays is not None else 0.0

@@ -116,7 +116,9 @@ def test_a_plan_uses_only_regions_of_the_network(load, tmp_path):
 
     assert "us-east-1" in regions("")
     assert len(regions("")) > 1
-    assert regions("", closed=[("aws", "us-east-1")]) == regions("") - {"us-east-1"}, "an organisation forbids it"
+    assert regions("", closed={("aws", "us-east-1"): "a policy"}) == regions("") - {"us-east-1"}, (
+        "an organisation forbids it"
+    )
     assert regions(AWS) == {"us-east-1"}
     with pytest.raises(PlacementError, match="the job's network is in aws me-south-9, so no other region counts"):
         regions(AWS.replace("us-east-1", "me-south-9"), "infra: aws\n")

@@ -12,7 +12,8 @@ from click.testing import CliRunner
 from launcher.cli.panic import panic
 from launcher.cli.reap import reap
 from launcher.clouds.aws import AwsApi
-from launcher.clouds.base import CloudUnreachable
+from launcher.clouds.aws_limits import AwsLimits
+from launcher.clouds.base import CloudRefused, CloudUnreachable
 from launcher.exit_codes import ExitCode
 from launcher.ledger.store import open_ledger, writing
 from tests.launcher.cluster.fake_cloud import FakeCloud, instance, resource
@@ -139,3 +140,24 @@ def test_without_any_region_to_ask_the_librarys_own_list_is_used():
 def test_a_list_of_regions_that_does_not_answer_is_no_list():
     with pytest.raises(CloudUnreachable):
         AwsApi(client=lambda service, region: Ec2("InternalError", 500)).regions()
+
+
+# --- launches ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("code", ["UnauthorizedOperation", "AccessDenied"])
+def test_an_account_in_which_skypilot_may_not_list_regions_is_refused_before_a_purchase(tmp_path, monkeypatch, code):
+    monkeypatch.setenv("SKY_RUNTIME_DIR", str(tmp_path))
+    limits = AwsLimits(client=lambda service, region: Ec2(code if region == "us-east-1" else ""))
+    for check in (limits.check_launches, limits.permissions):
+        with pytest.raises(CloudRefused, match=r"allow ec2:DescribeRegions in us-east-1, or leave aws out"):
+            check()
+    AwsApi(client=lambda service, region: Ec2()).check_launches()
+
+
+def test_an_account_whose_zones_skypilot_knows_already_needs_no_list_of_regions(tmp_path, monkeypatch):
+    monkeypatch.setenv("SKY_RUNTIME_DIR", str(tmp_path))
+    zones = tmp_path / ".sky" / "catalogs" / "v7" / "aws" / "az_mappings-0a1b.csv"
+    zones.parent.mkdir(parents=True)
+    zones.touch()
+    AwsApi(client=lambda service, region: Ec2("UnauthorizedOperation")).check_launches()

@@ -71,6 +71,9 @@ class LocalNodes:
     ) -> RegionSetup:
         raise CloudRefused("nodes on this machine need no place to be made for them")
 
+    def check_launches(self) -> None:
+        """Check nothing: no cloud takes part."""
+
     def check_identity(self, named: Named) -> Sequence[Finding]:
         return []
 

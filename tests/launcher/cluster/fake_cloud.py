@@ -48,6 +48,8 @@ class FakeCloud:
     """Regions that do not answer; `caller` stands for the identity call."""
     forbidden: set[str] = field(default_factory=set)
     """Regions that an organisation forbids."""
+    no_launch: str = ""
+    """Why SkyPilot could launch nothing in the cloud."""
     immortal: set[str] = field(default_factory=set)
     late: dict[str, tuple[int, Instance]] = field(default_factory=dict)
     """Instances that appear only after this many listings of their region."""
@@ -127,6 +129,10 @@ class FakeCloud:
         named: Named = NOTHING_NAMED,
     ) -> RegionSetup:
         raise NotImplementedError
+
+    def check_launches(self) -> None:
+        if self.no_launch:
+            raise CloudRefused(self.no_launch)
 
     def check_identity(self, named: Named) -> Sequence[Finding]:
         return self.findings if named.identity else []

@@ -605,6 +605,8 @@ class FakeAws:
         return {"Role": {"Arn": self.roles[RoleName]}}
 
     def describe_regions(self) -> dict[str, Any]:
+        if "ec2:DescribeRegions" in self.denied:
+            raise refused("UnauthorizedOperation")
         return {"Regions": [{"RegionName": "us-east-1"}]}
 
     def get_instance_profile(self, *, InstanceProfileName: str) -> dict[str, Any]:

@@ -11,7 +11,15 @@ from obstore.store import LocalStore
 from engine.events import Market
 from launcher.checks import ready
 from launcher.checks.gcloud import GcloudMissing
-from launcher.checks.ready import check_clouds, check_here, check_job, check_prices, closed_regions, job_problems
+from launcher.checks.ready import (
+    CLOSED,
+    check_clouds,
+    check_here,
+    check_job,
+    check_prices,
+    closed_regions,
+    job_problems,
+)
 from launcher.clouds.base import CallerIdentity, CloudRefused, CloudUnreachable, InstanceState
 from launcher.exit_codes import ExitCode, Failure
 from launcher.job.checked import JobError
@@ -75,6 +83,9 @@ class Api:
         if self._refusal:
             raise CloudRefused(self._refusal)
         return CallerIdentity(account="1234", identity="someone", owner="someone")
+
+    def check_launches(self):
+        pass
 
 
 def test_a_job_with_limits_and_buckets_may_launch(job):
@@ -201,7 +212,7 @@ def test_a_run_name_that_instances_already_have_is_refused(job):
     assert looked == [("s3://runs/ours/digits", "digits")]
 
 
-def test_a_region_that_an_organisation_forbids_is_closed_and_a_missing_permission_closes_none():
+def test_a_region_that_an_organisation_forbids_is_closed_and_a_missing_permission_closes_none(job):
     class Cloud(FakeCloud):
         def instances(self, region, **more):
             words = {
@@ -214,7 +225,11 @@ def test_a_region_that_an_organisation_forbids_is_closed_and_a_missing_permissio
             return super().instances(region, **more)
 
     places = [("aws", region) for region in ("us-east-1", "us-west-1", "us-east-2", "us-west-2")]
-    assert closed_regions({"aws": Cloud()}, places) == {("aws", "us-east-1")}
+    assert closed_regions({"aws": Cloud()}, places) == {("aws", "us-east-1"): CLOSED}
+    nothing = FakeCloud(no_launch="DescribeRegions was refused; allow it")
+    assert closed_regions({"aws": nothing}, places) == dict.fromkeys(places, nothing.no_launch)
+    with pytest.raises(CloudRefused, match="allow it"):
+        check_clouds(job(), {"aws": nothing}, places, lambda url: None, lambda *store: None)
 
 
 def test_a_run_name_controlled_by_another_computer_is_refused_first(job, tmp_path, monkeypatch):
