@@ -85,6 +85,7 @@ class Launches:
         request, unsent = "", ""
         try:
             request = self.around.sky.start(launch)
+            self._check_lease_after(request)
         except Failure:
             raise
         except Exception as error:  # SkyPilot's client raises errors of many types
@@ -96,6 +97,17 @@ class Launches:
         record = LaunchRecord(request_id=request, at_ms=now_ms, tries=tries)
         why = {"unsent": unsent, "login": login}
         node.files.write(record.model_copy(update={name: text for name, text in why.items() if text}))
+
+    def _check_lease_after(self, request: str) -> None:
+        """Cancel a launch that was sent after another controller took over. Raises LeaseLost.
+
+        A controller can be frozen between its look at the lease and the launch, and thaw when the run has ended.
+        """
+        try:
+            self.around.check_lease()
+        except Failure:
+            self.around.sky.cancel(request)
+            raise
 
     def _adopt(self, node: CloudNode) -> bool:
         """Adopt a request or cluster left by a launch before a crash, and return True.

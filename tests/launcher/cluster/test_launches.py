@@ -106,3 +106,18 @@ def test_what_mends_itself_while_the_run_waits_is_no_denial(stage, words, status
     fact = stage.passes(5)[NODE]
     assert (fact.status, fact.evidence) == (status, words)
     assert stage.sky.launches == []
+
+
+def test_a_launch_sent_after_another_controller_took_over_is_cancelled(stage, monkeypatch):
+    """The controller is frozen between its look at the lease and the launch."""
+    start = stage.sky.start
+
+    def frozen(launch):
+        stage.taken_over = True
+        return start(launch)
+
+    monkeypatch.setattr(stage.sky, "start", frozen)
+    stage.request()
+    stage.passes(1)
+    assert len(stage.sky.launches) == 1
+    assert stage.sky.cancelled == ["request-0"]
