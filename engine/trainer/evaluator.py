@@ -30,6 +30,7 @@ from engine.trainer.ending import Unhealthy
 from engine.trainer.evaluation import contact_sheet, faults, held, mean_metrics
 from engine.trainer.model import TrainedModel
 from engine.trainer.outbox import Outbox
+from engine.trainer.ranks import OtherRanks
 from engine.trainer.report import Reporter
 from engine.trainer.state import TrainerState
 from engine.worker.worker import Worker
@@ -70,6 +71,7 @@ class Evaluator:
         run: str,
         model: TrainedModel,
         worker: Worker,
+        ranks: OtherRanks,
         schedule: ModelSchedule,
         *,
         state: TrainerState,
@@ -78,12 +80,16 @@ class Evaluator:
         outbox: Outbox,
         reporter: Reporter,
     ) -> None:
-        """`worker`: the trainer's own worker, which serves evaluations too. `schedule`: the model's noise levels."""
+        """`worker`, `ranks`: the trainer's own worker and its other ranks, which serve evaluations too.
+
+        `schedule`: the model's noise levels.
+        """
         self._config = config
         self._prompts = prompts
         self._run = run
         self._model = model
         self._worker = worker
+        self._ranks = ranks
         self._schedule = schedule
         self._state = state
         self._coordinator = coordinator
@@ -193,9 +199,10 @@ class Evaluator:
                 # Serve evaluations only. Training rollouts need the live weights, not the averaged weights.
                 self._worker.assume(evaluation.weights, evaluation.digest)
                 self._worker.kinds = (Kind.EVALUATE,)
-                while not evaluation.is_complete:
-                    helped = self._worker.serve_once(wait=False)
-                    self._collect(evaluation, wait=not isinstance(helped, Work))
+                with self._ranks.evaluating(evaluation.weights, evaluation.digest):
+                    while not evaluation.is_complete:
+                        helped = self._worker.serve_once(wait=False)
+                        self._collect(evaluation, wait=not isinstance(helped, Work))
             self._worker.kinds = kinds
             if live is not None:
                 self._worker.assume(*live)

@@ -153,6 +153,7 @@ class Loop:
             context.run,
             self.model,
             self.worker,
+            self.ranks,
             self.schedule,
             state=self.state,
             coordinator=self.coordinator,

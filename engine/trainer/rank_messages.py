@@ -1,11 +1,13 @@
 """Messages between rank 0 of a trainer, which runs the loop, and the other ranks. msgpack, checked by type; no pickle.
 
-    LoRA: Start -> (Published | LetSample | BeginStep -> TrainGroup* -> EndStep -> Share)*              (ranks.py)
+    LoRA: Start -> (Published | LetSample | BeginEvaluation -> EndEvaluation
+                    | BeginStep -> TrainGroup* -> EndStep -> Share)*                                   (ranks.py)
     full: Start -> (BeginPasses -> TrainRows* -> TakeStep -> Share | Follow | a tensor | GatherAll | LetSample)*
                                                                                                        (shards.py)
 
-Weights follow `Start`, `Published` and `BeginStep` as tensors, and gradients follow a `Share` without an error. With
-full weights every order but `BeginPasses` and `LetSample` is a collective of all ranks. Rank 0 obeys its own orders.
+Weights follow `Start`, `Published`, `BeginEvaluation` and `BeginStep` as tensors, and gradients follow a `Share`
+without an error. With full weights every order but `BeginPasses` and `LetSample` is a collective of all ranks. Rank 0
+obeys its own orders.
 """
 
 from collections.abc import Mapping
@@ -57,6 +59,17 @@ class LetSample(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Whether ranks sample while they have no group to train."""
 
     is_on: bool
+
+
+class BeginEvaluation(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The evaluated weights follow. Until `EndEvaluation` a rank serves the evaluation with them, and nothing else."""
+
+    key: WeightsKey
+    digest: str
+
+
+class EndEvaluation(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The evaluation is complete. A rank takes its own weights again."""
 
 
 class BeginStep(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -111,7 +124,7 @@ class EndStep(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """All groups of the share were sent."""
 
 
-Order: TypeAlias = Start | Published | LetSample | BeginStep | TrainGroup | EndStep
+Order: TypeAlias = Start | Published | LetSample | BeginEvaluation | EndEvaluation | BeginStep | TrainGroup | EndStep
 
 
 class BeginPasses(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -9,7 +9,7 @@ An image's bits do not depend on the worker, so neither the weights nor the mani
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from torch.nn import Parameter
 
@@ -39,17 +39,32 @@ class RankSampler:
         `may_stop`: False if an interrupted image begins anew (`runtime.resume: restart`): a lease is then finished.
         """
         self._worker, self._old_policy, self._may_stop = worker, old_policy, may_stop
+        self._rollout_kinds, self._rollout_weights = worker.kinds, worker.holds
+        self._evaluates = False
 
     def published(self, key: WeightsKey, digest: str) -> None:
         """Take the rank's weights as those of this key."""
         self._worker.assume(key, digest)
+
+    def begin_evaluation(self, key: WeightsKey, digest: str) -> None:
+        """Take the rank's weights as those of this key, and serve evaluations only."""
+        worker = self._worker
+        self._rollout_kinds, self._rollout_weights, self._evaluates = worker.kinds, worker.holds, True
+        worker.kinds = (Kind.EVALUATE,)
+        worker.assume(key, digest)
+
+    def end_evaluation(self) -> None:
+        """Serve rollouts again, with the weights of before."""
+        self._worker.kinds, self._evaluates = self._rollout_kinds, False
+        if self._rollout_weights is not None:
+            self._worker.assume(*self._rollout_weights)
 
     def sample(self, is_called: Callable[[], bool]) -> bool:
         """Sample a lease. Returns False if there is no work: its node may drain, or too many leases are unscored."""
         worker = self._worker
         if worker.unscored >= MOST_UNSCORED:
             return False
-        with torch_threads(1), self._old_policy():
+        with torch_threads(1), nullcontext() if self._evaluates else self._old_policy():
             reply = worker.serve_once(wait=False, interrupted=is_called if self._may_stop else lambda: False)
         return isinstance(reply, Work)
 

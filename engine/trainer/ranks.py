@@ -1,9 +1,10 @@
 """Divide the groups of an optimiser step over the ranks of the trainer. LoRA only: every rank has all weights.
 
-    publish rank 0 copies the trained weights, the old policy's, and those of early groups, to the other ranks
-    begin   the same if the trained weights changed since then: after the first step of a batch
-    add     the group at place i of the mini-batch belongs to rank i mod ranks; rank 0 sends the others' groups at once
-    commit  every rank has trained its groups -> gradients are added in the order of the ranks -> rank 0 takes the step
+    publish  rank 0 copies the trained weights, the old policy's, and those of early groups, to the other ranks
+    begin    the same if the trained weights changed since then: after the first step of a batch
+    add      the group at place i of the mini-batch belongs to rank i mod ranks; rank 0 sends the others' groups at once
+    commit   every rank has trained its groups -> gradients are added in the order of the ranks -> rank 0 takes the step
+    evaluate rank 0 copies the evaluated weights; ranks serve the evaluation until it is complete
 
 Rank 0 runs the training loop and alone holds the optimiser, the average and the checkpoint. The other ranks compute
 gradients, and sample rollouts while rank 0 has no order for them (`follow`, rank_sampling.py). A run may therefore
@@ -15,8 +16,8 @@ given number of ranks. Updates of different numbers of ranks differ by rounding,
 
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -31,7 +32,9 @@ from engine.parallel.communicator import TornGroup
 from engine.parallel.rank_group import Inbox, RankGroup
 from engine.protocol.request import Manifest, WeightsKey
 from engine.trainer.rank_messages import (
+    BeginEvaluation,
     BeginStep,
+    EndEvaluation,
     EndStep,
     LetSample,
     Order,
@@ -76,6 +79,12 @@ class OtherRanks(Protocol):
     def let_sample(self, *, is_on: bool) -> None:
         """Let the other ranks sample while they have no group to train. They may from the start."""
 
+    def evaluating(self, key: WeightsKey, digest: str) -> AbstractContextManager[None]:
+        """Let the other ranks serve an evaluation inside the context, if they can.
+
+        The trained parameters of this rank hold the evaluated weights, which the coordinator has under this key.
+        """
+
     def take_phases(self) -> Mapping[str, float]:
         """Return the milliseconds of the other ranks by phase, added up, since the last call."""
 
@@ -119,6 +128,18 @@ class Ranks:
         if self._group is not None and is_on != self._let_sample:
             self._order(self._group, LetSample(is_on=is_on))
         self._let_sample = is_on
+
+    @contextmanager
+    def evaluating(self, key: WeightsKey, digest: str) -> Iterator[None]:
+        """Let the other ranks serve an evaluation inside the context. See `OtherRanks`."""
+        if self._group is None:
+            yield
+            return
+        with self._usage.measure(Phase.COLLECTIVE):
+            self._order(self._group, BeginEvaluation(key=key, digest=digest))
+            _copy_weights(self._group, self._trainer.parameters.values())
+        yield
+        self._order(self._group, EndEvaluation())
 
     def begin(self, manifest: Manifest, minibatch: int, plan: Plan, *, std: float | None) -> Step:
         """Begin an optimiser step. See `Trainer.begin`. Raises TornGroup if a rank is lost, as all calls do."""
@@ -240,6 +261,12 @@ class Sampler(Protocol):
     def published(self, key: WeightsKey, digest: str) -> None:
         """Take the rank's weights as those of this key."""
 
+    def begin_evaluation(self, key: WeightsKey, digest: str) -> None:
+        """Take the rank's weights as those of this key, and serve evaluations only."""
+
+    def end_evaluation(self) -> None:
+        """Serve rollouts again, with the weights of before."""
+
     def sample(self, is_called: Callable[[], bool]) -> bool:
         """Sample a lease. Returns False if there is no work.
 
@@ -261,6 +288,10 @@ class NoSampler:
     """A rank that only trains."""
 
     def published(self, key: WeightsKey, digest: str) -> None: ...
+
+    def begin_evaluation(self, key: WeightsKey, digest: str) -> None: ...
+
+    def end_evaluation(self) -> None: ...
 
     def sample(self, is_called: Callable[[], bool]) -> bool:
         return False
@@ -373,8 +404,13 @@ class Follower(SamplingRank[Order]):
         super().__init__(group, decoded_order, sampler=sampler, usage=usage)
         self._trainer = trainer
         self._step: Transaction | None = None
+        self._own_weights: dict[str, Tensor] | None = None
+        """The trained weights while the rank serves an evaluation."""
         self._memory_error = self._does_not_fit = ""
         trainer.on_fewer_rows = self._fewer_rows
+
+    def _may_sample(self) -> bool:
+        return self._own_weights is not None or super()._may_sample()
 
     def _can_wait(self, order: Order) -> bool:
         return isinstance(order, BeginStep) and order.weights is None
@@ -389,6 +425,11 @@ class Follower(SamplingRank[Order]):
             with self._measure(Phase.COLLECTIVE):
                 self._take_weights(order.weights)
             self._sampler.published(order.key, order.digest)
+        elif isinstance(order, BeginEvaluation):
+            with self._measure(Phase.COLLECTIVE):
+                self._begin_evaluation(order)
+        elif isinstance(order, EndEvaluation):
+            self._end_evaluation()
         elif isinstance(order, BeginStep):
             with self._measure(Phase.COLLECTIVE):
                 self._begin(order)
@@ -403,6 +444,21 @@ class Follower(SamplingRank[Order]):
         elif isinstance(order, EndStep):
             with self._measure(Phase.COLLECTIVE):
                 self._end(self._step)
+
+    def _begin_evaluation(self, order: BeginEvaluation) -> None:
+        parameters = self._trainer.parameters
+        self._own_weights = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+        _copy_weights(self._group, parameters.values())
+        self._sampler.begin_evaluation(order.key, order.digest)
+
+    def _end_evaluation(self) -> None:
+        if self._own_weights is None:
+            raise ValueError("rank 0 sent EndEvaluation before BeginEvaluation")
+        with torch.no_grad():
+            for name, parameter in self._trainer.parameters.items():
+                parameter.copy_(self._own_weights[name])
+        self._own_weights = None
+        self._sampler.end_evaluation()
 
     def _begin(self, order: BeginStep) -> None:
         trainer, group = self._trainer, self._group

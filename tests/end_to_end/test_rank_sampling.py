@@ -10,6 +10,7 @@ from typing import Literal
 import pytest
 
 from engine.config import EngineConfig, ModelConfig, RewardConfig
+from engine.events import Phase
 from tests.end_to_end.test_rank_survival import CONFIG, RUNTIME, Trained
 from tests.engine.nursery import NurseryFleet
 from tests.sampling_stops import ALONE, DELAYS, NO_MEMORY, STOPPED, Stop, environment, happened
@@ -66,13 +67,13 @@ def trained(
         fleet.close()
 
 
-def sampled_by(fleet: NurseryFleet) -> set[str]:
-    """Return the workers that sampled training rollouts."""
+def sampled_by(fleet: NurseryFleet, sampled: Phase = Phase.ROLLOUT) -> set[str]:
+    """Return the workers that sampled training rollouts, or images of evaluations."""
     return {
         worker
         for event in fleet.events("node_usage", "coordinator")
         for worker, phase, _, _ in event.spans
-        if phase == "rollout"
+        if phase == sampled
     }
 
 
@@ -95,6 +96,8 @@ def test_ranks_that_all_sample_train_the_bits_of_rank_0_sampling_alone(
     config = job(ranks, weights=weights)
     run, fleet = trained(tmp_path / "all", config)
     assert sampled_by(fleet) == {"trainer/trainer", *(f"trainer/trainer-rank-{rank}" for rank in range(1, ranks))}
+    if weights == "lora":
+        assert sampled_by(fleet, Phase.EVALUATION) == sampled_by(fleet)
     assert all("idle_gpu_share" in event.health for event in fleet.events("iteration_done")), "every rank's time"
     assert run == alone(tmp_path / "alone", config)
 

@@ -22,9 +22,11 @@ from engine.algorithm.transaction import DoesNotFit, Trainer
 from engine.algorithm_config import AlgorithmConfig, DiffusionNftConfig
 from engine.clock import ScaledClock
 from engine.models.load import trainable
+from engine.models.weights import exchanged
 from engine.parallel.communicator import join_store, serve_store
 from engine.parallel.rank_group import RankGroup
-from engine.trainer.ranks import Follower, Ranks, take_start
+from engine.protocol.request import WeightsKey
+from engine.trainer.ranks import Follower, NoSampler, Ranks, take_start
 from engine.trainer.reference import reference_of
 from engine.worker.usage import Usage
 from tests.engine.test_out_of_memory import Limited, Room
@@ -71,15 +73,31 @@ class Trained:
     rows: dict[int, int] = field(default_factory=dict)
 
 
+class EvaluatingRank(NoSampler):
+    """Notes the key and the weights with which a rank serves evaluations."""
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        self.parameters, self.served = parameters, []
+
+    def begin_evaluation(self, key: WeightsKey, digest: str) -> None:
+        self.served.append((key, digest, {float(tensor.detach().abs().max()) for tensor in self.parameters.values()}))
+
+    def end_evaluation(self) -> None:
+        self.served.append("ended")
+
+
 def train(
     algorithm: AlgorithmConfig,
     ranks: int,
     *,
+    evaluates: bool = False,
     early: tuple[int, ...] = (),
     is_started: bool = False,
     rooms: Mapping[int, Room] = {},
 ) -> Trained:
     """Train two batches of two steps. `is_started`: with start weights. `rooms`: memory of the device, by rank.
+
+    `evaluates`: before each batch the ranks, which have its weights, serve an evaluation of zeros.
 
     With several ranks, the first try of each step is aborted once every rank has begun to train.
     """
@@ -98,9 +116,12 @@ def train(
         own = deepcopy(adapter)
         group = form(rank)
         follower_trainer = trainer_of(rank, own, take_start(group, trainable(own).values()))
-        follower = Follower(group, follower_trainer)
+        evaluating = EvaluatingRank(follower_trainer.parameters)
+        follower = Follower(group, follower_trainer, sampler=evaluating)
         for _ in range(2 * BATCHES):
             follower.follow_step()
+        keys = [WeightsKey(version=batch, average=True) for batch in range(BATCHES) if evaluates]
+        assert evaluating.served == [event for key in keys for event in ((key, "zeros", {0.0}), "ended")]
         return follower_trainer.rows_per_forward
 
     def lead() -> Trained:
@@ -116,6 +137,12 @@ def train(
         trainer.on_fewer_rows = lambda rows, error: told.append((rows, error))
         for batch in range(BATCHES):
             manifest = manifest_of(batch, early)
+            if evaluates:
+                all_ranks.published(WeightsKey(version=batch), "trained")
+                zeros = {name: torch.zeros_like(parameter) for name, parameter in trainer.parameters.items()}
+                with exchanged(trainer.parameters, zeros):
+                    with all_ranks.evaluating(WeightsKey(version=batch, average=True), "zeros"):
+                        pass
             for minibatch, numbers in enumerate(manifest.minibatches):
                 for is_kept in (False, True) if ranks > 1 and not rooms else (True,):
                     step = all_ranks.begin(manifest, minibatch, PLAN, std=0.3 + 0.1 * batch)
@@ -182,6 +209,11 @@ def test_ranks_in_threads_train_the_weights_of_one_rank_and_report_all_groups(ra
     assert [one["groups"] for one in shared.health] == [4] * 4
     assert [one["skipped"] for one in shared.health] == [[], [7], [], [7]]
     assert [one["without_variance"] for one in shared.health] == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_that_served_an_evaluation_train_with_their_own_weights(ranks):
+    assert_same(train(FLOW_GRPO, ranks, evaluates=True), train(FLOW_GRPO, 1))
 
 
 def test_ranks_compare_early_groups_with_the_weights_of_one_version_before():
