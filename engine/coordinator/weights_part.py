@@ -16,7 +16,7 @@ class WeightsPart(Response):
     """The bytes of a file from the asked one on. The file stays readable if its name is removed meanwhile."""
 
     def __init__(self, file: Path, byte_range: str) -> None:
-        """`wanted`: the header Range, `bytes=FIRST-`; empty: from the first byte on.
+        """`byte_range`: the header Range, `bytes=FIRST-`; empty: from the first byte on.
 
         Raises FileNotFoundError, or ValueError for another kind of range or a first byte behind the end.
         """

@@ -175,7 +175,7 @@ def _score_by_student(config: EngineConfig, workdir: str | None, image: Tensor, 
 
 
 def _check_target(target: TargetConfig | None, metrics: Sequence[str]) -> None:
-    """Check that the target and its guards name metrics of the reward. `known`: the reward's metrics."""
+    """Check that the target and its guards name metrics of the reward. `metrics`: all of the reward."""
     if target is None:
         return
     if target.metric not in metrics:
