@@ -364,7 +364,9 @@ class EngineConfig(Strict):
 
     @model_validator(mode="after")
     def _a_student_is_used(self) -> Self:
-        if self.reward.student is not None and all(one.scorer != "student" for one in self.exploration.profiles):
+        if self.reward.student is not None and all(
+            profile.scorer != "student" for profile in self.exploration.profiles
+        ):
             raise ValueError(
                 "reward.student is set, but no exploration profile has scorer: student; write exploration: {profiles: "
                 "[{name: quick, scorer: student}]}, or leave student out"

@@ -397,7 +397,7 @@ class Progress:
             raw = json.loads(line)
             kind = _KINDS[raw.pop("kind")]
             event = raw.pop("event")
-            known = {f.name for f in fields(kind)}
-            return cls(event=kind(**{k: v for k, v in event.items() if k in known}), **raw)
+            names = {f.name for f in fields(kind)}
+            return cls(event=kind(**{k: v for k, v in event.items() if k in names}), **raw)
         except (KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"not a progress line: {error}: {line[:120]}") from error

@@ -53,19 +53,19 @@ def marked(process: "psutil.Process") -> str | None:
 
     Raises psutil.Error if the process is gone or belongs to another user.
     """
-    title, _, rest = " ".join(process.cmdline()).partition(" ")
+    title, _, words = " ".join(process.cmdline()).partition(" ")
     if title == TITLE:
-        return rest.partition(" ")[2].strip() or None
+        return words.partition(" ")[2].strip() or None
     mark: str | None = process.environ().get(MARK)
     return mark
 
 
 def read_exits(folder: Path) -> dict[int, int]:
     """Return the exit codes of the node's agents by pid (negative for a signal), the latest last."""
-    found: dict[int, int] = {}
+    codes: dict[int, int] = {}
     with contextlib.suppress(OSError):
         for line in (folder / EXITS).read_text().splitlines():
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 ended = json.loads(line)
-                found[int(ended["pid"])] = int(ended["code"])
-    return found
+                codes[int(ended["pid"])] = int(ended["code"])
+    return codes

@@ -98,11 +98,11 @@ class ModelConfig(Strict):
     @model_validator(mode="after")
     def _the_model_has_such_a_size(self) -> Self:
         sizes = ("height", "width", "frames", "max_text_tokens")
-        given = [name for name in sizes if getattr(self, name) is not None]
-        if self.name in SHIPPED and given:
+        extra = [name for name in sizes if getattr(self, name) is not None]
+        if self.name in SHIPPED and extra:
             raise ValueError(
-                f"model.{given[0]} is {getattr(self, given[0])}, but {self.name} has one size of image and text; leave "
-                f"out {', '.join(given)}"
+                f"model.{extra[0]} is {getattr(self, extra[0])}, but {self.name} has one size of image and text; leave "
+                f"out {', '.join(extra)}"
             )
         if self.frames is not None and self.name not in VIDEO:
             raise ValueError(

@@ -158,8 +158,8 @@ def check_folder(model: ModelConfig, sampler: SamplerConfig, path: Path) -> None
         try:
             folder.schedule.sigmas(sampler.steps)
         except ScheduleError as error:
-            found, _, remedy = str(error).partition("; ")
-            raise FolderError("sampler.shift", f"sampler.shift is auto, and {found}", remedy) from None
+            fault, _, remedy = str(error).partition("; ")
+            raise FolderError("sampler.shift", f"sampler.shift is auto, and {fault}", remedy) from None
 
 
 def _distilled_name(path: Path) -> str | None:

@@ -202,23 +202,23 @@ def check_parts(family: str, path: Path) -> None:
             "trains one",
             "use a model with one transformer, such as Wan2.1-T2V or Wan2.2-TI2V-5B",
         )
-    for part, wanted in pipeline.parts.items():
+    for part, class_name in pipeline.parts.items():
         entry = index.get(part)
         if not _is_part(entry):
             raise _refused(
                 path,
-                f"has no {part} in {INDEX} ({json.dumps(entry)}), and {family} needs {wanted} there",
+                f"has no {part} in {INDEX} ({json.dumps(entry)}), and {family} needs {class_name} there",
                 "give the whole folder that the model was published as",
             )
-        _check_part_class(path, part, str(entry[1]), wanted)  # type: ignore[index]
+        _check_part_class(path, part, str(entry[1]), class_name)  # type: ignore[index]
         if part.startswith("text_encoder") and not _is_part(index.get(tokenizer := _tokenizer_of(part))):
             raise _refused(
                 path,
                 f"has no {tokenizer} in {INDEX} ({json.dumps(index.get(tokenizer))}), and {part} needs it",
                 "give the whole folder that the model was published as",
             )
-    known = {*_parts_with_files(family), "scheduler", *pipeline.optional}
-    if strange := [name for name, entry in index.items() if _is_part(entry) and name not in known]:
+    known_parts = {*_parts_with_files(family), "scheduler", *pipeline.optional}
+    if strange := [name for name, entry in index.items() if _is_part(entry) and name not in known_parts]:
         raise _refused(
             path,
             f"has the part {strange[0]} ({'.'.join(map(str, index[strange[0]]))}), which {pipeline.name} of {family} "
@@ -231,44 +231,44 @@ def check_parts(family: str, path: Path) -> None:
     _check_channels(path, family, configs["transformer"], configs["vae"])
 
 
-def _check_class(family: str, path: Path, found: object) -> None:
+def _check_class(family: str, path: Path, class_name: object) -> None:
     pipeline = PIPELINES[family]
-    if found == pipeline.name:
+    if class_name == pipeline.name:
         return
-    supported = ", ".join(f"{one.name} ({name})" for name, one in PIPELINES.items())
-    if not isinstance(found, str):
+    supported = ", ".join(f"{other_pipeline.name} ({name})" for name, other_pipeline in PIPELINES.items())
+    if not isinstance(class_name, str):
         raise _refused(
             path,
             f"has no _class_name in {INDEX}, so its kind is not known, and spotrl trains {supported}",
             "give the whole folder that the model was published as",
         )
-    if ours := next((name for name, one in PIPELINES.items() if one.name == found), None):
+    if ours := next((name for name, other_pipeline in PIPELINES.items() if other_pipeline.name == class_name), None):
         raise FolderError(
             "model.name",
-            f"model.name is {family}, and model.path is {path}, a folder of {found}",
+            f"model.name is {family}, and model.path is {path}, a folder of {class_name}",
             f"use model.name: {ours}, or give a folder of {pipeline.name}",
         )
-    use = next((f", which {use}" for word, use in OTHER_USES if word in found), "")
+    use = next((f", which {use}" for word, use in OTHER_USES if word in class_name), "")
     raise _refused(
         path,
-        f"is a folder of {found}{use}, and spotrl trains models that need a prompt alone: {supported}",
+        f"is a folder of {class_name}{use}, and spotrl trains models that need a prompt alone: {supported}",
         f"give a folder of {pipeline.name}",
     )
 
 
-def _check_part_class(path: Path, part: str, found: str, wanted: str) -> None:
-    if found != wanted:
+def _check_part_class(path: Path, part: str, class_name: str, needed_class: str) -> None:
+    if class_name != needed_class:
         raise _refused(
             path,
-            f"has a {part} of class {found}, and spotrl trains with {wanted}",
-            f"give a folder whose {part} is a {wanted}",
+            f"has a {part} of class {class_name}, and spotrl trains with {needed_class}",
+            f"give a folder whose {part} is a {needed_class}",
         )
 
 
 def _check_config(path: Path, family: str, part: str, config: Mapping[str, Any]) -> None:
     """Check a part's own configuration: its class, no quantisation, no other input than a prompt."""
-    if isinstance(found := config.get("_class_name"), str):
-        _check_part_class(path, part, found, PIPELINES[family].parts[part])
+    if isinstance(class_name := config.get("_class_name"), str):
+        _check_part_class(path, part, class_name, PIPELINES[family].parts[part])
     if quantised := config.get("quantization_config"):
         method = quantised.get("quant_method") if isinstance(quantised, dict) else None
         bits = _bits(quantised) if isinstance(quantised, dict) else ""
@@ -376,7 +376,7 @@ def _check_weights(path: Path, part: str) -> dict[str, TensorSpec] | None:
         raise _refused(
             path, f"has an index of {part} with {missing[0]}, and no file of {part} holds that tensor", AGAIN
         )
-    odd = sorted({one.dtype for one in tensors.values()} - {*PLAIN_DTYPES, *COUNTS})
+    odd = sorted({tensor.dtype for tensor in tensors.values()} - {*PLAIN_DTYPES, *COUNTS})
     if odd:
         raise _refused(
             path,
@@ -414,7 +414,7 @@ def _check_input_layer(path: Path, family: str, tensors: Mapping[str, TensorSpec
     """Check that the transformer's weights are those of its configuration, by the first layer."""
     pipeline = PIPELINES[family]
     config = read_json(path / "transformer" / "config.json")
-    wanted = _channels(path, config, "transformer", "in_channels", pipeline.input_channels)
+    channels = _channels(path, config, "transformer", "in_channels", pipeline.input_channels)
     layer = tensors.get(pipeline.input_layer)
     if layer is None:
         raise _refused(
@@ -423,11 +423,11 @@ def _check_input_layer(path: Path, family: str, tensors: Mapping[str, TensorSpec
             f"{pipeline.parts['transformer']} (the first tensor is {min(tensors, default='none')})",
             AGAIN,
         )
-    if len(layer.shape) < 2 or layer.shape[1] != wanted:
+    if len(layer.shape) < 2 or layer.shape[1] != channels:
         raise _refused(
             path,
             f"has {pipeline.input_layer} of shape {list(layer.shape)} in the transformer's weights, and in_channels "
-            f"{wanted} in its config.json",
+            f"{channels} in its config.json",
             "give the weights and the configuration of one model",
         )
 
@@ -480,9 +480,9 @@ def _without_weights(path: Path, part: str) -> FolderError:
         )
     if numbered:
         return _refused(path, f"has {part}/{numbered[0]} without the index of the numbered files (.index.json)", AGAIN)
-    there = f"only {', '.join(names[:3])}" if names else "no file of weights"
-    wanted = "model.safetensors" if part.startswith("text_encoder") else "diffusion_pytorch_model.safetensors"
-    return _refused(path, f"has {there} in {part}, and {wanted} or its index is needed", AGAIN)
+    content = f"only {', '.join(names[:3])}" if names else "no file of weights"
+    needed_file = "model.safetensors" if part.startswith("text_encoder") else "diffusion_pytorch_model.safetensors"
+    return _refused(path, f"has {content} in {part}, and {needed_file} or its index is needed", AGAIN)
 
 
 def _check_no_pointer(path: Path, name: str) -> None:
@@ -517,7 +517,7 @@ def needed_files(path: Path) -> dict[str, int]:
     """
     index = read_json(path / INDEX)
     parts = [name for name, entry in index.items() if _is_part(entry)]
-    found = {INDEX: (path / INDEX).stat().st_size}
+    sizes = {INDEX: (path / INDEX).stat().st_size}
     for part in parts:
         loaded = weight_files(path, part)
         for file in sorted((path / part).rglob("*")):
@@ -526,8 +526,8 @@ def needed_files(path: Path) -> dict[str, int]:
             is_weight = file.suffix in WEIGHT_SUFFIXES or is_index or re.search(r"\.index\.[\w-]+\.json$", name)
             is_hidden = any(place.startswith(".") for place in Path(name).parts)
             if file.is_file() and not is_hidden and (name in loaded or not is_weight):
-                found[f"{part}/{name}"] = file.stat().st_size
-    return dict(sorted(found.items()))
+                sizes[f"{part}/{name}"] = file.stat().st_size
+    return dict(sorted(sizes.items()))
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -570,5 +570,5 @@ def _parts_with_files(family: str) -> Iterator[str]:
             yield _tokenizer_of(part)
 
 
-def _refused(path: Path, found: str, remedy: str) -> FolderError:
-    return FolderError("model.path", f"model.path is {path}, which {found}", remedy)
+def _refused(path: Path, fault: str, remedy: str) -> FolderError:
+    return FolderError("model.path", f"model.path is {path}, which {fault}", remedy)

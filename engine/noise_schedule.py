@@ -142,8 +142,8 @@ def _euler(config: Mapping[str, object], spacing: Spacing, tokens: int) -> Noise
     )
 
 
-def _error(found: str) -> ScheduleError:
+def _error(fault: str) -> ScheduleError:
     return ScheduleError(
-        f"{found}; give a number as sampler.shift (flow-matching models are trained with 1 to 7), or use the whole "
+        f"{fault}; give a number as sampler.shift (flow-matching models are trained with 1 to 7), or use the whole "
         "folder that the model was published as"
     )

@@ -86,14 +86,14 @@ def prompt_paths(folder: Path, prompts: str, test_prompts: str | None) -> tuple[
 
 def _pair(folder: Path) -> tuple[Path, Path | None]:
     names = {file.name.lower(): file for file in sorted(folder.iterdir()) if file.is_file()}
-    found = [(names[train], names.get(test)) for train, test in PAIRS if train in names]
-    if len(found) != 1:
-        listed = " and ".join(train.name for train, _ in found) or "no training file"
+    pairs = [(names[train], names.get(test)) for train, test in PAIRS if train in names]
+    if len(pairs) != 1:
+        listed = " and ".join(train.name for train, _ in pairs) or "no training file"
         raise PromptFileError(
             f"the folder {folder} has {listed}; use a folder with one of {', '.join(train for train, _ in PAIRS)}, or "
             "name the file itself"
         )
-    return found[0]
+    return pairs[0]
 
 
 def read_prompts(path: Path) -> dict[str, Metadata]:
@@ -228,10 +228,10 @@ def _table(path: Path, text: str, separator: str) -> Iterator[Entry]:
             prompt = row[named[0]].strip()
             if not prompt:
                 raise PromptFileError(f"{place} has no prompt; {example}")
-            others = {
+            metadata = {
                 name: cell for number, (name, cell) in enumerate(zip(columns, row, strict=True)) if number not in named
             }
-            yield place, prompt, {"prompt": prompt, **others} if others else NO_METADATA
+            yield place, prompt, {"prompt": prompt, **metadata} if metadata else NO_METADATA
     except csv.Error as error:
         raise PromptFileError(f"{path}, line {rows.line_num} is no row of a table ({error}); {example}") from None
 
@@ -254,17 +254,17 @@ def all_metadata(folder: Path, prompts: str, test_prompts: str | None) -> dict[s
     Raises PromptFileError, also for a prompt with other metadata in the test file than in the training file.
     """
     path, test = prompt_paths(folder, prompts, test_prompts)
-    found = read_prompts(path)
+    entries = read_prompts(path)
     for prompt, metadata in read_prompts(test).items() if test is not None else ():
-        _add(found, prompt, metadata, str(test))
-    return {prompt: metadata for prompt, metadata in found.items() if metadata}
+        _add(entries, prompt, metadata, str(test))
+    return {prompt: metadata for prompt, metadata in entries.items() if metadata}
 
 
 def _add(prompts: dict[str, Metadata], prompt: str, metadata: Metadata, place: str) -> None:
-    known = prompts.setdefault(prompt, metadata)
-    if known != metadata:
+    first = prompts.setdefault(prompt, metadata)
+    if first != metadata:
         raise PromptFileError(
-            f"{place}: the prompt {prompt!r} has two different metadata, {_shown(known)} and {_shown(metadata)}; a "
+            f"{place}: the prompt {prompt!r} has two different metadata, {_shown(first)} and {_shown(metadata)}; a "
             "score depends on the image and its prompt, so keep one, or change the words of a prompt"
         )
 

@@ -75,12 +75,12 @@ def metadata_of_job(config: EngineConfig, workdir: str | None) -> Mapping[str, M
 
 def prompts_of_job(source: PromptSource, iterations: int, most: int) -> list[str]:
     """Return the prompts of a run in the order of their first use, at most `most` of them."""
-    found = dict.fromkeys([*source.batch(0), *source.held_out()])
+    unique = dict.fromkeys([*source.batch(0), *source.held_out()])
     for batch in range(1, iterations):
-        if len(found) >= most:
+        if len(unique) >= most:
             break
-        found |= dict.fromkeys(source.batch(batch))
-    return list(found)[:most]
+        unique |= dict.fromkeys(source.batch(batch))
+    return list(unique)[:most]
 
 
 @cache
@@ -157,11 +157,11 @@ def _mixed(prompts: Mapping[Task, Sequence[str]], start: int) -> list[str]:
 
     A task with no prompts left is skipped.
     """
-    left = {task: iter(some) for task, some in prompts.items()}
+    remaining = {task: iter(some) for task, some in prompts.items()}
     mixed: list[str] = []
     place = start
     while len(mixed) < sum(len(some) for some in prompts.values()):
-        mixed.extend(islice(left[SHAPES_MIX[place % len(SHAPES_MIX)]], 1))
+        mixed.extend(islice(remaining[SHAPES_MIX[place % len(SHAPES_MIX)]], 1))
         place += 1
     return mixed
 

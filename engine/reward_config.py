@@ -339,7 +339,7 @@ class RewardConfig(ScorerConfig):
 
     @model_validator(mode="after")
     def _the_place_fits_the_scorers(self) -> Self:
-        asks_a_server = [one.http is not None or one.vlm is not None for one in self.scorers]
+        asks_a_server = [scorer.http is not None or scorer.vlm is not None for scorer in self.scorers]
         if self.placed == "pool" and any(asks_a_server):
             raise ValueError(
                 "reward.placed is pool, and a scorer asks a server; a server needs no process beside it: use placed: "
@@ -371,16 +371,16 @@ class RewardConfig(ScorerConfig):
         """Return the time in which a call with so many images must end. None: the pool has a limit of its own."""
         if self.placed == "pool":
             return None
-        return self.timeout_seconds or sum(one.longest_seconds(images) for one in self.scorers)
+        return self.timeout_seconds or sum(scorer.longest_seconds(images) for scorer in self.scorers)
 
     @property
     def label(self) -> str:
         """Return the names of the scorers, for a message."""
-        return " + ".join(one.name for one in self.scorers)
+        return " + ".join(scorer.name for scorer in self.scorers)
 
     @property
     def asks_a_server(self) -> bool:
-        return any(one.http is not None or one.vlm is not None for one in self.scorers)
+        return any(scorer.http is not None or scorer.vlm is not None for scorer in self.scorers)
 
     @property
     def scored_beside(self) -> int:
@@ -406,17 +406,19 @@ class RewardConfig(ScorerConfig):
     @property
     def key_names(self) -> tuple[str, ...]:
         """Return the names of the environment variables that the scorers read."""
-        servers = (server for one in self.loaded for server in (one.http, one.vlm) if server is not None)
+        servers = (server for scorer in self.loaded for server in (scorer.http, scorer.vlm) if server is not None)
         return tuple(server.key for server in servers if server.key is not None)
 
     @property
     def judge_micro_usd(self) -> int:
         """Return the budget of all paid judges in micro-dollars; 0 without paid judges."""
-        return sum(floor(one.vlm.max_usd * 1e6) for one in self.loaded if one.vlm is not None and one.vlm.max_usd)
+        return sum(
+            floor(scorer.vlm.max_usd * 1e6) for scorer in self.loaded if scorer.vlm is not None and scorer.vlm.max_usd
+        )
 
     def check_scores(self, model: str, *, is_video: bool) -> None:
         """Check that the reward can score the model's images or videos. Raises ValueError."""
-        only_images = next((one.name for one in self.scorers if ":" not in one.name), None)
+        only_images = next((scorer.name for scorer in self.scorers if ":" not in scorer.name), None)
         if is_video and self.frames is None and only_images is not None:
             raise ValueError(
                 f"model.name is {model}, and reward {only_images} scores images, not videos; set "

@@ -112,16 +112,16 @@ def requests() -> tuple[Request, ...]:
     Two things always differ in kind, and in colour if both have a colour.
     """
     kinds, colours = tuple(KINDS), tuple(COLOURS)
-    plain = [(Thing(kind=kind), Thing(kind=other)) for kind, other in permutations(kinds, 2)]
+    plain = [(Thing(kind=kind), Thing(kind=other_kind)) for kind, other_kind in permutations(kinds, 2)]
     # One of the two things has a colour, the other has none.
     half = [
         pair
-        for colour, (one, other) in product(colours, plain)
-        for pair in ((replace(one, colour=colour), other), (one, replace(other, colour=colour)))
+        for colour, (first, second) in product(colours, plain)
+        for pair in ((replace(first, colour=colour), second), (first, replace(second, colour=colour)))
     ]
     full = [
-        (replace(one, colour=colour), replace(other, colour=other_colour))
-        for (one, other), (colour, other_colour) in product(plain, permutations(colours, 2))
+        (replace(first, colour=colour), replace(second, colour=other_colour))
+        for (first, second), (colour, other_colour) in product(plain, permutations(colours, 2))
     ]
     return (
         *(Request(task=Task.SINGLE, things=(Thing(kind=kind),)) for kind in kinds),
@@ -131,10 +131,10 @@ def requests() -> tuple[Request, ...]:
             for count, colour, kind in product(NUMBERS, (None, *colours), kinds)
         ),
         *(
-            Request(task=Task.COUNTING, things=(replace(one, count=count), replace(other, count=other_count)))
+            Request(task=Task.COUNTING, things=(replace(first, count=count), replace(second, count=other_count)))
             for count, other_count in product((1, *NUMBERS), repeat=2)
             if 2 < count + other_count <= max(NUMBERS)
-            for one, other in plain
+            for first, second in plain
         ),
         *(
             Request(task=Task.COLOURS, things=(Thing(kind=kind, colour=colour),))

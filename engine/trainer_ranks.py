@@ -100,8 +100,8 @@ class NodeOfTrainer:
 
     def ranks(self, config: "EngineConfig") -> range:
         """Return the ranks of this node. Raises ValueError if the ranks cannot be divided over the nodes."""
-        each = ranks_of_each_node(ranks_of(config), self.nodes)
-        return range(self.number * each, (self.number + 1) * each)
+        ranks_per_node = ranks_of_each_node(ranks_of(config), self.nodes)
+        return range(self.number * ranks_per_node, (self.number + 1) * ranks_per_node)
 
 
 def ranks_of_each_node(ranks: int, nodes: int) -> int:

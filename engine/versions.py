@@ -9,10 +9,10 @@ DECISIVE = ("spotrl", "torch", "diffusers", "transformers", "peft", "ray", "rapi
 @cache
 def installed_versions() -> dict[str, str]:
     """Return versions by package. A package not installed is left out."""
-    found = {}
+    versions = {}
     for name in DECISIVE:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions

@@ -61,8 +61,8 @@ def launch(job: str | Path, **settings: Any) -> "Run":
     The run has a controller of its own and goes on when this process ends. `settings`: as of `plan`. Raises Failure if
     a check refuses the job; nothing was started then.
     """
-    given = {field: value for field, value in _fields(settings).items() if value is not None}  # as `plan` does
-    words = [word for field, value in given.items() for word in ("--set", f"{field}={_written(value)}")]
+    overrides = {field: value for field, value in _fields(settings).items() if value is not None}  # as `plan` does
+    words = [word for field, value in overrides.items() for word in ("--set", f"{field}={_written(value)}")]
     answer = _command("launch", str(job), *words, "--yes", "--detach", "--json")
     return run(str(answer["name"]))
 
@@ -87,10 +87,10 @@ def compare(*runs: "Run | str", group_by: Sequence[str] = (), target_reward: flo
     Raises Failure if their scores cannot be compared.
     """
     with _ledger()() as session:
-        found = [find_run(session, one.name if isinstance(one, Run) else one) for one in runs]
-        if len(found) < 2:
+        records = [find_run(session, entry.name if isinstance(entry, Run) else entry) for entry in runs]
+        if len(records) < 2:
             raise Failure("name two runs or more; `spotrl.runs()` lists them")
-        return compare_runs(session, found, group_by, target_reward)
+        return compare_runs(session, records, group_by, target_reward)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,11 +105,11 @@ class Run:
 
     def events(self, follow: bool = False) -> Iterator[EventLine]:
         """Yield the events of the run, oldest first. `follow`: wait for new ones until the run has ended."""
-        sessions, seen = _ledger(), Seen()
+        sessions, position = _ledger(), Seen()
         while True:
             is_over = not follow or not still_running(sessions, self.name)
             with sessions() as session:
-                lines, seen = new_events(session, find_run(session, self.name), seen)
+                lines, position = new_events(session, find_run(session, self.name), position)
             yield from lines
             if is_over:
                 return
@@ -118,8 +118,8 @@ class Run:
     def report(self, target_reward: float | None = None) -> Report:
         """Return the report: dollars and hours to the target, costs, preemptions. `target_reward`: another target."""
         with _ledger()() as session:
-            found = find_run(session, self.name)
-            return build_report(session, found, found.clock.now_ms(), target_reward)
+            record = find_run(session, self.name)
+            return build_report(session, record, record.clock.now_ms(), target_reward)
 
     def weights(self, to: str | Path | None = None) -> Path:
         """Copy the trained weights to a folder and return it. Default: ./NAME-weights. Raises Failure without any."""

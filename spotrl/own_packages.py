@@ -19,10 +19,10 @@ def take_own(beside: Path = BESIDE) -> None:
         ours = beside / name / "__init__.py"
         loaded = sys.modules.get(name)
         if loaded is not None:
-            found = getattr(loaded, "__file__", None)
-            if found is None or Path(found).resolve() != ours.resolve():
+            file = getattr(loaded, "__file__", None)
+            if file is None or Path(file).resolve() != ours.resolve():
                 raise ImportError(
-                    f"{found} was imported as `{name}` before spotrl, which has a package of that name; import spotrl "
+                    f"{file} was imported as `{name}` before spotrl, which has a package of that name; import spotrl "
                     "first, or rename the file"
                 )
             continue

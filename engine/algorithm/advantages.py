@@ -57,8 +57,8 @@ def decoupled(scores: Tensor, weights: Tensor, *, correction: int = 0) -> Tensor
 
     `group_advantages` of the result is GDPO's last step: with mode `batch` it divides by the std of the batch.
     """
-    each = group_advantages(scores, "group", clip=math.inf, correction=correction)
-    total = (weights.float()[:, None] * each).sum(dim=0)
+    standardised = group_advantages(scores, "group", clip=math.inf, correction=correction)
+    total = (weights.float()[:, None] * standardised).sum(dim=0)
     return torch.where(torch.isfinite(scores).all(), total, torch.full_like(total, math.nan))
 
 
@@ -81,6 +81,6 @@ class RunningStd:
 
     def after(self, rewards: Tensor) -> "RunningStd":
         """Return the average after another trained batch. rewards: all rewards of the batch, any shape."""
-        seen = batch_std(rewards)
-        value = seen if self.value is None else self.decay * self.value + (1.0 - self.decay) * seen
+        std = batch_std(rewards)
+        value = std if self.value is None else self.decay * self.value + (1.0 - self.decay) * std
         return RunningStd(value, self.decay)

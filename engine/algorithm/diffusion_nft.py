@@ -81,11 +81,11 @@ class DiffusionNft:
     def constants(self, adapter: DiTAdapter, plan: Plan, rows: Rows) -> Mapping[str, Tensor]:
         """Return the velocities [R, *S] of the old policy, `old`, and of the reference, `reference`, if used."""
         with self._old.active():
-            found = {"old": adapter.velocity(rows["x"], rows["sigma"], rows.conditioning, plan.guidance)}
+            velocities = {"old": adapter.velocity(rows["x"], rows["sigma"], rows.conditioning, plan.guidance)}
         if self._reference is not None:
             with self._reference.active():
-                found["reference"] = adapter.velocity(rows["x"], rows["sigma"], rows.conditioning, plan.guidance)
-        return found
+                velocities["reference"] = adapter.velocity(rows["x"], rows["sigma"], rows.conditioning, plan.guidance)
+        return velocities
 
     def losses(self, adapter: DiTAdapter, plan: Plan, rows: Rows) -> RowLosses:
         velocity = adapter.velocity(rows["x"], rows["sigma"], rows.conditioning, plan.guidance)

@@ -55,8 +55,8 @@ class FlowGrpo:
 
     def constants(self, adapter: DiTAdapter, plan: Plan, rows: Rows) -> Mapping[str, Tensor]:
         """Return the means of the reference policy and of the old policy, each [R, *S] and only if needed."""
-        found = reference_means(self._config, self._reference, adapter, plan, rows)
-        return {**found, **own_means(self._own, adapter, plan, rows)}
+        means = reference_means(self._config, self._reference, adapter, plan, rows)
+        return {**means, **own_means(self._own, adapter, plan, rows)}
 
     def losses(self, adapter: DiTAdapter, plan: Plan, rows: Rows) -> RowLosses:
         mean, std = policy(adapter, plan, rows.conditioning, rows["x"], rows["step"])
@@ -136,7 +136,7 @@ def own_means(own: OldPolicy | None, adapter: DiTAdapter, plan: Plan, rows: Rows
     if own is None:
         return {}
     early = rows.tensors.get(EARLY, torch.zeros_like(rows["step"], dtype=torch.bool))
-    means, found = None, torch.zeros_like(early)
+    means, has_own = None, torch.zeros_like(early)
     for whose, weights, differs in (
         (~early, own.active, own.differs),
         (early, own.before_active, own.differs or own.before is not None),
@@ -148,8 +148,8 @@ def own_means(own: OldPolicy | None, adapter: DiTAdapter, plan: Plan, rows: Rows
         with weights():
             mean, _ = policy(adapter, plan, part.conditioning, part["x"], part["step"])
         means = mean.new_zeros((len(rows), *mean.shape[1:])) if means is None else means
-        means[some], found[some] = mean, True
-    return {} if means is None else {"own": means, "has_own": found}
+        means[some], has_own[some] = mean, True
+    return {} if means is None else {"own": means, "has_own": has_own}
 
 
 def old_mean(rows: Rows, mean: Tensor) -> Tensor:

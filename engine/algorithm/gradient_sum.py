@@ -41,28 +41,28 @@ class GradientSum:
                 torch.zeros_like(parameter, dtype=torch.int64) if parameter.dtype == torch.float64 else None
                 for parameter in self._parameters
             ]
-        for total, rest, gradient in zip(self._sums, self._rests, gradients, strict=True):
+        for total, remainder, gradient in zip(self._sums, self._rests, gradients, strict=True):
             if not bool((gradient.abs() < self._limit).all()):
                 self.is_finite = False
                 return
             scaled = gradient.double().mul(2.0**FRACTION_BITS)  # exact, as is every step until a rounding
-            if rest is None:
+            if remainder is None:
                 total.add_(scaled.round_().to(torch.int64))
                 continue
             whole = scaled.floor()
-            rest.add_(scaled.sub_(whole).mul_(2.0**FRACTION_BITS).round_().to(torch.int64))
-            carry = rest >> FRACTION_BITS
-            rest.sub_(carry << FRACTION_BITS)
+            remainder.add_(scaled.sub_(whole).mul_(2.0**FRACTION_BITS).round_().to(torch.int64))
+            carry = remainder >> FRACTION_BITS
+            remainder.sub_(carry << FRACTION_BITS)
             total.add_(whole.to(torch.int64)).add_(carry)
 
     @torch.no_grad()
     def write(self) -> None:
         """Write the sum into `grad` of the parameters, or infinity if it is not finite. No addends: write nothing."""
-        for parameter, total, rest in zip(self._parameters, self._sums, self._rests, strict=False):
+        for parameter, total, remainder in zip(self._parameters, self._sums, self._rests, strict=False):
             if not self.is_finite:
                 parameter.grad = torch.full_like(parameter, torch.inf)
                 continue
             value = total.double()
-            if rest is not None:
-                value.add_(rest.double().mul_(2.0**-FRACTION_BITS))
+            if remainder is not None:
+                value.add_(remainder.double().mul_(2.0**-FRACTION_BITS))
             parameter.grad = value.mul_(2.0**-FRACTION_BITS).to(parameter.dtype)

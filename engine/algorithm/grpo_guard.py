@@ -67,8 +67,8 @@ class GrpoGuard:
 
     def constants(self, adapter: DiTAdapter, plan: Plan, rows: Rows) -> Mapping[str, Tensor]:
         """Return the means of the reference policy and of the old policy, each [R, *S] and only if needed."""
-        found = reference_means(self._config, self._reference, adapter, plan, rows)
-        return {**found, **own_means(self._own, adapter, plan, rows)}
+        means = reference_means(self._config, self._reference, adapter, plan, rows)
+        return {**means, **own_means(self._own, adapter, plan, rows)}
 
     def losses(self, adapter: DiTAdapter, plan: Plan, rows: Rows) -> RowLosses:
         mean, std = policy(adapter, plan, rows.conditioning, rows["x"], rows["step"])

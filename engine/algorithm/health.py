@@ -45,13 +45,13 @@ class Health:
         for name, value in more.largest.items():
             self.largest[name] = max(self.largest.get(name, value), value)
 
-    def merge(self, other: "Health") -> None:
+    def merge(self, share: "Health") -> None:
         """Add another share of the same step."""
-        self.add(other)
-        self.groups += other.groups
-        self.without_variance += other.without_variance
-        self.skipped += other.skipped
-        self.rows_per_forward = min(self.rows_per_forward, other.rows_per_forward)
+        self.add(share)
+        self.groups += share.groups
+        self.without_variance += share.without_variance
+        self.skipped += share.skipped
+        self.rows_per_forward = min(self.rows_per_forward, share.rows_per_forward)
 
     def summary(self) -> dict[str, float]:
         means = {name: value / self.rows for name, value in self.sums.items()}
@@ -66,23 +66,23 @@ class Health:
         }
 
 
-def figures_of(objective: Objective, batch: Rows, found: RowLosses) -> Health:
+def figures_of(objective: Objective, batch: Rows, losses: RowLosses) -> Health:
     """Return the health of a pass."""
-    seen = Health(
+    health = Health(
         neutral=objective.neutral,
         rows=len(batch),
-        sums={name: float(values.sum()) for name, values in found.means.items()},
-        largest={name: float(values.max()) for name, values in found.largest.items()},
+        sums={name: float(values.sum()) for name, values in losses.means.items()},
+        largest={name: float(values.max()) for name, values in losses.largest.items()},
     )
     if EARLY in batch.tensors:
-        seen.early_rows = float(batch[EARLY].sum())
-        seen.early_outside = float(found.means["clip_share"][batch[EARLY]].sum())
-    return seen
+        health.early_rows = float(batch[EARLY].sum())
+        health.early_outside = float(losses.means["clip_share"][batch[EARLY]].sum())
+    return health
 
 
-def is_finite(total: Tensor, seen: Health) -> bool:
+def is_finite(total: Tensor, health: Health) -> bool:
     """Return True if the loss of a pass may be trained.
 
     Clipping can hide a non-finite ratio from the loss, but not from the loss's gradient.
     """
-    return bool(torch.isfinite(total)) and all(math.isfinite(value) for value in seen.largest.values())
+    return bool(torch.isfinite(total)) and all(math.isfinite(value) for value in health.largest.values())

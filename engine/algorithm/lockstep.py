@@ -36,7 +36,7 @@ class LockstepPasses:
         whose = torch.tensor([place for place, group in enumerate(groups) for _ in range(len(group))])
         tensors = {name: torch.cat([group.tensors[name] for group in groups]) for name in groups[0].tensors}
         splits, finite = torch.arange(len(whose)).split(trainer.rows_per_forward), True
-        seen = Health(neutral=trainer.objective.neutral)
+        summed_health = Health(neutral=trainer.objective.neutral)
         for number in range(passes):
             some = splits[min(number, len(splits) - 1)]
             moved = {name: value.to(trainer.device) for name, value in rows(tensors, some).items()}
@@ -48,17 +48,17 @@ class LockstepPasses:
             health = self._pass(batch, weight)
             finite = finite and (health is not None or not weight)
             if weight and health is not None:
-                seen.add(health)
-        return Round(self, before, seen, is_finite=finite)
+                summed_health.add(health)
+        return Round(self, before, summed_health, is_finite=finite)
 
     def _pass(self, batch: Rows, weight: float) -> Health | None:
         """Make a forward and a backward pass. Returns None if a loss is not finite."""
         trainer = self._trainer
         with torch.no_grad():
             batch = batch.with_tensors(trainer.objective.constants(trainer.adapter, self._plan, batch))
-        found = trainer.objective.losses(trainer.adapter, self._plan, batch)
-        health = figures_of(trainer.objective, batch, found)
-        total = found.loss.sum() / self._planned_rows
+        losses = trainer.objective.losses(trainer.adapter, self._plan, batch)
+        health = figures_of(trainer.objective, batch, losses)
+        total = losses.loss.sum() / self._planned_rows
         finite = is_finite(total, health)
         (total * weight).backward()  # also if not finite, because the other ranks wait for this rank's gradients
         return health if finite else None

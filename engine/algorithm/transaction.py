@@ -131,14 +131,14 @@ class Trainer:
     @torch.no_grad()
     def _log_probs(self, prompt: str, trajectory: Trajectory, plan: Plan) -> Tensor:
         steps = torch.tensor(plan.trained_steps)
-        encoded, found = self.adapter.encode([prompt]), []
+        encoded, log_probs = self.adapter.encode([prompt]), []
         for some in torch.arange(len(steps)).split(self.rows_per_forward):
             x, next_x = trajectory.latents[some].to(self.device), trajectory.latents[some + 1].to(self.device)
             conditioning = rows(encoded, torch.zeros(len(some), dtype=torch.long, device=self.device))
             with self.old.active():
                 mean, std = policy(self.adapter, plan, conditioning, x, steps[some].to(self.device))
-            found.append(log_prob(next_x, mean, std).cpu())
-        return torch.cat(found)
+            log_probs.append(log_prob(next_x, mean, std).cpu())
+        return torch.cat(log_probs)
 
     @property
     def device(self) -> torch.device:
@@ -335,8 +335,8 @@ class Transaction:
 
     def _accumulate(self, groups: Mapping[int, FinishedGroup]) -> None:
         """Add the gradients of some groups: together if all losses are finite, otherwise group by group."""
-        found = (self.rows_of(number, group) for number, group in groups.items())
-        together = [one for one in found if one is not None]
+        rows_of_groups = (self.rows_of(number, group) for number, group in groups.items())
+        together = [group_rows for group_rows in rows_of_groups if group_rows is not None]
         if together and not self._backward(together):
             for alone in together:
                 if len(together) == 1 or not self._backward([alone]):
@@ -370,7 +370,7 @@ class Transaction:
         # Use our own buffers. Autograd's gradients may be shared by two parameters, or have another memory layout than
         # the parameter. Clipping and fused AdamW work in place and in memory order, and check neither.
         gradients = [torch.zeros_like(parameter) for parameter in parameters]
-        seen = Health(neutral=objective.neutral)
+        summed_health = Health(neutral=objective.neutral)
         for some in torch.arange(len(whose)).split(trainer.rows_per_forward):
             # Only the rows of one pass lie on the device.
             moved = {name: value.to(device) for name, value in rows(tensors, some).items()}
@@ -387,14 +387,14 @@ class Transaction:
                 for gradient, part in zip(gradients, more, strict=True):
                     if part is not None:
                         gradient.add_(part)
-                seen.add(health)
+                summed_health.add(health)
         if self._sum is not None:
             self._sum.add(gradients)
-            self.health.add(seen)
+            self.health.add(summed_health)
             return True
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-        self.health.add(seen)
+        self.health.add(summed_health)
         return True
 
     def _side_by_side(self, batch: Rows) -> list[tuple[Sequence[Tensor | None], Health] | None]:
@@ -408,12 +408,12 @@ class Transaction:
         if parts == 1:
             return [self._gradient(batch)]
 
-        def one(some: Tensor) -> tuple[Sequence[Tensor | None], Health] | None:
+        def gradient_of_part(some: Tensor) -> tuple[Sequence[Tensor | None], Health] | None:
             torch.set_num_threads(threads // parts)  # limit of this thread
             return self._gradient(batch.at(some))
 
         with ThreadPoolExecutor(parts) as pool:
-            return list(pool.map(one, torch.arange(len(batch)).chunk(parts)))
+            return list(pool.map(gradient_of_part, torch.arange(len(batch)).chunk(parts)))
 
     def _gradient(self, batch: Rows) -> tuple[Sequence[Tensor | None], Health] | None:
         """Return a gradient for every parameter, or None in the place of an unused parameter.
@@ -421,12 +421,12 @@ class Transaction:
         If the loss is not finite, return None instead of the gradients.
         """
         trainer = self._trainer
-        found = trainer.objective.losses(trainer.adapter, self._plan, batch)
-        seen = figures_of(trainer.objective, batch, found)
-        total = found.loss.sum() / self.planned_rows
-        if not is_finite(total, seen):
+        losses = trainer.objective.losses(trainer.adapter, self._plan, batch)
+        health = figures_of(trainer.objective, batch, losses)
+        total = losses.loss.sum() / self.planned_rows
+        if not is_finite(total, health):
             return None
-        return torch.autograd.grad(total, list(trainer.parameters.values()), allow_unused=True), seen
+        return torch.autograd.grad(total, list(trainer.parameters.values()), allow_unused=True), health
 
 
 @dataclass(frozen=True, kw_only=True)

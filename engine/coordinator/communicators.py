@@ -44,14 +44,14 @@ class Communicators:
 
     def of_process(self, process: Process) -> tuple[int, ...]:
         """Return the numbers of the process's communicators, ascending."""
-        return tuple(sorted(number for known, number in self._known.items() if process in known))
+        return tuple(sorted(number for members, number in self._known.items() if process in members))
 
     def retire(self, number: int) -> None:
         """Remove a broken communicator."""
-        for processes in [known for known, some in self._known.items() if some == number]:
+        for processes in [members for members, some in self._known.items() if some == number]:
             del self._known[processes]
 
     def forget(self, process: Process) -> None:
         """Remove the communicators of a dead process."""
-        for processes in [known for known in self._known if process in known]:
+        for processes in [members for members in self._known if process in members]:
             del self._known[processes]

@@ -283,13 +283,13 @@ class Coordinator:
 
     def _collect(self, call: Collect, now_ms: int) -> Answered:
         """Return the results of a batch from index `have` on, in order of arrival, with their trajectories."""
-        found = self.state.results(call.kind, call.batch, call.have)
+        results = self.state.results(call.kind, call.batch, call.have)
         self.log.record_poison(now_ms)
         poisoned = self.state.poisoned(call.kind, call.batch)
         new_poisoned = list(poisoned)[call.poisoned :]
         exploration = self.state.exploration
         answer = Results(
-            results=tuple(map(Result.of, found)),
+            results=tuple(map(Result.of, results)),
             stop=self.queue.stop_reason,
             poisoned=tuple(poisoned[request] for request in new_poisoned),
             poisoned_requests=tuple(new_poisoned),
@@ -297,5 +297,5 @@ class Coordinator:
             to_come=None if exploration is None else exploration.open,
             exploring_seconds=self.exploration.exploring_seconds,
         )
-        names = [result.trajectory for result in found if result.trajectory is not None]
+        names = [result.trajectory for result in results if result.trajectory is not None]
         return answer, {name: self.journal.blob(name) for name in names}

@@ -71,17 +71,17 @@ class GroupTable:
 
         Nodes with a worker not yet in its wanted group are left out, and the `unsettled` nodes.
         """
-        found: dict[str, set[tuple[str, ...]]] = {}
+        groups_of_node: dict[str, set[tuple[str, ...]]] = {}
         left_out = set(unsettled)
         for worker, member in self.members.items():
             if member.live:
-                here = self.group_of(worker, member)
-                found.setdefault(node_of(worker), set()).add(here)
-                if here != self.wanted.get(worker):
+                group = self.group_of(worker, member)
+                groups_of_node.setdefault(node_of(worker), set()).add(group)
+                if group != self.wanted.get(worker):
                     left_out.add(node_of(worker))
         return {
             node: tuple(sorted(groups, key=lambda group: by_place(group[0])))
-            for node, groups in sorted(found.items())
+            for node, groups in sorted(groups_of_node.items())
             if node not in left_out
         }
 

@@ -56,7 +56,9 @@ class JudgeDesk:
         """Record the calls of a hold. A repeated bill, and the bill of a hold that counts as spent, change nothing."""
         key = (call.worker, call.boot, call.seq)
         if key in self._log.state.judges.holds:
-            calls = tuple((one.input_tokens, one.output_tokens, one.micro_usd) for one in call.calls)
+            calls = tuple(
+                (paid_call.input_tokens, paid_call.output_tokens, paid_call.micro_usd) for paid_call in call.calls
+            )
             self._spend(key, Judged(worker=call.worker, calls=calls), now_ms)
         return Done()
 

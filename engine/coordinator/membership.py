@@ -136,9 +136,9 @@ class Membership:
         member = self.table.live(worker)
         if member is None:
             return False
-        here = self.table.group_of(worker, member)
+        group = self.table.group_of(worker, member)
         is_over = member.epoch != ALONE and member.epoch not in self.table.formed
-        return is_over or here != self.table.wanted.get(worker, here)
+        return is_over or group != self.table.wanted.get(worker, group)
 
     # --- orders
 
@@ -165,21 +165,21 @@ class Membership:
             keep=self.communicators.of_process((worker, member.boot)),
         )
 
-    def _form(self, wanted: tuple[str, ...]) -> None:
+    def _form(self, workers: tuple[str, ...]) -> None:
         """Order the members to form a group if all of them wait."""
-        members = [self.table.members.get(worker) for worker in wanted]
+        members = [self.table.members.get(worker) for worker in workers]
         ready = [m for m in members if m and m.live and m.waits and m.epoch == m.ordered == ALONE]
-        if len(wanted) < 2 or len(ready) < len(wanted) or node_of(wanted[0]) in self._settling.nodes():
+        if len(workers) < 2 or len(ready) < len(workers) or node_of(workers[0]) in self._settling.nodes():
             return
         epoch = self.communicators.issue_number()
         before = self.communicators.next_number
         communicators = [
             (self.communicators.shared_by([(worker, self.table.members[worker].boot) for worker in some]), some)
-            for some in (*_aligned_in(wanted), wanted)
+            for some in (*_aligned_in(workers), workers)
         ]
         prepare = tuple((number, some) for number, some in communicators[:-1] if number >= before)
         number = communicators[-1][0]
-        self.table.formed[epoch] = Formed(epoch=epoch, communicator=number, members=wanted, prepare=prepare)
+        self.table.formed[epoch] = Formed(epoch=epoch, communicator=number, members=workers, prepare=prepare)
         for member in ready:
             member.ordered = epoch
 
@@ -194,11 +194,11 @@ class Membership:
         torn = [formed for formed in self.table.formed.values() if formed.communicator == number]
         for formed in torn:
             del self.table.formed[formed.epoch]
-            for other in formed.members:
-                member = self.table.members[other]
-                if other != worker and member.live and (member.epoch, member.ordered) != (ALONE, ALONE):
+            for peer in formed.members:
+                member = self.table.members[peer]
+                if peer != worker and member.live and (member.epoch, member.ordered) != (ALONE, ALONE):
                     member.live = member.waits = False
-                    self._settling.wait_for(other, now_ms)
+                    self._settling.wait_for(peer, now_ms)
         return bool(torn)
 
     def _forget(self, worker: str, member: Member) -> None:

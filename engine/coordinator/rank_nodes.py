@@ -35,8 +35,8 @@ class RankNodes:
 
         A node whose successor came is told that the run is over: it may have been frozen, and would tear the group.
         """
-        found = self.found(iteration)
+        answer = self.found(iteration)
         if generation < self._newest.get(number, 0):
-            return msgspec.structs.replace(found, meeting=RankMeeting(is_over=True))
+            return msgspec.structs.replace(answer, meeting=RankMeeting(is_over=True))
         self._newest[number], self._heard[number] = generation, self._clock()
-        return found
+        return answer

@@ -125,7 +125,7 @@ class Regrouping:
     def _by_degree(self, live: Sequence[str], groups: Sequence[WorkerGroup]) -> Sequence[WorkerGroup]:
         assert self._sp_degree != "auto"
         # A degree not allowed for the model is refused before anything is bought.
-        degree = max((one for one in self._modelled if one <= self._sp_degree), default=1)
+        degree = max((modelled for modelled in self._modelled if modelled <= self._sp_degree), default=1)
         believed = {"any": self._modelled | {1: self._modelled.get(1, 1.0)}}
         return plan_groups(live, step_seconds=believed, regroup_seconds=0.0, groups=groups, sp_degree=degree)
 
@@ -136,7 +136,7 @@ class Regrouping:
             step_seconds=self._step_seconds(demand.images),
             regroup_seconds=REGROUP_SECONDS,
             groups=groups,
-            in_flight={worker: one for worker, one in demand.in_flight.items() if worker in workers},
+            in_flight={worker: work for worker, work in demand.in_flight.items() if worker in workers},
             waiting=demand.waiting,
         )
 

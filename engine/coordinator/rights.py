@@ -52,8 +52,8 @@ class Rights:
 
     def check(self, token: str, route: str) -> Role:
         """Return the role of the caller. Raises WrongToken, or NotAllowed if the role may not use this route."""
-        given = token.encode()
-        matches = [role for role, known in self._tokens.items() if hmac.compare_digest(given, known)]
+        token_bytes = token.encode()
+        matches = [role for role, role_token in self._tokens.items() if hmac.compare_digest(token_bytes, role_token)]
         if not matches:
             raise WrongToken("wrong token")
         if route not in ROUTES[matches[0]]:
@@ -70,7 +70,7 @@ class Rights:
             _refuse(role, f"the call {head.get('call')!r} of {head.get('node', 'a node that it does not name')}")
 
 
-def _refuse(role: Role, what: str) -> None:
-    text = f"the token of the role {role} does not allow {what}"
+def _refuse(role: Role, action: str) -> None:
+    text = f"the token of the role {role} does not allow {action}"
     print(text, flush=True)
     raise NotAllowed(text)

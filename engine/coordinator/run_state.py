@@ -74,8 +74,8 @@ class RunState:
                 self._submit(record.task)
             case Explore():
                 # A repeated order changes nothing, even if a restarted trainer expects other early groups.
-                known = None if self.exploration is None else self.exploration.order
-                if known is None or known != replace(record.order, pool=known.pool):
+                order = None if self.exploration is None else self.exploration.order
+                if order is None or order != replace(record.order, pool=order.pool):
                     self.exploration = BatchExploration(record.order)
             case Withdraw():
                 dropped = self._withdraw(record.batches)
@@ -136,11 +136,11 @@ class RunState:
             yield WeightsPublished(weights=weights, digest=digest), []
         if self.exploration is not None:  # before the tasks: each task's requests count as issued candidates
             yield Explore(order=self.exploration.order), []
-        early, other = ([task for task in self._tasks if _is_early(task) is wanted] for wanted in (True, False))
+        early, on_time = ([task for task in self._tasks if _is_early(task) is is_early] for is_early in (True, False))
         for task in early:  # with their results, before the training requests that replace those without a result
             yield Submit(task=task), []
         yield from self._results(early=True)
-        for task in other:
+        for task in on_time:
             yield Submit(task=task), []
         for task in self._tasks:  # after all tasks: a request restarted with new weights is in two tasks
             for request, step, name in self.queue.committed(task.requests):

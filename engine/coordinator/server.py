@@ -116,11 +116,11 @@ class Front:
                 raise
             call = without_usage(call)  # count usage once, however long the caller waits
             self.wake()
-            left = until - loop.time()
-            if has_news(answer) or left <= 0:
+            seconds_left = until - loop.time()
+            if has_news(answer) or seconds_left <= 0:
                 break
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(changed.wait(), left)
+                await asyncio.wait_for(changed.wait(), seconds_left)
         await self._sync()
         return answer, answer_blobs
 
@@ -150,9 +150,9 @@ class Front:
             self._changed = asyncio.Event()
 
     async def _sync(self) -> None:
-        wanted = self.coordinator.journal.position()
+        position = self.coordinator.journal.position()
         async with self._sync_lock:
-            if self._durable < wanted:
+            if self._durable < position:
                 reached = self.coordinator.journal.position()
                 try:
                     await asyncio.to_thread(self.coordinator.journal.sync)
@@ -300,8 +300,8 @@ class CoordinatorServer:
         return JSONResponse({"ok": True})
 
     async def _health(self, request: Request) -> Response:
-        known = {"lineage": self._front.coordinator.lineage, "trouble": self._front.trouble}
-        return self._refuse(request) or JSONResponse(known)
+        health = {"lineage": self._front.coordinator.lineage, "trouble": self._front.trouble}
+        return self._refuse(request) or JSONResponse(health)
 
     async def _ray(self, request: Request) -> Response:
         if refused := self._refuse(request):
@@ -323,8 +323,8 @@ class CoordinatorServer:
             number, generation = int(request.query_params["number"]), int(request.query_params["generation"])
         except (KeyError, ValueError) as error:
             return PlainTextResponse(f"{type(error).__name__}: {error}", status_code=400)
-        found = self._ranks.answer(number, generation, iteration)
-        return Response(msgspec.json.encode(found), media_type="application/json")
+        answer = self._ranks.answer(number, generation, iteration)
+        return Response(msgspec.json.encode(answer), media_type="application/json")
 
     async def _rank_worked(self, request: Request) -> Response:
         if refused := self._refuse(request):

@@ -15,16 +15,16 @@ PIECE_BYTES = 1 << 20
 class WeightsPart(Response):
     """The bytes of a file from the asked one on. The file stays readable if its name is removed meanwhile."""
 
-    def __init__(self, file: Path, wanted: str) -> None:
-        """`wanted`: the header Range, `bytes=FIRST-`; empty: from the first byte on.
+    def __init__(self, file: Path, byte_range: str) -> None:
+        """`byte_range`: the header Range, `bytes=FIRST-`; empty: from the first byte on.
 
         Raises FileNotFoundError, or ValueError for another kind of range or a first byte behind the end.
         """
         super().__init__()
-        found = re.fullmatch(r"(?:bytes=(\d+)-)?", wanted)
-        if found is None:
-            raise ValueError(f"the range is {wanted!r}; use bytes=FIRST-")
-        first = int(found[1] or 0)
+        match = re.fullmatch(r"(?:bytes=(\d+)-)?", byte_range)
+        if match is None:
+            raise ValueError(f"the range is {byte_range!r}; use bytes=FIRST-")
+        first = int(match[1] or 0)
         self._file = file.open("rb", buffering=0)
         size = os.fstat(self._file.fileno()).st_size
         if first >= size:

@@ -40,8 +40,8 @@ class Trajectory:
     @property
     def degree(self) -> int | None:
         """Return the SP degree of the steps. None: the degrees differ, or no step is done."""
-        found = self.degrees.unique()
-        return int(found) if len(found) == 1 else None
+        degrees = self.degrees.unique()
+        return int(degrees) if len(degrees) == 1 else None
 
     def then(self, plan: Plan, next_x: Tensor, log_prob: Tensor, degree: int = 1) -> "Trajectory":
         """Return the record after another step at this SP degree."""

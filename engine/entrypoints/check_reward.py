@@ -155,7 +155,7 @@ def check_reward(request: CheckRequest) -> Found:
     request.sheet.parent.mkdir(parents=True, exist_ok=True)
     request.sheet.write_bytes(sheet_of(images, prompts, scores))
     return Found(
-        images=[_scored(*each) for each in zip(prompts, seeds, scores, strict=True)],
+        images=[_scored(*result) for result in zip(prompts, seeds, scores, strict=True)],
         device=device,
         sampling_ms=1000 * sampling_seconds / sampled,
         shape=shape,
@@ -213,11 +213,11 @@ def _scored(prompt: str, seed: int, score: Score) -> ScoredImage:
 def main() -> int:
     torch.set_num_threads(1)
     try:
-        found = check_reward(CheckRequest.model_validate_json(sys.stdin.read()))
+        result = check_reward(CheckRequest.model_validate_json(sys.stdin.read()))
     except JobUnfit as unfit:
         print(json.dumps({"field": unfit.field, "found": unfit.found, "remedy": unfit.remedy}))
         return 3
-    print(msgspec.json.encode(found).decode())
+    print(msgspec.json.encode(result).decode())
     return 0
 
 

@@ -54,8 +54,8 @@ def check(config: EngineConfig, workdir: str | None, start: Path | None = None) 
         batch, held_out = prompts.batch(0), prompts.held_out()
         prompt = batch[0]
     except (ValueError, OSError) as error:
-        made = ", ".join(f"`{name}`" for name in SHIPPED.values())
-        raise JobUnfit("prompts", str(error), f"give {made}, or a text file with one prompt a line") from error
+        shipped = ", ".join(f"`{name}`" for name in SHIPPED.values())
+        raise JobUnfit("prompts", str(error), f"give {shipped}, or a text file with one prompt a line") from error
     adapter = _load_model(config, start)
     warnings = _warnings(config, prompts)
     # A shipped model encodes prompts at once; a large model's text encoder may take seconds per prompt.
@@ -104,12 +104,12 @@ def _load_model(config: EngineConfig, start: Path | None) -> DiTAdapter:
         try:
             load_start(trainable(adapter), Stored.of_path(start))
         except ValueError as error:
-            found, _, remedy = str(error).partition("; ")
-            raise JobUnfit("model.from", found, remedy) from error
+            fault, _, remedy = str(error).partition("; ")
+            raise JobUnfit("model.from", fault, remedy) from error
     degree = config.runtime.sp_degree
     if degree != "auto" and (problem := problem_with_degree(adapter.transformer, degree)):
-        found, _, remedy = problem.partition("; ")
-        raise JobUnfit("runtime.sp_degree", found, remedy)
+        fault, _, remedy = problem.partition("; ")
+        raise JobUnfit("runtime.sp_degree", fault, remedy)
     return adapter
 
 
@@ -138,8 +138,8 @@ def _score_once(config: EngineConfig, workdir: str | None, image: Tensor, prompt
             else "see docs/rewards.md for what this reward needs",
         ) from error
     if broken := unsound(image)[0]:
-        found = f"{config.model.name} on this machine: {broken}, for the first image of noise"
-        raise JobUnfit("model", found, "see that the model's files are whole, and that its decoder works in fp32")
+        fault = f"{config.model.name} on this machine: {broken}, for the first image of noise"
+        raise JobUnfit("model", fault, "see that the model's files are whole, and that its decoder works in fp32")
     if not math.isfinite(scores[0].reward):
         raise JobUnfit(
             "reward",
@@ -164,8 +164,8 @@ def _score_by_student(config: EngineConfig, workdir: str | None, image: Tensor, 
         assert student is not None
         (score,) = scores_of(student, image, [prompt])
     except Exception as error:  # a user's function may raise anything
-        found = f"{config.reward.student.name} on one image {list(image.shape)}: {type(error).__name__}: {error}"
-        raise JobUnfit("reward.student", found, "see docs/rewards.md for what this scorer needs") from error
+        fault = f"{config.reward.student.name} on one image {list(image.shape)}: {type(error).__name__}: {error}"
+        raise JobUnfit("reward.student", fault, "see docs/rewards.md for what this scorer needs") from error
     if not math.isfinite(score.reward):
         raise JobUnfit(
             "reward.student",
@@ -174,17 +174,17 @@ def _score_by_student(config: EngineConfig, workdir: str | None, image: Tensor, 
         )
 
 
-def _check_target(target: TargetConfig | None, known: Sequence[str]) -> None:
-    """Check that the target and its guards name metrics of the reward. `known`: the reward's metrics."""
+def _check_target(target: TargetConfig | None, metrics: Sequence[str]) -> None:
+    """Check that the target and its guards name metrics of the reward. `metrics`: all of the reward."""
     if target is None:
         return
-    if target.metric not in known:
+    if target.metric not in metrics:
         raise JobUnfit(
             "target.metric",
-            f"{target.metric!r}; the reward reports {', '.join(known)}",
-            f"use one of {', '.join(known)}",
+            f"{target.metric!r}; the reward reports {', '.join(metrics)}",
+            f"use one of {', '.join(metrics)}",
         )
-    guarded = [*known, DRIFT]
+    guarded = [*metrics, DRIFT]
     if strange := [guard.metric for guard in target.guards if guard.metric not in guarded]:
         raise JobUnfit(
             "target.guards",
@@ -198,11 +198,11 @@ def main() -> int:
     config = EngineConfig.model_validate_json(sys.argv[1])
     try:
         workdir, start = ([*sys.argv[2:], None, None])[:2]
-        found = check(config, workdir, None if start is None else Path(start))
+        result = check(config, workdir, None if start is None else Path(start))
     except JobUnfit as unfit:
         print(json.dumps({"field": unfit.field, "found": unfit.found, "remedy": unfit.remedy}))
         return 3
-    print(json.dumps({"ok": True, **found}))
+    print(json.dumps({"ok": True, **result}))
     return 0
 
 

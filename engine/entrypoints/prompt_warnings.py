@@ -62,8 +62,8 @@ def prompt_warnings(config: EngineConfig, source: PromptSource) -> list[str]:
         prompts = [*source.trained, *source.evaluated]
     else:
         prompts = [*source.batch(0), *source.held_out()]
-    by_reader = any(one.name in OCR for one in config.reward.loaded)
-    by_model = any(one.vlm is not None and one.vlm.task != "judge" for one in config.reward.loaded)
+    by_reader = any(scorer.name in OCR for scorer in config.reward.loaded)
+    by_model = any(scorer.vlm is not None and scorer.vlm.task != "judge" for scorer in config.reward.loaded)
     return [*_long_prompts(config, prompts, by_reader or by_model), *(_unreadable(prompts) if by_reader else ())]
 
 
@@ -73,32 +73,32 @@ def _long_prompts(config: EngineConfig, prompts: Sequence[str], reads: bool) -> 
         return []
     limit = LIMITS[config.model.name]
     tokens = image_size(config.model).text_tokens
-    taken = min(tokens, limit.most or tokens) - limit.end_tokens
+    most_tokens = min(tokens, limit.most or tokens) - limit.end_tokens
     # A token is at least a byte, and some tokenizers put a mark before the first.
-    candidates = [prompt for prompt in prompts if len(prompt.encode()) + 1 > taken]
+    candidates = [prompt for prompt in prompts if len(prompt.encode()) + 1 > most_tokens]
     if not candidates:
         return []
     tokenizer = _tokenizer(Path(config.model.path), limit.tokenizer)
     cut, hidden = [], []
     for prompt in candidates:
         ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        if len(ids) <= taken:
+        if len(ids) <= most_tokens:
             continue
         cut.append((prompt, f"{len(ids)} tokens"))
-        whole, visible = normalised(tokenizer.decode(ids)), normalised(tokenizer.decode(ids[:taken]))
-        if reads and (behind := [one for one in requested_texts(prompt) if one in whole and one not in visible]):
+        whole, visible = normalised(tokenizer.decode(ids)), normalised(tokenizer.decode(ids[:most_tokens]))
+        if reads and (behind := [text for text in requested_texts(prompt) if text in whole and text not in visible]):
             hidden.append((prompt, f"asks for {', '.join(behind)}"))
     warnings = []
     if cut:
         larger = "" if limit.most and tokens >= limit.most else ", or raise model.max_text_tokens"
         warnings.append(
-            f"{len(cut)} of {len(prompts)} prompts are longer than the {taken} tokens that the text encoder of "
+            f"{len(cut)} of {len(prompts)} prompts are longer than the {most_tokens} tokens that the text encoder of "
             f"{config.model.name} takes, and the model never sees their ends: {_shown(cut)}; shorten them{larger}"
         )
     if hidden:
         warnings.append(
-            f"{len(hidden)} of {len(prompts)} prompts ask for a text behind the {taken} tokens that the model sees, so "
-            f"the reward asks for what the model cannot know: {_shown(hidden)}; put the text in quotes first"
+            f"{len(hidden)} of {len(prompts)} prompts ask for a text behind the {most_tokens} tokens that the model "
+            f"sees, so the reward asks for what the model cannot know: {_shown(hidden)}; put the text in quotes first"
         )
     return warnings
 

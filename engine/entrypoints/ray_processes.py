@@ -74,12 +74,12 @@ def run_raylet(spec: NodeSpec, heartbeat: SharedHeartbeat, ready: Event) -> None
                 # The cluster is gone, and the raylet ended with the cluster.
                 print(end, flush=True)
                 sys.exit(EXIT_UNANSWERED)
-            found = states(spec)
-            if "broken" in found:
-                sys.exit(f"a worker died too often without finishing anything: {found}")
-            if all(state == "ready" for state in found):
+            worker_states = states(spec)
+            if "broken" in worker_states:
+                sys.exit(f"a worker died too often without finishing anything: {worker_states}")
+            if all(state == "ready" for state in worker_states):
                 ready.set()
-            if all(state == "exit" for state in found):
+            if all(state == "exit" for state in worker_states):
                 return
             if time.monotonic() - checked_at > ASK_SECONDS:
                 checked_at = time.monotonic()
@@ -121,9 +121,9 @@ class _Watch:
         if now - self._actors_checked_at < ASK_SECONDS:
             return
         self._actors_checked_at = now
-        others = {process.pid for _, process in self._node.live_processes()}
-        others.add(read_note(pid_file(self._spec)).get("pid"))
-        stopped = [p for p in psutil.Process().children(recursive=True) if p.pid not in others and _is_stopped(p)]
+        other_pids = {process.pid for _, process in self._node.live_processes()}
+        other_pids.add(read_note(pid_file(self._spec)).get("pid"))
+        stopped = [p for p in psutil.Process().children(recursive=True) if p.pid not in other_pids and _is_stopped(p)]
         self._stopped = {process: self._stopped.get(process, now) for process in stopped}
         for process, since in self._stopped.items():
             if now - since > FROZEN_SECONDS:

@@ -77,9 +77,9 @@ def sample(request: SampleRequest, device: str) -> Iterator[Wanted]:
     """Write the images one after the other, and yield each written image's order."""
     adapter = load_trained(request.model, request.weights, device)
     plan = evaluation_plan(request.sampler, request.steps, adapter.schedule)
-    for wanted in request.images:
-        write_image(draw(adapter, plan, wanted.prompt, wanted.seed), wanted.file)
-        yield wanted
+    for image in request.images:
+        write_image(draw(adapter, plan, image.prompt, image.seed), image.file)
+        yield image
 
 
 if __name__ == "__main__":

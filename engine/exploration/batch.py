@@ -65,12 +65,12 @@ class BatchExploration:
         """
         if self.order.counted is None:
             return () if self._waits_for_early_rollouts() else self._ask(min(fit, self.order.shape))
-        left = self.order.counted - len(self._asked)
+        candidates_left = self.order.counted - len(self._asked)
         if self.order.policy == "uniform":
-            return self._ask(left)
+            return self._ask(candidates_left)
         first = max(self.order.keep * len(self.order.prompts), self.order.counted // 2)
         later = -(-(self.order.counted - first) // (ROUNDS - 1))
-        return () if self.pending else self._ask(min(left, self._passes(later if self._asked else first)))
+        return () if self.pending else self._ask(min(candidates_left, self._passes(later if self._asked else first)))
 
     def took(self, requests: Iterable[RequestId]) -> None:
         """Record submitted requests: candidates requested by an earlier process, and early rollouts of the batch."""
@@ -111,7 +111,11 @@ class BatchExploration:
     def _waits_for_early_rollouts(self) -> bool:
         """Return True if the pool is complete or under way, and the early groups are not chosen yet."""
         pool = self.order.pool
-        return pool is not None and not self._has_early and all(self._sound[one] >= pool for one in self.order.prompts)
+        return (
+            pool is not None
+            and not self._has_early
+            and all(self._sound[prompt] >= pool for prompt in self.order.prompts)
+        )
 
     def _passes(self, count: int) -> int:
         """Round up to whole forward passes: a partial pass takes as long as a full pass."""

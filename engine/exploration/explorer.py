@@ -35,7 +35,7 @@ class Explorer:
     def __init__(self, config: EngineConfig, run: str) -> None:
         self._config, self._run = config, run
         exploration = config.exploration
-        self._profiles = [_profile(one, config.sampler.steps) for one in exploration.profiles]
+        self._profiles = [_profile(profile, config.sampler.steps) for profile in exploration.profiles]
         self.monitor = RankingMonitor()
         self.bandit = ProfileBandit(self._profiles, run_seed=config.seed)
         self.rest = Rest()
@@ -64,13 +64,15 @@ class Explorer:
         budget = exploration.budget
         waits = exploration.wait == "all"
         counted = budget.candidates if isinstance(budget, CandidateBudget) and waits else None
-        each = self._each(prompts)
+        per_prompt = self._each(prompts)
         explores = self.monitor.explores(batch) and not self.rest.rests(batch)
-        if exploration.mode != "stale" or each <= keep or not explores:
+        if exploration.mode != "stale" or per_prompt <= keep or not explores:
             return None
         profile = self.bandit.choose(batch)
         # A counted budget is small: the planner may give a prompt several times its even share.
-        most = each if counted is None or exploration.policy == "uniform" else min(counted, MOST_SHARES * each)
+        most = (
+            per_prompt if counted is None or exploration.policy == "uniform" else min(counted, MOST_SHARES * per_prompt)
+        )
         return ExplorationOrder(
             run=self._run,
             run_seed=self._config.seed,
@@ -152,7 +154,7 @@ class Explorer:
         """
         chosen = {(group.prompt, seed) for group in manifest.groups for seed in group.seeds}
         early = {manifest.groups[number].prompt for number in manifest.early}
-        unselected = [one for one in self._stale if one not in chosen and one[0] not in early]
+        unselected = [candidate for candidate in self._stale if candidate not in chosen and candidate[0] not in early]
         fraction = self._config.exploration.random_fraction
         return tuple(
             RequestId(
@@ -198,8 +200,8 @@ class Explorer:
     def _record(self, batch: int) -> None:
         """Record the value of a batch's exploration for its profile, over all of the profile's visits in the window."""
         name, gpu_seconds = self._visits.get(batch, ("", 0.0))
-        same = {one for one, (other, _) in self._visits.items() if other == name}
-        gain = self.monitor.report(only=same).predicted_gain
+        batches = {visited for visited, (profile, _) in self._visits.items() if profile == name}
+        gain = self.monitor.report(only=batches).predicted_gain
         if gain is not None and gpu_seconds > 0:
             self.bandit.record(name, visit_value(gain, gpu_seconds))
         for old in sorted(self._visits)[: -self.monitor.rules.window]:

@@ -126,13 +126,13 @@ class Planner:
 
         First every prompt gets `keep`, in turns, because a budget cut short is then spread evenly.
         """
-        given: list[tuple[str, int]] = []
-        while len(given) < count and (arm := self._shortest()):
+        pairs: list[tuple[str, int]] = []
+        while len(pairs) < count and (arm := self._shortest()):
             if self.policy == "uniform" or len(arm.asked) < self.keep:
-                given.append(arm.take())
+                pairs.append(arm.take())
             else:
-                given += self._best(count - len(given))
-        return tuple(given)
+                pairs += self._best(count - len(pairs))
+        return tuple(pairs)
 
     def took(self, prompt: str, index: int) -> None:
         """Record an earlier process's candidate. Any order and index are allowed; a repeated call changes nothing."""
@@ -190,9 +190,9 @@ class Planner:
             pulls, unknown = self._pulls(arms, gains, count)
             if not unknown:
                 return [arm.take() for arm, size in pulls for _ in range(size)]
-            for known in {len(gains[number]) for number in unknown}:  # double the look-ahead of these prompts
-                some = [number for number in unknown if len(gains[number]) == known]
-                for number, more in zip(some, worth(some, known, 2 * known), strict=True):
+            for length in {len(gains[number]) for number in unknown}:  # double the look-ahead of these prompts
+                some = [number for number in unknown if len(gains[number]) == length]
+                for number, more in zip(some, worth(some, length, 2 * length), strict=True):
                     gains[number] += more
 
     def _pulls(
@@ -225,13 +225,13 @@ class Planner:
         The unit is the largest possible kept variance, a quarter of the squared range of the rewards until now. A
         prompt with non-finite rewards is worth less by their share.
         """
-        everything = set(chain.from_iterable(arm.rewards for arm in self._arms.values()))
-        if not everything:
+        all_rewards = set(chain.from_iterable(arm.rewards for arm in self._arms.values()))
+        if not all_rewards:
             return lambda numbers, begin, end: [[0.0] * (end - begin) for _ in numbers]
-        low, span = min(everything), max(everything) - min(everything)
+        low, span = min(all_rewards), max(all_rewards) - min(all_rewards)
         span = span if span * span > 0 else 1.0
-        strict = len(everything) <= 2 if self.strict is None else self.strict
-        seen = _Seen(
+        strict = len(all_rewards) <= 2 if self.strict is None else self.strict
+        data = _Observations(
             keep=self.keep,
             rewards=[[(reward - low) / span for reward in arm.rewards] for arm in arms],
             prior_count=np.array([arm.prior["count"] for arm in arms]),
@@ -239,7 +239,7 @@ class Planner:
             prior_variance=np.array([arm.prior["variance"] / span**2 for arm in arms]),
             pending=np.array([min(len(arm.asked) - len(arm.told), self.most) for arm in arms]),
         )
-        expected = _expectation(seen, self.policy, strict, self._draws)
+        expected = _expectation(data, self.policy, strict, self._draws)
         finite = np.array([(len(arm.rewards) + 1) / (len(arm.told) + 1) for arm in arms])
 
         def worth(numbers: Sequence[int], begin: int, end: int) -> list[list[float]]:
@@ -254,7 +254,7 @@ class Planner:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Seen:
+class _Observations:
     """The observations of P prompts, with all rewards of the batch scaled to [0, 1]."""
 
     keep: int
@@ -265,38 +265,38 @@ class _Seen:
     pending: Counts  # [P]
 
 
-def _expectation(seen: _Seen, policy: Policy, strict: bool, draws: Array) -> Curves:
+def _expectation(data: _Observations, policy: Policy, strict: bool, draws: Array) -> Curves:
     """Return the kept variance expected by a policy."""
     if strict:
-        high = np.array([float(sum(reward > 0.5 for reward in rewards)) for rewards in seen.rewards])
-        low = np.array([float(len(rewards)) for rewards in seen.rewards]) - high
+        high = np.array([float(sum(reward > 0.5 for reward in rewards)) for rewards in data.rewards])
+        low = np.array([float(len(rewards)) for rewards in data.rewards]) - high
         if policy == "greedy":
             share = high / np.maximum(high + low, 1)
-            return _strict_curves(seen, high, low, _CERTAIN * share, _CERTAIN * (1 - share))
-        a, b = _optimistic(high, low, *_beta(seen, high, low))
-        return (_strict_curves if policy == "bayes" else _strict_upper_curves)(seen, high, low, a, b)
+            return _strict_curves(data, high, low, _CERTAIN * share, _CERTAIN * (1 - share))
+        a, b = _optimistic(high, low, *_beta(data, high, low))
+        return (_strict_curves if policy == "bayes" else _strict_upper_curves)(data, high, low, a, b)
     if policy == "ucb":
-        return _graded_upper_curves(seen)
-    return _graded_curves(seen, _predicted(seen, draws) if policy == "bayes" else _resampled(seen, draws))
+        return _graded_upper_curves(data)
+    return _graded_curves(data, _predicted(data, draws) if policy == "bayes" else _resampled(data, draws))
 
 
 # --- strict rewards: two values, coded as 0 and 1
 
 
-def _beta(seen: _Seen, high: Array, low: Array) -> tuple[Array, Array]:
+def _beta(data: _Observations, high: Array, low: Array) -> tuple[Array, Array]:
     """Return the parameters a, b [P] of each prompt's Beta posterior of the higher value.
 
     The prior's mean is the batch's mean. The prior's strength a + b fits the spread of the prompts: with rho the
     correlation of two rewards of a prompt, a + b = 1 / rho - 1 (method of moments for the Beta-binomial).
     """
-    ones = high + seen.prior_count * seen.prior_mean
-    count = high + low + seen.prior_count
-    mean = (ones.sum() + 0.5) / (count.sum() + 1)
-    between = ((ones - count * mean) ** 2 - count * mean * (1 - mean)).sum()
+    high_count = high + data.prior_count * data.prior_mean
+    count = high + low + data.prior_count
+    mean = (high_count.sum() + 0.5) / (count.sum() + 1)
+    between = ((high_count - count * mean) ** 2 - count * mean * (1 - mean)).sum()
     pairs = (count * (count - 1)).clip(0).sum() * mean * (1 - mean)
     rho = np.clip(between / pairs if pairs else 0.5, *_RHO)
     strength = 1 / rho - 1
-    return strength * mean + ones, strength * (1 - mean) + count - ones
+    return strength * mean + high_count, strength * (1 - mean) + count - high_count
 
 
 def _optimistic(high: Array, low: Array, a: Array, b: Array) -> tuple[Array, Array]:
@@ -307,36 +307,36 @@ def _optimistic(high: Array, low: Array, a: Array, b: Array) -> tuple[Array, Arr
     return mean * (a + b), (1 - mean) * (a + b)
 
 
-def _strict_curves(seen: _Seen, high: Array, low: Array, a: Array, b: Array) -> Curves:
+def _strict_curves(data: _Observations, high: Array, low: Array, a: Array, b: Array) -> Curves:
     """Return exact curves: the number of ones among new draws is Beta-binomial, computed as Polya's urn."""
 
     def curves(some: Counts, ahead: Counts) -> Array:
-        at = seen.pending[some, None] + ahead
-        ones = np.arange(at.max() + 1)
-        chance = np.zeros((len(ones), len(some), len(ones)))  # [draws, N, ones among the draws]
+        at = data.pending[some, None] + ahead
+        counts = np.arange(at.max() + 1)
+        chance = np.zeros((len(counts), len(some), len(counts)))  # [draws, N, ones among the draws]
         chance[0, :, 0] = 1.0
-        weight, total = a[some, None] + ones, (a + b)[some, None]
-        for drawn in ones[:-1]:
-            one = chance[drawn] * weight / (total + drawn)
-            chance[drawn + 1] = chance[drawn] - one
-            chance[drawn + 1, :, 1:] += one[:, :-1]
-        low_then = low[some, None, None] + at[:, :, None] - ones
-        kept = _kept_strict(high[some, None, None] + ones, low_then, seen.keep)
+        weight, total = a[some, None] + counts, (a + b)[some, None]
+        for drawn in counts[:-1]:
+            next_is_high = chance[drawn] * weight / (total + drawn)
+            chance[drawn + 1] = chance[drawn] - next_is_high
+            chance[drawn + 1, :, 1:] += next_is_high[:, :-1]
+        low_then = low[some, None, None] + at[:, :, None] - counts
+        kept = _kept_strict(high[some, None, None] + counts, low_then, data.keep)
         expected: Array = (chance[at, np.arange(len(some))[:, None]] * kept).sum(axis=2)
         return expected
 
     return curves
 
 
-def _strict_upper_curves(seen: _Seen, high: Array, low: Array, a: Array, b: Array) -> Curves:
+def _strict_upper_curves(data: _Observations, high: Array, low: Array, a: Array, b: Array) -> Curves:
     """Return the curves of papers 6.4: headroom times the missing class's chance. `a`, `b` are already optimistic."""
     never = 1 - np.where(high <= low, a, b) / (a + b)
-    enough = np.array(float(seen.keep))
-    headroom = _kept_strict(enough, enough, seen.keep) - _kept_strict(high, low, seen.keep)
+    enough = np.array(float(data.keep))
+    headroom = _kept_strict(enough, enough, data.keep) - _kept_strict(high, low, data.keep)
 
     def curves(some: Counts, ahead: Counts) -> Array:
-        seen_one: Array = 1 - never[some, None] ** (seen.pending[some, None] + ahead)
-        return headroom[some, None] * seen_one
+        chance: Array = 1 - never[some, None] ** (data.pending[some, None] + ahead)
+        return headroom[some, None] * chance
 
     return curves
 
@@ -344,22 +344,22 @@ def _strict_upper_curves(seen: _Seen, high: Array, low: Array, a: Array, b: Arra
 def _kept_strict(high: Array, low: Array, keep: int) -> Array:
     """Return the kept variance of these counts of ones and zeros. Below `keep`, missing rewards count as the mean."""
     kept = np.minimum(high + low, keep)
-    ones = np.clip(kept // 2, kept - low, high)
-    variance: Array = ones * (kept - ones) / (np.maximum(kept, 1) * keep)
+    high_kept = np.clip(kept // 2, kept - low, high)
+    variance: Array = high_kept * (kept - high_kept) / (np.maximum(kept, 1) * keep)
     return variance
 
 
 # --- graded rewards
 
 
-def _normal_inverse_gamma(seen: _Seen) -> tuple[Array, Array, Array]:
+def _normal_inverse_gamma(data: _Observations) -> tuple[Array, Array, Array]:
     """Return the posterior of each prompt: mean, count, and the variance at its upper quantile, each [P].
 
     The variance prior has the pooled variance as its mean, and degrees of freedom 4 + 2 / d. Here d is the squared
     coefficient of variation of the prompts' variances, less the part expected by chance (moments).
     """
-    visits = zip(seen.prior_count, seen.prior_mean, seen.prior_variance, strict=True)
-    moments = [_moments(rewards, *visit) for rewards, visit in zip(seen.rewards, visits, strict=True)]
+    visits = zip(data.prior_count, data.prior_mean, data.prior_variance, strict=True)
+    moments = [_moments(rewards, *visit) for rewards, visit in zip(data.rewards, visits, strict=True)]
     count, mean, squares = np.array(moments).T
     free = (count - 1).clip(0.0)
     total = max(free.sum(), 1.0)
@@ -372,9 +372,9 @@ def _normal_inverse_gamma(seen: _Seen) -> tuple[Array, Array, Array]:
     return np.where(count > 0, mean, 0.5), count.clip(1.0), ((degrees - 2) * pooled + squares) / chi_square
 
 
-def _predicted(seen: _Seen, draws: Array) -> Futures:
+def _predicted(data: _Observations, draws: Array) -> Futures:
     """Return posterior predictive futures: a mean per path, and no reward outside the range of the batch."""
-    mean, count, variance = _normal_inverse_gamma(seen)
+    mean, count, variance = _normal_inverse_gamma(data)
     deviation = np.sqrt(variance)[:, None]
     centre = mean[:, None] + deviation / np.sqrt(count[:, None]) * draws[:, 0]
 
@@ -385,9 +385,9 @@ def _predicted(seen: _Seen, draws: Array) -> Futures:
     return futures
 
 
-def _resampled(seen: _Seen, draws: Array) -> Futures:
+def _resampled(data: _Observations, draws: Array) -> Futures:
     """Return futures drawn from each prompt's own rewards."""
-    shown = [np.array(rewards or [0.5]) for rewards in seen.rewards]
+    shown = [np.array(rewards or [0.5]) for rewards in data.rewards]
 
     def futures(some: Counts, number: int) -> Array:
         new = draws[:, 1 : 1 + number]
@@ -397,19 +397,19 @@ def _resampled(seen: _Seen, draws: Array) -> Futures:
     return futures
 
 
-def _graded_curves(seen: _Seen, futures: Futures) -> Curves:
+def _graded_curves(data: _Observations, futures: Futures) -> Curves:
     """Return the mean over the futures. Only the `keep` lowest and the `keep` highest rewards of a prompt matter."""
-    full = np.array([_ends(rewards, seen.keep) for rewards in seen.rewards]).swapaxes(0, 1)  # [2, P, keep]
-    known = np.repeat(full[:, :, None], PATHS, axis=2)
-    first = int(seen.pending.max())
+    full = np.array([_ends(rewards, data.keep) for rewards in data.rewards]).swapaxes(0, 1)  # [2, P, keep]
+    known_ends = np.repeat(full[:, :, None], PATHS, axis=2)
+    first = int(data.pending.max())
 
     def curves(some: Counts, ahead: Counts) -> Array:
         new = futures(some, first + ahead[-1])
         new = np.stack([new, -new])  # [2, N, PATHS, draws]
-        ends = [known[:, some]]
+        ends = [known_ends[:, some]]
         if at_once := first + ahead[0]:
             number = np.arange(at_once)
-            is_drawn = (number >= first) | (number < seen.pending[some, None, None])
+            is_drawn = (number >= first) | (number < data.pending[some, None, None])
             ends = [_lowest(ends[0], np.where(is_drawn, new[..., :at_once], np.inf))]
         for begin, end in pairwise(first + ahead):
             ends.append(_lowest(ends[-1], new[..., begin:end]))
@@ -438,23 +438,23 @@ def _kept_graded(ends: Array) -> Array:
     """Return the largest variance of a prefix plus a suffix of `keep` rewards together, from `_ends` [2, .., keep]."""
     keep = ends.shape[-1]
     first = np.tri(keep + 1, keep, -1)  # row i takes the first i
-    taken, signed = (np.concatenate([first, sign * first[::-1]], axis=1) for sign in (1, -1))
+    mask, signed = (np.concatenate([first, sign * first[::-1]], axis=1) for sign in (1, -1))
     rewards = np.concatenate(tuple(ends), axis=-1)
     columns = rewards.reshape(-1, 2 * keep).T  # a single large product instead of many small products
-    variance = taken @ columns**2 / keep - (signed @ columns / keep) ** 2
+    variance = mask @ columns**2 / keep - (signed @ columns / keep) ** 2
     best: Array = variance.max(axis=0).reshape(rewards.shape[:-1])
     return best
 
 
-def _graded_upper_curves(seen: _Seen) -> Curves:
+def _graded_upper_curves(data: _Observations) -> Curves:
     """Return the curves of papers 6.4: sigma^2 V(keep / candidates), the variance at an upper posterior quantile."""
-    _, _, variance = _normal_inverse_gamma(seen)
-    candidates = np.array([len(rewards) for rewards in seen.rewards]) + seen.pending
+    _, _, variance = _normal_inverse_gamma(data)
+    candidates = np.array([len(rewards) for rewards in data.rewards]) + data.pending
 
     def curves(some: Counts, ahead: Counts) -> Array:
-        number = np.maximum(candidates[some, None] + ahead, seen.keep)
+        number = np.maximum(candidates[some, None] + ahead, data.keep)
         different, where = np.unique(number, return_inverse=True)
-        growth = np.array([_selected_variance(seen.keep / n) for n in different])
+        growth = np.array([_selected_variance(data.keep / n) for n in different])
         expected: Array = variance[some, None] * growth[where.reshape(number.shape)]
         return expected
 
@@ -487,9 +487,9 @@ def _moments(rewards: Sequence[float], count: float, mean: float, variance: floa
     """Return count, mean and sum of squares about the mean, of these rewards together with the last visit's."""
     if not rewards:
         return count, mean, count * variance
-    both = count + len(rewards)
+    total = count + len(rewards)
     own = sum(rewards) / len(rewards)
     centred = [reward - own for reward in rewards]
     squares = sum(map(mul, centred, centred))
-    between = count * len(rewards) / both * (own - mean) ** 2
-    return both, (count * mean + len(rewards) * own) / both, count * variance + squares + between
+    between = count * len(rewards) / total * (own - mean) ** 2
+    return total, (count * mean + len(rewards) * own) / total, count * variance + squares + between

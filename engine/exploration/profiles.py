@@ -97,7 +97,7 @@ class ProfileBandit:
         """
         if self._last is None or self._last[0] != batch:
             unknown = [name for name, arm in self._arms.items() if arm.weight == 0]
-            name = min(unknown, key=lambda one: self._arms[one].chosen) if unknown else self._draw(batch)
+            name = min(unknown, key=lambda profile: self._arms[profile].chosen) if unknown else self._draw(batch)
             self._arms[name].chosen += 1
             self._last = (batch, name)
         return self.profiles[self._last[1]]

@@ -160,9 +160,9 @@ class RankingMonitor:
             # Measurements from before the pause are outdated: the new trial decides alone.
             self._batches, self._off = {}, None
         self._batches.pop(batch, None)
-        known = tuple(KnownVisit.of(visit) for visit in visits)
-        if any(visit.unselected for visit in known):
-            self._batches[batch] = ExploredBatch(version=version, sampler=sampler, visits=known)
+        known_visits = tuple(KnownVisit.of(visit) for visit in visits)
+        if any(visit.unselected for visit in known_visits):
+            self._batches[batch] = ExploredBatch(version=version, sampler=sampler, visits=known_visits)
         for old in sorted(self._batches)[: -self.rules.window]:
             del self._batches[old]
         self._judge()
@@ -175,19 +175,19 @@ class RankingMonitor:
         """
         if batch not in self._batches:
             return
-        known = self._batches[batch]
-        found: dict[str, dict[int, float]] = defaultdict(dict)
+        explored = self._batches[batch]
+        control: dict[str, dict[int, float]] = defaultdict(dict)
         for result in results:
-            if result.sampler != known.sampler:
+            if result.sampler != explored.sampler:
                 self._refused["sampler"] += 1
-            elif result.version != known.version:
+            elif result.version != explored.version:
                 self._refused["stale"] += 1
             else:
-                found[result.prompt][result.seed] = result.reward
-        visits = tuple(visit.with_control(found.pop(visit.prompt, {})) for visit in known.visits)
-        if found:
-            raise ValueError(f"control results of batch {batch} for prompts it does not have: {', '.join(found)}")
-        self._batches[batch] = replace(known, visits=visits)
+                control[result.prompt][result.seed] = result.reward
+        visits = tuple(visit.with_control(control.pop(visit.prompt, {})) for visit in explored.visits)
+        if control:
+            raise ValueError(f"control results of batch {batch} for prompts it does not have: {', '.join(control)}")
+        self._batches[batch] = replace(explored, visits=visits)
         self._judge()
 
     def report(self, only: Collection[int] | None = None) -> RankingReport:
@@ -240,11 +240,11 @@ class RankingMonitor:
         batches = [
             {
                 "batch": batch,
-                "version": known.version,
-                "sampler": known.sampler,
-                "visits": [visit.to_dict() for visit in known.visits],
+                "version": explored.version,
+                "sampler": explored.sampler,
+                "visits": [visit.to_dict() for visit in explored.visits],
             }
-            for batch, known in self._batches.items()
+            for batch, explored in self._batches.items()
         ]
         off = None if self._off is None else [self._off.start, self._off.stop]
         return {"batches": batches, "off": off, "refused": dict(self._refused)}
@@ -252,10 +252,10 @@ class RankingMonitor:
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], rules: RankingRules = RankingRules()) -> "RankingMonitor":
         monitor = cls(rules)
-        for known in raw["batches"]:
-            visits = tuple(KnownVisit.from_dict(visit) for visit in known["visits"])
-            monitor._batches[known["batch"]] = ExploredBatch(
-                version=known["version"], sampler=known["sampler"], visits=visits
+        for raw_batch in raw["batches"]:
+            visits = tuple(KnownVisit.from_dict(visit) for visit in raw_batch["visits"])
+            monitor._batches[raw_batch["batch"]] = ExploredBatch(
+                version=raw_batch["version"], sampler=raw_batch["sampler"], visits=visits
             )
         monitor._off = None if raw["off"] is None else range(*raw["off"])
         monitor._refused = dict(raw["refused"])
@@ -263,7 +263,10 @@ class RankingMonitor:
 
     def _judge(self) -> None:
         """Switch exploration off if even the better end of the interval is not worth its GPU time."""
-        if self._off is not None or sum(known.is_represented for known in self._batches.values()) < MEASURE_BATCHES:
+        if (
+            self._off is not None
+            or sum(explored.is_represented for explored in self._batches.values()) < MEASURE_BATCHES
+        ):
             return
         if self.report().most_that_selection_adds < WORTH:
             first = max(self._batches) + 1
@@ -346,14 +349,14 @@ class KnownVisit:
         control = self.control if weights is not None else {}
         among = self.stale if weights is not None else {seed: self.stale[seed] for seed in self.selected}
         weights = np.ones(4) if weights is None else weights
-        known = [*self.selected, *control]
-        x = np.array([self.stale[seed] for seed in known])
+        seeds = [*self.selected, *control]
+        x = np.array([self.stale[seed] for seed in seeds])
         y = np.array([*self.selected.values(), *control.values()])
         if len(self.selected) < 2 or np.ptp(x) == 0 or np.ptp(y) == 0:
             return None
         every = np.array(list(among.values()))
         ranks = np.sign(x[:, None] - every).sum(axis=1) / 2
-        is_control = (np.arange(len(known)) >= len(self.selected)).astype(int)
+        is_control = (np.arange(len(seeds)) >= len(self.selected)).astype(int)
         pair = weights[is_control[:, None] + is_control]
         rank, stale, fresh = (values[:, None] - values for values in (ranks, x, y))
         stale_sign, fresh_sign = np.sign(stale), np.sign(fresh)
@@ -371,14 +374,14 @@ class KnownVisit:
                 np.var(list(self.stale.values()), ddof=1),
                 np.var(y[:kept], ddof=1),
                 (fresh**2 * pair).sum() / (2 * n * (n - 1)),
-                len(known),
+                len(seeds),
             ]
         )
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values. Rewards are [seed, reward] pairs, because a key of a JSON object is text."""
         parts = {"stale": self.stale, "selected": self.selected, "control": self.control}
-        return {"prompt": self.prompt, **{name: [list(item) for item in part.items()] for name, part in parts.items()}}
+        return {"prompt": self.prompt, **{name: [list(pair) for pair in part.items()] for name, part in parts.items()}}
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> "KnownVisit":

@@ -34,10 +34,10 @@ class Rest:
 
         `keep`: candidates of a prompt that are trained.
         """
-        found = Counter(prompts)
-        if not found:
+        counts = Counter(prompts)
+        if not counts:
             return
-        self.short = self.short + 1 if max(found.values()) <= keep else 0
+        self.short = self.short + 1 if max(counts.values()) <= keep else 0
         if self.short >= SHORT:
             self.until = batch + 1 + REST_BATCHES
 

@@ -51,8 +51,8 @@ def _ascending(rewards: Sequence[float], keep: int) -> list[int]:
 def _ends(rewards: Sequence[float], ascending: Sequence[int], keep: int, low: int) -> tuple[int, ...]:
     """Return the indices of the `low` lowest rewards, and of the highest ones up to `keep`."""
     lowest = set(ascending[:low])
-    rest = [index for index in range(len(rewards)) if index not in lowest]
-    highest = sorted(rest, key=lambda index: (-rewards[index], index))[: keep - low]
+    remaining = [index for index in range(len(rewards)) if index not in lowest]
+    highest = sorted(remaining, key=lambda index: (-rewards[index], index))[: keep - low]
     return tuple(sorted([*lowest, *highest]))
 
 
@@ -121,21 +121,21 @@ def choose_groups(
         if prompt in by_prompt and isfinite(reward):
             by_prompt[prompt][seed] = reward
     return tuple(
-        Group(prompt=prompt, seeds=_choose(prompt, found, run_seed, batch, keep, rule))
-        for prompt, found in by_prompt.items()
+        Group(prompt=prompt, seeds=_choose(prompt, rewards, run_seed, batch, keep, rule))
+        for prompt, rewards in by_prompt.items()
     )
 
 
 def _choose(
-    prompt: str, found: Mapping[int, float], run_seed: int, batch: int, keep: int, rule: Rule
+    prompt: str, rewards: Mapping[int, float], run_seed: int, batch: int, keep: int, rule: Rule
 ) -> tuple[int, ...]:
-    if len(found) >= keep:
-        seeds = sorted(found)
+    if len(rewards) >= keep:
+        seeds = sorted(rewards)
         subset = max_variance_subset if rule == "variance" else extremes_subset
-        return tuple(seeds[i] for i in subset([found[seed] for seed in seeds], keep))
-    first = [seed_of(run_seed, Stream.TRAIN, batch, prompt, index) for index in range(keep + len(found))]
-    rest = [seed for seed in first if seed not in found]
-    return tuple([*sorted(found), *rest][:keep])
+        return tuple(seeds[i] for i in subset([rewards[seed] for seed in seeds], keep))
+    first = [seed_of(run_seed, Stream.TRAIN, batch, prompt, index) for index in range(keep + len(rewards))]
+    new_seeds = [seed for seed in first if seed not in rewards]
+    return tuple([*sorted(rewards), *new_seeds][:keep])
 
 
 def _best_prefix(ascending: Sequence[float], keep: int) -> int:

@@ -120,12 +120,12 @@ def expected_exploration(
     basis: Literal["assumed", "measured"] = "assumed",
 ) -> ExpectedExploration:
     """Return the exploration by `spot_gpus` and its value, if stale and fresh rewards correlate by `rho`."""
-    each = candidates_that_fit(cost, spot_gpus) // cost.prompts
-    fits = each > cost.images_per_prompt
-    selection = selection_gain(cost.images_per_prompt / each) if fits else 1.0
+    per_prompt = candidates_that_fit(cost, spot_gpus) // cost.prompts
+    fits = per_prompt > cost.images_per_prompt
+    selection = selection_gain(cost.images_per_prompt / per_prompt) if fits else 1.0
     ratio = relative_cost(cost, spot_gpus, spot_discount)
     return ExpectedExploration(
-        candidates_per_prompt=each if fits else 0,
+        candidates_per_prompt=per_prompt if fits else 0,
         selection_gain=selection,
         rho=rho,
         basis=basis,

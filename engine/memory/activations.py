@@ -111,7 +111,7 @@ def _blocks(a: Architecture, training: Training, image: int, text: int) -> Itera
         build(tally)
         return tally
 
-    both = (image + text) * a.width * training.compute_bytes
+    joint_bytes = (image + text) * a.width * training.compute_bytes
     if a.family == "wan":
         # The text is the same tensor in every block, so it is counted outside the blocks.
         for _ in range(a.layers):
@@ -119,9 +119,9 @@ def _blocks(a: Architecture, training: Training, image: int, text: int) -> Itera
         return
     for number in range(a.layers):
         is_dual, text_ends = number < a.dual_layers, a.family == "sd3" and number == a.layers - 1
-        yield counted(lambda t: double_block(t, a, image, text, is_dual=is_dual, text_ends=text_ends)), both  # noqa: B023
+        yield counted(lambda t: double_block(t, a, image, text, is_dual=is_dual, text_ends=text_ends)), joint_bytes  # noqa: B023
     for _ in range(a.single_layers):
-        yield counted(lambda t: single_block(t, a, image + text)), both
+        yield counted(lambda t: single_block(t, a, image + text)), joint_bytes
 
 
 def _outside(a: Architecture, training: Training, image: int, text: int) -> Tally:

@@ -71,8 +71,8 @@ def text_of(size: ImageSize) -> str:
 def image_tokens(architecture: Architecture, size: ImageSize) -> int:
     """Return the tokens of the latent of an image or a video."""
     frames = (size.frames - 1) // architecture.frames_per_latent + 1
-    each = architecture.pixels_per_token
-    return frames * (size.height // each) * (size.width // each)
+    side = architecture.pixels_per_token
+    return frames * (size.height // side) * (size.width // side)
 
 
 def text_tokens(family: FamilyName, size: ImageSize) -> int:

@@ -172,9 +172,11 @@ def sizes_of(model: ModelConfig, folder: Path | None) -> tuple[bool, ModelSizes]
 def published_model(model: ModelConfig) -> PublishedModel:
     """Return the published model that the folder's name means, or the first of its family."""
     assert model.name in get_args(FamilyName), f"{model.name} has no sizes (engine/memory/published.py)"
-    models = [one for one in PUBLISHED if one.family == model.name]
+    models = [published for published in PUBLISHED if published.family == model.name]
     path = (model.path or "").lower()
-    named = [one for word, name in VARIANTS.items() for one in models if one.name == name and word in path]
+    named = [
+        published for word, name in VARIANTS.items() for published in models if published.name == name and word in path
+    ]
     return [*named, *models][0]
 
 

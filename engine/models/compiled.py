@@ -51,8 +51,8 @@ def repeated_blocks(transformer: nn.Module) -> tuple[str, ...]:
 
 def missing_compiler() -> str | None:
     """Return the reason why torch cannot compile on this machine. None: it can."""
-    wanted = [os.environ[name] for name in ("CXX", "CC") if name in os.environ]
-    if not any(shutil.which(program) for program in (*wanted, *COMPILERS)):
+    configured = [os.environ[name] for name in ("CXX", "CC") if name in os.environ]
+    if not any(shutil.which(program) for program in (*configured, *COMPILERS)):
         return f"torch.compile needs a C compiler, and none of {', '.join(COMPILERS)} is installed"
     if torch.cuda.is_available() and not has_triton():
         return "torch.compile needs Triton for a GPU, and Triton is not installed or does not support the GPU"

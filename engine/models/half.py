@@ -17,17 +17,19 @@ def half_precision(transformer: nn.Module) -> Iterator[None]:
     from diffusers.models.activations import GELU  # here, because the forking process must not load diffusers
 
     device = next(transformer.parameters()).device
-    approximated = [one for one in transformer.modules() if isinstance(one, GELU) and one.approximate == "tanh"]
+    approximated = [
+        module for module in transformer.modules() if isinstance(module, GELU) and module.approximate == "tanh"
+    ]
     if device.type != "cpu":
         approximated = []
-    for one in approximated:
-        one.approximate = "none"
+    for gelu in approximated:
+        gelu.approximate = "none"
     try:
         with torch.autocast(device.type, dtype=torch.bfloat16):
             yield
     finally:
-        for one in approximated:
-            one.approximate = "tanh"
+        for gelu in approximated:
+            gelu.approximate = "tanh"
 
 
 def precision(transformer: nn.Module, dtype: str) -> AbstractContextManager[None]:

@@ -148,8 +148,8 @@ def compute_in_bfloat16(transformer: nn.Module) -> None:
 
 def computing_dtype(transformer: nn.Module) -> torch.dtype | None:
     """Return the dtype set by `compute_in_bfloat16`, or None: the network computes in the dtype of its weights."""
-    found: torch.dtype | None = getattr(transformer, _DTYPE, None)
-    return found
+    dtype: torch.dtype | None = getattr(transformer, _DTYPE, None)
+    return dtype
 
 
 def recompute_blocks(transformer: nn.Module) -> None:
@@ -183,15 +183,15 @@ def checked_start(parameters: Mapping[str, nn.Parameter], data: bytes | Stored) 
     """
     stored = data if isinstance(data, Stored) else Stored.of_bytes(data)
     try:
-        found = {name: entry.shape for name, entry in stored.entries().items()}
+        stored_shapes = {name: entry.shape for name, entry in stored.entries().items()}
     except ValueError as error:
         raise ValueError(f"the start weights cannot be read ({error}); pull them again") from None
-    wanted = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-    for name in sorted(found.keys() | wanted.keys()):
-        if found.get(name) != wanted.get(name):
+    model_shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    for name in sorted(stored_shapes.keys() | model_shapes.keys()):
+        if stored_shapes.get(name) != model_shapes.get(name):
             raise ValueError(
-                f"the start weights are of another model: {name} is {_shape(found.get(name))} there and "
-                f"{_shape(wanted.get(name))} in this model; name a run of the same model, weights and lora_rank"
+                f"the start weights are of another model: {name} is {_shape(stored_shapes.get(name))} there and "
+                f"{_shape(model_shapes.get(name))} in this model; name a run of the same model, weights and lora_rank"
             )
     return stored
 

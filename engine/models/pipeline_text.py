@@ -46,20 +46,20 @@ class PipelineText:
             if isinstance(part, nn.Module) and not name.startswith("text_encoder"):
                 vars(pipeline)[name] = SimpleNamespace(config=part.config, dtype=part.dtype)
         self._pipeline, self._encode = pipeline, encode
-        self._encoders = [one for one in pipeline.components.values() if isinstance(one, nn.Module)]
+        self._encoders = [component for component in pipeline.components.values() if isinstance(component, nn.Module)]
         self._files = PromptFiles()
         self._ahead: Sequence[str] = ()
         self._leaves = self._said = False
 
     def __call__(self, prompts: Sequence[str]) -> EncodedText:
-        found = {prompt: self._files.get(prompt) for prompt in dict.fromkeys(prompts)}
-        missing = [prompt for prompt, row in found.items() if row is None]
+        encoded = {prompt: self._files.get(prompt) for prompt in dict.fromkeys(prompts)}
+        missing = [prompt for prompt, row in encoded.items() if row is None]
         if missing:
             self._come_back(missing[0])
-            found |= {prompt: self._encoded(prompt) for prompt in missing}
+            encoded |= {prompt: self._encoded(prompt) for prompt in missing}
             self._encode_ahead(missing[-1])
             self._leave()
-        return joined([row for prompt in prompts if (row := found[prompt]) is not None], self.device)
+        return joined([row for prompt in prompts if (row := encoded[prompt]) is not None], self.device)
 
     def prepare(self, prompts: Sequence[str], folder: Path, *, first: int = 0) -> None:
         """Encode the job's prompts, at most `MOST_AHEAD` of them, and let the encoders leave the GPU.
@@ -116,7 +116,7 @@ class PipelineText:
             return
         if self.device.type == "cuda":
             free_memory()
-            weights = sum(p.numel() * p.element_size() for one in self._encoders for p in one.parameters())
+            weights = sum(p.numel() * p.element_size() for encoder in self._encoders for p in encoder.parameters())
             if torch.cuda.mem_get_info(self.device)[0] > ROOM * weights:
                 self._move(self.device)
         if not self._said:
@@ -147,5 +147,5 @@ def prepare_prompts(
     """
     text = getattr(adapter, "_text", None)  # shipped models, and adapters of tests, have small encoders of their own
     if isinstance(text, PipelineText):
-        found = prompts()
-        text.prepare(found, folder, first=int(share * min(len(found), MOST_AHEAD)))
+        texts = prompts()
+        text.prepare(texts, folder, first=int(share * min(len(texts), MOST_AHEAD)))

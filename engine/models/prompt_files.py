@@ -52,10 +52,10 @@ class PromptFiles:
         if prompt in self._memory:
             self._memory.move_to_end(prompt)
             return self._memory[prompt]
-        found = self._read(prompt)
-        if found is not None:
-            self._remember(prompt, found)
-        return found
+        encoded = self._read(prompt)
+        if encoded is not None:
+            self._remember(prompt, encoded)
+        return encoded
 
     def put(self, prompt: str, row: EncodedText) -> None:
         """Keep a prompt's encoding of one row."""

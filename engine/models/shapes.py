@@ -125,8 +125,8 @@ def velocity(transformer: nn.Module, x: Tensor, sigma: Tensor, text: Tensor) -> 
 @cache
 def _places() -> Tensor:
     """Return [16, 8]: row and column of each token, one-hot, with a mean square of 1 like the noise beside them."""
-    one = sqrt(SIDE) * torch.eye(SIDE)
-    return torch.cat([one.repeat_interleave(SIDE, dim=0), one.repeat(SIDE, 1)], dim=1)
+    one_hot = sqrt(SIDE) * torch.eye(SIDE)
+    return torch.cat([one_hot.repeat_interleave(SIDE, dim=0), one_hot.repeat(SIDE, 1)], dim=1)
 
 
 def build_transformer() -> nn.Module:

@@ -93,8 +93,8 @@ def guided(
         assert not mine.requires_grad, "no gradient flows from one worker to another"
         conditional, unconditional = pair.all_gather(mine).chunk(2)
     elif adapter.doubles_guidance:
-        both = {name: torch.cat((value, repeated[name])) for name, value in conditioning.items()}
-        conditional, unconditional = branch(torch.cat((x, x)), torch.cat((sigma, sigma)), both).chunk(2)
+        doubled = {name: torch.cat((value, repeated[name])) for name, value in conditioning.items()}
+        conditional, unconditional = branch(torch.cat((x, x)), torch.cat((sigma, sigma)), doubled).chunk(2)
     else:
         conditional, unconditional = branch(x, sigma, conditioning), branch(x, sigma, repeated)
     combined = unconditional + guidance * (conditional - unconditional)
@@ -104,6 +104,6 @@ def guided(
 def at_norm(velocity: Tensor, like: Tensor) -> Tensor:
     """Scale each token's velocity to the norm of another: [B, N, C] both. Gradients flow through both norms."""
     norm = torch.linalg.vector_norm(velocity, dim=-1, keepdim=True)
-    wanted = torch.linalg.vector_norm(like, dim=-1, keepdim=True)
-    scaled: Tensor = velocity * (wanted / norm.clamp_min(SMALLEST_NORM))
+    target = torch.linalg.vector_norm(like, dim=-1, keepdim=True)
+    scaled: Tensor = velocity * (target / norm.clamp_min(SMALLEST_NORM))
     return scaled

@@ -75,22 +75,25 @@ def read_values(transformer: nn.Module, device: torch.device) -> None:
         return
     folder, dtype = unread
     # `to_empty` would also drop the values of buffers, which the config gives.
-    transformer._apply(lambda one: torch.empty_like(one, device=device) if one.is_meta else one.to(device))
-    parameters = {name: one.detach() for name, one in transformer.named_parameters()}
-    wanted, missing = {**parameters, **dict(transformer.named_buffers())}, set(parameters)
+    transformer._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
+    parameters = {name: parameter.detach() for name, parameter in transformer.named_parameters()}
+    tensors, missing = {**parameters, **dict(transformer.named_buffers())}, set(parameters)
     for path in _files(folder):
         stored = Stored.of_path(path)
-        found = wanted.keys() & stored.entries().keys()
-        fill_tensors({name: wanted[name] for name in found}, stored)
-        missing -= found
+        names = tensors.keys() & stored.entries().keys()
+        fill_tensors({name: tensors[name] for name in names}, stored)
+        missing -= names
     if missing:
         raise ValueError(f"the files in {folder} lack {sorted(missing)}; download the model again")
     in_fp32 = set(getattr(transformer, "_keep_in_fp32_modules", None) or ())
-    for name, one in parameters.items():
+    for name, parameter in parameters.items():
         if not in_fp32.intersection(name.split(".")):
-            own = local_part(one)
+            own = local_part(parameter)
             own.copy_(own.to(dtype))
-    part, whole = sum(local_part(one).nbytes for one in parameters.values()), sum(map(_nbytes, parameters.values()))
+    part, whole = (
+        sum(local_part(parameter).nbytes for parameter in parameters.values()),
+        sum(map(_nbytes, parameters.values())),
+    )
     print(f"read {part / 1e6:.3f} of {whole / 1e6:.3f} MB of the transformer, this rank's part", flush=True)
     delattr(transformer, _UNREAD)
 

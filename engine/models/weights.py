@@ -43,11 +43,11 @@ def write_tensors(
     `whole`: returns the whole tensor of a name, if the tensors are divided over ranks. `dtype`: of the numbers in the
     file; None: as they are. The tensors must not change meanwhile. Raises OSError, e.g. if the disk is full.
     """
-    formats = {name: one.dtype if dtype is None else dtype for name, one in tensors.items()}
+    formats = {name: tensor.dtype if dtype is None else dtype for name, tensor in tensors.items()}
     header, names = header_of(
         {
-            name: (DTYPE_NAMES[formats[name]], one.shape, one.numel() * formats[name].itemsize)
-            for name, one in tensors.items()
+            name: (DTYPE_NAMES[formats[name]], tensor.shape, tensor.numel() * formats[name].itemsize)
+            for name, tensor in tensors.items()
         }
     )
 
@@ -97,12 +97,12 @@ def fill_tensors(tensors: Mapping[str, Tensor], data: bytes | memoryview | Store
 def read_tensors(data: bytes | memoryview | Stored, device: torch.device | str = "cpu") -> dict[str, Tensor]:
     """Return new tensors on a device with stored values. Raises ValueError if the data is not whole."""
     stored = data if isinstance(data, Stored) else Stored.of_bytes(data)
-    found = {
+    tensors = {
         name: torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device=device)
         for name, entry in stored.entries().items()
     }
-    fill_tensors(found, stored)
-    return found
+    fill_tensors(tensors, stored)
+    return tensors
 
 
 def read_each(data: Stored, names: Iterable[str] | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -164,8 +164,8 @@ def exchanged(parameters: Mapping[str, torch.nn.Parameter], tensors: Mapping[str
 
 @torch.no_grad()
 def _exchange_values(parameters: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-    for name, other in tensors.items():
-        mine, its = local_part(parameters[name]), local_part(other)
+    for name, tensor in tensors.items():
+        mine, its = local_part(parameters[name]), local_part(tensor)
         kept = mine.clone()
         mine.copy_(its)
         its.copy_(kept)
@@ -174,8 +174,8 @@ def _exchange_values(parameters: Mapping[str, Tensor], tensors: Mapping[str, Ten
 def first_row(tensor: DTensor) -> int:
     """Return the number of this rank's first row. FSDP2 cuts the rows like `torch.chunk`."""
     rows, mesh = tensor.shape[0], tensor.device_mesh
-    each = -(-rows // mesh.size())
-    return min(rows, mesh.get_local_rank() * each)
+    rows_per_rank = -(-rows // mesh.size())
+    return min(rows, mesh.get_local_rank() * rows_per_rank)
 
 
 def local_part(tensor: Tensor) -> Tensor:

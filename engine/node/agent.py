@@ -216,23 +216,23 @@ class Agent:
         The guard and multiprocessing's resource tracker stay. The tracker cleans up after the agent and then exits.
         """
         until = time.monotonic() + ENDING_SECONDS
-        while left := self._descendants():
-            for process in left:
+        while descendants := self._descendants():
+            for process in descendants:
                 with contextlib.suppress(psutil.Error):
                     process.kill()
-            psutil.wait_procs(left, timeout=0.2)
+            psutil.wait_procs(descendants, timeout=0.2)
             if time.monotonic() > until:
-                print(f"still there: {left}", flush=True)
+                print(f"still there: {descendants}", flush=True)
                 return
 
     def _descendants(self) -> list[psutil.Process]:
         own = psutil.Process()
-        found = set(own.children(recursive=True))
+        processes = set(own.children(recursive=True))
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
                 if marked(process) == str(self.folder):
-                    found.add(process)
-        return [process for process in found - {own, *own.parents()} if self._ends_with_us(process)]
+                    processes.add(process)
+        return [process for process in processes - {own, *own.parents()} if self._ends_with_us(process)]
 
     def _ends_with_us(self, process: psutil.Process) -> bool:
         try:
@@ -390,13 +390,13 @@ def other_setup(spec: NodeSpec) -> str | None:
         return None
     file = Path(sys.prefix) / ".digest"
     try:
-        found = file.read_text().strip()
+        digest = file.read_text().strip()
     except OSError:
-        found = ""
-    if found == spec.digest:
+        digest = ""
+    if digest == spec.digest:
         return None
     return (
-        f"this machine was set up as {found or 'nothing (there is no ' + str(file) + ')'}, but its controller means "
+        f"this machine was set up as {digest or 'nothing (there is no ' + str(file) + ')'}, but its controller means "
         f"{spec.digest}; run the set-up again, or take an image that was made from the same job and version"
     )
 
@@ -426,8 +426,8 @@ def main() -> int:
     for stale in ("ready.json", "exit.json"):  # files of an earlier agent
         (folder / stale).unlink(missing_ok=True)
     agent = Agent(spec)
-    this = {"pid": os.getpid(), "create_time": psutil.Process().create_time()}
-    agent.write("agent.json", {**this, "ticks": start_ticks(os.getpid()), "boot_id": boot_id()})
+    identity = {"pid": os.getpid(), "create_time": psutil.Process().create_time()}
+    agent.write("agent.json", {**identity, "ticks": start_ticks(os.getpid()), "boot_id": boot_id()})
     if agent.on_cloud:
         agent.guard.keep_alive()  # start first: a machine that refuses its work needs a guard too
     signal.signal(signal.SIGHUP, signal.SIG_IGN)

@@ -52,12 +52,12 @@ class AgentKeeper:
         """
         if Path(spec["folder"]) != self._folder:
             raise OSError(f"{spec['node']} has its disk in {spec['folder']}, and this console serves {self._folder}")
-        wanted = digest_of(spec)
+        digest = digest_of(spec)
         with self._alone():
             started = read_json(self._folder / "started.json")
             if started is not None and number < started["told"]:
                 return
-            if started is not None and started["digest"] == wanted and started["boot_id"] == _boot_id():
+            if started is not None and started["digest"] == digest and started["boot_id"] == _boot_id():
                 self._write("started.json", {**started, "told": number})
                 return
             (self._folder / "started.json").unlink(missing_ok=True)
@@ -65,7 +65,7 @@ class AgentKeeper:
             for name in ("agent.json", "ready.json", "exit.json"):
                 (self._folder / name).unlink(missing_ok=True)
             self._write("node.json", spec)
-            self._start(secrets, {"digest": wanted, "told": number, "boot_id": _boot_id()})
+            self._start(secrets, {"digest": digest, "told": number, "boot_id": _boot_id()})
 
     def _start(self, secrets: Mapping[str, str], order: Mapping[str, Any]) -> None:
         (self._folder / "logs").mkdir(exist_ok=True, mode=0o700)
@@ -94,9 +94,9 @@ class AgentKeeper:
             _send([agent], signal.SIGTERM)
             _send([agent], signal.SIGCONT)  # a stopped process would not handle SIGTERM
         until = time.monotonic() + PATIENCE_SECONDS
-        while left := _processes_of(self._folder, agent):
+        while processes := _processes_of(self._folder, agent):
             if started is None or not _is_alive(started) or time.monotonic() > until:
-                _send(left, signal.SIGKILL)
+                _send(processes, signal.SIGKILL)
             if self._child is not None:
                 self._child.poll()
             time.sleep(0.02)

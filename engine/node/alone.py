@@ -49,10 +49,10 @@ def start_ticks(pid: int) -> int | None:
     None: the process is gone or a zombie.
     """
     try:
-        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    return None if state in "ZX" else int(rest[18])
+    return None if state in "ZX" else int(fields[18])
 
 
 class Alone:

@@ -113,9 +113,9 @@ class Deaths:
             return f"lost another rank of the trainer {self.torn} times without progress"
         if not self.exits:
             return None
-        last, same = self.exits[-1], self.exits.count(self.exits[-1])
-        if same >= SAME_EXITS:
-            return f"ended with {last} {same} times without progress"
+        last, repeats = self.exits[-1], self.exits.count(self.exits[-1])
+        if repeats >= SAME_EXITS:
+            return f"ended with {last} {repeats} times without progress"
         if len(self.exits) >= MOST_DEATHS:
             return f"ended {len(self.exits)} times without progress, at last with {last}"
         return None

@@ -39,14 +39,14 @@ class FileWatch:
 
     def _look_at_small(self, name: str, hidden: bool) -> None:
         path = self._folder / name
-        seen: tuple[int, int, int] | None = None
+        identity: tuple[int, int, int] | None = None
         report: Report = RemoveFile(name=name)
         with contextlib.suppress(FileNotFoundError):
             if not hidden:
-                seen, report = _identity(path), PutFile(name=name, text=path.read_text(errors="replace"))
-        if name not in self._shown or self._shown[name] != seen:
+                identity, report = _identity(path), PutFile(name=name, text=path.read_text(errors="replace"))
+        if name not in self._shown or self._shown[name] != identity:
             self._send(report)
-            self._shown[name] = seen
+            self._shown[name] = identity
 
     def _long_files(self) -> Iterator[str]:
         for folder in ("logs", "progress"):
@@ -57,8 +57,8 @@ class FileWatch:
     def _look_at_long(self, name: str) -> bool:
         path = self._folder / name
         try:
-            seen = _identity(path)
-            if self._shown.get(name) == seen:
+            identity = _identity(path)
+            if self._shown.get(name) == identity:
                 return False
             with path.open("rb") as file:
                 done, tail = self._sent.get(name, (0, b""))
@@ -77,10 +77,10 @@ class FileWatch:
             self._sent[name] = (done + len(fresh), begin[-TAIL_BYTES:])
         if len(fresh) == PIECE_BYTES:
             return True
-        self._shown[name] = seen
+        self._shown[name] = identity
         return False
 
 
 def _identity(path: Path) -> tuple[int, int, int]:
-    seen = path.stat()
-    return seen.st_size, seen.st_mtime_ns, seen.st_ino
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns, status.st_ino

@@ -41,10 +41,10 @@ def _gpus(root: Path, run: Run) -> list[str]:
         return []
     try:
         rows = [line.rpartition(",") for line in run(ASK_GPUS).strip().splitlines()]
-        found = Counter((name.strip(), int(mebibytes)) for name, _, mebibytes in rows)
+        counts = Counter((name.strip(), int(mebibytes)) for name, _, mebibytes in rows)
     except (OSError, subprocess.SubprocessError, ValueError):
         return [f"{count} NVIDIA GPU{'s' if count > 1 else ''}"]
-    return [f"{number} {name} with {mebibytes / 1024:.1f} GiB" for (name, mebibytes), number in found.items()]
+    return [f"{number} {name} with {mebibytes / 1024:.1f} GiB" for (name, mebibytes), number in counts.items()]
 
 
 def _cpu(root: Path) -> str:

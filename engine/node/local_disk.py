@@ -114,8 +114,8 @@ def _mounted(folder: Path, mount: Path, root: Path, run: Run) -> tuple[str, bool
     disk, reasons = choose(devices, linked, shutil.disk_usage(folder.parent).free)
     if disk is None:
         return f"local NVMe is not used: {'; '.join(reasons)}" if reasons else "local NVMe: none", False
-    if found := run(["sudo", "-n", "wipefs", "--no-act", disk.path]).split():
-        return f"local NVMe is not used: wipefs found a signature on {disk.path} ({' '.join(found)})", False
+    if signatures := run(["sudo", "-n", "wipefs", "--no-act", disk.path]).split():
+        return f"local NVMe is not used: wipefs found a signature on {disk.path} ({' '.join(signatures)})", False
     options = ["-m", "0", "-O", "^has_journal", "-E", "nodiscard,lazy_itable_init=1"]
     run(["sudo", "-n", "mkfs.ext4", "-q", "-F", *options, disk.path])
     run(["sudo", "-n", "mkdir", "-p", str(mount)])

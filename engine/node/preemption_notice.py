@@ -52,8 +52,8 @@ def watch_notice(cloud: Literal["aws", "gcp"], folder: Path, clock: Clock, notic
 
 def write_notice(folder: Path, deadline_ms: int, source: str) -> None:
     """Write the notice, unless the existing notice has an earlier deadline."""
-    known = read_note(folder / "notice.json").get("deadline_ms")
-    if known is None or deadline_ms < int(known):
+    written_ms = read_note(folder / "notice.json").get("deadline_ms")
+    if written_ms is None or deadline_ms < int(written_ms):
         write_note(folder / "notice.json", deadline_ms=deadline_ms, source=source)
 
 

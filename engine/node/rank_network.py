@@ -36,6 +36,6 @@ def interface_towards(host: str) -> str:
         own: str = probe.getsockname()[0]
     name: str
     for name, addresses in psutil.net_if_addrs().items():
-        if any(one.address == own for one in addresses):
+        if any(address.address == own for address in addresses):
             return name
     raise OSError(f"no network interface has the address {own}, from which this node reaches {host}")

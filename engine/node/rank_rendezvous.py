@@ -56,8 +56,8 @@ def led_group(spec: NodeSpec, device: torch.device) -> Iterator[RankGroup | None
     if ranks == 1:
         yield None
         return
-    others = OtherNodes(spec)
-    others.wait_for_all()
+    other_nodes = OtherNodes(spec)
+    other_nodes.wait_for_all()
     use_network(spec)
     store = serve_store(host_of_store(spec))
     meeting = RankMeeting(generation=time.time_ns(), port=store.port)
@@ -65,7 +65,7 @@ def led_group(spec: NodeSpec, device: torch.device) -> Iterator[RankGroup | None
     # A client of its own, because a client that waits is locked.
     looker = join_store(store.port, host=host_of_store(spec), timeout_seconds=JOIN_SECONDS)
     over = leave_when(lambda: looker.check([VOID]), "it began again")
-    deserted = leave_when(others.are_silent, "its node is silent") if spec.trainer_nodes > 1 else over
+    deserted = leave_when(other_nodes.are_silent, "its node is silent") if spec.trainer_nodes > 1 else over
     try:
         yield RankGroup.form(store, 0, ranks, device)
     finally:

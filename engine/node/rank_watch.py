@@ -29,10 +29,10 @@ def leave_when(is_torn: Callable[[], bool], why: str) -> threading.Event:
     def look() -> None:
         while not over.wait(LOOK_SECONDS):
             try:
-                found = is_torn()
+                torn = is_torn()
             except RuntimeError:
                 return
-            if found:
+            if torn:
                 print(f"another rank of the trainer was lost: {why}", flush=True)
                 leave(EXIT_TORN)
                 return

@@ -91,12 +91,12 @@ class RemoteConsole:
                 case RunAgent():
                     self.agent.run(order.spec, order.number, order.secrets)
                 case SetTimeLeft():
-                    known = read_json(self._folder / "money.json")
-                    if known is None or int(known.get("told", 0)) < order.number:
+                    note = read_json(self._folder / "money.json")
+                    if note is None or int(note.get("told", 0)) < order.number:
                         write_json(self._folder / "money.json", {"left_ms": order.left_ms, "told": order.number})
                 case AnnouncePreemption():
-                    known = read_json(self._folder / "notice.json")
-                    if known is None or int(known["deadline_ms"]) > order.deadline_ms:
+                    note = read_json(self._folder / "notice.json")
+                    if note is None or int(note["deadline_ms"]) > order.deadline_ms:
                         notice = {"deadline_ms": order.deadline_ms, "source": order.source}
                         write_json(self._folder / "notice.json", notice)
                 case Heartbeat() | None:

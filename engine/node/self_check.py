@@ -64,11 +64,11 @@ def unfit(device: str, folder: Path, root: Path = Path("/"), run: Run | None = N
 
 def gpus_on_the_bus(root: Path) -> int:
     """Count the NVIDIA GPUs on the PCI bus."""
-    found = 0
-    for one in (root / "sys/bus/pci/devices").glob("*"):
-        if _read(one / "vendor") == NVIDIA and _read(one / "class").startswith(DISPLAY):
-            found += 1
-    return found
+    count = 0
+    for device in (root / "sys/bus/pci/devices").glob("*"):
+        if _read(device / "vendor") == NVIDIA and _read(device / "class").startswith(DISPLAY):
+            count += 1
+    return count
 
 
 def _driver(gpus: int, root: Path) -> str | None:
@@ -104,15 +104,15 @@ def _fabric_manager(root: Path, run: Run) -> str | None:
 def _cuda(gpus: int, run: Run) -> str | None:
     cure = "use an image whose driver fits, or another instance type"
     try:
-        found = json.loads(run([sys.executable, "-P", "-c", CUDA_PROGRAM], CUDA_SECONDS).splitlines()[-1])
+        result = json.loads(run([sys.executable, "-P", "-c", CUDA_PROGRAM], CUDA_SECONDS).splitlines()[-1])
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
         return f"torch cannot be asked about the machine's {gpus} GPUs ({error}); {cure}"
-    if found["wrong"]:
-        words = "; ".join(f"GPU {number}: {text}" for number, text in found["wrong"].items())
-        return f"{len(found['wrong'])} of {gpus} GPUs do not compute ({words}); {cure}"
-    if found["count"] != gpus:
+    if result["wrong"]:
+        words = "; ".join(f"GPU {number}: {text}" for number, text in result["wrong"].items())
+        return f"{len(result['wrong'])} of {gpus} GPUs do not compute ({words}); {cure}"
+    if result["count"] != gpus:
         return (
-            f"torch (CUDA {found['version']}) sees {found['count']} of the machine's {gpus} GPUs: the driver is too "
+            f"torch (CUDA {result['version']}) sees {result['count']} of the machine's {gpus} GPUs: the driver is too "
             f"old for this CUDA, or the GPUs are; {cure}"
         )
     return None

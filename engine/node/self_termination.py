@@ -121,9 +121,9 @@ def _send(request: urllib.request.Request) -> None:
         response.read()
 
 
-def _needed(text: str | None, what: str) -> str:
+def _needed(text: str | None, fact: str) -> str:
     if text is None:
-        raise ValueError(f"the metadata service knows no {what} of this instance")
+        raise ValueError(f"the metadata service knows no {fact} of this instance")
     return text
 
 

@@ -102,8 +102,8 @@ class TimeLeft:
         now = self._now()
         node, node_left_ms, longest_ms = self._node_order()
         order, order_left_ms = self._latest_order()
-        known = self._armed or self._kept()
-        before = None if known is None else known.at_moment(now)
+        deadline = self._armed or self._kept()
+        before = None if deadline is None else deadline.at_moment(now)
         if before is not None and before.longest_ms is not None:
             longest_ms = before.longest_ms  # the first order's limit stays
         armed = before
@@ -118,12 +118,17 @@ class TimeLeft:
             return None
         if longest_ms is not None:
             armed = replace(armed, left_ms=min(armed.left_ms, longest_ms), longest_ms=longest_ms)
-        is_new = known is None or (armed.node, armed.order) != (known.node, known.order)
-        if known is None or is_new or known.at.boot_id != now.boot_id or now.boot_ms - known.at.boot_ms >= KEEP_MS:
+        is_new = deadline is None or (armed.node, armed.order) != (deadline.node, deadline.order)
+        if (
+            deadline is None
+            or is_new
+            or deadline.at.boot_id != now.boot_id
+            or now.boot_ms - deadline.at.boot_ms >= KEEP_MS
+        ):
             self._keep(armed)
             self._armed = armed
         else:
-            self._armed = known
+            self._armed = deadline
         return armed.left_ms
 
     def _node_order(self) -> tuple[str, int | None, int | None]:
@@ -244,9 +249,9 @@ def guard(
     money, alone = TimeLeft(folder, now), Alone(folder, lambda: now().boot_ms, now().boot_id)
     has_copied = False
     while folder.exists():
-        left = money.left_ms()
-        if left is not None and left <= -LATE_MS:
-            _print(f"guard: the money deadline passed {-left / 1000:.0f} s ago and this instance is still here")
+        left_ms = money.left_ms()
+        if left_ms is not None and left_ms <= -LATE_MS:
+            _print(f"guard: the money deadline passed {-left_ms / 1000:.0f} s ago and this instance is still here")
             end(_cloud_of(folder), _print)
             sleep(AGAIN_SECONDS)
         elif alone.has_ended():

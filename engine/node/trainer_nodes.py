@@ -75,13 +75,13 @@ def copy_meeting(spec: NodeSpec) -> None:
     """Give signs of life, and copy the meeting, until the run needs no ranks of this node any more."""
     file, calls = meeting_file(spec), RankCalls(spec)
     while True:
-        found = calls.ask()
-        if found is not None:
-            known = read_meeting(file)
-            new = msgspec.structs.replace(found.meeting, iteration=max(found.meeting.iteration, known.iteration))
+        answer = calls.ask()
+        if answer is not None:
+            meeting = read_meeting(file)
+            new = msgspec.structs.replace(answer.meeting, iteration=max(answer.meeting.iteration, meeting.iteration))
             if new.is_over:
                 return
-            if new != known:
+            if new != meeting:
                 with contextlib.suppress(OSError):  # a full disk: the next answer is copied
                     write_meeting(file, new)
         time.sleep(SIGN_SECONDS)
@@ -96,29 +96,29 @@ class OtherNodes:
 
     def wait_for_all(self) -> None:
         """Wait until every other node gives signs of life. A lost node is bought again, which takes any time."""
-        said: list[int] = []
+        reported: list[int] = []
         while self._numbers and (absent := self.absent(self._calls.ask())):
-            if absent != said:
+            if absent != reported:
                 print(f"waits for the trainer's nodes {absent}", flush=True)
-                said = absent
+                reported = absent
             time.sleep(SIGN_SECONDS)
 
     def are_silent(self) -> bool:
         """Return True if a node was silent for too long."""
-        found = self._calls.ask()
-        lost = [] if found is None else self.silent(found)
+        answer = self._calls.ask()
+        lost = [] if answer is None else self.silent(answer)
         if lost:
             print(f"the trainer's nodes {lost} are silent", flush=True)
         return bool(lost)
 
-    def absent(self, found: RanksFound | None) -> list[int]:
-        """Return the nodes without a fresh sign of life. `found`: None if the coordinator did not answer."""
-        heard_ms = {} if found is None else found.heard_ms
+    def absent(self, answer: RanksFound | None) -> list[int]:
+        """Return the nodes without a fresh sign of life. `answer`: None if the coordinator did not answer."""
+        heard_ms = {} if answer is None else answer.heard_ms
         return [number for number in self._numbers if heard_ms.get(number, math.inf) > 1000 * FRESH_SECONDS]
 
-    def silent(self, found: RanksFound) -> list[int]:
+    def silent(self, answer: RanksFound) -> list[int]:
         """Return the nodes that were silent for too long."""
-        return [number for number in self._numbers if found.silent_ms(number) > 1000 * SILENT_SECONDS]
+        return [number for number in self._numbers if answer.silent_ms(number) > 1000 * SILENT_SECONDS]
 
 
 class RankReport:

@@ -98,7 +98,7 @@ class WatchThread:
     def remove(self, watch: CollectiveWatch) -> None:
         """Stop to look at the watch of a dropped group."""
         with self._lock:
-            self._watches = tuple(one for one in self._watches if one is not watch)
+            self._watches = tuple(watched for watched in self._watches if watched is not watch)
 
     def _run(self) -> None:
         while True:

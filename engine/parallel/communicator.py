@@ -230,7 +230,7 @@ class Communicators:
             store = dist.PrefixStore(_prefix(number), self._store)
             with _torn():
                 store.set(f"here/{rank}", self._place())
-                members = [f"here/{other}" for other in range(degree)]
+                members = [f"here/{peer}" for peer in range(degree)]
                 store.wait(members, self._patience)
                 backend = backend_of([bytes(store.get(member)).decode() for member in members])
                 self._made[number] = self._make(backend, store, rank, degree)
@@ -245,7 +245,7 @@ class Communicators:
 
     def keep(self, numbers: Collection[int]) -> None:
         """Drop all communicators but these. With NCCL, every rank must abort every communicator of a dead rank."""
-        for number in [known for known in self._made if known not in numbers]:
+        for number in [existing for existing in self._made if existing not in numbers]:
             self.drop(number)
 
     def _place(self) -> str:
@@ -255,9 +255,9 @@ class Communicators:
         if backend == "gloo":
             return SPGroup(self._links.form(backend, store, rank, degree, self._timeout))
         self._failures += 1
-        made = self._links.form(backend, store, rank, degree, self._timeout)
-        watch = CollectiveWatch(made.abort, self._links.mark, timeout_seconds=self._timeout.total_seconds())
-        group = SPGroup(made, watch)
+        links = self._links.form(backend, store, rank, degree, self._timeout)
+        watch = CollectiveWatch(links.abort, self._links.mark, timeout_seconds=self._timeout.total_seconds())
+        group = SPGroup(links, watch)
         self._thread.add(watch)
         try:
             # The first collective makes the connections. Then no later call waits for a peer before it returns.

@@ -91,7 +91,7 @@ class Table:
         For an impossible degree that a group runs anyway, take the nearest possible degree.
         """
         times = self.us[request_class]
-        return times.get(degree) or times[min(times, key=lambda other: abs(other - degree))]
+        return times.get(degree) or times[min(times, key=lambda possible: abs(possible - degree))]
 
     def rate(self, request_class: str, gpus: int) -> float:
         """Return the most steps of a class per microsecond on this many GPUs. 0: the class needs more GPUs."""
@@ -154,8 +154,8 @@ class _Forecast:
         self, seats: Sequence[Seat], waiting: Sequence[Requests], table: Table, gpus: int, regroup_us: int
     ) -> None:
         self.seats, self.table, self.gpus, self.regroup_us = seats, table, gpus, regroup_us
-        self.piles = [one for one in waiting if one.count and table.rate(one.request_class, gpus)]
-        self.counts = [one.count for one in self.piles]
+        self.piles = [pile for pile in waiting if pile.count and table.rate(pile.request_class, gpus)]
+        self.counts = [pile.count for pile in self.piles]
         self.running = [seat.running for seat in seats]
         self.heap = [(seat.free_us, -seat.degree, number) for number, seat in enumerate(seats)]
         heapify(self.heap)
@@ -166,21 +166,21 @@ class _Forecast:
 
     def _order(self, degree: int, first: str | None) -> list[tuple[int, int]]:
         order = [
-            (one.request_class == first, round(one.steps * us), number)
-            for number, one in enumerate(self.piles)
-            if (us := self.table.us[one.request_class].get(degree)) is not None
+            (pile.request_class == first, round(pile.steps * us), number)
+            for number, pile in enumerate(self.piles)
+            if (us := self.table.us[pile.request_class].get(degree)) is not None
         ]
         return [(number, us) for _, us, number in sorted(order)]
 
     def finish(self) -> int:
-        left = sum(self.counts)
+        requests_left = sum(self.counts)
         end = 0
         sooner: int | None = None
         heap, counts = self.heap, self.counts
         piles_changed = True
         while heap:
-            if piles_changed and left > STRIDE_FROM * len(heap):
-                left -= self._stride()
+            if piles_changed and requests_left > STRIDE_FROM * len(heap):
+                requests_left -= self._stride()
             piles_changed = False
             now, size, number = heap[0]
             order = self.orders[number]
@@ -190,7 +190,7 @@ class _Forecast:
             if order:
                 pile, us = order[-1]
                 counts[pile] -= 1
-                left -= 1
+                requests_left -= 1
                 self.running[number] = self.piles[pile].request_class
                 heapreplace(heap, (now + us, size, number))
                 continue
@@ -198,9 +198,9 @@ class _Forecast:
             if self.running[number] is None:
                 continue  # the group never had work: its GPUs belong to a new plan now, not to a later plan
             end = now
-            if not left and heap and heap[0][0] > now and (shared := self._shared_out(now)) is not None:
+            if not requests_left and heap and heap[0][0] > now and (shared := self._shared_out(now)) is not None:
                 sooner = shared if sooner is None else min(sooner, shared)
-        if left:
+        if requests_left:
             return end + self.regroup_us + self._one_after_another() if end else NEVER
         return end if sooner is None else min(end, sooner)
 
@@ -221,7 +221,7 @@ class _Forecast:
             ),
             default=0.0,
         )
-        taken = 0
+        served = 0
         for place, (free, size, number) in enumerate(self.heap):
             order = self.orders[number]
             if order and until > free:
@@ -229,22 +229,22 @@ class _Forecast:
                 many = int((until - free) // max(1, us))
                 if many:
                     self.counts[pile] -= many
-                    taken += many
+                    served += many
                     self.running[number] = self.piles[pile].request_class
                     self.heap[place] = (free + many * us, size, number)
         heapify(self.heap)
-        return taken
+        return served
 
     def _shared_out(self, now: int) -> int | None:
         """Return the end of the running requests if all GPUs are shared anew after the current steps."""
         jobs, step_end = [], 0
         for free, _, number in self.heap:
             if (request_class := self.running[number]) is not None:
-                steps, rest = divmod(free - now, self.table.step(request_class, self.seats[number].degree))
-                step_end = max(step_end, rest)
+                steps, step_left = divmod(free - now, self.table.step(request_class, self.seats[number].degree))
+                step_end = max(step_end, step_left)
                 jobs.append((steps, request_class))
-        found = spread(jobs, self.gpus, self.table) if jobs else None
-        return None if found is None else now + step_end + self.regroup_us + found[0]
+        shared = spread(jobs, self.gpus, self.table) if jobs else None
+        return None if shared is None else now + step_end + self.regroup_us + shared[0]
 
     def _one_after_another(self) -> int:
         """Return the time for the requests that these groups cannot serve, run in sequence at the fastest degree of
@@ -256,7 +256,7 @@ class _Forecast:
         return sum(
             count
             * round(
-                one.steps * min(us for degree, us in self.table.us[one.request_class].items() if degree <= self.gpus)
+                pile.steps * min(us for degree, us in self.table.us[pile.request_class].items() if degree <= self.gpus)
             )
-            for one, count in zip(self.piles, self.counts, strict=True)
+            for pile, count in zip(self.piles, self.counts, strict=True)
         )

@@ -69,10 +69,10 @@ def plan_groups(
     table = Table(step_seconds)
     nodes, loose = planned_nodes(live, groups, in_flight or {})
     demand = [*waiting, *loose]
-    for one in [*demand, *(in_flight or {}).values()]:
-        if not table.us.get(one.request_class):
+    for requests in [*demand, *(in_flight or {}).values()]:
+        if not table.us.get(requests.request_class):
             raise ValueError(
-                f"no step time of request class {one.request_class!r}; there are "
+                f"no step time of request class {requests.request_class!r}; there are "
                 f"{', '.join(sorted(table.us)) or 'none'}; start with modelled ones until some are measured "
                 "(engine/parallel/latency.py)"
             )
@@ -117,10 +117,10 @@ def _with_degrees(node: PlannedNode, degrees: Degrees) -> tuple[int, ...]:
 def _planned(
     nodes: Sequence[PlannedNode], demand: Iterable[Requests], table: Table, regroup_us: int
 ) -> Iterator[WorkerGroup]:
-    running = [one for node in nodes for one in node.running.values()]
+    running = [requests for node in nodes for requests in node.running.values()]
     singly = len(nodes) <= PLANNED_SINGLY
     demand, running = (_merged if singly else _pooled)(demand), _pooled(running)
-    allowed = tuple(sorted({1}.union(*(table.us[one.request_class] for one in [*demand, *running]))))
+    allowed = tuple(sorted({1}.union(*(table.us[requests.request_class] for requests in [*demand, *running]))))
     sizes = Counter(node.gpus for node in nodes)
     shares = {gpus: _share(demand, gpus, sizes, table) for gpus in sizes}
     rankings: dict[int, _Ranking] = {}
@@ -143,19 +143,19 @@ def _planned(
 
 def _share(demand: Sequence[Requests], gpus: int, sizes: Mapping[int, int], table: Table) -> list[Requests]:
     """Return the waiting requests a node with this many GPUs plans for."""
-    found = []
-    for one in demand:
-        everybody = sum(many * table.rate(one.request_class, size) for size, many in sizes.items())
-        if everybody and (mine := table.rate(one.request_class, gpus)):
-            found.append(replace(one, count=ceil(one.count * (mine / everybody) - ROUNDING)))
-    return [one for one in found if one.count]
+    share = []
+    for requests in demand:
+        everybody = sum(many * table.rate(requests.request_class, size) for size, many in sizes.items())
+        if everybody and (mine := table.rate(requests.request_class, gpus)):
+            share.append(replace(requests, count=ceil(requests.count * (mine / everybody) - ROUNDING)))
+    return [requests for requests in share if requests.count]
 
 
 def _merged(demand: Iterable[Requests]) -> list[Requests]:
     """Merge requests of the same class and number of steps."""
     piles: Counter[tuple[str, float]] = Counter()
-    for one in demand:
-        piles[one.request_class, one.steps] += one.count
+    for requests in demand:
+        piles[requests.request_class, requests.steps] += requests.count
     return [Requests(request_class=name, steps=steps, count=count) for (name, steps), count in piles.items() if count]
 
 
@@ -163,9 +163,9 @@ def _pooled(demand: Iterable[Requests]) -> list[Requests]:
     """Merge each class into a single pile with the mean of the steps left."""
     counts: Counter[str] = Counter()
     steps: Counter[str] = Counter()
-    for one in demand:
-        counts[one.request_class] += one.count
-        steps[one.request_class] += ceil(one.steps) * one.count
+    for requests in demand:
+        counts[requests.request_class] += requests.count
+        steps[requests.request_class] += ceil(requests.steps) * requests.count
     return [
         Requests(request_class=name, steps=ceil(steps[name] / count), count=count)
         for name, count in counts.items()
@@ -183,7 +183,7 @@ def _firsts(degrees: Degrees, waiting: Iterable[Requests], table: Table) -> list
     does not run at a small degree comes before all classes that do.
     """
     sizes = sorted(set(degrees), reverse=True)
-    classes = {one.request_class for one in waiting if one.count}
+    classes = {requests.request_class for requests in waiting if requests.count}
     if len(classes) < 2:
         return [{}]
     if len(sizes) == 1:
@@ -214,13 +214,15 @@ def _best_of_one(
             cost = regroup_cost(node.now, masks)
             stopped = [mask for mask in node.running if mask not in masks]
             formed = regroup_us + max((_left_us(node.running[mask], mask, table)[1] for mask in stopped), default=0)
-            waiting = [*share, *(one for mask in stopped if (one := _at_step_end(node.running[mask])))]
+            waiting = [*share, *(request for mask in stopped if (request := _at_step_end(node.running[mask])))]
             for firsts in _firsts(degrees, waiting, table):
                 seats = []
                 for mask in masks:
-                    degree, one = mask.bit_count(), node.running.get(mask)
-                    if one is not None:
-                        seats.append(Seat(degree, _left_us(one, mask, table)[0], one.request_class, firsts.get(degree)))
+                    degree, request = mask.bit_count(), node.running.get(mask)
+                    if request is not None:
+                        seats.append(
+                            Seat(degree, _left_us(request, mask, table)[0], request.request_class, firsts.get(degree))
+                        )
                     else:
                         seats.append(Seat(degree, formed if cost[1] else 0, None, firsts.get(degree)))
                 end = finish_us(seats, waiting, table, gpus=node.gpus, regroup_us=regroup_us)
@@ -235,25 +237,25 @@ def _seatings_worth_a_look(node: PlannedNode, degrees: Degrees) -> list[tuple[in
 
     Interrupted work is the number of remaining steps of the running requests whose group changes.
     """
-    found = seatings(node.live, node.now, degrees)
-    if len(found) == 1:
-        return list(found)
+    choices = seatings(node.live, node.now, degrees)
+    if len(choices) == 1:
+        return list(choices)
 
     def kept(masks: tuple[int, ...]) -> float:
         return sum(node.running[mask].steps for mask in masks if mask in node.running)
 
-    return list(dict.fromkeys([max(found, key=kept), min(found, key=kept)]))
+    return list(dict.fromkeys([max(choices, key=kept), min(choices, key=kept)]))
 
 
-def _left_us(one: Requests, mask: int, table: Table) -> tuple[int, int]:
+def _left_us(request: Requests, mask: int, table: Table) -> tuple[int, int]:
     """Return the microseconds until a running request ends, and until its current step ends."""
-    step = table.step(one.request_class, mask.bit_count())
-    return round(one.steps * step), round((one.steps - int(one.steps)) * step)
+    step = table.step(request.request_class, mask.bit_count())
+    return round(request.steps * step), round((request.steps - int(request.steps)) * step)
 
 
-def _at_step_end(one: Requests) -> Requests | None:
+def _at_step_end(request: Requests) -> Requests | None:
     """Return the remaining request after the end of its current step, or None if no step remains."""
-    return replace(one, steps=int(one.steps), count=1) if int(one.steps) else None
+    return replace(request, steps=int(request.steps), count=1) if int(request.steps) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,8 +289,12 @@ def _ranking(gpus: int, load: Sequence[Requests], allowed: Degrees, table: Table
 def _best_of_kind(node: PlannedNode, ranking: _Ranking) -> _Decision:
     if not node.free and (degrees := node.degrees) in ranking.good:
         return node.now, ranking.good[degrees]
-    found = [(seatings(node.live, node.now, degrees)[0], firsts) for degrees, firsts in ranking.best.items()]
-    return found[0] if len(found) == 1 else min(found, key=lambda one: regroup_cost(node.now, one[0]))
+    decisions = [(seatings(node.live, node.now, degrees)[0], firsts) for degrees, firsts in ranking.best.items()]
+    return (
+        decisions[0]
+        if len(decisions) == 1
+        else min(decisions, key=lambda decision: regroup_cost(node.now, decision[0]))
+    )
 
 
 def _best_of_last(node: PlannedNode, table: Table, regroup_us: int) -> _Decision:
@@ -297,14 +303,16 @@ def _best_of_last(node: PlannedNode, table: Table, regroup_us: int) -> _Decision
     if not node.running or (not node.free and len(node.running) == len(node.groups)):
         return alone
     hold = step_end = 0
-    for mask, one in node.running.items():
-        left, in_step = _left_us(one, mask, table)
-        hold, step_end = max(hold, left), max(step_end, in_step)
-    found = spread([(int(one.steps), one.request_class) for one in node.running.values()], node.gpus, table)
-    if found is None or step_end + regroup_us + found[0] >= hold:
+    for mask, request in node.running.items():
+        left_us, in_step = _left_us(request, mask, table)
+        hold, step_end = max(hold, left_us), max(step_end, in_step)
+    shared = spread(
+        [(int(request.steps), request.request_class) for request in node.running.values()], node.gpus, table
+    )
+    if shared is None or step_end + regroup_us + shared[0] >= hold:
         return alone
-    taken = sorted(found[1], reverse=True)
-    degrees = tuple(taken + [1] * (node.gpus - sum(taken)))
+    shared_degrees = sorted(shared[1], reverse=True)
+    degrees = tuple(shared_degrees + [1] * (node.gpus - sum(shared_degrees)))
     found_seatings = seatings(node.live, node.now, degrees)
     if len(found_seatings) == 1:
         return found_seatings[0], {}

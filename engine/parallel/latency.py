@@ -69,11 +69,11 @@ def believed_step_seconds(latent_shape: Sequence[int], degrees: Iterable[int]) -
     return modelled_step_seconds(published_at("Qwen-Image", row_of_tokens), degrees)
 
 
-def with_measured(modelled: Mapping[int, float], seen: Mapping[int, Sequence[float]]) -> dict[int, float]:
+def with_measured(modelled: Mapping[int, float], observed: Mapping[int, Sequence[float]]) -> dict[int, float]:
     """Return the step table of a request class after measurements.
 
     modelled  seconds of a step by degree: the estimate
-    seen      measured seconds of steps by degree, newest last; degrees outside `modelled` are ignored
+    observed  measured seconds of steps by degree, newest last; degrees outside `modelled` are ignored
     returns   by degree of `modelled`: the median of the `LAST` newest steps; for an unmeasured degree, the model times
               the ratio of measurement to model at the nearest measured degree (in powers of two; on a tie the smaller)
     raises    ValueError: a step time that is zero, negative or not finite
@@ -82,7 +82,7 @@ def with_measured(modelled: Mapping[int, float], seen: Mapping[int, Sequence[flo
     steps do not predict the next step. A moving average would carry a slow step along for a dozen more.
     """
     measured = {}
-    for degree, steps in seen.items():
+    for degree, steps in observed.items():
         if degree in modelled and steps:
             measured[degree] = statistics.median(steps[-LAST:])
             if not 0 < measured[degree] < math.inf:
@@ -91,6 +91,6 @@ def with_measured(modelled: Mapping[int, float], seen: Mapping[int, Sequence[flo
         return dict(modelled)
     table = {}
     for degree, seconds in modelled.items():
-        near = min(sorted(measured), key=lambda other: abs(math.log2(other / degree)))
+        near = min(sorted(measured), key=lambda near_degree: abs(math.log2(near_degree / degree)))
         table[degree] = seconds * measured[near] / modelled[near]
     return table

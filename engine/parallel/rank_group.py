@@ -53,7 +53,7 @@ class RankGroup:
         limit = timedelta(seconds=limit_seconds)
         with _torn():
             store.set(f"rank/{rank}", "here")
-            store.wait([f"rank/{other}" for other in range(ranks)], limit)
+            store.wait([f"rank/{peer}" for peer in range(ranks)], limit)
             messages = ON_CPU.form("gloo", dist.PrefixStore("messages", store), rank, ranks, limit)
         tensors = Communicators(store, timeout_seconds=limit_seconds, links=links_of(device)).get(0, rank, ranks)
         return cls(messages, tensors, store, device)

@@ -101,7 +101,7 @@ def planned_nodes(
     for node in nodes.values():  # sort, because the order of the observed groups carries no meaning
         node.now = tuple(sorted(node.groups, key=_lowest))
         node.running = {mask: node.running[mask] for mask in node.now if mask in node.running}
-    return list(nodes.values()), [one for worker, one in in_flight.items() if worker not in led]
+    return list(nodes.values()), [request for worker, request in in_flight.items() if worker not in led]
 
 
 def _lowest(mask: int) -> int:
@@ -126,10 +126,10 @@ def partitions(gpus: int, degrees: Degrees) -> tuple[Degrees, ...]:
         return ((),)
     return tuple(
         sorted(
-            (degree, *rest)
+            (degree, *smaller)
             for degree in degrees
             if degree <= gpus
-            for rest in partitions(gpus - degree, tuple(d for d in degrees if d <= degree))
+            for smaller in partitions(gpus - degree, tuple(d for d in degrees if d <= degree))
         )
     )
 
@@ -139,10 +139,10 @@ def degrees_up_to(gpus: int, degrees: Degrees) -> Degrees:
 
     Degree 1 is always allowed, so the returned degrees sum to `gpus`.
     """
-    found: list[int] = []
+    chosen: list[int] = []
     for degree in sorted({1, *degrees}, reverse=True):
-        found += [degree] * ((gpus - sum(found)) // degree)
-    return tuple(found)
+        chosen += [degree] * ((gpus - sum(chosen)) // degree)
+    return tuple(chosen)
 
 
 # --- assigning workers to groups
@@ -157,25 +157,25 @@ def seatings(live: int, now: tuple[int, ...], degrees: Degrees) -> tuple[tuple[i
     choices = {degree: _blocks(live, now, degree) for degree in set(big)}
     singles = sum(mask for mask in now if mask & (mask - 1) == 0)
 
-    def seat(number: int, start: int, free: int, taken: tuple[int, ...], left: Degrees, moves: int) -> None:
-        """Try every position for group `number`. `left`: degrees to fill at the end from the free workers."""
+    def seat(number: int, start: int, free: int, masks: tuple[int, ...], unfilled: Degrees, moves: int) -> None:
+        """Try every position for group `number`. `unfilled`: degrees to fill at the end from the free workers."""
         nonlocal least
-        if (len(left), moves) > least:
+        if (len(unfilled), moves) > least:
             return
         if number == len(big):
             # Leave a single worker single if enough free workers remain.
-            others = [*_places(free & ~singles), *_places(free & singles)]
-            for degree in left:
-                taken = (*taken, sum(1 << place for place in others[:degree]))
+            places = [*_places(free & ~singles), *_places(free & singles)]
+            for degree in unfilled:
+                masks = (*masks, sum(1 << place for place in places[:degree]))
                 moves += degree
-                others = others[degree:]
-            alone = tuple(1 << place for place in others)
-            found = (len(left), moves + sum(1 for mask in alone if not mask & singles))
-            if found < least:
-                least = found
+                places = places[degree:]
+            alone = tuple(1 << place for place in places)
+            cost = (len(unfilled), moves + sum(1 for mask in alone if not mask & singles))
+            if cost < least:
+                least = cost
                 best.clear()
-            if found == least:
-                best.append(taken + alone)
+            if cost == least:
+                best.append(masks + alone)
             return
         degree = big[number]
         alike = number + 1 < len(big) and big[number + 1] == degree
@@ -183,8 +183,8 @@ def seatings(live: int, now: tuple[int, ...], degrees: Degrees) -> tuple[tuple[i
             mask, is_new = choices[degree][place]
             if mask & free == mask:
                 then = place + 1 if alike else 0  # visit each set of equal-degree groups in a single order
-                seat(number + 1, then, free & ~mask, (*taken, mask), left, moves + degree * is_new)
-        seat(number + 1, len(choices[degree]) if alike else 0, free, taken, (*left, degree), moves)
+                seat(number + 1, then, free & ~mask, (*masks, mask), unfilled, moves + degree * is_new)
+        seat(number + 1, len(choices[degree]) if alike else 0, free, masks, (*unfilled, degree), moves)
 
     seat(0, 0, live, (), (), 0)
     return tuple(best)
@@ -192,11 +192,11 @@ def seatings(live: int, now: tuple[int, ...], degrees: Degrees) -> tuple[tuple[i
 
 def _blocks(live: int, now: tuple[int, ...], degree: int) -> list[tuple[int, bool]]:
     """Return (group, is new) for groups that need no new communicator: existing groups, then aligned groups."""
-    there = [mask for mask in now if mask.bit_count() == degree]
+    existing = [mask for mask in now if mask.bit_count() == degree]
     block = (1 << degree) - 1
     aligned = (block << start for start in range(0, live.bit_length(), degree))
-    return [(mask, False) for mask in there] + [
-        (mask, True) for mask in aligned if mask & live == mask and mask not in there
+    return [(mask, False) for mask in existing] + [
+        (mask, True) for mask in aligned if mask & live == mask and mask not in existing
     ]
 
 

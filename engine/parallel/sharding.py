@@ -121,9 +121,9 @@ class _OrderedSum:
         parts = torch.empty_like(input_tensor)
         with self._measure():
             dist.all_to_all_single(parts, input_tensor, group=group)
-        first, *others = parts.view(dist.get_world_size(group), -1)
+        first, *other_parts = parts.view(dist.get_world_size(group), -1)
         output_tensor.copy_(first)
-        for part in others:
+        for part in other_parts:
             output_tensor.add_(part)
 
 

@@ -241,8 +241,8 @@ class SD3Attention:
         image = attn.to_out[1](attn.to_out[0](attended[:, : hidden_states.shape[1]]))
         if encoder_hidden_states is None:
             return image
-        rest = attended[:, hidden_states.shape[1] :]
-        return image, rest if attn.context_pre_only else attn.to_add_out(rest)
+        text_attended = attended[:, hidden_states.shape[1] :]
+        return image, text_attended if attn.context_pre_only else attn.to_add_out(text_attended)
 
 
 def _heads(

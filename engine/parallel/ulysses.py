@@ -141,7 +141,7 @@ def sum_gradients(parameters: Iterable[nn.Parameter], group: SPGroup | None) -> 
 def _sum_together(gradients: list[Tensor], group: SPGroup) -> None:
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
     group.all_reduce(flat)
-    for gradient, whole in zip(gradients, flat.split([one.numel() for one in gradients]), strict=True):
+    for gradient, whole in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
         gradient.copy_(whole.view_as(gradient))
 
 
@@ -172,21 +172,21 @@ class _SharedPass(SharedAttention):
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Hook before the first block: keep this rank's tokens of the streams that enter the block."""
-        given, named = list(args), dict(kwargs)
+        arguments, named = list(args), dict(kwargs)
         for place, (name, stream) in enumerate(
             zip(("hidden_states", "encoder_hidden_states"), self._plan.enters, strict=False)
         ):
             if name in named:
                 named[name] = self.part(named[name], stream, 1)
             else:
-                given[place] = self.part(given[place], stream, 1)
-        return tuple(given), named
+                arguments[place] = self.part(arguments[place], stream, 1)
+        return tuple(arguments), named
 
     def part(self, x: Tensor, stream: Stream, dim: int) -> Tensor:
         """Return this rank's tokens of a tensor along `stream` in dimension `dim`."""
         if stream is Stream.JOINT:
             lengths = [self._lengths[Stream.TEXT], self._lengths[Stream.IMAGE]]
-            return torch.cat([self._own(one, dim) for one in x.split(lengths, dim)], dim)
+            return torch.cat([self._own(tokens, dim) for tokens in x.split(lengths, dim)], dim)
         self._lengths[stream] = x.shape[dim]
         return self._own(x, dim)
 
@@ -208,7 +208,10 @@ class _SharedPass(SharedAttention):
         degree = self._group.degree
         lengths = self._lengths_of(query.shape[1])
         order, places = _indices(lengths, degree, query.device)
-        mine = [one.to(_dtype(query)).unflatten(2, (degree, -1)).permute(2, 1, 0, 3, 4) for one in (query, key, value)]
+        mine = [
+            projection.to(_dtype(query)).unflatten(2, (degree, -1)).permute(2, 1, 0, 3, 4)
+            for projection in (query, key, value)
+        ]
         # [heads' owner, own, 3, B, heads, D] -> [tokens' owner, own, 3, B, heads, D]
         received: Tensor = _AllToAll.apply(torch.stack(mine, dim=2), self._group)
         query, key, value = received.flatten(0, 1).index_select(0, order).permute(1, 2, 0, 3, 4)
@@ -244,8 +247,8 @@ class _SharedPass(SharedAttention):
         missing = tokens - mask.shape[-1]
         if missing == 0:
             return mask
-        here = share_of(self._lengths[Stream.IMAGE], self._group.degree)
-        if not self._plan.text_first or missing != self._lengths[Stream.IMAGE] - here:
+        own_tokens = share_of(self._lengths[Stream.IMAGE], self._group.degree)
+        if not self._plan.text_first or missing != self._lengths[Stream.IMAGE] - own_tokens:
             raise RuntimeError(
                 f"an attention mask over {mask.shape[-1]} keys does not belong to {tokens} tokens; "
                 "give the text's mask as the model's forward pass takes it"
@@ -260,7 +263,7 @@ def _cut_outputs(
     if isinstance(output, Tensor):
         ((stream, dim),) = cuts
         return work.part(output, stream, dim)
-    return tuple(work.part(one, stream, dim) for one, (stream, dim) in zip(output, cuts, strict=True))
+    return tuple(work.part(tensor, stream, dim) for tensor, (stream, dim) in zip(output, cuts, strict=True))
 
 
 def _dtype(x: Tensor) -> torch.dtype:

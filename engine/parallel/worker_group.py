@@ -54,10 +54,10 @@ def aligned_subsets(gpus: int, degrees: Iterable[int]) -> tuple[tuple[int, ...],
     )
 
 
-def regroups(now: Iterable[WorkerGroup], wanted: Iterable[WorkerGroup]) -> tuple[WorkerGroup, ...]:
+def regroups(now: Iterable[WorkerGroup], planned: Iterable[WorkerGroup]) -> tuple[WorkerGroup, ...]:
     """Return the wanted groups that do not exist yet.
 
     A group with the same members exists, even with another `first`.
     """
-    there = {frozenset(group.members) for group in now}
-    return tuple(group for group in wanted if frozenset(group.members) not in there)
+    existing = {frozenset(group.members) for group in now}
+    return tuple(group for group in planned if frozenset(group.members) not in existing)

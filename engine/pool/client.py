@@ -105,7 +105,7 @@ class PoolReward:
 
     def _asked(self, images: Tensor, prompts: Sequence[str], first: int, *, alone: bool) -> list[Score]:
         """Score some images in one call. `alone`: in a call without images of other workers. Raises ScorerHung."""
-        wanted = [digest_of(image, prompt) for image, prompt in zip(images, prompts, strict=True)]
+        digests = [digest_of(image, prompt) for image, prompt in zip(images, prompts, strict=True)]
         pause, failures, turn = FIRST_PAUSE_SECONDS, 0, itertools.count(first)
         fault = ""
         while failures < self._tries:
@@ -117,7 +117,7 @@ class PoolReward:
             if connection is not None:
                 try:
                     with connection:
-                        return self._ask(connection, Ask(prompts=tuple(prompts), alone=alone), images, wanted)
+                        return self._ask(connection, Ask(prompts=tuple(prompts), alone=alone), images, digests)
                 except (OSError, WrongScores) as error:
                     failures += 1
                     fault = f"scorer-{number}: try {failures} of {self._tries}: {error}"
@@ -127,15 +127,15 @@ class PoolReward:
         print(f"{len(prompts)} images have no score, and their groups are skipped", flush=True)
         return [Score(reward=nan, metrics={}, fault=fault) for _ in prompts]
 
-    def _ask(self, connection: socket.socket, ask: Ask, images: Tensor, wanted: Sequence[str]) -> list[Score]:
+    def _ask(self, connection: socket.socket, ask: Ask, images: Tensor, digests: Sequence[str]) -> list[Score]:
         """Return the scores. Raises OSError, WrongScores, ScorerHung and RewardError."""
         send(connection, ask, images)
         answer, _ = receive(connection)
         match answer:
             case Scores(scores=scores):
-                if [one.digest for one in scores] != list(wanted):
+                if [scored.digest for scored in scores] != list(digests):
                     raise WrongScores("the answer has scores of other images")
-                return [one.score() for one in scores]
+                return [scored.score() for scored in scores]
             case Failed(text=text):
                 raise RewardError(text)
             case Hangs(text=text):

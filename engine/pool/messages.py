@@ -79,10 +79,10 @@ Message = Ask | Scores | Failed | Hangs
 def digest_of(image: Tensor, prompt: str) -> str:
     """Return the digest of an image and its prompt."""
     bits = image.detach().cpu().contiguous().view(torch.uint8).numpy()
-    found = blake2b(str((image.dtype, *image.shape)).encode(), digest_size=16)
-    found.update(bits.tobytes())
-    found.update(prompt.encode())
-    return found.hexdigest()
+    digest = blake2b(str((image.dtype, *image.shape)).encode(), digest_size=16)
+    digest.update(bits.tobytes())
+    digest.update(prompt.encode())
+    return digest.hexdigest()
 
 
 def send(connection: socket.socket, message: Message, images: Tensor | None = None) -> None:

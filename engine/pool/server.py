@@ -56,11 +56,11 @@ class Request:
     alone: bool = False
     """The images are scored in a call of their own."""
 
-    def joins(self, other: "Request") -> bool:
+    def joins(self, request: "Request") -> bool:
         """Return True if the images of both fit into one tensor, and neither is to be scored alone."""
-        if self.alone or other.alone:
+        if self.alone or request.alone:
             return False
-        return self.images.shape[1:] == other.images.shape[1:] and self.images.dtype == other.images.dtype
+        return self.images.shape[1:] == request.images.shape[1:] and self.images.dtype == request.images.dtype
 
     def is_abandoned(self) -> bool:
         """Return True if the worker closed its connection."""
@@ -121,7 +121,7 @@ class ScoringProcess:
     def _take(self) -> list[Request]:
         """Wait for a request, and return it with the waiting requests that fit into the same batch."""
         first, self._next = self._next or self._waiting.get(), None
-        taken, count = [first], len(first.prompts)
+        requests, count = [first], len(first.prompts)
         while count < self._batch:
             try:
                 more = self._waiting.get_nowait()
@@ -130,24 +130,24 @@ class ScoringProcess:
             if not more.joins(first) or count + len(more.prompts) > self._batch:
                 self._next = more
                 break
-            taken.append(more)
+            requests.append(more)
             count += len(more.prompts)
-        return taken
+        return requests
 
     def scores_of(self, requests: Sequence[Request]) -> list[Scores | Failed]:
         """Return an answer for each request. An error fails only the request that causes it."""
-        wanted = [request for request in requests if not request.is_abandoned()]
-        if not wanted:
+        pending = [request for request in requests if not request.is_abandoned()]
+        if not pending:
             return [Failed(text="the worker is gone")] * len(requests)
-        images = torch.cat([request.images for request in wanted])
-        prompts = [prompt for request in wanted for prompt in request.prompts]
+        images = torch.cat([request.images for request in pending])
+        prompts = [prompt for request in pending for prompt in request.prompts]
         try:
             scored = iter(self._score(images, prompts))
         except Exception as error:  # a user's reward may raise anything; the worker reports the fault
             if len(requests) > 1:
                 return [self.scores_of([request])[0] for request in requests]
             return [Failed(text=f"{type(error).__name__}: {error}"[:ERROR_CHARACTERS])]
-        by_request = {id(request): tuple(next(scored) for _ in request.prompts) for request in wanted}
+        by_request = {id(request): tuple(next(scored) for _ in request.prompts) for request in pending}
         return [
             Scores(scores=by_request[id(request)]) if id(request) in by_request else Failed(text="the worker is gone")
             for request in requests

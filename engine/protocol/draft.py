@@ -55,8 +55,8 @@ def early_groups(share: float, groups: int) -> int:
 
 def has_pool(results: Iterable[Finished], prompts: Sequence[str], least: int) -> bool:
     """Return True if every prompt has `least` candidates with a finite reward."""
-    found = Counter(result.request.prompt for result in results if isfinite(result.score.reward))
-    return all(found[prompt] >= least for prompt in prompts)
+    counts = Counter(result.request.prompt for result in results if isfinite(result.score.reward))
+    return all(counts[prompt] >= least for prompt in prompts)
 
 
 def with_draft(manifest: Manifest, draft: Draft) -> Manifest:

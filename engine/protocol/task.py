@@ -35,9 +35,9 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
         # Check here and not in `submit`: a task rejected by the queue must not be in the journal already.
         if self.scorer not in get_args(Scorer):
             raise ValueError(f"a task's scorer is {self.scorer!r}; use one of {', '.join(get_args(Scorer))}")
-        others = {str(request.kind) for request in self.requests} - {str(Kind.EXPLORE)}
-        if self.scorer == "student" and others:
+        other_kinds = {str(request.kind) for request in self.requests} - {str(Kind.EXPLORE)}
+        if self.scorer == "student" and other_kinds:
             raise ValueError(
-                f"a task of kind {', '.join(sorted(others))} names the student as its scorer; only exploration may, "
-                "because a student ranks seeds and its scores are not the reward; use scorer='reward'"
+                f"a task of kind {', '.join(sorted(other_kinds))} names the student as its scorer; only exploration "
+                "may, because a student ranks seeds and its scores are not the reward; use scorer='reward'"
             )

@@ -26,41 +26,41 @@ class Backlog:
             kind: OrderedDict() for kind in Kind
         }
 
-    def add(self, item: QueuedRequest, *, first: bool = False) -> None:
+    def add(self, entry: QueuedRequest, *, first: bool = False) -> None:
         """Let a request wait. `first`: in front of all requests of its kind."""
-        request = item.attempt.request
+        request = entry.attempt.request
         slots = self._slots[request.kind]
-        item.slot = self.slot_of(item)
-        bucket = slots.get(item.slot)
+        entry.slot = self.slot_of(entry)
+        bucket = slots.get(entry.slot)
         if bucket is None:
-            bucket = slots[item.slot] = OrderedDict()
-        bucket[request] = item
+            bucket = slots[entry.slot] = OrderedDict()
+        bucket[request] = entry
         if first:
             bucket.move_to_end(request, last=False)
-            slots.move_to_end(item.slot, last=False)
+            slots.move_to_end(entry.slot, last=False)
 
-    def remove(self, item: QueuedRequest) -> None:
+    def remove(self, entry: QueuedRequest) -> None:
         """Remove a waiting request."""
-        request = item.attempt.request
-        assert item.slot is not None
-        bucket = self._slots[request.kind][item.slot]
+        request = entry.attempt.request
+        assert entry.slot is not None
+        bucket = self._slots[request.kind][entry.slot]
         del bucket[request]
         if not bucket:
-            del self._slots[request.kind][item.slot]
-        item.slot = None
+            del self._slots[request.kind][entry.slot]
+        entry.slot = None
 
-    def slot_of(self, item: QueuedRequest) -> Slot:
+    def slot_of(self, entry: QueuedRequest) -> Slot:
         """Return the slot where a request has to wait. A suspect that must run alone gets its own slot."""
-        return (item.of.number, item.attempt.step, item.attempt.request if must_run_alone(item) else None)
+        return (entry.of.number, entry.attempt.step, entry.attempt.request if must_run_alone(entry) else None)
 
     def __len__(self) -> int:
         return sum(len(bucket) for slots in self._slots.values() for bucket in slots.values())
 
-    def has(self, item: QueuedRequest) -> bool:
+    def has(self, entry: QueuedRequest) -> bool:
         """Return True if this very request waits in its slot."""
-        request, slot = item.attempt.request, item.slot
+        request, slot = entry.attempt.request, entry.slot
         bucket = None if slot is None else self._slots[request.kind].get(slot)
-        return bucket is not None and bucket.get(request) is item
+        return bucket is not None and bucket.get(request) is entry
 
     def holds(self, kind: Kind) -> bool:
         """Return True if a request of this kind waits."""
@@ -85,8 +85,8 @@ class Backlog:
             if first.attempt.weights in published and (most_images is None or task.shape <= most_images):
                 if len(bucket) <= task.shape:
                     return list(bucket.values())
-                items = iter(bucket.values())
-                return [next(items) for _ in range(task.shape)]
+                entries = iter(bucket.values())
+                return [next(entries) for _ in range(task.shape)]
         return None
 
     def too_large(self, kind: Kind, most_images: int | None) -> int:
@@ -109,7 +109,7 @@ class Backlog:
         for kind, slots in self._slots.items():
             for slot, bucket in slots.items():
                 assert bucket, "an empty slot"
-                for request, item in bucket.items():
+                for request, entry in bucket.items():
                     assert request.kind is kind, f"{request} waits among requests of another kind"
-                    assert item.slot == slot, f"{request} waits twice"
-                    assert slot == self.slot_of(item), f"{request} waits in the wrong slot"
+                    assert entry.slot == slot, f"{request} waits twice"
+                    assert slot == self.slot_of(entry), f"{request} waits in the wrong slot"

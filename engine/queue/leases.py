@@ -51,8 +51,8 @@ class Lease:
         The step time is the worker's own, but at least the average of this kind of work. A worker silent for longer
         than `silence_ms` is expected to stay silent for the same time again.
         """
-        pace, made = self.of.pace.step_ms, self.step - self.first_step
-        own = max(pace, (self.last_step_ms - self.granted_ms) / made) if made else pace
+        pace, steps_made = self.of.pace.step_ms, self.step - self.first_step
+        own = max(pace, (self.last_step_ms - self.granted_ms) / steps_made) if steps_made else pace
         silent = now_ms - self.last_step_ms
         since = self.last_step_ms if silent <= silence_ms else now_ms + silent
         return since + own * (self.of.task.steps - self.step)
@@ -108,8 +108,8 @@ class LeaseTable:
         """Yield the worker, the remaining work and the batch shape of each lease."""
         for lease in self.open.values():
             task = lease.of.task
-            left = task.steps - lease.made_by(now_ms)
-            yield lease.worker, Requests(request_class=task.request_class, steps=left), task.shape
+            steps_left = task.steps - lease.made_by(now_ms)
+            yield lease.worker, Requests(request_class=task.request_class, steps=steps_left), task.shape
 
     def record(self, number: int) -> LeaseRecord:
         """Return the facts that restore a lease. Raises KeyError if the lease has ended."""
@@ -131,7 +131,7 @@ class LeaseTable:
         for number, lease in numbers.items():
             weights = lease.of.task.weights
             assert lease.requests, f"lease {number} holds nothing"
-            for request, item in lease.requests.items():
-                assert number in item.leases, f"{request} does not know its lease {number}"
-                assert item.slot is None, f"{request} is leased and waits"
-                assert item.attempt.weights is weights or item.attempt.weights == weights, f"{request}: two versions"
+            for request, entry in lease.requests.items():
+                assert number in entry.leases, f"{request} does not know its lease {number}"
+                assert entry.slot is None, f"{request} is leased and waits"
+                assert entry.attempt.weights is weights or entry.attempt.weights == weights, f"{request}: two versions"

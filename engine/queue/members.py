@@ -92,8 +92,8 @@ class Members:
 
     def takes_work(self, name: str) -> bool:
         """Return True if the node's workers may get work. A node without a record may."""
-        known = self.nodes.get(name)
-        return known is None or known.takes_work
+        node = self.nodes.get(name)
+        return node is None or node.takes_work
 
     def live_nodes(self, working: Collection[str], now_ms: int, within_ms: int) -> list[str]:
         """Return the nodes that work or have called recently. Draining and lost nodes are left out."""

@@ -30,10 +30,10 @@ def outlook(state: QueueState, batch: int, *, now_ms: int, silence_ms: int) -> O
         worker.name for worker in state.members.workers.values() if worker.node in live and worker.name not in busy
     )
     waiting = tuple(
-        Waiting(prompt=request.prompt, seed=request.seed, step=item.attempt.step, is_old=kind is Kind.EARLY)
+        Waiting(prompt=request.prompt, seed=request.seed, step=entry.attempt.step, is_old=kind is Kind.EARLY)
         for kind in TRAINED
-        for request, item in state.backlog.items(kind)
+        for request, entry in state.backlog.items(kind)
         if is_wanted(request)
     )
-    paces = (item.of.pace.step_ms for request, item in state.requests.items() if is_wanted(request))
+    paces = (entry.of.pace.step_ms for request, entry in state.requests.items() if is_wanted(request))
     return Outlook(waiting=waiting, leases=leases, idle=tuple(idle), step_ms=next(paces, 0.0))

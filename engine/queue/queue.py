@@ -105,15 +105,15 @@ class Queue:
             if request in self.finished or self.state.is_made_anew(request):
                 continue
             self.state.drop_early(request)
-            item = self.state.requests.get(request)
-            if item is not None and item.attempt.weights == task.weights:
+            entry = self.state.requests.get(request)
+            if entry is not None and entry.attempt.weights == task.weights:
                 continue
-            if item is not None:
-                self.state.leave(item)
+            if entry is not None:
+                self.state.leave(entry)
             self.poisoned.pop(request, None)
-            item = QueuedRequest(attempt=Attempt(request=request, weights=task.weights), of=of)
-            self.state.requests[request] = item
-            self._backlog.add(item)
+            entry = QueuedRequest(attempt=Attempt(request=request, weights=task.weights), of=of)
+            self.state.requests[request] = entry
+            self._backlog.add(entry)
 
     def publish(self, weights: WeightsKey, digest: str) -> None:
         """Make weights available to workers. Weights without `average` become the live weights."""
@@ -124,16 +124,16 @@ class Queue:
         for request in requests:
             self.finished.pop(request, None)
             self.poisoned.pop(request, None)
-            item = self.state.requests.pop(request, None)
-            if item is not None:
-                self.state.leave(item)
+            entry = self.state.requests.pop(request, None)
+            if entry is not None:
+                self.state.leave(entry)
 
     def forget_weights(self, keep: Iterable[WeightsKey]) -> list[WeightsKey]:
         """Drop the weights that are not in `keep`, not live and not needed by a queued request.
 
         Return the dropped keys.
         """
-        return self.weights.drop([*keep, *(item.attempt.weights for item in self.state.requests.values())])
+        return self.weights.drop([*keep, *(entry.attempt.weights for entry in self.state.requests.values())])
 
     def wanted(self, kind: Kind) -> int:
         """Return the number of unfinished requests of a kind."""
@@ -258,9 +258,9 @@ class Queue:
             return Fenced(lease=number)
         lease = self._leases.open[number]
         for request, (step, blob) in states.items():
-            item = lease.requests.get(request)
-            if item is not None:
-                self.state.commit(item, step, blob)
+            entry = lease.requests.get(request)
+            if entry is not None:
+                self.state.commit(entry, step, blob)
         if states:
             self._leases.renew(lease, max(step for step, _ in states.values()), now_ms)
         if cost_ms is not None:
@@ -444,15 +444,17 @@ class Queue:
         for kind in in_order(self._backlog, self.weights, holds, most_images):
             if kind not in kinds:
                 continue
-            items, copy = self._backlog.next_batch(kind, most_images, self.weights.digests), False
-            if items is None and kind in (Kind.TRAIN, Kind.EVALUATE):
-                items = slowest_requests(self._leases.open.values(), self.rules, kind, member.name, now_ms, most_images)
+            entries, copy = self._backlog.next_batch(kind, most_images, self.weights.digests), False
+            if entries is None and kind in (Kind.TRAIN, Kind.EVALUATE):
+                entries = slowest_requests(
+                    self._leases.open.values(), self.rules, kind, member.name, now_ms, most_images
+                )
                 copy = True
-            if items is None:
+            if entries is None:
                 too_large = too_large or self._backlog.too_large(kind, most_images)
                 continue
-            load = self.weights.order(items[0].attempt.weights, holds)
-            return load if load is not None else self._work(member, items, now_ms, copy=copy)
+            load = self.weights.order(entries[0].attempt.weights, holds)
+            return load if load is not None else self._work(member, entries, now_ms, copy=copy)
         if too_large and member.warned_images != most_images:
             member.warned_images = most_images
             text = f"{member.name} has room for {most_images} images a forward pass, and what waits needs {too_large}"
@@ -461,20 +463,20 @@ class Queue:
             )
         return self.weights.order(self.live, holds) or Wait()
 
-    def _work(self, member: WorkerRecord, items: list[QueuedRequest], now_ms: int, *, copy: bool) -> Work:
-        number, of = self._leases.issue_number(), items[0].of
-        lease = self.state.grant(number, member, items, items[0].attempt.step, now_ms, copy=copy)
+    def _work(self, member: WorkerRecord, entries: list[QueuedRequest], now_ms: int, *, copy: bool) -> Work:
+        number, of = self._leases.issue_number(), entries[0].of
+        lease = self.state.grant(number, member, entries, entries[0].attempt.step, now_ms, copy=copy)
         return Work(
             lease=number,
-            attempts=tuple(item.attempt for item in items),
+            attempts=tuple(entry.attempt for entry in entries),
             sampler=of.task.sampler,
             shape=of.task.shape,
             dtype=of.task.dtype,
             expires_ms=lease.expires_ms,
             commit_every=self.commits.steps_between(of, lease.first_step),
-            images=tuple(item.attempt.request in of.shown for item in items),
+            images=tuple(entry.attempt.request in of.shown for entry in entries),
             scorer=of.task.scorer,
-            no_score=self._hangs[of.task.scorer].reasons([item.attempt.request for item in items]),
+            no_score=self._hangs[of.task.scorer].reasons([entry.attempt.request for entry in entries]),
         )
 
     # --- leases -----------------------------------------------------------------------------------------

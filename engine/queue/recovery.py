@@ -14,16 +14,16 @@ from engine.queue.state import QueueState
 
 def restore_state(state: QueueState, request: RequestId, step: int, blob: str) -> None:
     """Restore a durable in-flight state."""
-    item = state.requests.get(request)
-    if item is not None:
-        state.commit(item, step, blob)
+    entry = state.requests.get(request)
+    if entry is not None:
+        state.commit(entry, step, blob)
 
 
 def restore_poisoned(state: QueueState, request: RequestId, text: str) -> None:
     """Restore a poisoned request and its error text."""
-    item = state.requests.get(request)
-    if item is not None:
-        state.leave(item)
+    entry = state.requests.get(request)
+    if entry is not None:
+        state.leave(entry)
         state.poisoned[request] = text
 
 
@@ -41,20 +41,22 @@ def restore_lease(state: QueueState, record: LeaseRecord, now_ms: int) -> None:
             state.requeue(number, now_ms)
         worker.restart(record.boot)
     worker.seq = max(worker.seq, record.seq)
-    wanted = (state.requests[request] for request in record.requests if request in state.requests)
-    items = [i for i in wanted if i.attempt.weights == record.weights and i.attempt.request not in state.poisoned]
+    listed_entries = (state.requests[request] for request in record.requests if request in state.requests)
+    entries = [
+        i for i in listed_entries if i.attempt.weights == record.weights and i.attempt.request not in state.poisoned
+    ]
     if not record.copy:
-        for item in items:
-            state.leave(item)
-    items = [item for item in items if len(item.leases) < 2]
-    if items:
-        step = min(item.attempt.step for item in items)
-        lease = state.grant(record.number, worker, items, step, now_ms, copy=record.copy)
+        for entry in entries:
+            state.leave(entry)
+    entries = [entry for entry in entries if len(entry.leases) < 2]
+    if entries:
+        step = min(entry.attempt.step for entry in entries)
+        lease = state.grant(record.number, worker, entries, step, now_ms, copy=record.copy)
         lease.images = len(record.requests)
         lease.seq, lease.expires_ms = record.seq, now_ms + record.lease_ms
 
 
 def committed_states(state: QueueState, requests: Iterable[RequestId]) -> list[tuple[RequestId, int, str]]:
     """Return the durable in-flight states of these requests: (request, step, blob)."""
-    items = [state.requests[request] for request in requests if request in state.requests]
-    return [(i.attempt.request, i.attempt.step, i.attempt.state) for i in items if i.attempt.state is not None]
+    entries = [state.requests[request] for request in requests if request in state.requests]
+    return [(i.attempt.request, i.attempt.step, i.attempt.state) for i in entries if i.attempt.state is not None]

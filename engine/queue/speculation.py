@@ -19,19 +19,19 @@ def slowest_requests(
 
     Return None if a copy from the committed step would not end sooner.
     """
-    found: list[QueuedRequest] | None = None
+    slowest: list[QueuedRequest] | None = None
     latest = 0.0
     for lease in leases:
         task, pace = lease.of.task, lease.of.pace.step_ms
         if lease.worker == worker or not pace or task.requests[0].kind is not kind:
             continue
-        items = list(lease.requests.values())
-        if any(len(item.leases) > 1 or item.crashes or item.hung for item in items) or (
+        entries = list(lease.requests.values())
+        if any(len(entry.leases) > 1 or entry.crashes or entry.hung for entry in entries) or (
             most_images is not None and task.shape > most_images
         ):
             continue
-        step = min(item.attempt.step for item in items)
+        step = min(entry.attempt.step for entry in entries)
         end_ms = lease.end_ms(now_ms, rules.lease_of(lease.of.pace) // 2)
         if end_ms > latest and now_ms + pace * (task.steps - step + 1) < end_ms:
-            found, latest = [item for item in items if item.attempt.step == step], end_ms
-    return found
+            slowest, latest = [entry for entry in entries if entry.attempt.step == step], end_ms
+    return slowest

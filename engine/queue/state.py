@@ -45,28 +45,28 @@ class QueueState:
         self.events: list[ProgressEvent] = []
 
     def grant(
-        self, number: int, worker: WorkerRecord, items: list[QueuedRequest], step: int, now_ms: int, *, copy: bool
+        self, number: int, worker: WorkerRecord, entries: list[QueuedRequest], step: int, now_ms: int, *, copy: bool
     ) -> Lease:
         """Open a lease on these requests. `copy`: another worker holds a lease on the same requests."""
-        of = items[0].of
-        for item in items:
-            if item.slot is not None:
-                self.backlog.remove(item)
-            item.leases.append(number)
+        of = entries[0].of
+        for entry in entries:
+            if entry.slot is not None:
+                self.backlog.remove(entry)
+            entry.leases.append(number)
         lease = self.leases.open[number] = Lease(
             worker=worker.name,
             node=worker.node,
             boot=worker.boot,
             seq=worker.seq,
             of=of,
-            requests={item.attempt.request: item for item in items},
+            requests={entry.attempt.request: entry for entry in entries},
             first_step=step,
             granted_ms=now_ms,
             last_step_ms=now_ms,
             expires_ms=now_ms + self.rules.lease_of(of.pace),
             step=step,
             copy=copy,
-            images=len(items),
+            images=len(entries),
         )
         worker.leases.add(number)
         return lease
@@ -77,16 +77,16 @@ class QueueState:
         self.members.workers[lease.worker].leases.discard(number)
         return lease
 
-    def leave(self, item: QueuedRequest) -> None:
+    def leave(self, entry: QueuedRequest) -> None:
         """Remove the request from the queue and revoke its leases. Results for revoked leases are rejected."""
-        if item.slot is not None:
-            self.backlog.remove(item)
-        for number in item.leases:
+        if entry.slot is not None:
+            self.backlog.remove(entry)
+        for number in entry.leases:
             lease = self.leases.open[number]
-            del lease.requests[item.attempt.request]
+            del lease.requests[entry.attempt.request]
             if not lease.requests:
                 self.end_lease(number)
-        item.leases = []
+        entry.leases = []
 
     def is_made_anew(self, request: RequestId) -> bool:
         """Return True for an early request whose image is wanted, or was made, as a training rollout."""
@@ -99,29 +99,29 @@ class QueueState:
         Otherwise a worker could still load old weights and sample an image that nobody trains.
         """
         early = replace(request, kind=Kind.EARLY)
-        item = self.requests.pop(early, None) if request.kind is Kind.TRAIN else None
-        if item is not None:
-            self.leave(item)
+        entry = self.requests.pop(early, None) if request.kind is Kind.TRAIN else None
+        if entry is not None:
+            self.leave(entry)
             self.poisoned.pop(early, None)
 
     def finish(self, result: Finished) -> None:
         """Record the result of a request. Ignore a request that the queue does not hold."""
-        item = self.requests.pop(result.request, None)
-        if item is not None:
-            self.leave(item)
+        entry = self.requests.pop(result.request, None)
+        if entry is not None:
+            self.leave(entry)
             self.poisoned.pop(result.request, None)
             self.finished[result.request] = result
 
-    def commit(self, item: QueuedRequest, step: int, blob: str) -> None:
+    def commit(self, entry: QueuedRequest, step: int, blob: str) -> None:
         """Record a durable in-flight state. Ignore a step that is not newer than the last committed step."""
-        if step <= item.attempt.step:
+        if step <= entry.attempt.step:
             return
-        waits = item.slot is not None
+        waits = entry.slot is not None
         if waits:
-            self.backlog.remove(item)
-        item.commit(step, blob)
+            self.backlog.remove(entry)
+        entry.commit(step, blob)
         if waits:
-            self.backlog.add(item, first=True)
+            self.backlog.add(entry, first=True)
 
     def requeue(self, number: int, now_ms: int) -> int:
         """Return a lease's requests to the front of the queue.
@@ -130,13 +130,13 @@ class QueueState:
         the last reported step and the time since the grant, because a dead worker reports nothing.
         """
         lease = self.end_lease(number)
-        made, lost = lease.made_by(now_ms), 0
-        for item in reversed(lease.requests.values()):
-            item.leases.remove(number)
-            if item.leases:
+        steps_made, lost = lease.made_by(now_ms), 0
+        for entry in reversed(lease.requests.values()):
+            entry.leases.remove(number)
+            if entry.leases:
                 continue  # another worker holds a lease on the same request
-            lost += max(0, made - item.attempt.step)
-            self.backlog.add(item, first=True)
+            lost += max(0, steps_made - entry.attempt.step)
+            self.backlog.add(entry, first=True)
         return lost
 
     def revoke(self, numbers: Iterable[int], node: str, reason: str, now_ms: int) -> None:
@@ -153,29 +153,31 @@ class QueueState:
 
     def record_crash(self, request: RequestId, text: str, *, alone: bool) -> None:
         """Record a worker's crash on this request. `alone`: the request was alone in its lease."""
-        item = self.requests.get(request)
-        if item is None or request in self.poisoned:
+        entry = self.requests.get(request)
+        if entry is None or request in self.poisoned:
             return
-        waits = item.slot is not None
+        waits = entry.slot is not None
         if waits:
-            self.backlog.remove(item)
-        if count_crash(item, alone=alone):
+            self.backlog.remove(entry)
+        if count_crash(entry, alone=alone):
             self.poisoned[request] = text
-            self.events.append(Warned(text=f"{request.prompt!r} brought down {item.crashes} workers and waits: {text}"))
+            self.events.append(
+                Warned(text=f"{request.prompt!r} brought down {entry.crashes} workers and waits: {text}")
+            )
         elif waits:
-            self.backlog.add(item, first=True)
+            self.backlog.add(entry, first=True)
 
     def record_hang(self, request: RequestId) -> None:
         """Record that a scorer did not return for a lease with this request: from now on the request runs alone."""
-        item = self.requests.get(request)
-        if item is None or item.hung:
+        entry = self.requests.get(request)
+        if entry is None or entry.hung:
             return
-        waits = item.slot is not None
+        waits = entry.slot is not None
         if waits:
-            self.backlog.remove(item)
-        item.hung = True
+            self.backlog.remove(entry)
+        entry.hung = True
         if waits:
-            self.backlog.add(item, first=True)
+            self.backlog.add(entry, first=True)
 
     def demand(self, now_ms: int) -> Demand:
         """Return the waiting and in-flight work, as input for planning SP groups."""
@@ -185,11 +187,11 @@ class QueueState:
         for some, shape in self.backlog.demand():
             waiting.append(some)
             images[some.request_class] = shape
-        for worker, left, shape in self.leases.demand(now_ms):
-            images[left.request_class] = shape
+        for worker, requests, shape in self.leases.demand(now_ms):
+            images[requests.request_class] = shape
             # A worker may hold two leases: the images of the first are scored while the second is sampled.
-            if worker not in in_flight or in_flight[worker].steps < left.steps:
-                in_flight[worker] = left
+            if worker not in in_flight or in_flight[worker].steps < requests.steps:
+                in_flight[worker] = requests
         return Demand(waiting=waiting, in_flight=in_flight, images=images)
 
     def check(self, number: int | None = None) -> None:
@@ -200,22 +202,26 @@ class QueueState:
         table = self.leases.open
         chosen = table if number is None else {n: table[n] for n in (number,) if n in table}
         self.leases.check(chosen)
-        for known, lease in chosen.items():
-            assert known in self.members.workers[lease.worker].leases, f"lease {known} is unknown to its worker"
-            for request, item in lease.requests.items():
-                assert self.requests.get(request) is item, f"lease {known} holds an attempt at {request} that is over"
+        for lease_number, lease in chosen.items():
+            assert lease_number in self.members.workers[lease.worker].leases, (
+                f"lease {lease_number} is unknown to its worker"
+            )
+            for request, entry in lease.requests.items():
+                assert self.requests.get(request) is entry, (
+                    f"lease {lease_number} holds an attempt at {request} that is over"
+                )
         if number is not None:
             return
-        assert all(known < self.leases.next_number for known in table), "a lease number of the future"
+        assert all(lease_number < self.leases.next_number for lease_number in table), "a lease number of the future"
         self.members.check(table)
         self.backlog.check()
         waiting = 0
-        for request, item in self.requests.items():
-            states = (bool(item.leases), item.slot is not None, request in self.poisoned)
+        for request, entry in self.requests.items():
+            states = (bool(entry.leases), entry.slot is not None, request in self.poisoned)
             assert sum(states) == 1, f"{request}: leased, waiting, poisoned = {states}"
-            assert len(item.leases) <= 2, f"{request} is made by {len(item.leases)} workers"
+            assert len(entry.leases) <= 2, f"{request} is made by {len(entry.leases)} workers"
             assert request not in self.finished, f"{request} is finished and wanted"
-            if item.slot is not None:
+            if entry.slot is not None:
                 waiting += 1
-                assert self.backlog.has(item), f"{request} does not wait in its slot"
+                assert self.backlog.has(entry), f"{request} does not wait in its slot"
         assert waiting == len(self.backlog), "a removed request waits"

@@ -235,8 +235,8 @@ def _socket_folder(spec: NodeSpec) -> Path:
     own.mkdir(mode=0o700, exist_ok=True)
     sockets = own / "sockets"  # Ray makes this folder readable for all users
     sockets.mkdir(exist_ok=True)
-    for left in sockets.iterdir():
-        left.unlink()
+    for socket_file in sockets.iterdir():
+        socket_file.unlink()
     return sockets
 
 

@@ -136,16 +136,16 @@ class CoordinatorActor:
 
         Empty: the weights are obsolete.
         """
-        found = self._shelf.find(weights, digest)
-        if found is None:
+        ref = self._shelf.find(weights, digest)
+        if ref is None:
             # This process started after the publish: read the weights from the book on disk.
             try:
                 file = self._front.coordinator.weights_file(weights, digest)
                 await asyncio.to_thread(self._shelf.put, weights, digest, file)
             except (KeyError, FileNotFoundError):
                 return []
-            found = self._shelf.find(weights, digest)
-        return [] if found is None else [found]
+            ref = self._shelf.find(weights, digest)
+        return [] if ref is None else [ref]
 
     async def _in_loop(self, coroutine: Any) -> Any:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
@@ -169,13 +169,15 @@ class _Shelf:
                     array = _array(pages)
                     self._refs[weights] = (digest, ray.put(array))
                     del array  # the pages cannot be closed while an array shows them
-            same = sorted((key for key in self._refs if key.average == weights.average), key=lambda key: key.version)
-            for key in same[:-VERSIONS_KEPT]:
+            versions = sorted(
+                (key for key in self._refs if key.average == weights.average), key=lambda key: key.version
+            )
+            for key in versions[:-VERSIONS_KEPT]:
                 del self._refs[key]
 
     def find(self, weights: WeightsKey, digest: str) -> "ray.ObjectRef[Any] | None":
-        known, ref = self._refs.get(weights, ("", None))
-        return ref if known == digest else None
+        ref_digest, ref = self._refs.get(weights, ("", None))
+        return ref if ref_digest == digest else None
 
 
 class RayTransport:
@@ -188,8 +190,8 @@ class RayTransport:
     def call(self, head: Mapping[str, Any], blobs: Blobs | None = None, *, wait: bool = False) -> Answer:
         whole = {**head, "wait_ms": WAIT_MS} if wait else dict(head)
         arrays = {name: _array(data) for name, data in (blobs or {}).items()}
-        answer, found = when_there_is_room(lambda: self._ask(whole, arrays), _print)
-        return answer, {name: array.tobytes() for name, array in found.items()}
+        answer, blob_arrays = when_there_is_room(lambda: self._ask(whole, arrays), _print)
+        return answer, {name: array.tobytes() for name, array in blob_arrays.items()}
 
     def _ask(self, head: Head, arrays: dict[str, np.ndarray]) -> tuple[Any, Any]:
         """Call the actor once. Raises OSError if the coordinator's disk is full, CallRefused if the call is refused."""
@@ -234,11 +236,11 @@ class RayWeights:
         yield None if array is None else Stored.of_bytes(array.data)
 
     def _fetch(self, weights: WeightsKey, digest: str) -> np.ndarray | None:
-        found: Sequence[ray.ObjectRef[Any]] = self._transport.request("weights", weights, digest)
-        if not found:
+        refs: Sequence[ray.ObjectRef[Any]] = self._transport.request("weights", weights, digest)
+        if not refs:
             return None
         try:
-            array: np.ndarray = ray.get(found[0], timeout=ARRIVAL_SECONDS)
+            array: np.ndarray = ray.get(refs[0], timeout=ARRIVAL_SECONDS)
         except RayError as error:
             print(f"weights {weights} did not come: {error}", flush=True)
             return None  # the coordinator died in the meantime; the next pull repeats the request

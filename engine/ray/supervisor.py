@@ -151,7 +151,7 @@ class Supervisor:
 
     def _forget_node(self, node: str, node_id: str) -> None:
         print(f"{node} is gone", flush=True)
-        came_back = any(other.node == node and other.node_id != node_id for other in self.slots.values())
+        came_back = any(slot.node == node and slot.node_id != node_id for slot in self.slots.values())
         for slot in [slot for slot in self.slots.values() if slot.node_id == node_id]:
             self._report_death(slot, "its node is gone")
             del self.slots[slot.node_id, slot.number]

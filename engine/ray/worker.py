@@ -95,11 +95,11 @@ def states(spec: NodeSpec) -> Sequence[str]:
 
 def _exists(path: Path) -> Callable[[], bool]:
     """Return a function that is True once this file has existed."""
-    seen = False
+    existed = False
 
     def look() -> bool:
-        nonlocal seen
-        seen = seen or path.exists()
-        return seen
+        nonlocal existed
+        existed = existed or path.exists()
+        return existed
 
     return look

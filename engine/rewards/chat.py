@@ -66,8 +66,8 @@ class _Bill(msgspec.Struct):
 def question(config: VlmConfig, image: Image.Image, prompt: str, metadata: Metadata) -> bytes:
     """Return the request for one image."""
     rubric = config.rubric or RUBRICS[config.task]
-    known = {"{prompt}": prompt, "{metadata}": json.dumps(dict(metadata))}
-    text = re.sub(r"\{prompt\}|\{metadata\}", lambda found: known[found[0]], rubric)
+    values = {"{prompt}": prompt, "{metadata}": json.dumps(dict(metadata))}
+    text = re.sub(r"\{prompt\}|\{metadata\}", lambda match: values[match[0]], rubric)
     if config.task == "judge":
         text += ANSWER_FORM.format(worst=config.scale[0], best=config.scale[1])
     content = [{"type": "image_url", "image_url": {"url": _data_url(config, image)}}, {"type": "text", "text": text}]

@@ -60,8 +60,8 @@ class ClipFolder:
         loaded: Any = CLIPModel.from_pretrained(
             self.path, local_files_only=True, torch_dtype=self._dtype, output_loading_info=True
         )
-        model, found = loaded  # transformers' type hints leave out the loading information
-        if missing := sorted(found["missing_keys"]):
+        model, loading_info = loaded  # transformers' type hints leave out the loading information
+        if missing := sorted(loading_info["missing_keys"]):
             raise ValueError(f"its weights have no {missing[0]}, and {len(missing)} names are missing in all")
         self._tokenizer = AutoTokenizer.from_pretrained(self.path, local_files_only=True)
         self._processor = CLIPImageProcessorPil.from_pretrained(self.path, local_files_only=True)
@@ -73,18 +73,18 @@ class ClipFolder:
 
     def embeddings_of(self, images: Sequence[Image.Image]) -> Tensor:
         """Return the embeddings [B, D] in fp32 of images of any sizes."""
-        model, found = self._model, []
+        model, parts = self._model, []
         with torch.inference_mode():
             for part in _parts(images, self._batch):
                 pixels = self._processor(images=list(part), return_tensors="pt")["pixel_values"]
                 pooled = model.vision_model(pixel_values=pixels.to(self._device, self._dtype)).pooler_output
-                found.append(model.visual_projection(pooled).float().cpu())
-        return normalize(torch.cat(found), dim=-1)
+                parts.append(model.visual_projection(pooled).float().cpu())
+        return normalize(torch.cat(parts), dim=-1)
 
     def text_embeddings(self, texts: Sequence[str]) -> Tensor:
         """Return the embeddings [B, D] in fp32. Texts beyond 77 tokens are cut. Equal texts are computed once."""
         different = list(dict.fromkeys(texts))
-        model, found = self._model, []
+        model, parts = self._model, []
         with torch.inference_mode():
             for part in _parts(different, self._batch):
                 # Always the full length: an embedding must not depend on the other texts of its batch.
@@ -96,8 +96,8 @@ class ClipFolder:
                     return_tensors="pt",
                 ).to(self._device)
                 pooled = model.text_model(**tokens).pooler_output
-                found.append(model.text_projection(pooled).float().cpu())
-        embeddings = normalize(torch.cat(found), dim=-1)
+                parts.append(model.text_projection(pooled).float().cpu())
+        embeddings = normalize(torch.cat(parts), dim=-1)
         place = {text: index for index, text in enumerate(different)}
         return embeddings[[place[text] for text in texts]]
 

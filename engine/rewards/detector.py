@@ -73,7 +73,7 @@ class Mask2FormerFolder:
 
     def detect(self, images: Sequence[Image.Image], threshold: float = THRESHOLD) -> list[list[FoundObject]]:
         """Return the objects of each image with at least this confidence."""
-        found: list[list[FoundObject]] = []
+        objects: list[list[FoundObject]] = []
         for start in range(0, len(images), self._batch):
             part = list(images[start : start + self._batch])
             inputs = self._processor(images=part, return_tensors="pt")
@@ -90,8 +90,8 @@ class Mask2FormerFolder:
                 target_sizes=[image.size[::-1] for image in part],
                 return_binary_maps=True,
             )
-            found += [list(self._objects(one)) for one in segmented]
-        return found
+            objects += [list(self._objects(segmentation)) for segmentation in segmented]
+        return objects
 
     def _objects(self, segmented: Mapping[str, Any]) -> Iterator[FoundObject]:
         masks = segmented["segmentation"]

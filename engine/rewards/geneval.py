@@ -107,9 +107,9 @@ def verdict(metadata: Metadata, detections: Sequence[Detection]) -> Verdict:
     matched: list[list[Detection] | None] = []
     faults = []
     for clause in request.include:
-        found = objects.get(clause.label, [])[: clause.count]
-        fault = _fault(clause, found, matched)
-        matched.append(found if fault is None else None)
+        matching = objects.get(clause.label, [])[: clause.count]
+        fault = _fault(clause, matching, matched)
+        matched.append(matching if fault is None else None)
         if fault is not None:
             faults.append(fault)
     for clause_out in request.exclude:
@@ -119,9 +119,9 @@ def verdict(metadata: Metadata, detections: Sequence[Detection]) -> Verdict:
     return Verdict(faults=tuple(faults))
 
 
-def relations(one: Detection, other: Detection) -> frozenset[Relation]:
+def relations(a: Detection, b: Detection) -> frozenset[Relation]:
     """Return the positions of an object relative to another; empty if they overlap too much."""
-    (left, top, right, bottom), (left_b, top_b, right_b, bottom_b) = one.box, other.box
+    (left, top, right, bottom), (left_b, top_b, right_b, bottom_b) = a.box, b.box
     across = (left + right - left_b - right_b) / 2
     down = (top + bottom - top_b - bottom_b) / 2
     short_across = _shortened(across, abs(right - left) + abs(right_b - left_b))
@@ -142,27 +142,29 @@ def _kept(tag: str, detections: Sequence[Detection]) -> dict[str, list[Detection
     """Return the objects that count, by class, the most confident first."""
     threshold = COUNTING_THRESHOLD if tag == "counting" else THRESHOLD
     objects: dict[str, list[Detection]] = {}
-    for one in sorted(detections, key=lambda one: one.confidence, reverse=True):
-        of_class = objects.setdefault(one.label, [])
-        if one.confidence > threshold and len(of_class) < MOST_OBJECTS:
-            of_class.append(one)
+    for detection in sorted(detections, key=lambda detection: detection.confidence, reverse=True):
+        of_class = objects.setdefault(detection.label, [])
+        if detection.confidence > threshold and len(of_class) < MOST_OBJECTS:
+            of_class.append(detection)
     return objects
 
 
-def _fault(clause: Include, found: Sequence[Detection], matched: Sequence[list[Detection] | None]) -> str | None:
+def _fault(clause: Include, matching: Sequence[Detection], matched: Sequence[list[Detection] | None]) -> str | None:
     """Return the first fault of a clause, or None if the clause holds."""
-    if len(found) < clause.count:
-        return f"found {len(found)} {clause.label}, expected {clause.count}"
+    if len(matching) < clause.count:
+        return f"found {len(matching)} {clause.label}, expected {clause.count}"
     if clause.color is not None:
-        count = sum(one.colour == clause.color for one in found)
+        count = sum(detection.colour == clause.color for detection in matching)
         if count < clause.count:
             return f"found {count} {clause.color} {clause.label}, expected {clause.count}"
     if clause.position is not None:
         relation, target = clause.position
-        others = matched[target]
-        if others is None:
+        targets = matched[target]
+        if targets is None:
             return f"nothing that {clause.label} could be {relation}"
-        if not all(relation in relations(one, other) for one in found for other in others):
+        if not all(
+            relation in relations(detection, target_object) for detection in matching for target_object in targets
+        ):
             return f"{clause.label} is not {relation} its target"
     return None
 

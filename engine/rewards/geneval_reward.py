@@ -51,15 +51,17 @@ class ColourNames:
         """Return the colour of each object of a class."""
         if not objects:
             return []
-        nearest = self._clip.embeddings_of([cut_out(image, one) for one in objects]) @ self._colours_of(label).T
+        nearest = (
+            self._clip.embeddings_of([cut_out(image, detected) for detected in objects]) @ self._colours_of(label).T
+        )
         return [COLOURS[place] for place in nearest.argmax(dim=-1).tolist()]
 
     def _colours_of(self, label: str) -> Tensor:
         """Return an embedding [10, D] of length 1 for each colour: the mean over the sentences."""
         if label not in self._known:
             texts = [sentence.format(colour=colour, label=label) for colour in COLOURS for sentence in SENTENCES]
-            each = self._clip.text_embeddings(texts).unflatten(0, (len(COLOURS), len(SENTENCES)))
-            self._known[label] = normalize(each.mean(dim=1), dim=-1)
+            embeddings = self._clip.text_embeddings(texts).unflatten(0, (len(COLOURS), len(SENTENCES)))
+            self._known[label] = normalize(embeddings.mean(dim=1), dim=-1)
         return self._known[label]
 
 
@@ -71,11 +73,11 @@ class GenEvalReward:
 
     def score(self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata]) -> list[Score]:
         """Score images [B, C, H, W] in [-1, 1]. Raises RewardError for a prompt that the models cannot judge."""
-        pictures, requests = [as_pil(image) for image in images], [self._request(one) for one in metadata]
-        found = self._detector.detect(pictures)
+        pictures, requests = [as_pil(image) for image in images], [self._request(entry) for entry in metadata]
+        detections = self._detector.detect(pictures)
         return [
-            self._score(picture, objects, request, known)
-            for picture, objects, request, known in zip(pictures, found, requests, metadata, strict=True)
+            self._score(picture, objects, request, entry)
+            for picture, objects, request, entry in zip(pictures, detections, requests, metadata, strict=True)
         ]
 
     def _request(self, metadata: Metadata) -> Request:
@@ -105,18 +107,22 @@ class GenEvalReward:
         """Return the objects as GenEval's rules need them, with the colours that the request asks for."""
         coloured = {clause.label for clause in request.include if clause.color is not None}
         detections = []
-        for label in dict.fromkeys(one.label for one in objects):
-            of_class = sorted((one for one in objects if one.label == label), key=lambda one: -one.confidence)
+        for label in dict.fromkeys(detected.label for detected in objects):
+            of_class = sorted(
+                (detected for detected in objects if detected.label == label), key=lambda detected: -detected.confidence
+            )
             named: list[str] = []
             if label in coloured and self._colours is not None:
                 named = self._colours.name(picture, of_class[:MOST_OBJECTS], label)
-            for place, one in enumerate(of_class):
+            for place, detected in enumerate(of_class):
                 colour = named[place] if place < len(named) else None
-                detections.append(Detection(label=label, confidence=one.confidence, box=one.box, colour=colour))
+                detections.append(
+                    Detection(label=label, confidence=detected.confidence, box=detected.box, colour=colour)
+                )
         return detections
 
 
-def cut_out(image: Image.Image, found: FoundObject) -> Image.Image:
+def cut_out(image: Image.Image, detected: FoundObject) -> Image.Image:
     """Return an object alone, in its box."""
-    alone = Image.composite(image, Image.new("RGB", image.size, BACKGROUND), Image.fromarray(found.mask))
-    return alone.crop(found.box)
+    alone = Image.composite(image, Image.new("RGB", image.size, BACKGROUND), Image.fromarray(detected.mask))
+    return alone.crop(detected.box)

@@ -88,8 +88,8 @@ class Hpsv3Reward:
         loaded: Any = Qwen2VLModel.from_pretrained(
             None, config=config, state_dict=weights, dtype=self._dtype, output_loading_info=True
         )
-        model, found = loaded  # transformers' type hints leave out the loading information
-        if missing := sorted(found["missing_keys"]):
+        model, loading_info = loaded  # transformers' type hints leave out the loading information
+        if missing := sorted(loading_info["missing_keys"]):
             raise ValueError(f"its weights have no {missing[0]}, and {len(missing)} names are missing in all")
         self._model = model.eval().requires_grad_(False).to(self._device)
 

@@ -60,13 +60,13 @@ def request_body(protocol: Protocol, images: Tensor, prompts: Sequence[str], met
     """Return the request that asks for the scores of images [B, C, H, W] in [-1, 1]."""
     if protocol == "json":
         pngs = [base64.b64encode(encoded(image, "PNG")).decode("ascii") for image in images]
-        content = {"images": pngs, "prompts": list(prompts), "metadata": [dict(one) for one in metadata]}
+        content = {"images": pngs, "prompts": list(prompts), "metadata": [dict(entry) for entry in metadata]}
         return Body(content=json.dumps(content).encode(), content_type="application/json")
     pickled: dict[str, object] = {"images": [encoded(image, "JPEG") for image in images], "prompts": list(prompts)}
     if protocol == "verl-omni":
         pickled |= {"metadata": {}}
     else:
-        pickled |= {"meta_datas": [dict(one) for one in metadata], "only_strict": False}
+        pickled |= {"meta_datas": [dict(entry) for entry in metadata], "only_strict": False}
     return Body(content=pickle.dumps(pickled, protocol=PICKLE_VERSION), content_type="application/octet-stream")
 
 

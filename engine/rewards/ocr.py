@@ -143,16 +143,16 @@ class PageReader:
         """
         colour = images.float().cpu().expand(-1, 3, -1, -1).flip(1)  # OpenCV's order: blue, green, red
         pixels = ((colour + 1.0) * 127.5).round().clamp(0.0, 255.0).to(torch.uint8).permute(0, 2, 3, 1)
-        return [normalised("".join(_in_order(self._read(one)))) for one in pixels.contiguous().numpy()]
+        return [normalised("".join(_in_order(self._read(page)))) for page in pixels.contiguous().numpy()]
 
 
-def _in_order(found: Any) -> list[str]:
+def _in_order(output: Any) -> list[str]:
     """Return the texts of rapidocr's output in reading order: top to bottom, and left to right on a line.
 
     rapidocr's own order takes a word for another line if the word stands 10 pixels higher. Here two words are on one
     line if they share at least half of the lower word's height.
     """
-    texts, boxes = getattr(found, "txts", None), getattr(found, "boxes", None)
+    texts, boxes = getattr(output, "txts", None), getattr(output, "boxes", None)
     if not texts or boxes is None:
         return list(texts or ())  # any other output type means boxes without any readable text
     words = [
@@ -160,13 +160,13 @@ def _in_order(found: Any) -> list[str]:
         for box, text in zip(np.asarray(boxes), texts, strict=True)
     ]
     lines: list[list[Word]] = []
-    for word in sorted(words, key=lambda one: one.top + one.bottom):
+    for word in sorted(words, key=lambda word: word.top + word.bottom):
         line = next((line for line in lines if line[0].shares_line(word)), None)
         if line is None:
             lines.append([word])
         else:
             line.append(word)
-    return [word.text for line in lines for word in sorted(line, key=lambda one: one.left)]
+    return [word.text for line in lines for word in sorted(line, key=lambda word: word.left)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,9 +178,9 @@ class Word:
     left: float
     text: str
 
-    def shares_line(self, other: "Word") -> bool:
-        shared = min(self.bottom, other.bottom) - max(self.top, other.top)
-        return shared >= 0.5 * min(self.bottom - self.top, other.bottom - other.top)
+    def shares_line(self, word: "Word") -> bool:
+        shared = min(self.bottom, word.bottom) - max(self.top, word.top)
+        return shared >= 0.5 * min(self.bottom - self.top, word.bottom - word.top)
 
 
 class OcrReward:
@@ -202,7 +202,9 @@ class OcrReward:
                 f"{rows} x {columns}: use ocr or ocr_strict"
             )
         readings = _shared_page_reader().read(images)
-        return [self._score(reading, requested_texts(one)) for reading, one in zip(readings, prompts, strict=True)]
+        return [
+            self._score(reading, requested_texts(prompt)) for reading, prompt in zip(readings, prompts, strict=True)
+        ]
 
     def _score_lines(self, images: Tensor, prompts: Sequence[str]) -> list[Score]:
         recogniser = _shared_recogniser(self._columns)
@@ -244,7 +246,7 @@ def reading_metrics(reading: str, texts: tuple[str, ...]) -> dict[str, float]:
 
 def unreadable_characters(prompt: str) -> str:
     """Return the characters of the requested texts that the recogniser cannot read, each once."""
-    return "".join(dict.fromkeys(one for one in target_text(prompt) if one not in _readable()))
+    return "".join(dict.fromkeys(character for character in target_text(prompt) if character not in _readable()))
 
 
 @lru_cache(maxsize=1)
@@ -262,10 +264,10 @@ def similarity(reading: str, target: str) -> float:
 def edit_distance(a: str, b: str) -> int:
     """Return the Levenshtein distance: fewest insertions, deletions and replacements to turn a into b."""
     row = list(range(len(b) + 1))
-    for i, left in enumerate(a, 1):
+    for i, letter_a in enumerate(a, 1):
         diagonal, row[0] = row[0], i
-        for j, right in enumerate(b, 1):
-            diagonal, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, diagonal + (left != right))
+        for j, letter_b in enumerate(b, 1):
+            diagonal, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, diagonal + (letter_a != letter_b))
     return row[-1]
 
 

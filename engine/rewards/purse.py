@@ -64,11 +64,11 @@ class Payment:
         count.
         """
         calls, bills = deque(self._calls), []
-        for hold, left in self._holds:
+        for hold, micro_usd_left in self._holds:
             paid: list[PaidCall] = []
-            while calls and calls[0].micro_usd <= left:
+            while calls and calls[0].micro_usd <= micro_usd_left:
                 paid.append(calls.popleft())
-                left -= paid[-1].micro_usd
+                micro_usd_left -= paid[-1].micro_usd
             bills.append((hold, paid))
         bills[-1][1].extend(calls)
         return bills

@@ -68,7 +68,7 @@ SAME = str.maketrans(
 def normalised(text: str) -> str:
     """Return the text without spaces and invisible characters, in lower case, with one form for each character."""
     composed = unicodedata.normalize("NFKC", text).translate(SAME)
-    visible = (one for one in "".join(composed.split()) if unicodedata.category(one) != "Cf")
+    visible = (character for character in "".join(composed.split()) if unicodedata.category(character) != "Cf")
     return unicodedata.normalize("NFKC", "".join(visible).lower())
 
 
@@ -87,7 +87,9 @@ def _quoted(prompt: str) -> list[str]:
         mark = prompt[at]
         end = -1
         if mark in CLOSED_BY and not (mark == '"' and prompt[:at][-1:].isdigit()):
-            end = min((found for one in CLOSED_BY[mark] if (found := prompt.find(one, at + 1)) >= 0), default=-1)
+            end = min(
+                (place for closing in CLOSED_BY[mark] if (place := prompt.find(closing, at + 1)) >= 0), default=-1
+            )
             if end < 0:  # opened by a curly quote and closed by a straight one
                 end = prompt.find('"', at + 1)
         if end < 0:
@@ -100,6 +102,6 @@ def _quoted(prompt: str) -> list[str]:
 
 
 def _single_quoted(prompt: str) -> list[str]:
-    found = sorted((match.start(), match[1]) for pattern in SINGLE for match in pattern.finditer(prompt))
-    texts = [normalised(text) for _, text in found]
+    matches = sorted((match.start(), match[1]) for pattern in SINGLE for match in pattern.finditer(prompt))
+    texts = [normalised(text) for _, text in matches]
     return [text for text in texts if text and text not in SHORT_FORMS]

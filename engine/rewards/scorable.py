@@ -19,7 +19,7 @@ def scores_of(reward: Reward, images: Tensor, prompts: Sequence[str], no_score: 
     images: [B, C, H, W] or [B, C, F, H, W]. `no_score`: a reason for each image, or ""; empty: no reasons.
     """
     broken = unsound(images)
-    reasons = [told or found for told, found in zip(no_score or [""] * len(prompts), broken, strict=True)]
+    reasons = [reason or fault for reason, fault in zip(no_score or [""] * len(prompts), broken, strict=True)]
     scored = [place for place, reason in enumerate(reasons) if not reason]
     if len(scored) == len(prompts):
         scores = list(reward(images, prompts))

@@ -77,16 +77,16 @@ class ShapesReward:
                 "so use it with model: shapes"
             )
         pixels = images.float().cpu().permute(0, 2, 3, 1).numpy()
-        return [self._score(detect(one), parse(prompt)) for one, prompt in zip(pixels, prompts, strict=True)]
+        return [self._score(detect(image), parse(prompt)) for image, prompt in zip(pixels, prompts, strict=True)]
 
-    def _score(self, seen: Sequence[Seen], request: Request) -> Score:
-        graded = similarity(seen, request)
+    def _score(self, shapes: Sequence[Seen], request: Request) -> Score:
+        graded = similarity(shapes, request)
         strict = float(graded == 1.0)
         reward = graded if self._name == "shapes" else strict
         return Score(reward=reward, metrics={"exact_match": strict, "similarity": graded})
 
 
-def similarity(seen: Sequence[Seen], request: Request) -> float:
+def similarity(shapes: Sequence[Seen], request: Request) -> float:
     """Return the fulfilled share of the request, in [0, 1].
 
     Each thing requires its number of objects of its kind, and again in its colour if the thing has a colour. A relation
@@ -94,18 +94,18 @@ def similarity(seen: Sequence[Seen], request: Request) -> float:
     """
     met: list[float] = []
     for thing in request.things:
-        met.append(min(1.0, len(_matching(seen, Thing(kind=thing.kind))) / thing.count))
+        met.append(min(1.0, len(_matching(shapes, Thing(kind=thing.kind))) / thing.count))
         if thing.colour is not None:
-            met.append(min(1.0, len(_matching(seen, thing)) / thing.count))
+            met.append(min(1.0, len(_matching(shapes, thing)) / thing.count))
     if request.relation is not None:
-        first, second = (_matching(seen, thing) for thing in request.things)
+        first, second = (_matching(shapes, thing) for thing in request.things)
         met.append(float(any(request.relation in relations(a, b) for a in first for b in second)))
     asked = sum(thing.count for thing in request.things)
-    return sum(met) / len(met) * asked / max(asked, len(seen))
+    return sum(met) / len(met) * asked / max(asked, len(shapes))
 
 
-def _matching(seen: Sequence[Seen], thing: Thing) -> list[Seen]:
-    return [one for one in seen if one.kind == thing.kind and thing.colour in (None, one.colour)]
+def _matching(shapes: Sequence[Seen], thing: Thing) -> list[Seen]:
+    return [shape for shape in shapes if shape.kind == thing.kind and thing.colour in (None, shape.colour)]
 
 
 def relations(a: Seen, b: Seen) -> set[str]:
@@ -116,12 +116,12 @@ def relations(a: Seen, b: Seen) -> set[str]:
         return set()
     across = max(abs(right) - MARGIN * (a.width + b.width), 0.0) / distance
     along = max(abs(down) - MARGIN * (a.height + b.height), 0.0) / distance
-    found = set()
+    held = set()
     if across > DIRECTION:
-        found.add("left of" if right < 0 else "right of")
+        held.add("left of" if right < 0 else "right of")
     if along > DIRECTION:
-        found.add("above" if down < 0 else "below")
-    return found
+        held.add("above" if down < 0 else "below")
+    return held
 
 
 # --- detection -----------------------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ def relations(a: Seen, b: Seen) -> set[str]:
 def detect(image: NDArray[np.float32]) -> list[Seen]:
     """Return the objects of an image [IMAGE_SIDE, IMAGE_SIDE, 3] in [-1, 1], from top to bottom."""
     names, nearest = list(COLOURS), _nearest_colour(image)
-    found = []
+    shapes = []
     ink = nearest < len(names)
     # The soft edge of a shape mixes its colour with white. The mixed colour may be near to a third colour.
     inner = np.zeros_like(ink)
@@ -142,7 +142,7 @@ def detect(image: NDArray[np.float32]) -> list[Seen]:
         solid = inner[rows, columns]
         votes = np.bincount(nearest[rows[solid], columns[solid]], minlength=len(names))
         best = int(votes.argmax())
-        found.append(
+        shapes.append(
             Seen(
                 kind=_kind(rows, columns, (int(top + bottom) // 2, int(left + right) // 2)),
                 colour=names[best] if votes[best] > MIN_PURITY * solid.sum() else None,
@@ -152,7 +152,7 @@ def detect(image: NDArray[np.float32]) -> list[Seen]:
                 height=int(bottom - top),
             )
         )
-    return found
+    return shapes
 
 
 def _nearest_colour(image: NDArray[np.float32]) -> NDArray[np.intp]:
@@ -187,9 +187,9 @@ def _objects(ink: NDArray[np.bool_]) -> list[tuple[NDArray[np.intp], NDArray[np.
             above = current if row == row_of_current + 1 else []
             current, row_of_current = [], row
         current.append(label)
-        for other in above:
-            if runs[other][1] < end and start < runs[other][2]:
-                parent[root(other)] = root(label)
+        for neighbour in above:
+            if runs[neighbour][1] < end and start < runs[neighbour][2]:
+                parent[root(neighbour)] = root(label)
     pixels: dict[int, list[tuple[int, int]]] = {}
     for label, (row, start, end) in enumerate(runs):
         pixels.setdefault(root(label), []).extend((row, column) for column in range(start, end))

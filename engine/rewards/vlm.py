@@ -57,11 +57,11 @@ class VlmReward:
     def _scores(
         self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata], around: Around
     ) -> list[Score]:
-        def one(image: Tensor, prompt: str, known: Metadata) -> Score:
-            return self._one(question(self._config, as_pil(image), prompt, known), prompt, around)
+        def ask(image: Tensor, prompt: str, facts: Metadata) -> Score:
+            return self._one(question(self._config, as_pil(image), prompt, facts), prompt, around)
 
         with ThreadPoolExecutor(self._config.concurrency, thread_name_prefix="ask-vlm") as threads:
-            return list(threads.map(one, images, prompts, metadata))
+            return list(threads.map(ask, images, prompts, metadata))
 
     def _one(self, body: bytes, prompt: str, around: Around) -> Score:
         def paced(send: Callable[[], bytes]) -> bytes:

@@ -42,5 +42,5 @@ class WeightedSum:
             metrics |= {f"{part.name}/{name}": value for name, value in score.metrics.items()}
         # A number plus NaN is NaN: an image without one score has no sum.
         reward = sum(part.weight * score.reward for part, score in zip(self._parts, scores, strict=True))
-        faults = (f"{part.name}: {one.fault}" for part, one in zip(self._parts, scores, strict=True) if one.fault)
+        faults = (f"{part.name}: {score.fault}" for part, score in zip(self._parts, scores, strict=True) if score.fault)
         return Score(reward=reward, metrics=metrics, fault=next(faults, ""))

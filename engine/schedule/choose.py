@@ -35,11 +35,11 @@ class Best:
 
 def units_of(work: Work) -> tuple[int, ...]:
     """Return sizes of units: the whole optimiser step, then halves, down to a group."""
-    found, unit = [], work.groups_of_step
+    units, unit = [], work.groups_of_step
     while unit >= 1:
-        found.append(unit)
+        units.append(unit)
         unit = -(-unit // 2) if unit > 1 else 0
-    return tuple(found)
+    return tuple(units)
 
 
 def predict(rates: Rates, work: Work, gpus: Gpus, knobs: Knobs, *, batches: int = 4, warm: int = 2) -> Timeline:
@@ -49,11 +49,11 @@ def predict(rates: Rates, work: Work, gpus: Gpus, knobs: Knobs, *, batches: int 
     return play(World(rates, start(work, gpus), knobs), batches=batches, warm=warm)
 
 
-def with_early(found: Best, rates: Rates, work: Work, gpus: Gpus, shares: tuple[float, ...]) -> Best:
-    """Return `found`, or the same knobs with another share of early groups if that gains `WORTH`."""
-    knobs = found.knobs
+def with_early(chosen: Best, rates: Rates, work: Work, gpus: Gpus, shares: tuple[float, ...]) -> Best:
+    """Return `chosen`, or the same knobs with another share of early groups if that gains `WORTH`."""
+    knobs = chosen.knobs
     allowed = Allowed(units=(knobs.unit,), rows=(knobs.rows,), helps=(knobs.help,), early=shares)
-    return best(rates, work, gpus, allowed, found)
+    return best(rates, work, gpus, allowed, chosen)
 
 
 def best(rates: Rates, work: Work, gpus: Gpus, allowed: Allowed, beside: Best | None = None) -> Best:
@@ -70,7 +70,7 @@ def best(rates: Rates, work: Work, gpus: Gpus, allowed: Allowed, beside: Best | 
     for early, help_, rows, unit in product(allowed.early, allowed.helps, allowed.rows, allowed.units):
         knobs = Knobs(unit=unit, rows=rows, help=help_, early=early)
         if knobs not in (first, chosen):
-            other = predict(rates, work, gpus, knobs)
-            if other.seconds < timeline.seconds * (1 - WORTH):
-                chosen, timeline = knobs, other
+            predicted = predict(rates, work, gpus, knobs)
+            if predicted.seconds < timeline.seconds * (1 - WORTH):
+                chosen, timeline = knobs, predicted
     return Best(knobs=chosen, timeline=timeline)

@@ -112,8 +112,8 @@ class World:
         if lease.gpu == SCORER or not self.rates.score.value:
             self.done.update(lease.groups)
         else:
-            known = ended + self.rates.score.value
-            self._push(known, Lease(ends=known, gpu=SCORER, groups=lease.groups))
+            scored_at = ended + self.rates.score.value
+            self._push(scored_at, Lease(ends=scored_at, gpu=SCORER, groups=lease.groups))
 
     def _next_event(self) -> float:
         """Return the moment of the next finished lease or free GPU. Infinite: nothing will happen."""
@@ -140,7 +140,7 @@ class World:
         `ahead`: the leases of the fixed plan come before any training.
         """
         knobs = self.knobs if leases_of_help is None else _without_search(self.knobs)
-        left = math.inf if leases_of_help is None else leases_of_help
+        leases_left = math.inf if leases_of_help is None else leases_of_help
         if ahead:
             self.help_left, self.help_ahead = leases_of_help, True
         while (state := self.state()).wanted():
@@ -148,9 +148,9 @@ class World:
             match action:
                 case Train(groups=groups):
                     self._train(groups)
-                case Help() if left > 0:
+                case Help() if leases_left > 0:
                     self.help_left, self.help_ahead = action.left, action.ahead
-                    left -= 1
+                    leases_left -= 1
                     self._help()
                 case _:
                     self.help_left, self.help_ahead = action.left, False
@@ -161,8 +161,8 @@ class World:
         self._switch(samples=False)
         ranks, rows = self.gpus.trainer, self.knobs.rows
         seconds = train_seconds(self.rates, self.work, ranks, len(groups), rows)
-        each = math.ceil(len(groups) * self.work.images * self.work.rows_of_image / ranks)
-        passes, largest = math.ceil(each / rows), min(rows, each)
+        rows_per_rank = math.ceil(len(groups) * self.work.images * self.work.rows_of_image / ranks)
+        passes, largest = math.ceil(rows_per_rank / rows), min(rows, rows_per_rank)
         shown = pass_seconds(self.rates, largest) - largest * self.rates.row.value - self.rates.launch.value
         self.collectives += ranks * passes * max(0.0, shown)
         self._advance(self.now + seconds * self.facts.training())
@@ -189,25 +189,25 @@ class World:
         step = self.rates.image.value * work.lease / work.steps
         self._switch(samples=True)
         most = round(max(image.rest for image in images) * work.steps)
-        made = 0
+        steps = 0
         to_the_end = self.knobs.help == "greedy" or self.help_ahead
-        while made < most and (to_the_end or not self.state().ready(self.knobs.unit)):
+        while steps < most and (to_the_end or not self.state().ready(self.knobs.unit)):
             seconds = step * self.facts.rollout()
             self._advance(self.now + seconds)
             self.idle[WAITS] += seconds * (trainer - busy)
-            made += 1
-        self._give_back(images, made)
+            steps += 1
+        self._give_back(images, steps)
 
-    def _give_back(self, images: list[Image], made: int) -> None:
+    def _give_back(self, images: list[Image], steps: int) -> None:
         """Finish the images whose steps are all made, and queue the others first, at the step where they stand."""
-        left = [replace(image, rest=image.rest - made / self.work.steps) for image in images]
+        advanced = [replace(image, rest=image.rest - steps / self.work.steps) for image in images]
         half_a_step = 0.5 / self.work.steps
-        finished = tuple((image.batch, image.group) for image in left if image.rest < half_a_step)
+        finished = tuple((image.batch, image.group) for image in advanced if image.rest < half_a_step)
         self.sampled.update(finished)
         self.helped += len(finished)
-        known = self.now + self.rates.score.value
-        self._push(known, Lease(ends=known, gpu=SCORER, groups=finished))
-        self.waiting.extendleft(reversed([image for image in left if image.rest >= half_a_step]))
+        scored_at = self.now + self.rates.score.value
+        self._push(scored_at, Lease(ends=scored_at, gpu=SCORER, groups=finished))
+        self.waiting.extendleft(reversed([image for image in advanced if image.rest >= half_a_step]))
 
     def _switch(self, *, samples: bool) -> None:
         """Prepare the trainer for sampling or training. Leases in a row need one switch."""

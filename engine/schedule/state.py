@@ -72,9 +72,9 @@ class State:
     def wanted(self) -> tuple[int, ...]:
         """Return the groups of the current optimiser step that are not trained. Empty: the batch is trained."""
         for number in range(self.work.updates):
-            left = tuple(group for group in self.work.minibatch(number) if group not in self.trained)
-            if left:
-                return left
+            untrained = tuple(group for group in self.work.minibatch(number) if group not in self.trained)
+            if untrained:
+                return untrained
         return ()
 
     def is_complete(self, group: int) -> bool:
@@ -87,23 +87,23 @@ class State:
         """
         if unit >= self.work.groups:
             return self.wanted() if all(map(self.is_complete, range(self.work.groups))) else ()
-        left = set(self.wanted())
+        untrained = set(self.wanted())
         for number in range(self.work.updates):
             groups = self.work.minibatch(number)
             for first in range(groups.start, groups.stop, unit):
                 slice_ = tuple(range(first, min(first + unit, groups.stop)))
-                if left.issuperset(slice_) and all(map(self.is_complete, slice_)):
+                if untrained.issuperset(slice_) and all(map(self.is_complete, slice_)):
                     return slice_
-                if self.work.in_order and left.intersection(slice_):
+                if self.work.in_order and untrained.intersection(slice_):
                     return ()
         return ()
 
     def problems(self) -> tuple[str, ...]:
         """Return the images that nobody will ever sample, in words. Empty: the facts are whole."""
-        known = Counter(self.done)
-        known.update((image.batch, image.group) for image in self.waiting)
+        counts = Counter(self.done)
+        counts.update((image.batch, image.group) for image in self.waiting)
         for lease in self.leases:
-            known.update(lease.groups)
-        wanted = (group for group in range(self.work.groups) if group not in self.trained)
-        missing = {group: self.work.images - known[self.batch, group] for group in wanted}
+            counts.update(lease.groups)
+        untrained = (group for group in range(self.work.groups) if group not in self.trained)
+        missing = {group: self.work.images - counts[self.batch, group] for group in untrained}
         return tuple(f"{count} images of group {group} are nowhere" for group, count in missing.items() if count > 0)

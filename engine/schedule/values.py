@@ -46,14 +46,14 @@ class Rates:
 
     def problems(self) -> tuple[str, ...]:
         """Return the reasons why no schedule can be computed. Empty: the rates are usable."""
-        found = []
+        reasons = []
         for field in fields(self):
             seconds = getattr(self, field.name).value
             if not math.isfinite(seconds) or seconds < 0:
-                found.append(f"{field.name} takes {seconds} s; seconds are finite and not negative")
+                reasons.append(f"{field.name} takes {seconds} s; seconds are finite and not negative")
             elif seconds == 0 and field.name in ("image", "row"):
-                found.append(f"{field.name} takes 0 s; a rate that is not known leaves the schedule as it is")
-        return tuple(found)
+                reasons.append(f"{field.name} takes 0 s; a rate that is not known leaves the schedule as it is")
+        return tuple(reasons)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,8 +156,8 @@ def train_seconds(rates: Rates, work: Work, ranks: int, groups: int, rows: int) 
     images = groups * work.images
     if rows == 1:
         return ceil(images / ranks) * work.rows_of_image * pass_seconds(rates, 1)
-    full, rest = divmod(ceil(images * work.rows_of_image / ranks), rows)
-    return full * pass_seconds(rates, rows) + (pass_seconds(rates, rest) if rest else 0.0)
+    full, rows_left = divmod(ceil(images * work.rows_of_image / ranks), rows)
+    return full * pass_seconds(rates, rows) + (pass_seconds(rates, rows_left) if rows_left else 0.0)
 
 
 def lower_bound(rates: Rates, work: Work, gpus: Gpus) -> float:

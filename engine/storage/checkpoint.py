@@ -157,8 +157,8 @@ class CheckpointStore:
         The checkpoint counts only after `save`.
         """
 
-        def put(item: tuple[str, TensorFile | Stored]) -> tuple[str, str]:
-            file, data = item
+        def put(entry: tuple[str, TensorFile | Stored]) -> tuple[str, str]:
+            file, data = entry
             path = f"checkpoints/{name}/{file}.safetensors"
             if isinstance(data, TensorFile):
                 self.take_over(path, data)
@@ -352,7 +352,7 @@ class CheckpointStore:
 
     def _paths(self, prefix: str) -> list[str]:
         with self._trouble_is_an_oserror():
-            return [item["path"] for page in obstore.list(self._store, prefix=prefix) for item in page]
+            return [entry["path"] for page in obstore.list(self._store, prefix=prefix) for entry in page]
 
     @contextmanager
     def _trouble_is_an_oserror(self) -> Iterator[None]:

@@ -21,14 +21,14 @@ class JudgeFund:
     def __init__(self, url: str, limit: int) -> None:
         self._url, self.limit = url, limit
 
-    def take(self, wanted: int) -> int:
-        """Take at least `wanted` from the budget, or what is left, and return the amount. 0: nothing is left.
+    def take(self, least: int) -> int:
+        """Take at least `least` from the budget, or what is left, and return the amount. 0: nothing is left.
 
         Raises OSError if the store does not answer or is full, and then took nothing that anybody may spend.
         """
         store = CheckpointStore(self._url)
         before = self._taken(store)
-        after = min(self.limit, before + max(wanted, -(-self.limit // PARTS)))
+        after = min(self.limit, before + max(least, -(-self.limit // PARTS)))
         if after <= before:
             return 0
         store.put(OBJECT, json.dumps({"micro_usd": after}).encode())

@@ -64,31 +64,31 @@ def packed(folder: Path, leave_out: Callable[[str], bool] = lambda name: False) 
 
 def _files(folder: Path, leave_out: Callable[[str], bool]) -> Iterator[Path]:
     for root, folders, files in os.walk(folder):
-        here = Path(root)
-        if here == folder:
+        directory = Path(root)
+        if directory == folder:
             folders[:] = [name for name in folders if not leave_out(name)]
             files = [name for name in files if not leave_out(name)]
         folders.sort()
-        links = [name for name in folders if (here / name).is_symlink()]
-        yield from (here / name for name in sorted([*files, *links]) if not HALF_WRITTEN.search(name))
+        links = [name for name in folders if (directory / name).is_symlink()]
+        yield from (directory / name for name in sorted([*files, *links]) if not HALF_WRITTEN.search(name))
 
 
 def _pieces(folder: Path, path: Path) -> Iterator[tuple[Entry, bytes]]:
     name = path.relative_to(folder).as_posix()
     try:
-        found = path.lstat()
-        if stat.S_ISLNK(found.st_mode):
+        status = path.lstat()
+        if stat.S_ISLNK(status.st_mode):
             yield Entry(name, os.readlink(path), 0, 0, 0, 0), b""
             return
-        if not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(status.st_mode):
             return
         with path.open("rb") as file:
             at = 0
             while True:
                 piece = file.read(PART_BYTES)
-                yield Entry(name, "", stat.S_IMODE(found.st_mode), found.st_mtime_ns, at, len(piece)), piece
+                yield Entry(name, "", stat.S_IMODE(status.st_mode), status.st_mtime_ns, at, len(piece)), piece
                 at += len(piece)
-                if at >= found.st_size or not piece:
+                if at >= status.st_size or not piece:
                     return
     except FileNotFoundError:
         return
@@ -113,7 +113,7 @@ class Unpacking:
     def add(self, part: bytes) -> None:
         """Write the entries of a part. Raises Damaged, and OSError if the disk is full."""
         entries, content = _opened(part)
-        made: set[str] = set()
+        parents: set[str] = set()
         at = 0
         for entry in entries:
             piece = content[at : at + entry.length]
@@ -122,9 +122,9 @@ class Unpacking:
                 continue
             target = f"{self.folder}/{entry.path}"
             parent = os.path.dirname(target)
-            if parent not in made:
+            if parent not in parents:
                 os.makedirs(parent, exist_ok=True)
-                made.add(parent)
+                parents.add(parent)
             if entry.link:
                 os.symlink(entry.link, target)
             else:

@@ -24,10 +24,10 @@ class ProgressLog:
         if path.exists():
             for line in path.read_text().splitlines():
                 try:
-                    seen = Progress.from_json(line)
+                    progress = Progress.from_json(line)
                 except ValueError:
                     continue  # a line cut short by a crash was never reported
-                self._seq[seen.lineage] = max(self._seq.get(seen.lineage, -1), seen.seq)
+                self._seq[progress.lineage] = max(self._seq.get(progress.lineage, -1), progress.seq)
         self._late: list[bytes] = []
         """Lines still waiting for room on the disk."""
         self._file = path.open("ab", buffering=0)

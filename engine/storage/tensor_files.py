@@ -117,10 +117,10 @@ class Stored:
 
     def digest(self) -> str:
         """Return the SHA-256 of all bytes, in hex."""
-        found = hashlib.sha256()
+        sha256 = hashlib.sha256()
         for piece in self.pieces():
-            found.update(piece)
-        return found.hexdigest()
+            sha256.update(piece)
+        return sha256.hexdigest()
 
     def to_bytes(self) -> bytes:
         """Return all bytes in one object: for small contents."""
@@ -138,7 +138,7 @@ class Stored:
                 raise ValueError(f"its header of {length} bytes is cut off at {self.size}")
             header = memoryview(bytearray(length))
             self.read_into(8, header)
-            found = {
+            entries = {
                 name: TensorEntry(
                     dtype=raw["dtype"],
                     shape=tuple(raw["shape"]),
@@ -150,10 +150,10 @@ class Stored:
             }
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, OSError) as error:
             raise ValueError(f"these are not tensors in the format of safetensors: {error}") from error
-        end = max((entry.at + entry.size for entry in found.values()), default=8 + length)
+        end = max((entry.at + entry.size for entry in entries.values()), default=8 + length)
         if end != self.size:
             raise ValueError(f"the file of tensors has {self.size} bytes; its header names {end}")
-        return found
+        return entries
 
 
 def header_of(tensors: Mapping[str, tuple[str, Sequence[int], int]]) -> tuple[bytes, list[str]]:

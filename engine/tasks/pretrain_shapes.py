@@ -114,9 +114,9 @@ def pretrain(steps: int, seed: int) -> ShapesAdapter:
 def training_pairs(rng: random.Random) -> Iterator[tuple[Tensor, list[str]]]:
     """Yield batches of clean images as tokens [BATCH, 16, 243], with their noisy captions."""
     for step in count():
-        wanted = training_requests(rng, BATCH, EASY_TASKS if step < EASY_STEPS else MIX)
-        images = torch.from_numpy(np.stack([render(request, rng) for request in wanted]))
-        yield patchify(images), [noisy_caption(request, rng) for request in wanted]
+        requests = training_requests(rng, BATCH, EASY_TASKS if step < EASY_STEPS else MIX)
+        images = torch.from_numpy(np.stack([render(request, rng) for request in requests]))
+        yield patchify(images), [noisy_caption(request, rng) for request in requests]
 
 
 def training_requests(rng: random.Random, number: int, tasks: Sequence[Task]) -> list[Request]:

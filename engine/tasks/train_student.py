@@ -114,10 +114,10 @@ def draw_examples(adapter: DiTAdapter, count: int, seed: int) -> Examples:
 
 def draw(adapter: DiTAdapter, plan: Plan, prompts: Sequence[str], seeds: int, run_seed: int, stream: Stream) -> Tensor:
     """Return images [prompts * seeds, 1, 12, 32], grouped by prompt."""
-    wanted = [(prompt, seed_of(run_seed, stream, 0, prompt, index)) for prompt in prompts for index in range(seeds)]
+    pairs = [(prompt, seed_of(run_seed, stream, 0, prompt, index)) for prompt in prompts for index in range(seeds)]
     parts = []
-    for start in range(0, len(wanted), AT_ONCE):
-        words, numbers = zip(*wanted[start : start + AT_ONCE], strict=True)
+    for start in range(0, len(pairs), AT_ONCE):
+        words, numbers = zip(*pairs[start : start + AT_ONCE], strict=True)
         parts.append(adapter.decode(denoise(adapter, plan, adapter.encode(words), numbers)))
     return torch.cat(parts)
 

@@ -44,8 +44,8 @@ class Figure:
     source: Source
 
 
-def _measured(day: int, what: str) -> Source:
-    return Source(basis="measured", text=f"spotrl on one H100, 2026-11-{day}: {what}")
+def _measured(day: int, subject: str) -> Source:
+    return Source(basis="measured", text=f"spotrl on one H100, 2026-11-{day}: {subject}")
 
 
 def _published(text: str) -> Source:

@@ -114,10 +114,10 @@ def _row_seconds(config: EngineConfig, sized: SizedModel, gpu: str, branches: in
 def _sources(config: EngineConfig, sized: SizedModel, trainer: str, rollout: str) -> tuple[tuple[str, Source], ...]:
     _, timings = rate(sized.model, sized.tokens)
     passes = STEP_PASSES.get(sized.model, STEP_PASSES_OTHERWISE)
-    found = [("passes", timing.source) for timing in timings]
-    found.append(("training", (STEP_PASSES_FULL if config.model.weights == "full" else passes).source))
+    sources = [("passes", timing.source) for timing in timings]
+    sources.append(("training", (STEP_PASSES_FULL if config.model.weights == "full" else passes).source))
     for gpu in dict.fromkeys((trainer, rollout)):
         speed = known_speed(gpu)
         if speed is not None and gpu.upper() != MEASURED_ON:
-            found.append((f"speed of {gpu}", speed.source))
-    return tuple(found)
+            sources.append((f"speed of {gpu}", speed.source))
+    return tuple(sources)

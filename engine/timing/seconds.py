@@ -69,10 +69,10 @@ class SizedModel:
 
 def published_at(model: str, size: ImageSize) -> SizedModel:
     """Return a published model at a size. Raises ValueError for an unknown name."""
-    for one in PUBLISHED:
-        if one.name == model:
-            return SizedModel(model=model, architecture=one.architecture, size=size)
-    raise ValueError(f"{model} is no published model; known are {', '.join(one.name for one in PUBLISHED)}")
+    for published in PUBLISHED:
+        if published.name == model:
+            return SizedModel(model=model, architecture=published.architecture, size=size)
+    raise ValueError(f"{model} is no published model; known are {', '.join(published.name for published in PUBLISHED)}")
 
 
 def known_speed(gpu: str) -> Figure | None:
@@ -82,10 +82,10 @@ def known_speed(gpu: str) -> Figure | None:
 
 def speed(gpu: str) -> float:
     """Return the speed of a GPU relative to an H100. Raises ValueError for a GPU without timings."""
-    found = known_speed(gpu)
-    if found is None:
+    factor = known_speed(gpu)
+    if factor is None:
         raise ValueError(f"{gpu} has no speed in engine/timing/figures.py; known are {', '.join(SPEED)}")
-    return found.value
+    return factor.value
 
 
 def rate(
@@ -97,14 +97,14 @@ def rate(
     raises   ValueError: no timing is left for the model
     """
     named = LIKE.get(model, model)
-    of_model = [one for one in PASSES if one.model == named and one not in without]
+    of_model = [timing for timing in PASSES if timing.model == named and timing not in without]
     if not of_model:
         raise ValueError(f"{model} has no timing in engine/timing/figures.py; add one with its source")
-    same = [one for one in of_model if one.software == software]
-    if not same:
-        found, used = rate(model, tokens, of_model[0].software, without=without)
-        return found * (TUNED.value if software == "tuned" else 1 / TUNED.value), used
-    points = sorted(((*_reached(one), one) for one in same), key=lambda point: point[0])
+    of_software = [timing for timing in of_model if timing.software == software]
+    if not of_software:
+        per_second, used = rate(model, tokens, of_model[0].software, without=without)
+        return per_second * (TUNED.value if software == "tuned" else 1 / TUNED.value), used
+    points = sorted(((*_reached(timing), timing) for timing in of_software), key=lambda point: point[0])
     if tokens <= points[0][0]:
         return points[0][1], (points[0][2],)
     for (low, begin, first), (high, end, second) in pairwise(points):
@@ -115,10 +115,10 @@ def rate(
 
 
 @cache
-def _reached(one: PassTime) -> tuple[int, float]:
+def _reached(timing: PassTime) -> tuple[int, float]:
     """Return the tokens of a timing, and the operations per second that it reached."""
-    sized = published_at(one.model, one.size)
-    return sized.tokens, sized.operations / one.seconds
+    sized = published_at(timing.model, timing.size)
+    return sized.tokens, sized.operations / timing.seconds
 
 
 def image_seconds(
@@ -167,7 +167,7 @@ def shared_efficiency(tokens: int, degree: int) -> float:
     if degree <= 1 or tokens <= SHORT_TOKENS:
         return 1.0
     at_most = max(SHARED_EFFICIENCY)
-    long = SHARED_EFFICIENCY[min((each for each in SHARED_EFFICIENCY if each >= degree), default=at_most)].value
+    long = SHARED_EFFICIENCY[min((tabled for tabled in SHARED_EFFICIENCY if tabled >= degree), default=at_most)].value
     share = min(1.0, math.log(tokens / SHORT_TOKENS) / math.log(LONG_TOKENS / SHORT_TOKENS))
     return 1.0 - (1.0 - long) * share
 

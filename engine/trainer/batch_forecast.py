@@ -139,14 +139,14 @@ class BatchForecast:
     def figures(self) -> dict[str, float]:
         """Return the `schedule` of an IterationDone event."""
         publish = self.measured.rates().publish.value
-        found = {name: float(self._spent[name]) for name in ("waited_seconds", "helped_seconds", "switch_seconds")}
-        found["seconds"] = self._spent["seconds"] + publish
+        figures = {name: float(self._spent[name]) for name in ("waited_seconds", "helped_seconds", "switch_seconds")}
+        figures["seconds"] = self._spent["seconds"] + publish
         if self.expected is not None:
-            found["expected_seconds"] = self.expected.seconds
-            found["expected_waiting"] = self.expected.idle.get(WAITS, 0.0) / self.ranks
+            figures["expected_seconds"] = self.expected.seconds
+            figures["expected_waiting"] = self.expected.idle.get(WAITS, 0.0) / self.ranks
             if self._config.early.share:
-                found["expected_stale_share"] = self.expected.stale_share
-        return found
+                figures["expected_stale_share"] = self.expected.stale_share
+        return figures
 
     # --- knobs
 
@@ -161,9 +161,9 @@ class BatchForecast:
             return 0
         fit = max(1, self._trainer.rows_per_forward // (self._batch.work.rows_of_image * self._batch.work.images))
         least = self.ranks if self._divides else 1  # each rank trains at least a group of a unit
-        units = tuple(one for one in units_of(self._batch.work) if least <= one <= fit * self.ranks)
-        found = self._best(self._gpus, units or (least,))
-        return found.knobs.unit if found.timeline is not None else 0
+        units = tuple(size for size in units_of(self._batch.work) if least <= size <= fit * self.ranks)
+        chosen = self._best(self._gpus, units or (least,))
+        return chosen.knobs.unit if chosen.timeline is not None else 0
 
     def early_share(self) -> float:
         """Return the share of the next batch's groups to sample early: the job's, or for `auto` the quickest.
@@ -176,8 +176,8 @@ class BatchForecast:
         if self._early_for != self._chosen_for:
             batch, rates = self.batch, self.measured.rates()
             without = self._play(self._gpus, (batch.unit,), early=first)
-            found = with_early(without, rates, batch.work, self._gpus, self._config.early.shares)
-            self._early_for, self._early = self._chosen_for, found.knobs.early
+            chosen = with_early(without, rates, batch.work, self._gpus, self._config.early.shares)
+            self._early_for, self._early = self._chosen_for, chosen.knobs.early
         return self._early
 
     def saw(self, gpus: Gpus) -> bool:
@@ -197,12 +197,12 @@ class BatchForecast:
         key = (gpus, units, batch.work, batch.rows, batch.early, _rounded(rates))
         if self._chosen is not None and key == self._chosen_for:
             return self._chosen
-        found = self._play(gpus, units, early=batch.early)
-        if found.timeline is None and self._config.runtime.help == "auto":
-            found = Best(knobs=Knobs(unit=units[0], rows=batch.rows, help="feedback"), timeline=None, why=found.why)
+        chosen = self._play(gpus, units, early=batch.early)
+        if chosen.timeline is None and self._config.runtime.help == "auto":
+            chosen = Best(knobs=Knobs(unit=units[0], rows=batch.rows, help="feedback"), timeline=None, why=chosen.why)
         if len(units) == 1:
-            self._chosen, self._chosen_for = found, key
-        return found
+            self._chosen, self._chosen_for = chosen, key
+        return chosen
 
     def _play(self, gpus: Gpus, units: tuple[int, ...], *, early: float) -> Best:
         """Return the quickest knobs with this share of early groups. No timeline: the batch cannot be played."""

@@ -158,9 +158,9 @@ class BatchSchedule:
             return number, batch.place[groups[prompt]]
 
         waiting = tuple(
-            Image(number, batch.place[groups[one.prompt]], rest=1 - one.step / steps, is_old=one.is_old)
-            for one in outlook.waiting
-            if one.prompt in groups
+            Image(number, batch.place[groups[image.prompt]], rest=1 - image.step / steps, is_old=image.is_old)
+            for image in outlook.waiting
+            if image.prompt in groups
         )
         leases, busy = [], set()
         for lease in outlook.leases:

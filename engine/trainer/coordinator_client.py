@@ -118,8 +118,8 @@ class CoordinatorClient:
 
         `file`: on the coordinator's disk. The coordinator has taken it over when this method returns.
         """
-        found = WeightsFile(path=str(file.path), digest=file.digest[:DIGEST_CHARACTERS], size=file.size)
-        return self._ask(self._numbered(Publish(weights=weights, file=found)), Published).digest
+        weights_file = WeightsFile(path=str(file.path), digest=file.digest[:DIGEST_CHARACTERS], size=file.size)
+        return self._ask(self._numbered(Publish(weights=weights, file=weights_file)), Published).digest
 
     def withdraw(self, batches: Sequence[tuple[Kind, int]]) -> None:
         """Remove batches and their results from the coordinator."""
@@ -139,18 +139,18 @@ class CoordinatorClient:
         answer, blobs = self._call(call, wait=wait)
         if wait:
             self._usage.meter.waited()
-        found = _expect(answer, Results)
-        if found.stop:
-            raise Stopped(found.stop)
-        if found.poisoned and kind in (Kind.TRAIN, Kind.EVALUATE):
-            raise Unhealthy(f"an image could not be made or scored on three workers: {found.poisoned[0]}")
-        self.exploring_seconds = found.exploring_seconds
-        self.alone_since = None if found.nodes else self.alone_since or time.monotonic()
+        results = _expect(answer, Results)
+        if results.stop:
+            raise Stopped(results.stop)
+        if results.poisoned and kind in (Kind.TRAIN, Kind.EVALUATE):
+            raise Unhealthy(f"an image could not be made or scored on three workers: {results.poisoned[0]}")
+        self.exploring_seconds = results.exploring_seconds
+        self.alone_since = None if results.nodes else self.alone_since or time.monotonic()
         return Collected(
-            results=[result.finished() for result in found.results],
+            results=[result.finished() for result in results.results],
             blobs=blobs,
-            to_come=bool(found.to_come),
-            poisoned=found.poisoned_requests,
+            to_come=bool(results.to_come),
+            poisoned=results.poisoned_requests,
         )
 
     def _order(self, order: Order) -> None:

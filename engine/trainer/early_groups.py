@@ -165,9 +165,9 @@ class EarlyGroups:
         order = self._order
         if order is None:
             return True
-        found = self._coordinator.collect(Kind.EXPLORE, order.batch, len(self._candidates), wait=False)
-        self._candidates += found.results
+        collected = self._coordinator.collect(Kind.EXPLORE, order.batch, len(self._candidates), wait=False)
+        self._candidates += collected.results
         if order.counted is not None:
-            return not found.to_come
+            return not collected.to_come
         least = self._config.early.min_pool or 2 * order.keep
         return has_pool(self._candidates, order.prompts, min(least, order.most))

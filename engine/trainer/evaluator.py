@@ -165,12 +165,12 @@ class Evaluator:
         state, iteration, results = self._state, evaluation.iteration, evaluation.in_order()
         metrics = mean_metrics(results)
         sheet = f"evaluation/l{state.lineage:04d}-i{iteration:06d}.png"
-        images = [(one.request.prompt, one.trajectory) for one in results]
+        images = [(result.request.prompt, result.trajectory) for result in results]
         shown = [(prompt, evaluation.blobs[name]) for prompt, name in images if name is not None]
         with self._worker.usage.measure(Phase.EVALUATION):
             self._checkpoints.put(sheet, contact_sheet(shown))
             metrics |= self._drift(iteration, [data for _, data in shown])
-        state.evaluations = [one for one in state.evaluations if one[0] != iteration]
+        state.evaluations = [entry for entry in state.evaluations if entry[0] != iteration]
         state.evaluations.append((iteration, metrics))
         self._reporter.evaluated(
             Evaluated(iteration=iteration, metrics=metrics, prompts=len(results), pictures=sheet),
@@ -208,9 +208,9 @@ class Evaluator:
                 self._worker.assume(*live)
 
     def _collect(self, evaluation: OpenEvaluation, *, wait: bool) -> None:
-        found = self._coordinator.collect(Kind.EVALUATE, evaluation.iteration, len(evaluation.results), wait=wait)
-        evaluation.results |= {result.request: result for result in found.results}
-        evaluation.blobs |= found.blobs
+        collected = self._coordinator.collect(Kind.EVALUATE, evaluation.iteration, len(evaluation.results), wait=wait)
+        evaluation.results |= {result.request: result for result in collected.results}
+        evaluation.blobs |= collected.blobs
 
     def _request(self, iteration: int, prompt: str) -> RequestId:
         return RequestId(

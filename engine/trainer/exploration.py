@@ -84,10 +84,10 @@ class SeedExploration:
         poisoned = 0
         while True:
             wait = order.counted is not None and not self._is_alone()
-            found = self._coordinator.collect(Kind.EXPLORE, order.batch, len(results), wait=wait, poisoned=poisoned)
-            results += found.results
-            poisoned += len(found.poisoned)
-            if order.counted is None or not found.to_come:
+            collected = self._coordinator.collect(Kind.EXPLORE, order.batch, len(results), wait=wait, poisoned=poisoned)
+            results += collected.results
+            poisoned += len(collected.poisoned)
+            if order.counted is None or not collected.to_come:
                 return results
             if self._is_alone():
                 if self._warned_at != self._coordinator.alone_since:

@@ -312,13 +312,13 @@ class Loop:
         `newest`: lineage and iteration of that checkpoint. Raises Superseded if the coordinator's lineage is not the
         newest one claimed: its node was given up while it could not be reached.
         """
-        known = self.coordinator.peek()
-        lineage, iteration = newest or (known.lineage, 0)
-        if known.lineage > 0:
-            self.state.lineage = known.lineage
+        status = self.coordinator.peek()
+        lineage, iteration = newest or (status.lineage, 0)
+        if status.lineage > 0:
+            self.state.lineage = status.lineage
             self.checkpoints.check_lineage()
-        if known.lineage == lineage > 0 and (known.version is None or known.version <= iteration):
-            return known.lineage
+        if status.lineage == lineage > 0 and (status.version is None or status.version <= iteration):
+            return status.lineage
         lineage = self.checkpoints.claim_lineage()
         self.coordinator.begin_lineage(lineage)
         return lineage

@@ -78,14 +78,14 @@ class MeasuredRates:
 
     def _row_and_launch(self) -> tuple[float, float]:
         """Return the seconds of a row, and the seconds of a pass without rows: the line through two sizes of passes."""
-        known = {rows: median(seconds) for rows, seconds in self._passes.items()}
-        if not known:
+        medians = {rows: median(seconds) for rows, seconds in self._passes.items()}
+        if not medians:
             return 0.0, 0.0
-        small, large = min(known), max(known)
-        slope = (known[large] - known[small]) / (large - small) if large > small else 0.0
-        launch = known[large] - slope * large
+        small, large = min(medians), max(medians)
+        slope = (medians[large] - medians[small]) / (large - small) if large > small else 0.0
+        launch = medians[large] - slope * large
         if slope <= 0 or launch < 0:
-            return known[large] / large, 0.0
+            return medians[large] / large, 0.0
         return slope, launch
 
 

@@ -75,9 +75,9 @@ class TrainedModel:
         self._shards = Shards(shard, measure, all_sample=all_sample)
         self.trainer, self.average, self.parameters = shard.trainer, shard.average, shard.trainer.parameters
 
-    def ranks(self, others: OtherRanks) -> OtherRanks:
-        """Return the ranks over which the weights are divided, or `others` if each rank has all weights."""
-        return others if self._shards is None else self._shards
+    def ranks(self, ranks: OtherRanks) -> OtherRanks:
+        """Return the ranks over which the weights are divided, or `ranks` if each rank has all weights."""
+        return ranks if self._shards is None else self._shards
 
     @property
     def device(self) -> str:
@@ -175,7 +175,7 @@ class TrainedModel:
             with self._shards.holding(file.open()):
                 yield
             return
-        others = {name: torch.empty_like(parameter.detach()) for name, parameter in self.parameters.items()}
-        fill_tensors(others, file.open())
-        with exchanged(self.parameters, others):
+        tensors = {name: torch.empty_like(parameter.detach()) for name, parameter in self.parameters.items()}
+        fill_tensors(tensors, file.open())
+        with exchanged(self.parameters, tensors):
             yield

@@ -525,9 +525,9 @@ def _copy_weights(group: RankGroup, tensors: Iterable[Tensor]) -> None:
 def _sum_gradients(group: RankGroup, parameters: Iterable[nn.Parameter]) -> None:
     """Replace the gradients by their sum over the ranks. A parameter without a gradient counts as zeros."""
     parameters = list(parameters)
-    own = [torch.zeros_like(one) if one.grad is None else one.grad for one in parameters]
+    own = [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in parameters]
     total = group.sum(torch.cat([gradient.reshape(-1) for gradient in own]))
     for parameter, gradient, part in zip(
-        parameters, own, total.split([one.numel() for one in parameters]), strict=True
+        parameters, own, total.split([parameter.numel() for parameter in parameters]), strict=True
     ):
         parameter.grad = gradient.copy_(part.view_as(gradient))

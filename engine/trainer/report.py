@@ -160,10 +160,10 @@ def _merge(steps: Sequence[Health]) -> dict[str, float]:
     `..._before_update`: a figure of the first step, whose rollouts were made with the same weights. The figure is then
     0, up to rounding.
     """
-    each = [step.summary() for step in steps]
-    merged = {name: sum(one[name] for one in each) / len(each) for name in each[0]}
-    merged |= {name: max(one[name] for one in each) for name in merged if name.endswith("_max")}
-    merged["rows_per_forward"] = each[-1]["rows_per_forward"]
-    merged["skipped_groups"] = sum(one["skipped_groups"] for one in each)
-    merged |= {later: each[0][name] for name, later in BEFORE_UPDATE.items() if name in merged}
+    summaries = [step.summary() for step in steps]
+    merged = {name: sum(summary[name] for summary in summaries) / len(summaries) for name in summaries[0]}
+    merged |= {name: max(summary[name] for summary in summaries) for name in merged if name.endswith("_max")}
+    merged["rows_per_forward"] = summaries[-1]["rows_per_forward"]
+    merged["skipped_groups"] = sum(summary["skipped_groups"] for summary in summaries)
+    merged |= {later: summaries[0][name] for name, later in BEFORE_UPDATE.items() if name in merged}
     return merged

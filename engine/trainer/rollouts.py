@@ -113,20 +113,20 @@ class Rollouts:
 
     def group(self, number: int) -> FinishedGroup:
         group = self._manifest.groups[number]
-        found = [self._found[group.prompt, seed] for seed in group.seeds]
+        images = [self._found[group.prompt, seed] for seed in group.seeds]
         return FinishedGroup(
             prompt=group.prompt,
             seeds=group.seeds,
-            trajectories=tuple(trajectory for _, trajectory in found),
-            rewards=self._trained([score for score, _ in found]),
+            trajectories=tuple(trajectory for _, trajectory in images),
+            rewards=self._trained([score for score, _ in images]),
             is_early=number in self.early,
         )
 
     def fault(self, number: int) -> str:
         """Return the reason why an image of a group has no score. Empty: all have one, or the scorer gave no reason."""
         group = self._manifest.groups[number]
-        found = (self._found[group.prompt, seed][0] for seed in group.seeds)
-        return next((score.fault for score in found if score.fault), "")
+        scores = (self._found[group.prompt, seed][0] for seed in group.seeds)
+        return next((score.fault for score in scores if score.fault), "")
 
     def trained_rewards(self) -> list[tuple[float, ...]]:
         """Return the trained rewards of every group, in the manifest's order."""
@@ -145,8 +145,8 @@ class Rollouts:
             for seed in group.seeds:
                 for name, value in self._found[group.prompt, seed][0].metrics.items():
                     values[name].append(value)
-        finite = {name: [value for value in found if math.isfinite(value)] for name, found in values.items()}
-        return {name: sum(found) / len(found) for name, found in finite.items() if found}
+        finite = {name: [value for value in numbers if math.isfinite(value)] for name, numbers in values.items()}
+        return {name: sum(numbers) / len(numbers) for name, numbers in finite.items() if numbers}
 
     def reward_of(self) -> dict[tuple[str, int], float]:
         """Return the received rewards by (prompt, seed)."""
@@ -221,8 +221,8 @@ def normalised(reward: RewardConfig, correction: int) -> Callable[[Sequence[Scor
     names, weights = [part.metric for part in reward.parts], [part.weight for part in reward.parts]
 
     def trained(scores: Sequence[Score]) -> tuple[float, ...]:
-        each = torch.tensor([[score.metrics.get(name, math.nan) for score in scores] for name in names])
-        return tuple(decoupled(each, torch.tensor(weights), correction=correction).tolist())
+        by_scorer = torch.tensor([[score.metrics.get(name, math.nan) for score in scores] for name in names])
+        return tuple(decoupled(by_scorer, torch.tensor(weights), correction=correction).tolist())
 
     return trained
 

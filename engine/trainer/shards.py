@@ -112,7 +112,7 @@ class Shard:
         """
         self._sharding.divide()
         try:
-            round_ = self.passes.train([one.rows for one in order.groups], order.passes, counts=order.counts)
+            round_ = self.passes.train([group.rows for group in order.groups], order.passes, counts=order.counts)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -124,12 +124,12 @@ class Shard:
             ) from error
         bad = torch.zeros(self.group.ranks)
         bad[self.group.rank] = 0.0 if round_.is_finite else 1.0
-        found = [rank for rank, value in enumerate(self.group.sum(bad.to(self.trainer.device)).tolist()) if value]
-        if found:
+        bad_ranks = [rank for rank, value in enumerate(self.group.sum(bad.to(self.trainer.device)).tolist()) if value]
+        if bad_ranks:
             round_.drop()
         else:
             round_.keep()
-        return found
+        return bad_ranks
 
     def take_step(self) -> Health:
         """Take the optimiser step. Returns the health of this rank's rows, with the norm of all gradients."""
@@ -344,20 +344,20 @@ class Shards:
         for rank in range(1, group.ranks):
             group.send(rank, encoded(orders[rank]))
         with torn_if_lost():
-            found = self._shard.train(orders[0])
+            bad_ranks = self._shard.train(orders[0])
         group.finish_sending()
-        return found
+        return bad_ranks
 
     def take_step(self) -> list[Health]:
         """Take the optimiser step. Returns the health of each rank's rows."""
         with self._ordered(TakeStep()):
-            found = [self._shard.take_step()]
+            own = [self._shard.take_step()]
         group = self._shard.group
         with self._measure():
             shares = [decoded_share(group.receive(rank)) for rank in range(1, group.ranks)]
         for share in shares:
             self._phase_ms.update(share.phase_ms)
-        return [*found, *(share.health for share in shares)]
+        return [*own, *(share.health for share in shares)]
 
     def follow(self, decay: float) -> None:
         self._published = None
@@ -446,10 +446,10 @@ class _LockstepStep:
     def __init__(self, shards: Shards, manifest: Manifest, minibatch: int, own: Transaction) -> None:
         """`own`: makes rows of groups, and counts groups that add nothing."""
         numbers = manifest.minibatches[minibatch]
-        each = own.groups_of_unit  # of a rank
+        groups_per_rank = own.groups_of_unit
         if manifest.unit:
-            each = min(each, -(-manifest.unit // shards.ranks))
-        size = shards.ranks * each
+            groups_per_rank = min(groups_per_rank, -(-manifest.unit // shards.ranks))
+        size = shards.ranks * groups_per_rank
         self._shards, self._own, self._numbers = shards, own, numbers
         self._rounds = [tuple(numbers[first : first + size]) for first in range(0, len(numbers), size)]
         """Groups of the rounds that were not trained yet."""
@@ -464,14 +464,17 @@ class _LockstepStep:
             raise ValueError(f"group {number} is not wanted: missing {self.missing}")
         self._groups[number] = group
         for numbers in list(self._rounds):
-            if not all(one in self._groups for one in numbers):
+            if not all(group_number in self._groups for group_number in numbers):
                 if self._shards.in_order:
                     return
                 continue
-            made = {one: self._own.rows_of(one, self._groups.pop(one)) for one in numbers}
+            rows_of_group = {
+                group_number: self._own.rows_of(group_number, self._groups.pop(group_number))
+                for group_number in numbers
+            }
             self._rounds.remove(numbers)
             ranks = self._shards.ranks
-            shares = [[made[one] for one in numbers[rank::ranks]] for rank in range(ranks)]
+            shares = [[rows_of_group[group_number] for group_number in numbers[rank::ranks]] for rank in range(ranks)]
             self._train([[rows for rows in share if rows is not None] for share in shares])
 
     def _train(self, shares: Sequence[Sequence[GroupRows]]) -> None:
@@ -501,9 +504,9 @@ class _LockstepStep:
         if self.missing:
             raise ValueError(f"groups {self.missing} have not been added")
         health = self._own.health
-        own, *others = self._shards.take_step()
-        for found in (own, *others):
-            health.merge(found)
+        own, *other_ranks = self._shards.take_step()
+        for health_of_rank in (own, *other_ranks):
+            health.merge(health_of_rank)
         health.gradient_norm = own.gradient_norm
         if not math.isfinite(health.gradient_norm):
             health.gradient_norm, health.skipped = 0.0, list(self._numbers)

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 
-def device_of(wanted: Literal["auto", "cpu", "cuda"], number: int) -> str:
+def device_of(device: Literal["auto", "cpu", "cuda"], number: int) -> str:
     """Return the device of process `number` of a node (the trainer is 0).
 
     If processes outnumber GPUs, processes share GPUs. A negative number counts from the last GPU: -1 is the last.
@@ -19,13 +19,13 @@ def device_of(wanted: Literal["auto", "cpu", "cuda"], number: int) -> str:
     Under Ray, a worker sees only the GPU assigned by Ray, always as number 0. Raises RuntimeError if a GPU is required
     and torch can use none.
     """
-    if wanted == "cpu":
+    if device == "cpu":
         return "cpu"
     # The count alone may come from a driver too old for this torch.
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if gpus:
         return f"cuda:{number % gpus}"
-    if wanted == "cuda":
+    if device == "cuda":
         raise RuntimeError(
             f"runtime.device is cuda, but torch {torch.__version__} can use no GPU here; look at the driver with "
             "nvidia-smi, or use runtime.device: auto, which computes on the CPU then"

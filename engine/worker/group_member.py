@@ -91,16 +91,16 @@ class GroupMember:
         work = shared.work
         try:
             self._weights.require(work.attempts[0].weights, shared.digest)
-            made = ImageInputs.of(work, self._adapter)
+            inputs = ImageInputs.of(work, self._adapter)
             transformer = self._adapter.transformer
             device = next(transformer.parameters()).device
-            x = torch.empty(len(made.seeds), *self._adapter.latent_shape(), device=device)
+            x = torch.empty(len(inputs.seeds), *self._adapter.latent_shape(), device=device)
             with self._usage.measure(PHASE_OF[work.attempts[0].request.kind]), precision(transformer, work.dtype):
                 self._elastic.share(x)
-                for step in range(shared.step, made.plan.steps):
-                    x, _ = advance(self._adapter, made.plan, made.conditioning, made.seeds, x, step)
+                for step in range(shared.step, inputs.plan.steps):
+                    x, _ = advance(self._adapter, inputs.plan, inputs.conditioning, inputs.seeds, x, step)
                     self._elastic.finish()
-                    if step + 1 < made.plan.steps and not self._elastic.agree(True, device):
+                    if step + 1 < inputs.plan.steps and not self._elastic.agree(True, device):
                         break
             self._faults.clear()
         except TornGroup:

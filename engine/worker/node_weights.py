@@ -164,8 +164,8 @@ class ArrivingWeights:
 
     def _take_over(self, entry: _Entry) -> None:
         """Hash what a dead writer left."""
-        there = Stored.of_handle(self._handle, entry.have)
-        for piece in there.pieces():
+        stored = Stored.of_handle(self._handle, entry.have)
+        for piece in stored.pieces():
             self._hash.update(piece)
         self.have = self._noted = entry.have
 
@@ -242,7 +242,7 @@ class NodeWeights:
 
         Patience begins anew whenever more bytes have arrived in any slot: large weights take their time.
         """
-        until, seen = time.monotonic() + patience_seconds, self._entries()
+        until, entries = time.monotonic() + patience_seconds, self._entries()
         held = False
         while not held:
             try:
@@ -251,9 +251,9 @@ class NodeWeights:
             except (BlockingIOError, PermissionError):
                 if time.monotonic() >= until:
                     now = self._entries()
-                    if now == seen:
+                    if now == entries:
                         break
-                    until, seen = time.monotonic() + patience_seconds, now
+                    until, entries = time.monotonic() + patience_seconds, now
                 time.sleep(_LOOK_SECONDS)
         try:
             yield held

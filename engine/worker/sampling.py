@@ -59,26 +59,26 @@ class ImageSampler:
 
     def sample(self, work: Work) -> Sampled | None:
         """Denoise all images of a lease. Returns None if the lease was revoked or given back."""
-        made = ImageInputs.of(work, self.adapter)
-        trajectories = self._begin(work, made.seeds)
-        x = torch.stack([trajectories[i].x for i in made.filled]).to(self.device)
+        inputs = ImageInputs.of(work, self.adapter)
+        trajectories = self._begin(work, inputs.seeds)
+        x = torch.stack([trajectories[i].x for i in inputs.filled]).to(self.device)
         seconds: list[float] = []
-        pass_seconds = self.seconds.forward(len(made.filled))
+        pass_seconds = self.seconds.forward(len(inputs.filled))
         try:
             self.group.hand_out(work, x, trajectories[0].step)
             with precision(self.adapter.transformer, work.dtype):
-                for step in range(trajectories[0].step, made.plan.steps):
+                for step in range(trajectories[0].step, inputs.plan.steps):
                     begun = time.perf_counter()
-                    x, log_probs = advance(self.adapter, made.plan, made.conditioning, made.seeds, x, step)
+                    x, log_probs = advance(self.adapter, inputs.plan, inputs.conditioning, inputs.seeds, x, step)
                     self.group.finish()
                     if x.is_cuda:
                         torch.cuda.synchronize(x.device)  # queued work can be neither timed nor stopped
-                    trajectories = self._record(made.plan, work, trajectories, x, log_probs)
+                    trajectories = self._record(inputs.plan, work, trajectories, x, log_probs)
                     time.sleep(max(0.0, begun + self.step_seconds - time.perf_counter()))
                     seconds.append(time.perf_counter() - begun)
                     self.calls.usage.meter.done(max(self.step_seconds, pass_seconds) / self.group.degree)
                     self.trace(work, step + 1)
-                    last = step + 1 == made.plan.steps
+                    last = step + 1 == inputs.plan.steps
                     if not last and not self.group.agree(self.go_on(work, trajectories), self.device):
                         return None
         except TornGroup:
@@ -98,9 +98,9 @@ class ImageSampler:
         if work.attempts[0].step and self.resume != "restart":
             names = [str(attempt.state) for attempt in work.attempts]
             states = self.calls.states(names)
-            found = [Trajectory.from_bytes(states[name]) for name in names]
-            if self.resume == "close" or all(t.degree == self.group.degree for t in found):
-                return found
+            trajectories = [Trajectory.from_bytes(states[name]) for name in names]
+            if self.resume == "close" or all(t.degree == self.group.degree for t in trajectories):
+                return trajectories
         noise = initial(seeds[: len(work.attempts)], self.adapter.latent_shape())
         return [Trajectory.begin(x) for x in noise]
 

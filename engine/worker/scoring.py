@@ -32,8 +32,8 @@ class ImageScorer:
         """Score decoded images. An image that is not finite, or whose latents are not, has no score."""
         with self._one_thread:
             reward = self.reward if scorer == "reward" else self._student_or_reward
-        found = unsound(images, latents)
-        reasons = [told or reason for told, reason in zip(no_score or [""] * len(prompts), found, strict=True)]
+        faults = unsound(images, latents)
+        reasons = [earlier or reason for earlier, reason in zip(no_score or [""] * len(prompts), faults, strict=True)]
         return scores_of(reward, images, prompts, reasons)
 
     @cached_property

@@ -97,16 +97,16 @@ class ScoringQueue:
 
     def leases(self) -> dict[int, int]:
         """Return the finished step by lease, for a heartbeat."""
-        return {one.sampled.work.lease: one.sampled.trajectories[0].step for one in self._unscored}
+        return {unscored.sampled.work.lease: unscored.sampled.trajectories[0].step for unscored in self._unscored}
 
     def drop(self, lease: int) -> None:
         """Drop a revoked lease."""
-        self._unscored = [one for one in self._unscored if one.sampled.work.lease != lease]
+        self._unscored = [unscored for unscored in self._unscored if unscored.sampled.work.lease != lease]
 
     def take_unscored(self) -> list[Sampled]:
         """Remove and return the unscored leases. Their scores are dropped when they arrive."""
-        taken, self._unscored = [one.sampled for one in self._unscored], []
-        return taken
+        sampled, self._unscored = [unscored.sampled for unscored in self._unscored], []
+        return sampled
 
     def send(
         self, *, block: bool, keep: int = 0, held: Work | None = None, longest_seconds: float | None = None
@@ -117,39 +117,39 @@ class ScoringQueue:
         None: no limit.
         """
         until = float("inf") if longest_seconds is None else time.monotonic() + longest_seconds
-        for one in list(self._unscored):
+        for unscored in list(self._unscored):
             if block and len(self._unscored) > keep:
-                self._wait_for(one, held, until)
-            if one in self._unscored and one.call.is_late:
-                self._unscored.remove(one)
-                self._give_up(one)
+                self._wait_for(unscored, held, until)
+            if unscored in self._unscored and unscored.call.is_late:
+                self._unscored.remove(unscored)
+                self._give_up(unscored)
                 continue
-            if not one.call.scores.done() or one not in self._unscored:
+            if not unscored.call.scores.done() or unscored not in self._unscored:
                 continue
-            self._unscored.remove(one)
+            self._unscored.remove(unscored)
             try:
-                scores = one.call.scores.result()
+                scores = unscored.call.scores.result()
             except Exception as error:  # a user's reward may raise anything; the fault is reported
                 if is_out_of_memory(error):
-                    self._faults.reduce_shape(one.sampled.work, str(error))
+                    self._faults.reduce_shape(unscored.sampled.work, str(error))
                 else:
-                    self._faults.report(one.sampled.work, error)
+                    self._faults.report(unscored.sampled.work, error)
                 continue
-            self._finish(one.sampled, scores, one.call.images)
+            self._finish(unscored.sampled, scores, unscored.call.images)
 
-    def _wait_for(self, one: _Unscored, held: Work | None, until: float) -> None:
+    def _wait_for(self, unscored: _Unscored, held: Work | None, until: float) -> None:
         """Wait until the lease is scored or revoked, at most until the monotonic time `until`.
 
         Scoring may last longer than a lease, so heartbeats renew all leases.
         """
-        phase = PHASE_OF[one.sampled.work.attempts[0].request.kind]
-        while one in self._unscored:
+        phase = PHASE_OF[unscored.sampled.work.attempts[0].request.kind]
+        while unscored in self._unscored:
             begun = time.monotonic()
             with self._usage.measure(phase):
-                longest = max(0.0, min(self._heartbeat_seconds, until - begun, one.call.seconds_left))
-                wait_for([one.call.scores], timeout=longest)
+                longest = max(0.0, min(self._heartbeat_seconds, until - begun, unscored.call.seconds_left))
+                wait_for([unscored.call.scores], timeout=longest)
             self.waited_seconds += time.monotonic() - begun
-            if one.call.scores.done() or one.call.is_late:
+            if unscored.call.scores.done() or unscored.call.is_late:
                 return
             leases = self.leases()
             if held is not None:
@@ -160,11 +160,11 @@ class ScoringQueue:
             if time.monotonic() >= until:
                 return
 
-    def _give_up(self, one: _Unscored) -> None:
+    def _give_up(self, unscored: _Unscored) -> None:
         """Report a call that is late. Several images are scored again one by one; a single image gets no score."""
-        sampled = one.sampled
-        one.call.give_up()
-        self._given_up.append(one.call)
+        sampled = unscored.sampled
+        unscored.call.give_up()
+        self._given_up.append(unscored.call)
         images = len(sampled.work.attempts)
         text = self._limits.late(sampled.work.scorer, images)
         if images > 1:
@@ -173,7 +173,9 @@ class ScoringQueue:
             self._calls.fault(sampled.work.lease, f"{text}; they are scored again one by one", hangs=True)
             return
         print(f"{text}; it has no score", flush=True)
-        self._finish(sampled, [Score(reward=nan, metrics={}, fault=text)], one.call.images, hangs=f"{text}; no score")
+        self._finish(
+            sampled, [Score(reward=nan, metrics={}, fault=text)], unscored.call.images, hangs=f"{text}; no score"
+        )
 
     def _finish(self, sampled: Sampled, scores: list[Score], images: Tensor | None, hangs: str = "") -> None:
         """Send the scores of a lease. `images`: None if they could not be decoded. `hangs`: as in `Finish`."""

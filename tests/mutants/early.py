@@ -201,7 +201,7 @@ FAULTS: dict[str, Fault] = {
                 (
                     EarlyGroups,
                     "_has_candidates",
-                    changed(EarlyGroups._has_candidates, "return not found.to_come", "return True"),
+                    changed(EarlyGroups._has_candidates, "return not collected.to_come", "return True"),
                 ),
             ),
             found_by=f"{DRAFTS}::test_a_counted_budget_is_waited_for_and_has_one_more_look_at_the_end",

@@ -83,7 +83,8 @@ _fault(
     "that a rank whose groups add nothing adds zeros",
     f"{SAME}[3-0.0]",
     everywhere(
-        ranks._sum_gradients, changed(unwrap(ranks._sum_gradients), "torch.zeros_like(one)", "torch.ones_like(one)")
+        ranks._sum_gradients,
+        changed(unwrap(ranks._sum_gradients), "torch.zeros_like(parameter)", "torch.ones_like(parameter)"),
     ),
 )
 _fault(

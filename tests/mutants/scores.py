@@ -48,7 +48,7 @@ FAULTS: dict[str, Fault] = {
                 (
                     client.PoolReward,
                     "_ask",
-                    changed(client.PoolReward._ask, "[one.digest for one in scores] != list(wanted)", "False"),
+                    changed(client.PoolReward._ask, "[scored.digest for scored in scores] != list(digests)", "False"),
                 ),
             ),
             found_by=f"{POOL}::test_a_wrong_answer_is_never_taken_and_the_request_repeated[swapped]",
