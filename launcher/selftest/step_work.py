@@ -54,15 +54,15 @@ class StepWork:
 
     def _stop(self, step: Step) -> None:
         """Stop the run, and say what still runs as long as something does."""
-        left: Sequence[str] = self.facts().still_running
+        running: Sequence[str] = self.facts().still_running
         until = time.monotonic() + min(self.minutes[step] * 60, CLOUD_RELEASE_SECONDS)
-        self.say(step, f"stopping the run; still there: {', '.join(left) or 'nothing'}")
+        self.say(step, f"stopping the run; still there: {', '.join(running) or 'nothing'}")
         while True:
             try:
-                left = self.run.stop(min(SAY_SECONDS, max(0.0, until - time.monotonic())))
-                if not left:
+                running = self.run.stop(min(SAY_SECONDS, max(0.0, until - time.monotonic())))
+                if not running:
                     return
-                self.say(step, f"still there: {', '.join(left)}")
+                self.say(step, f"still there: {', '.join(running)}")
             except ControllerFailed as failure:  # a slow machine; what still runs must be ended all the same
                 self.say(step, f"{failure}; trying again")
                 time.sleep(self.look_seconds)
