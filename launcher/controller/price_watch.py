@@ -55,11 +55,16 @@ def _refresh_prices(sessions: sessionmaker[Session], run: Run, job: Job, *, with
     now_ms = time.time_ns() // 1_000_000
     sources: list[PriceSource] = []
     if spot:
-        types, regions = sorted({one.instance_type for one in spot}), sorted({one.region for one in spot})
+        types, regions = (
+            sorted({placement.instance_type for placement in spot}),
+            sorted({placement.region for placement in spot}),
+        )
         sources.append(AwsSpot(types, since_ms=now_ms - HOUR_MS, regions=regions))
     if of_gcp:
-        wanted = instance_types(("gcp",), {one.accelerator for one in of_gcp if one.accelerator})
-        sources.append(GcpCatalog(wanted, environ=os.environ, regions=sorted({one.region for one in of_gcp})))
+        gcp_types = instance_types(("gcp",), {placement.accelerator for placement in of_gcp if placement.accelerator})
+        sources.append(
+            GcpCatalog(gcp_types, environ=os.environ, regions=sorted({placement.region for placement in of_gcp}))
+        )
     for answer in refresh(sources, sessions, now_ms).answers:
         for failure in answer.failures:
             log.info("no new prices from %s: %s", answer.source, failure)
