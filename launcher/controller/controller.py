@@ -440,7 +440,7 @@ class Controller:
 def wanted_of(run: Run, job: Job, plan: Plan, clock: Clock) -> Wanted:
     """Return the plan, the limits and the waiting times that decisions are made with."""
     is_cloud = bool(plan.sites)
-    wanted = Wanted(
+    own = Wanted(
         run=run.name,
         slots=tuple({slot.name: slot for slot in plan.slots}.values()),
         limits=_set_aside(run.max_total_micro_usd, run.max_hourly_micro_usd, run),
@@ -452,7 +452,7 @@ def wanted_of(run: Run, job: Job, plan: Plan, clock: Clock) -> Wanted:
         launch_rate=LaunchRate(per_minute=job.recovery.launches_per_minute) if is_cloud else None,
         iteration_ms=plan.iteration_ms,
     )
-    return _limited_by_all(wanted, job.all_runs, run, is_cloud)
+    return _limited_by_all(own, job.all_runs, run, is_cloud)
 
 
 def _limited_by_all(wanted: Wanted, all_runs: AllRuns, run: Run, is_cloud: bool) -> Wanted:

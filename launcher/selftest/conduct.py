@@ -52,7 +52,7 @@ class Conductor:
 
     run: Acts
     say: Callable[[Step, str], None]
-    seen: Seen = field(default_factory=Seen)
+    observed: Seen = field(default_factory=Seen)
     results: list[Result] = field(default_factory=list)
     minutes: Mapping[Step, float] = field(default_factory=lambda: MINUTES)
     interruption: Interruption = field(default_factory=Interruption)
@@ -63,7 +63,7 @@ class Conductor:
         self._work = StepWork(
             run=self.run,
             say=self.say,
-            seen=self.seen,
+            observed=self.observed,
             minutes=self.minutes,
             interruption=self.interruption,
             look_seconds=self.look_seconds,

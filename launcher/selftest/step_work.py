@@ -25,7 +25,7 @@ class StepWork:
 
     run: Acts
     say: Callable[[Step, str], None]
-    seen: Seen
+    observed: Seen
     minutes: Mapping[Step, float]
     interruption: Interruption
     look_seconds: float
@@ -33,7 +33,7 @@ class StepWork:
     """The accepted order to preempt."""
 
     def facts(self) -> Facts:
-        return self.run.facts(self.seen)
+        return self.run.facts(self.observed)
 
     def act(self, step: Step) -> None:
         """Order what the step needs. Raises Failure if that is impossible, Interrupted after a signal."""
@@ -42,10 +42,10 @@ class StepWork:
                 self._preempt()
             case Step.CHECKPOINT:
                 self._stop(step)
-                self.seen.stopped_ms = self.run.now_ms()
-                self.seen.stored = self.run.newest_checkpoint()
+                self.observed.stopped_ms = self.run.now_ms()
+                self.observed.stored = self.run.newest_checkpoint()
             case Step.RESUME:
-                self.seen.resumed_ms = self.run.now_ms()
+                self.observed.resumed_ms = self.run.now_ms()
                 self.run.resume()
             case Step.CLEANUP:
                 self._stop(step)
@@ -72,12 +72,12 @@ class StepWork:
 
     def look(self, step: Step) -> None:
         """Refresh what the ledger does not hold, and restart a controller that died."""
-        if step is Step.PREEMPT and self.order is not None and self.seen.order is not None:
+        if step is Step.PREEMPT and self.order is not None and self.observed.order is not None:
             with suppress(CloudUnreachable):
-                self.seen.order = replace(self.seen.order, state=self.run.order_state(self.order))
+                self.observed.order = replace(self.observed.order, state=self.run.order_state(self.order))
         if step is Step.CLEANUP:
             with suppress(CloudUnreachable):
-                self.seen.in_cloud = self.run.left_in_cloud()
+                self.observed.in_cloud = self.run.left_in_cloud()
             return
         try:
             if self.run.ensure_controller():
@@ -91,7 +91,7 @@ class StepWork:
             raise Failure("no spot node is ready, so none can be preempted")
         at_ms = self.run.now_ms()
         self.order = self.run.preempt(spot.name)
-        self.seen.order = Preempted(
+        self.observed.order = Preempted(
             node=spot.name,
             at_ms=at_ms,
             means=self.run.means,
