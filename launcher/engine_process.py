@@ -12,17 +12,17 @@ OURS = Path(__file__).parent.parent / "engine" / "__init__.py"
 """Path of the engine that ships with the launcher."""
 
 
-def check_engine_is_ours(found: str | None = None) -> None:
+def check_engine_is_ours(file: str | None = None) -> None:
     """Raise Failure if Python finds a foreign `engine`, for example a user's own engine.py on PYTHONPATH.
 
-    `found`: the file that Python imports as `engine`. None: look the file up, without importing the engine.
+    `file`: the file that Python imports as `engine`. None: look the file up, without importing the engine.
     """
-    if found is None:
+    if file is None:
         spec = find_spec("engine")
-        found = spec.origin if spec is not None else None
-    if found is not None and Path(found).resolve() != OURS.resolve():
+        file = spec.origin if spec is not None else None
+    if file is not None and Path(file).resolve() != OURS.resolve():
         raise Failure(
-            f"Python finds {found} in place of spotrl's own package `engine`; rename that file, or take its folder "
+            f"Python finds {file} in place of spotrl's own package `engine`; rename that file, or take its folder "
             "out of PYTHONPATH (a reward is found beside the job file without it)"
         )
 
@@ -41,7 +41,7 @@ def killed_words(returncode: int) -> str:
     """
     if returncode >= 0:
         return ""
-    name = next((one.name for one in signal.Signals if one == -returncode), f"signal {-returncode}")
+    name = next((member.name for member in signal.Signals if member == -returncode), f"signal {-returncode}")
     more = "; Linux does that when memory is short: free some, or use a smaller model" if name == "SIGKILL" else ""
     return f"the engine was ended by {name}{more}"
 

@@ -28,27 +28,27 @@ def parse_money(text: str) -> int:
 
     Raises ValueError for any other text, and below a micro-dollar.
     """
-    found = _MONEY.fullmatch(text.strip())
-    if not found or found["hourly"]:
+    match = _MONEY.fullmatch(text.strip())
+    if not match or match["hourly"]:
         raise ValueError(f"{text!r} is not an amount of money; write it like $40 or $1.25")
-    return _micro(found, text)
+    return _micro(match, text)
 
 
 def parse_hourly(text: str) -> int:
     """Parse `$1.25/h`, or an amount without the `/h`, to micro-dollars an hour."""
-    found = _MONEY.fullmatch(text.strip())
-    if not found:
+    match = _MONEY.fullmatch(text.strip())
+    if not match:
         raise ValueError(f"{text!r} is not a price per hour; write it like $1.25/h")
-    return _micro(found, text)
+    return _micro(match, text)
 
 
-def _micro(found: re.Match[str], text: str) -> int:
-    micro_usd = Decimal(found["amount"].replace(",", "")) * MICRO
+def _micro(match: re.Match[str], text: str) -> int:
+    micro_usd = Decimal(match["amount"].replace(",", "")) * MICRO
     if micro_usd != micro_usd.to_integral_value():
         raise ValueError(f"{text!r} is finer than a micro-dollar; use at most 6 decimals")
     if micro_usd > LARGEST_MICRO_USD:
         raise ValueError(f"{text!r} is more than ${LARGEST_MICRO_USD // MICRO:,}; use less")
-    return -int(micro_usd) if found["sign"] == "-" else int(micro_usd)
+    return -int(micro_usd) if match["sign"] == "-" else int(micro_usd)
 
 
 def dollars(micro_usd: int) -> str:
@@ -71,10 +71,10 @@ def hourly(micro_usd_per_hour: int) -> str:
 
 def parse_duration(text: str) -> int:
     """Parse `12h30m`, `90s`, `1d`, `500ms` to milliseconds. A number without a unit is refused."""
-    found = _DURATION.fullmatch(text.strip())
-    if not found or not any(found.groupdict().values()):
+    match = _DURATION.fullmatch(text.strip())
+    if not match or not any(match.groupdict().values()):
         raise ValueError(f"{text!r} is not a duration; write it with units, like 12h30m or 90s")
-    ms = sum(int(count[:20]) * _UNITS_MS[unit] for unit, count in found.groupdict().items() if count)
+    ms = sum(int(count[:20]) * _UNITS_MS[unit] for unit, count in match.groupdict().items() if count)
     if ms > LONGEST_MS:
         raise ValueError(f"{text[:40]!r} is longer than ten years; use less")
     return ms
@@ -87,9 +87,9 @@ def duration(ms: int) -> str:
     if ms < 1000:
         return f"{ms}ms"
     parts: list[str] = []
-    rest = ms
+    ms_left = ms
     for unit in ("d", "h", "m", "s"):
-        count, rest = divmod(rest, _UNITS_MS[unit])
+        count, ms_left = divmod(ms_left, _UNITS_MS[unit])
         if count or parts:
             parts.append(f"{count}{unit}")
     return " ".join(part for part in parts[:2] if not part.startswith("0"))
@@ -101,9 +101,9 @@ def exact_duration(ms: int) -> str:
     `parse_duration` turns the text back into the same number.
     """
     parts: list[str] = []
-    rest = ms
+    ms_left = ms
     for unit, unit_ms in _UNITS_MS.items():
-        count, rest = divmod(rest, unit_ms)
+        count, ms_left = divmod(ms_left, unit_ms)
         if count:
             parts.append(f"{count}{unit}")
     return "".join(parts) or "0s"

@@ -40,7 +40,7 @@ def without_secrets(text: str, values: Collection[str] = ()) -> str:
             text = text.replace(value, SECRET)
     text = _USER.sub(f"{SECRET}@", text)
     text = _WEBHOOK.sub(rf"\g<1>{SECRET}", text)
-    text = _PARAMETER.sub(lambda found: f"{found[1]}={SECRET}" if SECRET_NAME.search(found[1]) else found[0], text)
+    text = _PARAMETER.sub(lambda match: f"{match[1]}={SECRET}" if SECRET_NAME.search(match[1]) else match[0], text)
     return _SHAPES.sub(SECRET, text)
 
 

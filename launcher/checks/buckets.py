@@ -15,20 +15,20 @@ def bucket(
     cloud: str, url: str, plan: Plan, limits: CloudLimits, try_it: Callable[[str], None] = check_writable
 ) -> list[Check]:
     """Check that the bucket is usable and near the run's first region: cross-region checkpoint traffic is billed."""
-    what = f"{cloud} bucket"
+    subject = f"{cloud} bucket"
     try_it(url)
-    usable = Check(what=what, verdict=Verdict.OK, found=f"{url} can be written, read and deleted in")
-    doubts = [Check(what=what, verdict=Verdict.WARN, found=one) for one in _doubts(url, limits)]
+    usable = Check(what=subject, verdict=Verdict.OK, found=f"{url} can be written, read and deleted in")
+    doubts = [Check(what=subject, verdict=Verdict.WARN, found=doubt) for doubt in _doubts(url, limits)]
     try:
         region = limits.bucket_region(url)
     except Failure as failure:
-        unknown = Check(what=what, verdict=Verdict.WARN, found=f"nobody says where it is ({failure})")
+        unknown = Check(what=subject, verdict=Verdict.WARN, found=f"nobody says where it is ({failure})")
         return [usable, *doubts, unknown]
     nearest = next((site.region for site in plan.sites if site.cloud == cloud), "")
     if not nearest or nearest == region or is_around(region, nearest):
         return [replace(usable, found=f"{usable.found}; it is in {region}"), *doubts]
-    found = f"{url} is in {region}, and the run would begin in {nearest}: every checkpoint is paid for as traffic"
-    far = Check(what=what, verdict=Verdict.WARN, found=found, remedy=f"use a bucket in {nearest}")
+    text = f"{url} is in {region}, and the run would begin in {nearest}: every checkpoint is paid for as traffic"
+    far = Check(what=subject, verdict=Verdict.WARN, found=text, remedy=f"use a bucket in {nearest}")
     return [usable, *doubts, far]
 
 

@@ -40,25 +40,25 @@ def run_checks(groups: Sequence[tuple[str, CheckGroup]]) -> list[Check]:
     """Run all checks at the same time and return their lines in order. A Failure becomes a line too."""
 
     def answer(named: tuple[str, CheckGroup]) -> list[Check]:
-        what, ask = named
+        subject, ask = named
         try:
             return list(ask())
         except Failure as failure:
-            return [failed(what, failure)]
+            return [failed(subject, failure)]
         except Exception as error:  # a broken check must not hide the results of the rest
-            found = f"this check itself failed ({type(error).__name__}: {error})"
-            return [Check(what=what, verdict=Verdict.FAIL, found=found)]
+            text = f"this check itself failed ({type(error).__name__}: {error})"
+            return [Check(what=subject, verdict=Verdict.FAIL, found=text)]
 
     with ThreadPoolExecutor(max_workers=AT_ONCE) as pool:
         return [check for checks in pool.map(answer, groups) for check in checks]
 
 
-def failed(what: str, failure: Failure) -> Check:
+def failed(subject: str, failure: Failure) -> Check:
     """Convert an error to a line. Our errors have the form `found; remedy`."""
-    found, _, remedy = str(failure).partition("; ")
+    text, _, remedy = str(failure).partition("; ")
     if isinstance(failure, CloudUnreachable) and not isinstance(failure, LoginNeeded):
         remedy = "see that it can be reached from here, then check again"
-    return Check(what=what, verdict=Verdict.FAIL, found=found, remedy=remedy, code=failure.exit_code)
+    return Check(what=subject, verdict=Verdict.FAIL, found=text, remedy=remedy, code=failure.exit_code)
 
 
 def ending(checks: Iterable[Check]) -> ExitCode:
@@ -68,8 +68,8 @@ def ending(checks: Iterable[Check]) -> ExitCode:
     reliable.
     """
     codes = {check.code for check in checks if check.verdict is Verdict.FAIL}
-    known = (ExitCode.CREDENTIALS, ExitCode.INVALID_JOB)
-    return next((code for code in known if code in codes), ExitCode.FAILURE if codes else ExitCode.OK)
+    priority = (ExitCode.CREDENTIALS, ExitCode.INVALID_JOB)
+    return next((code for code in priority if code in codes), ExitCode.FAILURE if codes else ExitCode.OK)
 
 
 def some(names: Sequence[str]) -> str:

@@ -23,29 +23,29 @@ def cloud_lines(
     api: CloudApi, limits: CloudLimits, now_ms: Callable[[], int], named: Named = NOTHING_NAMED
 ) -> list[Check]:
     """Check credentials, clock and permissions. Permissions are checked only with valid credentials."""
-    known = credentials(api)
+    login = credentials(api)
     time_is = _as_lines(f"{api.cloud} clock", partial(clock, limits, now_ms))
-    if known.verdict is Verdict.FAIL:
+    if login.verdict is Verdict.FAIL:
         # A wrong clock makes the cloud refuse signatures. So print the clock line if a wrong clock was found. Any other
         # result of the clock query would repeat the error of the credentials line.
-        return [known, *(line for line in time_is if line.found.endswith(FROM_OURS))]
-    return [known, *time_is, *_as_lines(f"{api.cloud} permissions", partial(permissions, limits, named))]
+        return [login, *(line for line in time_is if line.found.endswith(FROM_OURS))]
+    return [login, *time_is, *_as_lines(f"{api.cloud} permissions", partial(permissions, limits, named))]
 
 
-def _as_lines(what: str, ask: Callable[[], Check]) -> list[Check]:
-    return run_checks([(what, lambda: [ask()])])
+def _as_lines(subject: str, ask: Callable[[], Check]) -> list[Check]:
+    return run_checks([(subject, lambda: [ask()])])
 
 
 def credentials(api: CloudApi) -> Check:
-    what = f"{api.cloud} credentials"
+    subject = f"{api.cloud} credentials"
     try:
         caller = api.caller()
     except CloudRefused as refused:
-        return replace(failed(what, refused), code=ExitCode.CREDENTIALS)
+        return replace(failed(subject, refused), code=ExitCode.CREDENTIALS)
     except Failure as failure:
-        return failed(what, failure)
-    found = f"{caller.identity} in {caller.account}; its things are labelled {caller.owner}"
-    return Check(what=what, verdict=Verdict.OK, found=found)
+        return failed(subject, failure)
+    text = f"{caller.identity} in {caller.account}; its things are labelled {caller.owner}"
+    return Check(what=subject, verdict=Verdict.OK, found=text)
 
 
 def gcloud(environ: Mapping[str, str], folder: Path) -> list[Check]:
@@ -54,13 +54,13 @@ def gcloud(environ: Mapping[str, str], folder: Path) -> list[Check]:
 
 
 def clock(limits: CloudLimits, now_ms: Callable[[], int]) -> Check:
-    what = f"{limits.cloud} clock"
+    subject = f"{limits.cloud} clock"
     off = abs(limits.clock_ms() - now_ms())
     if off <= SKEW_WARN_MS:
-        return Check(what=what, verdict=Verdict.OK, found="agrees with ours")
+        return Check(what=subject, verdict=Verdict.OK, found="agrees with ours")
     verdict = Verdict.FAIL if off > SKEW_FAIL_MS else Verdict.WARN
     remedy = "set this machine's clock (`timedatectl set-ntp true`)"
-    return Check(what=what, verdict=verdict, found=f"{duration(off)} {FROM_OURS}", remedy=remedy)
+    return Check(what=subject, verdict=verdict, found=f"{duration(off)} {FROM_OURS}", remedy=remedy)
 
 
 def permissions(limits: CloudLimits, named: Named = NOTHING_NAMED) -> Check:
@@ -68,12 +68,12 @@ def permissions(limits: CloudLimits, named: Named = NOTHING_NAMED) -> Check:
     return of_permissions(f"{limits.cloud} permissions", limits.permissions(named), "launching", remedy)
 
 
-def of_permissions(what: str, result: Permissions, purpose: str, remedy: str) -> Check:
+def of_permissions(subject: str, result: Permissions, purpose: str, remedy: str) -> Check:
     """Convert the result of a permission check to a line. `purpose`: what the permissions are for."""
     if result.missing:
-        found = f"not allowed: {some(result.missing)}"
-        return Check(what=what, verdict=Verdict.FAIL, found=found, remedy=remedy, code=ExitCode.CREDENTIALS)
+        text = f"not allowed: {some(result.missing)}"
+        return Check(what=subject, verdict=Verdict.FAIL, found=text, remedy=remedy, code=ExitCode.CREDENTIALS)
     if result.unchecked:
-        found = f"what could be tried is allowed; {len(result.unchecked)} could not be asked about ({result.why})"
-        return Check(what=what, verdict=Verdict.WARN, found=found, remedy=remedy)
-    return Check(what=what, verdict=Verdict.OK, found=f"everything that {purpose} needs is allowed")
+        text = f"what could be tried is allowed; {len(result.unchecked)} could not be asked about ({result.why})"
+        return Check(what=subject, verdict=Verdict.WARN, found=text, remedy=remedy)
+    return Check(what=subject, verdict=Verdict.OK, found=f"everything that {purpose} needs is allowed")

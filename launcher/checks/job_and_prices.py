@@ -21,14 +21,14 @@ def job_lines(checked: CheckedJob, plan: Plan, environ: Mapping[str, str], runs:
         partial(check_sinks, checked),
         partial(check_disk, runs),
     ]
-    found = []
+    problems = []
     for look in looks:
         try:
             look()
         except Failure as failure:
-            found.append(failed("job", failure))
-    if found:
-        return found
+            problems.append(failed("job", failure))
+    if problems:
+        return problems
     names = f", secrets {', '.join(checked.job.secrets)} set" if checked.job.secrets else ""
     fine = Check(what="job", verdict=Verdict.OK, found=f"{checked.job.name}: limits and buckets named{names}")
     try:
@@ -49,8 +49,8 @@ def prices(plan: Plan, now_ms: int) -> list[Check]:
         key=lambda place: order.index(age_of(place.price_observed_at, place.market, now_ms)),
     )
     age = age_of(worst.price_observed_at, worst.market, now_ms)
-    seen = age_text(worst.price_observed_at, now_ms)
-    found = f"{worst.market.value} price of {worst.instance_type} in {worst.zone}: {seen}"
+    age_words = age_text(worst.price_observed_at, now_ms)
+    text = f"{worst.market.value} price of {worst.instance_type} in {worst.zone}: {age_words}"
     verdict = {Age.FRESH: Verdict.OK, Age.OLD: Verdict.WARN}.get(age, Verdict.FAIL)
     remedy = "" if verdict is Verdict.OK else "`spotrl catalog refresh`, or launch with --allow-old-prices"
-    return [Check(what="prices", verdict=verdict, found=found, remedy=remedy, code=ExitCode.STALE_CATALOG)]
+    return [Check(what="prices", verdict=verdict, found=text, remedy=remedy, code=ExitCode.STALE_CATALOG)]

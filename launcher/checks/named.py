@@ -13,7 +13,7 @@ from launcher.placement.plan import Plan
 
 def identity(api: CloudApi, named: Named) -> list[Check]:
     """Check the identity that an administrator made for nodes."""
-    return [of_finding(f"{api.cloud} identity", one) for one in api.check_identity(named)]
+    return [of_finding(f"{api.cloud} identity", finding) for finding in api.check_identity(named)]
 
 
 def networks(job: Job, plan: Plan, apis: Mapping[str, CloudApi], ssh_from: Callable[[], str]) -> list[Check]:
@@ -27,8 +27,8 @@ def networks(job: Job, plan: Plan, apis: Mapping[str, CloudApi], ssh_from: Calla
 
     def look(place: tuple[str, str]) -> list[Check]:
         cloud, region = place
-        what = f"network {cloud}/{region}"
-        return run_checks([(what, lambda: _in_region(what, apis[cloud], region, job.named(*place), source))])
+        subject = f"network {cloud}/{region}"
+        return run_checks([(subject, lambda: _in_region(subject, apis[cloud], region, job.named(*place), source))])
 
     with ThreadPoolExecutor(max_workers=AT_ONCE) as pool:
         by_place = list(pool.map(look, places))
@@ -41,14 +41,14 @@ def networks(job: Job, plan: Plan, apis: Mapping[str, CloudApi], ssh_from: Calla
     ]
 
 
-def _in_region(what: str, api: CloudApi, region: str, named: Named, ssh_from: str) -> list[Check]:
-    return [of_finding(what, one) for one in api.check_network(region, named, ssh_from)]
+def _in_region(subject: str, api: CloudApi, region: str, named: Named, ssh_from: str) -> list[Check]:
+    return [of_finding(subject, finding) for finding in api.check_network(region, named, ssh_from)]
 
 
 VERDICTS = {Look.OK: Verdict.OK, Look.WRONG: Verdict.FAIL, Look.UNSURE: Verdict.WARN}
 
 
-def of_finding(what: str, finding: Finding) -> Check:
+def of_finding(subject: str, finding: Finding) -> Check:
     """Convert a finding about a resource that an administrator made to a line."""
-    found, _, remedy = finding.text.partition("; ")
-    return Check(what=what, verdict=VERDICTS[finding.look], found=found, remedy=remedy)
+    text, _, remedy = finding.text.partition("; ")
+    return Check(what=subject, verdict=VERDICTS[finding.look], found=text, remedy=remedy)

@@ -79,34 +79,37 @@ def quotas(
     checks = [check for check, _ in lines]
     if lines and not fits:
         remedy = "ask for more where you want to be: the lines of the regions say of what"
-        found = f"the trainer fits into no quota of {len(lines)} regions"
-        checks.append(Check(what="quotas", verdict=Verdict.FAIL, found=found, remedy=remedy))
+        text = f"the trainer fits into no quota of {len(lines)} regions"
+        checks.append(Check(what="quotas", verdict=Verdict.FAIL, found=text, remedy=remedy))
     return checks
 
 
 def _of_site(site: SiteOptions, trainers: int, rollouts: int, limits: CloudLimits, named: Named) -> tuple[Check, bool]:
     """Return the line of a region, and whether the trainer may fit."""
-    what = f"quota {site.cloud}/{site.region}"
+    subject = f"quota {site.cloud}/{site.region}"
     need = need_of(site, rollouts, partial(limits.draws_on, named=named), trainers, limits.draws_on_once(named))
     try:
-        found = limits.quotas(site.region, need.whole.keys()) if need.whole else {}
+        region_quotas = limits.quotas(site.region, need.whole.keys()) if need.whole else {}
     except Failure as failure:
-        return Check(what=what, verdict=Verdict.WARN, found=str(failure)), True
-    short = [text for name, count in need.whole.items() if (text := _short_of(found.get(name), count))]
-    unchecked = [name for name in need.whole if name not in found]
-    trainer_fits = not any(_short_of(found.get(name), count) for name, count in need.trainer.items())
+        return Check(what=subject, verdict=Verdict.WARN, found=str(failure)), True
+    short = [text for name, count in need.whole.items() if (text := _short_of(region_quotas.get(name), count))]
+    unchecked = [name for name in need.whole if name not in region_quotas]
+    trainer_fits = not any(_short_of(region_quotas.get(name), count) for name, count in need.trainer.items())
     if short:
         what_then = "spot nodes would be missing" if trainer_fits else "no trainer can start"
         return Check(
-            what=what, verdict=Verdict.WARN, found=f"{', '.join(short)}: {what_then}", remedy=_where_to_ask(site)
+            what=subject, verdict=Verdict.WARN, found=f"{', '.join(short)}: {what_then}", remedy=_where_to_ask(site)
         ), trainer_fits
     if unchecked or need.unknown:
         names = some([*unchecked, *need.unknown])
-        return Check(what=what, verdict=Verdict.WARN, found=f"not told for {names}", remedy=_where_to_ask(site)), True
+        return Check(
+            what=subject, verdict=Verdict.WARN, found=f"not told for {names}", remedy=_where_to_ask(site)
+        ), True
     enough = ", ".join(
-        f"{found[name].title or name}: {count} of {found[name].free}" for name, count in need.whole.items()
+        f"{region_quotas[name].title or name}: {count} of {region_quotas[name].free}"
+        for name, count in need.whole.items()
     )
-    return Check(what=what, verdict=Verdict.OK, found=enough), True
+    return Check(what=subject, verdict=Verdict.OK, found=enough), True
 
 
 def _short_of(quota: Quota | None, count: int) -> str:

@@ -92,11 +92,11 @@ def _model_problem(checked: CheckedJob, folder: Path) -> JobError | None:
             "where nodes take it from",
             f"bring it here first, like `hf download OWNER/MODEL --local-dir {job.model.path}`",
         )
-    wanted = "*.safetensors" if job.model.name in SHIPPED else "model_index.json"
-    if not any(folder.glob(wanted)):
+    pattern = "*.safetensors" if job.model.name in SHIPPED else "model_index.json"
+    if not any(folder.glob(pattern)):
         return checked.error(
             "model.path",
-            f"model.path is {job.model.path}, a folder without {wanted}: no node could load {job.model.name} from it",
+            f"model.path is {job.model.path}, a folder without {pattern}: no node could load {job.model.name} from it",
             "give the folder that the model was saved in",
         )
     divides = job.model.name not in SHIPPED and job.model.weights == "full" and ranks_of(job) > 1
@@ -134,8 +134,8 @@ def _check_gcloud(clouds: Sequence[str], environ: Mapping[str, str]) -> None:
     try:
         check_gcloud(environ, Path.cwd())
     except GcloudMissing as missing:
-        others = ",".join(cloud for cloud in clouds if cloud != "gcp")
-        without = f". Only Google Cloud lacks it: `--infra {others}` launches without" if others else ""
+        other_clouds = ",".join(cloud for cloud in clouds if cloud != "gcp")
+        without = f". Only Google Cloud lacks it: `--infra {other_clouds}` launches without" if other_clouds else ""
         raise GcloudMissing(f"{missing}{without}") from None
 
 
@@ -174,16 +174,16 @@ def check_clouds(
     with ThreadPoolExecutor(max_workers=AT_ONCE) as pool:
         callers = {cloud: pool.submit(api.caller) for cloud, api in apis.items()}
         tried = [pool.submit(try_bucket, url) for url in buckets]
-        found = {cloud: caller.result() for cloud, caller in callers.items()}
+        identities = {cloud: caller.result() for cloud, caller in callers.items()}
         for _ in pool.map(lambda api: api.check_launches(), apis.values()):
             pass
-        for one in tried:
-            one.result()
+        for trial in tried:
+            trial.result()
         for _ in pool.map(lambda place: _check_name_is_free(checked, apis[place[0]], place[1]), regions):
             pass
         for _ in pool.map(lambda url: unused(url, checked.job.name), buckets):
             pass
-    return found
+    return identities
 
 
 def closed_regions(apis: Mapping[str, CloudApi], regions: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:
@@ -245,9 +245,9 @@ def _check_name_is_free(checked: CheckedJob, api: CloudApi, region: str) -> None
     The VMs belong to a run in another ledger, because this ledger has no run of the name.
     """
     name = checked.job.name
-    alive = [one for one in api.instances(region, run=name) if one.state is not InstanceState.GONE]
+    alive = [instance for instance in api.instances(region, run=name) if instance.state is not InstanceState.GONE]
     if alive:
-        whose = ", ".join(f"{one.id} of {one.owner or 'somebody'}" for one in alive)
+        whose = ", ".join(f"{instance.id} of {instance.owner or 'somebody'}" for instance in alive)
         raise checked.error(
             "name",
             f"machines of a run called {name} are in {api.cloud} {region} already, and no run here is: {whose}",

@@ -82,34 +82,34 @@ def score_some(
         errors="replace",  # a reward may print any bytes
         check=False,
     )
-    found = answer_of_engine(checked, done)
+    answer = answer_of_engine(checked, done)
     printed = done.stdout.strip().splitlines()[:-1][-MOST_LINES:]
-    return estimate(job, found, printed, sheet, micro_usd_per_gpu_hour)
+    return estimate(job, answer, printed, sheet, micro_usd_per_gpu_hour)
 
 
 def estimate(
-    job: Job, found: dict[str, Any], printed: list[str], sheet: Path, micro_usd_per_gpu_hour: float | None
+    job: Job, answer: dict[str, Any], printed: list[str], sheet: Path, micro_usd_per_gpu_hour: float | None
 ) -> RewardCheck:
-    """Return the check with its verdict and its estimate of the run. `found`: the engine's answer."""
+    """Return the check with its verdict and its estimate of the run. `answer`: the engine's answer."""
     pool = job.reward.scoring_pool
     share = 1.0 if pool is None else job.rollout_workers / pool.processes  # the workers of a node share its processes
-    waits_ms = found["score_ms"] * share - found["sampling_ms"]
+    waits_ms = answer["score_ms"] * share - answer["sampling_ms"]
     run_images = job.iterations * job.algorithm.prompts_per_batch * job.algorithm.images_per_prompt
     node = None
     if micro_usd_per_gpu_hour is not None:
         node = round(micro_usd_per_gpu_hour * max(0.0, waits_ms) * run_images / HOUR_MS)
     return RewardCheck(
-        images=found["images"],
-        warnings=found["warnings"],
+        images=answer["images"],
+        warnings=answer["warnings"],
         printed=printed,
         sheet=str(sheet),
-        device=found["device"],
-        sampling_ms=found["sampling_ms"],
-        first_score_ms=found["first_score_ms"],
-        score_ms=found["score_ms"],
+        device=answer["device"],
+        sampling_ms=answer["sampling_ms"],
+        first_score_ms=answer["first_score_ms"],
+        score_ms=answer["score_ms"],
         bottleneck="scoring" if waits_ms > 0 else "sampling",
-        judge_micro_usd=found["judge_micro_usd"],
+        judge_micro_usd=answer["judge_micro_usd"],
         run_images=run_images,
-        run_judge_micro_usd=round(found["judge_micro_usd"] * run_images / len(found["images"])),
+        run_judge_micro_usd=round(answer["judge_micro_usd"] * run_images / len(answer["images"])),
         run_node_micro_usd=node,
     )

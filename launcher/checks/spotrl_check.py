@@ -62,7 +62,7 @@ def of_clouds(
 
 def of_selftest(preempters: Iterable[Preempter]) -> list[tuple[str, CheckGroup]]:
     """Return the checks of what `spotrl selftest` needs beside a launch."""
-    return [(f"{one.cloud} selftest", partial(selftest_lines, one)) for one in preempters]
+    return [(f"{preempter.cloud} selftest", partial(selftest_lines, preempter)) for preempter in preempters]
 
 
 def one_will_do(checks: Sequence[Check]) -> list[Check]:

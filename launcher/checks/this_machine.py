@@ -47,23 +47,28 @@ def programs() -> list[Check]:
 
 def skypilot(installed: Callable[[str], str] = version) -> list[Check]:
     try:
-        found = installed("skypilot")
+        installed_version = installed("skypilot")
     except PackageNotFoundError:
         remedy = "`pip install 'spotrl[sky]'`"
         return [Check(what="skypilot", verdict=Verdict.FAIL, found="SkyPilot is not installed here", remedy=remedy)]
-    if found != SKYPILOT:
+    if installed_version != SKYPILOT:
         remedy = f"`pip install 'skypilot[aws,gcp]=={SKYPILOT}'`, or watch the first launch"
         return [
-            Check(what="skypilot", verdict=Verdict.WARN, found=f"{found}; tested with {SKYPILOT}", remedy=remedy),
+            Check(
+                what="skypilot",
+                verdict=Verdict.WARN,
+                found=f"{installed_version}; tested with {SKYPILOT}",
+                remedy=remedy,
+            ),
         ]
-    return [Check(what="skypilot", verdict=Verdict.OK, found=found)]
+    return [Check(what="skypilot", verdict=Verdict.OK, found=installed_version)]
 
 
 def skypilot_config(environ: Mapping[str, str], folder: Path) -> list[Check]:
     """Check the user's own SkyPilot configuration for keys that change our nodes. The file is read, never written."""
-    there = configuration_files(environ, folder)
-    found = [check for path in there for check in _keys_in_the_way(path)]
-    return found or [Check(what="skypilot config", verdict=Verdict.OK, found="nothing in it is in the way")]
+    files = configuration_files(environ, folder)
+    checks = [check for path in files for check in _keys_in_the_way(path)]
+    return checks or [Check(what="skypilot config", verdict=Verdict.OK, found="nothing in it is in the way")]
 
 
 def _keys_in_the_way(path: Path) -> Iterable[Check]:
@@ -91,5 +96,5 @@ def _keys_in_the_way(path: Path) -> Iterable[Check]:
 def address(ask: Callable[[], str]) -> list[Check]:
     """Return the line with the addresses that may reach nodes by SSH. Nodes accept no other connection from outside."""
     source = ask()
-    found = f"{source} may reach nodes by SSH, and nothing else" if source else "the network that the job names decides"
-    return [Check(what="ssh from", verdict=Verdict.OK, found=found)]
+    text = f"{source} may reach nodes by SSH, and nothing else" if source else "the network that the job names decides"
+    return [Check(what="ssh from", verdict=Verdict.OK, found=text)]

@@ -105,8 +105,9 @@ class Inventory:
     @property
     def ids(self) -> list[str]:
         """Return every VM and resource as text: id, kind and region."""
-        return [f"machine {one.id} ({one.cloud}/{one.region})" for one in self.instances] + [
-            f"{one.kind} {one.id} ({one.cloud}/{one.region or EVERYWHERE})" for one in self.resources
+        return [f"machine {instance.id} ({instance.cloud}/{instance.region})" for instance in self.instances] + [
+            f"{resource.kind} {resource.id} ({resource.cloud}/{resource.region or EVERYWHERE})"
+            for resource in self.resources
         ]
 
 
@@ -183,91 +184,91 @@ def look(
     resources: dict[tuple[str, str, str], Resource] = {}
     readable: set[str] = set()
     asked = 0
-    for (account, region), found in zip(places, _all_at_once(places, _in_region), strict=True):
+    for (account, region), answer in zip(places, _all_at_once(places, _in_region), strict=True):
         asked += 1
         say(f"looked at {asked} of {len(places)} regions ({account.cloud}/{region})")
-        if isinstance(found, Failure):
-            failed = _unchecked(account.cloud, region, found)
+        if isinstance(answer, Failure):
+            failed = _unchecked(account.cloud, region, answer)
             known_empty = bought is not None and (account.cloud, region) not in bought and region != account.api.home
             (forbidden if known_empty and not failed.silent else unchecked).append(failed)
             continue
         if region != account.api.home:
             readable.add(account.cloud)
-        instances += [instance for instance in found[0] if instance.state is not InstanceState.GONE]
+        instances += [instance for instance in answer[0] if instance.state is not InstanceState.GONE]
         # Each region may list the global resources.
-        resources |= {(resource.cloud, resource.kind, resource.id): resource for resource in found[1]}
+        resources |= {(resource.cloud, resource.kind, resource.id): resource for resource in answer[1]}
     # A cloud that refuses every region lacks a permission: no organisation forbids them all.
     return Inventory(
         instances=tuple(instances),
         resources=tuple(resources.values()),
-        unchecked=(*unchecked, *(one for one in forbidden if one.cloud not in readable)),
-        forbidden=tuple(one for one in forbidden if one.cloud in readable),
+        unchecked=(*unchecked, *(refusal for refusal in forbidden if refusal.cloud not in readable)),
+        forbidden=tuple(refusal for refusal in forbidden if refusal.cloud in readable),
     )
 
 
-def split(found: Inventory, live_runs: Collection[str]) -> tuple[Inventory, Inventory]:
+def split(inventory: Inventory, live_runs: Collection[str]) -> tuple[Inventory, Inventory]:
     """Split the inventory into removable and kept resources.
 
     Resources of live runs, and shared resources beside a live run, are kept.
     """
-    everything: list[Instance | Resource] = [*found.instances, *found.resources]
-    busy = {one.cloud for one in everything if one.run in live_runs}
+    resources: list[Instance | Resource] = [*inventory.instances, *inventory.resources]
+    busy = {resource.cloud for resource in resources if resource.run in live_runs}
 
-    def stays(one: Instance | Resource) -> bool:
-        return one.run in live_runs or (not one.run and one.cloud in busy)
+    def stays(resource: Instance | Resource) -> bool:
+        return resource.run in live_runs or (not resource.run and resource.cloud in busy)
 
-    return _chosen(found, lambda one: not stays(one)), replace(_chosen(found, stays), unchecked=())
+    return _chosen(inventory, lambda resource: not stays(resource)), replace(_chosen(inventory, stays), unchecked=())
 
 
-def of_lost_runs(found: Inventory, local_runs: Collection[str]) -> tuple[Inventory, Inventory]:
+def of_lost_runs(inventory: Inventory, local_runs: Collection[str]) -> tuple[Inventory, Inventory]:
     """Split the inventory into removable resources and kept nodes.
 
     The kept nodes are the nodes on this machine of the live runs in `local_runs`.
     """
 
-    def goes(one: Instance | Resource) -> bool:
-        return one.cloud != LOCAL or one.run not in local_runs
+    def goes(resource: Instance | Resource) -> bool:
+        return resource.cloud != LOCAL or resource.run not in local_runs
 
-    return _chosen(found, goes), replace(_chosen(found, lambda one: not goes(one)), unchecked=())
+    return _chosen(inventory, goes), replace(_chosen(inventory, lambda resource: not goes(resource)), unchecked=())
 
 
-def of_owners(found: Inventory, accounts: Sequence[Account]) -> tuple[Inventory, Inventory]:
+def of_owners(inventory: Inventory, accounts: Sequence[Account]) -> tuple[Inventory, Inventory]:
     """Split the inventory by owner: resources of the selected owners, and the rest."""
     owners = {account.cloud: account.owner for account in accounts}
 
-    def is_theirs(one: Instance | Resource) -> bool:
-        return owners.get(one.cloud) in (None, one.owner)
+    def is_theirs(resource: Instance | Resource) -> bool:
+        return owners.get(resource.cloud) in (None, resource.owner)
 
-    others = _chosen(found, lambda one: not is_theirs(one))
-    return _chosen(found, is_theirs), replace(others, unchecked=())
+    of_others = _chosen(inventory, lambda resource: not is_theirs(resource))
+    return _chosen(inventory, is_theirs), replace(of_others, unchecked=())
 
 
-def only_of(found: Inventory, runs: Collection[str]) -> Inventory:
+def only_of(inventory: Inventory, runs: Collection[str]) -> Inventory:
     """Return the resources of these runs.
 
     The user has confirmed the list of these runs. Resources of the same runs that appear later are included.
     """
-    return _chosen(found, lambda one: one.run in runs)
+    return _chosen(inventory, lambda resource: resource.run in runs)
 
 
-def _chosen(found: Inventory, wanted: Callable[[Instance | Resource], bool]) -> Inventory:
+def _chosen(inventory: Inventory, is_chosen: Callable[[Instance | Resource], bool]) -> Inventory:
     return replace(
-        found,
-        instances=tuple(one for one in found.instances if wanted(one)),
-        resources=tuple(one for one in found.resources if wanted(one)),
+        inventory,
+        instances=tuple(instance for instance in inventory.instances if is_chosen(instance)),
+        resources=tuple(resource for resource in inventory.resources if is_chosen(resource)),
     )
 
 
 def price_of(instance: Instance, offers: Iterable[Offer]) -> int | None:
     """Return the listed price in micro-dollars an hour, nearest zone first; None if no list has the type."""
-    same = [
+    same_type = [
         offer
         for offer in offers
         if (offer.cloud, offer.region, offer.instance_type, offer.market)
         == (instance.cloud, instance.region, instance.instance_type, instance.market)
     ]
-    exact = [offer for offer in same if instance.zone and instance.zone in (offer.zone, offer.zone_id)]
-    return max((offer.micro_usd_per_hour for offer in exact or same), default=None)
+    exact = [offer for offer in same_type if instance.zone and instance.zone in (offer.zone, offer.zone_id)]
+    return max((offer.micro_usd_per_hour for offer in exact or same_type), default=None)
 
 
 # --- removal -----------------------------------------------------------------------------------------
@@ -289,51 +290,55 @@ def clear_away(
     What is left then depends on a region that refuses, and waiting would not change that.
     """
     until_s = now_s() + timeout_s
-    seen: dict[str, None] = {}
+    all_ids: dict[str, None] = {}
     calm = 0
     while True:
         whole = look(accounts, bought=bought)
-        found = may_go(whole)
-        seen |= dict.fromkeys(found.ids)
-        is_blocked = not found.instances and not any(
-            removable_resources(account.cloud, found, whole) for account in accounts
+        removable = may_go(whole)
+        all_ids |= dict.fromkeys(removable.ids)
+        is_blocked = not removable.instances and not any(
+            removable_resources(account.cloud, removable, whole) for account in accounts
         )
         # Somebody else's live VM may end, and then the group that it uses can go.
-        waits_for_nothing = found.is_empty or (is_blocked and not whole.instances)
-        calm = calm + 1 if waits_for_nothing and not any(place.silent for place in found.unchecked) else 0
+        waits_for_nothing = removable.is_empty or (is_blocked and not whole.instances)
+        calm = calm + 1 if waits_for_nothing and not any(place.silent for place in removable.unchecked) else 0
         troubles: tuple[str, ...] = ()
-        if not found.is_empty:
-            say(f"ending {count_text(found)}")
-            troubles = _end_once(accounts, found, whole)
+        if not removable.is_empty:
+            say(f"ending {count_text(removable)}")
+            troubles = _end_once(accounts, removable, whole)
         if calm == 2 or now_s() >= until_s:
-            left = set(found.ids)
-            return Cleared(ended=tuple(one for one in seen if one not in left), left=found, troubles=troubles)
+            remaining_ids = set(removable.ids)
+            return Cleared(
+                ended=tuple(text for text in all_ids if text not in remaining_ids), left=removable, troubles=troubles
+            )
         wait(min(LOOK_SECONDS, max(0.0, until_s - now_s())))
 
 
-def _end_once(accounts: Sequence[Account], found: Inventory, whole: Inventory) -> tuple[str, ...]:
+def _end_once(accounts: Sequence[Account], removable: Inventory, whole: Inventory) -> tuple[str, ...]:
     """Order the removal of every resource that can be removed now, one order per region. Return the clouds' errors."""
     orders: list[Callable[[], object]] = []
     for account in accounts:
-        instances = [one for one in found.instances if one.cloud == account.cloud]
-        resources = removable_resources(account.cloud, found, whole)
-        for region in sorted({one.region for one in instances}):
-            orders.append(partial(account.api.end, [one for one in instances if one.region == region]))
-        for region in sorted({one.region for one in resources}):
+        instances = [instance for instance in removable.instances if instance.cloud == account.cloud]
+        resources = removable_resources(account.cloud, removable, whole)
+        for region in sorted({instance.region for instance in instances}):
+            orders.append(partial(account.api.end, [instance for instance in instances if instance.region == region]))
+        for region in sorted({resource.region for resource in resources}):
             # Returned resources cannot be removed yet; the next look finds them again.
-            orders.append(partial(account.api.remove, [one for one in resources if one.region == region]))
+            orders.append(
+                partial(account.api.remove, [resource for resource in resources if resource.region == region])
+            )
     answers = _all_at_once(orders, lambda order: order())
     return tuple(dict.fromkeys(str(answer) for answer in answers if isinstance(answer, Failure)))
 
 
-def removable_resources(cloud: str, found: Inventory, whole: Inventory) -> list[Resource]:
+def removable_resources(cloud: str, removable: Inventory, whole: Inventory) -> list[Resource]:
     """Return a cloud's resources without a dependent VM. An unreachable region may hide a VM.
 
     A disk or address can go once its VM is gone; a group, rule or identity once all VMs of its run are gone.
     """
-    alive = [one for one in whole.instances if one.cloud == cloud]
-    names, runs = {one.name for one in alive}, {one.run for one in alive}
-    unseen = {one.region for one in whole.unchecked if one.cloud == cloud}
+    alive = [instance for instance in whole.instances if instance.cloud == cloud]
+    names, runs = {instance.name for instance in alive}, {instance.run for instance in alive}
+    unseen = {refusal.region for refusal in whole.unchecked if refusal.cloud == cloud}
 
     def is_free(resource: Resource) -> bool:
         if resource.kind in PAID and resource.node:
@@ -341,12 +346,12 @@ def removable_resources(cloud: str, found: Inventory, whole: Inventory) -> list[
         is_everywhere = resource.region in ("", EVERYWHERE)
         return (resource.run not in runs if resource.run else not runs) and not (is_everywhere and unseen)
 
-    return [one for one in found.resources if one.cloud == cloud and is_free(one)]
+    return [resource for resource in removable.resources if resource.cloud == cloud and is_free(resource)]
 
 
-def count_text(found: Inventory) -> str:
+def count_text(inventory: Inventory) -> str:
     """Return the counts by kind: `3 x machine, 2 x disk`."""
-    kinds = [*("machine" for _ in found.instances), *(resource.kind for resource in found.resources)]
+    kinds = [*("machine" for _ in inventory.instances), *(resource.kind for resource in inventory.resources)]
     return ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds)) or "nothing"
 
 
@@ -356,13 +361,13 @@ def count_text(found: Inventory) -> str:
 def live_runs(sessions: sessionmaker[Session]) -> dict[str, str]:
     """Return the unfinished runs with their status. Only their controllers manage their nodes."""
     with sessions() as session:
-        found = {}
+        statuses = {}
         for run in session.scalars(select(Run)):
             status = current_status(session, run)
             if status is not None and Stage(status.status) not in OVER:
                 held = is_held(session.get(ControllerLease, run.id))
-                found[run.name] = status.status if held else f"{status.status}, and no controller looks after it"
-        return found
+                statuses[run.name] = status.status if held else f"{status.status}, and no controller looks after it"
+        return statuses
 
 
 def bought_in(sessions: sessionmaker[Session]) -> set[tuple[str, str]]:
@@ -434,22 +439,22 @@ def stop_launches(runs: Sequence[str], sky: Sky, timeout_s: float = SKY_SECONDS)
 def _with_ledger(ledger: Path, do: Callable[[sessionmaker[Session]], None]) -> CloudRuns:
     if not ledger.exists():
         return CloudRuns()
-    found = CloudRuns(bought=None)
+    runs = CloudRuns(bought=None)
     try:
         sessions = open_ledger(ledger)
         on_clouds = _live_on_clouds(sessions)
-        here = tuple(sorted(live_runs(sessions).keys() - set(on_clouds)))
-        found = CloudRuns(
+        local_runs = tuple(sorted(live_runs(sessions).keys() - set(on_clouds)))
+        runs = CloudRuns(
             names=on_clouds,
-            local=here,
+            local=local_runs,
             clouds=tuple(sorted(known_clouds(sessions))),
             bought=frozenset(bought_in(sessions)),
         )
         do(sessions)
     except (Failure, SQLAlchemyError, OSError, LookupError, ValueError) as error:
         first_line = next(iter(str(error).splitlines()), type(error).__name__)
-        return replace(found, trouble=f"{ledger} cannot be used ({first_line})")
-    return found
+        return replace(runs, trouble=f"{ledger} cannot be used ({first_line})")
+    return runs
 
 
 def _live_on_clouds(sessions: sessionmaker[Session]) -> tuple[str, ...]:

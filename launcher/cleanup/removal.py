@@ -69,14 +69,14 @@ def check_removable(sessions: sessionmaker[Session], session: Session, run: Run)
     check_own_folder(run)
     status = current_status(session, run)
     if status is None or Stage(status.status) not in OVER:
-        found = "without a status" if status is None else status.status
+        status_text = "without a status" if status is None else status.status
         raise NotRemovable(
-            f"{run.name} is {found}, and only a run that is finished, stopped or failed can be removed; "
+            f"{run.name} is {status_text}, and only a run that is finished, stopped or failed can be removed; "
             f"`spotrl down {run.name}` ends it"
         )
-    if left := still_running(sessions, run.name):
+    if running := still_running(sessions, run.name):
         raise NotRemovable(
-            f"{run.name} is {status.status}, but these may still cost money: {', '.join(left)}; "
+            f"{run.name} is {status.status}, but these may still cost money: {', '.join(running)}; "
             f"`spotrl down {run.name}` releases them, and `spotrl reap` ends what it cannot"
         )
     lease = session.get(ControllerLease, run.id)

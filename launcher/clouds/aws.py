@@ -67,8 +67,8 @@ class AwsApi:
 
     def caller(self) -> CallerIdentity:
         with errors_named("aws sts GetCallerIdentity"):
-            who = self._client("sts", HOME_REGION).get_caller_identity()
-        return CallerIdentity(account=who["Account"], identity=who["Arn"], owner=slug(owner_of(who["Arn"])))
+            answer = self._client("sts", HOME_REGION).get_caller_identity()
+        return CallerIdentity(account=answer["Account"], identity=answer["Arn"], owner=slug(owner_of(answer["Arn"])))
 
     def check_launches(self) -> None:
         """Check that the account's regions may be listed in us-east-1, where SkyPilot asks for them.
@@ -101,8 +101,8 @@ class AwsApi:
 
     def _regions_by(self, region: str) -> list[str]:
         with errors_named(f"aws ec2 DescribeRegions, {region}"):
-            found = self._client("ec2", region).describe_regions()["Regions"]
-        return sorted(one["RegionName"] for one in found)
+            regions = self._client("ec2", region).describe_regions()["Regions"]
+        return sorted(entry["RegionName"] for entry in regions)
 
     def instances(self, region: str, *, owner: str | None = None, run: str | None = None) -> Sequence[Instance]:
         if region == self.home:
@@ -113,34 +113,35 @@ class AwsApi:
                 .get_paginator("describe_instances")
                 .paginate(Filters=tag_filters(owner, run), PaginationConfig={"PageSize": 1000})
             )
-            found = [one for page in pages for reservation in page["Reservations"] for one in reservation["Instances"]]
-        return [instance_of(region, one) for one in found]
+            vms = [vm for page in pages for reservation in page["Reservations"] for vm in reservation["Instances"]]
+        return [instance_of(region, vm) for vm in vms]
 
     def end_of(self, instance: Instance) -> Instance:
         with errors_named(f"aws ec2 DescribeInstances, {instance.region}"), missing_is_fine():
             pages = self._client("ec2", instance.region).describe_instances(InstanceIds=[instance.id])
             for reservation in pages["Reservations"]:
-                for one in reservation["Instances"]:
-                    return instance_of(instance.region, one)
+                for vm in reservation["Instances"]:
+                    return instance_of(instance.region, vm)
         return gone(instance, "EC2 does not list it any more")
 
     def resources(self, region: str, *, owner: str | None = None, run: str | None = None) -> Sequence[Resource]:
         if region == self.home:
             return self._roles.list(owner, run)
         client = self._client("ec2", region)
-        found: list[Resource] = []
+        resources: list[Resource] = []
         with errors_named(f"aws ec2 DescribeVolumes, {region}"):
             for page in client.get_paginator("describe_volumes").paginate(Filters=tag_filters(owner, run)):
-                found += [
+                resources += [
                     resource_of(region, "disk", volume["VolumeId"], volume.get("Tags", ()), size_gib=volume["Size"])
                     for volume in page["Volumes"]
                 ]
         with errors_named(f"aws ec2 DescribeSecurityGroups, {region}"):
             for page in client.get_paginator("describe_security_groups").paginate(Filters=tag_filters(owner, run)):
-                found += [
-                    resource_of(region, "group", one["GroupId"], one.get("Tags", ())) for one in page["SecurityGroups"]
+                resources += [
+                    resource_of(region, "group", group["GroupId"], group.get("Tags", ()))
+                    for group in page["SecurityGroups"]
                 ]
-        return found
+        return resources
 
     def end(self, instances: Sequence[Instance]) -> None:
         """Terminate the instances one by one, because EC2 refuses a whole call if one id is unknown."""
@@ -163,8 +164,8 @@ class AwsApi:
         named: Named = NOTHING_NAMED,
     ) -> RegionSetup:
         name = run_name(run)
-        found = self._look_at_network(region, named, ssh_from) if named.network else FoundNetwork(group_name=name)
-        refuse_wrong([*self.check_identity(named), *found.findings])
+        network = self._look_at_network(region, named, ssh_from) if named.network else FoundNetwork(group_name=name)
+        refuse_wrong([*self.check_identity(named), *network.findings])
         if not named.identity:
             self._roles.prepare(name, run, owner, node_policy(run, buckets, models))
         if not named.network:
@@ -172,10 +173,10 @@ class AwsApi:
         return RegionSetup(
             cloud="aws",
             region=region,
-            group=found.group_name,
+            group=network.group_name,
             identity=named.identity or name,
-            network=found.vpc_name,
-            subnets=found.subnet_names,
+            network=network.vpc_name,
+            subnets=network.subnet_names,
             ssh_from=ssh_from if named.is_reached_from_here else "",
             named=named,
         )

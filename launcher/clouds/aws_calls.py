@@ -42,7 +42,7 @@ ALREADY = frozenset({"InvalidPermission.Duplicate", "InvalidGroup.Duplicate", "E
 
 def clients() -> Clients:
     lock = Lock()
-    made: dict[tuple[str, str], Any] = {}
+    cached: dict[tuple[str, str], Any] = {}
     sessions: list[Any] = []
 
     def client(service: str, region: str) -> Any:
@@ -52,20 +52,20 @@ def clients() -> Clients:
         with lock:
             if not sessions:
                 sessions.append(boto3.session.Session())
-            if (service, region) not in made:
+            if (service, region) not in cached:
                 session = sessions[0]
                 # Two attempts of at most 4.5 s and a pause between them, so no call takes longer than 10 s. Callers
                 # retry.
                 patience = Config(
                     retries={"mode": "standard", "total_max_attempts": 2}, connect_timeout=1.5, read_timeout=3
                 )
-                found = session.client(service, region_name=region, config=patience)
-                found.meta.events.register("after-call", partial(forget_expired, session))
+                new_client = session.client(service, region_name=region, config=patience)
+                new_client.meta.events.register("after-call", partial(forget_expired, session))
                 if session.get_credentials() is None:  # the next call looks for a login again
                     sessions.clear()
-                    return found
-                made[service, region] = found
-            return made[service, region]
+                    return new_client
+                cached[service, region] = new_client
+            return cached[service, region]
 
     def forget_expired(session: Any, parsed: Any, **_: Any) -> None:
         """Drop a session whose keys AWS no longer accepts. The next call reads the user's files anew."""
@@ -73,7 +73,7 @@ def clients() -> Clients:
             with lock:
                 if sessions and sessions[0] is session:
                     sessions.clear()
-                    made.clear()
+                    cached.clear()
 
     return client
 
@@ -109,7 +109,7 @@ def existing_is_fine() -> Iterator[None]:
 
 
 @contextmanager
-def errors_named(what: str, policy: str = "--print-policy aws") -> Iterator[None]:
+def errors_named(operation: str, policy: str = "--print-policy aws") -> Iterator[None]:
     """Convert the client's errors to CloudUnreachable (unknown state) or CloudRefused.
 
     `policy`: options of `spotrl check` that print the permissions of this call.
@@ -123,15 +123,17 @@ def errors_named(what: str, policy: str = "--print-policy aws") -> Iterator[None
         status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
         if code in EXPIRED_CODES:
             raise LoginNeeded(
-                f"{what}: AWS no longer accepts this login ({code}: {message}); {log_in_again('aws')}"
+                f"{operation}: AWS no longer accepts this login ({code}: {message}); {log_in_again('aws')}"
             ) from None
         if SETTLING.search(code):
-            raise NotSettled(f"{what}: AWS does not know it yet ({code}: {message}); it is asked again") from None
+            raise NotSettled(f"{operation}: AWS does not know it yet ({code}: {message}); it is asked again") from None
         if TRANSIENT.search(code) or status >= 500 or status == 429:
-            raise CloudUnreachable(f"{what}: AWS answers {code or status} ({message}); it is asked again") from None
+            raise CloudUnreachable(
+                f"{operation}: AWS answers {code or status} ({message}); it is asked again"
+            ) from None
         advice = advice_on(message) or f"`spotrl check {policy}` prints what is needed"
-        raise CloudRefused(f"{what}: AWS refused ({code}: {message}); {advice}") from None
+        raise CloudRefused(f"{operation}: AWS refused ({code}: {message}); {advice}") from None
     except aws.BotoCoreError as error:
         if any(kind.__name__ in NO_LOGIN for kind in type(error).__mro__):
-            raise LoginNeeded(f"{what}: AWS found no valid login ({error}); {log_in_again('aws')}") from None
-        raise CloudUnreachable(f"{what}: AWS did not answer ({error}); it is asked again") from None
+            raise LoginNeeded(f"{operation}: AWS found no valid login ({error}); {log_in_again('aws')}") from None
+        raise CloudUnreachable(f"{operation}: AWS did not answer ({error}); it is asked again") from None

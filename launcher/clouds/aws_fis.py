@@ -53,7 +53,7 @@ class AwsPreempter(AwsLimits):
                 if code_of(error) == "NoSuchEntity":
                     return [Finding(look=Look.WRONG, text=f"there is no role {FIS_ROLE}; {REMEDY}")]
                 raise
-        if not any(FIS_SERVICE in _principals(one) for one in _statements(trust)):
+        if not any(FIS_SERVICE in _principals(statement) for statement in _statements(trust)):
             return [Finding(look=Look.WRONG, text=f"{FIS_SERVICE} may not take the role {FIS_ROLE}; {REMEDY}")]
         try:
             with errors_named(f"aws iam role policies of {FIS_ROLE}"):
@@ -75,29 +75,34 @@ class AwsPreempter(AwsLimits):
             template = fis.create_experiment_template(**_template(account, instance))["experimentTemplate"]["id"]
         try:
             with errors_named(f"aws fis StartExperiment, {instance.region}", POLICY):
-                made = fis.start_experiment(
+                answer = fis.start_experiment(
                     clientToken=secrets.token_hex(16), experimentTemplateId=template, tags={RUN_LABEL: instance.run}
                 )
         finally:
             # An experiment keeps what its template said, and a template left behind would have to be found again.
             with errors_named(f"aws fis DeleteExperimentTemplate, {instance.region}", POLICY):
                 fis.delete_experiment_template(id=template)
-        return Order(region=instance.region, zone=instance.zone, id=made["experiment"]["id"])
+        return Order(region=instance.region, zone=instance.zone, id=answer["experiment"]["id"])
 
     def state(self, order: Order) -> OrderState:
         with errors_named(f"aws fis GetExperiment, {order.region}", POLICY):
-            found = self._client("fis", order.region).get_experiment(id=order.id)["experiment"]["state"]
+            state = self._client("fis", order.region).get_experiment(id=order.id)["experiment"]["state"]
         return OrderState(
-            progress=STATES.get(found["status"], Progress.RUNNING),
-            text=f"{found['status']}: {found.get('reason', '')}".rstrip(": "),
+            progress=STATES.get(state["status"], Progress.RUNNING),
+            text=f"{state['status']}: {state.get('reason', '')}".rstrip(": "),
         )
 
     def _allowed(self, iam: Any) -> set[str]:
         """Return the actions that the role's own policies allow."""
         names = iam.list_role_policies(RoleName=FIS_ROLE)["PolicyNames"]
-        found = (iam.get_role_policy(RoleName=FIS_ROLE, PolicyName=name)["PolicyDocument"] for name in names)
-        statements = [one for policy in found for one in _statements(_document(policy)) if one.get("Effect") == "Allow"]
-        return {action for one in statements for action in _listed(one.get("Action", ()))}
+        policies = (iam.get_role_policy(RoleName=FIS_ROLE, PolicyName=name)["PolicyDocument"] for name in names)
+        statements = [
+            statement
+            for policy in policies
+            for statement in _statements(_document(policy))
+            if statement.get("Effect") == "Allow"
+        ]
+        return {action for statement in statements for action in _listed(statement.get("Action", ()))}
 
 
 def _template(account: str, instance: Instance) -> dict[str, Any]:
@@ -131,8 +136,8 @@ def _document(policy: Any) -> dict[str, Any]:
 
 
 def _statements(policy: dict[str, Any]) -> list[dict[str, Any]]:
-    found = policy.get("Statement", [])
-    return list(found) if isinstance(found, list) else [found]
+    statements = policy.get("Statement", [])
+    return list(statements) if isinstance(statements, list) else [statements]
 
 
 def _principals(statement: dict[str, Any]) -> list[str]:

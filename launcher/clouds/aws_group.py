@@ -46,8 +46,8 @@ class RunGroup:
         return missing
 
     def _group(self, client: Any, name: str) -> dict[str, Any] | None:
-        found = client.describe_security_groups(Filters=[{"Name": "group-name", "Values": [name]}])["SecurityGroups"]
-        return dict(found[0]) if found else None
+        groups = client.describe_security_groups(Filters=[{"Name": "group-name", "Values": [name]}])["SecurityGroups"]
+        return dict(groups[0]) if groups else None
 
     def _make_group(self, client: Any, name: str, vpc: str, tags: Mapping[str, str]) -> dict[str, Any]:
         with existing_is_fine():
@@ -84,7 +84,7 @@ def _ssh(cidr: str) -> dict[str, Any]:
 
 def _ssh_ranges(group: Mapping[str, Any]) -> set[str]:
     rules = [rule for rule in group.get("IpPermissions", ()) if rule.get("FromPort") == 22]
-    return {one["CidrIp"] for rule in rules for one in rule.get("IpRanges", ())}
+    return {ip_range["CidrIp"] for rule in rules for ip_range in rule.get("IpRanges", ())}
 
 
 def _has_inside(group: Mapping[str, Any]) -> bool:

@@ -22,27 +22,27 @@ RECLAIMED = frozenset({"Server.SpotInstanceTermination", "Server.SpotInstanceShu
 """State reasons for which EC2 itself ended the instance."""
 
 
-def instance_of(region: str, found: Mapping[str, Any]) -> Instance:
-    tags = tags_of(found.get("Tags", ()))
-    reason = found.get("StateReason") or {}
-    transition = found.get("StateTransitionReason") or ""
-    state = STATES[found["State"]["Name"]]
+def instance_of(region: str, vm: Mapping[str, Any]) -> Instance:
+    tags = tags_of(vm.get("Tags", ()))
+    reason = vm.get("StateReason") or {}
+    transition = vm.get("StateTransitionReason") or ""
+    state = STATES[vm["State"]["Name"]]
     text = " ".join(dict.fromkeys(filter(None, [reason.get("Code"), reason.get("Message"), transition])))
     return Instance(
         cloud="aws",
         region=region,
-        zone=found["Placement"]["AvailabilityZone"],
-        id=found["InstanceId"],
+        zone=vm["Placement"]["AvailabilityZone"],
+        id=vm["InstanceId"],
         name=tags.get(NODE_LABEL, tags.get("Name", "")),
         run=tags.get(RUN_LABEL, ""),
         owner=tags.get(OWNER_LABEL, ""),
         state=state,
-        market=Market.SPOT if found.get("InstanceLifecycle") == "spot" else Market.ON_DEMAND,
-        instance_type=found["InstanceType"],
-        address=found.get("PrivateIpAddress") or "",
-        public_address=found.get("PublicIpAddress") or "",
-        identity=(found.get("IamInstanceProfile") or {}).get("Arn", "").rpartition("/")[2],
-        launched_ms=_ms(found.get("LaunchTime")),
+        market=Market.SPOT if vm.get("InstanceLifecycle") == "spot" else Market.ON_DEMAND,
+        instance_type=vm["InstanceType"],
+        address=vm.get("PrivateIpAddress") or "",
+        public_address=vm.get("PublicIpAddress") or "",
+        identity=(vm.get("IamInstanceProfile") or {}).get("Arn", "").rpartition("/")[2],
+        launched_ms=_ms(vm.get("LaunchTime")),
         ended_ms=_transition_ms(transition) if state in (InstanceState.GONE, InstanceState.STOPPING) else None,
         reason=text if state in (InstanceState.GONE, InstanceState.STOPPING) else "",
         reclaimed=reason.get("Code") in RECLAIMED,
@@ -99,5 +99,5 @@ def _transition_ms(text: str) -> int | None:
 
     EC2 reports the time nowhere else.
     """
-    found = re.search(r"\((\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (?:GMT|UTC)\)", text)
-    return _ms(datetime.fromisoformat(found[1]).replace(tzinfo=UTC)) if found else None
+    match = re.search(r"\((\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (?:GMT|UTC)\)", text)
+    return _ms(datetime.fromisoformat(match[1]).replace(tzinfo=UTC)) if match else None

@@ -138,15 +138,15 @@ class AwsLimits(AwsApi):
         self.check_launches()
         return self.missing(aws_policy(self.caller().account, named=named, role=self._role_of(named))["Statement"])
 
-    def missing(self, wanted: Sequence[Mapping[str, Any]], passed_to: str = EC2_SERVICE) -> Permissions:
+    def missing(self, statements: Sequence[Mapping[str, Any]], passed_to: str = EC2_SERVICE) -> Permissions:
         """Return which actions of policy statements the caller lacks. `passed_to`: the service that gets a role."""
         identity = self.caller().identity
         role = re.fullmatch(r"arn:(aws[a-z-]*):sts::(\d+):assumed-role/([^/]+)/.+", identity)
         source = identity if role is None else self._arn_of(role[3], f"arn:{role[1]}:iam::{role[2]}:role")
         try:
-            return Permissions(missing=tuple(dict.fromkeys(self._simulated(source, wanted, passed_to))))
+            return Permissions(missing=tuple(dict.fromkeys(self._simulated(source, statements, passed_to))))
         except (CloudRefused, CloudUnreachable, ResponseParserError) as refused:
-            actions = [action for statement in wanted for action in statement["Action"]]
+            actions = [action for statement in statements for action in statement["Action"]]
             unchecked = [action for action in actions if action not in DRY_RUN]
             return Permissions(
                 missing=tuple(self._tried(actions)), unchecked=tuple(unchecked), why=str(refused).partition("\n")[0]
@@ -185,13 +185,13 @@ class AwsLimits(AwsApi):
         bucket, _ = bucket_of(url)
         with errors_named(f"aws s3 GetBucketEncryption {bucket}"):
             try:
-                found = self._client("s3", HOME_REGION).get_bucket_encryption(Bucket=bucket)
+                encryption = self._client("s3", HOME_REGION).get_bucket_encryption(Bucket=bucket)
             except Exception as error:
                 if code_of(error) == "ServerSideEncryptionConfigurationNotFoundError":
                     return []
                 raise
-        rules = found["ServerSideEncryptionConfiguration"]["Rules"]
-        keys = [one.get("ApplyServerSideEncryptionByDefault", {}).get("KMSMasterKeyID", "") for one in rules]
+        rules = encryption["ServerSideEncryptionConfiguration"]["Rules"]
+        keys = [rule.get("ApplyServerSideEncryptionByDefault", {}).get("KMSMasterKeyID", "") for rule in rules]
         return [
             f"{url} is encrypted with the key {key} of your own, and the role that spotrl makes for nodes may not use "
             "it: that was not tried. Name an instance profile that may (identity.aws), or a bucket with a key of AWS"
@@ -199,11 +199,11 @@ class AwsLimits(AwsApi):
             if key and not key.endswith("alias/aws/s3")
         ]
 
-    def _simulated(self, source: str, wanted: Sequence[Mapping[str, Any]], passed_to: str) -> Iterator[str]:
+    def _simulated(self, source: str, statements: Sequence[Mapping[str, Any]], passed_to: str) -> Iterator[str]:
         """Yield the denied actions of each policy statement, simulated with the statement's resources and our tags."""
         with errors_named("aws iam SimulatePrincipalPolicy"):
             pages = self._client("iam", HOME_REGION).get_paginator("simulate_principal_policy")
-            for statement in wanted:
+            for statement in statements:
                 resources = statement["Resource"] if isinstance(statement["Resource"], list) else []
                 asked = {
                     "PolicySourceArn": source,
@@ -259,10 +259,10 @@ class AwsLimits(AwsApi):
             running = [{"Name": "instance-state-name", "Values": ["pending", "running"]}]
             for page in self._client("ec2", region).get_paginator("describe_instances").paginate(Filters=running):
                 for reservation in page["Reservations"]:
-                    for one in reservation["Instances"]:
-                        market = Market.SPOT if one.get("InstanceLifecycle") == "spot" else Market.ON_DEMAND
-                        code = quota_code(one["InstanceType"], market) or ""
-                        cpu = one.get("CpuOptions") or {}
+                    for vm in reservation["Instances"]:
+                        market = Market.SPOT if vm.get("InstanceLifecycle") == "spot" else Market.ON_DEMAND
+                        code = quota_code(vm["InstanceType"], market) or ""
+                        cpu = vm.get("CpuOptions") or {}
                         vcpus = int(cpu.get("CoreCount", 0)) * int(cpu.get("ThreadsPerCore", 1))
                         used[code] = used.get(code, 0) + vcpus
         return used

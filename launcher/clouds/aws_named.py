@@ -55,76 +55,76 @@ def look_at_profile(iam: Any, name: str) -> Finding:
 
 def look_at_network(ec2: Any, region: str, named: Named, ssh_from: str) -> FoundNetwork:
     """Check the VPC, the group and the subnets. `ssh_from`: CIDR; empty if SSH comes from an unknown address."""
-    found = FoundNetwork()
-    vpc = _vpc(ec2, region, named.network, found)
+    network = FoundNetwork()
+    vpc = _vpc(ec2, region, named.network, network)
     if vpc is None:
-        return found
-    group = _group(ec2, vpc, named.group, found)
+        return network
+    group = _group(ec2, vpc, named.group, network)
     if group is not None:
         for missing in missing_rules(group, region, ssh_from, vpc.get("CidrBlock", "")):
-            found.wrong(f"{missing}; add it")
-    _subnets(ec2, vpc, named, found)
-    if not any(one.look is Look.WRONG for one in found.findings):
-        subnets = f", subnets {', '.join(found.subnet_names)}" if found.subnet_names else ""
-        text = f"VPC {vpc['VpcId']}, security group {found.group_name}{subnets}"
-        found.findings.append(Finding(look=Look.OK, text=text))
-    return found
+            network.wrong(f"{missing}; add it")
+    _subnets(ec2, vpc, named, network)
+    if not any(finding.look is Look.WRONG for finding in network.findings):
+        subnets = f", subnets {', '.join(network.subnet_names)}" if network.subnet_names else ""
+        text = f"VPC {vpc['VpcId']}, security group {network.group_name}{subnets}"
+        network.findings.append(Finding(look=Look.OK, text=text))
+    return network
 
 
-def _vpc(ec2: Any, region: str, wanted: str, found: FoundNetwork) -> Mapping[str, Any] | None:
-    vpcs = ec2.describe_vpcs(Filters=_by("vpc-id", "vpc-", wanted))["Vpcs"]
+def _vpc(ec2: Any, region: str, name_or_id: str, network: FoundNetwork) -> Mapping[str, Any] | None:
+    vpcs = ec2.describe_vpcs(Filters=_by("vpc-id", "vpc-", name_or_id))["Vpcs"]
     if len(vpcs) != 1:
         how_many = "no VPC" if not vpcs else f"{len(vpcs)} VPCs"
-        found.wrong(f"aws has {how_many} {wanted} in {region}; correct network.aws.{region}.vpc")
+        network.wrong(f"aws has {how_many} {name_or_id} in {region}; correct network.aws.{region}.vpc")
         return None
     vpc, name = vpcs[0], _name_of(vpcs[0])
     if not name:
         command = f"`aws ec2 create-tags --region {region} --resources {vpc['VpcId']} --tags Key=Name,Value=NAME`"
-        found.wrong(f"VPC {vpc['VpcId']} ({region}) has no Name tag, and SkyPilot finds a VPC by it; {command}")
+        network.wrong(f"VPC {vpc['VpcId']} ({region}) has no Name tag, and SkyPilot finds a VPC by it; {command}")
     elif len(ec2.describe_vpcs(Filters=_tagged(name))["Vpcs"]) > 1:
-        found.wrong(f"more than one VPC in {region} has the Name tag {name}, by which SkyPilot finds it; rename one")
-    found.vpc_name = name
+        network.wrong(f"more than one VPC in {region} has the Name tag {name}, by which SkyPilot finds it; rename one")
+    network.vpc_name = name
     return dict(vpc)
 
 
-def _group(ec2: Any, vpc: Mapping[str, Any], wanted: str, found: FoundNetwork) -> Mapping[str, Any] | None:
-    key = "group-id" if wanted.startswith("sg-") else "group-name"
-    filters = [{"Name": "vpc-id", "Values": [vpc["VpcId"]]}, {"Name": key, "Values": [wanted]}]
+def _group(ec2: Any, vpc: Mapping[str, Any], name_or_id: str, network: FoundNetwork) -> Mapping[str, Any] | None:
+    key = "group-id" if name_or_id.startswith("sg-") else "group-name"
+    filters = [{"Name": "vpc-id", "Values": [vpc["VpcId"]]}, {"Name": key, "Values": [name_or_id]}]
     groups = ec2.describe_security_groups(Filters=filters)["SecurityGroups"]
     if not groups:
-        found.wrong(f"VPC {vpc['VpcId']} has no security group {wanted}; name one that is in this VPC")
+        network.wrong(f"VPC {vpc['VpcId']} has no security group {name_or_id}; name one that is in this VPC")
         return None
     group = dict(groups[0])
     if any(tag["Key"] == RUN_LABEL for tag in group.get("Tags", ())):
-        found.wrong(f"security group {wanted} was made by spotrl for a run, and goes with it; name another one")
+        network.wrong(f"security group {name_or_id} was made by spotrl for a run, and goes with it; name another one")
     if not group.get("IpPermissionsEgress"):
-        found.wrong(f"security group {wanted} lets nothing out; add a rule for outbound traffic")
-    found.group_name = group["GroupName"]
+        network.wrong(f"security group {name_or_id} lets nothing out; add a rule for outbound traffic")
+    network.group_name = group["GroupName"]
     return group
 
 
-def _subnets(ec2: Any, vpc: Mapping[str, Any], named: Named, found: FoundNetwork) -> None:
-    there = ec2.describe_subnets(Filters=[{"Name": "vpc-id", "Values": [vpc["VpcId"]]}])["Subnets"]
-    if not there:
-        found.wrong(f"VPC {vpc['VpcId']} has no subnet; add one, or name another VPC")
+def _subnets(ec2: Any, vpc: Mapping[str, Any], named: Named, network: FoundNetwork) -> None:
+    subnets = ec2.describe_subnets(Filters=[{"Name": "vpc-id", "Values": [vpc["VpcId"]]}])["Subnets"]
+    if not subnets:
+        network.wrong(f"VPC {vpc['VpcId']} has no subnet; add one, or name another VPC")
     tables = ec2.describe_route_tables(Filters=[{"Name": "vpc-id", "Values": [vpc["VpcId"]]}])["RouteTables"]
-    if not named.subnets and all(_unfit(one, tables, named) for one in there):
-        found.wrong(f"every subnet of VPC {vpc['VpcId']} {_unfit(there[0], tables, named)}")
+    if not named.subnets and all(_unfit(subnet, tables, named) for subnet in subnets):
+        network.wrong(f"every subnet of VPC {vpc['VpcId']} {_unfit(subnets[0], tables, named)}")
     names = []
-    for wanted in named.subnets:
-        subnet = next((one for one in there if wanted in (one["SubnetId"], _name_of(one))), None)
+    for name_or_id in named.subnets:
+        subnet = next((subnet for subnet in subnets if name_or_id in (subnet["SubnetId"], _name_of(subnet))), None)
         if subnet is None:
-            found.wrong(f"VPC {vpc['VpcId']} has no subnet {wanted}; name subnets of this VPC")
+            network.wrong(f"VPC {vpc['VpcId']} has no subnet {name_or_id}; name subnets of this VPC")
             continue
         name = _name_of(subnet)
         if not name:
-            found.wrong(f"subnet {wanted} has no Name tag, and SkyPilot finds a subnet by it; give it one")
+            network.wrong(f"subnet {name_or_id} has no Name tag, and SkyPilot finds a subnet by it; give it one")
         elif len(ec2.describe_subnets(Filters=_tagged(name))["Subnets"]) > 1:
-            found.wrong(f"more than one subnet has the Name tag {name}, by which SkyPilot finds it; rename one")
+            network.wrong(f"more than one subnet has the Name tag {name}, by which SkyPilot finds it; rename one")
         if unfit := _unfit(subnet, tables, named):
-            found.wrong(f"subnet {wanted} {unfit}")
+            network.wrong(f"subnet {name_or_id} {unfit}")
         names.append(name)
-    found.subnet_names = tuple(names)
+    network.subnet_names = tuple(names)
 
 
 def _unfit(subnet: Mapping[str, Any], tables: Sequence[Mapping[str, Any]], named: Named) -> str:
@@ -143,8 +143,8 @@ def _unfit(subnet: Mapping[str, Any], tables: Sequence[Mapping[str, Any]], named
 
 
 def _has_internet_gateway(subnet_id: str, tables: Sequence[Mapping[str, Any]]) -> bool:
-    own = [one for one in tables if any(a.get("SubnetId") == subnet_id for a in one.get("Associations", ()))]
-    main = [one for one in tables if any(a.get("Main") for a in one.get("Associations", ()))]
+    own = [table for table in tables if any(a.get("SubnetId") == subnet_id for a in table.get("Associations", ()))]
+    main = [table for table in tables if any(a.get("Main") for a in table.get("Associations", ()))]
     routes = [route for table in own or main for route in table.get("Routes", ())]
     return any(route.get("GatewayId", "").startswith("igw-") for route in routes)
 
@@ -183,11 +183,11 @@ def _allows_source(rule: Mapping[str, Any], ssh_from: str) -> bool:
 
 
 def _covers(rule: Mapping[str, Any], cidr: str) -> bool:
-    return bool(cidr) and any(covers(one["CidrIp"], cidr) for one in rule.get("IpRanges", ()))
+    return bool(cidr) and any(covers(ip_range["CidrIp"], cidr) for ip_range in rule.get("IpRanges", ()))
 
 
-def _by(key: str, prefix: str, wanted: str) -> list[dict[str, Any]]:
-    return [{"Name": key, "Values": [wanted]}] if wanted.startswith(prefix) else _tagged(wanted)
+def _by(key: str, prefix: str, value: str) -> list[dict[str, Any]]:
+    return [{"Name": key, "Values": [value]}] if value.startswith(prefix) else _tagged(value)
 
 
 def _tagged(name: str) -> list[dict[str, Any]]:

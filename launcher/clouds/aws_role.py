@@ -121,15 +121,15 @@ class NodeRole:
                     iam.add_role_to_instance_profile(InstanceProfileName=name, RoleName=name)
 
     def list(self, owner: str | None, run: str | None) -> list[Resource]:
-        found = []
+        resources = []
         with errors_named("aws iam ListRoles"):
             iam = self._client("iam", HOME_REGION)
             for page in iam.get_paginator("list_roles").paginate(PathPrefix=PATH):
                 for role in page["Roles"]:
                     with missing_is_fine():
                         tags = iam.list_role_tags(RoleName=role["RoleName"])["Tags"]
-                        found.append(resource_of("", "role", role["RoleName"], tags))
-        return [one for one in found if owner in (None, one.owner) and run in (None, one.run)]
+                        resources.append(resource_of("", "role", role["RoleName"], tags))
+        return [resource for resource in resources if owner in (None, resource.owner) and run in (None, resource.run)]
 
     def remove(self, name: str) -> None:
         iam = self._client("iam", HOME_REGION)

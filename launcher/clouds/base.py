@@ -111,25 +111,25 @@ class CallerIdentity:
     owner: str
 
 
-def refuse_foreign(what: str, run: str, owner: str, labels: Mapping[str, str]) -> None:
+def refuse_foreign(resource: str, run: str, owner: str, labels: Mapping[str, str]) -> None:
     """Raise CloudRefused if a resource with the name of ours was not made by spotrl for this owner's run."""
     if labels.get(RUN_LABEL) != run:
         raise CloudRefused(
-            f"{what} is there already and was not made by spotrl, which leaves it alone; rename or delete it, or give "
-            "this run another name (--name)"
+            f"{resource} is there already and was not made by spotrl, which leaves it alone; rename or delete it, or "
+            "give this run another name (--name)"
         )
-    refuse_anothers(what, run, owner, labels.get(OWNER_LABEL, ""))
+    refuse_anothers(resource, run, owner, labels.get(OWNER_LABEL, ""))
 
 
-def refuse_anothers(what: str, run: str, owner: str, found: str) -> None:
+def refuse_anothers(resource: str, run: str, owner: str, owner_label: str) -> None:
     """Raise CloudRefused if the resource belongs to another owner. Two users may give their runs the same name.
 
-    `found`: the owner in the resource's label.
+    `owner_label`: the owner in the resource's label.
     """
-    if found not in ("", owner):
+    if owner_label not in ("", owner):
         raise CloudRefused(
-            f"{what} is there already and belongs to {found}, who has a run called {run} too; give this one another "
-            "name (--name)"
+            f"{resource} is there already and belongs to {owner_label}, who has a run called {run} too; give this one "
+            "another name (--name)"
         )
 
 
@@ -175,7 +175,7 @@ class Finding:
 
 def wrong_of(findings: Sequence[Finding]) -> list[str]:
     """Return the texts of all wrong findings."""
-    return [one.text for one in findings if one.look is Look.WRONG]
+    return [finding.text for finding in findings if finding.look is Look.WRONG]
 
 
 def refuse_wrong(findings: Sequence[Finding]) -> None:

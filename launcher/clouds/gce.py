@@ -57,20 +57,20 @@ class GceApi:
                     "Google's metadata did not name the service account of this VM; it is asked again"
                 )
             if not identity and not self.calls.is_elsewhere:
-                found = self.calls.call("GET", "https://openidconnect.googleapis.com/v1/userinfo")
-                identity = str(found.get("email", ""))
+                user = self.calls.call("GET", "https://openidconnect.googleapis.com/v1/userinfo")
+                identity = str(user.get("email", ""))
         return CallerIdentity(account=project, identity=identity, owner=slug(identity.partition("@")[0] or project))
 
     def regions(self) -> Sequence[str]:
         with errors_named("gcp compute regions.list"):
-            return sorted(one["name"] for one in self.calls.list(COMPUTE, "/regions"))
+            return sorted(region["name"] for region in self.calls.list(COMPUTE, "/regions"))
 
     def instances(self, region: str, *, owner: str | None = None, run: str | None = None) -> Sequence[Instance]:
         if region == self.home:
             return []
         with errors_named(f"gcp compute instances.aggregatedList, {region}"):
-            found = [instance_of(one) for one in self.calls.labelled("instances", owner, run)]
-        return [one for one in found if one.region == region and belongs_to(one, owner, run)]
+            instances = [instance_of(vm) for vm in self.calls.labelled("instances", owner, run)]
+        return [instance for instance in instances if instance.region == region and belongs_to(instance, owner, run)]
 
     def end_of(self, instance: Instance) -> Instance:
         """Return the VM's end. A deleted preempted instance is not listed, but the preemption's operation is.
@@ -82,11 +82,13 @@ class GceApi:
             newest = {"orderBy": "creationTimestamp desc", "maxResults": "500"}
             page = self.calls.ask("GET", COMPUTE, f"/zones/{instance.zone}/operations", query=newest)
             operations = [
-                one for one in page.get("items", ()) if one.get("targetLink", "").rpartition("/")[2] == instance.id
+                operation
+                for operation in page.get("items", ())
+                if operation.get("targetLink", "").rpartition("/")[2] == instance.id
             ]
-        ends = [one for one in operations if is_end(one, instance.launched_ms)]
-        preempted = [one for one in ends if one["operationType"] == PREEMPTED]
-        last = max(preempted or ends or [{}], key=lambda one: one.get("insertTime", ""))
+        ends = [operation for operation in operations if is_end(operation, instance.launched_ms)]
+        preempted = [operation for operation in ends if operation["operationType"] == PREEMPTED]
+        last = max(preempted or ends or [{}], key=lambda operation: operation.get("insertTime", ""))
         reason = f"{last['operationType']}: {last.get('statusMessage', '')}".rstrip(": ") if last else ""
         return replace(
             instance,
@@ -97,34 +99,34 @@ class GceApi:
         )
 
     def resources(self, region: str, *, owner: str | None = None, run: str | None = None) -> Sequence[Resource]:
-        found = self._of_no_region(run) if region == self.home else self._in_region(region, owner, run)
-        return [one for one in found if belongs_to(one, owner, run)]
+        resources = self._of_no_region(run) if region == self.home else self._in_region(region, owner, run)
+        return [resource for resource in resources if belongs_to(resource, owner, run)]
 
     def _in_region(self, region: str, owner: str | None, run: str | None) -> list[Resource]:
         with errors_named(f"gcp compute disks.aggregatedList, {region}"):
-            disks = [disk_of(one) for one in self.calls.labelled("disks", owner, run)]
+            disks = [disk_of(disk) for disk in self.calls.labelled("disks", owner, run)]
             subnets = [
-                described("subnet", region, one, run)
-                for one in self.calls.list(COMPUTE, f"/regions/{region}/subnetworks")
-                if one["name"].startswith(f"{PREFIX}-")
+                described("subnet", region, subnet, run)
+                for subnet in self.calls.list(COMPUTE, f"/regions/{region}/subnetworks")
+                if subnet["name"].startswith(f"{PREFIX}-")
             ]
-        return [*(one for one in disks if one.region == region), *subnets]
+        return [*(disk for disk in disks if disk.region == region), *subnets]
 
     def _of_no_region(self, run: str | None) -> list[Resource]:
-        found = []
+        resources = []
         with errors_named("gcp compute networks and firewalls"):
             for kind, path in (("firewall", "/global/firewalls"), ("network", "/global/networks")):
-                found += [
-                    described(kind, "", one, run)
-                    for one in self.calls.list(COMPUTE, path)
-                    if one["name"].startswith(f"{PREFIX}-")
+                resources += [
+                    described(kind, "", entry, run)
+                    for entry in self.calls.list(COMPUTE, path)
+                    if entry["name"].startswith(f"{PREFIX}-")
                 ]
         with errors_named("gcp iam serviceAccounts.list"):
-            accounts = list(self.calls.list(IAM, "/serviceAccounts", items="accounts"))
-        return found + [
-            described("identity", "", {**one, "name": one["email"]}, run)
-            for one in accounts
-            if one["email"].startswith(f"{PREFIX}-")
+            accounts = list(self.calls.list(IAM, "/serviceAccounts", key="accounts"))
+        return resources + [
+            described("identity", "", {**account, "name": account["email"]}, run)
+            for account in accounts
+            if account["email"].startswith(f"{PREFIX}-")
         ]
 
     def end(self, instances: Sequence[Instance]) -> None:
@@ -135,9 +137,12 @@ class GceApi:
     def remove(self, resources: Sequence[Resource]) -> Sequence[Resource]:
         """Remove firewalls before subnets before networks, in any input order."""
         order = REMOVED_IN_ORDER
-        known = sorted((one for one in resources if one.kind in order), key=lambda one: order.index(one.kind))
-        left = [one for one in resources if one.kind not in order]
-        return left + [one for one in known if not self._remove(one)]
+        removable = sorted(
+            (resource for resource in resources if resource.kind in order),
+            key=lambda resource: order.index(resource.kind),
+        )
+        skipped = [resource for resource in resources if resource.kind not in order]
+        return skipped + [resource for resource in removable if not self._remove(resource)]
 
     def prepare(
         self,

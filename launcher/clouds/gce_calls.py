@@ -65,23 +65,23 @@ class GoogleCalls:
         """True if another server stands in for Google Cloud."""
         return bool(self._environ.get(COMPUTE[0]))
 
-    def labelled(self, what: str, owner: str | None, run: str | None) -> Iterator[dict[str, Any]]:
+    def labelled(self, collection: str, owner: str | None, run: str | None) -> Iterator[dict[str, Any]]:
         terms = [f"labels.{RUN_LABEL}:*" if run is None else f"labels.{RUN_LABEL}={run}"]
         if owner is not None:
             terms.append(f"labels.{OWNER_LABEL}={owner}")
         text = terms[0] if len(terms) == 1 else " ".join(f"({term})" for term in terms)
-        return (one for one in self.everywhere(what, filter=text) if RUN_LABEL in one.get("labels", {}))
+        return (entry for entry in self.everywhere(collection, filter=text) if RUN_LABEL in entry.get("labels", {}))
 
-    def everywhere(self, what: str, filter: str = "") -> Iterator[dict[str, Any]]:
-        for page in self.pages(COMPUTE, f"/aggregated/{what}", {"filter": filter} if filter else {}):
+    def everywhere(self, collection: str, filter: str = "") -> Iterator[dict[str, Any]]:
+        for page in self.pages(COMPUTE, f"/aggregated/{collection}", {"filter": filter} if filter else {}):
             for scope in page.get("items", {}).values():
-                yield from scope.get(what, ())
+                yield from scope.get(collection, ())
 
     def list(
-        self, where: tuple[str, str, str], path: str, items: str = "items", filter: str = ""
+        self, where: tuple[str, str, str], path: str, key: str = "items", filter: str = ""
     ) -> Iterator[dict[str, Any]]:
         for page in self.pages(where, path, {"filter": filter} if filter else {}):
-            yield from page.get(items, ())
+            yield from page.get(key, ())
 
     def pages(self, where: tuple[str, str, str], path: str, query: Mapping[str, str]) -> Iterator[dict[str, Any]]:
         token = ""
@@ -190,14 +190,14 @@ class GoogleCalls:
         credentials.refresh(Request())
 
     def made(self, path: str, name: str, body: Mapping[str, Any], *, global_wait: bool) -> dict[str, Any]:
-        found = self.find(f"{path}/{name}")
-        if found is None:
+        resource = self.find(f"{path}/{name}")
+        if resource is None:
             with existing_is_fine():
                 self.finish(self.ask("POST", COMPUTE, path, {"name": name, **body}))
-            found = self.find(f"{path}/{name}")
-        if found is None:
+            resource = self.find(f"{path}/{name}")
+        if resource is None:
             raise CloudUnreachable(f"gcp is making {name}; it is asked again")
-        return found
+        return resource
 
     def find(self, path: str) -> dict[str, Any] | None:
         try:
@@ -228,7 +228,7 @@ def _answer(answer: Any) -> Answer:
         error = {}
     if not isinstance(error, dict):
         error = {}
-    reasons = [str(one.get("reason", "")) for one in error.get("errors", ())]
+    reasons = [str(entry.get("reason", "")) for entry in error.get("errors", ())]
     return Answer(answer.status_code, next(iter(reasons), "") or str(error.get("status", "")), error.get("message", ""))
 
 
@@ -251,7 +251,7 @@ def existing_is_fine() -> Iterator[None]:
 
 
 @contextmanager
-def errors_named(what: str, policy: str = "--print-policy gcp") -> Iterator[None]:
+def errors_named(operation: str, policy: str = "--print-policy gcp") -> Iterator[None]:
     """Convert unhandled answers to CloudUnreachable (unknown state) or CloudRefused.
 
     `policy`: options of `spotrl check` that print the permissions of this call.
@@ -263,25 +263,25 @@ def errors_named(what: str, policy: str = "--print-policy gcp") -> Iterator[None
         yield
     except Answer as answer:
         if answer.status in TRANSIENT or answer.reason in ("rateLimitExceeded", "RATE_LIMIT_EXCEEDED"):
-            raise CloudUnreachable(f"{what}: Google Cloud answers {answer}; it is asked again") from None
+            raise CloudUnreachable(f"{operation}: Google Cloud answers {answer}; it is asked again") from None
         if answer.reason in SETTLING or answer.status == 404 or "is not ready" in answer.text:
-            raise NotSettled(f"{what}: Google Cloud does not know it yet ({answer}); it is asked again") from None
+            raise NotSettled(f"{operation}: Google Cloud does not know it yet ({answer}); it is asked again") from None
         if answer.status == 401:
             raise LoginNeeded(
-                f"{what}: Google Cloud no longer accepts this login ({answer}); {log_in_again('gcp')}"
+                f"{operation}: Google Cloud no longer accepts this login ({answer}); {log_in_again('gcp')}"
             ) from None
         advice = advice_on(str(answer)) or f"`spotrl check {policy}` prints what is needed"
-        raise CloudRefused(f"{what}: Google Cloud refused ({answer}); {advice}") from None
+        raise CloudRefused(f"{operation}: Google Cloud refused ({answer}); {advice}") from None
     except auth.DefaultCredentialsError:
         raise LoginNeeded(
             "Google Cloud found no credentials; `gcloud auth application-default login` makes some, or "
             "GOOGLE_APPLICATION_CREDENTIALS names a key file"
         ) from None
     except auth.TransportError as error:
-        raise CloudUnreachable(f"{what}: Google Cloud did not answer ({error}); it is asked again") from None
+        raise CloudUnreachable(f"{operation}: Google Cloud did not answer ({error}); it is asked again") from None
     except auth.GoogleAuthError as error:
         raise LoginNeeded(
-            f"{what}: Google Cloud no longer accepts this login ({error}); {log_in_again('gcp')}"
+            f"{operation}: Google Cloud no longer accepts this login ({error}); {log_in_again('gcp')}"
         ) from None
     except requests.exceptions.RequestException as error:
-        raise CloudUnreachable(f"{what}: Google Cloud did not answer ({error}); it is asked again") from None
+        raise CloudUnreachable(f"{operation}: Google Cloud did not answer ({error}); it is asked again") from None

@@ -56,12 +56,12 @@ class NodeIdentity:
 
     def _refuse_foreign(self, email: str, run: str, owner: str) -> None:
         """Raise CloudRefused if the account of our name was not made by spotrl for this owner's run."""
-        accounts = self._calls.list(IAM, "/serviceAccounts", items="accounts")
-        account = next((one for one in accounts if one["email"] == email), None)
+        accounts = self._calls.list(IAM, "/serviceAccounts", key="accounts")
+        account = next((account for account in accounts if account["email"] == email), None)
         if account is None:
             raise NotSettled(f"gcp has a service account {email} and does not list it yet; it is asked again")
-        known = described("identity", "", {**account, "name": email}, None)
-        labels = {RUN_LABEL: known.run, OWNER_LABEL: known.owner}
+        resource = described("identity", "", {**account, "name": email}, None)
+        labels = {RUN_LABEL: resource.run, OWNER_LABEL: resource.owner}
         refuse_foreign(f"gcp service account {email}", run, owner, labels)
 
     def prepare_role(self) -> None:
@@ -75,18 +75,18 @@ class NodeIdentity:
         of_project = f"{ROLE_ID} --project {project}"
         permissions = ",".join(ROLE_PERMISSIONS)
         try:
-            found = self._calls.ask("GET", IAM, f"/roles/{ROLE_ID}")
+            role = self._calls.ask("GET", IAM, f"/roles/{ROLE_ID}")
         except Answer as answer:
             if answer.status != 404:
                 raise
             self._make_role(f"gcloud iam roles create {of_project} --title 'spotrl node' --permissions {permissions}")
             return
-        if found.get("deleted"):
+        if role.get("deleted"):
             raise CloudRefused(
                 f"the role {ROLE_ID} of project {project} was deleted; get it back: "
                 f"gcloud iam roles undelete {of_project}"
             )
-        allowed = set(found.get("includedPermissions", ()))
+        allowed = set(role.get("includedPermissions", ()))
         if allowed != set(ROLE_PERMISSIONS):
             differs = ", ".join(sorted(allowed ^ set(ROLE_PERMISSIONS)))
             raise CloudRefused(
@@ -112,19 +112,21 @@ class NodeIdentity:
                 f"once for the project: {command}"
             ) from None
 
-    def bind(self, email: str, wanted: Mapping[str, tuple[str, str]] | None) -> None:
+    def bind(self, email: str, conditions: Mapping[str, tuple[str, str]] | None) -> None:
         """Give an account exactly these roles (condition title -> role, expression); None removes all roles."""
         member = f"serviceAccount:{email}"
         for _ in range(3):
             options = {"options": {"requestedPolicyVersion": 3}}
             policy = self._calls.ask("POST", PROJECTS, ":getIamPolicy", options)
             before = policy.get("bindings", [])
-            bindings = [one for one in before if member not in one.get("members", ())]
-            shared = [one for one in before if member in one.get("members", ()) and len(one["members"]) > 1]
-            bindings += [{**one, "members": [m for m in one["members"] if m != member]} for one in shared]
+            bindings = [binding for binding in before if member not in binding.get("members", ())]
+            shared = [
+                binding for binding in before if member in binding.get("members", ()) and len(binding["members"]) > 1
+            ]
+            bindings += [{**binding, "members": [m for m in binding["members"] if m != member]} for binding in shared]
             bindings += [
                 {"role": role, "members": [member], "condition": {"title": title, "expression": expression}}
-                for title, (role, expression) in (wanted or {}).items()
+                for title, (role, expression) in (conditions or {}).items()
             ]
             if sorted(map(_canonical, bindings)) == sorted(map(_canonical, before)):
                 return
@@ -133,7 +135,7 @@ class NodeIdentity:
                 self._calls.ask("POST", PROJECTS, ":setIamPolicy", {"policy": policy})
                 return
             except Answer as answer:
-                if answer.status == 400 and wanted and "does not exist" in answer.text and self._is_new(email):
+                if answer.status == 400 and conditions and "does not exist" in answer.text and self._is_new(email):
                     raise CloudUnreachable(
                         f"gcp projects.setIamPolicy: Google does not know {email} yet; it is asked again"
                     ) from None

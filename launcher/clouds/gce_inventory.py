@@ -27,64 +27,64 @@ ENDS = frozenset({PREEMPTED, "delete", "stop", "compute.instances.guestTerminate
 """Operations that end a VM. `guestTerminate`: the VM shut itself down."""
 
 
-def instance_of(found: Mapping[str, Any]) -> Instance:
-    labels = found.get("labels", {})
-    zone = found["zone"].rpartition("/")[2]
-    interface = (found.get("networkInterfaces") or [{}])[0]
+def instance_of(vm: Mapping[str, Any]) -> Instance:
+    labels = vm.get("labels", {})
+    zone = vm["zone"].rpartition("/")[2]
+    interface = (vm.get("networkInterfaces") or [{}])[0]
     access = (interface.get("accessConfigs") or [{}])[0]
-    state = STATES.get(found["status"], InstanceState.STOPPING)
-    scheduling = found.get("scheduling", {})
+    state = STATES.get(vm["status"], InstanceState.STOPPING)
+    scheduling = vm.get("scheduling", {})
     spot = scheduling.get("provisioningModel") == "SPOT" or scheduling.get("preemptible")
     notice = scheduling.get("preemptionNoticeDuration", {})
     return Instance(
         cloud="gcp",
         region=zone.rpartition("-")[0],
         zone=zone,
-        id=found["name"],
-        name=labels.get(NODE_LABEL, found["name"]),
+        id=vm["name"],
+        name=labels.get(NODE_LABEL, vm["name"]),
         run=labels.get(RUN_LABEL, ""),
         owner=labels.get(OWNER_LABEL, ""),
         state=state,
         market=Market.SPOT if spot else Market.ON_DEMAND,
-        instance_type=found["machineType"].rpartition("/")[2],
+        instance_type=vm["machineType"].rpartition("/")[2],
         address=interface.get("networkIP", ""),
         public_address=access.get("natIP", ""),
-        identity=next((one["email"] for one in found.get("serviceAccounts", ())), ""),
-        launched_ms=_utc_ms(found.get("lastStartTimestamp") or found.get("creationTimestamp")),
+        identity=next((account["email"] for account in vm.get("serviceAccounts", ())), ""),
+        launched_ms=_utc_ms(vm.get("lastStartTimestamp") or vm.get("creationTimestamp")),
         # A VM that is still stopping is billed, and its `lastStopTimestamp` is from an earlier stop.
-        ended_ms=_utc_ms(found.get("lastStopTimestamp")) if found["status"] == "TERMINATED" else None,
-        reason=found["status"] if state is InstanceState.STOPPING else "",
+        ended_ms=_utc_ms(vm.get("lastStopTimestamp")) if vm["status"] == "TERMINATED" else None,
+        reason=vm["status"] if state is InstanceState.STOPPING else "",
         notice_ms=int(notice.get("seconds", 0)) * 1000 or None,  # the API writes 64-bit numbers as text
     )
 
 
-def disk_of(found: Mapping[str, Any]) -> Resource:
-    labels, zone = found.get("labels", {}), found["zone"].rpartition("/")[2]
+def disk_of(disk: Mapping[str, Any]) -> Resource:
+    labels, zone = disk.get("labels", {}), disk["zone"].rpartition("/")[2]
     return Resource(
         cloud="gcp",
         region=zone.rpartition("-")[0],
         kind="disk",
-        id=f"{zone}/{found['name']}",
+        id=f"{zone}/{disk['name']}",
         run=labels.get(RUN_LABEL, ""),
         owner=labels.get(OWNER_LABEL, ""),
         node=labels.get(NODE_LABEL, ""),
-        size_gib=int(found.get("sizeGb", 0)) or None,
+        size_gib=int(disk.get("sizeGb", 0)) or None,
     )
 
 
-def described(kind: str, region: str, found: Mapping[str, Any], run: str | None) -> Resource:
+def described(kind: str, region: str, entry: Mapping[str, Any], run: str | None) -> Resource:
     """Return the resource with the owner from its description, or from its name if the description is empty."""
     try:
-        whose = json.loads(found.get("description") or "{}")
+        whose = json.loads(entry.get("description") or "{}")
     except ValueError:
         whose = {}
-    if run is not None and found["name"].partition("@")[0] in _names_of(run):
+    if run is not None and entry["name"].partition("@")[0] in _names_of(run):
         whose = {"run": run, **whose}
     return Resource(
         cloud="gcp",
         region=region,
         kind=kind,
-        id=found["name"],
+        id=entry["name"],
         run=str(whose.get("run", "")),
         owner=str(whose.get("owner", "")),
     )
@@ -95,8 +95,8 @@ def _names_of(run: str) -> set[str]:
     return {name, f"{name}-inside", f"{name}-ssh", run_name(run, limit=30)}
 
 
-def belongs_to(one: Instance | Resource, owner: str | None, run: str | None) -> bool:
-    return owner in (None, one.owner) and run in (None, one.run)
+def belongs_to(resource: Instance | Resource, owner: str | None, run: str | None) -> bool:
+    return owner in (None, resource.owner) and run in (None, resource.run)
 
 
 def is_end(operation: Mapping[str, Any], launched_ms: int | None) -> bool:

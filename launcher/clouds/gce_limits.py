@@ -67,14 +67,14 @@ class GceLimits(GceApi):
     def permissions(self, named: Named = NOTHING_NAMED) -> Permissions:
         return self.missing(gcp_permissions(named))
 
-    def missing(self, wanted: Sequence[str]) -> Permissions:
+    def missing(self, permissions: Sequence[str]) -> Permissions:
         """Return which of these permissions the caller lacks in the project."""
         granted: set[str] = set()
         with errors_named("gcp projects.testIamPermissions"):
-            for start in range(0, len(wanted), AT_ONCE):
-                body = {"permissions": list(wanted[start : start + AT_ONCE])}
+            for start in range(0, len(permissions), AT_ONCE):
+                body = {"permissions": list(permissions[start : start + AT_ONCE])}
                 granted |= set(self.calls.ask("POST", PROJECTS, ":testIamPermissions", body).get("permissions", ()))
-        return Permissions(missing=tuple(one for one in wanted if one not in granted))
+        return Permissions(missing=tuple(permission for permission in permissions if permission not in granted))
 
     def draws_on(self, want: Placement, named: Named = NOTHING_NAMED) -> Mapping[str, int]:
         is_spot = want.market is Market.SPOT
@@ -100,14 +100,14 @@ class GceLimits(GceApi):
 
     def quotas(self, region: str, names: Collection[str]) -> Mapping[str, Quota]:
         with errors_named(f"gcp compute regions.get, {region}"):
-            found = [*self.calls.ask("GET", COMPUTE, f"/regions/{region}").get("quotas", ())]
+            entries = [*self.calls.ask("GET", COMPUTE, f"/regions/{region}").get("quotas", ())]
             if OF_THE_PROJECT & {*names}:
-                found += self.calls.ask("GET", COMPUTE, "").get("quotas", ())
+                entries += self.calls.ask("GET", COMPUTE, "").get("quotas", ())
         quotas = {
-            one["metric"]: Quota(
-                name=one["metric"], title=one["metric"], limit=int(one["limit"]), used=int(one.get("usage", 0))
+            entry["metric"]: Quota(
+                name=entry["metric"], title=entry["metric"], limit=int(entry["limit"]), used=int(entry.get("usage", 0))
             )
-            for one in found
+            for entry in entries
         }
         if SPOT_CPUS in quotas and quotas[SPOT_CPUS].limit == 0 and CPUS in quotas:
             quotas[SPOT_CPUS] = quotas[CPUS]  # then spot VMs count as ordinary ones
@@ -116,8 +116,8 @@ class GceLimits(GceApi):
     def bucket_doubts(self, url: str) -> Sequence[str]:
         bucket, _ = bucket_of(url)
         with errors_named(f"gcp storage buckets.get {bucket}"):
-            found = self.calls.call("GET", f"{STORAGE}/{bucket}", query={"fields": "iamConfiguration"})
-        if found.get("iamConfiguration", {}).get("uniformBucketLevelAccess", {}).get("enabled"):
+            answer = self.calls.call("GET", f"{STORAGE}/{bucket}", query={"fields": "iamConfiguration"})
+        if answer.get("iamConfiguration", {}).get("uniformBucketLevelAccess", {}).get("enabled"):
             return []
         return [
             f"{url} has access lists for each object, beside which the conditions of the nodes' permissions do not "
@@ -127,8 +127,8 @@ class GceLimits(GceApi):
     def bucket_region(self, url: str) -> str:
         bucket, _ = bucket_of(url)
         with errors_named(f"gcp storage buckets.get {bucket}"):
-            found = self.calls.call("GET", f"{STORAGE}/{bucket}", query={"fields": "location"})
-        location = str(found.get("location", "")).lower()
+            answer = self.calls.call("GET", f"{STORAGE}/{bucket}", query={"fields": "location"})
+        location = str(answer.get("location", "")).lower()
         if not location:
             raise CloudRefused(f"gcp does not say where the bucket {bucket} is")
         return location

@@ -39,10 +39,10 @@ class GcePreempter(GceLimits):
 
     def state(self, order: Order) -> OrderState:
         with errors_named(f"gcp compute zoneOperations.get {order.id}"):
-            found = self.calls.ask("GET", COMPUTE, f"/zones/{order.zone}/operations/{order.id}")
-        errors = found.get("error", {}).get("errors", ())
+            operation = self.calls.ask("GET", COMPUTE, f"/zones/{order.zone}/operations/{order.id}")
+        errors = operation.get("error", {}).get("errors", ())
         if errors:
-            text = "; ".join(f"{one.get('code', '')} {one.get('message', '')}".strip() for one in errors)
+            text = "; ".join(f"{error.get('code', '')} {error.get('message', '')}".strip() for error in errors)
             return OrderState(progress=Progress.FAILED, text=text)
-        done = found.get("status") == "DONE"
-        return OrderState(progress=Progress.DONE if done else Progress.RUNNING, text=str(found.get("status", "")))
+        done = operation.get("status") == "DONE"
+        return OrderState(progress=Progress.DONE if done else Progress.RUNNING, text=str(operation.get("status", "")))

@@ -44,12 +44,12 @@ class GoogleNames:
         try:
             self._ask("GET", compute, f"/global/networks/{network}")
             subnets = list(self._subnets(compute, region, network, named.subnets))
-            rules = [one for one in self._pages(compute, "/global/firewalls") if _last(one["network"]) == network]
+            rules = [rule for rule in self._pages(compute, "/global/firewalls") if _last(rule["network"]) == network]
         except Answer as answer:
             return [_not_found(answer, f"network {named.network}, its subnets or its rules", "network.gcp")]
         if not subnets:
-            wanted = f"no subnet {named.subnets[0]}" if named.subnets else "no subnet"
-            text = f"network {named.network} has {wanted} in {region}; add it, or correct network.gcp.subnets"
+            no_subnet = f"no subnet {named.subnets[0]}" if named.subnets else "no subnet"
+            text = f"network {named.network} has {no_subnet} in {region}; add it, or correct network.gcp.subnets"
             return [Finding(look=Look.WRONG, text=text)]
         missing = missing_rules(rules, named, ssh_from, subnets[0]["ipCidrRange"])
         findings = [Finding(look=Look.WRONG, text=f"{text}; add it") for text in missing]
@@ -67,9 +67,9 @@ class GoogleNames:
     def _subnets(
         self, compute: tuple[str, str, str], region: str, network: str, names: Sequence[str]
     ) -> Iterator[dict[str, Any]]:
-        for one in self._pages(compute, f"/regions/{region}/subnetworks"):
-            if _last(one["network"]) == network and (not names or one["name"] in names):
-                yield one
+        for subnet in self._pages(compute, f"/regions/{region}/subnetworks"):
+            if _last(subnet["network"]) == network and (not names or subnet["name"] in names):
+                yield subnet
 
     def _pages(self, compute: tuple[str, str, str], path: str) -> Iterator[dict[str, Any]]:
         token = ""
@@ -110,36 +110,38 @@ def _is_for_nodes(rule: Mapping[str, Any], identity: str) -> bool:
 def _allows(rule: Mapping[str, Any], ports: range) -> bool:
     """Return whether a rule allows TCP on all of the ports."""
     return any(
-        one["IPProtocol"] == "all" or (one["IPProtocol"] in ("tcp", "6") and _has_ports(one.get("ports"), ports))
-        for one in rule.get("allowed", ())
+        entry["IPProtocol"] == "all" or (entry["IPProtocol"] in ("tcp", "6") and _has_ports(entry.get("ports"), ports))
+        for entry in rule.get("allowed", ())
     )
 
 
-def _has_ports(named: Sequence[str] | None, wanted: range) -> bool:
-    """Return whether a single range (`22`, `0-65535`) covers all wanted ports. No ranges: all ports."""
+def _has_ports(named: Sequence[str] | None, ports: range) -> bool:
+    """Return whether a single range (`22`, `0-65535`) covers all of `ports`. No ranges: all ports."""
     if not named:
         return True
     ends = (text.partition("-") for text in named)
-    return any(int(low) <= wanted[0] and wanted[-1] <= int(high or low) for low, _, high in ends)
+    return any(int(low) <= ports[0] and ports[-1] <= int(high or low) for low, _, high in ends)
 
 
 def _from_nodes(rule: Mapping[str, Any], identity: str, subnet: str) -> bool:
     accounts = rule.get("sourceServiceAccounts", ())
-    return (bool(identity) and identity in accounts) or any(covers(one, subnet) for one in rule.get("sourceRanges", ()))
+    return (bool(identity) and identity in accounts) or any(
+        covers(source, subnet) for source in rule.get("sourceRanges", ())
+    )
 
 
 def _allows_source(rule: Mapping[str, Any], ssh_from: str) -> bool:
     if ssh_from:
-        return any(covers(one, ssh_from) for one in rule.get("sourceRanges", ()))
+        return any(covers(source, ssh_from) for source in rule.get("sourceRanges", ()))
     return True
 
 
-def _not_found(answer: Answer, what: str, field: str) -> Finding:
+def _not_found(answer: Answer, resource: str, field: str) -> Finding:
     """Return the finding for a missing or invisible resource. Raises every other answer."""
     if answer.status == 404:
-        return Finding(look=Look.WRONG, text=f"gcp has no {what}; correct {field}")
+        return Finding(look=Look.WRONG, text=f"gcp has no {resource}; correct {field}")
     if answer.status == 403:
-        return Finding(look=Look.UNSURE, text=f"{what} cannot be seen with these credentials ({answer.text})")
+        return Finding(look=Look.UNSURE, text=f"{resource} cannot be seen with these credentials ({answer.text})")
     raise answer
 
 

@@ -40,14 +40,14 @@ class RunNetwork:
     def missing_rules(self, setup: RegionSetup) -> Sequence[str]:
         """Return the missing rules of the run's own network, as text."""
         missing = []
-        wanted = {
+        needed_rules = {
             f"{setup.group}-inside": f"all traffic from {INSIDE}",
             f"{setup.group}-ssh": f"tcp 22 (SSH) from {setup.ssh_from}",
         }
         with errors_named("gcp compute firewalls.list"):
-            found = {one["name"]: one for one in self._calls.list(COMPUTE, "/global/firewalls")}
-        for name, words in wanted.items():
-            rule = found.get(name)
+            rules = {rule["name"]: rule for rule in self._calls.list(COMPUTE, "/global/firewalls")}
+        for name, words in needed_rules.items():
+            rule = rules.get(name)
             if rule is None or rule.get("disabled"):
                 missing.append(f"network {setup.network} lacks the firewall rule {name}: {words}")
             elif name.endswith("-ssh") and rule.get("sourceRanges") != [setup.ssh_from]:
@@ -60,14 +60,14 @@ class RunNetwork:
         path = f"/regions/{region}/subnetworks"
         if self._calls.find(f"{path}/{name}") is not None:
             return
-        taken = {
-            one.get("ipCidrRange")
-            for one in self._calls.everywhere("subnetworks")
-            if one.get("network", "").rpartition("/")[2] == name
+        used_cidrs = {
+            subnet.get("ipCidrRange")
+            for subnet in self._calls.everywhere("subnetworks")
+            if subnet.get("network", "").rpartition("/")[2] == name
         }
         for number in range(SUBNETS):
             cidr = f"10.{128 + number}.0.0/20"
-            if cidr in taken:
+            if cidr in used_cidrs:
                 continue
             body = {"name": name, "network": network, "ipCidrRange": cidr, "description": whose}
             with existing_is_fine():
@@ -75,8 +75,8 @@ class RunNetwork:
             return
 
     def _prepare_firewall(self, name: str, network: str, whose: str, source: str, allowed: Mapping[str, Any]) -> None:
-        found = self._calls.find(f"/global/firewalls/{name}")
-        if found is not None and found.get("sourceRanges") == [source] and not found.get("disabled"):
+        rule = self._calls.find(f"/global/firewalls/{name}")
+        if rule is not None and rule.get("sourceRanges") == [source] and not rule.get("disabled"):
             return
         body = {
             "name": name,
@@ -87,7 +87,7 @@ class RunNetwork:
             "sourceRanges": [source],
             "disabled": False,
         }
-        if found is None:
+        if rule is None:
             with existing_is_fine():
                 self._calls.finish(self._calls.ask("POST", COMPUTE, "/global/firewalls", body))
         else:

@@ -71,37 +71,37 @@ def aws_policy(
     `named`: resources in the job, for which the permissions to create are left out. `role`: ARN of a named profile's
     role.
     """
-    here = f"arn:aws:ec2:*:{account}"
+    ec2 = f"arn:aws:ec2:*:{account}"
     ours, profile = f"arn:aws:iam::{account}:role/spotrl/*", f"arn:aws:iam::{account}:instance-profile/spotrl/*"
     labelled, with_label = ({"Null": {f"aws:{kind}/{RUN_LABEL}": "false"}} for kind in ("ResourceTag", "RequestTag"))
     statements: list[dict[str, Any]] = [
         allow("See", SEE, "*"),
-        allow("StartOnlyWithOurLabel", ["ec2:RunInstances"], [f"{here}:instance/*", f"{here}:volume/*"], with_label),
+        allow("StartOnlyWithOurLabel", ["ec2:RunInstances"], [f"{ec2}:instance/*", f"{ec2}:volume/*"], with_label),
         allow(
             "StartFrom",
             ["ec2:RunInstances"],
             [
                 "arn:aws:ec2:*::image/*",
-                f"{here}:image/*",
-                f"{here}:network-interface/*",
-                f"{here}:security-group/*",
-                f"{here}:subnet/*",
+                f"{ec2}:image/*",
+                f"{ec2}:network-interface/*",
+                f"{ec2}:security-group/*",
+                f"{ec2}:subnet/*",
             ],
         ),
         allow(
             "LabelWhatIsNew",
             ["ec2:CreateTags"],
-            [f"{here}:instance/*", f"{here}:volume/*", *([] if named.network else [f"{here}:security-group/*"])],
+            [f"{ec2}:instance/*", f"{ec2}:volume/*", *([] if named.network else [f"{ec2}:security-group/*"])],
             {"StringEquals": {"ec2:CreateAction": ["RunInstances", *([] if named.network else [MAKE_GROUP])]}},
         ),
         allow(
             "ChangeAndEndOurOwn",
             ["ec2:CreateTags", "ec2:TerminateInstances"],
-            [f"{here}:instance/*"],
+            [f"{ec2}:instance/*"],
             labelled,
         ),
-        allow("OurDisks", ["ec2:CreateTags", "ec2:DeleteVolume"], [f"{here}:volume/*"], labelled),
-        *([] if named.network else _groups(here, with_label, labelled)),
+        allow("OurDisks", ["ec2:CreateTags", "ec2:DeleteVolume"], [f"{ec2}:volume/*"], labelled),
+        *([] if named.network else _groups(ec2, with_label, labelled)),
         *(_named_role(account, named.identity, role) if named.identity else _roles(ours, profile)),
         allow(
             "FirstSpotInstance",
@@ -128,12 +128,12 @@ def aws_policy(
     return {"Version": "2012-10-17", "Statement": statements}
 
 
-def _groups(here: str, with_label: dict[str, Any], labelled: dict[str, Any]) -> list[dict[str, Any]]:
+def _groups(ec2: str, with_label: dict[str, Any], labelled: dict[str, Any]) -> list[dict[str, Any]]:
     changes = ["ec2:AuthorizeSecurityGroupIngress", "ec2:DeleteSecurityGroup", "ec2:RevokeSecurityGroupIngress"]
     return [
-        allow("MakeGroups", ["ec2:CreateSecurityGroup"], [f"{here}:vpc/*"]),
-        allow("MakeGroupsWithOurLabel", ["ec2:CreateSecurityGroup"], [f"{here}:security-group/*"], with_label),
-        allow("OurGroups", changes, [f"{here}:security-group/*"], labelled),
+        allow("MakeGroups", ["ec2:CreateSecurityGroup"], [f"{ec2}:vpc/*"]),
+        allow("MakeGroupsWithOurLabel", ["ec2:CreateSecurityGroup"], [f"{ec2}:security-group/*"], with_label),
+        allow("OurGroups", changes, [f"{ec2}:security-group/*"], labelled),
     ]
 
 

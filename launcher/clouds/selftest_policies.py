@@ -23,12 +23,12 @@ ORDERS = ("fis:CreateExperimentTemplate", "fis:DeleteExperimentTemplate", "fis:S
 
 def fis_statements(account: str = ACCOUNT) -> list[dict[str, Any]]:
     """Return the statements of the launching user's policy that a selftest needs beside a launch's."""
-    here, role = f"arn:aws:fis:*:{account}", f"arn:aws:iam::{account}:role/{FIS_ROLE}"
+    fis, role = f"arn:aws:fis:*:{account}", f"arn:aws:iam::{account}:role/{FIS_ROLE}"
     return [
         allow(
             "SelftestInterrupts",
             [*ORDERS, "fis:GetExperiment"],
-            [f"{here}:experiment-template/*", f"{here}:experiment/*", "arn:aws:fis:*::action/*"],
+            [f"{fis}:experiment-template/*", f"{fis}:experiment/*", "arn:aws:fis:*::action/*"],
         ),
         allow("SelftestSeesItsRole", ["iam:GetRole", "iam:GetRolePolicy", "iam:ListRolePolicies"], [role]),
         allow(

@@ -174,8 +174,8 @@ class Controller:
         if is_whole:
             take(partial(self.recorder.tell_spent, facts.metered, facts.now_ms), None)
         take(partial(self.engine.find_trainer, facts.nodes), None)
-        known: Sequence[NodeRecord] = take(lambda: self._index(facts), facts.nodes)
-        actions: list[Action] = take(lambda: decide(replace(facts, nodes=known), self.wanted, steps), [])
+        indexed: Sequence[NodeRecord] = take(lambda: self._index(facts), facts.nodes)
+        actions: list[Action] = take(lambda: decide(replace(facts, nodes=indexed), self.wanted, steps), [])
         # A controller may have been killed or frozen after it recorded a release, and before it ordered the release.
         recorded = [
             node.name
@@ -214,8 +214,8 @@ class Controller:
 
     def _index(self, facts: Facts) -> KnownNodes:
         """Return the nodes with their indexes. After an error the index is built anew in the next pass."""
-        known, self._known = self._known, KnownNodes()
-        self._known = known.update(facts.nodes)
+        index, self._known = self._known, KnownNodes()
+        self._known = index.update(facts.nodes)
         return self._known
 
     def _record_trouble(self, errors: Sequence[Exception]) -> None:
@@ -273,10 +273,10 @@ class Controller:
         except JobError as error:
             log.warning("limits over all runs stay as they are: %s", error)
             return
-        wanted = _limited_by_all(self.wanted, all_runs, self._run, is_cloud=bool(self.sites))
-        if wanted != self.wanted:
+        limited = _limited_by_all(self.wanted, all_runs, self._run, is_cloud=bool(self.sites))
+        if limited != self.wanted:
             log.info("limits over all runs are now %s", all_runs)
-            self.wanted = wanted
+            self.wanted = limited
 
     def _act(self, action: Action) -> None:
         match action:
@@ -380,7 +380,7 @@ class Controller:
         with self.recorder.transaction() as session:
             records = node_records(session, self._run)
             node = next(record for record in records if record.name == action.node)
-            if not can_take_over(node) or any(one.slot == action.slot and one.is_live for one in records):
+            if not can_take_over(node) or any(record.slot == action.slot and record.is_live for record in records):
                 return  # the next pass decides again
             row = session.scalars(select(Node).where(Node.name == action.node)).one()
             log.info("%s takes the role of %s: %s", action.node, action.slot, action.why)
@@ -440,7 +440,7 @@ class Controller:
 def wanted_of(run: Run, job: Job, plan: Plan, clock: Clock) -> Wanted:
     """Return the plan, the limits and the waiting times that decisions are made with."""
     is_cloud = bool(plan.sites)
-    wanted = Wanted(
+    own = Wanted(
         run=run.name,
         slots=tuple({slot.name: slot for slot in plan.slots}.values()),
         limits=_set_aside(run.max_total_micro_usd, run.max_hourly_micro_usd, run),
@@ -452,7 +452,7 @@ def wanted_of(run: Run, job: Job, plan: Plan, clock: Clock) -> Wanted:
         launch_rate=LaunchRate(per_minute=job.recovery.launches_per_minute) if is_cloud else None,
         iteration_ms=plan.iteration_ms,
     )
-    return _limited_by_all(wanted, job.all_runs, run, is_cloud)
+    return _limited_by_all(own, job.all_runs, run, is_cloud)
 
 
 def _limited_by_all(wanted: Wanted, all_runs: AllRuns, run: Run, is_cloud: bool) -> Wanted:

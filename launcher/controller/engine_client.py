@@ -55,8 +55,8 @@ class EngineClient:
 
         The run's clock numbers the snapshots, so numbers still grow after a restart.
         """
-        known = (self._capacity_of(node, cloud.get(node.name)) for node in _newest(nodes))
-        now = tuple(node for node in known if node is not None)
+        capacities = (self._capacity_of(node, cloud.get(node.name)) for node in _newest(nodes))
+        now = tuple(node for node in capacities if node is not None)
         due = time.monotonic() - self._last_sent_at >= CAPACITY_SECONDS
         if now and (due or now != self._last_sent):
             answer = self._post("capacity", Capacity(generation=self._clock.now_ms(), nodes=now).to_json())

@@ -75,8 +75,8 @@ def this_ledger(file: Path) -> str:
     Controllers of one ledger file share the name: the lease in the ledger decides between them. The file keeps its
     inode as long as it is the same file.
     """
-    found = file.stat()
-    return f"{this_machine()} {found.st_dev} {found.st_ino}"
+    stat = file.stat()
+    return f"{this_machine()} {stat.st_dev} {stat.st_ino}"
 
 
 def _parts(row: ControllerLease) -> tuple[str, str, str]:

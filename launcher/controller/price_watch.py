@@ -42,9 +42,9 @@ def watch_prices(sessions: sessionmaker[Session], run: Run, job: Job, ended: thr
 def _refresh_prices(sessions: sessionmaker[Session], run: Run, job: Job, *, with_gcp: bool) -> None:
     """Fetch the AWS prices of the run's live spot nodes and, if `with_gcp`, Google's prices of the run's GPUs."""
     with sessions() as session:
-        nodes = [node.wanted.placement for node in node_records(session, run) if node.is_live and node.wanted]
-    spot = [node for node in nodes if node.cloud == "aws" and node.market is Market.SPOT]
-    of_gcp = [node for node in nodes if node.cloud == "gcp"] if with_gcp else []
+        placements = [node.wanted.placement for node in node_records(session, run) if node.is_live and node.wanted]
+    spot = [placement for placement in placements if placement.cloud == "aws" and placement.market is Market.SPOT]
+    of_gcp = [placement for placement in placements if placement.cloud == "gcp"] if with_gcp else []
     if not spot and not of_gcp:
         return
     from launcher.market.instance_types import instance_types
@@ -55,11 +55,14 @@ def _refresh_prices(sessions: sessionmaker[Session], run: Run, job: Job, *, with
     now_ms = time.time_ns() // 1_000_000
     sources: list[PriceSource] = []
     if spot:
-        types, regions = sorted({one.instance_type for one in spot}), sorted({one.region for one in spot})
+        types = sorted({placement.instance_type for placement in spot})
+        regions = sorted({placement.region for placement in spot})
         sources.append(AwsSpot(types, since_ms=now_ms - HOUR_MS, regions=regions))
     if of_gcp:
-        wanted = instance_types(("gcp",), {one.accelerator for one in of_gcp if one.accelerator})
-        sources.append(GcpCatalog(wanted, environ=os.environ, regions=sorted({one.region for one in of_gcp})))
+        gcp_types = instance_types(("gcp",), {placement.accelerator for placement in of_gcp if placement.accelerator})
+        sources.append(
+            GcpCatalog(gcp_types, environ=os.environ, regions=sorted({placement.region for placement in of_gcp}))
+        )
     for answer in refresh(sources, sessions, now_ms).answers:
         for failure in answer.failures:
             log.info("no new prices from %s: %s", answer.source, failure)

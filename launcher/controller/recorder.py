@@ -78,7 +78,7 @@ class Recorder:
 
     def _add_found(self, session: Session, records: Sequence[NodeRecord], cloud: Mapping[str, NodeFact]) -> bool:
         """Write nodes into the ledger that were bought after the ledger was copied. Return whether there were any."""
-        found = found_nodes(
+        bought = found_nodes(
             {record.name for record in records},
             cloud,
             self._run.name,
@@ -87,37 +87,37 @@ class Recorder:
             self._run.created_ms,
             self._clock.now_ms(),
         )
-        for one in found:
-            log.warning("%s: %s", one.name, one.evidence)
-            rate = one.option.placement.micro_usd_per_hour
+        for purchase in bought:
+            log.warning("%s: %s", purchase.name, purchase.evidence)
+            rate = purchase.option.placement.micro_usd_per_hour
             node = node_of(
                 self._run,
-                one.option,
-                name=one.name,
-                slot=one.slot.name,
-                generation=one.generation,
-                role=one.slot.role,
-                requested_ms=one.requested_ms,
+                purchase.option,
+                name=purchase.name,
+                slot=purchase.slot.name,
+                generation=purchase.generation,
+                role=purchase.slot.role,
+                requested_ms=purchase.requested_ms,
                 reserved_micro_usd=worst_case(rate, MINIMUM_BILLED_MS),
             )
             session.add(node)
             session.flush()
-            for kind in (FOUND, *(["requested"] if one.is_ordered else [])):
-                evidence = one.evidence if kind == FOUND else ""
-                session.add(NodeEvent(node_id=node.id, at_ms=one.requested_ms, kind=kind, evidence=evidence))
+            for kind in (FOUND, *(["requested"] if purchase.is_ordered else [])):
+                evidence = purchase.evidence if kind == FOUND else ""
+                session.add(NodeEvent(node_id=node.id, at_ms=purchase.requested_ms, kind=kind, evidence=evidence))
         session.flush()
-        return bool(found)
+        return bool(bought)
 
     def write_forgotten(self) -> None:
         """Record the money that the bucket knows, if this ledger is older than what the bucket says."""
-        known = None if self.bucket_lease is None else self.bucket_lease.spent
-        if known is None:
+        spent = None if self.bucket_lease is None else self.bucket_lease.spent
+        if spent is None:
             return
         with self.transaction() as session:
-            if newest_event(session, self._run) >= known.event:
+            if newest_event(session, self._run) >= spent.event:
                 return
-            log.warning("this ledger is older than its run: %s was spent by then", dollars(known.micro_usd))
-            session.add(SpentMark(run_id=self._run.id, at_ms=known.at_ms, micro_usd=known.micro_usd))
+            log.warning("this ledger is older than its run: %s was spent by then", dollars(spent.micro_usd))
+            session.add(SpentMark(run_id=self._run.id, at_ms=spent.at_ms, micro_usd=spent.micro_usd))
 
     def tell_spent(self, metered: int, at_ms: int) -> None:
         """Have the bucket's lease say what was spent, for a ledger that is restored from a backup later."""

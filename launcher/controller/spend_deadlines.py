@@ -42,7 +42,7 @@ class SpendDeadlines:
             budget_guard.money_deadline_ms(now_ms=0, metered=metered, max_total=max_total, planned_hourly=rate)
             for metered, max_total in limits
         ]
-        return min((one + wanted.allowance_ms for one in lasts_ms if one is not None), default=None)
+        return min((last_ms + wanted.allowance_ms for last_ms in lasts_ms if last_ms is not None), default=None)
 
     def send(self, facts: Facts, wanted: Wanted, steps: Steps, *, may_extend: bool) -> None:
         """Extend the nodes' spend deadlines by money left unspent while a node was missing.

@@ -32,7 +32,7 @@ BOUNDED_METRICS = ("exact_match", "similarity")
 
 
 def the_reward_exists(job: "Job") -> None:
-    for name in (one.name for one in job.reward.loaded):
+    for name in (reward.name for reward in job.reward.loaded):
         if ":" in name and not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", name):
             raise ValueError(f"reward.name is {name!r}; write your own reward as package.module:function")
         if ":" not in name and name not in REWARDS:
@@ -43,7 +43,7 @@ def keys_are_secrets(job: "Job") -> None:
     # The message does not repeat the value, because a user may have written the key itself.
     unlisted = next((name for name in job.reward.key_names if name not in job.secrets), None)
     if unlisted is not None:
-        of_vlm = any(one.vlm is not None and one.vlm.key == unlisted for one in job.reward.loaded)
+        of_vlm = any(reward.vlm is not None and reward.vlm.key == unlisted for reward in job.reward.loaded)
         raise ValueError(
             f"reward.{'vlm' if of_vlm else 'http'}.key names a variable that secrets does not list, so nodes would "
             "not get it; add it, like secrets: [JUDGE_KEY]"
@@ -79,10 +79,10 @@ def judges_leave_money_for_nodes(job: "Job") -> None:
 def the_target_can_be_reached(job: "Job") -> None:
     if job.target is None:
         return
-    known, metric, value = METRICS.get(job.reward.name), job.target.metric, job.target.value
-    if known and metric not in known:
-        raise ValueError(f"target.metric is {metric!r}; the reward {job.reward.name} has {', '.join(known)}")
-    guarded = (*known, DRIFT) if known else ()
+    metrics, metric, value = METRICS.get(job.reward.name), job.target.metric, job.target.value
+    if metrics and metric not in metrics:
+        raise ValueError(f"target.metric is {metric!r}; the reward {job.reward.name} has {', '.join(metrics)}")
+    guarded = (*metrics, DRIFT) if metrics else ()
     if guarded and (strange := [guard.metric for guard in job.target.guards if guard.metric not in guarded]):
         raise ValueError(
             f"target.guards has {strange[0]!r}; with the reward {job.reward.name} use {', '.join(guarded)}"
@@ -154,24 +154,24 @@ def spot_only_has_spot(job: "Job") -> None:
 
 def a_trainer_on_spot_can_be_replaced(job: "Job") -> None:
     """A lost trainer's role goes to another node (launcher/decide/promotion.py), which not every run can do yet."""
-    trainer, found = job.resources.trainer, "resources.trainer.use_spot is true"
+    trainer, setting = job.resources.trainer, "resources.trainer.use_spot is true"
     if not trainer.use_spot:
         return
     if job.spot == "never":
-        raise ValueError(f"{found}, but spot is never; use false, or spot: auto")
+        raise ValueError(f"{setting}, but spot is never; use false, or spot: auto")
     if job.clouds:
         raise ValueError(
-            f"{found}, but infra is {job.infra}, where no other node can take a lost trainer's role yet; use false, or "
-            "infra: local"
+            f"{setting}, but infra is {job.infra}, where no other node can take a lost trainer's role yet; use false, "
+            "or infra: local"
         )
     if trainer.num_nodes > 1:
         raise ValueError(
-            f"{found}, and resources.trainer.num_nodes {trainer.num_nodes}; use false, or one node, because the loss "
+            f"{setting}, and resources.trainer.num_nodes {trainer.num_nodes}; use false, or one node, because the loss "
             "of any of several nodes stops the whole trainer"
         )
     if job.runtime.name == "ray":
         raise ValueError(
-            f"{found}, but runtime.name is ray, whose cluster ends with the trainer's node; use false, or "
+            f"{setting}, but runtime.name is ray, whose cluster ends with the trainer's node; use false, or "
             "runtime: {name: local}"
         )
 

@@ -27,8 +27,8 @@ def problem_with_store(cloud: str, url: object) -> str:
     if not isinstance(url, str) or not url.startswith(scheme):
         return f"use a bucket of that cloud, like {scheme}my-bucket/spotrl"
     name, _, prefix = url.removeprefix(scheme).partition("/")
-    if found := (_problem_on_aws(name) if cloud == "aws" else _problem_on_google_cloud(name)):
-        return f"{found}; use a bucket of that cloud, like {scheme}my-bucket/spotrl"
+    if problem := (_problem_on_aws(name) if cloud == "aws" else _problem_on_google_cloud(name)):
+        return f"{problem}; use a bucket of that cloud, like {scheme}my-bucket/spotrl"
     return _problem_with_prefix(prefix.removesuffix("/"))
 
 
@@ -48,8 +48,8 @@ def _problem_with_name(name: str, letters: str, words: str, most: int) -> str:
 
 def _problem_on_aws(name: str) -> str:
     words = "small letters, digits, dots and hyphens"
-    if found := _problem_with_name(name, r"[a-z0-9.-]", words, NAME_LENGTH[1]):
-        return found
+    if problem := _problem_with_name(name, r"[a-z0-9.-]", words, NAME_LENGTH[1]):
+        return problem
     kept = next((part for part in S3_PREFIXES if name.startswith(part)), "")
     kept = kept or next((part for part in S3_SUFFIXES if name.endswith(part)), "")
     return f"its bucket's name has {kept!r}, which S3 keeps for itself" if kept else ""
@@ -58,8 +58,8 @@ def _problem_on_aws(name: str) -> str:
 def _problem_on_google_cloud(name: str) -> str:
     words = "small letters, digits, dots, hyphens and underscores"
     most = DOTTED_LENGTH if "." in name else NAME_LENGTH[1]
-    if found := _problem_with_name(name, r"[a-z0-9._-]", words, most):
-        return found
+    if problem := _problem_with_name(name, r"[a-z0-9._-]", words, most):
+        return problem
     if longest := next((part for part in name.split(".") if len(part) > NAME_LENGTH[1]), ""):
         return f"a part of its bucket's name has {len(longest)} characters, and {NAME_LENGTH[1]} are allowed"
     if name.startswith("goog") or GOOGLE.search(name):

@@ -209,7 +209,7 @@ def _with_way_in(named: Named, way_in: WayIn | None) -> Named:
     return replace(named, public_addresses=way_in.public_addresses, ssh_proxy=way_in.ssh_proxy or "")
 
 
-def _check_regions(field: str, found: Mapping[str, object], shape: re.Pattern[str], example: str) -> None:
-    strange = next((region for region in found if not shape.fullmatch(region)), None)
+def _check_regions(field: str, by_region: Mapping[str, object], shape: re.Pattern[str], example: str) -> None:
+    strange = next((region for region in by_region if not shape.fullmatch(region)), None)
     if strange is not None:
         raise ValueError(f"{field} has an entry of {strange}; write it by region, like {example}")

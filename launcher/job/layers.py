@@ -70,11 +70,11 @@ class Layer:
     yaml: YamlFile | None = None
 
     def has(self, place: FieldPath) -> bool:
-        here: Any = self.values
+        part: Any = self.values
         for key in place:
-            if isinstance(here, dict) and key in here:
-                here = here[key]
-            elif not (isinstance(here, list) and isinstance(key, int) and key < len(here)):
+            if isinstance(part, dict) and key in part:
+                part = part[key]
+            elif not (isinstance(part, list) and isinstance(key, int) and key < len(part)):
                 return False
         return True
 
@@ -126,7 +126,7 @@ def environment_layer(environ: Mapping[str, str]) -> Layer:
 
 def _nested(named: Mapping[tuple[str, ...], Any], labels: Mapping[FieldPath, str]) -> dict[str, Any]:
     values: dict[str, Any] = {}
-    for place, value in sorted(named.items(), key=lambda item: len(item[0])):
+    for place, value in sorted(named.items(), key=lambda entry: len(entry[0])):
         try:
             value = parse_value(value) if isinstance(value, str) else value
         except YamlFileError as error:

@@ -115,7 +115,7 @@ def _job_error(error: ValidationError, values: dict[str, Any], layers: Sequence[
 def _origins(job: Job, layers: Sequence[Layer]) -> dict[str, str]:
     def leaves(value: Any, place: FieldPath) -> list[FieldPath]:
         if isinstance(value, dict) and value:
-            return [leaf for key, item in value.items() for leaf in leaves(item, (*place, key))]
+            return [leaf for key, child in value.items() for leaf in leaves(child, (*place, key))]
         return [place]
 
     return {
@@ -137,7 +137,9 @@ def _check_gpus(checked: CheckedJob) -> None:
     job = checked.job
     for role, resources in (("trainer", job.resources.trainer), ("rollout", job.resources.rollout)):
         if job.clouds and is_too_old(resources.accelerator):
-            usable = sorted({one.accelerator for one in instance_types(job.clouds) if not is_too_old(one.accelerator)})
+            usable = sorted(
+                {machine.accelerator for machine in instance_types(job.clouds) if not is_too_old(machine.accelerator)}
+            )
             major, minor = LEAST_CAPABILITY
             field = f"resources.{role}.accelerators"
             raise checked.error(
@@ -159,7 +161,9 @@ def _check_judges(checked: CheckedJob) -> None:
     rolled_out = min(job.runtime.shape, job.algorithm.prompts_per_batch * job.algorithm.images_per_prompt)
     explored = [profile.shape for profile in job.exploration.profiles] if job.exploration.mode == "stale" else []
     images = max(evaluated, rolled_out, *explored) * (job.reward.frames or 1)
-    most = images * max((one.vlm.most_micro_usd for one in job.reward.loaded if one.vlm is not None), default=0)
+    most = images * max(
+        (reward.vlm.most_micro_usd for reward in job.reward.loaded if reward.vlm is not None), default=0
+    )
     if most > job.reward.judge_micro_usd:
         raise checked.error(
             "reward",
@@ -184,8 +188,8 @@ def _check_prompt_files(checked: CheckedJob) -> None:
             _check_has_prompts(checked, field, test, "leave test_prompts out")
         all_metadata(checked.workdir, job.prompts, job.test_prompts)
     except PromptFileError as error:
-        found, _, remedy = str(error).rpartition("; ")
-        raise checked.error(field, found, remedy) from None
+        text, _, remedy = str(error).rpartition("; ")
+        raise checked.error(field, text, remedy) from None
 
 
 def _check_has_prompts(checked: CheckedJob, field: str, path: Path, instead: str) -> None:
@@ -197,8 +201,8 @@ def _check_files(checked: CheckedJob) -> None:
     """Raise JobError if a file that the job names is missing here, before the first node misses the file."""
     job, folder = checked.job, checked.workdir
     _check_prompt_files(checked)
-    models = [("model", one.model) for one in job.reward.loaded] + [
-        ("colours", one.colours) for one in job.reward.loaded
+    models = [("model", reward.model) for reward in job.reward.loaded] + [
+        ("colours", reward.colours) for reward in job.reward.loaded
     ]
     for field, scorer in ((field, model.path) for field, model in models if model is not None):
         # On clouds, an absolute folder is a folder of the nodes.

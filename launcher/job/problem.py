@@ -54,9 +54,11 @@ def explain(error: ValidationError, values: dict[str, Any], model: type[BaseMode
     raw = error.errors(include_url=False)
     problems = [_unknown_key(_place(e["loc"], values), model) for e in raw if e["type"] == "extra_forbidden"]
     unknown = [problem for problem in problems if problem]
-    others = [_problem(e, values, model) for e in raw if e["type"] != "extra_forbidden" and _is_meant(e["loc"], values)]
+    other_problems = [
+        _problem(e, values, model) for e in raw if e["type"] != "extra_forbidden" and _is_meant(e["loc"], values)
+    ]
     merged: dict[FieldPath, Problem] = {}
-    for problem in unknown or others or [_exclusive(raw[0], values)]:
+    for problem in unknown or other_problems or [_exclusive(raw[0], values)]:
         first = merged.setdefault(problem.place, problem)
         if problem.found == first.found and problem.remedy != first.remedy:  # from another member of a union
             merged[problem.place] = replace(first, remedy=f"{first.remedy}, or {problem.remedy.removeprefix('use ')}")
@@ -66,14 +68,14 @@ def explain(error: ValidationError, values: dict[str, Any], model: type[BaseMode
 def _place(loc: tuple[int | str, ...], values: Any) -> FieldPath:
     """Return `loc` without the names of union members, because the names are not in the file."""
     place: list[int | str] = []
-    here = values
+    part = values
     for position, key in enumerate(loc):
         is_last = position == len(loc) - 1
-        if isinstance(here, dict) and (key in here or is_last):
-            here = here.get(key)
+        if isinstance(part, dict) and (key in part or is_last):
+            part = part.get(key)
             place.append(key)
-        elif isinstance(here, list) and isinstance(key, int) and key < len(here):
-            here = here[key]
+        elif isinstance(part, list) and isinstance(key, int) and key < len(part):
+            part = part[key]
             place.append(key)
     return tuple(place)
 
@@ -103,16 +105,16 @@ def _exclusive(raw: Any, values: Any) -> Problem:
 def _unknown_key(place: FieldPath, model: type[BaseModel]) -> Problem | None:
     """Return a problem for an unknown key; None if another member of a union knows the key."""
     *section, key = place
-    known = sorted(_known_keys(tuple(section), model))
-    if key in known:
+    known_keys = sorted(_known_keys(tuple(section), model))
+    if key in known_keys:
         return None
     elsewhere = [_dotted((*path, key)) for path in _sections(model) if key in _known_keys(path, model)]
     if elsewhere:
         remedy = f"did you mean {' or '.join(elsewhere)}?"
-    elif near := get_close_matches(str(key), known, n=1):
+    elif near := get_close_matches(str(key), known_keys, n=1):
         remedy = f"did you mean {near[0]}?"
     else:
-        remedy = f"known here: {', '.join(known)}"
+        remedy = f"known here: {', '.join(known_keys)}"
     return Problem(place=place, found=f"{_dotted(place)} is not a key that spotrl knows", remedy=remedy)
 
 
@@ -134,7 +136,7 @@ def _problem(error: Any, values: dict[str, Any], model: type[BaseModel]) -> Prob
     return Problem(place=place, found=f"{_dotted(place)} is {shown}", remedy=remedy)
 
 
-def model_name_meant(found: str, allowed: Sequence[str]) -> str | None:
+def model_name_meant(text: str, allowed: Sequence[str]) -> str | None:
     """Return the allowed model that a name means, or None if the name is of another family.
 
     Names of families differ in few letters, and a near name may be another network, as flux2 and flux are. So a hint
@@ -147,7 +149,7 @@ def model_name_meant(found: str, allowed: Sequence[str]) -> str | None:
     def digits(name: str) -> str:
         return "".join(filter(str.isdigit, name))
 
-    word = RELEASES.get(letters(found), letters(found))
+    word = RELEASES.get(letters(text), letters(text))
     by_letters = {letters(name): name for name in allowed}
     near = [word] if word in by_letters else get_close_matches(word, by_letters, n=1, cutoff=CLOSE)
     return by_letters[near[0]] if near and digits(near[0]) == digits(word) else None
@@ -158,15 +160,15 @@ def _own_words(message: str, place: FieldPath, model: type[BaseModel]) -> Proble
 
     The message has the form `found; remedy`, and often begins with the field, absolute or within the field's section.
     """
-    found, _, remedy = message.partition("; ")
-    first_word = tuple(found.partition(" ")[0].partition(",")[0].split("."))
+    text, _, remedy = message.partition("; ")
+    first_word = tuple(text.partition(" ")[0].partition(",")[0].split("."))
     for base in ((), place, place[:-1]):
         named = (*base, *first_word)
         if named[-1] in _known_keys(named[:-1], model):
             place = named if len(named) > len(place) else place
-            rest = found.removeprefix(".".join(first_word))
-            return Problem(place=place, found=_dotted(named) + rest, remedy=remedy)
-    return Problem(place=place, found=f"{_dotted(place)}: {found}", remedy=remedy)
+            tail = text.removeprefix(".".join(first_word))
+            return Problem(place=place, found=_dotted(named) + tail, remedy=remedy)
+    return Problem(place=place, found=f"{_dotted(place)}: {text}", remedy=remedy)
 
 
 def _known_keys(section: FieldPath, model: type[BaseModel]) -> set[str]:
@@ -182,7 +184,7 @@ def _known_keys(section: FieldPath, model: type[BaseModel]) -> set[str]:
         is_mapping = any(get_origin(annotation) is dict for annotation in fields)
     if is_mapping:
         return set()
-    return {field.alias or key for each in models for key, field in each.model_fields.items()}
+    return {field.alias or key for submodel in models for key, field in submodel.model_fields.items()}
 
 
 def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:

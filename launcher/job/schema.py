@@ -126,9 +126,9 @@ class Job(EngineConfig):
             return None
         path = PurePosixPath(value)
         if path.is_absolute() or ".." in path.parts or not value.strip():
-            made = f"{' or '.join(PROMPTS)}, or " if info.field_name == "prompts" else ""
+            shipped = f"{' or '.join(PROMPTS)}, or " if info.field_name == "prompts" else ""
             raise ValueError(
-                f"{info.field_name} is {value!r}; use {made}a file in the folder of the job file, "
+                f"{info.field_name} is {value!r}; use {shipped}a file in the folder of the job file, "
                 "because that folder is what nodes are sent"
             )
         return value

@@ -146,9 +146,9 @@ class Budget(Strict):
 
     @model_check(mode="after")
     def _deadline_is_within_max_runtime(self) -> Self:
-        found = runtime_problem(("budget.max_runtime", self.max_runtime), ("budget.deadline", self.deadline))
-        if found is not None:
-            raise ValueError(f"{found}; use a longer max_runtime, or leave out one of the two")
+        problem = runtime_problem(("budget.max_runtime", self.max_runtime), ("budget.deadline", self.deadline))
+        if problem is not None:
+            raise ValueError(f"{problem}; use a longer max_runtime, or leave out one of the two")
         return self
 
     @property

@@ -78,9 +78,9 @@ def _fits_every_cloud(value: str) -> str:
             f"name is {value!r}; use up to 40 of a-z, 0-9 and -, beginning with a letter, "
             "because it becomes part of the names of nodes"
         )
-    if found := next((part for part in SLOTS_IN_NAMES if part in f"{value}-"), None):
+    if slot := next((part for part in SLOTS_IN_NAMES if part in f"{value}-"), None):
         raise ValueError(
-            f"name is {value!r}; leave {found!r} out, because nodes are called NAME{found}..., and another run's "
+            f"name is {value!r}; leave {slot!r} out, because nodes are called NAME{slot}..., and another run's "
             "nodes could be taken for this run's"
         )
     return value

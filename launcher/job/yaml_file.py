@@ -149,11 +149,11 @@ def _build(node: Node, field: Field, lines: dict[Field, int]) -> Any:
         case MappingNode():
             return _build_mapping(node, field, lines)
         case SequenceNode():
-            items = []
-            for number, item in enumerate(node.value):
-                lines[(*field, number)] = _line(item)
-                items.append(_build(item, (*field, number), lines))
-            return items
+            values = []
+            for number, child in enumerate(node.value):
+                lines[(*field, number)] = _line(child)
+                values.append(_build(child, (*field, number), lines))
+            return values
         case ScalarNode():
             return _scalar(node, field)
     raise AssertionError(f"no such node: {node}")

@@ -43,22 +43,22 @@ def cloud_priors(
 ) -> CloudPriors:
     """Return priors from the newest advice of each pool; stale or impossible advice is skipped."""
     newest: dict[tuple[Pool, AdviceKind], CapacityAdvice] = {}
-    for each in advice:
-        pool = Pool(cloud=each.cloud, region=each.region, zone=each.zone, instance_type=each.instance_type)
-        old = newest.get((pool, each.kind))
-        is_news = old is None or _when(each) > _when(old)
-        if is_news and each.is_credible and each.until_ms > now_ms - STALE_MS:
-            newest[pool, each.kind] = each
+    for entry in advice:
+        pool = Pool(cloud=entry.cloud, region=entry.region, zone=entry.zone, instance_type=entry.instance_type)
+        old = newest.get((pool, entry.kind))
+        is_news = old is None or _when(entry) > _when(old)
+        if is_news and entry.is_credible and entry.until_ms > now_ms - STALE_MS:
+            newest[pool, entry.kind] = entry
     priors: dict[Pool, HazardPrior] = {}
     odds: dict[Pool, LaunchOdds] = {}
-    for (pool, kind), each in newest.items():
+    for (pool, kind), entry in newest.items():
         if kind is AdviceKind.UPTIME_HOURS:
-            priors[pool] = prior_of_uptime(prior, each.value, each.source)
+            priors[pool] = prior_of_uptime(prior, entry.value, entry.source)
         elif kind is AdviceKind.OBTAINABILITY:
-            odds[pool] = odds_of_obtainability(each.value, each.source)
+            odds[pool] = odds_of_obtainability(entry.value, entry.source)
         elif (pool, AdviceKind.UPTIME_HOURS) not in newest:
-            source = f"{each.source}; a VM that stops is taken to have run {run_hours:g} h (assumed)"
-            priors[pool] = prior_of_preemption_rate(prior, each.value, run_hours, source)
+            source = f"{entry.source}; a VM that stops is taken to have run {run_hours:g} h (assumed)"
+            priors[pool] = prior_of_preemption_rate(prior, entry.value, run_hours, source)
     return CloudPriors(priors=priors, odds=odds)
 
 

@@ -78,9 +78,9 @@ class Evidence:
     hours: tuple[float, ...] = (0.0,) * len(BUCKET_STARTS_MS)
 
     @classmethod
-    def of(cls, seen: Exposure) -> Self:
+    def of(cls, exposure: Exposure) -> Self:
         """Return an exposure in which every life counts fully."""
-        return cls(preemptions=tuple(map(float, seen.reclaims)), hours=tuple(ms / HOUR_MS for ms in seen.ms))
+        return cls(preemptions=tuple(map(float, exposure.reclaims)), hours=tuple(ms / HOUR_MS for ms in exposure.ms))
 
     def __add__(self, other: "Evidence") -> "Evidence":
         return Evidence(
@@ -136,9 +136,9 @@ def lives_of_trace(lines: Iterable[str]) -> tuple[Life, ...]:
     added: dict[str, int] = {}
     lives, last = [], 0
     for line in filter(None, map(str.strip, lines)):
-        at, what, node = line.split(",")
+        at, event, node = line.split(",")
         last = max(last, int(at))
-        if what == "add":
+        if event == "add":
             added[node] = int(at)
         elif node in added:
             lives.append(Life(ms=int(at) - added.pop(node), reclaimed=True, ended_ms=int(at)))

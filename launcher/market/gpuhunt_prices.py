@@ -33,35 +33,35 @@ def fetch_gpuhunt(now_ms: int) -> list[PricePoint]:
     if missing := [cloud for cloud in WANTED if cloud not in catalog.catalog]:
         raise Failure(f"gpuhunt has no catalog of {' and '.join(missing)} today; the tables are as they were")
     # Allow no flags: flags mark calendar-mode rates, and instances sold by reservation only.
-    items = catalog.query(provider=list(WANTED), min_gpu_count=1, allowed_flags=())
+    rows = catalog.query(provider=list(WANTED), min_gpu_count=1, allowed_flags=())
     versions = {cloud: catalog.catalog[cloud].version for cloud in WANTED}
-    return points_of(items, versions, now_ms)
+    return points_of(rows, versions, now_ms)
 
 
-def points_of(items: Iterable[Any], versions: dict[str, str], now_ms: int) -> list[PricePoint]:
-    """Convert `items`, gpuhunt's CatalogItem values, to prices. Unknown instance types are left out."""
+def points_of(rows: Iterable[Any], versions: dict[str, str], now_ms: int) -> list[PricePoint]:
+    """Convert `rows`, gpuhunt's CatalogItem values, to prices. Unknown instance types are left out."""
     points = []
-    for item in items:
-        name = item.instance_name
+    for row in rows:
+        name = row.instance_name
         if name.startswith("n1-"):
-            name = f"{name}+{item.gpu_name}:{item.gpu_count}"
-        machine = instance_type_of(item.provider, name)
-        market = Market.SPOT if item.spot else Market.ON_DEMAND
-        if machine is None or market not in machine.markets or (item.provider, market) == ("aws", Market.SPOT):
+            name = f"{name}+{row.gpu_name}:{row.gpu_count}"
+        machine = instance_type_of(row.provider, name)
+        market = Market.SPOT if row.spot else Market.ON_DEMAND
+        if machine is None or market not in machine.markets or (row.provider, market) == ("aws", Market.SPOT):
             continue
-        is_gcp = item.provider == "gcp"
-        version = versions[item.provider]
+        is_gcp = row.provider == "gcp"
+        version = versions[row.provider]
         seen_ms = version_ms(version)
         points.append(
             PricePoint(
-                cloud=item.provider,
-                region=item.location.rpartition("-")[0] if is_gcp else item.location,
+                cloud=row.provider,
+                region=row.location.rpartition("-")[0] if is_gcp else row.location,
                 # GCP's on-demand prices belong to the region; gpuhunt repeats the prices for each zone.
-                zone=item.location if is_gcp and market is Market.SPOT else "",
+                zone=row.location if is_gcp and market is Market.SPOT else "",
                 zone_id="",
                 instance_type=name,
                 market=market,
-                micro_usd_per_hour=micro_usd(item.price),
+                micro_usd_per_hour=micro_usd(row.price),
                 source=f"gpuhunt catalog {version}",
                 source_id="",
                 effective_ms=seen_ms,

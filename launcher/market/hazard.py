@@ -175,10 +175,10 @@ def _mean_rest(per_hour: tuple[float, ...], until_hours: float) -> float:
 
 def _parts(hours: float) -> list[float]:
     """Return the hours spent in each bucket up to an age."""
-    parts, left = [], hours
+    parts, hours_left = [], hours
     for length in BUCKET_HOURS:
-        parts.append(min(left, length))
-        left = max(0.0, left - length)
+        parts.append(min(hours_left, length))
+        hours_left = max(0.0, hours_left - length)
     return parts
 
 
@@ -247,8 +247,8 @@ def prior_of_preemption_rate(prior: HazardPrior, rate: float, mean_run_hours: fl
     A share is no hazard; the conversion needs the mean run time r of the VMs. The factor m with P(L < r) = rate is m =
     -ln(1 - rate) / (integral of h to r). Example: rate = 1/2 and r = 1 h give m = .71, as above.
     """
-    taken = min(0.999, rate)
-    return _scaled(prior, -log(1 - taken) / prior.curve.expected_preemptions(mean_run_hours), source)
+    capped_rate = min(0.999, rate)
+    return _scaled(prior, -log(1 - capped_rate) / prior.curve.expected_preemptions(mean_run_hours), source)
 
 
 def _scaled(prior: HazardPrior, factor: float, source: str) -> HazardPrior:
@@ -326,7 +326,7 @@ class Factor:
 
 def learn(
     prior: HazardPrior,
-    seen: Exposure,
+    exposure: Exposure,
     own: Evidence | None = None,
     around: Iterable[Evidence] = (),
     basis: Basis = Basis.MEASURED,
@@ -334,22 +334,22 @@ def learn(
 ) -> Survival:
     """Update a prior by a pool's evidence.
 
-    `own`: the evidence in `seen`, weighed (evidence.py); None: every life counts fully. `around`: weighed evidence of
-    the other pools of the region and instance type. With the prior 1.27/h of weight 2, and five preemptions in one
+    `own`: the evidence in `exposure`, weighed (evidence.py); None: every life counts fully. `around`: weighed evidence
+    of the other pools of the region and instance type. With the prior 1.27/h of weight 2, and five preemptions in one
     hour at that age: the factor is (2 + 5) / (2 + 1.27) = 2.14, and the hazard (8 + 5) / (8 / (2.14 x 1.27) + 1) =
     3.30/h.
     """
-    own = Evidence.of(seen) if own is None else own
+    own = Evidence.of(exposure) if own is None else own
     factor = _before(prior, around).after(sum(own.preemptions), _expected(prior, own))
     hazards = (
         (BUCKET_PREEMPTIONS + count) / (BUCKET_PREEMPTIONS / (factor.mean * hazard) + hours)
         for hazard, count, hours in zip(prior.curve.per_hour, own.preemptions, own.hours, strict=True)
     )
-    is_observed = any(seen.ms) or any(seen.reclaims)
+    is_observed = any(exposure.ms) or any(exposure.reclaims)
     return Survival(
         mean=HazardCurve(per_hour=tuple(hazards)),
         shape=_shape_to_come(prior, factor),
-        evidence=seen,
+        evidence=exposure,
         basis=basis if is_observed else prior.basis,
         source=f"{source}; before that {prior.source}" if is_observed else prior.source,
     )
@@ -371,21 +371,21 @@ def _before(prior: HazardPrior, around: Iterable[Evidence]) -> Factor:
     `SAME_REGION_PREEMPTIONS`. Without evidence both make the prior's weight a: 1 / a = 1 / r + 1 / z + 1 / (r z). Where
     the prior expects e preemptions of a pool, the pool says as much of its region as z / (z + e) of them.
     """
-    known = [each for each in around if any(each.hours)]
+    observed = [evidence for evidence in around if any(evidence.hours)]
     z = SAME_REGION_PREEMPTIONS
-    if not known or prior.reclaims >= z:
+    if not observed or prior.reclaims >= z:
         return Factor(shape=prior.reclaims)
     region = Factor(shape=prior.reclaims * (1 + z) / (z - prior.reclaims))
-    for each in known:
-        expected = _expected(prior, each)
+    for evidence in observed:
+        expected = _expected(prior, evidence)
         part = z / (z + expected)
-        region = region.after(part * sum(each.preemptions), part * expected)
+        region = region.after(part * sum(evidence.preemptions), part * expected)
     return Factor(shape=1 / (1 / region.shape + 1 / z + 1 / (region.shape * z)), mean=region.mean)
 
 
-def _expected(prior: HazardPrior, seen: Evidence) -> float:
+def _expected(prior: HazardPrior, evidence: Evidence) -> float:
     """Return the preemptions that the prior expects in the hours of the evidence."""
-    return sum(hazard * hours for hazard, hours in zip(prior.curve.per_hour, seen.hours, strict=True))
+    return sum(hazard * hours for hazard, hours in zip(prior.curve.per_hour, evidence.hours, strict=True))
 
 
 def gamma_quantile(shape: float, z: float) -> float:
@@ -444,8 +444,8 @@ class LaunchOdds:
         The interval is of a time to come, so evidence narrows it by `most_learnt` launches at most. Without launches
         the mean of .64 has the interval .18 to 1; after 11 of 11, .94 has .75 to 1.
         """
-        seen = self.successes + self.failures
-        weight = self.prior_launches + seen / (1 + seen / self.most_learnt)
+        launches = self.successes + self.failures
+        weight = self.prior_launches + launches / (1 + launches / self.most_learnt)
         spread = Z90 * sqrt(self.mean * (1 - self.mean) / (weight + 1))
         is_observed = self.successes + self.failures > 0
         return Estimate(
@@ -474,18 +474,18 @@ def cold_start(seen_ms: Iterable[int] = ()) -> Estimate:
 
     The mean covers the observed cold starts and `PRIOR_COLD_STARTS` prior cold starts.
     """
-    seen = list(seen_ms)
-    launches = PRIOR_COLD_STARTS + len(seen)
-    mean = (PRIOR_COLD_STARTS * COLD_START_MS + sum(seen)) / launches
+    observed_ms = list(seen_ms)
+    launches = PRIOR_COLD_STARTS + len(observed_ms)
+    mean = (PRIOR_COLD_STARTS * COLD_START_MS + sum(observed_ms)) / launches
     spread = Z90 * COLD_START_SPREAD_MS * sqrt(PRIOR_COLD_STARTS / launches)
     assumed = "research notes cost 4.3 and engine 6"
     return Estimate(
         mean=mean,
         low=max(0.0, mean - spread),
         high=mean + spread,
-        basis=Basis.MEASURED if seen else Basis.ASSUMED,
-        source=f"our own ledger; before that {assumed}" if seen else assumed,
-        events=len(seen),
+        basis=Basis.MEASURED if observed_ms else Basis.ASSUMED,
+        source=f"our own ledger; before that {assumed}" if observed_ms else assumed,
+        events=len(observed_ms),
     )
 
 
@@ -507,8 +507,8 @@ class PoolHistory:
 
     def survival(self, prior: HazardPrior, now_ms: int, around: Iterable["PoolHistory"] = ()) -> Survival:
         """Return the pool's hazards at `now_ms`. `around`: the histories of its region and instance type."""
-        others = [weighed(each.lives, now_ms) for each in around if each.pool != self.pool]
-        return learn(prior, Exposure.of(self.lives), weighed(self.lives, now_ms), others)
+        evidence = [weighed(history.lives, now_ms) for history in around if history.pool != self.pool]
+        return learn(prior, Exposure.of(self.lives), weighed(self.lives, now_ms), evidence)
 
     def odds(self, believed: LaunchOdds | None = None) -> LaunchOdds:
         """Return the launch odds.
@@ -529,7 +529,11 @@ class PoolHistory:
 def around(pool: Pool, histories: Iterable[PoolHistory]) -> list[PoolHistory]:
     """Return the histories of a pool's region and instance type."""
     group = (pool.cloud, pool.region, pool.instance_type)
-    return [one for one in histories if (one.pool.cloud, one.pool.region, one.pool.instance_type) == group]
+    return [
+        history
+        for history in histories
+        if (history.pool.cloud, history.pool.region, history.pool.instance_type) == group
+    ]
 
 
 def odds_of_obtainability(obtainability: float, source: str) -> LaunchOdds:

@@ -171,8 +171,10 @@ def instance_type_of(cloud: str, instance_type: str) -> InstanceType | None:
 
 def is_too_old(accelerator: str) -> bool:
     """Return whether nodes could not use the GPU. Names compare without case; an unknown GPU is not too old."""
-    known = next((found for name, found in COMPUTE_CAPABILITY.items() if name.lower() == accelerator.lower()), None)
-    return known is not None and known < LEAST_CAPABILITY
+    capability = next(
+        (capability for name, capability in COMPUTE_CAPABILITY.items() if name.lower() == accelerator.lower()), None
+    )
+    return capability is not None and capability < LEAST_CAPABILITY
 
 
 def instance_types(clouds: Collection[str] = (), accelerators: Collection[str] = ()) -> tuple[InstanceType, ...]:
@@ -180,9 +182,9 @@ def instance_types(clouds: Collection[str] = (), accelerators: Collection[str] =
 
     An empty collection selects all; names compare without case.
     """
-    wanted = {name.lower() for name in accelerators}
+    gpu_names = {name.lower() for name in accelerators}
     return tuple(
         machine
         for machine in INSTANCE_TYPES
-        if (not clouds or machine.cloud in clouds) and (not wanted or machine.accelerator.lower() in wanted)
+        if (not clouds or machine.cloud in clouds) and (not gpu_names or machine.accelerator.lower() in gpu_names)
     )

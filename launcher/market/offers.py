@@ -169,7 +169,7 @@ def parse_manifest(text: str) -> dict[str, Table]:
     try:
         raw: dict[str, Any] = json.loads(text)
         schema, currency, tables = raw["schema"], raw["currency"], raw["tables"]
-        found = {name: Table(**table) for name, table in tables.items()}
+        parsed = {name: Table(**table) for name, table in tables.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CatalogError(f"{MANIFEST} cannot be read ({error}); `spotrl catalog refresh` writes it anew") from None
     if schema != SCHEMA:
@@ -178,9 +178,9 @@ def parse_manifest(text: str) -> dict[str, Table]:
         raise CatalogError(
             f"{MANIFEST} is in {currency}; prices are compared in {CURRENCY}, so convert or refresh them"
         )
-    if unknown := found.keys() - set(TABLES):
+    if unknown := parsed.keys() - set(TABLES):
         raise CatalogError(f"{MANIFEST} names {', '.join(sorted(unknown))}; tables are {', '.join(TABLES)}")
-    return found
+    return parsed
 
 
 def _text(folder: Traversable, name: str) -> str:
@@ -200,11 +200,11 @@ def parse_offers(lines: Iterable[str], table: str) -> tuple[Offer, ...]:
     reader = csv.DictReader(lines, restval="")
     _check_header(reader.fieldnames or (), table)
     offers: list[Offer] = []
-    seen: dict[tuple[str, ...], int] = {}
+    line_of: dict[tuple[str, ...], int] = {}
     for number, row in enumerate(reader, start=2):
         try:
             offer = _offer(row)
-            if (first := seen.setdefault(key(offer), number)) != number:
+            if (first := line_of.setdefault(key(offer), number)) != number:
                 raise ValueError(f"the same offer as line {first}")
         except (KeyError, TypeError, ValueError) as error:
             raise CatalogError(f"{table}, line {number}: {error}; correct the row or leave it out") from None
@@ -320,16 +320,16 @@ def buyable(offers: Iterable[Offer]) -> tuple[Offer, ...]:
     spot offer also needs a zone id. If an AWS zone has no valid name, the zone id replaces the name. Local Zones and
     Wavelength Zones are left out.
     """
-    found = []
+    kept = []
     for offer in offers:
         if offer.cloud != "aws":
-            found.append(offer)
+            kept.append(offer)
         elif is_at_the_edge(offer):
             continue
         elif _AWS_REGION.fullmatch(offer.region) and (offer.zone_id or offer.market is Market.ON_DEMAND):
             has_name = not offer.zone or re.fullmatch(rf"{offer.region}[a-z]", offer.zone)
-            found.append(offer if has_name else replace(offer, zone=offer.zone_id))
-    return tuple(found)
+            kept.append(offer if has_name else replace(offer, zone=offer.zone_id))
+    return tuple(kept)
 
 
 # --- age ---------------------------------------------------------------------------------------------

@@ -40,8 +40,8 @@ OTHER_REGION = Estimate(
 )
 
 
-def correlation(one: Pool, other: Pool) -> Estimate:
+def correlation(first: Pool, second: Pool) -> Estimate:
     """Return the correlation between two nodes being available, by zone and region."""
-    if (one.cloud, one.region) != (other.cloud, other.region):
+    if (first.cloud, first.region) != (second.cloud, second.region):
         return OTHER_REGION
-    return SAME_ZONE if one.zone == other.zone else SAME_REGION
+    return SAME_ZONE if first.zone == second.zone else SAME_REGION

@@ -248,9 +248,9 @@ def on_demand_prices(points: Iterable[PricePoint]) -> dict[Product, int]:
 
 def _point(raw: RawPrice, now_ms: int) -> PricePoint:
     """Return the price point of a row. Raises ValueError with the reason of a refusal."""
-    for what in ("region", "instance_type", "source"):
-        if not getattr(raw, what).strip():
-            raise ValueError(f"its {what.replace('_', ' ')} is empty; nobody could buy it")
+    for column in ("region", "instance_type", "source"):
+        if not getattr(raw, column).strip():
+            raise ValueError(f"its {column.replace('_', ' ')} is empty; nobody could buy it")
     if raw.currency != CURRENCY:
         raise ValueError(f"its currency is {raw.currency or 'not said'}; only {CURRENCY} is understood")
     if raw.unit != "hour":
@@ -340,9 +340,9 @@ def _without_contradictions(rows: Iterable[Row]) -> tuple[list[Row], list[Refusa
         if len(prices) == 1:
             kept += prices.values()
             continue
-        both = " and ".join(exact_dollars(price) for price in sorted(prices))
+        amounts = " and ".join(exact_dollars(price) for price in sorted(prices))
         since = next(iter(prices.values()))[0].effective
-        reason = f"the feed says both {both} since {since}; one price can hold at a time"
+        reason = f"the feed says both {amounts} since {since}; one price can hold at a time"
         refused += [Refusal(raw=raw, reason=reason) for raw, _ in prices.values()]
     return kept, refused
 

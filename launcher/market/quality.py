@@ -111,4 +111,4 @@ def _medians(on_demand: Mapping[Product, int]) -> dict[tuple[str, str], float]:
     prices = defaultdict(list)
     for (cloud, _, instance_type), price in on_demand.items():
         prices[cloud, instance_type].append(price)
-    return {product: median(seen) for product, seen in prices.items() if len(seen) >= REGIONS_FOR_A_MEDIAN}
+    return {product: median(values) for product, values in prices.items() if len(values) >= REGIONS_FOR_A_MEDIAN}

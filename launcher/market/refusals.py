@@ -176,7 +176,7 @@ REMEDIES = (
 
 def remedy_for(text: str) -> Remedy | None:
     """Return the remedy for a refusal that another place, or a later request, may not meet. None: unknown words."""
-    return next((one for one in REMEDIES if one.words.search(text)), None)
+    return next((remedy for remedy in REMEDIES if remedy.words.search(text)), None)
 
 
 def is_login_needed(text: str) -> bool:
@@ -222,10 +222,10 @@ def holds_in_its_zone_alone(reason: str) -> bool:
 
 
 def _on_policy(reason: str) -> str:
-    found = CONSTRAINT.search(reason)
-    if found is None:
+    match = CONSTRAINT.search(reason)
+    if match is None:
         return "A policy of the organisation forbids it. Ask its administrator for an exception for this account"
-    name = found[1].rstrip(".")
+    name = match[1].rstrip(".")
     own = OF_CONSTRAINTS.get(name)
     return (
         f"The organisation policy constraints/{name} forbids it. Ask its administrator for an exception for the project"

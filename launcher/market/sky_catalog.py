@@ -45,7 +45,7 @@ def sky_folder(environ: Mapping[str, str] = os.environ) -> Path:
 def read_sky_catalog(folder: Path, clouds: Iterable[str], now_ms: int) -> SkyCatalog:
     """Read the files of the newest layout. A file that is missing, old or not as expected is left out."""
     layouts = sorted(folder.glob("v*"), key=lambda path: (len(path.name), path.name))
-    found: set[str] = set()
+    readable: set[str] = set()
     zones: defaultdict[tuple[str, str, str], set[str]] = defaultdict(set)
     for cloud in clouds if layouts else ():
         file = layouts[-1] / cloud / "vms.csv"
@@ -56,7 +56,9 @@ def read_sky_catalog(folder: Path, clouds: Iterable[str], now_ms: int) -> SkyCat
                 for row in csv.DictReader(text):
                     if instance_type := row["InstanceType"]:
                         zones[cloud, row["Region"], instance_type].update(filter(None, [row["AvailabilityZone"]]))
-                        found.add(cloud)
+                        readable.add(cloud)
         except (OSError, KeyError, TypeError, UnicodeDecodeError, csv.Error):
-            found.discard(cloud)
-    return SkyCatalog(clouds=frozenset(found), zones={pool: frozenset(known) for pool, known in zones.items()})
+            readable.discard(cloud)
+    return SkyCatalog(
+        clouds=frozenset(readable), zones={pool: frozenset(zone_names) for pool, zone_names in zones.items()}
+    )

@@ -71,6 +71,6 @@ def share_all_out(outs: Iterable[float], tie: float = TIE) -> float:
     return least * together + (1 - least) * prod((1 - tie) * out for out in shares)
 
 
-def chance_elsewhere(out: float, others: Iterable[float]) -> float:
+def chance_elsewhere(out: float, other_outs: Iterable[float]) -> float:
     """Return the chance that another pool of the region has capacity while one pool is out. `out`: its 1 - uptime."""
-    return 1 - min(1.0, share_all_out([out, *others]) / out) if out > 0 else 0.0
+    return 1 - min(1.0, share_all_out([out, *other_outs]) / out) if out > 0 else 0.0

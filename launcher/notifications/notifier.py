@@ -80,15 +80,15 @@ class Notifier:
         with self._sessions() as session:
             run = find_run(session, self._run_name)
             facts = facts_of(session, run, self._clock.now_ms())
-            known = set(session.scalars(select(NoticeRow.key).where(NoticeRow.run_id == run.id)))
-        fresh = [notice for notice in due_notices(facts, self._no_progress_ms) if notice.key not in known]
+            keys = set(session.scalars(select(NoticeRow.key).where(NoticeRow.run_id == run.id)))
+        fresh = [notice for notice in due_notices(facts, self._no_progress_ms) if notice.key not in keys]
         if fresh:
             with writing(self._sessions) as session:
-                known = set(session.scalars(select(NoticeRow.key).where(NoticeRow.run_id == run.id)))
+                keys = set(session.scalars(select(NoticeRow.key).where(NoticeRow.run_id == run.id)))
                 session.add_all(
                     NoticeRow(run_id=run.id, key=notice.key, at_ms=facts.now_ms, text=harmless(notice.text))
                     for notice in fresh
-                    if notice.key not in known
+                    if notice.key not in keys
                 )
         if time.monotonic() >= self._next_at:
             self._send_open(run.id)

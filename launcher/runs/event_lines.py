@@ -94,9 +94,9 @@ KINDS = (
 """Every kind of event, for `--kind`."""
 
 
-def event_lines(session: Session, run: Run, wanted: Wanted = ALL) -> list[EventLine]:
+def event_lines(session: Session, run: Run, choice: Wanted = ALL) -> list[EventLine]:
     """Return the run's events, oldest first."""
-    return new_events(session, run, Seen(), wanted)[0]
+    return new_events(session, run, Seen(), choice)[0]
 
 
 def newest_events(session: Session, run: Run, count: int, after: Seen | None = None) -> tuple[list[EventLine], Seen]:
@@ -117,8 +117,8 @@ def newest_events(session: Session, run: Run, count: int, after: Seen | None = N
         .offset(count)
         .limit(1)
     )
-    lines, seen = new_events(session, run, after._replace(progress=older or after.progress))
-    return lines[-count:], seen
+    lines, until = new_events(session, run, after._replace(progress=older or after.progress))
+    return lines[-count:], until
 
 
 def newest_seen(session: Session, run: Run) -> Seen:
@@ -126,17 +126,17 @@ def newest_seen(session: Session, run: Run) -> Seen:
     return _newest(session, run, Seen())
 
 
-def new_events(session: Session, run: Run, after: Seen, wanted: Wanted = ALL) -> tuple[list[EventLine], Seen]:
+def new_events(session: Session, run: Run, after: Seen, choice: Wanted = ALL) -> tuple[list[EventLine], Seen]:
     """Return the events after `after`, oldest first, and what to pass as `after` next time."""
     until = _newest(session, run, after)
-    found: list[EventLine] = []
+    lines: list[EventLine] = []
 
     def add(at_ms: int, source: str, kind: str, text: str, event: Mapping[str, Any] | None = None) -> None:
         line = EventLine(
             at_ms=at_ms, elapsed_ms=at_ms - run.created_ms, source=source, kind=kind, text=harmless(text).strip()
         )
-        if wanted.takes(line, event):
-            found.append(line)
+        if choice.takes(line, event):
+            lines.append(line)
 
     for status in session.scalars(
         select(RunStatus).where(RunStatus.run_id == run.id, _between(RunStatus.id, after.status, until.status))
@@ -159,7 +159,7 @@ def new_events(session: Session, run: Run, after: Seen, wanted: Wanted = ALL) ->
         .order_by(ProgressRow.id)
     ):
         add(row.at_ms, row.source, row.kind, _WORDS[row.kind](row, row.event), row.event)
-    return sorted(found, key=lambda line: line.at_ms), until
+    return sorted(lines, key=lambda line: line.at_ms), until
 
 
 def _newest(session: Session, run: Run, after: Seen) -> Seen:

@@ -19,16 +19,16 @@ def send_late(sessions: sessionmaker[Session], run_name: str) -> list[Shipped]:
         run = find_run(session, run_name)
         check_kept(session, run)
         status = current_status(session, run)
-    wanted = Job.model_validate(run.job).logging
-    if wanted.wandb is None and wanted.mlflow is None:
+    section = Job.model_validate(run.job).logging
+    if section.wandb is None and section.mlflow is None:
         raise NotSendable(
             f"the job of {run_name} names no sink; only a run whose job has `logging: {{wandb: ...}}` or "
             "`logging: {mlflow: ...}` has numbers to send"
         )
     if status is None or Stage(status.status) not in OVER:
-        found = "without a status" if status is None else status.status
-        raise NotSendable(f"{run_name} is {found}, and its controller sends the numbers; try again after its end")
-    shippers = shippers_of(sessions, run, wanted, run.clock)
+        status_text = "without a status" if status is None else status.status
+        raise NotSendable(f"{run_name} is {status_text}, and its controller sends the numbers; try again after its end")
+    shippers = shippers_of(sessions, run, section, run.clock)
     if not all(shipper.becomes_only_sender() for shipper in shippers):
         raise NotSendable(
             f"another process still sends the numbers of {run_name}; try again in a minute, or end the process: "

@@ -82,9 +82,9 @@ class NewLimits:
         deadline, goal_ms = "--deadline", self.deadline_ms
         if goal_ms is None and run.deadline_ms is not None:
             deadline, goal_ms = f"the time to the deadline of {run.name},", run.deadline_ms - now_ms
-        found = runtime_problem(("--max-runtime", self.max_runtime_ms), (deadline, goal_ms))
-        if found is not None:
-            raise LimitTooLow(f"{found}; use a longer --max-runtime, or a --deadline that is not later")
+        problem = runtime_problem(("--max-runtime", self.max_runtime_ms), (deadline, goal_ms))
+        if problem is not None:
+            raise LimitTooLow(f"{problem}; use a longer --max-runtime, or a --deadline that is not later")
 
     def _changes(self, run: Run) -> Iterator[str]:
         if self.max_total_micro_usd is not None:

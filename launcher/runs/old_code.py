@@ -59,14 +59,14 @@ def remove_unused_code(session: Session, home: Path, current: Path) -> list[str]
     `current`: the copy of the running version.
     """
     with contextlib.suppress(BlockingIOError), _lock(home, fcntl.LOCK_EX | fcntl.LOCK_NB):
-        found = {copy.name for copy in copies_in(home)} - {current.name}
-        used = used_by_runs(session) if found else set()
+        copies = {copy.name for copy in copies_in(home)} - {current.name}
+        used = used_by_runs(session) if copies else set()
         if used is None:
             return []
-        unused = found - used
+        unused = copies - used
         unused -= used_by_processes(unused) if unused else set()
-        for rest in current.parent.glob(".*"):  # of a process that was killed while it made or removed a copy
-            shutil.rmtree(rest, ignore_errors=True)
+        for leftover in current.parent.glob(".*"):  # of a process that was killed while it made or removed a copy
+            shutil.rmtree(leftover, ignore_errors=True)
         for name in unused:
             # A half removed copy must not have the name of a whole one.
             shutil.rmtree((current.parent / name).rename(current.parent / f"{OLD}{name}"), ignore_errors=True)

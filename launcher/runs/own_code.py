@@ -58,8 +58,8 @@ def keep_code(home: Path) -> Path:
 
 def environment_for(code: Path, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment in which Python finds this copy before the installed package."""
-    others = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path and Path(path) != code]
-    return {**environ, "PYTHONPATH": os.pathsep.join([str(code), *others])}
+    other_paths = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path and Path(path) != code]
+    return {**environ, "PYTHONPATH": os.pathsep.join([str(code), *other_paths])}
 
 
 def _source(package: str) -> Path:
@@ -68,11 +68,11 @@ def _source(package: str) -> Path:
 
 def _digest() -> str:
     """Return a digest of the names and contents of all files except compiled files."""
-    found = hashlib.blake2b(version("spotrl").encode(), digest_size=8)
+    digest = hashlib.blake2b(version("spotrl").encode(), digest_size=8)
     for package in PACKAGES:
         root = _source(package)
         for path in sorted(root.rglob("*")):
             if path.is_file() and "__pycache__" not in path.parts:
                 content = hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
-                found.update(f"{package}/{path.relative_to(root).as_posix()} {content}\n".encode())
-    return found.hexdigest()
+                digest.update(f"{package}/{path.relative_to(root).as_posix()} {content}\n".encode())
+    return digest.hexdigest()

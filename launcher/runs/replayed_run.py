@@ -82,8 +82,8 @@ def _write_node(session: Session, run: Run, record: NodeRecord, result: Replayed
     session.add_all(bill(node, start, end, prices, minimum_billed_ms(run), BASIS, None))
     session.add_all(side_costs(run, node, start, end))
     if "ready" in happened:
-        seen = NodeSeen(node=node.name, worker=f"{node.name}-0")
-        session.add(_progress(run, node, since_ms + happened["ready"], seen))
+        event = NodeSeen(node=node.name, worker=f"{node.name}-0")
+        session.add(_progress(run, node, since_ms + happened["ready"], event))
     if record.reclaimed:
         noticed_ms = since_ms + happened["notice"] if "notice" in happened else None
         session.add(Preemption(node_id=node.id, at_ms=end, noticed_ms=noticed_ms, signal=None, evidence="replayed"))

@@ -71,13 +71,13 @@ def run_list(session: Session, contains: str = "", count: int = COUNT) -> RunLis
     word = contains.strip().lower()
     statuses = _statuses(session)
     names = session.execute(select(Run.id, Run.name, Run.infra).order_by(Run.id.desc())).all()
-    wanted = [
+    matching = [
         run_id
         for run_id, name, infra in names
         if word in f"{name} {statuses[run_id].status if run_id in statuses else 'unknown'} {infra}".lower()
     ]
-    rows = _rows(session, wanted[: min(max(1, count), MOST)], statuses)
-    return RunList(rows=tuple(rows), matching=len(wanted), total=len(names))
+    rows = _rows(session, matching[: min(max(1, count), MOST)], statuses)
+    return RunList(rows=tuple(rows), matching=len(matching), total=len(names))
 
 
 def all_rows(session: Session) -> list[RunRow]:
@@ -173,11 +173,11 @@ def _evaluations(session: Session, ids: Sequence[int]) -> dict[int, list[Mapping
         .having(func.max(ProgressRow.lineage) > func.min(ProgressRow.lineage))
     )
     newest = _newest_events(session, ids, Evaluated.KIND, WINDOW)
-    found = {run_id: [event["metrics"] for event in events] for run_id, events in newest.items()}
+    by_run = {run_id: [event["metrics"] for event in events] for run_id, events in newest.items()}
     # Some events of a run that lost its trainer are void.
     for run in session.scalars(select(Run).where(Run.id.in_(went_back))):
-        found[run.id] = [row.event["metrics"] for row in progress_of(session, run, Evaluated.KIND)][-WINDOW:]
-    return {run_id: metrics for run_id, metrics in found.items() if metrics}
+        by_run[run.id] = [row.event["metrics"] for row in progress_of(session, run, Evaluated.KIND)][-WINDOW:]
+    return {run_id: metrics for run_id, metrics in by_run.items() if metrics}
 
 
 def _newest_events(session: Session, ids: Sequence[int], kind: str, count: int) -> dict[int, list[dict[str, Any]]]:
@@ -189,9 +189,9 @@ def _newest_events(session: Session, ids: Sequence[int], kind: str, count: int) 
         .limit(count)
         .correlate(Run)
     )
-    found: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
+    by_run: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
     shown = (ProgressRow.id, ProgressRow.run_id, ProgressRow.event)
     rows = session.execute(select(*shown).join(Run, ProgressRow.id.in_(newest)).where(Run.id.in_(ids)))
     for row in sorted(rows, key=lambda row: row.id):
-        found[row.run_id].append(row.event)
-    return found
+        by_run[row.run_id].append(row.event)
+    return by_run

@@ -208,9 +208,9 @@ def bring_down(sessions: sessionmaker[Session], run_name: str, timeout_s: float)
     request_stop(sessions, run_name)
     until = time.monotonic() + timeout_s
     while True:
-        left = still_running(sessions, run_name)
-        if not left or time.monotonic() > until:
-            return left
+        running = still_running(sessions, run_name)
+        if not running or time.monotonic() > until:
+            return running
         if not is_controlled(sessions, run_name):
             _start_unless_started(sessions, run_name)
         wait_released(sessions, run_name, min(1.0, timeout_s))
@@ -274,10 +274,10 @@ def _start_unless_started(sessions: sessionmaker[Session], run_name: str) -> Non
             raise
 
 
-def _free_port(taken: set[int]) -> int:
+def _free_port(used_ports: set[int]) -> int:
     while True:
         port = PORTS[secrets.randbelow(len(PORTS))]
-        if port in taken:
+        if port in used_ports:
             continue
         with socket.socket() as probe:
             try:

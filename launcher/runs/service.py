@@ -88,12 +88,12 @@ def check_service(job: Job, environ: Mapping[str, str], platform: str = sys.plat
                 f"systemd does not run services of this user ({_words(asked)}); log in with a session of your own, or "
                 f"`loginctl enable-linger`, then try again, {instead}"
             )
-    known = _names_in(environment_file())
+    names_in_file = _names_in(environment_file())
     names = [*job.secrets, *filter(None, [job.notifications.webhook])]
     wandb = job.logging.wandb
     if wandb is not None and (wandb.mode == "online" or (wandb.mode is None and wandb.key in environ)):
         names.append(wandb.key)
-    missing = [name for name in (*names, *(key for key in ACCESS_KEYS if key in environ)) if name not in known]
+    missing = [name for name in (*names, *(key for key in ACCESS_KEYS if key in environ)) if name not in names_in_file]
     if missing:
         raise NoService(
             f"a service does not have this shell's {', '.join(missing)}, and spotrl writes no secret to a file; put "

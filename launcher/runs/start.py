@@ -64,16 +64,18 @@ def find_start(sessions: sessionmaker[Session], checked: CheckedJob, place: Path
     """
     source, file = checked.job.model.start or "", place / WEIGHTS
     try:
-        found = _from_folder(checked.workdir / source, file) if "/" in source else _from_run(sessions, source, place)
+        origin = _from_folder(checked.workdir / source, file) if "/" in source else _from_run(sessions, source, place)
     except StoreError:
         raise
     except (Failure, LookupError) as error:
         raise _refused(
             checked, str(error.args[0]), "name a run of `spotrl ls`, or a folder that `spotrl pull` wrote"
         ) from None
-    _check_fits(checked, found, file)
+    _check_fits(checked, origin, file)
     return StartWeights(
-        file=file, sha256=found.sha256, text=f"{found.name}, checkpoint {found.checkpoint}, sha256 {found.sha256[:12]}"
+        file=file,
+        sha256=origin.sha256,
+        text=f"{origin.name}, checkpoint {origin.checkpoint}, sha256 {origin.sha256[:12]}",
     )
 
 
@@ -138,8 +140,8 @@ def _from_folder(folder: Path, to: Path) -> _Source:
         missing = "it" if not folder.is_dir() else PULLED_MANIFEST
         raise Failure(f"{folder} cannot be started from: {missing} is not there; {again}") from None
     except (ValueError, KeyError, TypeError, ValidationError, OSError) as error:
-        found = type(error).__name__
-        raise Failure(f"{folder / PULLED_MANIFEST} is damaged ({found}); {again}") from None
+        error_type = type(error).__name__
+        raise Failure(f"{folder / PULLED_MANIFEST} is damaged ({error_type}); {again}") from None
     try:
         shutil.copyfile(folder / WEIGHTS, to)
     except OSError as error:
@@ -159,12 +161,12 @@ def _check_fits(checked: CheckedJob, source: _Source, file: Path) -> None:
     ours, theirs = checked.job.model, source.model
     fields = ["name", "weights", *(["lora_rank", "lora_alpha"] if ours.weights == "lora" else [])]
     for field in fields:
-        mine, other = getattr(ours, field), getattr(theirs, field)
-        if mine != other:
+        mine, trained = getattr(ours, field), getattr(theirs, field)
+        if mine != trained:
             raise _refused(
                 checked,
-                f"model.from is {ours.start}, which was trained with model.{field} {other}, and this job has {mine}",
-                f"use model.{field}: {other}, or start from another run",
+                f"model.from is {ours.start}, which was trained with model.{field} {trained}, and this job has {mine}",
+                f"use model.{field}: {trained}, or start from another run",
             )
     if (ours.path is None) != (theirs.path is None):
         raise _refused(
@@ -192,6 +194,6 @@ def _is_whole(file: Path) -> bool:
     return bool(ends) and max(ends) == size - 8 - length
 
 
-def _refused(checked: CheckedJob, found: str, remedy: str) -> JobError:
-    head, _, rest = found.partition("; ")
-    return checked.error("model.from", head, rest or remedy)
+def _refused(checked: CheckedJob, text: str, remedy: str) -> JobError:
+    head, _, own_remedy = text.partition("; ")
+    return checked.error("model.from", head, own_remedy or remedy)

@@ -149,7 +149,7 @@ def run_documents(sessions: sessionmaker[Session]) -> list[dict[str, Any]]:
     The views of settled runs are kept in the ledger, because each takes hundredths of a second.
     """
     views: dict[int, dict[str, Any]] = {}
-    made: list[KeptView] = []
+    settled: list[KeptView] = []
     with sessions() as session:
         marks = _marks(session)
         removed = set(session.scalars(select(Removal.run_id)))
@@ -160,10 +160,10 @@ def run_documents(sessions: sessionmaker[Session]) -> list[dict[str, Any]]:
             view = view_of(session, run)
             views[run.id] = asdict(view)
             if view.status in OVER and not view.controlled and not any(node.is_live for node in view.nodes):
-                made.append(KeptView(run_id=run.id, mark=marks[run.id], view=views[run.id]))
-    if made:
+                settled.append(KeptView(run_id=run.id, mark=marks[run.id], view=views[run.id]))
+    if settled:
         with suppress(OperationalError), writing(sessions) as session:  # a ledger that cannot be written can be read
-            for row in made:
+            for row in settled:
                 session.merge(row)
     return [views[run_id] for run_id in sorted(views, reverse=True)]
 
@@ -192,11 +192,11 @@ def short_name(run_name: str, node_name: str) -> str:
 def nodes_called(session: Session, run: Run, node: str) -> list[Node]:
     """Return the run's node of this full or short name, or all nodes of this slot. Raises LookupError for none."""
     nodes = nodes_of(session, run)
-    wanted = [row for row in nodes if node in (row.name, row.slot, short_name(run.name, row.name))]
-    if not wanted:
-        known = ", ".join(row.name for row in nodes) or "none yet"
-        raise LookupError(f"{run.name} has no node called {node}; it has had: {known}")
-    return wanted
+    matching = [row for row in nodes if node in (row.name, row.slot, short_name(run.name, row.name))]
+    if not matching:
+        names = ", ".join(row.name for row in nodes) or "none yet"
+        raise LookupError(f"{run.name} has no node called {node}; it has had: {names}")
+    return matching
 
 
 def node_logs(sessions: sessionmaker[Session], run_name: str, node: str | None = None) -> list[Path]:
@@ -204,11 +204,11 @@ def node_logs(sessions: sessionmaker[Session], run_name: str, node: str | None =
     with sessions() as session:
         run = find_run(session, run_name)
         check_kept(session, run)
-        wanted = nodes_called(session, run, node) if node is not None else nodes_of(session, run)
+        rows = nodes_called(session, run, node) if node is not None else nodes_of(session, run)
     folder = Path(run.folder)
     own = [folder / "controller.log"] if node is None else []
-    found = [path for row in wanted for path in sorted((node_folder(folder, row.name) / "logs").glob("*.log"))]
-    return [path for path in [*own, *found] if path.exists()]
+    logs = [path for row in rows for path in sorted((node_folder(folder, row.name) / "logs").glob("*.log"))]
+    return [path for path in [*own, *logs] if path.exists()]
 
 
 def log_title(path: Path) -> str:
@@ -220,7 +220,7 @@ def newest_log(paths: Sequence[Path], lines: int) -> tuple[str, ...]:
     """Return the name and the last lines of the log that changed last; a note without any log."""
     if not paths:
         return ("no log yet",)
-    path = max(paths, key=lambda one: one.stat().st_mtime_ns)
+    path = max(paths, key=lambda log: log.stat().st_mtime_ns)
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - lines * 200))
         text = file.read().decode(errors="replace")

@@ -77,7 +77,7 @@ WITH_DOCSTRINGS = ConfigDict(use_attribute_docstrings=True)
 
 def documents() -> dict[str, Schema]:
     """Return every schema by name. The name is the command's, with `-` between command and subcommand."""
-    found = {
+    schemas = {
         "job": job_schema(),
         "progress": _progress(),
         "capacity": _schema(Capacity),
@@ -115,14 +115,14 @@ def documents() -> dict[str, Schema]:
         "error": _schema(outputs.ErrorOutput),
     }
     # Outputs of version 1 from before several rewards have no scores, and those from before early groups no such share.
-    found["report"]["required"].remove("scores")
+    schemas["report"]["required"].remove("scores")
     for added_later in ("expected_stale_share", "stale_share", "early_outside_share"):
-        found["report"]["$defs"]["ScheduleResult"]["required"].remove(added_later)
-    found["result"]["$defs"]["ResultMoney"]["required"].remove("judges")
-    found["sync"]["$defs"]["ShippedOutput"]["required"].remove("is_offline")
+        schemas["report"]["$defs"]["ScheduleResult"]["required"].remove(added_later)
+    schemas["result"]["$defs"]["ResultMoney"]["required"].remove("judges")
+    schemas["sync"]["$defs"]["ShippedOutput"]["required"].remove("is_offline")
     return {
         name: {"$schema": DIALECT, "$id": f"urn:spotrl:schema:{name}:{VERSION}", "title": f"spotrl {name}"} | schema
-        for name, schema in found.items()
+        for name, schema in schemas.items()
     }
 
 
@@ -154,14 +154,14 @@ def job_schema() -> Schema:
 
 
 def _definition(schema: Schema, field: Schema) -> Schema:
-    found: Schema = schema["$defs"][field["$ref"].rpartition("/")[2]]
-    return found
+    definition: Schema = schema["$defs"][field["$ref"].rpartition("/")[2]]
+    return definition
 
 
-def _or(field: Schema, other: Schema) -> Schema:
+def _or(field: Schema, alternative: Schema) -> Schema:
     """Return the field's schema with another way to write the value."""
     notes = {key: value for key, value in field.items() if key in ("description", "default")}
-    return notes | {"anyOf": [{key: value for key, value in field.items() if key not in notes}, other]}
+    return notes | {"anyOf": [{key: value for key, value in field.items() if key not in notes}, alternative]}
 
 
 # --- outputs -----------------------------------------------------------------------------------------
@@ -174,9 +174,9 @@ def _schema(kind: Any) -> Schema:
     name = whole["items"]["$ref"].rpartition("/")[2]
     schema = _complete(_plain(definitions.pop(name) | ({"$defs": definitions} if definitions else {})))
     assert isinstance(schema, dict)
-    for part, found in ((name, schema), *schema.get("$defs", {}).items()):
+    for part, part_schema in ((name, schema), *schema.get("$defs", {}).items()):
         if part in ADDED_LATER:
-            found["required"] = [key for key in found["required"] if key not in ADDED_LATER[part]]
+            part_schema["required"] = [key for key in part_schema["required"] if key not in ADDED_LATER[part]]
     return schema
 
 
@@ -204,16 +204,16 @@ def _either(description: str, *kinds: Any) -> Schema:
     return {"description": description, "anyOf": choices} | ({"$defs": definitions} if definitions else {})
 
 
-def _listed(item: Schema, description: str) -> Schema:
-    definitions = item.pop("$defs", {})
-    return {"description": description, "type": "array", "items": item, "$defs": definitions}
+def _listed(item_schema: Schema, description: str) -> Schema:
+    definitions = item_schema.pop("$defs", {})
+    return {"description": description, "type": "array", "items": item_schema, "$defs": definitions}
 
 
-def _with_items(kind: Any, field: str, item: Schema) -> Schema:
-    """Return the schema of `kind`, with `item` as the schema of each item of the list `field`."""
+def _with_items(kind: Any, field: str, item_schema: Schema) -> Schema:
+    """Return the schema of `kind`, with `item_schema` as the schema of each item of the list `field`."""
     schema = _schema(kind)
-    schema["$defs"] = schema.get("$defs", {}) | item.pop("$defs", {})
-    schema["properties"][field]["items"] = item
+    schema["$defs"] = schema.get("$defs", {}) | item_schema.pop("$defs", {})
+    schema["properties"][field]["items"] = item_schema
     return schema
 
 
@@ -299,19 +299,19 @@ def _progress() -> Schema:
 def _plain(value: Any, is_map_of_names: bool = False) -> Any:
     """Remove pydantic's titles and the defaults of sections, and put each description on one line."""
     if isinstance(value, list):
-        return [_plain(item) for item in value]
+        return [_plain(child) for child in value]
     if not isinstance(value, Mapping):
         return value
-    made = {}
-    for key, item in value.items():
+    plain = {}
+    for key, child in value.items():
         if not is_map_of_names:
-            if key == "title" or (key == "default" and isinstance(item, dict)):
+            if key == "title" or (key == "default" and isinstance(child, dict)):
                 continue
             if key == "description":
-                made[key] = " ".join(item.split())
+                plain[key] = " ".join(child.split())
                 continue
-        made[key] = _plain(item, key in ("properties", "$defs") and not is_map_of_names)
-    return made if is_map_of_names else _short_union(made)
+        plain[key] = _plain(child, key in ("properties", "$defs") and not is_map_of_names)
+    return plain if is_map_of_names else _short_union(plain)
 
 
 def _short_union(schema: Schema) -> Schema:
@@ -325,13 +325,13 @@ def _short_union(schema: Schema) -> Schema:
 def _complete(value: Any) -> Any:
     """Make every key of every object required, because an output always has all keys."""
     if isinstance(value, list):
-        return [_complete(item) for item in value]
+        return [_complete(child) for child in value]
     if not isinstance(value, dict):
         return value
-    made = {key: _complete(item) for key, item in value.items()}
-    if made.get("type") == "object" and isinstance(made.get("properties"), dict):
-        made["required"] = sorted(made["properties"])
-    return made
+    complete = {key: _complete(child) for key, child in value.items()}
+    if complete.get("type") == "object" and isinstance(complete.get("properties"), dict):
+        complete["required"] = sorted(complete["properties"])
+    return complete
 
 
 def text(schema: Schema) -> str:

@@ -36,7 +36,7 @@ class Acts(Protocol):
     def now_ms(self) -> int:
         """Return the time on the run's clock."""
 
-    def facts(self, seen: Seen) -> Facts:
+    def facts(self, observed: Seen) -> Facts:
         """Return the facts of now."""
 
     def preempt(self, node: str) -> Order:
@@ -87,12 +87,12 @@ class LaunchedRun:
         with self.sessions() as session:
             return find_run(session, self.name).clock.now_ms()
 
-    def facts(self, seen: Seen) -> Facts:
-        return read_facts(self.sessions, self.name, seen)
+    def facts(self, observed: Seen) -> Facts:
+        return read_facts(self.sessions, self.name, observed)
 
     def preempt(self, node: str) -> Order:
-        found = (instance_of_node(self.api, region, self.name, node) for region in self._regions())
-        instance = next((one for one in found if one is not None), None)
+        instances = (instance_of_node(self.api, region, self.name, node) for region in self._regions())
+        instance = next((instance for instance in instances if instance is not None), None)
         if instance is None:
             raise Failure(f"the cloud lists no running machine for {node}; the ledger says that it is ready")
         return self.preempter.preempt(instance)

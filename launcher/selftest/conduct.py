@@ -52,7 +52,7 @@ class Conductor:
 
     run: Acts
     say: Callable[[Step, str], None]
-    seen: Seen = field(default_factory=Seen)
+    observed: Seen = field(default_factory=Seen)
     results: list[Result] = field(default_factory=list)
     minutes: Mapping[Step, float] = field(default_factory=lambda: MINUTES)
     interruption: Interruption = field(default_factory=Interruption)
@@ -63,7 +63,7 @@ class Conductor:
         self._work = StepWork(
             run=self.run,
             say=self.say,
-            seen=self.seen,
+            observed=self.observed,
             minutes=self.minutes,
             interruption=self.interruption,
             look_seconds=self.look_seconds,
@@ -71,7 +71,7 @@ class Conductor:
 
     def conduct(self) -> None:
         """Take every step. Never raises: an error of a step is its failure, and the cleanup follows."""
-        for step in (one for one in Step if one not in ALWAYS):
+        for step in (step for step in Step if step not in ALWAYS):
             if not self._take(step):
                 break
         self.clean_up()
@@ -146,18 +146,18 @@ class Conductor:
         self.say(step, f"{judgement.verdict.value}: {judgement.text}")
 
     def _judged(self, step: Step, until: float) -> Judgement:
-        said, said_at = "", 0.0
+        last_text, said_at = "", 0.0
         while True:
             self.interruption.check()
             self._work.look(step)
-            found = judge(step, self.facts())
-            if found.verdict is not Verdict.WAITING:
-                return found
+            judgement = judge(step, self.facts())
+            if judgement.verdict is not Verdict.WAITING:
+                return judgement
             if time.monotonic() > until:
                 return replace(
-                    found, verdict=Verdict.FAILED, text=f"not within {self.minutes[step]:g} min: {found.text}"
+                    judgement, verdict=Verdict.FAILED, text=f"not within {self.minutes[step]:g} min: {judgement.text}"
                 )
-            if found.text != said or time.monotonic() - said_at > SAY_SECONDS:
-                self.say(step, found.text)
-                said, said_at = found.text, time.monotonic()
+            if judgement.text != last_text or time.monotonic() - said_at > SAY_SECONDS:
+                self.say(step, judgement.text)
+                last_text, said_at = judgement.text, time.monotonic()
             time.sleep(self.look_seconds)

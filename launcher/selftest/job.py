@@ -44,10 +44,10 @@ def cheapest_gpu(offers: Iterable[Offer], cloud: str) -> tuple[str, int, int]:
 
     Only instance types with one GPU that spotrl knows count. Prices are in micro-dollars. Raises Failure without any.
     """
-    known = {one.instance_type for one in INSTANCE_TYPES if one.cloud == cloud and one.gpus == 1}
+    known_types = {machine.instance_type for machine in INSTANCE_TYPES if machine.cloud == cloud and machine.gpus == 1}
     cheapest: dict[str, dict[Market, int]] = {}
     for offer in offers:
-        if offer.cloud == cloud and offer.gpus == 1 and offer.instance_type in known:
+        if offer.cloud == cloud and offer.gpus == 1 and offer.instance_type in known_types:
             of_gpu = cheapest.setdefault(offer.accelerator, {})
             of_gpu[offer.market] = min(offer.micro_usd_per_hour, of_gpu.get(offer.market, offer.micro_usd_per_hour))
     whole = {gpu: prices for gpu, prices in cheapest.items() if len(prices) == len(Market)}

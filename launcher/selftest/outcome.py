@@ -51,10 +51,10 @@ class SelftestOutcome:
 
 def outcome_of(run: str, facts: Facts, results: Sequence[Result], exit_code: int) -> SelftestOutcome:
     """Return the outcome, with a line for every step."""
-    taken = {result.step: result for result in results}
+    by_step = {result.step: result for result in results}
     lines = []
     for step in Step:
-        result = taken.get(step)
+        result = by_step.get(step)
         lines.append(
             StepLine(
                 step=step.value,
@@ -62,7 +62,7 @@ def outcome_of(run: str, facts: Facts, results: Sequence[Result], exit_code: int
                 verdict=result.judgement.verdict.value if result else "not reached",
                 text=result.judgement.text if result else "",
                 seconds=result.seconds if result else 0.0,
-                compared=[asdict(one) for one in result.judgement.compared] if result else [],
+                compared=[asdict(comparison) for comparison in result.judgement.compared] if result else [],
             )
         )
     failed = [line.step for line in lines if line.verdict == Verdict.FAILED.value]
@@ -89,9 +89,9 @@ def sendable(outcome: SelftestOutcome, private: Sequence[str]) -> dict[str, Any]
 
 def _cleaned(value: Any, private: Sequence[str]) -> Any:
     if isinstance(value, dict):
-        return {key: _cleaned(item, private) for key, item in value.items()}
+        return {key: _cleaned(part, private) for key, part in value.items()}
     if isinstance(value, list):
-        return [_cleaned(item, private) for item in value]
+        return [_cleaned(part, private) for part in value]
     if not isinstance(value, str):
         return value
     for word in private:

@@ -31,9 +31,9 @@ class Seen:
     in_cloud: tuple[str, ...] | None = field(default=None)
 
 
-def read_facts(sessions: sessionmaker[Session], name: str, seen: Seen) -> Facts:
+def read_facts(sessions: sessionmaker[Session], name: str, observed: Seen) -> Facts:
     """Return the facts of now. Asks no cloud."""
-    left, view = still_running(sessions, name), run_view(sessions, name)
+    running, view = still_running(sessions, name), run_view(sessions, name)
     with sessions() as session:
         run = find_run(session, name)
         status = current_status(session, run)
@@ -47,7 +47,7 @@ def read_facts(sessions: sessionmaker[Session], name: str, seen: Seen) -> Facts:
             batch_size=int(algorithm["prompts_per_batch"]) * int(algorithm["images_per_prompt"]),
             spent_micro_usd=view.spent_micro_usd,
             beside_micro_usd=sum(cost.micro_usd or 0 for cost in side_costs_of_run(session, run, now_ms)),
-            nodes=_nodes(session, run, seen),
+            nodes=_nodes(session, run, observed),
             batches=[
                 Batch(
                     iteration=row.event["iteration"],
@@ -66,30 +66,34 @@ def read_facts(sessions: sessionmaker[Session], name: str, seen: Seen) -> Facts:
                 for row in progress_of(session, run, CheckpointSaved.KIND)
             ],
             paid=_paid(session, run, now_ms),
-            order=seen.order,
-            stored=seen.stored,
-            stopped_ms=seen.stopped_ms,
-            resumed_ms=seen.resumed_ms,
-            still_running=left,
-            in_cloud=seen.in_cloud,
+            order=observed.order,
+            stored=observed.stored,
+            stopped_ms=observed.stopped_ms,
+            resumed_ms=observed.resumed_ms,
+            still_running=running,
+            in_cloud=observed.in_cloud,
         )
 
 
 def left_in_cloud(api: CloudApi, run: str, regions: list[str]) -> tuple[str, ...]:
     """Return what the cloud itself lists of a run, in the regions of its nodes and for resources without a region."""
-    found: list[str] = []
+    texts: list[str] = []
     for region in sorted({*regions, api.home}):
-        found += [
-            f"machine {one.name}" for one in api.instances(region, run=run) if one.state is not InstanceState.GONE
+        texts += [
+            f"machine {instance.name}"
+            for instance in api.instances(region, run=run)
+            if instance.state is not InstanceState.GONE
         ]
-        found += [f"{one.kind} in {one.region or 'all regions'}" for one in api.resources(region, run=run)]
-    return tuple(found)
+        texts += [
+            f"{resource.kind} in {resource.region or 'all regions'}" for resource in api.resources(region, run=run)
+        ]
+    return tuple(texts)
 
 
 def instance_of_node(api: CloudApi, region: str, run: str, node: str) -> Instance | None:
     """Return the running VM of a node, by its label."""
-    alive = (one for one in api.instances(region, run=run) if one.state is InstanceState.RUNNING)
-    return next((one for one in alive if one.name == node), None)
+    alive = (instance for instance in api.instances(region, run=run) if instance.state is InstanceState.RUNNING)
+    return next((instance for instance in alive if instance.name == node), None)
 
 
 def regions_of(sessions: sessionmaker[Session], name: str) -> list[str]:
@@ -97,11 +101,11 @@ def regions_of(sessions: sessionmaker[Session], name: str) -> list[str]:
         return sorted({node.region for node in nodes_of(session, find_run(session, name))})
 
 
-def _nodes(session: Session, run: Run, seen: Seen) -> list[NodeFacts]:
+def _nodes(session: Session, run: Run, observed: Seen) -> list[NodeFacts]:
     served = {row.event["node"]: row.at_ms for row in reversed(progress_of(session, run, NodeServed.KIND))}
     missed = progress_of(session, run, NodeMissed.KIND)
     # A worker that crashed before the order lost its steps without the preemption.
-    since_ms = {seen.order.node: seen.order.at_ms} if seen.order is not None else {}
+    since_ms = {observed.order.node: observed.order.at_ms} if observed.order is not None else {}
     return [
         NodeFacts(
             name=record.name,
@@ -138,13 +142,13 @@ def _paid(session: Session, run: Run, now_ms: int) -> list[Paid]:
         for row in session.scalars(select(BillingInterval).where(BillingInterval.node_id.in_(names)))
         if "not billed" in row.basis
     }
-    found = []
+    stretches = []
     for node_id, charges in charges_of_run(session, run, now_ms).items():
         began_ms = min((charge.start_ms for charge in charges), default=0)
         for number, charge in enumerate(charges):
             is_last = number == len(charges) - 1
             minimum_ms = max(0, minimum_billed_ms(run) - (charge.start_ms - began_ms)) if is_last else 0
-            found.append(
+            stretches.append(
                 Paid(
                     node=names[node_id],
                     ms=charge.ms,
@@ -155,4 +159,4 @@ def _paid(session: Session, run: Run, now_ms: int) -> list[Paid]:
                     is_closed=charge.closed,
                 )
             )
-    return found
+    return stretches

@@ -25,7 +25,7 @@ class StepWork:
 
     run: Acts
     say: Callable[[Step, str], None]
-    seen: Seen
+    observed: Seen
     minutes: Mapping[Step, float]
     interruption: Interruption
     look_seconds: float
@@ -33,7 +33,7 @@ class StepWork:
     """The accepted order to preempt."""
 
     def facts(self) -> Facts:
-        return self.run.facts(self.seen)
+        return self.run.facts(self.observed)
 
     def act(self, step: Step) -> None:
         """Order what the step needs. Raises Failure if that is impossible, Interrupted after a signal."""
@@ -42,10 +42,10 @@ class StepWork:
                 self._preempt()
             case Step.CHECKPOINT:
                 self._stop(step)
-                self.seen.stopped_ms = self.run.now_ms()
-                self.seen.stored = self.run.newest_checkpoint()
+                self.observed.stopped_ms = self.run.now_ms()
+                self.observed.stored = self.run.newest_checkpoint()
             case Step.RESUME:
-                self.seen.resumed_ms = self.run.now_ms()
+                self.observed.resumed_ms = self.run.now_ms()
                 self.run.resume()
             case Step.CLEANUP:
                 self._stop(step)
@@ -54,15 +54,15 @@ class StepWork:
 
     def _stop(self, step: Step) -> None:
         """Stop the run, and say what still runs as long as something does."""
-        left: Sequence[str] = self.facts().still_running
+        running: Sequence[str] = self.facts().still_running
         until = time.monotonic() + min(self.minutes[step] * 60, CLOUD_RELEASE_SECONDS)
-        self.say(step, f"stopping the run; still there: {', '.join(left) or 'nothing'}")
+        self.say(step, f"stopping the run; still there: {', '.join(running) or 'nothing'}")
         while True:
             try:
-                left = self.run.stop(min(SAY_SECONDS, max(0.0, until - time.monotonic())))
-                if not left:
+                running = self.run.stop(min(SAY_SECONDS, max(0.0, until - time.monotonic())))
+                if not running:
                     return
-                self.say(step, f"still there: {', '.join(left)}")
+                self.say(step, f"still there: {', '.join(running)}")
             except ControllerFailed as failure:  # a slow machine; what still runs must be ended all the same
                 self.say(step, f"{failure}; trying again")
                 time.sleep(self.look_seconds)
@@ -72,12 +72,12 @@ class StepWork:
 
     def look(self, step: Step) -> None:
         """Refresh what the ledger does not hold, and restart a controller that died."""
-        if step is Step.PREEMPT and self.order is not None and self.seen.order is not None:
+        if step is Step.PREEMPT and self.order is not None and self.observed.order is not None:
             with suppress(CloudUnreachable):
-                self.seen.order = replace(self.seen.order, state=self.run.order_state(self.order))
+                self.observed.order = replace(self.observed.order, state=self.run.order_state(self.order))
         if step is Step.CLEANUP:
             with suppress(CloudUnreachable):
-                self.seen.in_cloud = self.run.left_in_cloud()
+                self.observed.in_cloud = self.run.left_in_cloud()
             return
         try:
             if self.run.ensure_controller():
@@ -91,7 +91,7 @@ class StepWork:
             raise Failure("no spot node is ready, so none can be preempted")
         at_ms = self.run.now_ms()
         self.order = self.run.preempt(spot.name)
-        self.seen.order = Preempted(
+        self.observed.order = Preempted(
             node=spot.name,
             at_ms=at_ms,
             means=self.run.means,

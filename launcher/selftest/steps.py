@@ -83,11 +83,11 @@ class Judgement:
 
 def judge(step: Step, facts: Facts) -> Judgement:
     """Return the result of a step by the facts of now. A step before the cleanup fails when the run ends early."""
-    found = JUDGES[step](facts)
+    judgement = JUDGES[step](facts)
     ended = facts.stage in ("failed", "finished") or (facts.stage == "stopped" and facts.stopped_ms is None)
-    if found.verdict is Verdict.WAITING and step not in ALWAYS and ended:
-        return _failed(f"the run has {facts.stage} ({facts.reason}); it waited: {found.text}", *found.compared)
-    return found
+    if judgement.verdict is Verdict.WAITING and step not in ALWAYS and ended:
+        return _failed(f"the run has {facts.stage} ({facts.reason}); it waited: {judgement.text}", *judgement.compared)
+    return judgement
 
 
 def _buy(facts: Facts) -> Judgement:
@@ -123,15 +123,15 @@ def _publish(facts: Facts) -> Judgement:
     if spot is None or spot.ready_ms is None:
         return _failed("no spot node was ever ready")
     later = [batch for batch in facts.batches if batch.at_ms > spot.ready_ms and batch.iteration >= 1]
-    made = {batch.iteration: batch.made_by.get(spot.name, 0) for batch in later}
+    counts = {batch.iteration: batch.made_by.get(spot.name, 0) for batch in later}
     compared = tuple(
         Compared(what=f"rollouts of {spot.name} in batch {iteration}", expected="1 or more", found=str(count))
-        for iteration, count in list(made.items())[:UNUSED]
+        for iteration, count in list(counts.items())[:UNUSED]
     )
-    if any(made.values()):
+    if any(counts.values()):
         return _passed(f"{spot.name} sampled with published weights", *compared)
-    if len(made) >= UNUSED:
-        return _failed(f"{spot.name} made none of the rollouts of {len(made)} batches", *compared)
+    if len(counts) >= UNUSED:
+        return _failed(f"{spot.name} made none of the rollouts of {len(counts)} batches", *compared)
     return _waiting(f"{spot.name} has made no rollout with published weights yet", *compared)
 
 
@@ -158,10 +158,10 @@ def _notice(facts: Facts) -> Judgement:
     noticed = node.happened.get("notice")
     promised = "none is promised" if order.notice_ms is None else duration(order.notice_ms)
     if noticed is not None:
-        found = duration(max(0, node.ended_ms - noticed)) if node.ended_ms is not None else "the node still runs"
+        text = duration(max(0, node.ended_ms - noticed)) if node.ended_ms is not None else "the node still runs"
         return _passed(
             f"the notice was seen {duration(max(0, noticed - order.at_ms))} after the order",
-            Compared(what="time from notice to end", expected=promised, found=found),
+            Compared(what="time from notice to end", expected=promised, found=text),
         )
     if node.ended_ms is None:
         return _waiting("no notice yet")
@@ -208,21 +208,25 @@ def _replace(facts: Facts) -> Judgement:
     node, order = _ordered(facts), facts.order
     if node is None or order is None:
         return _failed("no node was preempted")
-    others = [one for one in facts.nodes if one.slot == node.slot and one.generation > node.generation]
-    if not others:
+    successors = [
+        successor for successor in facts.nodes if successor.slot == node.slot and successor.generation > node.generation
+    ]
+    if not successors:
         return _waiting(f"no other node for {node.slot} is asked for yet")
-    other = next((one for one in others if one.ready_ms is not None), others[-1])
+    successor = next((successor for successor in successors if successor.ready_ms is not None), successors[-1])
     compared = (
-        Compared(what=f"capacity type of {other.name}", expected=node.market, found=other.market),
-        _seconds("seconds from the order to preempt to the request for another node", order.at_ms, other.requested_ms),
-        _seconds("seconds from that request to work", other.requested_ms, other.ready_ms),
-        _seconds("seconds from that request to the first rollout", other.requested_ms, other.served_ms),
+        Compared(what=f"capacity type of {successor.name}", expected=node.market, found=successor.market),
+        _seconds(
+            "seconds from the order to preempt to the request for another node", order.at_ms, successor.requested_ms
+        ),
+        _seconds("seconds from that request to work", successor.requested_ms, successor.ready_ms),
+        _seconds("seconds from that request to the first rollout", successor.requested_ms, successor.served_ms),
     )
-    if other.market != node.market:
-        return _failed(f"{other.name} is {other.market}, and should be {node.market}", *compared)
-    if other.ready_ms is None or other.served_ms is None:
-        return _waiting(f"{other.name}: {_state(other)}", *compared)
-    return _passed(f"{other.name} took the place of {node.name}", *compared)
+    if successor.market != node.market:
+        return _failed(f"{successor.name} is {successor.market}, and should be {node.market}", *compared)
+    if successor.ready_ms is None or successor.served_ms is None:
+        return _waiting(f"{successor.name}: {_state(successor)}", *compared)
+    return _passed(f"{successor.name} took the place of {node.name}", *compared)
 
 
 def _checkpoint(facts: Facts) -> Judgement:
@@ -279,13 +283,13 @@ def _bill(facts: Facts) -> Judgement:
     for paid in facts.paid:
         expected = 0 if paid.is_free else interval_micro_usd(0, max(paid.ms, paid.minimum_ms), paid.micro_usd_per_hour)
         total += expected
-        what = f"{paid.node}: {duration(paid.ms)} at {dollars(paid.micro_usd_per_hour)}/h"
-        compared.append(Compared(what=what, expected=f"{expected} micro-dollars", found=f"{paid.micro_usd}"))
+        subject = f"{paid.node}: {duration(paid.ms)} at {dollars(paid.micro_usd_per_hour)}/h"
+        compared.append(Compared(what=subject, expected=f"{expected} micro-dollars", found=f"{paid.micro_usd}"))
         if expected != paid.micro_usd:
             return _failed(f"{paid.node} costs {paid.micro_usd} micro-dollars, and should cost {expected}", *compared)
-    still = [paid.node for paid in facts.paid if not paid.is_closed]
+    open_nodes = [paid.node for paid in facts.paid if not paid.is_closed]
     # A sum that grows while it is read proves nothing. The cleanup has failed by then.
-    is_growing = bool(still and facts.still_running)
+    is_growing = bool(open_nodes and facts.still_running)
     limit = facts.max_total_micro_usd
     compared.append(Compared(what="sum", expected=f"{total} micro-dollars", found=str(facts.spent_micro_usd)))
     whole = total + facts.beside_micro_usd
@@ -298,10 +302,10 @@ def _bill(facts: Facts) -> Judgement:
     if whole > limit:
         return _failed(f"{dollars(whole)} were spent, more than {dollars(limit)}", *compared)
     if is_growing:
-        text = f"{', '.join(still)} may still cost money, so the bill is not closed"
+        text = f"{', '.join(open_nodes)} may still cost money, so the bill is not closed"
         return Judgement(verdict=Verdict.NOT_TESTED, text=text, compared=tuple(compared))
-    if still:
-        return _failed(f"the bill of {', '.join(still)} is not closed", *compared)
+    if open_nodes:
+        return _failed(f"the bill of {', '.join(open_nodes)} is not closed", *compared)
     return _passed(f"{dollars(whole)} were spent by the estimate; compare it with your invoice", *compared)
 
 
@@ -350,9 +354,9 @@ def _state(node: NodeFacts) -> str:
     return f"{newest} ({node.evidence})" if node.evidence else newest
 
 
-def _seconds(what: str, start_ms: int, end_ms: int | None) -> Compared:
-    found = "not yet" if end_ms is None else f"{(end_ms - start_ms) / 1000:.0f}"
-    return Compared(what=what, expected="measured", found=found)
+def _seconds(subject: str, start_ms: int, end_ms: int | None) -> Compared:
+    text = "not yet" if end_ms is None else f"{(end_ms - start_ms) / 1000:.0f}"
+    return Compared(what=subject, expected="measured", found=text)
 
 
 def _passed(text: str, *compared: Compared) -> Judgement:

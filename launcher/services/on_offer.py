@@ -24,11 +24,11 @@ def on_offer(tables: Iterable[Offer], latest: Iterable[PricePoint], now_ms: int)
     """
     latest = sorted(latest, key=lambda point: point.observed_ms)
     listed = buyable(tables)
-    seen = {key(offer): time_ms(offer.observed_at) or 0 for offer in listed}
+    listed_ms = {key(offer): time_ms(offer.observed_at) or 0 for offer in listed}
     newer = [
         offer
         for offer in offers_from(latest).offers
-        if not is_at_the_edge(offer) and (time_ms(offer.observed_at) or 0) >= seen.get(key(offer), 0)
+        if not is_at_the_edge(offer) and (time_ms(offer.observed_at) or 0) >= listed_ms.get(key(offer), 0)
     ]
     names = {(point.region, point.zone_id): point.zone for point in latest if point.zone_id and point.zone}
     offers = [offer for offer in merged(listed, newer) if not is_too_old(offer.accelerator)]

@@ -60,5 +60,5 @@ def _overrides(override: PriceOverride, offer: Offer) -> bool:
 
 
 def _discounts(discount: Discount, offer: Offer) -> bool:
-    same = (discount.cloud, discount.market) == (offer.cloud, offer.market)
-    return same and discount.instance_type in (None, offer.instance_type)
+    is_same_market = (discount.cloud, discount.market) == (offer.cloud, offer.market)
+    return is_same_market and discount.instance_type in (None, offer.instance_type)

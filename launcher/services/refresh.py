@@ -120,7 +120,7 @@ def _fetch(source: PriceSource, now_ms: int) -> Fetched | Failure:
 def _answer(source: PriceSource, came: Fetched | Failure, now_ms: int, limits: Mapping[Product, int]) -> Answer:
     if isinstance(came, Failure):
         return Answer(source=source.name, cloud=source.cloud, failures=(came,))
-    credible = tuple(one for one in came.advice if one.is_credible)
+    credible = tuple(advice for advice in came.advice if advice.is_credible)
     notes, failures = came.notes, came.failures
     if dropped := len(came.advice) - len(credible):
         notes += (f"{source.name}: {dropped} estimates that are no chance and no time were left out",)
@@ -147,8 +147,8 @@ def _answer(source: PriceSource, came: Fetched | Failure, now_ms: int, limits: M
 def refresh(sources: Sequence[PriceSource], sessions: sessionmaker[Session], now_ms: int) -> Refreshed:
     """Query the sources, then store the validated prices: the network first, then one short transaction."""
     with sessions() as session:
-        known = on_demand_prices(latest_prices(session, market=Market.ON_DEMAND))
-    answers = ask(sources, now_ms, known)
+        on_demand = on_demand_prices(latest_prices(session, market=Market.ON_DEMAND))
+    answers = ask(sources, now_ms, on_demand)
     with writing(sessions) as session:
         new = {answer.source: record_prices(session, answer.points) for answer in answers}
         for answer in answers:

@@ -85,14 +85,14 @@ def _offer(point: PricePoint, machine: InstanceType, quality: Quality) -> Offer:
 # --- offers -> tables --------------------------------------------------------------------------------
 
 
-def merged(known: Iterable[Offer], fresh: Iterable[Offer]) -> tuple[Offer, ...]:
-    """Replace known rows by fresh rows and keep the rest; sort the rows and judge all of them together.
+def merged(old: Iterable[Offer], fresh: Iterable[Offer]) -> tuple[Offer, ...]:
+    """Replace old rows by fresh rows and keep the rest; sort the rows and judge all of them together.
 
     Drop a region-wide price once per-zone prices exist, because the region-wide price would list a zone twice.
     """
     fresh = tuple(fresh)
     with_zone_prices = {_product(offer) for offer in fresh if offer.zone not in ("", offer.region)}
-    rows = {key(offer): offer for offer in (*known, *fresh)}
+    rows = {key(offer): offer for offer in (*old, *fresh)}
     kept = (offer for offer in rows.values() if offer.zone != offer.region or _product(offer) not in with_zone_prices)
     return judge(sorted(kept, key=key))
 
@@ -131,18 +131,18 @@ class Change:
 def changes(before: Iterable[Offer], after: Iterable[Offer]) -> list[Change]:
     """Return the differences in the order of the tables. A row with only a newer date is no change."""
     old, new = {key(offer): offer for offer in before}, {key(offer): offer for offer in after}
-    found = []
+    differences = []
     for name in sorted(old.keys() | new.keys()):
         was, now = old.get(name), new.get(name)
         if now is None:
-            found.append(Change(kind="gone", offer=old[name]))
+            differences.append(Change(kind="gone", offer=old[name]))
         elif was is None:
-            found.append(Change(kind="new", offer=now))
+            differences.append(Change(kind="new", offer=now))
         elif was.micro_usd_per_hour != now.micro_usd_per_hour:
-            found.append(Change(kind="price", offer=now, before=was))
+            differences.append(Change(kind="price", offer=now, before=was))
         elif was.quality is not now.quality:
-            found.append(Change(kind="quality", offer=now, before=was))
-    return found
+            differences.append(Change(kind="quality", offer=now, before=was))
+    return differences
 
 
 # --- tables -> disk ----------------------------------------------------------------------------------
@@ -170,9 +170,9 @@ def replace_tables(
         _write(folder / MANIFEST, manifest_text(tables))
         # A reader that has just read the old manifest still finds the old tables.
         named = {table.file for table in (*tables.values(), *old.values())}
-        for left in folder.glob("*_*.*.csv"):
-            if left.name not in named:
-                left.unlink()
+        for path in folder.glob("*_*.*.csv"):
+            if path.name not in named:
+                path.unlink()
     except OSError as error:
         raise CatalogError(f"{folder} cannot be written ({error.strerror}); the tables are as they were") from None
 

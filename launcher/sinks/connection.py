@@ -69,14 +69,14 @@ class Connection:
             data = data[os.write(self._to, data) :]
 
     def _read(self, until: Callable[[], float]) -> bytes:
-        found = b""
-        while not found.endswith(b"\n"):
+        answer = b""
+        while not answer.endswith(b"\n"):
             _wait_for(until, readable=self._from)
             part = os.read(self._from, 65536)
-            if not part or len(found) > LONGEST_ANSWER:
+            if not part or len(answer) > LONGEST_ANSWER:
                 raise ValueError("the answer is not whole")
-            found += part
-        return found
+            answer += part
+        return answer
 
 
 def _wait_for(until: Callable[[], float], *, readable: int | None = None, writable: int | None = None) -> None:

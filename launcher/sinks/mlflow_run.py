@@ -34,26 +34,26 @@ class MlflowRun:
         self._client: Any = None
         self._run_id = ""
 
-    def open(self, wanted: Open) -> Opened:
-        folder = Path(wanted.folder)
+    def open(self, message: Open) -> Opened:
+        folder = Path(message.folder)
         folder.mkdir(parents=True, exist_ok=True)
-        uri = wanted.settings.get("tracking_uri") or os.environ.get("MLFLOW_TRACKING_URI")
+        uri = message.settings.get("tracking_uri") or os.environ.get("MLFLOW_TRACKING_URI")
         uri = uri or f"sqlite:///{folder / 'mlflow.db'}"
         self._client = self._mlflow.MlflowClient(tracking_uri=uri)
-        experiment = self._experiment(wanted.settings["experiment"], folder if uri.startswith("sqlite") else None)
-        found = self._client.search_runs([experiment], f"tags.`{RUN_TAG}` = '{wanted.run_id}'", max_results=1)
-        if found:
-            self._run_id, held = found[0].info.run_id, int(found[0].data.metrics.get("record", 0))
+        experiment = self._experiment(message.settings["experiment"], folder if uri.startswith("sqlite") else None)
+        runs = self._client.search_runs([experiment], f"tags.`{RUN_TAG}` = '{message.run_id}'", max_results=1)
+        if runs:
+            self._run_id, held = runs[0].info.run_id, int(runs[0].data.metrics.get("record", 0))
             self._client.update_run(self._run_id, status="RUNNING")
         else:
-            tags = {RUN_TAG: wanted.run_id, **{f"spotrl.{name}": text for name, text in wanted.facts.items()}}
-            self._run_id, held = self._client.create_run(experiment, run_name=wanted.name, tags=tags).info.run_id, 0
-        params = [self._mlflow.entities.Param(name, text[:LONGEST_PARAM]) for name, text in _flat("job", wanted.job)]
+            tags = {RUN_TAG: message.run_id, **{f"spotrl.{name}": text for name, text in message.facts.items()}}
+            self._run_id, held = self._client.create_run(experiment, run_name=message.name, tags=tags).info.run_id, 0
+        params = [self._mlflow.entities.Param(name, text[:LONGEST_PARAM]) for name, text in _flat("job", message.job)]
         for n in range(0, len(params), MOST_PARAMS):
             self._client.log_batch(self._run_id, params=params[n : n + MOST_PARAMS])
-        return Opened(held=held, where=f"{uri}, experiment {wanted.settings['experiment']}, run {self._run_id}")
+        return Opened(held=held, where=f"{uri}, experiment {message.settings['experiment']}, run {self._run_id}")
 
-    def add(self, records: tuple[Record, ...], known: int) -> None:
+    def add(self, records: tuple[Record, ...], total: int) -> None:
         for record in records:
             if record.sheet is not None:
                 self._client.log_artifact(self._run_id, record.sheet, artifact_path="images")
@@ -75,9 +75,9 @@ class MlflowRun:
 
     def _experiment(self, name: str, folder: Path | None) -> str:
         """Return the id of the experiment, which is made if missing. `folder`: of a database without a server."""
-        found = self._client.get_experiment_by_name(name)
-        if found is not None:
-            return str(found.experiment_id)
+        experiment = self._client.get_experiment_by_name(name)
+        if experiment is not None:
+            return str(experiment.experiment_id)
         return str(self._client.create_experiment(name, (folder / "artifacts").as_uri() if folder else None))
 
 

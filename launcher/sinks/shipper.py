@@ -164,12 +164,12 @@ class Shipper:
             return
         while True:
             with self._sessions() as session:
-                known = count_records(session, self._run)
+                total = count_records(session, self._run)
                 now_ms = self._clock.now_ms()
                 records = read_records(session, self._run, self._sent, MOST_RECORDS, now_ms)
             if not records:
                 return
-            if not self._ask(Records(records=tuple(records), known=known)):
+            if not self._ask(Records(records=tuple(records), known=total)):
                 return
             self._sent += len(records)
             self._note()
@@ -223,9 +223,9 @@ class Shipper:
     def _close(self) -> None:
         """Finish the run in the sink, and say what the sink lacks."""
         with self._sessions() as session:
-            known, status = count_records(session, self._run), current_status(session, self._run)
+            total, status = count_records(session, self._run), current_status(session, self._run)
         state: ENDS = _STATES.get(status.status if status is not None else "", "stopped")
-        is_whole = self._connection is not None and self._sent >= known
+        is_whole = self._connection is not None and self._sent >= total
         if is_whole:
             is_whole = self._ask(Close(state=state)) is not None
         if not is_whole:
@@ -233,11 +233,11 @@ class Shipper:
                 "%s has %s of the %s records of %s; `spotrl sync %s` sends the rest",
                 self._sink,
                 self._sent,
-                known,
+                total,
                 self._run.name,
                 self._run.name,
             )
-        self._note(known=known, is_whole=is_whole)
+        self._note(known=total, is_whole=is_whole)
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -258,15 +258,15 @@ def run_id(run: Run) -> str:
     return f"{run.name}-{blake2b(f'{run.name} {run.created_ms}'.encode(), digest_size=4).hexdigest()}"
 
 
-def shippers_of(sessions: sessionmaker[Session], run: Run, wanted: Logging, clock: Clock) -> list[Shipper]:
+def shippers_of(sessions: sessionmaker[Session], run: Run, section: Logging, clock: Clock) -> list[Shipper]:
     """Return a shipper for each sink that the job names. None has started."""
-    settings = wanted.model_dump(mode="json", exclude_none=True)
+    settings = section.model_dump(mode="json", exclude_none=True)
     return [Shipper(sessions, run.name, clock, sink, of_sink) for sink, of_sink in settings.items()]
 
 
-def start_shippers(sessions: sessionmaker[Session], run: Run, wanted: Logging, clock: Clock) -> list[Shipper]:
+def start_shippers(sessions: sessionmaker[Session], run: Run, section: Logging, clock: Clock) -> list[Shipper]:
     """Start a thread for each sink that the job names."""
-    shippers = shippers_of(sessions, run, wanted, clock)
+    shippers = shippers_of(sessions, run, section, clock)
     for shipper in shippers:
         shipper.start()
     return shippers

@@ -17,10 +17,10 @@ class NotAccepted(Exception):
 class Sink(Protocol):
     """One run in a sink. Every method may block for as long as the network does, and may raise any error."""
 
-    def open(self, wanted: Open) -> Opened:
+    def open(self, message: Open) -> Opened:
         """Begin the run, or continue it after a restart, under the same id."""
 
-    def add(self, records: tuple[Record, ...], known: int) -> None:
+    def add(self, records: tuple[Record, ...], total: int) -> None:
         """Add records in the order of their numbers. Returning means that the sink has taken them."""
 
     def close(self, state: ENDS) -> None:

@@ -28,8 +28,8 @@ class WandbRun:
         self._run: Any = None
         self._older: list[Path] = []
 
-    def open(self, wanted: Open) -> Opened:
-        settings, folder = wanted.settings, Path(wanted.folder)
+    def open(self, message: Open) -> Opened:
+        settings, folder = message.settings, Path(message.folder)
         folder.mkdir(parents=True, exist_ok=True)
         key = os.environ.get(settings["key"], "")
         mode = settings.get("mode") or ("online" if key else "offline")
@@ -50,12 +50,12 @@ class WandbRun:
         self._run = self._wandb.init(
             project=settings["project"],
             entity=settings.get("entity"),
-            id=wanted.run_id,
-            name=wanted.name,
+            id=message.run_id,
+            name=message.name,
             resume="allow" if mode == "online" else None,
             mode=mode,
             dir=str(folder),
-            config={"job": wanted.job, **wanted.facts},
+            config={"job": message.job, **message.facts},
             settings=quiet,
         )
         self._run.define_metric("iteration")
@@ -65,13 +65,13 @@ class WandbRun:
         written = Path(self._run.dir).parent
         return Opened(held=0, where=str(written), offline=why_offline(settings, written))
 
-    def add(self, records: tuple[Record, ...], known: int) -> None:
+    def add(self, records: tuple[Record, ...], total: int) -> None:
         for record in records:
             row: dict[str, Any] = {"iteration": record.iteration, **record.values}
             if record.sheet is not None and find_spec("PIL") is not None:
                 row["images"] = self._wandb.Image(record.sheet)
             self._run.log(row, step=record.number)
-        if self._older and records[-1].number + 1 >= known:
+        if self._older and records[-1].number + 1 >= total:
             for folder in self._older:
                 shutil.rmtree(folder, ignore_errors=True)
             self._older = []

@@ -120,31 +120,31 @@ class StoreLease:
     def check_free(self) -> None:
         """Take nothing. Raise LeaseHeld if another machine controls the run, StoreError if the bucket is silent."""
         try:
-            there = self._read()
+            claim = self._read()
         except TROUBLE as error:
             raise StoreError(
                 f"nobody knows whether another machine controls {self._run}: {_first_line(error)}; try again when the "
                 "bucket answers"
             ) from None
-        self._refuse_held(there)
+        self._refuse_held(claim)
 
     def _take(self) -> None:
-        there = self._read()
-        self._refuse_held(there)
-        self.spent = None if there is None else there.spent
+        claim = self._read()
+        self._refuse_held(claim)
+        self.spent = None if claim is None else claim.spent
         try:
-            self._write(there)
+            self._write(claim)
         except (AlreadyExistsError, PreconditionError):
             raise LeaseHeld(
                 f"another machine has just taken {self._run}, in the same bucket; use that one, or another --name"
             ) from None
 
-    def _refuse_held(self, there: Claim | None) -> None:
-        if there is not None and there.holder != self._holder and there.until_ms > self._wall_ms():
-            seconds = (there.until_ms - self._wall_ms()) // 1000
-            process = f", process {there.process}" if there.process else ""
+    def _refuse_held(self, claim: Claim | None) -> None:
+        if claim is not None and claim.holder != self._holder and claim.until_ms > self._wall_ms():
+            seconds = (claim.until_ms - self._wall_ms()) // 1000
+            process = f", process {claim.process}" if claim.process else ""
             raise LeaseHeld(
-                f"{self._run} is controlled from another machine ({there.host}) or by another copy of its ledger"
+                f"{self._run} is controlled from another machine ({claim.host}) or by another copy of its ledger"
                 f"{process}, whose lease in the bucket lasts another {seconds} s; use `spotrl` there. To go on here, "
                 "end that process and wait until its lease has run out; for another run choose another --name"
             )
@@ -174,11 +174,11 @@ class StoreLease:
 
     def _renew(self) -> None:
         try:
-            there = self._read()
-            if there is not None and there.holder not in ("", self._holder):
-                self.lost = there.host
+            claim = self._read()
+            if claim is not None and claim.holder not in ("", self._holder):
+                self.lost = claim.host
                 return
-            self._write(there)
+            self._write(claim)
         except (AlreadyExistsError, PreconditionError):
             self.lost = "another machine"
         except TROUBLE as error:
@@ -193,9 +193,9 @@ class StoreLease:
         self._ended.set()
         try:
             with self._renewing:
-                there = self._read()
-                if there is not None and there.holder == self._holder:
-                    self._write(there, until_ms=0)
+                claim = self._read()
+                if claim is not None and claim.holder == self._holder:
+                    self._write(claim, until_ms=0)
         except TROUBLE as error:
             log.warning("the lease in the bucket stays until it runs out: %s", _first_line(error))
 
@@ -220,8 +220,10 @@ class StoreLease:
             raw = json.loads(bytes(answer.bytes()))
             holder, host, until_ms = str(raw["holder"]), str(raw["host"]), int(raw["until_ms"])
             process = int(raw.get("process", 0))
-            told = raw.get("spent")
-            spent = None if told is None else Spent(**{name: int(value) for name, value in dict(told).items()})
+            raw_spent = raw.get("spent")
+            spent = (
+                None if raw_spent is None else Spent(**{name: int(value) for name, value in dict(raw_spent).items()})
+            )
         except (ValueError, KeyError, TypeError):
             log.warning("%s of %s is not a lease: it is written anew", LEASE_OBJECT, self._run)
             return Claim(holder="", host="nobody", process=0, until_ms=0, version=version)

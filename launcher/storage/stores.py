@@ -71,8 +71,8 @@ def run_stores(infra: str, store: Mapping[str, str], run: str, folder: Path) -> 
     clouds = [cloud for cloud in infra.split(",") if cloud in store]
     if clouds:
         return [open_store(run_store(store, cloud, run)) for cloud in clouds]
-    here = folder / "store"
-    return [open_store(here.as_uri())] if here.is_dir() else []
+    store_folder = folder / "store"
+    return [open_store(store_folder.as_uri())] if store_folder.is_dir() else []
 
 
 def read_object(stores: Sequence[ObjectStore], path: str) -> bytes | None:
@@ -87,17 +87,17 @@ def read_object(stores: Sequence[ObjectStore], path: str) -> bytes | None:
 
 
 @contextmanager
-def bucket_errors(what: str) -> Iterator[None]:
-    """Convert a bucket's errors while reading `what` to StoreError."""
+def bucket_errors(source: str) -> Iterator[None]:
+    """Convert a bucket's errors while reading `source` to StoreError."""
     try:
         yield
     except (PermissionDeniedError, UnauthenticatedError) as error:
         raise StoreDenied(
-            f"{what} may not be read with these credentials ({_first_line(error)}); "
+            f"{source} may not be read with these credentials ({_first_line(error)}); "
             "`spotrl check --print-policy aws` (or gcp) prints what they need"
         ) from None
     except BaseError as error:
-        raise StoreError(f"{what} cannot be read ({_first_line(error)}); try again when the bucket answers") from None
+        raise StoreError(f"{source} cannot be read ({_first_line(error)}); try again when the bucket answers") from None
 
 
 def check_writable(url: str) -> None:
@@ -127,11 +127,11 @@ def check_no_checkpoint(url: str) -> None:
     A trainer goes on from the newest checkpoint in its store. A run of this name that only another ledger knows, or a
     ledger that is lost, must not be continued by accident.
     """
-    found = newest_checkpoint(open_store(url))
-    if found is not None:
+    checkpoint = newest_checkpoint(open_store(url))
+    if checkpoint is not None:
         raise StoreError(
-            f"{url} holds the checkpoint {found} of an earlier run of this name, and a new run would go on from it; "
-            "give this run another name (--name), or move that folder away"
+            f"{url} holds the checkpoint {checkpoint} of an earlier run of this name, and a new run would go on from "
+            "it; give this run another name (--name), or move that folder away"
         )
 
 
@@ -183,15 +183,15 @@ def _carry_taken_part(source: ObjectStore, target: ObjectStore) -> None:
     An object that cannot be read counts as the whole budget, on either side.
     """
     try:
-        found = bytes(obstore.get(source, JUDGES).bytes())
+        source_part = bytes(obstore.get(source, JUDGES).bytes())
     except FileNotFoundError:
         return
     try:
-        known = _taken_micro_usd(bytes(obstore.get(target, JUDGES).bytes()))
+        target_micro_usd = _taken_micro_usd(bytes(obstore.get(target, JUDGES).bytes()))
     except FileNotFoundError:
-        known = -1.0
-    if known < _taken_micro_usd(found):
-        obstore.put(target, JUDGES, found)
+        target_micro_usd = -1.0
+    if target_micro_usd < _taken_micro_usd(source_part):
+        obstore.put(target, JUDGES, source_part)
 
 
 def _taken_micro_usd(content: bytes) -> float:
@@ -228,7 +228,7 @@ def _is_manifest(store: ObjectStore, name: str) -> bool:
 
 def paths_in(store: ObjectStore, prefix: str) -> list[str]:
     """Return every object below `prefix`."""
-    return [item["path"] for page in obstore.list(store, prefix=prefix) for item in page]
+    return [entry["path"] for page in obstore.list(store, prefix=prefix) for entry in page]
 
 
 def _first_line(error: BaseException) -> str:

@@ -84,8 +84,8 @@ def _files(folder: Path) -> dict[str, int]:
     """
     if (folder / INDEX).is_file():
         return needed_files(folder)
-    found = {path.relative_to(folder).as_posix(): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
-    return {name: found[name] for name in sorted(found) if not any(part.startswith(".") for part in Path(name).parts)}
+    sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+    return {name: sizes[name] for name in sorted(sizes) if not any(part.startswith(".") for part in Path(name).parts)}
 
 
 def _size(store: obstore.store.ObjectStore, path: str) -> int | None:

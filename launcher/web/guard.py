@@ -31,13 +31,13 @@ FROZEN = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-a
 """Content policy of a page that is also written as one file: its style is in the page, and it has no script."""
 
 
-def is_token(given: str, token: str) -> bool:
-    """Return whether a request gave the token, in a time that does not depend on the given text."""
-    return secrets.compare_digest(given.encode(), token.encode())
+def is_token(request_token: str, token: str) -> bool:
+    """Return whether a request has the token, in a time that does not depend on `request_token`."""
+    return secrets.compare_digest(request_token.encode(), token.encode())
 
 
-def refusal(method: str, headers: Mapping[str, str], given: str, token: str, needs_token: bool) -> str | None:
-    """Return why a request is refused, or None. `given`: the token of the request, empty if it has none."""
+def refusal(method: str, headers: Mapping[str, str], request_token: str, token: str, needs_token: bool) -> str | None:
+    """Return why a request is refused, or None. `request_token`: the token of the request, empty if it has none."""
     host = headers.get("host", "")
     if not LOOPBACK.fullmatch(host):
         return f"this server answers on loopback only, and the request names the host {host[:80]!r}"
@@ -46,6 +46,6 @@ def refusal(method: str, headers: Mapping[str, str], given: str, token: str, nee
         return "the request comes from another site"
     if method not in ("GET", "HEAD") and origin is None:
         return "a request that changes something must name its origin"
-    if needs_token and not is_token(given, token):
+    if needs_token and not is_token(request_token, token):
         return "the token is missing or wrong; open the address that `spotrl ui` printed"
     return None

@@ -47,7 +47,7 @@ def pool_rows(session: Session, now_ms: int) -> tuple[list[PoolRow], int]:
     spot = {_pool(point): point for point in points if point.market is Market.SPOT}
     steady = {_pool(point): point for point in points if point.market is not Market.SPOT}
     histories = {pool: history for pool, history in pool_histories(session, now_ms).items() if pool.zone}
-    known = [(pool, histories.get(pool, PoolHistory(pool=pool))) for pool in {**histories, **spot}]
+    watched = [(pool, histories.get(pool, PoolHistory(pool=pool))) for pool in {**histories, **spot}]
     rows = [
         _row(
             history,
@@ -55,7 +55,7 @@ def pool_rows(session: Session, now_ms: int) -> tuple[list[PoolRow], int]:
             spot.get(pool),
             steady.get(pool, steady.get(_of_region(pool))),
         )
-        for pool, history in known
+        for pool, history in watched
     ]
     rows.sort(key=lambda row: (-row.watched_hours, row.spot_micro_usd or 0, row.zone, row.instance_type))
     return rows[:POOLS_SHOWN], len(rows)

@@ -37,10 +37,10 @@ def run_page(sessions: sessionmaker[Session], name: str) -> dict[str, Any]:
     """Return everything on the page of a run. Raises LookupError for an unknown run."""
     with sessions() as session, reading_once(session):
         run = find_run(session, name)
-        view, seen = view_of(session, run), newest_seen(session, run)
+        view, ids = view_of(session, run), newest_seen(session, run)
         report = build_report(session, run, run.clock.now_ms())
         return {
-            "ids": seen,
+            "ids": ids,
             "headline": headline(report),
             "drift": drift_words(report),
             "money_note": report.money_note,
@@ -71,11 +71,11 @@ def events_after(session: Session, name: str, after: Seen) -> tuple[Seen, list[d
     Without anything new, nothing but four ids is read.
     """
     run = find_run(session, name)
-    seen = newest_seen(session, run)
-    if seen == after:
+    ids = newest_seen(session, run)
+    if ids == after:
         return after, []
-    lines, seen = newest_events(session, run, EVENTS_SHOWN, after)
-    return seen, [asdict(line) for line in lines]
+    lines, ids = newest_events(session, run, EVENTS_SHOWN, after)
+    return ids, [asdict(line) for line in lines]
 
 
 def sheet_path(session: Session, name: str, iteration: int) -> tuple[Run, str]:
@@ -135,13 +135,13 @@ def _plan(run: Run, report: Report) -> list[dict[str, Any]]:
     slots = []
     for slot in run.plan.get("slots", ()):
         had = [node for node in report.nodes if node.slot == slot["name"]]
-        taken = [line for line in report.preemptions if line.slot == slot["name"]]
+        preemptions = [line for line in report.preemptions if line.slot == slot["name"]]
         slots.append(
             {
                 "slot": slot["name"],
                 "planned": slot["placement"],
                 "nodes": len(had),
-                "preemptions": len(taken),
+                "preemptions": len(preemptions),
                 "hours": sum(node.hours for node in had),
                 "micro_usd": sum(node.micro_usd for node in had),
                 "zones": sorted({node.zone for node in had}),

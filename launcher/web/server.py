@@ -83,9 +83,9 @@ Value = TypeVar("Value")
 
 
 class Look(Protocol):
-    """A look at the ledger: what is new after `seen`, and the ids to go on from."""
+    """A look at the ledger: the events since the ids in `after`, and the ids to go on from."""
 
-    def __call__(self, session: Session, seen: Seen) -> tuple[Seen, list[dict[str, Any]]]: ...
+    def __call__(self, session: Session, after: Seen) -> tuple[Seen, list[dict[str, Any]]]: ...
 
 
 class Guarded:
@@ -106,11 +106,11 @@ class Guarded:
             await send(message)
 
         request = Request(scope)
-        given = request.headers.get("authorization", "").removeprefix("Bearer ") or request.query_params.get(
+        request_token = request.headers.get("authorization", "").removeprefix("Bearer ") or request.query_params.get(
             "token", ""
         )
         needs_token = request.url.path.startswith("/api/")
-        why = refusal(request.method, request.headers, given, self._token, needs_token)
+        why = refusal(request.method, request.headers, request_token, self._token, needs_token)
         app = self._app if why is None else JSONResponse({"error": why}, status_code=403)
         await app(scope, receive, send_with_headers)
 
@@ -171,11 +171,11 @@ class Pages:
         names = list(dict.fromkeys(request.query_params.getlist("run")))
         fields = tuple(dict.fromkeys(request.query_params.getlist("group_by")))[:GROUPED_BY]
         if not 2 <= len(names) <= COMPARED:
-            found = f"Pick 2 to {COMPARED} runs in the list; {len(names)} were picked."
-            return HTMLResponse(notice_page(self._token, "Not compared", found), status_code=400)
+            text = f"Pick 2 to {COMPARED} runs in the list; {len(names)} were picked."
+            return HTMLResponse(notice_page(self._token, "Not compared", text), status_code=400)
         try:
             compared = await self._read(
-                lambda session: compare_runs(session, [find_run(session, one) for one in names], fields)
+                lambda session: compare_runs(session, [find_run(session, name) for name in names], fields)
             )
         except (LookupError, Failure) as error:
             return HTMLResponse(notice_page(self._token, "Not compared", str(error.args[0])), status_code=404)
@@ -187,8 +187,8 @@ class Pages:
     async def _list(self, request: Request) -> Response:
         """Answer with the rows of the list as HTML, and the ids of the ledger that they show."""
         word, count = request.query_params.get("contains", ""), request.query_params.get("count", "")
-        wanted = int(count) if count.isdecimal() and len(count) < 6 else COUNT
-        ids, runs = await self._read(lambda session: (newest_of_all(session), run_list(session, word, wanted)))
+        limit = int(count) if count.isdecimal() and len(count) < 6 else COUNT
+        ids, runs = await self._read(lambda session: (newest_of_all(session), run_list(session, word, limit)))
         return _json({"ids": ids, "html": list_part(self._token, runs)})
 
     async def _run(self, request: Request) -> Response:
@@ -213,11 +213,11 @@ class Pages:
         return Response(data, media_type="image/png")
 
     async def _logs(self, request: Request) -> Response:
-        name, wanted = request.path_params["name"], request.query_params.get("file", "")
+        name, title = request.path_params["name"], request.query_params.get("file", "")
 
         def read() -> dict[str, Any]:
             paths = {log_title(path): path for path in node_logs(self._reading, name)}
-            path = paths.get(wanted) or next(iter(paths.values()), None)
+            path = paths.get(title) or next(iter(paths.values()), None)
             return {"files": list(paths), "file": log_title(path) if path else "", "text": tail(path) if path else ""}
 
         return _json(await run_in_threadpool(read))
@@ -231,16 +231,16 @@ class Pages:
             confirmed = False
         if not confirmed:
             return JSONResponse({"error": f'send {{"confirm": "{name}"}} to stop {name}'}, status_code=400)
-        left = await run_in_threadpool(self._stop_run, name)
-        return _json({"run": name, "left": left})
+        running = await run_in_threadpool(self._stop_run, name)
+        return _json({"run": name, "left": running})
 
     async def _changes(self, request: Request) -> Response:
-        return self._stream(request, lambda session, seen: (newest_of_all(session), []))
+        return self._stream(request, lambda session, after: (newest_of_all(session), []))
 
     async def _run_changes(self, request: Request) -> Response:
         name = request.path_params["name"]
         await self._read(lambda session: find_run(session, name))  # an unknown run is a 404, not an empty stream
-        return self._stream(request, lambda session, seen: events_after(session, name, seen))
+        return self._stream(request, lambda session, after: events_after(session, name, after))
 
     def _stream(self, request: Request, look: Look) -> Response:
         """Answer with server-sent events: one message with the ids and the new events after every change.
@@ -254,7 +254,7 @@ class Pages:
 
         async def messages() -> AsyncIterator[str]:
             stamp: Stamp = ()
-            seen, quiet, unread, is_troubled = first, 0.0, 0.0, False
+            shown_ids, quiet, unread, is_troubled = first, 0.0, 0.0, False
             self._streams += 1
             try:
                 yield "retry: 1000\n\n"
@@ -262,16 +262,16 @@ class Pages:
                     before, stamp = stamp, stamp_of(self._reading)
                     if stamp != before or unread >= UNREAD_SECONDS:
                         try:
-                            ids, news = await self._read(partial(look, seen=seen))
+                            ids, news = await self._read(partial(look, after=shown_ids))
                         except (SQLAlchemyError, LookupError) as error:  # locked or replaced: the next look may succeed
-                            told = str(error.args[0]) if isinstance(error, LookupError) else sentence(error)
+                            text = str(error.args[0]) if isinstance(error, LookupError) else sentence(error)
                             stamp, is_troubled = (), True
-                            yield f"event: trouble\ndata: {json.dumps({'error': told})}\n\n"
+                            yield f"event: trouble\ndata: {json.dumps({'error': text})}\n\n"
                             await asyncio.sleep(ALIVE_SECONDS / 5)
                             continue
                         unread = 0.0
-                        if ids != seen or is_troubled:  # without news too: the page stops to tell the trouble
-                            seen, quiet, is_troubled = ids, 0.0, False
+                        if ids != shown_ids or is_troubled:  # without news too: the page stops to tell the trouble
+                            shown_ids, quiet, is_troubled = ids, 0.0, False
                             yield f"data: {json.dumps({'ids': ids, 'events': news})}\n\n"
                     if quiet >= ALIVE_SECONDS:
                         quiet = 0.0
@@ -329,8 +329,8 @@ def parse_ids(text: str) -> Seen:
 
 def sentence(error: Exception) -> str:
     """Return an error of the ledger as one sentence for the page."""
-    found = str(getattr(error, "orig", None) or error).splitlines()[0]
-    return f"the ledger cannot be read now ({found}); the page tries again"
+    first_line = str(getattr(error, "orig", None) or error).splitlines()[0]
+    return f"the ledger cannot be read now ({first_line}); the page tries again"
 
 
 def _static(name: str) -> Callable[[Request], Awaitable[Response]]:

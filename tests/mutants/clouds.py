@@ -40,7 +40,7 @@ _fault(
     f"{NODES}after_a_crash_only_its_vms_in_other_regions_are_ended",
     Launches,
     "_adopt",
-    "if one.name == node.name and",
+    "if instance.name == node.name and",
     "if",
 )
 _fault(
@@ -58,8 +58,8 @@ _fault(
     f"{NODES}of_two_vms_only_the_one_without_the_login_is_ended[private]",
     CloudReports,
     "_end_doubles",
-    "(one.public_address, one.address)",
-    "(one.public_address,)",
+    "(instance.public_address, instance.address)",
+    "(instance.public_address,)",
 )
 _fault(
     "vms-missing-now-and-then-are-gone",
@@ -85,8 +85,8 @@ _fault(
     f"{REPORTS}a_vm_that_moved_to_another_address_is_written_down",
     CloudReports,
     "evaluate",
-    "if instance != known:",
-    "if known is None:",
+    "if instance != recorded:",
+    "if recorded is None:",
 )
 _fault(
     "a-vm-that-no-list-shows-is-waited-for",
@@ -94,8 +94,8 @@ _fault(
     f"{REPORTS}a_vm_that_no_list_ever_showed_ends_its_node",
     CloudReports,
     "evaluate",
-    'if known is None and not node.files.has("login"):',
-    "if known is None:",
+    'if recorded is None and not node.files.has("login"):',
+    "if recorded is None:",
 )
 _fault(
     "a-stopping-vm-is-free",

@@ -132,7 +132,7 @@ FAULTS: dict[str, Fault] = {
         Fault(
             name="a-disk-that-stays-is-forgotten",
             forgets="that a disk is billed until it is removed",
-            patches=((terminate.Terminator, "end", changed(terminate.Terminator.end, "if left:", "if False:")),),
+            patches=((terminate.Terminator, "end", changed(terminate.Terminator.end, "if remaining:", "if False:")),),
             found_by=f"{CLUSTER}/test_sky_provisioner.py::"
             "test_a_node_has_not_ended_while_a_disk_of_it_cannot_be_removed",
         ),

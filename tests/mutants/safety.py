@@ -244,7 +244,7 @@ promise(
     (
         CloudInventory,
         "instances_in",
-        changed(CloudInventory.instances_in, 'one.owner in ("", self.around.purchases.owners[cloud])', "True"),
+        changed(CloudInventory.instances_in, 'instance.owner in ("", self.around.purchases.owners[cloud])', "True"),
     ),
 )
 promise(

@@ -123,8 +123,8 @@ class AwsOnDemand:
     def fetch(self, now_ms: int) -> Fetched:
         prices, failures = ask_all(self._types, self._of_type)
         regions = self._regions and self._regions | {UNKNOWN_REGION}
-        wanted = (price for price in prices if not regions or price.region in regions)
-        return Fetched(prices=tuple(wanted), failures=tuple(failures))
+        chosen = (price for price in prices if not regions or price.region in regions)
+        return Fetched(prices=tuple(chosen), failures=tuple(failures))
 
     def _of_type(self, instance_type: str) -> Iterator[RawPrice]:
         with _errors_named(f"{self.name}, {instance_type}"):
@@ -204,7 +204,7 @@ def _clients(patience: Patience) -> Callable[[str, str], Any]:
     A boto3 session is not safe for two threads, but the clients of a session are.
     """
     lock = Lock()
-    made: dict[tuple[str, str], Any] = {}
+    cached: dict[tuple[str, str], Any] = {}
     sessions: list[Any] = []
 
     def client(service: str, region: str) -> Any:
@@ -215,8 +215,8 @@ def _clients(patience: Patience) -> Callable[[str, str], Any]:
         with lock:
             if not sessions:
                 sessions.append(_session())
-            if (service, region) not in made:
-                made[service, region] = sessions[0].client(
+            if (service, region) not in cached:
+                cached[service, region] = sessions[0].client(
                     service,
                     region_name=region,
                     config=Config(
@@ -225,7 +225,7 @@ def _clients(patience: Patience) -> Callable[[str, str], Any]:
                         read_timeout=patience.seconds,
                     ),
                 )
-            return made[service, region]
+            return cached[service, region]
 
     return client
 
@@ -243,15 +243,15 @@ def _session() -> Any:
     return session
 
 
-def _who(found: str) -> str:
+def _who(problem: str) -> str:
     return (
-        f"{found}. `aws configure` or `aws sso login` makes some, AWS_PROFILE or AWS_ACCESS_KEY_ID and "
+        f"{problem}. `aws configure` or `aws sso login` makes some, AWS_PROFILE or AWS_ACCESS_KEY_ID and "
         f"AWS_SECRET_ACCESS_KEY name them; prices need the permissions {', '.join(PERMISSIONS)}"
     )
 
 
 @contextmanager
-def _errors_named(what: str) -> Iterator[None]:
+def _errors_named(operation: str) -> Iterator[None]:
     """Translate the client's errors into the launcher's errors."""
     try:
         from botocore import exceptions as aws
@@ -264,9 +264,9 @@ def _errors_named(what: str) -> Iterator[None]:
         code = error.response.get("Error", {}).get("Code", "")
         message = error.response.get("Error", {}).get("Message", "")
         if code in NOT_ALLOWED:
-            raise MissingCredentials(_who(f"{what}: AWS refused ({code}: {message})")) from None
+            raise MissingCredentials(_who(f"{operation}: AWS refused ({code}: {message})")) from None
         raise SourceFailed(
-            f"{what}: AWS kept answering {code} ({message}) and the client gave up; try again in a minute, "
+            f"{operation}: AWS kept answering {code} ({message}) and the client gave up; try again in a minute, "
             "or ask for fewer regions"
         ) from None
     except (
@@ -277,8 +277,8 @@ def _errors_named(what: str) -> Iterator[None]:
         aws.SSOError,
         aws.ProfileNotFound,
     ) as error:
-        raise MissingCredentials(_who(f"{what}: {error}")) from None
+        raise MissingCredentials(_who(f"{operation}: {error}")) from None
     except (aws.BotoCoreError, ResponseParserError) as error:
         raise SourceFailed(
-            f"{what}: AWS did not answer as it should ({error}); check the network, then try again"
+            f"{operation}: AWS did not answer as it should ({error}); check the network, then try again"
         ) from None

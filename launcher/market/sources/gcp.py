@@ -57,10 +57,10 @@ class GcpCatalog:
             request = billing_v1.ListSkusRequest(parent=COMPUTE_ENGINE, page_size=PAGE)
             pages = client.list_skus(request=request, **self._access.limits()).pages
             # Read the bare message: through the wrapper, reading all SKUs takes twice as long.
-            found = [sku_of_message(sku) for page in pages for sku in billing_v1.ListSkusResponse.pb(page).skus]
-        if not found:
+            skus = [sku_of_message(sku) for page in pages for sku in billing_v1.ListSkusResponse.pb(page).skus]
+        if not skus:
             return Fetched()
-        return assemble(found, self._machines, self._regions)
+        return assemble(skus, self._machines, self._regions)
 
 
 class GcpAdvice:
@@ -95,8 +95,8 @@ class GcpAdvice:
             pools = self._pools(compute_v1, project)
         answers, failures = ask_all(pools, lambda pool: self._of_pool(compute_v1, client, project, pool, now_ms))
         return Fetched(
-            prices=tuple(one for one in answers if isinstance(one, RawPrice)),
-            advice=tuple(one for one in answers if isinstance(one, CapacityAdvice)),
+            prices=tuple(answer for answer in answers if isinstance(answer, RawPrice)),
+            advice=tuple(answer for answer in answers if isinstance(answer, CapacityAdvice)),
             failures=tuple(failures),
         )
 
@@ -212,8 +212,8 @@ def _advice(
 
 def hours_of(text: str) -> float | None:
     """Convert one of Google's durations, such as `36000s`, to hours; None for any other text."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)s", text.strip())
-    return float(found[1]) * 1000 / HOUR_MS if found else None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)s", text.strip())
+    return float(match[1]) * 1000 / HOUR_MS if match else None
 
 
 class _Access:
@@ -256,7 +256,7 @@ class _Access:
 
 
 @contextmanager
-def _errors_named(what: str) -> Iterator[None]:
+def _errors_named(operation: str) -> Iterator[None]:
     """Translate the client's errors into the launcher's errors."""
     try:
         from google.api_core import exceptions
@@ -273,22 +273,22 @@ def _errors_named(what: str) -> Iterator[None]:
     except auth.DefaultCredentialsError:
         raise MissingCredentials(_who("Google Cloud found no credentials")) from None
     except (auth.RefreshError, exceptions.Unauthorized, exceptions.Forbidden) as error:
-        raise MissingCredentials(_who(f"{what}: Google Cloud refused ({error})")) from None
+        raise MissingCredentials(_who(f"{operation}: Google Cloud refused ({error})")) from None
     except exceptions.RetryError as error:
         raise SourceFailed(
-            f"{what}: Google Cloud kept refusing ({error.cause}) and the client gave up; try again in a minute, "
+            f"{operation}: Google Cloud kept refusing ({error.cause}) and the client gave up; try again in a minute, "
             "or ask for fewer regions"
         ) from None
     except (exceptions.GoogleAPIError, auth.GoogleAuthError, OSError) as error:
         raise SourceFailed(
-            f"{what}: Google Cloud did not answer as it should ({error}); check the network, then try again"
+            f"{operation}: Google Cloud did not answer as it should ({error}); check the network, then try again"
         ) from None
     except ParseError as error:
-        raise SourceFailed(f"{what}: Google Cloud's answer cannot be read ({error}); try again later") from None
+        raise SourceFailed(f"{operation}: Google Cloud's answer cannot be read ({error}); try again later") from None
 
 
-def _who(found: str) -> str:
+def _who(problem: str) -> str:
     return (
-        f"{found}. `gcloud auth application-default login` makes some, or GOOGLE_APPLICATION_CREDENTIALS names a key "
+        f"{problem}. `gcloud auth application-default login` makes some, or GOOGLE_APPLICATION_CREDENTIALS names a key "
         f"file; {NEEDS}"
     )

@@ -106,11 +106,11 @@ def market_of(sku: Sku) -> tuple[str, Market] | None:
     If the description says Spot and the usage type says OnDemand, the description is right: spot B200 is filed this
     way.
     """
-    found = DESCRIPTION.fullmatch(sku.description)
-    if found is None or ANOTHER_PRODUCT.search(sku.description) or sku.usage_type not in ("OnDemand", "Preemptible"):
+    match = DESCRIPTION.fullmatch(sku.description)
+    if match is None or ANOTHER_PRODUCT.search(sku.description) or sku.usage_type not in ("OnDemand", "Preemptible"):
         return None
-    is_spot = sku.usage_type == "Preemptible" or bool(found["spot"] or found["attached"])
-    return found["part"], Market.SPOT if is_spot else Market.ON_DEMAND
+    is_spot = sku.usage_type == "Preemptible" or bool(match["spot"] or match["attached"])
+    return match["part"], Market.SPOT if is_spot else Market.ON_DEMAND
 
 
 def assemble(skus: Iterable[Sku], instance_types: Sequence[InstanceType], regions: Sequence[str] = ()) -> Fetched:
@@ -120,14 +120,14 @@ def assemble(skus: Iterable[Sku], instance_types: Sequence[InstanceType], region
     the reason, and `believe` refuses the row. Example: 8 GPUs at $9.79655, 208 cores at $0.03, 1,872 GiB at $0.0017 and
     6,000 GiB of SSD at $0.08 a month are 78.3724 + 6.24 + 3.1824 + 0.657534 = $88.452334.
     """
-    wanted = {part.name for machine in instance_types for part in parts_of(machine)}
+    part_names = {part.name for machine in instance_types for part in parts_of(machine)}
     offered: defaultdict[tuple[str, str, Market], list[Sku]] = defaultdict(list)
     left_out = []
     for sku in skus:
         named = market_of(sku)
         if named is None:
-            left_out += [sku] if any(name in sku.description for name in wanted) else []
-        elif named[0] in wanted:
+            left_out += [sku] if any(name in sku.description for name in part_names) else []
+        elif named[0] in part_names:
             for region in sku.regions:
                 offered[named[0], region, named[1]].append(sku)
     everywhere = sorted({region for _, region, _ in offered})
@@ -181,8 +181,8 @@ def _gap(part: Part, skus: Sequence[Sku]) -> str:
     if not skus:
         return f"incomplete: no SKU of {part.name}"
     if len({sku.price for sku in skus}) > 1:
-        both = " and ".join(f"{sku.price} ({sku.sku_id})" for sku in skus)
-        return f"unclear: {part.name} costs {both}"
+        costs = " and ".join(f"{sku.price} ({sku.sku_id})" for sku in skus)
+        return f"unclear: {part.name} costs {costs}"
     try:
         price = Decimal(skus[0].price)
     except ArithmeticError:

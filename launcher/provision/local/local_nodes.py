@@ -40,8 +40,8 @@ class LocalNodes:
         return [HERE]
 
     def instances(self, region: str, *, owner: str | None = None, run: str | None = None) -> Sequence[Instance]:
-        found = [self._instance(folder) for folder in running_nodes(self._runs)]
-        return [one for one in found if run in (None, one.run)]
+        instances = [self._instance(folder) for folder in running_nodes(self._runs)]
+        return [instance for instance in instances if run in (None, instance.run)]
 
     def end_of(self, instance: Instance) -> Instance:
         return replace(instance, state=InstanceState.GONE)
@@ -51,8 +51,8 @@ class LocalNodes:
 
     def end(self, instances: Sequence[Instance]) -> None:
         """SIGKILL every process of the nodes. A process in the middle of a disk write may need a second call."""
-        for one in instances:
-            folder = self._runs / one.run / "nodes" / one.name
+        for instance in instances:
+            folder = self._runs / instance.run / "nodes" / instance.name
             kill_all(folder, agent_of(folder))
 
     def remove(self, resources: Sequence[Resource]) -> Sequence[Resource]:

@@ -27,23 +27,23 @@ def preempt_when_due(node: NodeRecords, planned: ScheduledPreemption, fact: Node
         end_ms = fact.notice_deadline_ms or end_ms + planned.notice_ms
     if now_ms < end_ms:
         return fact
-    taken = node.read("reclaim.json")
-    if taken is None:
-        taken = {"at_ms": now_ms}
-        node.write("reclaim.json", taken)
-    if manner.signal == "SIGSTOP" and now_ms < int(taken["at_ms"]) + SILENCE_MS:
+    preemption = node.read("reclaim.json")
+    if preemption is None:
+        preemption = {"at_ms": now_ms}
+        node.write("reclaim.json", preemption)
+    if manner.signal == "SIGSTOP" and now_ms < int(preemption["at_ms"]) + SILENCE_MS:
         running = processes.processes_of(node.folder, node.read("agent.json"))
         processes.send([pid for pid in running if not processes.is_stopped(pid)], signal.SIGSTOP)
         return fact  # a silent stop: the loss is not reported yet
     notice = f"{duration(planned.notice_ms)} notice" if manner.with_notice else "no notice"
     evidence = (
-        f"preempted by the local cloud {duration(max(1, int(taken['at_ms']) - fact.ready_ms))} after it was "
+        f"preempted by the local cloud {duration(max(1, int(preemption['at_ms']) - fact.ready_ms))} after it was "
         f"ready: {manner.signal}, {notice}"
     )
     ended = end_node(
         node,
         evidence,
-        int(taken["at_ms"]),
+        int(preemption["at_ms"]),
         reclaimed=True,
         signal=manner.signal,
         with_notice=manner.with_notice,

@@ -91,8 +91,8 @@ def lifetimes(lines: Iterable[str]) -> tuple[int, ...]:
     added: dict[str, int] = {}
     lived: list[int] = []
     for line in filter(None, map(str.strip, lines)):
-        at_ms, what, node = line.split(",")
-        if what == "add":
+        at_ms, event, node = line.split(",")
+        if event == "add":
             added[node] = int(at_ms)
         elif node in added:
             lived.append(int(at_ms) - added.pop(node))

@@ -90,9 +90,9 @@ def kill_all(folder: Path, agent: Mapping[str, Any] | None, seconds: float = 1.0
     """
     until = time.monotonic() + seconds
     # The agent's session is looked up while the agent lives; after the agent's death the mark alone finds the rest.
-    while left := processes_of(folder, agent):
-        send(left, signal.SIGKILL)
+    while pids := processes_of(folder, agent):
+        send(pids, signal.SIGKILL)
         if time.monotonic() > until:
-            return left
+            return pids
         time.sleep(0.01)
     return []

@@ -94,8 +94,8 @@ class LocalProvisioner:
         node = self._node(spec.node)
         if node.read("ended.json") is not None or node.read("reclaim.json") is not None:
             return
-        known = node.read("node.json") or {}
-        if (known.get("role"), known.get("generation")) == (spec.role, spec.generation) and node.read(ASSIGNED) is None:
+        old = node.read("node.json") or {}
+        if (old.get("role"), old.get("generation")) == (spec.role, spec.generation) and node.read(ASSIGNED) is None:
             return
         agent = node.read("agent.json")
         former = [*(node.read(FORMER) or {"agents": []})["agents"], *([agent["pid"]] if agent else [])]
@@ -112,10 +112,12 @@ class LocalProvisioner:
     def observe(self) -> Sequence[NodeFact]:
         """Return the state of every node of this run. Also plays the cloud: due spot nodes are preempted here."""
         now_ms = self._clock.now_ms()
-        found = [(node, fact) for node in self._nodes() if (fact := self._observe(node)) is not None]
+        observed = [(node, fact) for node in self._nodes() if (fact := self._observe(node)) is not None]
         if isinstance(self._clock, WorkClock):
-            self._keep_clock(self._clock, now_ms, [node for node, fact in found if fact.status is NodeStatus.PENDING])
-        return [fact for _, fact in found]
+            self._keep_clock(
+                self._clock, now_ms, [node for node, fact in observed if fact.status is NodeStatus.PENDING]
+            )
+        return [fact for _, fact in observed]
 
     def release(self, names: Sequence[str]) -> None:
         """SIGKILL every process of the nodes. A node without a request can no longer be requested afterwards."""

@@ -107,17 +107,17 @@ class BringUp:
             self._find_login(node)
         assert state.login is not None
         try:
-            found = self.ask_set_up(state.login)
-            if found.digest != bundle.digest and not state.begun:
+            set_up = self.ask_set_up(state.login)
+            if set_up.digest != bundle.digest and not state.begun:
                 self._begin(node, state.login)
                 raise NotYet(f"the set-up of {node.name} has begun")
         except InstanceUnreachable as error:
             state.trouble = str(error)
             raise NotYet(str(error)) from None
         state.trouble = ""
-        if found.digest != bundle.digest:
-            if found.exit_code is not None:
-                state.failure = _why_useless(found, bundle.digest)
+        if set_up.digest != bundle.digest:
+            if set_up.exit_code is not None:
+                state.failure = _why_useless(set_up, bundle.digest)
             raise NotYet(f"{node.name} is not set up yet")
         node.files.write(
             LoginRecord(
@@ -127,7 +127,7 @@ class BringUp:
                 key=str(state.login.key),
                 proxy=state.login.proxy,
                 address=state.private_address,
-                home=found.home,
+                home=set_up.home,
             )
         )
         if (instance := node.files.instance) is not None:
@@ -150,11 +150,11 @@ class BringUp:
         node.setting_up.begun = True
 
 
-def _why_useless(found: SetUp, digest: str) -> str:
+def _why_useless(set_up: SetUp, digest: str) -> str:
     """Return the reason why an ended set-up left no environment of the bundle with this digest."""
-    if found.exit_code == 0 and found.digest:
-        return f"it was set up from bundle {found.digest}, and this run's is {digest}"
-    return f"its set-up failed with exit code {found.exit_code}: {found.log[-LOG_CHARACTERS:]}"
+    if set_up.exit_code == 0 and set_up.digest:
+        return f"it was set up from bundle {set_up.digest}, and this run's is {digest}"
+    return f"its set-up failed with exit code {set_up.exit_code}: {set_up.log[-LOG_CHARACTERS:]}"
 
 
 def _tried(want: Placement | None) -> tuple[str, ...]:

@@ -177,8 +177,8 @@ def _copy_work(workdir: Path, to: Path, model: Path | None) -> None:
             "its nodes: put the job file into a folder of its own, with its prompts and its reward module"
         )
     sizes: dict[str, int] = {}
-    found = list(_work_files(workdir, None if model is None else model.resolve()))
-    for path in found:
+    paths = list(_work_files(workdir, None if model is None else model.resolve()))
+    for path in paths:
         size = path.stat().st_size
         top = path.relative_to(workdir).parts[0]
         sizes[top] = sizes.get(top, 0) + size
@@ -194,7 +194,7 @@ def _copy_work(workdir: Path, to: Path, model: Path | None) -> None:
             f"({sizes[largest] / 1e6:,.0f} MB), and at most {MOST_BYTES / 1e6:,.0f} MB are sent to every node; "
             "move it elsewhere, or put it into a bucket that the job reads"
         )
-    for path in found:
+    for path in paths:
         target = to / path.relative_to(workdir)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, target)

@@ -191,8 +191,8 @@ class CloudNode:
     def notice_ms(self) -> int | None:
         """Return the earliest announced time of the node's preemption; None without a notice."""
         notice, stopping = self.files.read(NoticeRecord), self.files.read(StoppingRecord)
-        known = [one.deadline_ms for one in (notice, stopping) if one is not None]
-        return min((one for one in known if one is not None), default=None)
+        deadlines_ms = [record.deadline_ms for record in (notice, stopping) if record is not None]
+        return min((deadline_ms for deadline_ms in deadlines_ms if deadline_ms is not None), default=None)
 
     @property
     def ready_ms(self) -> int | None:

@@ -48,17 +48,17 @@ class CloudReports:
         if observed is None or observed.at is None or node.sightings.look == observed.looks:
             return None if observed is None else newest_of(observed.instances, node.name)
         node.sightings.look = observed.looks
-        instance, known = newest_of(observed.instances, node.name), node.files.instance
+        instance, recorded = newest_of(observed.instances, node.name), node.files.instance
         if instance is not None and instance.state in (InstanceState.PENDING, InstanceState.RUNNING):
             node.sightings.missing, node.sightings.stopping_since = 0, None
             self.ends.saw_alive(node, observed.at_ms)
-            if instance != known:
+            if instance != recorded:
                 node.files.write_instance(instance)
             self._end_if_restarted(node, instance)
             self._end_doubles(node, observed.instances)
             self._refuse_foreign_identity(node, instance)
             return instance
-        if known is None and not node.files.has("login"):
+        if recorded is None and not node.files.has("login"):
             return instance  # no VM existed yet, or only remains of a SkyPilot attempt
         if instance is not None and instance.state is InstanceState.STOPPING:
             if is_billed(instance):
@@ -67,7 +67,7 @@ class CloudReports:
             return instance
         node.sightings.missing += 1
         if instance is not None or node.sightings.missing >= GONE_LOOKS or node.files.has("stopping"):
-            last = instance or known
+            last = instance or recorded
             if last is not None:
                 patient = node.sightings.missing * LOOK_SECONDS < STOPPED_SECONDS
                 self.tasks.do(node.name, partial(self._learn_end, node, last, patient))
@@ -118,10 +118,12 @@ class CloudReports:
 
     def _end_doubles(self, node: CloudNode, instances: Sequence[Instance]) -> None:
         """Terminate second VMs of the same name, left by SkyPilot's retries. The VM of SkyPilot's login stays."""
-        alive = [one for one in instances if one.name == node.name and one.state is InstanceState.RUNNING]
+        alive = [
+            instance for instance in instances if instance.name == node.name and instance.state is InstanceState.RUNNING
+        ]
         login = node.files.read(LoginRecord)
         if len(alive) > 1 and login is not None:
-            extra = [one for one in alive if login.host not in (one.public_address, one.address)]
+            extra = [instance for instance in alive if login.host not in (instance.public_address, instance.address)]
             if 0 < len(extra) < len(alive):
                 log.warning("%s has %s machines: the extra ones are ended", node.name, len(alive))
                 self.tasks.do(f"double {node.name}", partial(self._end_extra, extra))

@@ -38,12 +38,14 @@ def with_notice(run: Callable[[], Any], node_config: dict[str, Any]) -> Any:
 
 def is_refused(error: Any) -> bool:
     """Return whether Google refused the field: an older API does not know it, or a machine type does not allow it."""
-    return any(FIELD.lower() in str(one.get("message", "")).lower() for one in getattr(error, "errors", None) or ())
+    return any(
+        FIELD.lower() in str(detail.get("message", "")).lower() for detail in getattr(error, "errors", None) or ()
+    )
 
 
 def _scheduling_of(node_config: dict[str, Any]) -> dict[str, Any]:
     """Return the VM's scheduling as one object; SkyPilot also takes a list of objects."""
     scheduling = node_config.get("scheduling") or {}
     if isinstance(scheduling, list):
-        return {key: value for one in scheduling for key, value in one.items()}
+        return {key: value for part in scheduling for key, value in part.items()}
     return dict(scheduling)

@@ -61,25 +61,25 @@ class InstanceEnds:
 
     def without_instance_ms(self, node: CloudNode) -> int:
         """Return the end of a node of which the cloud knows no VM."""
-        known = self._last_alive_ms(node)
-        return self.around.clock.now_ms() if known is None else known
+        alive_ms = self._last_alive_ms(node)
+        return self.around.clock.now_ms() if alive_ms is None else alive_ms
 
     def _end_ms(self, node: CloudNode, end: Instance) -> int:
-        now_ms, known = self.around.clock.now_ms(), stopped_ms(end)
-        if known is None:
+        now_ms, ended_ms = self.around.clock.now_ms(), stopped_ms(end)
+        if ended_ms is None:
             # EC2 names no time for a preemption, and the VM ran until the announced one, whoever could see it.
             notice = node.files.read(NoticeRecord) if end.reclaimed else None
             signs = (self._last_alive_ms(node), None if notice is None else notice.deadline_ms)
-            known = max((sign for sign in signs if sign is not None), default=None)
-        return now_ms if known is None else min(max(known, end.launched_ms or 0), now_ms)
+            ended_ms = max((sign for sign in signs if sign is not None), default=None)
+        return now_ms if ended_ms is None else min(max(ended_ms, end.launched_ms or 0), now_ms)
 
     def _last_alive_ms(self, node: CloudNode) -> int | None:
         """Return the time of the last sign of life. The node's own clock may be fast, so the time is at most now."""
-        seen, exited = node.files.read(SeenRecord), node.files.read(ExitRecord)
+        sighting, exited = node.files.read(SeenRecord), node.files.read(ExitRecord)
         signs: Sequence[int | None] = (
             node.sightings.alive_ms,
-            None if seen is None else seen.at_ms,
+            None if sighting is None else sighting.at_ms,
             None if exited is None else exited.at_ms,
         )
-        known = max((sign for sign in signs if sign is not None), default=None)
-        return None if known is None else min(known, self.around.clock.now_ms())
+        newest_ms = max((sign for sign in signs if sign is not None), default=None)
+        return None if newest_ms is None else min(newest_ms, self.around.clock.now_ms())

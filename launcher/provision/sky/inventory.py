@@ -39,11 +39,11 @@ class CloudInventory:
     """
 
     around: Surroundings
-    _known: dict[tuple[str, str], RegionInventory] = field(default_factory=dict)
+    _by_region: dict[tuple[str, str], RegionInventory] = field(default_factory=dict)
 
     def look_at(self, cloud: str, region: str) -> None:
         """Read the inventory of the region and remember the result. Raises Failure if the cloud does not answer."""
-        observed = self._known.setdefault((cloud, region), RegionInventory())
+        observed = self._by_region.setdefault((cloud, region), RegionInventory())
         at_ms = self.around.clock.now_ms()
         try:
             instances = tuple(self.instances_in(cloud, region))
@@ -59,13 +59,13 @@ class CloudInventory:
 
         Another user's run may have the same name: VMs with another owner's label are left alone.
         """
-        found = self.around.clouds[cloud].instances(region, run=self.around.purchases.run)
-        return [one for one in found if one.owner in ("", self.around.purchases.owners[cloud])]
+        instances = self.around.clouds[cloud].instances(region, run=self.around.purchases.run)
+        return [instance for instance in instances if instance.owner in ("", self.around.purchases.owners[cloud])]
 
     def resources_in(self, cloud: str, region: str) -> list[Resource]:
         """Return the run's other resources."""
-        found = self.around.clouds[cloud].resources(region, run=self.around.purchases.run)
-        return [one for one in found if one.owner in ("", self.around.purchases.owners[cloud])]
+        resources = self.around.clouds[cloud].resources(region, run=self.around.purchases.run)
+        return [resource for resource in resources if resource.owner in ("", self.around.purchases.owners[cloud])]
 
     def search(self, node: CloudNode) -> tuple[str, str] | None:
         """Read every region of the run to find the VM of a requested node. Record the VM if one is found.
@@ -75,8 +75,10 @@ class CloudInventory:
         """
         files = node.files
         if any((files.is_begun("want"), files.is_begun("spec"), files.is_begun("launch"), files.is_begun("machine"))):
-            found = [one for region in self.around.purchases.regions for one in self.instances_in(*region)]
-            newest = newest_of(found, node.name)
+            instances = [
+                instance for region in self.around.purchases.regions for instance in self.instances_in(*region)
+            ]
+            newest = newest_of(instances, node.name)
             if newest is not None:
                 node.files.write_instance(newest)
         return node.region
@@ -84,11 +86,11 @@ class CloudInventory:
     # --- from memory ------------------------------------------------------------------------------
 
     def all_known(self) -> Sequence[RegionInventory]:
-        return list(self._known.values())
+        return list(self._by_region.values())
 
     def last_in(self, region: tuple[str, str] | None) -> RegionInventory | None:
         """Return the last inventory of the region. None: the region is not known, or was not read yet."""
-        return self._known.get(region) if region is not None else None
+        return self._by_region.get(region) if region is not None else None
 
     def is_fresh(self, region: tuple[str, str] | None) -> bool:
         """Return whether the last inventory of the region is recent enough to count as proof."""
@@ -103,13 +105,15 @@ class CloudInventory:
         Only the last inventories are searched. Nothing is recorded if no inventory has the VM.
         """
         if node.region is None:
-            known = newest_of([instance for observed in self.all_known() for instance in observed.instances], node.name)
-            if known is not None:
-                node.files.write_instance(known)
+            instance = newest_of(
+                [instance for observed in self.all_known() for instance in observed.instances], node.name
+            )
+            if instance is not None:
+                node.files.write_instance(instance)
 
 
 def newest_of(instances: Sequence[Instance], name: str) -> Instance | None:
     """Return a node's VM; a live VM comes before an ended VM."""
     order = (InstanceState.GONE, InstanceState.STOPPING, InstanceState.PENDING, InstanceState.RUNNING)
     ours = [instance for instance in instances if instance.name == name]
-    return max(ours, key=lambda one: (order.index(one.state), one.launched_ms or 0), default=None)
+    return max(ours, key=lambda instance: (order.index(instance.state), instance.launched_ms or 0), default=None)

@@ -125,9 +125,9 @@ class Launches:
             return True
         for cloud, region in self.around.purchases.regions:
             lost = [
-                one
-                for one in self.inventory.instances_in(cloud, region)
-                if one.name == node.name and one.state is not InstanceState.GONE
+                instance
+                for instance in self.inventory.instances_in(cloud, region)
+                if instance.name == node.name and instance.state is not InstanceState.GONE
             ]
             if lost and (cloud, region) != node.region:
                 self.around.check_lease()
@@ -142,9 +142,9 @@ class Launches:
 
     def poll(self, requests: Sequence[str]) -> None:
         """Read the outcomes of the requests from SkyPilot."""
-        known = self.around.sky.poll(requests)
+        outcomes = self.around.sky.poll(requests)
         forgotten = Outcome(failed=Failed.UNKNOWN, text="SkyPilot's API server does not know its launch any more")
-        self._outcomes.update({one: known.get(one, forgotten) for one in requests})
+        self._outcomes.update({request: outcomes.get(request, forgotten) for request in requests})
 
     def outcome(self, launch: LaunchRecord) -> Outcome | None:
         """Return the outcome of the launch; None while pending."""

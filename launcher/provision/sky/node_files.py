@@ -117,8 +117,8 @@ class NodeFiles:
         content = _read_object(self._path("want")) or _read_object(self._path("machine"))
         if content is None:
             return None
-        known = RegionView.model_validate(content)
-        return known.cloud, known.region
+        view = RegionView.model_validate(content)
+        return view.cloud, view.region
 
     def _path(self, file: FileName) -> Path:
         return self.folder / f"{file}.json"

@@ -222,7 +222,7 @@ class NodeLink:
 
     def _command(self) -> list[str]:
         login = self._login
-        known = login.known_hosts or self._mirror.folder / "known_hosts"
+        known_hosts = login.known_hosts or self._mirror.folder / "known_hosts"
         options = {
             "BatchMode": "yes",
             "IdentitiesOnly": "yes",
@@ -230,7 +230,7 @@ class NodeLink:
             "ControlMaster": "no",
             "ControlPath": "none",
             "StrictHostKeyChecking": "accept-new",
-            "UserKnownHostsFile": f'"{known}"',
+            "UserKnownHostsFile": f'"{known_hosts}"',
             "GlobalKnownHostsFile": "/dev/null",
             "UpdateHostKeys": "no",
             "ConnectTimeout": "10",

@@ -33,8 +33,8 @@ def email_of(labels: Mapping[str, str], project: str) -> str:
 def labels_of(node_config: Mapping[str, Any]) -> dict[str, str]:
     """Return the labels of a VM from SkyPilot's configuration of the VM, on either cloud."""
     labels = dict(node_config.get("labels", {}))
-    for one in node_config.get("TagSpecifications", ()):
-        labels |= {tag["Key"]: tag["Value"] for tag in one.get("Tags", ())}
+    for specification in node_config.get("TagSpecifications", ()):
+        labels |= {tag["Key"]: tag["Value"] for tag in specification.get("Tags", ())}
     return labels
 
 

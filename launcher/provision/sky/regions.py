@@ -89,15 +89,15 @@ class Regions:
         self.around.check_lease()
         api = self.around.clouds[cloud]
         places = [region] if region != api.home else [place for where, place in with_nodes if where == cloud]
-        found = [one for place in places for one in self.inventory.instances_in(cloud, place)]
-        alive = [one for one in found if one.state is not InstanceState.GONE]
+        instances = [instance for place in places for instance in self.inventory.instances_in(cloud, place)]
+        alive = [instance for instance in instances if instance.state is not InstanceState.GONE]
         if alive:
             api.end(alive)
-            raise NotYet(f"{', '.join(one.id for one in alive)} is told to end and has not ended yet")
+            raise NotYet(f"{', '.join(instance.id for instance in alive)} is told to end and has not ended yet")
         resources = self.inventory.resources_in(cloud, region)
-        left = api.remove(resources) if resources else []
-        if left:
-            raise NotYet(f"{', '.join(f'{one.kind} {one.id}' for one in left)} cannot go yet")
+        remaining = api.remove(resources) if resources else []
+        if remaining:
+            raise NotYet(f"{', '.join(f'{resource.kind} {resource.id}' for resource in remaining)} cannot go yet")
         self.prepared.pop((cloud, region), None)
         self.missing_rules.pop((cloud, region), None)
         self.tidied.add((cloud, region))

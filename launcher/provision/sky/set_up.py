@@ -80,10 +80,10 @@ def begin_command(command: str) -> str:
     return f"{first} && {copy} && rm -f set-up.exit && {{ {begin} }} && pwd"
 
 
-def _run(login: Login, command: str, given: IO[bytes] | None = None, seconds: float = ANSWER_SECONDS) -> str:
+def _run(login: Login, command: str, stdin: IO[bytes] | None = None, seconds: float = ANSWER_SECONDS) -> str:
     """Run a command on the VM and return its output, which must not be empty. Raises InstanceUnreachable.
 
-    `given`: the command's standard input.
+    `stdin`: the command's standard input.
     """
     options = {
         "BatchMode": "yes",
@@ -102,7 +102,7 @@ def _run(login: Login, command: str, given: IO[bytes] | None = None, seconds: fl
     try:
         done = subprocess.run(
             [*ssh, f"{login.user}@{login.host}", command],
-            stdin=subprocess.DEVNULL if given is None else given,
+            stdin=subprocess.DEVNULL if stdin is None else stdin,
             capture_output=True,
             text=True,
             timeout=seconds,

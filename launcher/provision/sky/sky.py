@@ -85,8 +85,12 @@ class Sky:
         with _errors_named("status of requests"):
             _start_unless_it_answers()
             payloads = sky.api_status(list(requests), all_status=True)
-        known = {payload.request_id: str(payload.status) for payload in payloads}
-        return {one: self._outcome(one) if _is_over(known[one]) else None for one in requests if one in known}
+        statuses = {payload.request_id: str(payload.status) for payload in payloads}
+        return {
+            request: self._outcome(request) if _is_over(statuses[request]) else None
+            for request in requests
+            if request in statuses
+        }
 
     def pending(self, prefix: str) -> dict[str, str]:
         """Return the pending launches of clusters with this name prefix: request id by name.
@@ -112,10 +116,10 @@ class Sky:
             return []
         with _errors_named("requests under way"):
             under_way = self._under_way("")
-        found = {name: one for name, one in under_way.items() if any(is_node_of(name, run) for run in runs)}
-        for request in found.values():
+        launches = {name: request for name, request in under_way.items() if any(is_node_of(name, run) for run in runs)}
+        for request in launches.values():
             self.cancel(request)
-        return sorted(found)
+        return sorted(launches)
 
     def _under_way(self, prefix: str) -> dict[str, str]:
         return {
@@ -194,7 +198,7 @@ class Sky:
         except sky.exceptions.RequestCancelled:
             return Outcome(failed=Failed.CANCELLED, text="its launch was cancelled")
         except Exception as error:  # the server may return an exception of any type
-            history = [str(one) for one in getattr(error, "failover_history", [])]
+            history = [str(failover) for failover in getattr(error, "failover_history", [])]
             log = self._log(request)
             return outcome_of("\n".join([type(error).__name__, str(error), *history]), log)
         return Outcome()
@@ -248,7 +252,7 @@ def is_node_of(cluster: str, run: str) -> bool:
 
 
 @contextlib.contextmanager
-def _errors_named(what: str) -> Iterator[None]:
+def _errors_named(operation: str) -> Iterator[None]:
     """Raise SkyUnreachable with our text if the server does not answer."""
     import requests
     from sky import exceptions
@@ -262,4 +266,6 @@ def _errors_named(what: str) -> Iterator[None]:
         exceptions.RequestInterruptedError,
         ConnectionError,
     ) as error:
-        raise SkyUnreachable(f"{what}: SkyPilot's API server did not answer ({error}); it is asked again") from None
+        raise SkyUnreachable(
+            f"{operation}: SkyPilot's API server did not answer ({error}); it is asked again"
+        ) from None

@@ -216,7 +216,7 @@ class SkyProvisioner:
 
     def troubles(self) -> Sequence[str]:
         """Return the current errors in words: clouds that do not answer, resources that cannot be removed."""
-        return [f"{what}: {text}" for what, text in sorted(self._tasks.troubles.items())]
+        return [f"{task}: {text}" for task, text in sorted(self._tasks.troubles.items())]
 
     # --- one pass ----------------------------------------------------------------------------------
 

@@ -69,10 +69,10 @@ def config_of(setup: RegionSetup) -> dict[str, Any]:
     """Return SkyPilot's configuration for the request: our group and identity, and no credential upload."""
     from sky.utils import schemas
 
-    known = schemas.get_config_schema()["properties"]
+    properties = schemas.get_config_schema()["properties"]
     config: dict[str, Any] = {
         cloud: {"remote_identity": "NO_UPLOAD"}
-        for cloud, schema in known.items()
+        for cloud, schema in properties.items()
         if "remote_identity" in schema.get("properties", {})
     }
     if setup.cloud == "aws":

@@ -50,21 +50,23 @@ class Terminator:
             return
         api = self.around.clouds[region[0]]
         looked_ms = self.around.clock.now_ms()
-        listed = [one for one in self.inventory.instances_in(*region) if one.name == node.name]
-        alive = [one for one in listed if one.state is not InstanceState.GONE]
+        listed = [instance for instance in self.inventory.instances_in(*region) if instance.name == node.name]
+        alive = [instance for instance in listed if instance.state is not InstanceState.GONE]
         if not alive and ending.disks_ms is None:
             ending, alive = self._with_end(node, ending, listed)
         if alive:
             node.files.write(self._with_last_facts(node, ending, alive, looked_ms))
             api.end(alive)
-            raise NotYet(f"{', '.join(one.id for one in alive)} is told to end and has not ended yet")
-        disks = [one for one in self.inventory.resources_in(*region) if one.kind == "disk" and one.node == node.name]
+            raise NotYet(f"{', '.join(instance.id for instance in alive)} is told to end and has not ended yet")
+        disks = [
+            disk for disk in self.inventory.resources_in(*region) if disk.kind == "disk" and disk.node == node.name
+        ]
         if disks:
             ending = ending.model_copy(update={"disks_ms": self.around.clock.now_ms()})
             node.files.write(ending)
-        left = api.remove(disks) if disks else []
-        if left:
-            raise NotYet(f"disk {', '.join(one.id for one in left)} cannot go yet")
+        remaining = api.remove(disks) if disks else []
+        if remaining:
+            raise NotYet(f"disk {', '.join(disk.id for disk in remaining)} cannot go yet")
         self._ended(node, ending)
 
     def _with_end(
@@ -103,15 +105,15 @@ class Terminator:
         not reachable.
         """
         words: dict[str, object] = {}
-        known, newest = node.files.instance, newest_of(alive, node.name)
+        recorded, newest = node.files.instance, newest_of(alive, node.name)
         assert newest is not None
-        if known is None or known.id != newest.id:
+        if recorded is None or recorded.id != newest.id:
             node.files.write_instance(newest)
-        if any(is_billed(one) for one in alive):
+        if any(is_billed(instance) for instance in alive):
             self.ends.saw_alive(node, looked_ms)
             words["vm_ended_ms"] = None
         elif ending.vm_ended_ms is None:
-            words["vm_ended_ms"] = max(one.ended_ms or 0 for one in alive)
+            words["vm_ended_ms"] = max(instance.ended_ms or 0 for instance in alive)
         if ending.ask_rules:
             self.regions.look_up_rules(newest.cloud, newest.region)
             missing = self.regions.missing_rules.get((newest.cloud, newest.region))

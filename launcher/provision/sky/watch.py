@@ -199,7 +199,7 @@ class AgentWatch:
             if node.agent.link is None or node.agent.link.seconds_since_message is None
             else LOST_SECONDS
         )
-        if not any(other.agent.is_answering for other in self.nodes.all()):
+        if not any(peer.agent.is_answering for peer in self.nodes.all()):
             patience *= ALL_SILENT
         changed, asked = self.regions.address_changed_at, self.regions.address_asked_at
         if changed is not None and changed >= now - agent.silent:

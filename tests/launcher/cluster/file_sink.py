@@ -19,17 +19,17 @@ class FileSink:
     def __init__(self, path: Path, manner: str) -> None:
         self.path, self.manner, self.batches = path, manner, 0
 
-    def open(self, wanted: Open) -> Opened:
+    def open(self, message: Open) -> Opened:
         if self.manner == "silent":
             time.sleep(600)
         if self.manner == "full" and not self.path.with_suffix(".free").exists():
             raise NotAccepted("no space left")
-        self._write({"open": wanted.run_id, "pid": os.getpid()})
+        self._write({"open": message.run_id, "pid": os.getpid()})
         held = sum("number" in line for line in lines_of(self.path))
         offline = "the key is not set here; export it" if self.manner == "offline" else ""
         return Opened(held=held, where=str(self.path), offline=offline)
 
-    def add(self, records: tuple[Record, ...], known: int) -> None:
+    def add(self, records: tuple[Record, ...], total: int) -> None:
         self.batches += 1
         if self.manner == "slow":
             time.sleep(0.2)
