@@ -73,8 +73,8 @@ class Task(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Thing:
-    """A number of shapes of one kind. Any colour is correct if `colour` is None."""
+class Clause:
+    """A clause of a request: a number of shapes of one kind. Any colour is correct if `colour` is None."""
 
     kind: str
     colour: str | None = None
@@ -92,28 +92,28 @@ class Thing:
 class Request:
     """Required content of an image; nothing else may appear.
 
-    `relation` is the position of the first thing relative to the second.
+    `relation` is the position of the first clause relative to the second.
     """
 
     task: Task
-    things: tuple[Thing, ...]
+    clauses: tuple[Clause, ...]
     relation: str | None = None
 
     @property
     def prompt(self) -> str:
-        """Return the prompt: one thing, or two things joined by `and` or by their relation."""
-        return f" {self.relation or 'and'} ".join(str(thing) for thing in self.things)
+        """Return the prompt: one clause, or two clauses joined by `and` or by their relation."""
+        return f" {self.relation or 'and'} ".join(str(clause) for clause in self.clauses)
 
 
 @cache
 def requests() -> tuple[Request, ...]:
     """Return all 2,752 requests, in a fixed order.
 
-    Two things always differ in kind, and in colour if both have a colour.
+    Two clauses always differ in kind, and in colour if both have a colour.
     """
     kinds, colours = tuple(KINDS), tuple(COLOURS)
-    plain = [(Thing(kind=kind), Thing(kind=other_kind)) for kind, other_kind in permutations(kinds, 2)]
-    # One of the two things has a colour, the other has none.
+    plain = [(Clause(kind=kind), Clause(kind=other_kind)) for kind, other_kind in permutations(kinds, 2)]
+    # One of the two clauses has a colour, the other has none.
     half = [
         pair
         for colour, (first, second) in product(colours, plain)
@@ -124,27 +124,27 @@ def requests() -> tuple[Request, ...]:
         for (first, second), (colour, other_colour) in product(plain, permutations(colours, 2))
     ]
     return (
-        *(Request(task=Task.SINGLE, things=(Thing(kind=kind),)) for kind in kinds),
-        *(Request(task=Task.TWO, things=pair) for pair in (*plain, *half)),
+        *(Request(task=Task.SINGLE, clauses=(Clause(kind=kind),)) for kind in kinds),
+        *(Request(task=Task.TWO, clauses=pair) for pair in (*plain, *half)),
         *(
-            Request(task=Task.COUNTING, things=(Thing(kind=kind, colour=colour, count=count),))
+            Request(task=Task.COUNTING, clauses=(Clause(kind=kind, colour=colour, count=count),))
             for count, colour, kind in product(NUMBERS, (None, *colours), kinds)
         ),
         *(
-            Request(task=Task.COUNTING, things=(replace(first, count=count), replace(second, count=other_count)))
+            Request(task=Task.COUNTING, clauses=(replace(first, count=count), replace(second, count=other_count)))
             for count, other_count in product((1, *NUMBERS), repeat=2)
             if 2 < count + other_count <= max(NUMBERS)
             for first, second in plain
         ),
         *(
-            Request(task=Task.COLOURS, things=(Thing(kind=kind, colour=colour),))
+            Request(task=Task.COLOURS, clauses=(Clause(kind=kind, colour=colour),))
             for kind, colour in product(kinds, colours)
         ),
         *(
-            Request(task=Task.POSITION, things=pair, relation=relation)
+            Request(task=Task.POSITION, clauses=pair, relation=relation)
             for relation, pair in product(RELATIONS, (*plain, *half, *full))
         ),
-        *(Request(task=Task.ATTRIBUTION, things=pair) for pair in full),
+        *(Request(task=Task.ATTRIBUTION, clauses=pair) for pair in full),
     )
 
 

@@ -41,7 +41,7 @@ SIDE = IMAGE_SIDE // PATCH
 TOKENS, CHANNELS = SIDE * SIDE, 3 * PATCH * PATCH
 TEXT_WIDTH = 64
 REACH = 2
-"""Words on either side covered by a mixing of the text. With two mixings, a thing knows its colour and relation."""
+"""Words on either side covered by a mixing of the text. With two mixings, a clause knows its colour and relation."""
 EMPTY = len(VOCABULARY)
 """The text token of an empty position. Shorter prompts are padded with the token."""
 
@@ -189,19 +189,19 @@ def render(request: Request, rng: random.Random) -> NDArray[np.float32]:
     """Return an image of exactly the requested shapes, [3, 36, 36] in [-1, 1].
 
     Every shape lies in the middle of its own quarter. Choices left open by the request are random: quarters that
-    satisfy the relation, and a colour for each shape of a thing without colour.
+    satisfy the relation, and a colour for each shape of a clause without colour.
     """
     quarter = IMAGE_SIDE // 2
     margin = (quarter - SHAPE) // 2
     image = np.ones((3, IMAGE_SIDE, IMAGE_SIDE), dtype=np.float32)
     quarters = iter(_quarters(request, rng))
-    for thing in request.things:
-        for _ in range(thing.count):
+    for clause in request.clauses:
+        for _ in range(clause.count):
             row, column = next(quarters)
             top, left = row * quarter + margin, column * quarter + margin
-            colour = np.array(COLOURS[thing.colour or rng.choice(list(COLOURS))], dtype=np.float32) / 127.5 - 1.0
+            colour = np.array(COLOURS[clause.colour or rng.choice(list(COLOURS))], dtype=np.float32) / 127.5 - 1.0
             # White background, with the colour over the pixels covered by the shape.
-            image[:, top : top + SHAPE, left : left + SHAPE] += coverage(thing.kind) * (colour[:, None, None] - 1.0)
+            image[:, top : top + SHAPE, left : left + SHAPE] += coverage(clause.kind) * (colour[:, None, None] - 1.0)
     return image
 
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.protocol.request import Score
-from engine.shapes import COLOURS, IMAGE_SIDE, KINDS, SHAPE, Request, Thing, coverage, parse
+from engine.shapes import COLOURS, IMAGE_SIDE, KINDS, SHAPE, Clause, Request, coverage, parse
 
 ShapesName = Literal["shapes", "shapes_strict"]
 
@@ -89,23 +89,24 @@ class ShapesReward:
 def similarity(shapes: Sequence[Seen], request: Request) -> float:
     """Return the fulfilled share of the request, in [0, 1].
 
-    Each thing requires its number of objects of its kind, and again in its colour if the thing has a colour. A relation
-    counts once. The mean of the fulfilled shares is multiplied by requested / seen if the image has too many objects.
+    Each clause requires its number of objects of its kind, and again in its colour if the clause has a colour. A
+    relation counts once. The mean of the fulfilled shares is multiplied by requested / seen if the image has too many
+    objects.
     """
     met: list[float] = []
-    for thing in request.things:
-        met.append(min(1.0, len(_matching(shapes, Thing(kind=thing.kind))) / thing.count))
-        if thing.colour is not None:
-            met.append(min(1.0, len(_matching(shapes, thing)) / thing.count))
+    for clause in request.clauses:
+        met.append(min(1.0, len(_matching(shapes, Clause(kind=clause.kind))) / clause.count))
+        if clause.colour is not None:
+            met.append(min(1.0, len(_matching(shapes, clause)) / clause.count))
     if request.relation is not None:
-        first, second = (_matching(shapes, thing) for thing in request.things)
+        first, second = (_matching(shapes, clause) for clause in request.clauses)
         met.append(float(any(request.relation in relations(a, b) for a in first for b in second)))
-    asked = sum(thing.count for thing in request.things)
+    asked = sum(clause.count for clause in request.clauses)
     return sum(met) / len(met) * asked / max(asked, len(shapes))
 
 
-def _matching(shapes: Sequence[Seen], thing: Thing) -> list[Seen]:
-    return [shape for shape in shapes if shape.kind == thing.kind and thing.colour in (None, shape.colour)]
+def _matching(shapes: Sequence[Seen], clause: Clause) -> list[Seen]:
+    return [shape for shape in shapes if shape.kind == clause.kind and clause.colour in (None, shape.colour)]
 
 
 def relations(a: Seen, b: Seen) -> set[str]:

@@ -38,7 +38,7 @@ from engine.models.shapes import (
 from engine.prompts import held_out_shapes, trained_shapes
 from engine.protocol.request import Score, Stream, seed_of
 from engine.rewards.shapes import ShapesReward
-from engine.shapes import COLOURS, KINDS, NUMBERS, RELATIONS, Request, Task, Thing, parse
+from engine.shapes import COLOURS, KINDS, NUMBERS, RELATIONS, Clause, Request, Task, parse
 from engine.tasks.pretraining import save_parts, train_flow
 
 T = TypeVar("T")
@@ -57,7 +57,7 @@ therefore uses more strong noise than sampling. A spread wider than 1 keeps the 
 clean."""
 EASY_TASKS = (Task.SINGLE, Task.COLOURS, Task.COUNTING)
 EASY_STEPS = 400
-"""Number of first steps with easy tasks only. Most easy tasks ask for a single thing: words come before bindings."""
+"""Number of first steps with easy tasks only. Most easy tasks ask for a single clause: words come before bindings."""
 MIX = (
     *(Task.SINGLE, Task.COLOURS, Task.COLOURS, Task.TWO, Task.COUNTING, Task.COUNTING),
     *(Task.POSITION, Task.POSITION, Task.POSITION, Task.ATTRIBUTION, Task.ATTRIBUTION, Task.ATTRIBUTION),
@@ -128,21 +128,21 @@ def training_requests(rng: random.Random, number: int, tasks: Sequence[Task]) ->
 def noisy_caption(request: Request, rng: random.Random) -> str:
     """Return a prompt of the same task, with every part drawn anew with probability `CAPTION_NOISE`.
 
-    An invalid prompt (two things of equal colour) or a held-out prompt is drawn again.
+    An invalid prompt (two clauses of equal colour) or a held-out prompt is drawn again.
     """
     while True:
-        things = tuple(_noisy(thing, rng) for thing in request.things)
+        clauses = tuple(_noisy(clause, rng) for clause in request.clauses)
         relation = request.relation and _drawn_anew(request.relation, RELATIONS, rng)
-        caption = replace(request, things=things, relation=relation).prompt
+        caption = replace(request, clauses=clauses, relation=relation).prompt
         if caption in _trained():
             return caption
 
 
-def _noisy(thing: Thing, rng: random.Random) -> Thing:
-    return Thing(
-        kind=_drawn_anew(thing.kind, tuple(KINDS), rng),
-        colour=thing.colour and _drawn_anew(thing.colour, tuple(COLOURS), rng),
-        count=thing.count if thing.count == 1 else _drawn_anew(thing.count, tuple(NUMBERS), rng),
+def _noisy(clause: Clause, rng: random.Random) -> Clause:
+    return Clause(
+        kind=_drawn_anew(clause.kind, tuple(KINDS), rng),
+        colour=clause.colour and _drawn_anew(clause.colour, tuple(COLOURS), rng),
+        count=clause.count if clause.count == 1 else _drawn_anew(clause.count, tuple(NUMBERS), rng),
     )
 
 

@@ -33,7 +33,7 @@ from engine.models.shapes import (
 from engine.prompts import held_out_shapes, prompt_source
 from engine.protocol.request import Stream, seed_of
 from engine.rewards.shapes import Seen, ShapesReward, detect, relations, similarity
-from engine.shapes import COLOURS, KINDS, RELATIONS, VOCABULARY, Request, Task, Thing, coverage, parse, requests
+from engine.shapes import COLOURS, KINDS, RELATIONS, VOCABULARY, Clause, Request, Task, coverage, parse, requests
 from engine.tasks.pretrain_shapes import MIX, evaluate, noisy_caption, pretrain, training_requests
 from engine.tasks.pretraining import save_parts
 from launcher.job.load import load_job
@@ -70,31 +70,31 @@ def test_a_prompt_and_its_request_map_one_to_one():
 @pytest.mark.parametrize(
     ("prompt", "request_"),
     [
-        ("a cross", Request(task=Task.SINGLE, things=(Thing(kind="cross"),))),
-        ("a circle and a square", Request(task=Task.TWO, things=(Thing(kind="circle"), Thing(kind="square")))),
-        ("two red squares", Request(task=Task.COUNTING, things=(Thing(kind="square", colour="red", count=2),))),
-        ("three crosses", Request(task=Task.COUNTING, things=(Thing(kind="cross", count=3),))),
+        ("a cross", Request(task=Task.SINGLE, clauses=(Clause(kind="cross"),))),
+        ("a circle and a square", Request(task=Task.TWO, clauses=(Clause(kind="circle"), Clause(kind="square")))),
+        ("two red squares", Request(task=Task.COUNTING, clauses=(Clause(kind="square", colour="red", count=2),))),
+        ("three crosses", Request(task=Task.COUNTING, clauses=(Clause(kind="cross", count=3),))),
         (
             "two circles and a cross",
-            Request(task=Task.COUNTING, things=(Thing(kind="circle", count=2), Thing(kind="cross"))),
+            Request(task=Task.COUNTING, clauses=(Clause(kind="circle", count=2), Clause(kind="cross"))),
         ),
-        ("a blue triangle", Request(task=Task.COLOURS, things=(Thing(kind="triangle", colour="blue"),))),
+        ("a blue triangle", Request(task=Task.COLOURS, clauses=(Clause(kind="triangle", colour="blue"),))),
         (
             "a circle and a red square",
-            Request(task=Task.TWO, things=(Thing(kind="circle"), Thing(kind="square", colour="red"))),
+            Request(task=Task.TWO, clauses=(Clause(kind="circle"), Clause(kind="square", colour="red"))),
         ),
         (
             "a red circle and a blue square",
             Request(
                 task=Task.ATTRIBUTION,
-                things=(Thing(kind="circle", colour="red"), Thing(kind="square", colour="blue")),
+                clauses=(Clause(kind="circle", colour="red"), Clause(kind="square", colour="blue")),
             ),
         ),
         (
             "a green circle left of a blue triangle",
             Request(
                 task=Task.POSITION,
-                things=(Thing(kind="circle", colour="green"), Thing(kind="triangle", colour="blue")),
+                clauses=(Clause(kind="circle", colour="green"), Clause(kind="triangle", colour="blue")),
                 relation="left of",
             ),
         ),
@@ -226,31 +226,31 @@ def test_an_image_is_accepted_only_for_requests_that_it_fits(drawn, wanted_reque
     image = render(drawn, rng)
     seen = detect(image.transpose(1, 2, 0))
     shown = Counter((each.kind, each.colour) for each in seen)
-    for thing in drawn.things:
-        assert sum(shown[thing.kind, c] for c in COLOURS if thing.colour in (None, c)) == thing.count
-    fits = len(seen) == sum(thing.count for thing in wanted_request.things) and all(
-        sum(shown[thing.kind, c] for c in COLOURS if thing.colour in (None, c)) == thing.count
-        for thing in wanted_request.things
+    for clause in drawn.clauses:
+        assert sum(shown[clause.kind, c] for c in COLOURS if clause.colour in (None, c)) == clause.count
+    fits = len(seen) == sum(clause.count for clause in wanted_request.clauses) and all(
+        sum(shown[clause.kind, c] for c in COLOURS if clause.colour in (None, c)) == clause.count
+        for clause in wanted_request.clauses
     )
     if fits and wanted_request.relation is not None:
-        first, second = (next(each for each in seen if each.kind == thing.kind) for thing in wanted_request.things)
+        first, second = (next(each for each in seen if each.kind == clause.kind) for clause in wanted_request.clauses)
         fits = wanted_request.relation in relations(first, second)
     assert one(image, wanted_request.prompt).metrics["exact_match"] == fits
 
 
 def wrong_ones():
     """Yield (request, a request of the same task that its image does not fit)."""
-    square, circle = Thing(kind="square", colour="red"), Thing(kind="circle", colour="blue")
-    plain_circle = Thing(kind="circle")
-    for task, things, relation, other in [
-        (Task.SINGLE, (Thing(kind="square"),), None, "a circle"),
-        (Task.TWO, (Thing(kind="square"), Thing(kind="circle")), None, "a square and a cross"),
+    square, circle = Clause(kind="square", colour="red"), Clause(kind="circle", colour="blue")
+    plain_circle = Clause(kind="circle")
+    for task, clauses, relation, other in [
+        (Task.SINGLE, (Clause(kind="square"),), None, "a circle"),
+        (Task.TWO, (Clause(kind="square"), Clause(kind="circle")), None, "a square and a cross"),
         (Task.COUNTING, (replace(square, count=3),), None, "two red squares"),
         (Task.COUNTING, (replace(square, count=3),), None, "four red squares"),
         (Task.COUNTING, (replace(square, count=3),), None, "three blue squares"),
         (Task.COLOURS, (square,), None, "a blue square"),
-        (Task.COUNTING, (Thing(kind="square", count=2), plain_circle), None, "two circles and a square"),
-        (Task.COUNTING, (Thing(kind="square", count=2), plain_circle), None, "three squares and a circle"),
+        (Task.COUNTING, (Clause(kind="square", count=2), plain_circle), None, "two circles and a square"),
+        (Task.COUNTING, (Clause(kind="square", count=2), plain_circle), None, "three squares and a circle"),
         (Task.TWO, (square, plain_circle), None, "a blue square and a circle"),
         (Task.POSITION, (square, plain_circle), "left of", "a red square right of a circle"),
         (Task.POSITION, (square, plain_circle), "left of", "a blue square left of a circle"),
@@ -258,7 +258,7 @@ def wrong_ones():
         (Task.POSITION, (square, circle), "above", "a blue circle above a red square"),
         (Task.ATTRIBUTION, (square, circle), None, "a blue square and a red circle"),
     ]:
-        yield pytest.param(Request(task=task, things=things, relation=relation), other, id=other)
+        yield pytest.param(Request(task=task, clauses=clauses, relation=relation), other, id=other)
 
 
 @pytest.mark.parametrize(("drawn", "other"), list(wrong_ones()))
@@ -363,10 +363,10 @@ seen_objects = st.builds(
 def test_the_graded_score_is_1_only_if_everything_asked_for_is_shown(seen, request):
     share = similarity(seen, request)
     assert 0.0 <= share <= 1.0
-    if len(seen) != sum(thing.count for thing in request.things):
+    if len(seen) != sum(clause.count for clause in request.clauses):
         assert share < 1.0
     if share == 1.0:
-        assert Counter(each.kind for each in seen) == {thing.kind: thing.count for thing in request.things}
+        assert Counter(each.kind for each in seen) == {clause.kind: clause.count for clause in request.clauses}
 
 
 @given(st.integers(0, 2**30), st.sampled_from(requests()), st.floats(0.0, 2.0))
