@@ -39,6 +39,7 @@ def job(ranks: int, batches: int = 3, *, weights: Weights = "lora") -> EngineCon
             "iterations": batches,
             "model": CONFIG.model if weights == "lora" else ModelConfig(weights="full"),
             "algorithm": CONFIG.algorithm.model_copy(update={"prompts_per_batch": 8}),
+            "evaluation": CONFIG.evaluation.model_copy(update={"prompts": 64, "shape": 2}),
             "runtime": RUNTIME.model_copy(update={"trainer_ranks": ranks}),
         }
     )
@@ -97,7 +98,7 @@ def test_ranks_that_all_sample_train_the_bits_of_rank_0_sampling_alone(
     run, fleet = trained(tmp_path / "all", config)
     assert sampled_by(fleet) == {"trainer/trainer", *(f"trainer/trainer-rank-{rank}" for rank in range(1, ranks))}
     if weights == "lora":
-        assert sampled_by(fleet, Phase.EVALUATION) == sampled_by(fleet)
+        assert len(sampled_by(fleet, Phase.EVALUATION)) > 1
     assert all("idle_gpu_share" in event.health for event in fleet.events("iteration_done")), "every rank's time"
     assert run == alone(tmp_path / "alone", config)
 
