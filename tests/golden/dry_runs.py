@@ -107,7 +107,7 @@ def dry_run(job: Mapping[str, Any]) -> dict[str, Any]:
         stack.enter_context(redirect_stdout(stdout))
         stack.enter_context(redirect_stderr(stderr))
         exit_code = run(["launch", str(file), "--dry-run", "--json"])
-    last = stdout.getvalue().strip().splitlines()[-1:]
+    last = stdout.getvalue().replace(folder, "FOLDER").strip().splitlines()[-1:]
     document = json.loads(last[0]) if last and last[0].startswith("{") else None
     is_planned = document is not None and "plan" in document
     said = "" if is_planned else stderr.getvalue().replace(folder, "FOLDER")
