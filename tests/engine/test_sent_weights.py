@@ -9,7 +9,7 @@ from engine.algorithm_config import AlgorithmConfig
 from engine.config import ModelConfig
 from engine.models.load import freeze_but_trained, trainable
 from engine.models.weights import read_tensors, set_weights
-from engine.trainer.model import OLD, TrainedModel
+from engine.trainer.model import BEFORE, OLD, TrainedModel
 from engine.trainer.outbox import Outbox
 from tests.engine.test_families import FAMILIES
 from tests.engine.test_merge import half, set_version
@@ -73,6 +73,22 @@ def test_a_checkpoint_keeps_the_fp32_weights_and_the_fp32_old_policy(adapter, mo
         assert equal(values(adapter), old)
 
 
+def test_the_weights_that_made_early_groups_go_through_a_checkpoint_in_fp32(adapter, model, tmp_path):
+    first = values(adapter)
+    model.trainer.old.keep()
+    set_version(adapter, 2)
+    model.follow(0, early_follows=True)
+    files = {name: file.open() for name, file in model.files(model.rollout_weights()).items()}
+    assert equal(read_tensors(files[BEFORE]), first)
+    again = TrainedModel(adapter, AlgorithmConfig(), None, Outbox(tmp_path / "again", print))
+    assert again.restore(files, 1)
+    with again.trainer.old.before_active():
+        assert equal(values(adapter), first)
+    again.trainer.old.keep()
+    again.follow(1, early_follows=False)
+    assert BEFORE not in again.files(again.rollout_weights()), "the batch after it has no early group"
+
+
 def test_a_checkpoint_without_an_old_policy_has_the_fp32_weights(adapter, model):
     files = model.files(model.rollout_weights())
     assert files.keys() == {"weights", "ema", "optimizer"}
@@ -96,3 +112,6 @@ def test_weights_of_a_model_in_fp32_travel_as_they_are(weights, tmp_path):
     sent = model.rollout_weights()
     assert equal(read_tensors(sent.open()), values(adapter))
     assert model.files(sent)["weights"] is sent
+    model.trainer.old.keep()
+    model.follow(0, early_follows=True)
+    assert model.trainer.old.before is None, "workers compute the log-probs as the trainer does, so theirs are taken"
