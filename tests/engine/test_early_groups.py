@@ -392,6 +392,7 @@ def test_an_early_group_that_is_whole_takes_no_image_made_anew():
     assert rollouts.group(0).rewards == (1.0, 1.0)
     assert rollouts.group(0).is_early
     assert sum(rollouts.made_by.values()) == 2
+    assert not rollouts.look(), "that image has been received"
 
 
 def test_a_group_that_is_made_anew_takes_no_early_image():

@@ -6,7 +6,10 @@ import pytest
 
 from launcher.clouds.base import InstanceState, Resource
 from launcher.decide.node_facts import NodeStatus
+from launcher.job.schema import Job
+from launcher.provision import provide
 from launcher.provision.sky.node_files import NodeFiles
+from tests.launcher.cluster.stage import HandClock, cloud_run, ledger
 from tests.launcher.cluster.test_sky_provisioner import NODE, REGION, TRAINER, AtOnce, Killed, Stage, placement
 
 OTHER_REGION = "us-west-2"
@@ -323,3 +326,20 @@ def test_a_closed_provisioner_starts_no_task_and_drops_its_connections(stage, mo
 
 def test_other_users_cannot_list_the_nodes(stage):
     assert oct((stage.folder / "nodes").stat().st_mode & 0o777) == "0o700"
+
+
+def test_nodes_get_the_secrets_that_the_job_names_and_nothing_else_of_this_environment(home, monkeypatch):
+    for name, value in {"JUDGE": "of the job", "AWS_SECRET_ACCESS_KEY": "of the user", "OTHER_TOKEN": "x"}.items():
+        monkeypatch.setenv(name, value)
+    common = {"owners": {"aws": "me", "gcp": "me"}, "ssh_from": "203.0.113.7/32", "bundle": "b"}
+    for name, made in {
+        "cloud_apis": lambda clouds: {},
+        "prepare_folder": lambda *_: common,
+        "Sky": lambda: None,
+        "NodeLink": lambda login, mirror, *, secrets: secrets,
+        "SkyProvisioner": lambda purchases, **parts: parts,
+    }.items():
+        monkeypatch.setattr(provide, name, made)
+    run = cloud_run(ledger(home), secrets=("JUDGE", "NOT_SET"))
+    parts = provide.provisioner_of(run, Job.model_validate(run.job), HandClock())
+    assert parts["link"]("login", "mirror") == {"JUDGE": "of the job"}
