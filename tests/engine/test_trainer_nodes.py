@@ -72,6 +72,15 @@ def test_each_node_has_as_many_ranks():
         NodeOfTrainer(number=0, nodes=4).ranks(config(6))
 
 
+@pytest.mark.parametrize(("weights", "room", "sampling"), [("lora", False, 2), ("full", False, 1), ("full", True, 2)])
+def test_a_rank_samples_if_it_has_all_weights_or_room_for_them(tmp_path, weights, room, sampling):
+    node = spec(tmp_path, number=1).model_copy(update={"ranks_have_room": room})
+    model = node.engine.model.model_copy(update={"weights": weights})
+    assert (
+        node.model_copy(update={"engine": node.engine.model_copy(update={"model": model})}).sampling_ranks == sampling
+    )
+
+
 @pytest.mark.parametrize(("role", "number"), [("trainer", 1), ("rollout", 1), ("ranks", 0), ("ranks", 2)])
 def test_only_a_further_node_of_the_trainer_has_a_number(tmp_path, role, number):
     with pytest.raises(ValueError, match=rf"role {role} is number {number} of 2 trainer nodes"):

@@ -12,6 +12,7 @@ from launcher.decide import (
     giving_back,
     launch_history,
     placing,
+    reconcile,
     replacing,
     run_budget,
     waiting,
@@ -28,6 +29,7 @@ PLACES = "tests/launcher/test_moves.py"
 QUEUE = "tests/engine/test_queue.py"
 NODES = "tests/launcher/test_trainer_nodes_plan.py"
 FURTHER = "tests/launcher/cluster/test_further_nodes.py"
+SLOTS = "tests/launcher/cluster/test_trainer_slots.py"
 GIVING = "tests/launcher/cluster/test_giving_back.py"
 WAITING = "tests/launcher/replay/test_waiting.py"
 WHOLE = "tests/launcher/cluster/test_whole_trainer.py"
@@ -430,6 +432,97 @@ FAULTS = {
             forgets="that a node under notice will not work",
             patches=(everywhere(placing._why_stand_in, changed(placing._why_stand_in, " and stays(node)", "")),),
             found_by=f"{PLACING}::test_a_stand_in_is_bought_up_to_the_price_that_waiting_costs",
+        ),
+        Fault(
+            name="a-missing-trainer-node-is-asked-for-after-ten-minutes",
+            forgets="that the other nodes of the trainer are idle and paid meanwhile",
+            patches=(
+                everywhere(
+                    further_nodes.next_trainer_node,
+                    changed(further_nodes.next_trainer_node, "AGAIN_MS, rules", "rules.cool_down_ms, rules"),
+                ),
+            ),
+            found_by=f"{FURTHER}::test_a_refused_node_is_asked_for_again_soon_and_never_later_than_after_the_cool_down",
+        ),
+        Fault(
+            name="a-trainer-waits-for-money-that-is-gone",
+            forgets="that a trainer which never can be whole again trains nothing",
+            patches=(
+                everywhere(
+                    reconcile._fill,
+                    changed(
+                        reconcile._fill,
+                        'slot.role != "rollout" and refusal.for_good',
+                        'slot.role == "trainer" and refusal.for_good',
+                    ),
+                ),
+            ),
+            found_by=f"{SLOTS}::test_a_run_ends_if_its_money_will_never_bear_a_lost_node_of_the_trainer_again",
+        ),
+        Fault(
+            name="part-of-a-trainer-is-kept-without-money",
+            forgets="the further nodes, when the money for one more went to other runs",
+            patches=(
+                everywhere(
+                    reconcile._fill,
+                    changed(
+                        reconcile._fill,
+                        'node.role != "rollout" and stays(node)',
+                        'node.role == "trainer" and stays(node)',
+                    ),
+                ),
+            ),
+            found_by=f"{FURTHER}::"
+            "test_all_nodes_of_the_trainer_are_given_back_if_the_money_for_the_missing_one_went_to_other_runs",
+        ),
+        Fault(
+            name="a-whole-trainer-at-the-prices-of-the-plan",
+            forgets="that prices may have risen since the plan",
+            patches=(everywhere(reconcile._fill, changed(reconcile._fill, "*(rate if facts.sites else one", "*(one")),),
+            found_by=f"{FURTHER}::test_the_money_for_a_whole_trainer_is_counted_at_the_prices_of_now",
+        ),
+        Fault(
+            name="two-nodes-in-a-slot-of-the-trainer",
+            forgets="that a leaving rank may still be in the trainer's group",
+            patches=(
+                everywhere(
+                    replacing.needs_successor,
+                    changed(
+                        replacing.needs_successor,
+                        'slot.role != "rollout" and any(node.is_live',
+                        'slot.role == "trainer" and any(node.is_live',
+                    ),
+                ),
+            ),
+            found_by=f"{SLOTS}::test_a_node_of_the_trainer_has_no_successor_before_it_has_ended[releasing]",
+        ),
+        Fault(
+            name="a-trainer-is-refused-before-it-has-ended",
+            forgets="that the nodes of a trainer that is given back still run",
+            patches=(
+                everywhere(
+                    replacing.attempt_of,
+                    changed(replacing.attempt_of, "not node.is_live and INCOMPLETE", "INCOMPLETE"),
+                ),
+            ),
+            found_by=f"{FURTHER}::"
+            "test_a_node_of_a_trainer_that_never_was_whole_is_refused_once_it_has_ended[incomplete-live-True]",
+        ),
+        Fault(
+            name="denials-of-further-nodes-are-not-told",
+            forgets="why no trainer can be had, if the first node could be",
+            patches=(
+                (
+                    launch_history.Tried,
+                    "denials",
+                    changed(
+                        launch_history.Tried.denials,
+                        'if (one.role == "rollout") is (role == "rollout")',
+                        "if one.role == role",
+                    ),
+                ),
+            ),
+            found_by=f"{FURTHER}::test_the_denial_of_a_further_node_is_the_reason_why_no_trainer_can_be_had",
         ),
     )
 }

@@ -67,8 +67,9 @@ def released(
         (spot(0, notice=NOW - 1), False),
         (spot(0, releasing=NOW - 1), False),
         (on_cloud("spot-0", SPOT_OPTION, 1, requested=0, up=0), False),
+        (on_cloud("spot-0", SPOT_OPTION, 1, requested=0, up=NOW - MINUTE, ready=NOW), False),
     ],
-    ids=["settled", "young", "under notice", "releasing", "never ready"],
+    ids=["settled", "young", "under notice", "releasing", "never ready", "booted for long"],
 )
 def test_a_stand_in_goes_once_a_spot_node_of_its_slot_has_settled_and_stays(successor, goes):
     assert released(TRAINER, stand_in(0), successor) == (["demo-spot-0-g0"] if goes else [])

@@ -87,6 +87,9 @@ def test_a_slot_waits_longer_after_each_node_that_died_young():
     waits = [wait_ms(young[:n], planned_ms=0) for n in (0, 1, 2, 3, 10)]
     assert waits == [0, 10_000, 20_000, 40_000, 600_000]
     assert wait_ms([*young, up("spot-0", 10, gone=NOW)], planned_ms=0) == 0
+    refused = on_cloud("spot-0", SPOT_OPTION, 2, requested=0, no_capacity=100)
+    assert wait_ms([*young[:2], refused, *young[3:4]], planned_ms=0) == 40_000, "a refusal says nothing about the slot"
+    assert wait_ms(young, planned_ms=1) == 0, "a resumed run begins anew"
 
 
 def test_a_preempted_node_that_worked_is_replaced_at_once_even_if_young():
