@@ -101,6 +101,12 @@ def test_a_preempted_node_that_worked_is_replaced_at_once_even_if_young():
     assert decide(facts(up("trainer"), never_ready), wanted()) == []
 
 
+def test_a_node_that_this_machine_denies_is_not_asked_for_again_in_this_run():
+    denied = node("spot-0", requested=0, denied=NOW - 3_600_000)
+    assert bought(decide(facts(up("trainer"), denied), wanted())) == []
+    assert bought(decide(facts(up("trainer"), denied, planned_ms=NOW - 1), wanted())) == ["demo-spot-0-g1"], "resumed"
+
+
 def ended(slot, generation, evidence, *, ready=None, gone=None, **more) -> NodeRecord:
     """Return a node that ended at `gone`, and was ready at `ready` if given."""
     at = 1_000_000 * generation
