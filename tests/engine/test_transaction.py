@@ -409,6 +409,16 @@ def test_a_gradient_that_is_not_finite_takes_no_step_and_skips_all_groups(model,
     assert trainer.optimizer_state() == {}
 
 
+def test_a_rank_trains_its_part_of_a_unit_and_a_gradient_of_all_ranks_skips_the_groups_of_all(model, groups):
+    """Units of two groups over three ranks: each rank trains one at a time. Gradients are added before the step."""
+    trainer = trainer_of(model)
+    step = trainer.begin(replace(MANIFEST, unit=2), 0, PLAN, share=(1,))
+    assert (step.missing, step.groups_of_unit) == ([1], 1)
+    step.add(1, groups[1])
+    next(iter(trainer.parameters.values())).grad.fill_(math.inf)
+    assert step.commit().skipped == [0, 1, 2]
+
+
 # --- all or nothing
 
 

@@ -535,3 +535,26 @@ def test_outages_are_the_same_in_any_order_and_a_burst_is_one_look(refused, shuf
     shuffled.shuffle(mixed)
     assert out_hours(mixed) == out_hours(refused)
     assert out_hours(refused) == pytest.approx((2.2 + 0.5 * len({at // 30 for at in refused})) / 2)
+
+
+def test_the_wait_for_spot_counts_from_the_moment_at_which_every_pool_had_refused():
+    """The first pool has lacked capacity for 35 minutes and the second for 25: on demand comes after half an hour."""
+    first, second = R1.rollout[:2]
+    history = with_trainer()
+    for where, minute in ((first, 0), (second, 10), (first, 16), (second, 26)):
+        history.spot(where, Outcome.REFUSED, at=minute * MINUTE)
+    assert isinstance(rollout(history, now_ms=35 * MINUTE), Wait)
+    history.spot(first, Outcome.REFUSED, at=37 * MINUTE)
+    assert rollout(history, now_ms=40 * MINUTE) == R1.rollout[2]
+
+
+def test_a_stand_in_is_not_replaced_from_a_pool_that_has_just_preempted_a_node():
+    history = with_trainer()
+    for where in R1.rollout[:2]:
+        history.spot(where, Outcome.RECLAIMED, at=0, ended=NOW - MINUTE, was_up=True)
+
+    def back(now_ms):
+        return back_to_spot(R1.rollout[0], 2, Tried(history.attempts), SITES, RULES, now_ms)
+
+    assert back(NOW) == Wait(until_ms=None, why="spot capacity is not known to be back")
+    assert back(NOW + 15 * MINUTE) == R1.rollout[0]
