@@ -558,3 +558,24 @@ def test_a_stand_in_is_not_replaced_from_a_pool_that_has_just_preempted_a_node()
 
     assert back(NOW) == Wait(until_ms=None, why="spot capacity is not known to be back")
     assert back(NOW + 15 * MINUTE) == R1.rollout[0]
+
+
+def test_capacity_is_known_since_the_last_lack_whatever_answer_came_first():
+    where = R1.rollout[0]
+    history = with_trainer().spot(where, Outcome.REFUSED, at=10 * MINUTE).spot(where, Outcome.REFUSED, at=0)
+    history.spot(where, Outcome.LIVE, at=5 * MINUTE, was_up=True)
+    assert Tried(history.attempts).there_since_ms(where) is None
+    history.spot(where, Outcome.LIVE, at=11 * MINUTE, was_up=True)
+    assert Tried(history.attempts).there_since_ms(where) == 11 * MINUTE
+
+
+def test_a_node_that_was_bought_after_a_denial_did_not_hold_its_quota():
+    where = R1.rollout[0]
+    history = with_trainer().spot(where, Outcome.DENIED, at=MINUTE)
+    denied = replace(history.attempts.pop(), is_quota_used_up=True)
+    before, after = (
+        Tried([*with_trainer().spot(where, Outcome.LIVE, at=at_ms, was_up=True).attempts, denied])
+        for at_ms in (0, 2 * MINUTE)
+    )
+    assert not before.is_denied(where), "the quota is free once that node has ended"
+    assert after.is_denied(where)

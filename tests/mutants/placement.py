@@ -524,5 +524,81 @@ FAULTS = {
             ),
             found_by=f"{FURTHER}::test_the_denial_of_a_further_node_is_the_reason_why_no_trainer_can_be_had",
         ),
+        Fault(
+            name="a-trainer-asked-for-elsewhere-is-given-back",
+            forgets="that the run has a trainer again, when it gives its home region up",
+            patches=(
+                everywhere(
+                    failover.is_home_given_up,
+                    changed(failover.is_home_given_up, "tried.trainer is None and ", ""),
+                ),
+            ),
+            found_by=f"{GIVING}::test_without_a_trainer_in_sight_all_nodes_go_and_a_starting_trainer_stays",
+        ),
+        Fault(
+            name="each-refusal-keeps-idle-nodes-for-longer",
+            forgets="since when no trainer has been in sight",
+            patches=(
+                everywhere(
+                    failover.no_trainer_since_ms,
+                    changed(failover.no_trainer_since_ms, "tried.trainers_failed[0]", "tried.trainers_failed[-1]"),
+                ),
+            ),
+            found_by=f"{GIVING}::test_without_a_trainer_in_sight_all_nodes_go_and_a_starting_trainer_stays",
+        ),
+        Fault(
+            name="a-long-boot-settles-a-spot-node",
+            forgets="that capacity is known from the moment at which a node is up",
+            patches=(
+                everywhere(
+                    giving_back._has_settled,
+                    changed(giving_back._has_settled, 'node.happened["up"]', "node.requested_ms"),
+                ),
+            ),
+            found_by=f"{GIVING}::"
+            "test_a_stand_in_goes_once_a_spot_node_of_its_slot_has_settled_and_stays[booted for long]",
+        ),
+        Fault(
+            name="planned-spot-is-a-stand-in",
+            forgets="the price of the plan, when spot elsewhere is cheaper",
+            patches=(
+                everywhere(
+                    replacing._is_dear,
+                    changed(
+                        replacing._is_dear,
+                        "facts.work is None or node.micro_usd_per_hour <= DEAR * slot.placement.micro_usd_per_hour",
+                        "facts.work is None",
+                    ),
+                ),
+            ),
+            found_by=f"{GIVING}::"
+            "test_spot_is_a_stand_in_if_it_is_dear_against_the_plan_and_against_the_lowest_price[as planned]",
+        ),
+        Fault(
+            name="on-demand-comes-before-every-pool-has-refused",
+            forgets="that the wait for spot begins when the last pool lacks capacity",
+            patches=(
+                everywhere(
+                    failover.next_rollout,
+                    changed(failover.next_rollout, "max(firsts, default=0)", "min(firsts, default=0)"),
+                ),
+            ),
+            found_by=f"{PLACES}::test_the_wait_for_spot_counts_from_the_moment_at_which_every_pool_had_refused",
+        ),
+        Fault(
+            name="a-stand-in-is-replaced-where-spot-was-just-lost",
+            forgets="that a pool which has just preempted a node is likely to do it again",
+            patches=(
+                everywhere(
+                    failover.back_to_spot,
+                    changed(
+                        failover.back_to_spot,
+                        "and now_ms >= tried.taken_until_ms(option, rules.cool_down_ms)",
+                        "",
+                    ),
+                ),
+            ),
+            found_by=f"{PLACES}::test_a_stand_in_is_not_replaced_from_a_pool_that_has_just_preempted_a_node",
+        ),
     )
 }

@@ -4,6 +4,7 @@ from inspect import unwrap
 from typing import Any
 
 from engine.algorithm.health import Health
+from engine.algorithm.transaction import Transaction
 from engine.node import trainer_nodes
 from engine.trainer import ranks
 from engine.trainer.rank_messages import TrainGroup
@@ -14,6 +15,10 @@ THREADS = "tests/engine/test_rank_threads.py::test_"
 SAME = f"{THREADS}ranks_in_threads_train_the_weights_of_one_rank_and_report_all_groups"
 SAMPLING = "tests/engine/test_sampling_rank.py::test_"
 NODES = "tests/engine/test_trainer_nodes.py::test_"
+STEP = (
+    "tests/engine/test_transaction.py::"
+    "test_a_rank_trains_its_part_of_a_unit_and_a_gradient_of_all_ranks_skips_the_groups_of_all"
+)
 EARLY = f"{THREADS}ranks_compare_early_groups_with_the_weights_of_one_version_before"
 
 FAULTS: dict[str, Fault] = {}
@@ -170,4 +175,21 @@ _fault(
     "that a frozen node closes no connection",
     f"{NODES}rank_0_leaves_for_a_silent_node_and_not_for_a_coordinator_that_does_not_answer",
     _method(trainer_nodes.OtherNodes, "are_silent", "return bool(lost)", "return False"),
+)
+_fault(
+    "a-rank-trains-a-whole-unit-alone",
+    "that a unit is of the groups of all ranks",
+    f"{STEP}[lora]",
+    _method(
+        Transaction,
+        "_start",
+        "math.ceil(self._manifest.unit * len(self._wanted) / len(self._step))",
+        "self._manifest.unit",
+    ),
+)
+_fault(
+    "a-step-that-failed-skips-the-groups-of-rank-0-alone",
+    "that the gradients of all ranks are in a step",
+    f"{STEP}[lora]",
+    _method(Transaction, "commit", "list(self._step)", "list(self._wanted)"),
 )

@@ -343,3 +343,27 @@ def test_nodes_get_the_secrets_that_the_job_names_and_nothing_else_of_this_envir
     run = cloud_run(ledger(home), secrets=("JUDGE", "NOT_SET"))
     parts = provide.provisioner_of(run, Job.model_validate(run.job), HandClock())
     assert parts["link"]("login", "mirror") == {"JUDGE": "of the job"}
+
+
+def test_the_end_of_a_node_ends_no_other_machine_and_removes_no_other_disk(stage):
+    for name in (TRAINER, NODE):
+        stage.bring_up(name)
+    others = [disk for disk in stage.cloud.disks if disk.node == TRAINER]
+    assert others
+    stage.provisioner.release([NODE])
+    facts = stage.passes(60, step=1)
+    assert (facts[NODE].status, facts[TRAINER].status) == (NodeStatus.GONE, NodeStatus.UP)
+    assert [one.name for one in stage.cloud.there if one.state is InstanceState.RUNNING] == [TRAINER]
+    assert stage.cloud.disks == others
+
+
+def test_a_controller_without_its_lease_ends_no_node(stage):
+    """The controller that took over may have bought the node again."""
+    stage.bring_up(NODE)
+    stage.taken_over = True
+    stage.provisioner.release([NODE])
+    stage.passes(6)
+    assert [one.state for one in stage.cloud.there] == [InstanceState.RUNNING]
+    stage.taken_over = False
+    stage.passes(60, step=1)
+    assert [one.state for one in stage.cloud.there] == [InstanceState.GONE]
