@@ -367,3 +367,15 @@ def test_a_controller_without_its_lease_ends_no_node(stage):
     stage.taken_over = False
     stage.passes(60, step=1)
     assert [one.state for one in stage.cloud.there] == [InstanceState.GONE]
+
+
+def test_a_released_machine_that_no_list_shows_is_paid_to_its_end_and_may_have_been_preempted(stage):
+    stage.bring_up(NODE)
+    stage.cloud.ends_slowly = True
+    stage.provisioner.release([NODE])
+    stage.passes(5)
+    ended_ms = stage.time.ms - 1500
+    stage.cloud.vanish(NODE, ended_ms=ended_ms, reclaimed=True, reason="compute.instances.preempted")
+    fact = stage.passes(60, step=1)[NODE]
+    assert (fact.status, fact.ended_ms, fact.reclaimed) == (NodeStatus.GONE, ended_ms, True)
+    assert fact.evidence.startswith("compute.instances.preempted")
