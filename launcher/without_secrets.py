@@ -10,11 +10,11 @@ from typing import Any
 
 SECRET = "***"
 
-SECRET_NAME = re.compile(
-    r"(?:^|[._-])(?:api_?key|access_?key|key|keys|token|tokens|secret|secrets|pass|password|passwd|passphrase|"
-    r"credential|credentials|auth|authorization|webhook|sig|signature)$",
-    re.IGNORECASE,
+_WORDS = (
+    r"(?:api_?key|access_?key|key|keys|token|tokens|secret|secrets|pass|password|passwd|passphrase|"
+    r"credential|credentials|auth|authorization|webhook|sig|signature)"
 )
+SECRET_NAME = re.compile(rf"(?:^|[._-]){_WORDS}$", re.IGNORECASE)
 """A name of a field, a flag or a parameter whose value is a secret: its last word says so."""
 
 SECRET_VARIABLE = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|WEBHOOK|AUTH", re.IGNORECASE)
@@ -24,7 +24,7 @@ LEAST_LENGTH = 8
 """Shortest value of a variable that is searched. A shorter value is also a part of ordinary words."""
 
 _USER = re.compile(r"(?<=://)[^/\s?#'\"]*@")
-_PARAMETER = re.compile(r"(?<=[?&;])([\w.-]+)=([^&\s'\"#]+)")
+_PARAMETER = re.compile(rf"(?<=[?&;])((?:[\w.-]*[._-])?{_WORDS})=[^&\s'\"#]+", re.IGNORECASE)
 _WEBHOOK = re.compile(r"(https?://(?:hooks\.[\w.-]+|[\w.-]+/api/webhooks)/)[^\s'\"]+")
 _SHAPES = re.compile(
     r"\b(?:sk-[\w-]{8,}|hf_\w{8,}|gh[opsu]_\w{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}|xox[abeoprs]-[\w-]{8,}"
@@ -40,7 +40,7 @@ def without_secrets(text: str, values: Collection[str] = ()) -> str:
             text = text.replace(value, SECRET)
     text = _USER.sub(f"{SECRET}@", text)
     text = _WEBHOOK.sub(rf"\g<1>{SECRET}", text)
-    text = _PARAMETER.sub(lambda match: f"{match[1]}={SECRET}" if SECRET_NAME.search(match[1]) else match[0], text)
+    text = _PARAMETER.sub(rf"\g<1>={SECRET}", text)
     return _SHAPES.sub(SECRET, text)
 
 

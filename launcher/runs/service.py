@@ -3,7 +3,8 @@
 `spotrl launch --detach --service` writes the service. The service restarts a dead controller after 30 s, and when the
 user logs in after a restart of the machine. The controller of a finished run removes the service. A leftover service is
 harmless, because the controller of a finished run ends at once with exit code 0.
-No secret is written: the values of the job's `secrets` and the environment's access keys must be in `service.env`.
+No secret is written: the values of the job's `secrets`, the environment's access keys, and a proxy's address with a
+password must be in `service.env`.
 """
 
 import os
@@ -12,8 +13,9 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from sqlalchemy.orm import Session, sessionmaker
 
@@ -93,12 +95,30 @@ def check_service(job: Job, environ: Mapping[str, str], platform: str = sys.plat
     wandb = job.logging.wandb
     if wandb is not None and (wandb.mode == "online" or (wandb.mode is None and wandb.key in environ)):
         names.append(wandb.key)
-    missing = [name for name in (*names, *(key for key in ACCESS_KEYS if key in environ)) if name not in names_in_file]
+    names += [name for name in environ if name in ACCESS_KEYS or (name in KEPT and _has_password(environ[name]))]
+    missing = [name for name in names if name not in names_in_file]
     if missing:
         raise NoService(
             f"a service does not have this shell's {', '.join(missing)}, and spotrl writes no secret to a file; put "
             f"NAME=VALUE lines into {environment_file()} (chmod 600), {instead}"
         )
+
+
+def kept_variables(environ: Mapping[str, str], secrets: Collection[str]) -> dict[str, str]:
+    """Return the variables that are written to the service. `secrets`: names of the job's secrets, never written."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if (name in KEPT or name.startswith("SPOTRL_")) and name not in secrets and not _has_password(value)
+    }
+
+
+def _has_password(value: str) -> bool:
+    """Return whether the value is an address with a user name, and so perhaps with a password."""
+    try:
+        return urlsplit(value).username is not None
+    except ValueError:
+        return False
 
 
 def start_service(sessions: sessionmaker[Session], run_name: str, timeout_s: float = runs.START_SECONDS) -> Path:
@@ -107,11 +127,12 @@ def start_service(sessions: sessionmaker[Session], run_name: str, timeout_s: flo
     Raises NoService when systemd or launchd refuses, ControllerFailed when no controller appears in `timeout_s`.
     """
     with sessions() as session:
-        folder = Path(find_run(session, run_name).folder)
+        run = find_run(session, run_name)
+    folder = Path(run.folder)
     log = folder / "controller.log"
     file = service_file(run_name)
     file.parent.mkdir(parents=True, exist_ok=True)
-    environ = {name: value for name, value in os.environ.items() if name in KEPT or name.startswith("SPOTRL_")}
+    environ = kept_variables(os.environ, run.job.get("secrets", ()))
     command = [*runs.CONTROLLER, run_name]
     with code_for(home(), folder) as code:
         environ = environment_for(code, {**environ, "SPOTRL_HOME": str(home())})

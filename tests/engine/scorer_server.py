@@ -28,6 +28,8 @@ class ScorerServer:
         self.protocol, self.faults = protocol, list(faults)
         self.sizes, self.heads, self.asked = [], [], []
         self.retry_after, self.listed = "0", 0
+        self.list_faults = []
+        """Statuses of the next answers to GET."""
         self.closing = threading.Event()
         self._lock = threading.Lock()
         owner = self
@@ -40,7 +42,8 @@ class ScorerServer:
 
             def do_GET(self):
                 owner.listed += 1
-                owner._send(self, b'{"data": []}')
+                status = owner.list_faults.pop(0) if owner.list_faults else 200
+                owner._send(self, b'{"data": []}' if status == 200 else owner.key_of(self), status)
 
             def log_message(self, *_):
                 pass
@@ -60,6 +63,11 @@ class ScorerServer:
         self._thread.join()
         self._server.server_close()
 
+    @staticmethod
+    def key_of(request):
+        """Return an answer that repeats the key of the request, as a careless server may."""
+        return f"key was {request.headers.get('Authorization')}".encode()
+
     def answer(self, request):
         content = request.rfile.read(int(request.headers["Content-Length"]))
         with self._lock:
@@ -69,8 +77,7 @@ class ScorerServer:
         self.asked.append(asked)
         self.sizes.append(self._size(asked))
         if isinstance(fault, int):
-            body = f"key was {request.headers.get('Authorization')}".encode()
-            return self._send(request, body, fault, {"Retry-After": self.retry_after})
+            return self._send(request, self.key_of(request), fault, {"Retry-After": self.retry_after})
         if fault == "drip":
             request.send_response(200)
             request.send_header("Content-Length", "1000")

@@ -168,7 +168,7 @@ def test_a_draft_waits_for_a_spot_node_a_share_and_enough_candidates(tmp_path):
         assert side.coordinator.submitted == []
         side.early.begin(side.order)
     side.coordinator.found = [*side.candidates(least - 1)]
-    for _ in range(2):
+    for _ in range(3):
         side.early.look()
     assert side.coordinator.submitted == [], "no candidate counts twice"
     side.coordinator.found += side.candidates(least)[least - 1 :: least]

@@ -286,15 +286,25 @@ def test_early_groups_train_with_every_std_and_with_grpo_guard(tmp_path, change)
 
 
 class Found:
-    """A coordinator that has these early results. `alone_since`: as of `CoordinatorClient`."""
+    """A coordinator that has these early results. `alone_since`: as of `CoordinatorClient`.
+
+    `asked`: the calls, each as the number of results that the trainer has, and whether the trainer waits.
+    """
 
     def __init__(self, results=(), *, blobs=None, poisoned=(), alone_since=None):
         self.found = Collected(results=list(results), blobs=blobs or {}, to_come=False, poisoned=poisoned)
         self.alone_since = alone_since
+        self.asked = []
 
     def collect(self, kind, batch, have, *, wait):
         assert (kind, batch) == (Kind.EARLY, 3)
-        return self.found
+        self.asked.append((have, wait))
+        return replace(self.found, results=self.found.results[have:])
+
+    def has(self, degrees):
+        """Change the results to these."""
+        results, blobs = results_of(degrees)
+        self.found = replace(self.found, results=results, blobs=blobs)
 
 
 def early_result(prompt, seed, degrees, *, kind=Kind.EARLY, reward=1.0):
@@ -355,14 +365,17 @@ def rollouts_of(early, anew):
     """Return the rollouts of a manifest with the early groups 0 and 1.
 
     `early`: degrees of the early images that are there. `anew`: list of (prompt, seed) of images that are made anew,
-    because an earlier process of the trainer ordered it. Both may grow later.
+    because an earlier process of the trainer ordered it. Both may grow later. The coordinator's `waits` are those for
+    training rollouts.
     """
     results, blobs = results_of(early)
     coordinator = Found(results, blobs=blobs)
     manifest = with_draft(MANIFEST, DRAFT)
     arriving = EarlyRollouts(manifest, coordinator, lambda numbers: None, patience_seconds=600, any_degrees=False)
+    coordinator.waits = []
 
     def collect(batch, have, wait):
+        coordinator.waits.append(wait)
         made = [early_result(prompt, seed, (1,), kind=Kind.TRAIN, reward=ANEW) for prompt, seed in anew]
         files = {one.trajectory: data for one, data in made}
         return Collected(results=[one for one, _ in made][have:], blobs=files, to_come=False, poisoned=())
@@ -379,14 +392,14 @@ def test_an_early_group_that_is_whole_takes_no_image_made_anew():
     assert rollouts.group(0).rewards == (1.0, 1.0)
     assert rollouts.group(0).is_early
     assert sum(rollouts.made_by.values()) == 2
+    assert not rollouts.look(), "that image has been received"
 
 
 def test_a_group_that_is_made_anew_takes_no_early_image():
     anew = [("a", 9)]
     coordinator, rollouts = rollouts_of({("a", 8): (1,)}, anew)
     rollouts.look()
-    results, blobs = results_of(WHOLE)
-    coordinator.found = replace(coordinator.found, results=results, blobs=blobs)
+    coordinator.has(WHOLE)
     rollouts.look()
     assert not rollouts.is_complete(0)
     anew.append(("a", 8))
@@ -400,6 +413,37 @@ def test_early_images_count_before_their_group_is_whole():
     _, rollouts = rollouts_of({**WHOLE, ("b", 6): (1,)}, [])
     rollouts.look()
     assert [rollouts.count(number) for number in (0, 1, 2)] == [2, 1, 0]
+
+
+def test_each_early_image_is_fetched_once_and_every_whole_early_group_counts_as_early():
+    """An image has megabytes of latents. A group that counts as fresh is compared with the wrong weights."""
+    coordinator, rollouts = rollouts_of({("a", 8): (1,)}, [])
+    assert not rollouts.look()
+    coordinator.has(WHOLE)
+    assert rollouts.look()
+    coordinator.has({**WHOLE, ("b", 7): (1,), ("b", 6): (1,)})
+    assert rollouts.look()
+    assert not rollouts.look()
+    assert coordinator.asked == [(0, False), (1, False), (2, False)], "and none is asked for after the last group"
+    assert rollouts.early == (0, 1)
+    assert [rollouts.group(number).is_early for number in (0, 1)] == [True, True]
+    assert sum(rollouts.made_by.values()) == 4
+
+
+def test_the_trainer_waits_for_early_groups_once_nothing_else_is_missing():
+    """It waits in one call at a time: while it waits for the one kind, the other may arrive."""
+    coordinator, rollouts = rollouts_of({("a", 8): (1,)}, (anew := [("c", 1), ("c", 2), ("d", 1)]))
+    rollouts.wait()
+    rollouts.wait()
+    assert ([wait for _, wait in coordinator.asked], coordinator.waits) == ([False, False], [True, True])
+    anew.append(("d", 2))
+    rollouts.look()
+    rollouts.wait()
+    coordinator.has({**WHOLE, ("b", 6): (1,), ("b", 7): (1,)})
+    rollouts.wait()
+    assert [wait for _, wait in coordinator.asked[2:]] == [False, True, True]
+    assert coordinator.waits[2:] == [False, True, False], "an early group has arrived"
+    assert rollouts.are_complete()
 
 
 # --- values

@@ -15,7 +15,7 @@ import torch
 from engine.config import EngineConfig, RewardConfig
 from engine.prompt_set import NO_METADATA
 from engine.reward_config import HttpConfig
-from engine.rewards.http_call import BadAnswer
+from engine.rewards.http_call import BadAnswer, HttpCall, NoAnswer
 from engine.rewards.http_protocols import scores_of_answer
 from engine.rewards.http_reward import HttpReward
 from engine.rewards.load import load_reward, load_reward_of_job
@@ -187,6 +187,21 @@ def test_a_key_is_sent_and_appears_in_no_message(monkeypatch, capsys):
     output = capsys.readouterr()
     assert "key was Bearer ***" in output.out
     assert "sk-planted" not in f"{output}{caught.value!r}"
+
+
+def test_no_message_repeats_a_key_that_a_server_or_a_header_does_not_take(monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "sk-planted")
+    with ScorerServer("json") as server:
+        server.list_faults = [503, 403]
+        call = HttpCall(server.url, key_name="JUDGE_KEY", timeout_seconds=10.0, tries=1)
+        with pytest.raises(NoAnswer, match=r"key was Bearer \*\*\*"):
+            call.get()
+        with pytest.raises(RewardError, match=r"key was Bearer \*\*\*"):
+            call.get()
+    monkeypatch.setenv("JUDGE_KEY", "sk-planted\x07")
+    with pytest.raises(RewardError, match="the key in JUDGE_KEY has characters") as caught:
+        HttpCall("http://127.0.0.1:1", key_name="JUDGE_KEY", timeout_seconds=10.0, tries=1)
+    assert "planted" not in str(caught.value)
 
 
 def test_a_key_that_is_not_set_is_named(monkeypatch):

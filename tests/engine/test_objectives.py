@@ -426,6 +426,27 @@ def test_weights_of_early_groups_are_kept_for_one_batch():
     assert before() == 7.0
     old.forget_before()
     assert before() == 3.0
+    old.keep()
+    with torch.no_grad():
+        parameter.add_(1.0)
+    assert before() == 3.0, "then they are those of the old policy, which the next step does not change"
+
+
+def test_weights_of_early_groups_do_not_follow_an_averaged_old_policy():
+    parameter = nn.Parameter(torch.zeros(1))
+    old = OldPolicy({"w": parameter})
+    old.keep()
+    with torch.no_grad():
+        parameter.add_(1.0)
+    old.advance(0.75, keeps_before=True)
+    with old.before_active():
+        assert parameter.item() == 0.0
+    with old.active():
+        assert parameter.item() == 0.25
+        with old.active():
+            assert parameter.item() == 0.25, "a rollout inside a rollout"
+        assert parameter.item() == 0.25
+    assert parameter.item() == 1.0
 
 
 def test_the_published_schedules_of_the_old_policy():

@@ -2,7 +2,9 @@
 
 import errno
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,9 +13,13 @@ from engine.config import EngineConfig, RuntimeConfig
 from engine.events import Market
 from engine.node import rank_rendezvous, rank_watch
 from engine.node.child import EXIT_TORN
-from engine.node.rank_rendezvous import forget_ranks, joined_group, led_group
+from engine.node.rank_network import host_of_store, use_network
+from engine.node.rank_rendezvous import forget_ranks, joined_group, leaves_torn_group, led_group
+from engine.node.rank_watch import leave_when
+from engine.node.trainer_nodes import meeting_file
 from engine.node_spec import ClockConfig, NodeSpec
-from engine.protocol.rank_meeting import write_meeting
+from engine.parallel.communicator import LOOPBACK, TornGroup
+from engine.protocol.rank_meeting import NO_MEETING, RankMeeting, read_meeting, write_meeting
 from engine.storage import disk
 
 CPU = torch.device("cpu")
@@ -98,3 +104,99 @@ def test_a_full_disk_delays_the_meeting_and_ends_no_rank(spec, left, monkeypatch
             joined.result(SECONDS)
     assert codes == []
     assert [meeting.is_over for meeting in tries] == [False, False, True, True]
+
+
+def wait_for_watches(before, left):
+    """Wait until so many of the watches that began since `before` are left."""
+    until = time.monotonic() + SECONDS
+    while sum(one.name == "rank-watch" for one in set(threading.enumerate()) - before) > left:
+        assert time.monotonic() < until
+        time.sleep(0.005)
+
+
+def test_an_earlier_meeting_is_forgotten_even_if_there_is_none(spec):
+    write_meeting(meeting_file(spec), RankMeeting(generation=1, port=9))
+    for _ in range(2):
+        forget_ranks(spec)
+        assert read_meeting(meeting_file(spec)) == NO_MEETING
+
+
+def test_rank_0_names_no_meeting_before_every_node_of_the_trainer_is_there(spec, monkeypatch):
+    class Waits(Exception): ...
+
+    def wait():
+        assert read_meeting(meeting_file(spec)) == NO_MEETING
+        raise Waits
+
+    monkeypatch.setattr(rank_rendezvous, "OtherNodes", lambda spec: SimpleNamespace(wait_for_all=wait))
+    with pytest.raises(Waits), led_group(spec, CPU):
+        pass
+
+
+def test_rank_0_of_several_nodes_leaves_when_one_is_silent_and_not_after_the_run(spec, left, monkeypatch):
+    codes, codes_in_time = left
+    silent, looked = [], threading.Event()
+
+    def are_silent():
+        looked.set()
+        return bool(silent)
+
+    others = SimpleNamespace(wait_for_all=lambda: None, are_silent=are_silent)
+    monkeypatch.setattr(rank_rendezvous, "OtherNodes", lambda spec: others)
+    several = spec.model_copy(update={"trainer_nodes": 2})
+
+    def lead():
+        with ThreadPoolExecutor() as threads:
+            joined = threads.submit(joined_group, several, 1, CPU)
+            with led_group(several, CPU):
+                joined.result(SECONDS)
+                assert looked.wait(SECONDS)
+                if silent:
+                    assert EXIT_TORN in codes_in_time()
+
+    before = set(threading.enumerate())
+    lead()
+    silent.append(1)
+    wait_for_watches(before, 1)  # of rank 1, which ends with its process
+    assert codes == [], "the run is over, and its nodes end"
+    forget_ranks(several)
+    lead()
+
+
+@pytest.mark.parametrize("ends", ["over", "store"])
+def test_a_watch_ends_with_its_group_and_with_its_store(left, ends):
+    codes, _ = left
+    is_over = threading.Event()
+
+    def is_torn():
+        if ends == "store":
+            raise RuntimeError("the store is gone: rank 0 ends, or has begun again")
+        return is_over.is_set()
+
+    before = set(threading.enumerate())
+    over = leave_when(is_torn, "a sign")
+    if ends == "over":
+        over.set()
+        is_over.set()
+    wait_for_watches(before, 0)
+    assert codes == []
+
+
+def test_a_lost_rank_is_not_the_fault_of_this_one():
+    with pytest.raises(SystemExit) as ended, leaves_torn_group():
+        raise TornGroup("rank 1")
+    assert ended.value.code == EXIT_TORN
+
+
+def test_ranks_of_several_nodes_meet_at_the_first_nodes_address_and_of_one_node_on_loopback(spec, monkeypatch):
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    environment = {}
+    monkeypatch.setattr("engine.node.rank_network.os", SimpleNamespace(environ=environment))
+    there = spec.model_copy(update={"coordinator_host": "127.0.0.2"})
+    assert host_of_store(there) == LOOPBACK
+    use_network(there)
+    assert environment == {}, "torch finds loopback by itself"
+    several = there.model_copy(update={"trainer_nodes": 2})
+    assert host_of_store(several) == "127.0.0.2"
+    use_network(several)
+    assert set(environment) == set(names)

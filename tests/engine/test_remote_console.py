@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from engine.mark import MARK
+from engine.node import agent_keeper
 from engine.node.alone import LAST_CONTACT
 from engine.node.remote_console import RemoteConsole
 from engine.protocol.console import MIRRORED
@@ -230,7 +231,9 @@ def test_a_repeated_order_keeps_the_agent_even_with_another_deadline(folder, mir
 
 def test_secrets_reach_the_agent_and_no_file_and_its_files_are_private(folder, mirror):
     Open(folder, mirror).order(run=spec(folder), secrets={"TOKEN": "a planted secret"})
-    assert psutil.Process(started(folder)).environ()["TOKEN"] == "a planted secret"
+    agent = started(folder)
+    assert psutil.Process(agent).environ()["TOKEN"] == "a planted secret"
+    assert os.getsid(agent) == agent, "the end of the console's session does not end the agent"
     files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
     written = ("node.json", "started.json", "logs/agent.log")
     assert files.keys() >= set(written)
@@ -242,9 +245,12 @@ def test_another_order_starts_another_agent(folder, mirror):
     view = Open(folder, mirror)
     view.order(run=spec(folder))
     agent = started(folder)
+    for name in ("ready.json", "exit.json"):
+        (folder / name).write_text("{}")
     view.order(run=spec(folder, coordinator_host="10.0.0.2"))
     wait_until(lambda: started(folder) != agent)
     assert not psutil.pid_exists(agent)
+    assert not [name for name in ("ready.json", "exit.json") if (folder / name).exists()], "files of the former agent"
     assert json.loads((folder / "agent.json").read_text())["coordinator"] == "10.0.0.2"
 
 
@@ -257,6 +263,38 @@ POLITE = (
     "signal.signal(signal.SIGTERM, end);"
     "open('agent.json', 'w').write(json.dumps({'pid': os.getpid()})); time.sleep(300)",
 )
+
+
+STUBBORN = (
+    sys.executable,
+    "-c",
+    "import json, os, signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+    "child = subprocess.Popen(['sleep', '300'], env={}); open('child', 'w').write(str(child.pid));"
+    "open('agent.json', 'w').write(json.dumps({'pid': os.getpid()})); time.sleep(300)",
+)
+"""Ignores SIGTERM, and has a process without the node's mark."""
+
+
+def test_an_agent_that_does_not_end_is_killed_with_its_whole_session(folder, mirror, monkeypatch):
+    monkeypatch.setattr(agent_keeper, "PATIENCE_SECONDS", 0.1)
+    view = Open(folder, mirror, agent=STUBBORN)
+    view.order(run=spec(folder))
+    agent, child = started(folder), int((folder / "child").read_text())
+    view.order(run=spec(folder, coordinator_host="10.0.0.2"))
+    assert not psutil.pid_exists(agent)
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_stopped_agent_ends_by_itself_before_the_next_one(folder, mirror, monkeypatch):
+    """It continues for the order to end, so it can write down its end and end its processes."""
+    monkeypatch.setattr(agent_keeper, "PATIENCE_SECONDS", 600.0)
+    (folder / "seen").parent.mkdir()
+    (folder / "seen").touch()
+    view = Open(folder, mirror, agent=POLITE)
+    view.order(run=spec(folder))
+    os.kill(first := started(folder), signal.SIGSTOP)
+    view.order(run=spec(folder, coordinator_host="10.0.0.2"))
+    assert not psutil.pid_exists(first)
 
 
 def test_the_exit_of_a_replaced_agent_is_not_the_end_of_the_node(folder, mirror):
@@ -297,6 +335,8 @@ def test_a_finished_agent_is_started_again_only_after_a_reboot(folder, mirror):
     assert view.look().files["logs/agent.log"] == b"began\n"
     record = json.loads((folder / "started.json").read_text())
     (folder / "started.json").write_text(json.dumps(record | {"boot_id": "the boot before"}))
+    (folder / "exit.json").unlink()
+    assert "exit.json" not in view.look().files, "a reboot is no end of the node"
     view.order(run=spec(folder, seconds=0))
     wait_until(lambda: view.look().files["logs/agent.log"] == b"began\nbegan\n")
 

@@ -9,7 +9,7 @@ from engine.algorithm_config import AlgorithmConfig
 from engine.config import ModelConfig
 from engine.models.load import freeze_but_trained, trainable
 from engine.models.weights import read_tensors, set_weights
-from engine.trainer.model import OLD, TrainedModel
+from engine.trainer.model import BEFORE, OLD, TrainedModel
 from engine.trainer.outbox import Outbox
 from tests.engine.test_families import FAMILIES
 from tests.engine.test_merge import half, set_version
@@ -58,7 +58,7 @@ def test_adapters_travel_in_half_the_bytes(adapter, model):
     assert sum(entry.size for entry in sent.entries().values()) == 2 * count
 
 
-def test_a_checkpoint_keeps_the_fp32_weights_and_the_fp32_old_policy(adapter, model):
+def test_a_checkpoint_keeps_the_fp32_weights_and_the_fp32_old_policy(adapter, model, tmp_path):
     model.trainer.old.keep()
     old = values(adapter)
     set_version(adapter, 2)
@@ -67,10 +67,27 @@ def test_a_checkpoint_keeps_the_fp32_weights_and_the_fp32_old_policy(adapter, mo
     assert equal(read_tensors(files[OLD]), old)
     assert equal(read_tensors(files["ema"]), old)
     set_version(adapter, 3)
-    assert model.restore(files, 1)
+    again = TrainedModel(adapter, AlgorithmConfig(), None, Outbox(tmp_path / "again", print))
+    assert again.restore(files, 1)
     assert not equal(values(adapter), old)
-    with model.old_policy():
+    with again.old_policy():
         assert equal(values(adapter), old)
+
+
+def test_the_weights_that_made_early_groups_go_through_a_checkpoint_in_fp32(adapter, model, tmp_path):
+    first = values(adapter)
+    model.trainer.old.keep()
+    set_version(adapter, 2)
+    model.follow(0, early_follows=True)
+    files = {name: file.open() for name, file in model.files(model.rollout_weights()).items()}
+    assert equal(read_tensors(files[BEFORE]), first)
+    again = TrainedModel(adapter, AlgorithmConfig(), None, Outbox(tmp_path / "again", print))
+    assert again.restore(files, 1)
+    with again.trainer.old.before_active():
+        assert equal(values(adapter), first)
+    again.trainer.old.keep()
+    again.follow(1, early_follows=False)
+    assert BEFORE not in again.files(again.rollout_weights()), "the batch after it has no early group"
 
 
 def test_a_checkpoint_without_an_old_policy_has_the_fp32_weights(adapter, model):
@@ -96,3 +113,6 @@ def test_weights_of_a_model_in_fp32_travel_as_they_are(weights, tmp_path):
     sent = model.rollout_weights()
     assert equal(read_tensors(sent.open()), values(adapter))
     assert model.files(sent)["weights"] is sent
+    model.trainer.old.keep()
+    model.follow(0, early_follows=True)
+    assert model.trainer.old.before is None, "workers compute the log-probs as the trainer does, so theirs are taken"

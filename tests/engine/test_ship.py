@@ -142,8 +142,23 @@ def test_a_log_piece_out_of_order_is_ignored(tmp_path):
     assert keep_piece(tmp_path, "spot-0", "a.log", 0, b"abc") == 3
     assert keep_piece(tmp_path, "spot-0", "a.log", 0, b"abc") == 3  # the answer was lost
     assert keep_piece(tmp_path, "spot-0", "a.log", 9, b"abc") == 3
-    with pytest.raises(NotShippable):
-        keep_piece(tmp_path, "spot-0", "a/b.log", 0, b"")
+    hostile = [
+        ("spot-0", "a/b.log"),
+        ("spot-0/../..", "a.log"),
+        ("../spot-0", "a.log"),
+        ("spot-0", "a.log/../../b.log"),
+    ]
+    for node, file in [*hostile, ("spot-0\n", "a.log"), ("", "a.log"), ("spot-0", ".log")]:
+        with pytest.raises(NotShippable):
+            keep_piece(tmp_path, node, file, 0, b"")
+
+
+def test_a_log_ends_at_the_largest_size(tmp_path, monkeypatch):
+    """Otherwise a spot node fills the trainer's disk."""
+    monkeypatch.setattr("engine.storage.ship.LONGEST_LOG_BYTES", 4)
+    assert keep_piece(tmp_path, "spot-0", "a.log", 0, b"abc") == 3
+    assert keep_piece(tmp_path, "spot-0", "a.log", 3, b"de") == 3
+    assert keep_piece(tmp_path, "spot-0", "a.log", 3, b"d") == 4
 
 
 def test_the_trainers_node_copies_changed_logs_to_the_store(tmp_path):

@@ -1,6 +1,10 @@
 """The nodes of a trainer, as the coordinator hears them, and the ranks of each. Real runs: test_rank_survival.py."""
 
+import errno
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -9,8 +13,16 @@ from engine.algorithm_config import AlgorithmConfig
 from engine.config import EngineConfig, RuntimeConfig
 from engine.coordinator.rank_nodes import RankNodes
 from engine.events import Market, Phase
+from engine.node import trainer_nodes
 from engine.node.child import Deaths, progress_of
-from engine.node.trainer_nodes import OtherNodes, RankCalls, RankReport, meeting_file
+from engine.node.trainer_nodes import (
+    SIGN_SECONDS,
+    OtherNodes,
+    RankCalls,
+    RankReport,
+    copy_meeting,
+    meeting_file,
+)
 from engine.node_spec import ClockConfig, NodeSpec, role_token
 from engine.protocol.rank_meeting import NO_MEETING, RankMeeting, RanksFound, read_meeting, write_meeting
 from engine.trainer_ranks import NodeOfTrainer
@@ -58,6 +70,15 @@ def test_each_node_has_as_many_ranks():
         ValueError, match=r"6 ranks cannot be divided over 4 nodes; set runtime.trainer_ranks to a mult"
     ):
         NodeOfTrainer(number=0, nodes=4).ranks(config(6))
+
+
+@pytest.mark.parametrize(("weights", "room", "sampling"), [("lora", False, 2), ("full", False, 1), ("full", True, 2)])
+def test_a_rank_samples_if_it_has_all_weights_or_room_for_them(tmp_path, weights, room, sampling):
+    node = spec(tmp_path, number=1).model_copy(update={"ranks_have_room": room})
+    model = node.engine.model.model_copy(update={"weights": weights})
+    assert (
+        node.model_copy(update={"engine": node.engine.model_copy(update={"model": model})}).sampling_ranks == sampling
+    )
 
 
 @pytest.mark.parametrize(("role", "number"), [("trainer", 1), ("rollout", 1), ("ranks", 0), ("ranks", 2)])
@@ -157,3 +178,96 @@ def test_a_new_iteration_forgives_a_further_node_its_torn_groups(tmp_path):
     write_meeting(meeting_file(node), RankMeeting(iteration=1))
     deaths.add_torn()
     assert deaths.torn == 1
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """Answers of a coordinator in turn, and what happens whenever the caller sleeps. `slept`: seconds of each sleep."""
+    made = SimpleNamespace(answers=[], slept=[], sleeps=lambda: None)
+
+    def sleep(seconds):
+        made.slept.append(seconds)
+        made.sleeps()
+
+    monkeypatch.setattr(trainer_nodes, "RankCalls", lambda spec: SimpleNamespace(ask=lambda: made.answers.pop(0)))
+    monkeypatch.setattr(trainer_nodes, "time", SimpleNamespace(sleep=sleep))
+    return made
+
+
+def found(meeting=NO_MEETING, **heard_ms):
+    heard = {int(node.removeprefix("node_")): at_ms for node, at_ms in heard_ms.items()}
+    return RanksFound(meeting=meeting, heard_ms=heard, up_ms=60_000)
+
+
+def test_a_further_node_copies_each_meeting_until_the_run_is_over(tmp_path, script, monkeypatch):
+    """A coordinator that restarted knows no iteration yet, and the disk is full for a moment."""
+    node, written, copies = spec(tmp_path, number=1), [], []
+
+    def write(file, meeting):
+        written.append(meeting)
+        if len(written) == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_meeting(file, meeting)
+
+    monkeypatch.setattr(trainer_nodes, "write_meeting", write)
+    script.sleeps = lambda: copies.append(read_meeting(meeting_file(node)))
+    first, none = RankMeeting(generation=7, port=9, iteration=3), RankMeeting(generation=7)
+    script.answers = [None, found(first), found(first), found(first), found(none), found(RankMeeting(is_over=True))]
+    copy_meeting(node)
+    assert copies == [NO_MEETING, NO_MEETING, first, first, RankMeeting(generation=7, iteration=3)]
+    assert len(written) == 3, "an equal meeting is not written again"
+    assert script.slept == [SIGN_SECONDS] * 5, "each question is a sign of life"
+
+
+def test_rank_0_waits_until_every_further_node_was_heard_and_says_for_which(tmp_path, script, capsys):
+    script.answers = [None, found(node_1=0), found(node_1=0), found(node_1=0, node_2=2999)]
+    others = OtherNodes(spec(tmp_path, number=0, nodes=3))
+    others.wait_for_all()
+    assert script.answers == []
+    assert capsys.readouterr().out == "waits for the trainer's nodes [1, 2]\nwaits for the trainer's nodes [2]\n"
+    OtherNodes(spec(tmp_path, number=0, nodes=1)).wait_for_all()
+
+
+def test_rank_0_leaves_for_a_silent_node_and_not_for_a_coordinator_that_does_not_answer(tmp_path, script, capsys):
+    script.answers = [None, found(node_1=10_000, node_2=0), found(node_1=10_001, node_2=0)]
+    others = OtherNodes(spec(tmp_path, number=0, nodes=3))
+    assert [others.are_silent() for _ in range(3)] == [False, False, True]
+    assert capsys.readouterr().out == "the trainer's nodes [1] are silent\n"
+
+
+@pytest.mark.parametrize(("status", "body"), [(500, b'{"meeting": {}, "heard_ms": {}, "up_ms": 1}'), (200, b"no json")])
+def test_a_coordinator_that_answers_badly_or_not_at_all_is_no_error(tmp_path, status, body):
+    class Bad(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_POST = do_GET
+
+        def log_message(self, *_): ...
+
+    with HTTPServer(("127.0.0.1", 0), Bad) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        node = spec(tmp_path, number=1, port=server.server_address[1])
+        assert RankCalls(node).ask() is None
+        RankCalls(node).report("node-1", 1, 1, [])
+        server.shutdown()
+        thread.join()
+    assert RankCalls(node).ask() is None
+    RankCalls(node).report("node-1", 1, 1, [])
+
+
+def test_a_further_node_asks_as_itself_and_its_successor_is_another(tmp_path):
+    served = Served(tmp_path / "coordinator", ranks=RankNodes(tmp_path / "ranks.json"))
+    try:
+        old = spec(tmp_path, number=1, port=served.port)
+        new = old.model_copy(update={"generation": 1})
+        assert not RankCalls(old).ask().meeting.is_over
+        assert not RankCalls(new).ask().meeting.is_over
+        assert RankCalls(old).ask().meeting.is_over, "it may have been frozen, and would tear the group"
+        other = spec(tmp_path, number=2, port=served.port, nodes=3)
+        assert not RankCalls(other).ask().meeting.is_over, "a node of another number is no successor"
+    finally:
+        served.close()

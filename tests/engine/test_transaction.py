@@ -121,11 +121,11 @@ def one_shot_gradients(trainer, groups, *, kl_beta=0.0, reference=None, shares=N
     return {name: gradient.clone() for name, gradient in gradients(trainer).items()}
 
 
-def assert_close(these, those):
+def assert_close(these, those, rtol=1e-6):
     largest = max(float(value.abs().max()) for value in those.values())
     assert largest > 0
     for name, value in those.items():
-        assert float((these[name] - value).abs().max()) <= 1e-6 * max(1.0, largest), name
+        assert float((these[name] - value).abs().max()) <= rtol * max(1.0, largest), name
 
 
 # --- streamed is one-shot
@@ -407,6 +407,30 @@ def test_a_gradient_that_is_not_finite_takes_no_step_and_skips_all_groups(model,
     assert step.commit().skipped == [0, 1, 2]
     assert get_weights(trainer.parameters) == before
     assert trainer.optimizer_state() == {}
+
+
+def test_the_jobs_clip_and_std_of_advantages_are_used(model, groups):
+    """Three rewards: their std with correction 1 is larger by the square root of 3/2."""
+    found = {}
+    for name, config in {"plain": {}, "clip": {"advantage_clip": 0.5}, "corrected": {"std_correction": 1}}.items():
+        trainer = trainer_of(model, **config)
+        added(trainer, groups)
+        found[name] = {key: value.clone() for key, value in gradients(trainer).items()}
+    assert_close(found["corrected"], {key: value * (2 / 3) ** 0.5 for key, value in found["plain"].items()}, rtol=1e-3)
+    clipped = one_shot_gradients(trainer_of(model, advantage_clip=0.5), groups)
+    assert_close(found["clip"], clipped)
+    with pytest.raises(AssertionError):
+        assert_close(found["plain"], clipped)
+
+
+def test_a_rank_trains_its_part_of_a_unit_and_a_gradient_of_all_ranks_skips_the_groups_of_all(model, groups):
+    """Units of two groups over three ranks: each rank trains one at a time. Gradients are added before the step."""
+    trainer = trainer_of(model)
+    step = trainer.begin(replace(MANIFEST, unit=2), 0, PLAN, share=(1,))
+    assert (step.missing, step.groups_of_unit) == ([1], 1)
+    step.add(1, groups[1])
+    next(iter(trainer.parameters.values())).grad.fill_(math.inf)
+    assert step.commit().skipped == [0, 1, 2]
 
 
 # --- all or nothing

@@ -535,3 +535,47 @@ def test_outages_are_the_same_in_any_order_and_a_burst_is_one_look(refused, shuf
     shuffled.shuffle(mixed)
     assert out_hours(mixed) == out_hours(refused)
     assert out_hours(refused) == pytest.approx((2.2 + 0.5 * len({at // 30 for at in refused})) / 2)
+
+
+def test_the_wait_for_spot_counts_from_the_moment_at_which_every_pool_had_refused():
+    """The first pool has lacked capacity for 35 minutes and the second for 25: on demand comes after half an hour."""
+    first, second = R1.rollout[:2]
+    history = with_trainer()
+    for where, minute in ((first, 0), (second, 10), (first, 16), (second, 26)):
+        history.spot(where, Outcome.REFUSED, at=minute * MINUTE)
+    assert isinstance(rollout(history, now_ms=35 * MINUTE), Wait)
+    history.spot(first, Outcome.REFUSED, at=37 * MINUTE)
+    assert rollout(history, now_ms=40 * MINUTE) == R1.rollout[2]
+
+
+def test_a_stand_in_is_not_replaced_from_a_pool_that_has_just_preempted_a_node():
+    history = with_trainer()
+    for where in R1.rollout[:2]:
+        history.spot(where, Outcome.RECLAIMED, at=0, ended=NOW - MINUTE, was_up=True)
+
+    def back(now_ms):
+        return back_to_spot(R1.rollout[0], 2, Tried(history.attempts), SITES, RULES, now_ms)
+
+    assert back(NOW) == Wait(until_ms=None, why="spot capacity is not known to be back")
+    assert back(NOW + 15 * MINUTE) == R1.rollout[0]
+
+
+def test_capacity_is_known_since_the_last_lack_whatever_answer_came_first():
+    where = R1.rollout[0]
+    history = with_trainer().spot(where, Outcome.REFUSED, at=10 * MINUTE).spot(where, Outcome.REFUSED, at=0)
+    history.spot(where, Outcome.LIVE, at=5 * MINUTE, was_up=True)
+    assert Tried(history.attempts).there_since_ms(where) is None
+    history.spot(where, Outcome.LIVE, at=11 * MINUTE, was_up=True)
+    assert Tried(history.attempts).there_since_ms(where) == 11 * MINUTE
+
+
+def test_a_node_that_was_bought_after_a_denial_did_not_hold_its_quota():
+    where = R1.rollout[0]
+    history = with_trainer().spot(where, Outcome.DENIED, at=MINUTE)
+    denied = replace(history.attempts.pop(), is_quota_used_up=True)
+    before, after = (
+        Tried([*with_trainer().spot(where, Outcome.LIVE, at=at_ms, was_up=True).attempts, denied])
+        for at_ms in (0, 2 * MINUTE)
+    )
+    assert not before.is_denied(where), "the quota is free once that node has ended"
+    assert after.is_denied(where)

@@ -1,12 +1,13 @@
 """The price of waiting: the age of an outage at which a stand-in pays is where its worth passes its price."""
 
+from dataclasses import replace
 from math import inf
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.placement.price_of_waiting import Prices, Waiting
+from launcher.placement.price_of_waiting import PRIOR_SHARE, Prices, Waiting, prior_share_after
 
 WAITING = Waiting(
     left=60.0,
@@ -50,3 +51,15 @@ def test_before_that_age_a_stand_in_costs_more_and_after_it_less(
 def test_a_stand_in_that_adds_nothing_never_pays():
     idle = Waiting(left=60.0, full_hours=10.0, nodes=2, gained=0.0, prices=WAITING.prices)
     assert idle.hours_until_it_pays(4.2, 6.0) == inf
+
+
+def test_a_stand_in_that_pays_at_once_pays_at_the_age_of_0():
+    cheap = replace(WAITING, prices=replace(WAITING.prices, on_demand=1e6))
+    assert cheap.earns(0.0, share=0.7) > 1e6
+    assert cheap.hours_until_it_pays(4.2, 6.0) == 0.0
+
+
+def test_the_share_of_time_with_spot_is_between_1_and_100_percent():
+    assert prior_share_after(0.0, 0.0) == pytest.approx(PRIOR_SHARE)
+    assert prior_share_after(0.0, 1e6) == 0.01
+    assert prior_share_after(10.0, 5.0) == 1.0

@@ -8,11 +8,14 @@ from rich.console import Console
 
 from launcher.ledger.models import STAND_IN, NodeEvent
 from launcher.report.build import build_report
+from launcher.report.card import model_card
+from launcher.report.comparison import compare_runs
 from launcher.report.exploration import exploration_words
 from launcher.report.result import result_dict
 from launcher.report.sharing import Sharing, sharing_words
 from launcher.report.terminal import print_report
 from launcher.report.values import SCHEMA
+from launcher.report.weights import Pulled
 from launcher.report.words import drift_words, headline, stand_in_words
 from tests.launcher.made_ledger import HOUR_MS, JOB, MINUTE_MS, START_MS, a_long_run, a_run, a_session
 from tests.launcher.printed import printed
@@ -258,6 +261,23 @@ def test_the_json_has_a_schema_version_and_only_plain_values(session):
     splits = [read["costs"][name] for name in ("by_role", "by_market", "by_place", "by_node", "by_phase")]
     assert [sum(split.values()) for split in splits] == [read["costs"]["total"]] * 5
     assert "secret-token" not in json.dumps(read)
+
+
+def test_a_report_a_comparison_and_a_model_card_have_the_job_without_its_passwords(session):
+    """A report is sent around, and a card is published beside the weights."""
+    secret = "hunter2-hunter2"
+    logging = {"mlflow": {"tracking_uri": f"https://me:{secret}@tracking/x"}}
+    runs = [a_run(session, name, job={**JOB, "seed": number}).run for number, name in enumerate("ab")]
+    runs[0].job = {**runs[0].job, "logging": logging}
+    runs[0].job_yaml = f"logging: {logging}"
+    report = build_report(session, runs[0], START_MS + 9 * HOUR_MS)
+    assert report.job_text == "logging: {'mlflow': {'tracking_uri': 'https://***@tracking/x'}}"
+    pulled = Pulled(checkpoint="i000001", iteration=1, files=())
+    card = model_card(report, runs[0].job, pulled, "weights", has_diffusers_files=False)
+    compared = json.dumps(compare_runs(session, runs).to_dict())
+    for text in (card, compared):
+        assert "https://***@tracking/x" in text
+        assert secret not in text
 
 
 def test_the_report_of_a_cloud_run_lists_side_costs_and_unpriced_items(session):

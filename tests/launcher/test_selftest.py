@@ -383,6 +383,8 @@ def test_the_file_holds_no_account_identity_bucket_or_user():
     text = json.dumps(sendable(outcome, private))
     assert not [word for word in (*private, "alice", "210987654321") if word in text]
     assert json.loads(text)["failed_steps"][0] == "buy"
+    nested = replace(outcome, still_running=["alice of alice-laptop"])
+    assert sendable(nested, ["alice", "alice-laptop"])["still_running"] == ["(private) of (private)"]
     other = replace(outcome, still_running=["machine of 210987654321"])
     assert "210987654321" not in json.dumps(sendable(other, []))
 

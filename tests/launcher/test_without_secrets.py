@@ -4,6 +4,9 @@ import pytest
 
 from launcher.without_secrets import job_without_secrets, secret_values, without_secrets, words_without_secrets
 
+MARKS = ("AKIA", "ASIA", "AIza", "ghp_", "gho_", "ghs_", "ghu_", "github_pat_", "glpat-", "xoxb-", "xoxp-", "ya29.")
+"""Beginnings of keys by which AWS, Google, GitHub, GitLab and Slack mark them."""
+
 
 @pytest.mark.parametrize(
     ("word", "kept"),
@@ -22,7 +25,9 @@ from launcher.without_secrets import job_without_secrets, secret_values, without
         ("url=https://discord.com/api/webhooks/1/xyz", "url=https://discord.com/api/webhooks/***"),
         ("x=sk-abcdefgh1234", "x=***"),
         ("x=hf_abcdefgh1234", "x=***"),
-        ("x=AKIAABCDEFGHIJKLMNOP", "x=***"),
+        *((f"x={begin}{'A' * 40}", "x=***") for begin in MARKS),
+        *((f"--{name}=abc", f"--{name}=***") for name in ("access-key", "my_password", "auth", "webhook", "sig")),
+        ("url=https://host/a?b=1;passwd=xyz", "url=https://host/a?b=1;passwd=***"),
         ("x=eyJhbGciOiJI.eyJzdWIiOiIx.abc", "x=***"),
         ("name=desk-lamp", "name=desk-lamp"),
         ("tokens_per_prompt=4", "tokens_per_prompt=4"),
@@ -37,6 +42,7 @@ def test_the_word_after_a_flag_with_a_key_is_replaced():
     assert words_without_secrets(words) == [
         *("spotrl", "launch", "--token", "***", "--name", "key", "--password", "--yes")
     ]
+    assert words_without_secrets(["--name=my-token", "job.yaml"]) == ["--name=my-token", "job.yaml"]
 
 
 def test_values_of_secret_variables_are_replaced_anywhere():
@@ -45,6 +51,8 @@ def test_values_of_secret_variables_are_replaced_anywhere():
     assert set(values) == {"kept-by-name-1", "longer-secret", "yes"}
     text = "prompts=kept-by-name-1/longer-secret/yes/usr/bin:/bin"
     assert without_secrets(text, values) == "prompts=***/***/yes/usr/bin:/bin"
+    shorter, longer = "8-digits", "8-digits-and-more"
+    assert without_secrets(f"{longer} {shorter} 7-digit", [shorter, longer, "7-digit"]) == "*** *** 7-digit"
 
 
 def test_a_checked_job_keeps_its_form():

@@ -7,6 +7,7 @@ from launcher.provision.sky.launches import Launches
 from launcher.provision.sky.node_files import NodeFiles
 from launcher.provision.sky.regions import Regions
 from launcher.provision.sky.sky_provisioner import SkyProvisioner
+from launcher.provision.sky.terminate import Terminator
 from launcher.selftest import reading
 from tests.mutants.faults import Fault
 from tests.mutants.planted_bug import changed, everywhere
@@ -231,6 +232,33 @@ _fault(
     "_look",
     "{*active, *self._around.purchases.regions}",
     "active",
+)
+_fault(
+    "the-end-of-a-node-ends-every-vm-of-its-region",
+    "whose VM it ends",
+    f"{CALLS}the_end_of_a_node_ends_no_other_machine_and_removes_no_other_disk",
+    Terminator,
+    "end",
+    "if one.name == node.name]",
+    "]",
+)
+_fault(
+    "the-end-of-a-node-removes-every-disk-of-its-region",
+    "whose disk it removes",
+    f"{CALLS}the_end_of_a_node_ends_no_other_machine_and_removes_no_other_disk",
+    Terminator,
+    "end",
+    'if one.kind == "disk" and one.node == node.name]',
+    'if one.kind == "disk"]',
+)
+_fault(
+    "a-controller-that-was-replaced-ends-nodes",
+    "that another controller may have taken over",
+    f"{CALLS}a_controller_without_its_lease_ends_no_node",
+    Terminator,
+    "end",
+    "self.around.check_lease()",
+    "pass",
 )
 FAULTS["nonsense-of-a-node-hinders-its-end"] = Fault(
     name="nonsense-of-a-node-hinders-its-end",

@@ -1,5 +1,7 @@
 """Planted bugs of early groups: a wrong version, a forgotten draft, a step that does not wait, candidates first."""
 
+from inspect import unwrap
+
 from engine.algorithm.flow_grpo import own_means
 from engine.algorithm.old_policy import OldPolicy
 from engine.algorithm.transaction import Transaction
@@ -11,7 +13,9 @@ from engine.trainer.checkpoints import Checkpoints
 from engine.trainer.early_groups import EarlyGroups
 from engine.trainer.early_rollouts import EarlyRollouts
 from engine.trainer.evaluator import Evaluator
+from engine.trainer.model import TrainedModel
 from engine.trainer.rollouts import Rollouts
+from engine.trainer.state import TrainerState
 from engine.trainer.updates import BatchUpdates
 from tests.mutants.faults import Fault
 from tests.mutants.planted_bug import changed, everywhere
@@ -19,6 +23,7 @@ from tests.mutants.planted_bug import changed, everywhere
 EARLY = "tests/engine/test_early_groups.py"
 MERGED = "tests/engine/test_early_merged.py"
 DRAFTS = "tests/engine/test_early_drafts.py"
+STATE = "tests/engine/test_trainer_state.py"
 
 FAULTS: dict[str, Fault] = {
     fault.name: fault
@@ -224,6 +229,50 @@ FAULTS: dict[str, Fault] = {
             ),
             found_by="tests/engine/test_exploration_batch.py::"
             "test_an_idle_time_budget_with_its_pool_waits_for_the_early_rollouts",
+        ),
+        Fault(
+            name="only-the-last-early-group-counts-as-early",
+            forgets="the early groups that became whole before",
+            patches=(
+                (
+                    Rollouts,
+                    "_take_early",
+                    changed(Rollouts._take_early, "tuple(sorted((*self.early, number)))", "(number,)"),
+                ),
+            ),
+            found_by=f"{EARLY}::test_each_early_image_is_fetched_once_and_every_whole_early_group_counts_as_early",
+        ),
+        Fault(
+            name="early-images-are-fetched-at-every-look",
+            forgets="how many early images it has",
+            patches=((EarlyRollouts, "take", changed(EarlyRollouts.take, "self._received += 1", "pass")),),
+            found_by=f"{EARLY}::test_each_early_image_is_fetched_once_and_every_whole_early_group_counts_as_early",
+        ),
+        Fault(
+            name="the-trainer-waits-for-early-groups-first",
+            forgets="that fresh groups arrive meanwhile",
+            patches=((Rollouts, "_take", changed(Rollouts._take, " and self._waits_for_early_groups()", "")),),
+            found_by=f"{EARLY}::test_the_trainer_waits_for_early_groups_once_nothing_else_is_missing",
+        ),
+        Fault(
+            name="a-pause-ends-with-the-process",
+            forgets="the pause of early groups, when it resumes",
+            patches=((TrainerState, "restore", changed(TrainerState.restore, "checkpoint.early_off_until", "0")),),
+            found_by=f"{STATE}::test_every_field_of_the_state_goes_through_a_checkpoint",
+        ),
+        Fault(
+            name="weights-of-early-groups-follow-the-old-policy",
+            forgets="that an averaged old policy moves on in place",
+            patches=((OldPolicy, "advance", changed(unwrap(OldPolicy.advance), "if keeps_before:", "if False:")),),
+            found_by="tests/engine/test_objectives.py::"
+            "test_weights_of_early_groups_do_not_follow_an_averaged_old_policy",
+        ),
+        Fault(
+            name="weights-of-early-groups-are-not-in-the-checkpoint",
+            forgets="that a restarted trainer computes the log-probs of early groups",
+            patches=((TrainedModel, "files", changed(TrainedModel.files, "if before is not None:", "if False:")),),
+            found_by="tests/engine/test_sent_weights.py::"
+            "test_the_weights_that_made_early_groups_go_through_a_checkpoint_in_fp32",
         ),
     )
 }

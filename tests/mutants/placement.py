@@ -12,6 +12,7 @@ from launcher.decide import (
     giving_back,
     launch_history,
     placing,
+    reconcile,
     replacing,
     run_budget,
     waiting,
@@ -28,6 +29,7 @@ PLACES = "tests/launcher/test_moves.py"
 QUEUE = "tests/engine/test_queue.py"
 NODES = "tests/launcher/test_trainer_nodes_plan.py"
 FURTHER = "tests/launcher/cluster/test_further_nodes.py"
+SLOTS = "tests/launcher/cluster/test_trainer_slots.py"
 GIVING = "tests/launcher/cluster/test_giving_back.py"
 WAITING = "tests/launcher/replay/test_waiting.py"
 WHOLE = "tests/launcher/cluster/test_whole_trainer.py"
@@ -430,6 +432,173 @@ FAULTS = {
             forgets="that a node under notice will not work",
             patches=(everywhere(placing._why_stand_in, changed(placing._why_stand_in, " and stays(node)", "")),),
             found_by=f"{PLACING}::test_a_stand_in_is_bought_up_to_the_price_that_waiting_costs",
+        ),
+        Fault(
+            name="a-missing-trainer-node-is-asked-for-after-ten-minutes",
+            forgets="that the other nodes of the trainer are idle and paid meanwhile",
+            patches=(
+                everywhere(
+                    further_nodes.next_trainer_node,
+                    changed(further_nodes.next_trainer_node, "AGAIN_MS, rules", "rules.cool_down_ms, rules"),
+                ),
+            ),
+            found_by=f"{FURTHER}::test_a_refused_node_is_asked_for_again_soon_and_never_later_than_after_the_cool_down",
+        ),
+        Fault(
+            name="a-trainer-waits-for-money-that-is-gone",
+            forgets="that a trainer which never can be whole again trains nothing",
+            patches=(
+                everywhere(
+                    reconcile._fill,
+                    changed(
+                        reconcile._fill,
+                        'slot.role != "rollout" and refusal.for_good',
+                        'slot.role == "trainer" and refusal.for_good',
+                    ),
+                ),
+            ),
+            found_by=f"{SLOTS}::test_a_run_ends_if_its_money_will_never_bear_a_lost_node_of_the_trainer_again",
+        ),
+        Fault(
+            name="part-of-a-trainer-is-kept-without-money",
+            forgets="the further nodes, when the money for one more went to other runs",
+            patches=(
+                everywhere(
+                    reconcile._fill,
+                    changed(
+                        reconcile._fill,
+                        'node.role != "rollout" and stays(node)',
+                        'node.role == "trainer" and stays(node)',
+                    ),
+                ),
+            ),
+            found_by=f"{FURTHER}::"
+            "test_all_nodes_of_the_trainer_are_given_back_if_the_money_for_the_missing_one_went_to_other_runs",
+        ),
+        Fault(
+            name="a-whole-trainer-at-the-prices-of-the-plan",
+            forgets="that prices may have risen since the plan",
+            patches=(everywhere(reconcile._fill, changed(reconcile._fill, "*(rate if facts.sites else one", "*(one")),),
+            found_by=f"{FURTHER}::test_the_money_for_a_whole_trainer_is_counted_at_the_prices_of_now",
+        ),
+        Fault(
+            name="two-nodes-in-a-slot-of-the-trainer",
+            forgets="that a leaving rank may still be in the trainer's group",
+            patches=(
+                everywhere(
+                    replacing.needs_successor,
+                    changed(
+                        replacing.needs_successor,
+                        'slot.role != "rollout" and any(node.is_live',
+                        'slot.role == "trainer" and any(node.is_live',
+                    ),
+                ),
+            ),
+            found_by=f"{SLOTS}::test_a_node_of_the_trainer_has_no_successor_before_it_has_ended[releasing]",
+        ),
+        Fault(
+            name="a-trainer-is-refused-before-it-has-ended",
+            forgets="that the nodes of a trainer that is given back still run",
+            patches=(
+                everywhere(
+                    replacing.attempt_of,
+                    changed(replacing.attempt_of, "not node.is_live and INCOMPLETE", "INCOMPLETE"),
+                ),
+            ),
+            found_by=f"{FURTHER}::"
+            "test_a_node_of_a_trainer_that_never_was_whole_is_refused_once_it_has_ended[incomplete-live-True]",
+        ),
+        Fault(
+            name="denials-of-further-nodes-are-not-told",
+            forgets="why no trainer can be had, if the first node could be",
+            patches=(
+                (
+                    launch_history.Tried,
+                    "denials",
+                    changed(
+                        launch_history.Tried.denials,
+                        'if (one.role == "rollout") is (role == "rollout")',
+                        "if one.role == role",
+                    ),
+                ),
+            ),
+            found_by=f"{FURTHER}::test_the_denial_of_a_further_node_is_the_reason_why_no_trainer_can_be_had",
+        ),
+        Fault(
+            name="a-trainer-asked-for-elsewhere-is-given-back",
+            forgets="that the run has a trainer again, when it gives its home region up",
+            patches=(
+                everywhere(
+                    failover.is_home_given_up,
+                    changed(failover.is_home_given_up, "tried.trainer is None and ", ""),
+                ),
+            ),
+            found_by=f"{GIVING}::test_without_a_trainer_in_sight_all_nodes_go_and_a_starting_trainer_stays",
+        ),
+        Fault(
+            name="each-refusal-keeps-idle-nodes-for-longer",
+            forgets="since when no trainer has been in sight",
+            patches=(
+                everywhere(
+                    failover.no_trainer_since_ms,
+                    changed(failover.no_trainer_since_ms, "tried.trainers_failed[0]", "tried.trainers_failed[-1]"),
+                ),
+            ),
+            found_by=f"{GIVING}::test_without_a_trainer_in_sight_all_nodes_go_and_a_starting_trainer_stays",
+        ),
+        Fault(
+            name="a-long-boot-settles-a-spot-node",
+            forgets="that capacity is known from the moment at which a node is up",
+            patches=(
+                everywhere(
+                    giving_back._has_settled,
+                    changed(giving_back._has_settled, 'node.happened["up"]', "node.requested_ms"),
+                ),
+            ),
+            found_by=f"{GIVING}::"
+            "test_a_stand_in_goes_once_a_spot_node_of_its_slot_has_settled_and_stays[booted for long]",
+        ),
+        Fault(
+            name="planned-spot-is-a-stand-in",
+            forgets="the price of the plan, when spot elsewhere is cheaper",
+            patches=(
+                everywhere(
+                    replacing._is_dear,
+                    changed(
+                        replacing._is_dear,
+                        "facts.work is None or node.micro_usd_per_hour <= DEAR * slot.placement.micro_usd_per_hour",
+                        "facts.work is None",
+                    ),
+                ),
+            ),
+            found_by=f"{GIVING}::"
+            "test_spot_is_a_stand_in_if_it_is_dear_against_the_plan_and_against_the_lowest_price[as planned]",
+        ),
+        Fault(
+            name="on-demand-comes-before-every-pool-has-refused",
+            forgets="that the wait for spot begins when the last pool lacks capacity",
+            patches=(
+                everywhere(
+                    failover.next_rollout,
+                    changed(failover.next_rollout, "max(firsts, default=0)", "min(firsts, default=0)"),
+                ),
+            ),
+            found_by=f"{PLACES}::test_the_wait_for_spot_counts_from_the_moment_at_which_every_pool_had_refused",
+        ),
+        Fault(
+            name="a-stand-in-is-replaced-where-spot-was-just-lost",
+            forgets="that a pool which has just preempted a node is likely to do it again",
+            patches=(
+                everywhere(
+                    failover.back_to_spot,
+                    changed(
+                        failover.back_to_spot,
+                        "and now_ms >= tried.taken_until_ms(option, rules.cool_down_ms)",
+                        "",
+                    ),
+                ),
+            ),
+            found_by=f"{PLACES}::test_a_stand_in_is_not_replaced_from_a_pool_that_has_just_preempted_a_node",
         ),
     )
 }

@@ -4,6 +4,8 @@ from inspect import unwrap
 from typing import Any
 
 from engine.algorithm.health import Health
+from engine.algorithm.transaction import Transaction
+from engine.node import trainer_nodes
 from engine.trainer import ranks
 from engine.trainer.rank_messages import TrainGroup
 from tests.mutants.faults import Fault
@@ -11,6 +13,12 @@ from tests.mutants.planted_bug import changed, everywhere
 
 THREADS = "tests/engine/test_rank_threads.py::test_"
 SAME = f"{THREADS}ranks_in_threads_train_the_weights_of_one_rank_and_report_all_groups"
+SAMPLING = "tests/engine/test_sampling_rank.py::test_"
+NODES = "tests/engine/test_trainer_nodes.py::test_"
+STEP = (
+    "tests/engine/test_transaction.py::"
+    "test_a_rank_trains_its_part_of_a_unit_and_a_gradient_of_all_ranks_skips_the_groups_of_all"
+)
 EARLY = f"{THREADS}ranks_compare_early_groups_with_the_weights_of_one_version_before"
 
 FAULTS: dict[str, Fault] = {}
@@ -98,4 +106,91 @@ _fault(
     "early rows outside the clip range on other ranks",
     EARLY,
     _method(Health, "add", "self.early_outside += more.early_outside", "pass"),
+)
+
+# --- ranks that sample
+
+_fault(
+    "a-rank-samples-though-it-may-not",
+    "that an evaluation or a shared image has the GPU",
+    f"{SAMPLING}a_rank_that_may_not_sample_waits_and_goes_on_when_it_may",
+    _method(ranks.SamplingRank, "_may_sample", "return self._let_sample", "return True"),
+)
+_fault(
+    "a-rank-keeps-its-leases-when-its-group-ends",
+    "to give its leases back before it begins again",
+    f"{SAMPLING}a_rank_gives_its_leases_back_when_its_group_ends[True]",
+    _method(ranks.SamplingRank, "follow", "self._sampler.end()", "pass"),
+)
+_fault(
+    "rank-0-waits-for-a-whole-lease",
+    "that all ranks wait until this one takes the weights",
+    f"{SAMPLING}weights_interrupt_sampling_because_rank_0_sends_them_to_all_ranks_at_once",
+    _method(ranks.Follower, "_can_wait", " and order.weights is None", ""),
+)
+_fault(
+    "a-rank-samples-with-weights-that-it-does-not-have",
+    "to take the weights before it samples with them",
+    f"{SAMPLING}a_rank_samples_with_published_weights_only_once_it_has_them",
+    _method(
+        ranks.Follower,
+        "_carry_out",
+        "        with self._measure(Phase.COLLECTIVE):\n            self._take_weights(order.weights)\n"
+        "        self._sampler.published(order.key, order.digest)",
+        "        self._sampler.published(order.key, order.digest)\n"
+        "        with self._measure(Phase.COLLECTIVE):\n            self._take_weights(order.weights)",
+    ),
+)
+_fault(
+    "times-of-a-rank-are-answered-twice",
+    "which times it has answered",
+    f"{SAMPLING}each_answer_has_the_times_since_the_last_one",
+    _method(
+        ranks.SamplingRank, "_spent_ms", "spent, self._reported_ms = total - self._reported_ms, total", "spent = total"
+    ),
+)
+
+# --- nodes of the trainer
+
+_fault(
+    "a-restarted-coordinator-takes-progress-back",
+    "the newest iteration that the node has heard of",
+    f"{NODES}a_further_node_copies_each_meeting_until_the_run_is_over",
+    everywhere(
+        trainer_nodes.copy_meeting,
+        changed(
+            trainer_nodes.copy_meeting,
+            "max(found.meeting.iteration, known.iteration)",
+            "found.meeting.iteration",
+        ),
+    ),
+)
+_fault(
+    "a-group-is-formed-without-a-node",
+    "to wait for the nodes of the trainer",
+    f"{NODES}rank_0_waits_until_every_further_node_was_heard_and_says_for_which",
+    (trainer_nodes.OtherNodes, "wait_for_all", lambda self: None),
+)
+_fault(
+    "a-silent-node-holds-the-trainer-up",
+    "that a frozen node closes no connection",
+    f"{NODES}rank_0_leaves_for_a_silent_node_and_not_for_a_coordinator_that_does_not_answer",
+    _method(trainer_nodes.OtherNodes, "are_silent", "return bool(lost)", "return False"),
+)
+_fault(
+    "a-rank-trains-a-whole-unit-alone",
+    "that a unit is of the groups of all ranks",
+    f"{STEP}[lora]",
+    _method(
+        Transaction,
+        "_start",
+        "math.ceil(self._manifest.unit * len(self._wanted) / len(self._step))",
+        "self._manifest.unit",
+    ),
+)
+_fault(
+    "a-step-that-failed-skips-the-groups-of-rank-0-alone",
+    "that the gradients of all ranks are in a step",
+    f"{STEP}[lora]",
+    _method(Transaction, "commit", "list(self._step)", "list(self._wanted)"),
 )

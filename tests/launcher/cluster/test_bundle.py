@@ -303,8 +303,10 @@ def test_a_link_to_a_folder_is_refused_by_name(tmp_path, workdir):
     assert not list((tmp_path / "bundles").iterdir())
 
 
-def test_a_private_key_is_refused_by_name(tmp_path, workdir):
-    (workdir / "robot.json").write_text('{"private_key": "-----BEGIN PRIVATE KEY-----\\nMII"}')
+@pytest.mark.parametrize("before", [0, 4000])
+def test_a_private_key_is_refused_by_name(tmp_path, workdir, before):
+    text = '{"private_key": "-----BEGIN PRIVATE KEY-----\\nMII"}'
+    (workdir / "robot.json").write_text(" " * before + text)
     with pytest.raises(WorkdirRefused, match=r"robot\.json holds a private key"):
         bundle_of(tmp_path, workdir)
 

@@ -2,9 +2,13 @@
 
 from dataclasses import replace
 
+import pytest
+
 from engine.events import Market
-from launcher.decide.facts import NodeRecord, Stage
-from launcher.decide.failover import Wait
+from launcher.decide.actions import Buy, Enter, Release
+from launcher.decide.budget_guard import Limits
+from launcher.decide.facts import INCOMPLETE, NodeRecord, Others, Stage
+from launcher.decide.failover import NothingLeft, Wait, next_trainer
 from launcher.decide.further_nodes import (
     LACKING_MS,
     given_back_trainer,
@@ -14,10 +18,11 @@ from launcher.decide.further_nodes import (
     offer_beside,
 )
 from launcher.decide.giving_back import nodes_to_release
-from launcher.decide.launch_history import Attempt, MoveRules, Outcome, Tried
+from launcher.decide.launch_history import AGAIN_MS, Attempt, MoveRules, Outcome, Tried
+from launcher.decide.reconcile import decide
 from launcher.decide.replacing import attempt_of
 from launcher.placement.options import Option
-from tests.launcher.cluster.stage import CLOUD_SITES, TRAINER_RATE, cloud_option
+from tests.launcher.cluster.stage import CLOUD_SITES, TRAINER_RATE, cloud_option, cloud_slots
 from tests.launcher.cluster.test_reconcile import NOW, facts, node, wanted
 
 RULES = MoveRules()
@@ -105,6 +110,10 @@ def test_the_zone_of_the_first_node_counts_even_if_a_further_node_is_older():
     assert zone_of(offer_beside([older, first])) == "g1-a"
     assert nodes_in_other_zones([older, first]) == [older]
     assert zone_of(offer_beside([older])) == "g1-b", "without the first node, the zone of the others counts"
+    newer = trainer_node("trainer-2", "g1-c", requested=MINUTE)
+    assert nodes_in_other_zones([newer, older]) == [newer], "and of those, the zone of the oldest"
+    new_first = trainer_node("trainer", "g1-c", requested=6 * MINUTE)
+    assert zone_of(offer_beside([new_first, first])) == "g1-a"
 
 
 def test_a_further_node_is_bought_as_the_first_really_is_and_waits_for_its_zone():
@@ -162,6 +171,8 @@ def test_a_trainer_is_given_back_whole_for_refusals_of_its_own_nodes():
     assert release.nodes == (first.name, second.name)
     assert release.why == "the trainer lacks trainer-2: g1-a refused it: still no capacity"
     assert release_for(*reversed(since)) == release
+    full = replace(refusal("g1-a", LACKING_MS), outcome=Outcome.FULL, evidence="the quota is full")
+    assert release_for(full, since[1]) == release, "whatever it was refused for before"
     assert release_for(refusal("g1-a", LACKING_MS - 1)) is None, "from before the first node was up"
     assert release_for(*(replace(one, role="rollout") for one in since)) is None
     assert release_for(*since, sites=()) is None
@@ -200,3 +211,94 @@ def test_the_first_node_is_never_one_of_the_nodes_in_other_zones():
     moved = replace(trainer_node("trainer", "g1-b", requested=MINUTE), name="demo-trainer-g1")
     assert nodes_in_other_zones([first, moved, near]) == [], "the earlier first node counts, and two are left to others"
     assert nodes_in_other_zones([first]) == []
+
+
+def test_a_refused_node_is_asked_for_again_soon_and_never_later_than_after_the_cool_down():
+    first = trainer_node("trainer", "g1-a")
+    once = [refusal("g1-a", 0)]
+    wait = next_trainer_node("trainer-1", [first], Tried(once), RULES, 1000)
+    assert isinstance(wait, Wait)
+    assert AGAIN_MS <= wait.until_ms - once[0].ended_ms <= 1.5 * AGAIN_MS, "the other nodes are idle and paid"
+    assert isinstance(next_trainer_node("trainer-1", [first], Tried(once), RULES, wait.until_ms - 1), Wait)
+    assert zone_of(next_trainer_node("trainer-1", [first], Tried(once), RULES, wait.until_ms)) == "g1-a"
+    often = [refusal("g1-a", number * 10 * MINUTE) for number in range(8)]
+    impatient = MoveRules(trainer_wait_ms=5 * MINUTE)
+    wait = next_trainer_node("trainer-1", [first], Tried(often), impatient, often[-1].ended_ms)
+    assert isinstance(wait, Wait)
+    assert wait.until_ms == often[-1].ended_ms + 5 * MINUTE
+
+
+@pytest.mark.parametrize(
+    ("happened", "outcome", "was_up"),
+    [
+        ({}, Outcome.LIVE, True),
+        ({"gone": NOW}, Outcome.ENDED, True),
+        ({INCOMPLETE: NOW}, Outcome.LIVE, True),
+        ({INCOMPLETE: NOW, "releasing": NOW}, Outcome.LIVE, True),
+        ({INCOMPLETE: NOW, "released": NOW}, Outcome.REFUSED, False),
+        ({INCOMPLETE: NOW, "denied": NOW}, Outcome.DENIED, False),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
+)
+def test_a_node_of_a_trainer_that_never_was_whole_is_refused_once_it_has_ended(happened, outcome, was_up):
+    attempt = attempt_of(trainer_node("trainer", "g1-a", **happened))
+    assert (attempt.outcome, attempt.was_up) == (outcome, was_up)
+
+
+def test_the_denial_of_a_further_node_is_the_reason_why_no_trainer_can_be_had():
+    denied = [
+        replace(denial("", 0), option=site.trainer[0], evidence=f"no permission in {site.region}")
+        for site in CLOUD_SITES
+    ]
+    nothing = next_trainer(Tried(denied), CLOUD_SITES, RULES, NOW)
+    assert nothing == NothingLeft(why="no permission in g1; no permission in g2; no permission in e1")
+    assert Tried(denied).denials("rollout") == "nothing on offer fits"
+
+
+# --- the pass as a whole -------------------------------------------------------------------------------
+
+
+def job(spot: int = 1, max_hourly: int | None = None):
+    """Return a job with a trainer of three nodes."""
+    return replace(wanted(spot=spot, max_hourly=max_hourly), slots=cloud_slots(spot, trainers=3))
+
+
+def test_a_trainer_that_lacks_a_node_for_too_long_is_given_back_before_anything_is_bought():
+    first, second = trainer_node("trainer", "g1-a"), trainer_node("trainer-1", "g1-a")
+    refused = replace(
+        trainer_node("trainer-2", "g1-a", requested=NOW - LACKING_MS),
+        happened={"requested": NOW - LACKING_MS, "no_capacity": NOW - LACKING_MS + 1000},
+        evidence="there is no capacity",
+    )
+    now = facts(first, second, refused, stage=Stage.RUNNING, sites=CLOUD_SITES)
+    [release] = decide(now, job())
+    assert isinstance(release, Release)
+    assert (release.nodes, release.never_whole) == ((first.name, second.name), True)
+    assert "trainer-2" in bought_of(decide(replace(now, now_ms=NOW - 1), job()))
+
+
+def bought_of(actions) -> set[str]:
+    return {action.slot.name for action in actions if isinstance(action, Buy)}
+
+
+def test_all_nodes_of_the_trainer_are_given_back_if_the_money_for_the_missing_one_went_to_other_runs():
+    live = trainer_node("trainer", "g1-a"), trainer_node("trainer-1", "g1-a")
+    all_runs = replace(job(), all_runs=Limits(max_total=None, max_hourly=10 * TRAINER_RATE))
+    now = facts(*live, stage=Stage.RUNNING, sites=CLOUD_SITES)
+    assert "trainer-2" in bought_of(decide(now, all_runs))
+    [release] = decide(replace(now, others=Others(hourly=8 * TRAINER_RATE)), all_runs)
+    assert isinstance(release, Release)
+    assert release.nodes == (live[0].name, live[1].name)
+    assert release.why.startswith("trainer-2 is not bought: all_runs.max_hourly")
+
+
+def test_the_money_for_a_whole_trainer_is_counted_at_the_prices_of_now():
+    """The plan's price was half of the present one: three nodes at the plan's price would fit, and three now do not."""
+    dear = [
+        replace(site, trainer=(cloud_option(*site.place, "", Market.ON_DEMAND, 2 * TRAINER_RATE),))
+        for site in CLOUD_SITES
+    ]
+    now = facts(stage=Stage.PLANNED, sites=tuple(dear))
+    assert bought_of(decide(now, job(spot=0, max_hourly=7 * TRAINER_RATE))) == {"trainer"}
+    [enter] = decide(now, job(spot=0, max_hourly=round(4.5 * TRAINER_RATE)))
+    assert enter == Enter(stage=Stage.DRAINING, reason="budget")

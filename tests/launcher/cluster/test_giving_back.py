@@ -9,7 +9,7 @@ from launcher.decide.budget_guard import Limits
 from launcher.decide.facts import NodeRecord, Others
 from launcher.decide.giving_back import nodes_to_release
 from launcher.decide.launch_history import MoveRules, Tried
-from launcher.decide.replacing import attempt_of
+from launcher.decide.replacing import attempt_of, is_stand_in
 from launcher.decide.run_budget import hourly_of
 from tests.launcher.cluster.stage import SPOT_RATE, cloud_option
 from tests.launcher.cluster.test_reconcile import (
@@ -23,6 +23,7 @@ from tests.launcher.cluster.test_reconcile import (
     on_cloud,
     on_cloud_up,
 )
+from tests.launcher.replay.markets import work
 
 NOW = 2 * HOUR
 MINUTE = 60_000
@@ -67,8 +68,9 @@ def released(
         (spot(0, notice=NOW - 1), False),
         (spot(0, releasing=NOW - 1), False),
         (on_cloud("spot-0", SPOT_OPTION, 1, requested=0, up=0), False),
+        (on_cloud("spot-0", SPOT_OPTION, 1, requested=0, up=NOW - MINUTE, ready=NOW), False),
     ],
-    ids=["settled", "young", "under notice", "releasing", "never ready"],
+    ids=["settled", "young", "under notice", "releasing", "never ready", "booted for long"],
 )
 def test_a_stand_in_goes_once_a_spot_node_of_its_slot_has_settled_and_stays(successor, goes):
     assert released(TRAINER, stand_in(0), successor) == (["demo-spot-0-g0"] if goes else [])
@@ -80,6 +82,25 @@ def test_a_young_spot_node_has_settled_where_another_has_had_capacity_for_long()
     assert released(TRAINER, stand_in(0), young, elsewhere) == []
     assert released(TRAINER, stand_in(0), young, spot(1)) == ["demo-spot-0-g0"]
     assert released(TRAINER, stand_in(0), spot(1)) == [], "it has no successor"
+
+
+@pytest.mark.parametrize(
+    ("paid", "planned", "lowest", "is_dear"),
+    [(2.0, 1.0, 1.0, True), (2.0, 2.0, 1.0, False), (2.0, 1.0, 2.0, False), (2.0, 1.0, None, False)],
+    ids=["dear", "as planned", "as the lowest", "none on offer"],
+)
+def test_spot_is_a_stand_in_if_it_is_dear_against_the_plan_and_against_the_lowest_price(paid, planned, lowest, is_dear):
+    option = replace(
+        SPOT_OPTION, placement=replace(SPOT_OPTION.placement, micro_usd_per_hour=round((lowest or 0) * SPOT_RATE))
+    )
+    site = replace(SITE, rollout=(STEADY_OPTION,) if lowest is None else (option, STEADY_OPTION))
+    slot = next(slot for slot in cloud_wanted(1).slots if slot.role == "rollout")
+    slot = replace(slot, placement=replace(slot.placement, micro_usd_per_hour=round(planned * SPOT_RATE)))
+    node = replace(spot(0), micro_usd_per_hour=round(paid * SPOT_RATE))
+    now = replace(cloud_facts(node), sites=(site,))
+    assert is_stand_in(node, slot, replace(now, work=work(2))) == is_dear
+    assert not is_stand_in(node, slot, now), "a plan without predicted times buys no dear spot"
+    assert is_stand_in(stand_in(0), slot, now)
 
 
 # --- the hourly limit ----------------------------------------------------------------------------------
@@ -156,3 +177,11 @@ def test_without_a_trainer_in_sight_all_nodes_go_and_a_starting_trainer_stays():
     assert released(lately, refused, spot(0), rules=MoveRules(trainer_wait_ms=MINUTE)) == ["demo-spot-0-g1"]
     asked = on_cloud("trainer", STEADY_OPTION, requested=MINUTE)
     assert released(asked, spot(0)) == ["demo-spot-0-g1"], "its launch hangs"
+    first, again = (
+        on_cloud("trainer", STEADY_OPTION, number, requested=NOW - ago, no_capacity=NOW - ago)
+        for number, ago in ((1, 6 * MINUTE), (2, MINUTE))
+    )
+    assert released(lately, first, again, spot(0)) == ["demo-spot-0-g1"], "counted from the first answer"
+    elsewhere = on_cloud("trainer", STEADY_OPTION, 3, requested=NOW - MINUTE)
+    impatient = MoveRules(trainer_wait_ms=MINUTE)
+    assert released(first, again, elsewhere, rules=impatient) == [], "a trainer that was asked for after the wait stays"

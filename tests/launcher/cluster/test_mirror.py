@@ -41,6 +41,16 @@ def test_a_growing_file_is_appended_to_and_begins_again_at_0(mirror, name):
     assert (mirror.folder / name).read_bytes() == b"new"
 
 
+def test_only_its_owner_can_read_a_mirror(mirror):
+    """The files of a node name addresses, and its logs may hold a user's prompts."""
+    mirror.take(PutFile(name="ready.json", text="{}"))
+    mirror.take(AppendFile(name="logs/agent.log", at=0, data=b"one"))
+    mirror.take(AppendFile(name="logs/agent.log", at=3, data=b"two"))
+    paths = {mirror.folder, *mirror.folder.rglob("*")}
+    assert {path.name for path in paths} == {"mirror", "known_hosts", "ready.json", "logs", "agent.log"}
+    assert not [path for path in paths if path.stat().st_mode & 0o077]
+
+
 OWN_FILES = ("want.json", "ended.json", "known_hosts", "node.json")
 """Files of the mirror's folder that the launcher writes."""
 

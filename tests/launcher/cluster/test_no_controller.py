@@ -19,6 +19,7 @@ from launcher.cli.ls import ls
 from launcher.cli.status import status
 from launcher.controller.run_process import LONGEST_PAUSE_SECONDS, run_controller
 from launcher.job.schema import Job
+from launcher.job.sections import Logging, Notifications, WandbLogging
 from launcher.ledger.models import ControllerLease
 from launcher.provision.local.provisioner import LocalProvisioner
 from launcher.runs import runs, service
@@ -26,6 +27,7 @@ from launcher.runs.runs import bring_down, request_stop, still_running
 from launcher.runs.service import (
     NoService,
     check_service,
+    kept_variables,
     launchd_agent,
     remove_service,
     service_file,
@@ -165,6 +167,34 @@ def test_secrets_missing_in_a_service_are_named_before_anything_is_bought(system
         check_service(job, os.environ)
     (systemctl / "service.env").write_text("# mine\nHF_TOKEN=a\nAWS_SECRET_ACCESS_KEY=b\n")
     check_service(job, os.environ)
+    online = job.model_copy(
+        update={
+            "notifications": Notifications(webhook="HOOK"),
+            "logging": Logging(wandb=WandbLogging(mode="online", project="p", key="W_KEY")),
+        }
+    )
+    with pytest.raises(NoService, match="have this shell's HOOK, W_KEY, HTTPS_PROXY, and spotrl writes no secret"):
+        check_service(online, {"HTTPS_PROXY": "http://me:pass@proxy:3128", "HTTP_PROXY": "http://proxy:3128"})
+
+
+def test_each_run_has_a_token_that_nobody_guesses_and_a_folder_of_its_owner(sessions):
+    made = [made_run(sessions, name=name, spot=0, iterations=1) for name in ("one", "two")]
+    tokens = {run.token for run in made}
+    assert len(tokens) == 2
+    assert min(map(len, tokens)) >= 32
+    assert not [token for token in tokens if "one" in token or "two" in token]
+    assert [Path(run.folder).stat().st_mode & 0o077 for run in made] == [0, 0]
+
+
+def test_a_service_is_written_without_any_secret():
+    kept = {"PATH": "/bin", "SPOTRL_HOME": "/home/me", "HTTP_PROXY": "http://proxy:3128"}
+    secret = {
+        "HTTPS_PROXY": "http://me:pass@proxy:3128",
+        "SPOTRL_JUDGE": "key",
+        "HF_TOKEN": "t",
+        "AWS_SESSION_TOKEN": "s",
+    }
+    assert kept_variables(kept | secret, ["SPOTRL_JUDGE", "HF_TOKEN"]) == kept
 
 
 @pytest.mark.parametrize(("found", "words"), [("none", "systemctl was not found"), ("broken", "connect to bus")])

@@ -6,7 +6,10 @@ import pytest
 
 from launcher.clouds.base import InstanceState, Resource
 from launcher.decide.node_facts import NodeStatus
+from launcher.job.schema import Job
+from launcher.provision import provide
 from launcher.provision.sky.node_files import NodeFiles
+from tests.launcher.cluster.stage import HandClock, cloud_run, ledger
 from tests.launcher.cluster.test_sky_provisioner import NODE, REGION, TRAINER, AtOnce, Killed, Stage, placement
 
 OTHER_REGION = "us-west-2"
@@ -323,3 +326,56 @@ def test_a_closed_provisioner_starts_no_task_and_drops_its_connections(stage, mo
 
 def test_other_users_cannot_list_the_nodes(stage):
     assert oct((stage.folder / "nodes").stat().st_mode & 0o777) == "0o700"
+
+
+def test_nodes_get_the_secrets_that_the_job_names_and_nothing_else_of_this_environment(home, monkeypatch):
+    for name, value in {"JUDGE": "of the job", "AWS_SECRET_ACCESS_KEY": "of the user", "OTHER_TOKEN": "x"}.items():
+        monkeypatch.setenv(name, value)
+    common = {"owners": {"aws": "me", "gcp": "me"}, "ssh_from": "203.0.113.7/32", "bundle": "b"}
+    for name, made in {
+        "cloud_apis": lambda clouds: {},
+        "prepare_folder": lambda *_: common,
+        "Sky": lambda: None,
+        "NodeLink": lambda login, mirror, *, secrets: secrets,
+        "SkyProvisioner": lambda purchases, **parts: parts,
+    }.items():
+        monkeypatch.setattr(provide, name, made)
+    run = cloud_run(ledger(home), secrets=("JUDGE", "NOT_SET"))
+    parts = provide.provisioner_of(run, Job.model_validate(run.job), HandClock())
+    assert parts["link"]("login", "mirror") == {"JUDGE": "of the job"}
+
+
+def test_the_end_of_a_node_ends_no_other_machine_and_removes_no_other_disk(stage):
+    for name in (TRAINER, NODE):
+        stage.bring_up(name)
+    others = [disk for disk in stage.cloud.disks if disk.node == TRAINER]
+    assert others
+    stage.provisioner.release([NODE])
+    facts = stage.passes(60, step=1)
+    assert (facts[NODE].status, facts[TRAINER].status) == (NodeStatus.GONE, NodeStatus.UP)
+    assert [one.name for one in stage.cloud.there if one.state is InstanceState.RUNNING] == [TRAINER]
+    assert stage.cloud.disks == others
+
+
+def test_a_controller_without_its_lease_ends_no_node(stage):
+    """The controller that took over may have bought the node again."""
+    stage.bring_up(NODE)
+    stage.taken_over = True
+    stage.provisioner.release([NODE])
+    stage.passes(6)
+    assert [one.state for one in stage.cloud.there] == [InstanceState.RUNNING]
+    stage.taken_over = False
+    stage.passes(60, step=1)
+    assert [one.state for one in stage.cloud.there] == [InstanceState.GONE]
+
+
+def test_a_released_machine_that_no_list_shows_is_paid_to_its_end_and_may_have_been_preempted(stage):
+    stage.bring_up(NODE)
+    stage.cloud.ends_slowly = True
+    stage.provisioner.release([NODE])
+    stage.passes(5)
+    ended_ms = stage.time.ms - 1500
+    stage.cloud.vanish(NODE, ended_ms=ended_ms, reclaimed=True, reason="compute.instances.preempted")
+    fact = stage.passes(60, step=1)[NODE]
+    assert (fact.status, fact.ended_ms, fact.reclaimed) == (NodeStatus.GONE, ended_ms, True)
+    assert fact.evidence.startswith("compute.instances.preempted")

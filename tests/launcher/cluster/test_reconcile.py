@@ -87,6 +87,9 @@ def test_a_slot_waits_longer_after_each_node_that_died_young():
     waits = [wait_ms(young[:n], planned_ms=0) for n in (0, 1, 2, 3, 10)]
     assert waits == [0, 10_000, 20_000, 40_000, 600_000]
     assert wait_ms([*young, up("spot-0", 10, gone=NOW)], planned_ms=0) == 0
+    refused = on_cloud("spot-0", SPOT_OPTION, 2, requested=0, no_capacity=100)
+    assert wait_ms([*young[:2], refused, *young[3:4]], planned_ms=0) == 40_000, "a refusal says nothing about the slot"
+    assert wait_ms(young, planned_ms=1) == 0, "a resumed run begins anew"
 
 
 def test_a_preempted_node_that_worked_is_replaced_at_once_even_if_young():
@@ -96,6 +99,12 @@ def test_a_preempted_node_that_worked_is_replaced_at_once_even_if_young():
     assert decide(facts(up("trainer"), replace(preempted, reclaimed=False)), wanted()) == []
     never_ready = replace(node("spot-0", requested=at, up=at, gone=NOW - 1), reclaimed=True)
     assert decide(facts(up("trainer"), never_ready), wanted()) == []
+
+
+def test_a_node_that_this_machine_denies_is_not_asked_for_again_in_this_run():
+    denied = node("spot-0", requested=0, denied=NOW - 3_600_000)
+    assert bought(decide(facts(up("trainer"), denied), wanted())) == []
+    assert bought(decide(facts(up("trainer"), denied, planned_ms=NOW - 1), wanted())) == ["demo-spot-0-g1"], "resumed"
 
 
 def ended(slot, generation, evidence, *, ready=None, gone=None, **more) -> NodeRecord:

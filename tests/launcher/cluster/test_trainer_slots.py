@@ -50,6 +50,23 @@ def test_a_limit_that_never_bears_the_whole_trainer_ends_the_run(limit):
     ]
 
 
+def test_a_run_ends_if_its_money_will_never_bear_a_lost_node_of_the_trainer_again():
+    """A node costs $0.033334 for the minimum and a stop of a minute; the node that is left holds half of that."""
+    lost = up("trainer"), up("trainer-1", gone=NOW - 1), up("spot-0")
+    two = wanted(trainers=2, max_total=1_000_000)
+    assert bought(decide(facts(*lost, metered=900_000), two)) == ["demo-trainer-1-g1"]
+    assert decide(facts(*lost, metered=970_000), two) == [Enter(stage=Stage.DRAINING, reason="budget")]
+
+
+@pytest.mark.parametrize("leaves", ["releasing", "notice"])
+def test_a_node_of_the_trainer_has_no_successor_before_it_has_ended(leaves):
+    """On one machine too: two processes of a rank would both join the trainer."""
+    two, leaving = wanted(trainers=2), up("trainer-1", **{leaves: NOW - 1})
+    assert bought(decide(facts(up("trainer"), leaving, up("spot-0")), two)) == []
+    ended_node = replace(leaving, happened={**leaving.happened, "gone": NOW - 1})
+    assert bought(decide(facts(up("trainer"), ended_node, up("spot-0")), two)) == ["demo-trainer-1-g1"]
+
+
 @given(
     live=st.sets(st.sampled_from(["trainer", "trainer-1", "trainer-2", "spot-0", "spot-1"])),
     max_hourly=st.one_of(st.none(), st.integers(0, 5_000_000)),

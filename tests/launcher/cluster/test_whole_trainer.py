@@ -11,6 +11,7 @@ import pytest
 from sqlalchemy import select
 
 from engine.events import Market
+from engine.node_spec import role_token
 from launcher.decide.facts import INCOMPLETE, Others
 from launcher.decide.further_nodes import LACKING_MS
 from launcher.ledger.models import Node, NodeEvent
@@ -49,6 +50,10 @@ def test_the_further_node_is_bought_in_the_real_zone_of_the_first_and_rollouts_a
     first = stage.cloud.requested["demo-trainer-g0"][0]
     assert want == replace(first, zone="g1-b"), "the same offer, in the zone of the first"
     assert (spec.role, spec.trainer_node, spec.trainer_nodes) == ("ranks", 1, 2)
+    specs = {name: spec for name, (_, spec, _) in stage.cloud.requested.items()}
+    tokens = {name: role_token(specs["demo-trainer-g0"].token, spec.role) for name, spec in specs.items()}
+    assert {name: spec.own_token for name, spec in specs.items()} == tokens, "each node has the token of its role alone"
+    assert specs["demo-trainer-1-g0"].token == tokens["demo-trainer-1-g0"]
     asked = {name: at_ms for name, (_, _, at_ms) in stage.cloud.requested.items()}
     assert min(asked["demo-spot-0-g0"], asked["demo-spot-1-g0"]) >= asked["demo-trainer-1-g0"]
     assert len(stage.live()) == 4
