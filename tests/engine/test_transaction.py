@@ -419,8 +419,7 @@ def test_the_jobs_clip_and_std_of_advantages_are_used(model, groups):
     assert_close(found["corrected"], {key: value * (2 / 3) ** 0.5 for key, value in found["plain"].items()}, rtol=1e-3)
     clipped = one_shot_gradients(trainer_of(model, advantage_clip=0.5), groups)
     assert_close(found["clip"], clipped)
-    with pytest.raises(AssertionError):
-        assert_close(found["plain"], clipped)
+    assert max(float((found["plain"][key] - value).abs().max()) for key, value in clipped.items()) > 1e-4, "not clipped"
 
 
 def test_a_rank_trains_its_part_of_a_unit_and_a_gradient_of_all_ranks_skips_the_groups_of_all(model, groups):

@@ -160,8 +160,8 @@ _fault(
         trainer_nodes.copy_meeting,
         changed(
             trainer_nodes.copy_meeting,
-            "max(found.meeting.iteration, known.iteration)",
-            "found.meeting.iteration",
+            "max(answer.meeting.iteration, meeting.iteration)",
+            "answer.meeting.iteration",
         ),
     ),
 )

@@ -10,6 +10,7 @@ from launcher.provision.sky.mirror import NodeMirror
 from launcher.report import build, card, comparison
 from launcher.runs import runs, service
 from launcher.selftest import outcome
+from launcher.sinks.shipper import Shipper
 from tests.mutants.faults import Fault
 from tests.mutants.planted_bug import changed, everywhere
 
@@ -119,4 +120,10 @@ FAULTS["a-mirror-is-readable-by-all"] = Fault(
     forgets="that other users of this machine may not read a node's files",
     patches=((NodeMirror, "have", changed(NodeMirror.have, "exist_ok=True, mode=0o700", "exist_ok=True")),),
     found_by=f"{CLUSTER}/test_mirror.py::test_only_its_owner_can_read_a_mirror",
+)
+FAULTS["a-sink-gets-the-passwords-of-the-job"] = Fault(
+    name="a-sink-gets-the-passwords-of-the-job",
+    forgets="that a team reads the runs of its sink",
+    patches=((Shipper, "_open", changed(Shipper._open, "job_without_secrets(self._run.job)", "self._run.job")),),
+    found_by=f"{CLUSTER}/test_sinks.py::test_a_sink_gets_every_record_once_also_after_a_restart",
 )

@@ -157,7 +157,10 @@ def test_an_account_in_which_skypilot_may_not_list_regions_is_refused_before_a_p
 
 def test_an_account_whose_zones_skypilot_knows_already_needs_no_list_of_regions(tmp_path, monkeypatch):
     monkeypatch.setenv("SKY_RUNTIME_DIR", str(tmp_path))
+    api = AwsApi(client=lambda service, region: Ec2("UnauthorizedOperation"))
+    with pytest.raises(CloudRefused, match="allow ec2:DescribeRegions"):
+        api.check_launches()
     zones = tmp_path / ".sky" / "catalogs" / "v7" / "aws" / "az_mappings-0a1b.csv"
     zones.parent.mkdir(parents=True)
     zones.touch()
-    AwsApi(client=lambda service, region: Ec2("UnauthorizedOperation")).check_launches()
+    api.check_launches()

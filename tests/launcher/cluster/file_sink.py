@@ -24,7 +24,7 @@ class FileSink:
             time.sleep(600)
         if self.manner == "full" and not self.path.with_suffix(".free").exists():
             raise NotAccepted("no space left")
-        self._write({"open": message.run_id, "pid": os.getpid()})
+        self._write({"open": message.run_id, "pid": os.getpid(), "job": message.job})
         held = sum("number" in line for line in lines_of(self.path))
         offline = "the key is not set here; export it" if self.manner == "offline" else ""
         return Opened(held=held, where=str(self.path), offline=offline)

@@ -141,9 +141,14 @@ def test_record_n_is_the_same_row_at_every_call(sessions):
 
 def test_a_sink_gets_every_record_once_also_after_a_restart(sessions, tmp_path):
     path = tmp_path / "sink.jsonl"
+    with sessions() as session, session.begin():
+        run = find_run(session, "done")
+        run.job = {**run.job, "logging": {"mlflow": {"tracking_uri": "https://me:hunter2@tracking/x"}}}
     shipper(sessions, path).look()
     one = stored(path)
     assert [line["number"] for line in one] == list(range(33))
+    assert "https://***@tracking/x" in path.read_text()
+    assert "hunter2" not in path.read_text(), "a sink shows the job to others"
     again = shipper(sessions, path)
     again.look()
     again.look()
