@@ -239,7 +239,7 @@ _fault(
     f"{CALLS}the_end_of_a_node_ends_no_other_machine_and_removes_no_other_disk",
     Terminator,
     "end",
-    "if one.name == node.name]",
+    " if instance.name == node.name]",
     "]",
 )
 _fault(
@@ -248,8 +248,8 @@ _fault(
     f"{CALLS}the_end_of_a_node_ends_no_other_machine_and_removes_no_other_disk",
     Terminator,
     "end",
-    'if one.kind == "disk" and one.node == node.name]',
-    'if one.kind == "disk"]',
+    'if disk.kind == "disk" and disk.node == node.name',
+    'if disk.kind == "disk"',
 )
 _fault(
     "a-controller-that-was-replaced-ends-nodes",
