@@ -100,6 +100,10 @@ def rank(nodeid: str) -> int:
     return next((at for at, first in enumerate(STARTED_FIRST) if group.startswith(first)), len(STARTED_FIRST))
 
 
+GARBAGE = 50_000
+"""New objects until Python looks for cycles among them, where it usually waits for 700: moto's and ours are mostly in use,
+and looking took a third of the seconds of some files."""
+
 LOAD = pytest.StashKey[LoadWatch]()
 FORKS = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
 """Folder of the program that forks workers."""
@@ -133,6 +137,7 @@ def pytest_collection() -> Generator[None, object, object]:
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(GARBAGE, 20, 20)
         gc.enable()
 
 
