@@ -1,6 +1,7 @@
 """Settings of all tiers: threads of torch, and which tests stay together when pytest-xdist spreads them."""
 
 import contextlib
+import copy
 import gc
 import multiprocessing
 import os
@@ -101,8 +102,8 @@ def rank(nodeid: str) -> int:
 
 
 GARBAGE = 50_000
-"""New objects until Python looks for cycles among them, where it usually waits for 700: moto's and ours are mostly in use,
-and looking took a third of the seconds of some files."""
+"""New objects until Python looks for cycles among them, usually 700. Most are in use, and looking took a third of the
+seconds of some files."""
 
 LOAD = pytest.StashKey[LoadWatch]()
 FORKS = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
@@ -193,3 +194,25 @@ def forked_engine(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.
     from tests.engine.nursery import forked_python
 
     monkeypatch.setattr(sys, "executable", forked_python(tmp_path_factory.mktemp("python")))
+
+
+@pytest.fixture(scope="module")
+def one_layer() -> Generator[None, None, None]:
+    """Load the model of digits with the first of its four layers, in this process: a pass takes a third.
+
+    For tests of what happens to any weights, not of what the model draws.
+    """
+    from engine.models import digits
+
+    adapters: dict[tuple[object, ...], digits.DigitsAdapter] = {}
+    load = digits.load_digits
+
+    def load_digits(*words: Any) -> digits.DigitsAdapter:
+        if words not in adapters:
+            adapters[words] = load(*words)
+            del adapters[words].transformer.transformer_blocks[1:]
+        return copy.deepcopy(adapters[words])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(digits, "load_digits", load_digits)
+        yield

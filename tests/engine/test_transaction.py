@@ -23,6 +23,8 @@ from engine.models.load import ReferencePolicy, load_adapter, trainable
 from engine.models.weights import get_weights, set_weights
 from engine.protocol.request import Group, Manifest
 
+pytestmark = pytest.mark.usefixtures("one_layer")
+
 PLAN = rollout_plan(SamplerConfig(steps=3), run_seed=0, batch=0)
 PROMPTS = ("1234", "5678", "9012")
 REWARDS = ((0.0, 1.0, 0.5), (0.25, 0.75, 1.0), (1.0, 0.0, 0.0))
