@@ -10,11 +10,8 @@ Importing this module needs the standard library only. Calling some functions ne
 import contextlib
 import json
 import os
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import psutil
 
 MARK = "SPOTRL_NODE_FOLDER"
 """Environment variable with the folder of the node. No two nodes share a folder."""
@@ -48,16 +45,33 @@ def rename(name: str) -> None:
         setproctitle(f"{TITLE} {name} {words[2]}")
 
 
-def marked(process: "psutil.Process") -> str | None:
+def marked(pid: int) -> str | None:
     """Return the folder of the process's node, or None if the process has no mark.
 
-    Raises psutil.Error if the process is gone or belongs to another user.
+    Raises OSError or psutil.Error if the process is gone or belongs to another user.
     """
-    title, _, words = " ".join(process.cmdline()).partition(" ")
+    title, _, words = " ".join(_words(pid)).partition(" ")
     if title == TITLE:
         return words.partition(" ")[2].strip() or None
-    mark: str | None = process.environ().get(MARK)
-    return mark
+    return _environ(pid).get(MARK)
+
+
+def _words(pid: int) -> list[str]:
+    """Return the command line. Linux is asked directly: psutil takes six times as long."""
+    if sys.platform == "linux":
+        return os.fsdecode(Path(f"/proc/{pid}/cmdline").read_bytes()).split("\0")
+    import psutil
+
+    return psutil.Process(pid).cmdline()
+
+
+def _environ(pid: int) -> dict[str, str]:
+    if sys.platform == "linux":
+        lines = os.fsdecode(Path(f"/proc/{pid}/environ").read_bytes()).split("\0")
+        return dict(line.split("=", 1) for line in lines if line.startswith(f"{MARK}="))
+    import psutil
+
+    return psutil.Process(pid).environ()
 
 
 def read_exits(folder: Path) -> dict[int, int]:

@@ -1,10 +1,13 @@
 """Settings of all tiers: threads of torch, and which tests stay together when pytest-xdist spreads them."""
 
 import contextlib
+import copy
+import gc
 import multiprocessing
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -37,6 +40,13 @@ if MEMORY_DISK.is_dir() and shutil.disk_usage(MEMORY_DISK).free > MEMORY_DISK_BY
 # A process has one forkserver, and its preloads are fixed when the first test uses it. Without this, every process
 # that a later test starts would import torch and diffusers by itself: six seconds of a core.
 multiprocessing.get_context("forkserver").set_forkserver_preload(["engine.models.digits", "engine.parallel.ulysses"])
+
+FORKED_PYTHON = "SPOTRL_FORKED_PYTHON"
+"""Environment variable of a worker of pytest-xdist: the program of the nursery that forked the worker. No process of a
+test inherits it, because a test may plant a bug in all its processes."""
+
+if FORKED_PYTHON in os.environ:
+    multiprocessing.set_executable(os.environ.pop(FORKED_PYTHON))
 
 with contextlib.suppress(ImportError):
     from botocore.loaders import JSONFileLoader
@@ -91,18 +101,52 @@ def rank(nodeid: str) -> int:
     return next((at for at, first in enumerate(STARTED_FIRST) if group.startswith(first)), len(STARTED_FIRST))
 
 
+GARBAGE = 50_000
+"""New objects until Python looks for cycles among them, usually 700. Most are in use, and looking took a third of the
+seconds of some files."""
+
 LOAD = pytest.StashKey[LoadWatch]()
+FORKS = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
+"""Folder of the program that forks workers."""
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Measure the machine beside a tier. The workers of pytest-xdist write no JUnit file."""
-    if session.config.option.xmlpath and not hasattr(session.config, "workerinput"):
+    """Fork the workers of pytest-xdist from one process that has imported the product, and measure the machine beside.
+
+    A worker that imports by itself takes 14 seconds of a core until its first test, and a forked one 4. A worker writes
+    no JUnit file.
+    """
+    if hasattr(session.config, "workerinput"):
+        return
+    if workers := getattr(session.config.option, "tx", None):
+        from tests.engine.nursery import forked_python
+
+        session.stash[FORKS] = tempfile.TemporaryDirectory(prefix="workers")
+        program = forked_python(Path(session.stash[FORKS].name), "engine", "launcher")
+        os.environ[FORKED_PYTHON] = program
+        session.config.option.tx = [f"{worker}//python={program}" for worker in workers]
+    if session.config.option.xmlpath:
         session.stash[LOAD] = LoadWatch(load_file(Path(session.config.option.xmlpath)))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Let the garbage collector ignore modules and tests, whose visit takes half a second each time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.set_threshold(GARBAGE, 20, 20)
+        gc.enable()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if (watch := session.stash.get(LOAD, None)) is not None:
         watch.end()
+    if (folder := session.stash.get(FORKS, None)) is not None:
+        folder.cleanup()
 
 
 BEGAN = pytest.StashKey[os.times_result]()
@@ -150,3 +194,25 @@ def forked_engine(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.
     from tests.engine.nursery import forked_python
 
     monkeypatch.setattr(sys, "executable", forked_python(tmp_path_factory.mktemp("python")))
+
+
+@pytest.fixture(scope="module")
+def one_layer() -> Generator[None, None, None]:
+    """Load the model of digits with the first of its four layers, in this process: a pass takes a third.
+
+    For tests of what happens to any weights, not of what the model draws.
+    """
+    from engine.models import digits
+
+    adapters: dict[tuple[object, ...], digits.DigitsAdapter] = {}
+    load = digits.load_digits
+
+    def load_digits(*words: Any) -> digits.DigitsAdapter:
+        if words not in adapters:
+            adapters[words] = load(*words)
+            del adapters[words].transformer.transformer_blocks[1:]
+        return copy.deepcopy(adapters[words])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(digits, "load_digits", load_digits)
+        yield

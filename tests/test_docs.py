@@ -25,7 +25,6 @@ from tests.model_folders import write_model
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-GENERATED = files()
 PAGES = sorted({*DOCS.rglob("*.md"), *ROOT.glob("*.md")})
 README = (ROOT / "README.md").read_text()
 
@@ -59,10 +58,11 @@ def anchor(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", words).replace(" ", "-")
 
 
-@pytest.mark.parametrize("path", sorted(GENERATED), ids=lambda path: path.name)
-def test_a_generated_file_matches_the_code(path):
-    assert path.exists(), "run `python -m docs.generate`"
-    assert path.read_text() == GENERATED[path], "run `python -m docs.generate`"
+def test_generated_files_match_the_code():
+    generated = files()
+    stale = [path.name for path, text in generated.items() if not path.exists() or path.read_text() != text]
+    assert len(generated) > 2
+    assert stale == [], "run `python -m docs.generate`"
 
 
 def test_every_command_is_documented_with_an_example():

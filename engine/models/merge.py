@@ -52,7 +52,7 @@ class MergedAdapters:
             weight, names = _weight(layer), list(layer.active_adapters)
             total = clean.to(weight.device).float()
             for name in names:
-                total += layer.get_delta_weight(name)  # type: ignore[attr-defined]
+                total += layer.get_delta_weight(name)
             weight.copy_(total)
             layer.merged_adapters = names
 
@@ -80,5 +80,5 @@ def _layers(transformer: nn.Module) -> list[BaseTunerLayer]:
 
 
 def _weight(layer: BaseTunerLayer) -> Tensor:
-    weight: Tensor = layer.get_base_layer().weight  # type: ignore[assignment]
+    weight: Tensor = layer.get_base_layer().weight
     return weight

@@ -230,7 +230,7 @@ class Agent:
         processes = set(own.children(recursive=True))
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
-                if marked(process) == str(self.folder):
+                if marked(process.pid) == str(self.folder):
                     processes.add(process)
         return [process for process in processes - {own, *own.parents()} if self._ends_with_us(process)]
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from sqlalchemy import select
+from sqlalchemy import bindparam, select
 from sqlalchemy.orm import Session
 
 from engine.events import Judged, NodeSeen, NodeUsage, Phase
@@ -33,6 +33,7 @@ from launcher.ledger.models import (
     SideCost,
     SpentMark,
 )
+from launcher.ledger.store import NODE_IDS_OF_RUN, nodes_of
 from launcher.market.side_prices import ADDRESS
 
 # --- pure arithmetic ----------------------------------------------------------------------------------
@@ -376,19 +377,26 @@ def on_demand_micro_usd(charges: Iterable[Charge], micro_usd_per_hour: int) -> i
     return sum(interval_micro_usd(charge.start_ms, charge.end_ms, micro_usd_per_hour) for charge in charges)
 
 
+_INTERVALS = select(BillingInterval).where(BillingInterval.node_id.in_(NODE_IDS_OF_RUN))
+_EVENTS = select(NodeEvent).where(NodeEvent.node_id.in_(NODE_IDS_OF_RUN)).order_by(NodeEvent.id)
+_STEPS = _EVENTS.where(NodeEvent.kind.in_({"up", *INSTANCE_ENDS}))
+_PRICES = select(NodePrice).where(NodePrice.node_id.in_(NODE_IDS_OF_RUN)).order_by(NodePrice.at_ms, NodePrice.id)
+_SIDE_COSTS = select(SideCost).where(SideCost.run_id == bindparam("run_id")).order_by(SideCost.id)
+_MARKS = select(SpentMark).where(SpentMark.run_id == bindparam("run_id"))
+
+
 def charges_of_run(session: Session, run: Run, now_ms: int) -> dict[int, tuple[Charge, ...]]:
     """Return the charges of each node of a run up to `now_ms`, by the node's id."""
-    of_run = select(Node.id).where(Node.run_id == run.id)
     intervals: defaultdict[int, list[BillingInterval]] = defaultdict(list)
-    for interval in session.scalars(select(BillingInterval).where(BillingInterval.node_id.in_(of_run))):
+    for interval in session.scalars(_INTERVALS, {"run_id": run.id}):
         intervals[interval.node_id].append(interval)
     events: defaultdict[int, list[NodeEvent]] = defaultdict(list)
-    for event in session.scalars(select(NodeEvent).where(NodeEvent.node_id.in_(of_run)).order_by(NodeEvent.id)):
+    for event in session.scalars(_EVENTS, {"run_id": run.id}):
         events[event.node_id].append(event)
     prices, minimum_ms = prices_of_run(session, run), minimum_billed_ms(run)
     return {
         node.id: charges_of(node, intervals[node.id], events[node.id], now_ms, prices.get(node.id, ()), minimum_ms)
-        for node in session.scalars(select(Node).where(Node.run_id == run.id).order_by(Node.id))
+        for node in nodes_of(session, run)
     }
 
 
@@ -411,16 +419,14 @@ def _side_costs(session: Session, run: Run, charges: Mapping[int, tuple[Charge, 
     """
     if run.infra == LOCAL:
         return []
-    written = list(session.scalars(select(SideCost).where(SideCost.run_id == run.id).order_by(SideCost.id)))
+    written = list(session.scalars(_SIDE_COSTS, {"run_id": run.id}))
     paid_until_ms: defaultdict[int | None, int] = defaultdict(lambda: -1)
     for cost in written:
         if cost.kind == ADDRESS:  # the address ends with the VM
             paid_until_ms[cost.node_id] = max(cost.end_ms, paid_until_ms[cost.node_id])
-    of_run = select(Node.id).where(Node.run_id == run.id)
-    steps = select(NodeEvent).where(NodeEvent.node_id.in_(of_run), NodeEvent.kind.in_({"up", *INSTANCE_ENDS}))
-    newest = {event.node_id: event.kind for event in session.scalars(steps.order_by(NodeEvent.id))}
+    newest = {event.node_id: event.kind for event in session.scalars(_STEPS, {"run_id": run.id})}
     running: list[SideCost] = []
-    for node in session.scalars(select(Node).where(Node.run_id == run.id).order_by(Node.id)):
+    for node in nodes_of(session, run):
         unpaid = [charge for charge in charges[node.id] if charge.start_ms > paid_until_ms[node.id]]
         if unpaid:
             disks_ms = now_ms if newest.get(node.id) == INSTANCE_ENDED else None
@@ -441,7 +447,7 @@ def _forgotten(
     The bucket knows the money spent by a moment. Nodes that are found again explain a part of it.
     """
     found: list[tuple[int, SpentMark]] = []
-    for mark in session.scalars(select(SpentMark).where(SpentMark.run_id == run.id)):
+    for mark in session.scalars(_MARKS, {"run_id": run.id}):
         explained = sum(charge.until(mark.at_ms) for of_node in charges.values() for charge in of_node)
         for cost in beside:
             ms, paid_ms = cost.end_ms - cost.start_ms, min(cost.end_ms, mark.at_ms) - cost.start_ms
@@ -495,9 +501,7 @@ def side_micro_usd(session: Session, run: Run, now_ms: int) -> int:
 def prices_of_run(session: Session, run: Run) -> dict[int, list[NodePrice]]:
     """Return the price events of a run's nodes, by the node's id, oldest first. Most nodes have none."""
     prices: defaultdict[int, list[NodePrice]] = defaultdict(list)
-    of_run = select(Node.id).where(Node.run_id == run.id)
-    found = select(NodePrice).where(NodePrice.node_id.in_(of_run)).order_by(NodePrice.at_ms, NodePrice.id)
-    for price in session.scalars(found):
+    for price in session.scalars(_PRICES, {"run_id": run.id}):
         prices[price.node_id].append(price)
     return dict(prices)
 

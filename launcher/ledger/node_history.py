@@ -13,9 +13,7 @@ from launcher.decide.price_events import Paid
 from launcher.ledger.accounting import charges_of_run, prices_of_run, unpaid_lives
 from launcher.ledger.billing import NOT_PRICED, bill, minimum_billed_ms, side_costs
 from launcher.ledger.models import LOCAL, BillingInterval, Node, NodeEvent, NodePrice, Preemption, Run, SideCost
-from launcher.ledger.store import (
-    nodes_of,
-)
+from launcher.ledger.store import NODE_IDS_OF_RUN, nodes_of
 from launcher.placement.options import Option
 from launcher.placement.placement import Placement
 
@@ -31,12 +29,19 @@ def metered_at(session: Session, run: Run, at_ms: Mapping[str, int], now_ms: int
     return {name: sum(charge.until(moment) for charge in charges) for name, moment in at_ms.items()}
 
 
+_EVENTS = (
+    select(NodeEvent.node_id, NodeEvent.kind, NodeEvent.at_ms, NodeEvent.evidence)
+    .where(NodeEvent.node_id.in_(NODE_IDS_OF_RUN))
+    .order_by(NodeEvent.id)
+)
+_PREEMPTED = select(Preemption.node_id).where(Preemption.node_id.in_(NODE_IDS_OF_RUN))
+
+
 def node_records(session: Session, run: Run) -> list[NodeRecord]:
     happened: defaultdict[int, dict[str, int]] = defaultdict(dict)
     evidence: dict[int, str] = {}
     roles: dict[int, tuple[str, int]] = {}
-    of_run = select(Node.id).where(Node.run_id == run.id)
-    for event in session.scalars(select(NodeEvent).where(NodeEvent.node_id.in_(of_run)).order_by(NodeEvent.id)):
+    for event in session.execute(_EVENTS, {"run_id": run.id}):
         known = happened[event.node_id]
         if event.kind == "up":  # a VM that lives on after the end of its node is billed again
             for kind in known.keys() & INSTANCE_ENDS:
@@ -49,7 +54,7 @@ def node_records(session: Session, run: Run) -> list[NodeRecord]:
         known.setdefault(event.kind, event.at_ms)
         if event.kind in ENDS:
             evidence[event.node_id] = event.evidence
-    taken = set(session.scalars(select(Preemption.node_id).where(Preemption.node_id.in_(of_run))))
+    taken = set(session.scalars(_PREEMPTED, {"run_id": run.id}))
     prices, is_cloud = prices_of_run(session, run), run.infra != LOCAL
     now = {node_id: changes[-1] for node_id, changes in prices.items()}
     return [

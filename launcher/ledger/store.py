@@ -21,7 +21,7 @@ from urllib.parse import quote, unquote
 
 import msgspec
 import psutil
-from sqlalchemy import URL, create_engine, event, func, inspect, select
+from sqlalchemy import URL, bindparam, create_engine, event, func, inspect, select
 from sqlalchemy.dialects.sqlite import insert
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import OperationalError
@@ -250,9 +250,15 @@ def newest_ms(session: Session, run: Run) -> int:
     return max(session.scalar(question) or 0 for question in newest)
 
 
+NODES_OF_RUN = select(Node).where(Node.run_id == bindparam("run_id")).order_by(Node.id)
+NODE_IDS_OF_RUN = select(Node.id).where(Node.run_id == bindparam("run_id"))
+"""Statements with the parameter `run_id`. A pass of a controller asks about thirty questions, and writing a statement
+takes twice as long as the answer, so the frequent ones are written once."""
+
+
 def nodes_of(session: Session, run: Run) -> list[Node]:
     """Return every node that was ever requested, oldest first."""
-    return list(session.scalars(select(Node).where(Node.run_id == run.id).order_by(Node.id)))
+    return list(session.scalars(NODES_OF_RUN, {"run_id": run.id}))
 
 
 def node_events(session: Session, run: Run) -> list[tuple[Node, NodeEvent]]:

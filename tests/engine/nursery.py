@@ -1,10 +1,15 @@
 """Nodes in a tenth of a second: one process that has imported what a node needs, and forks node agents.
 
-    python -m tests.engine.nursery SOCKET    one JSON line in, one out: {"fork": ...} -> pid, {"poll": pid} -> exit code
+    python -m tests.engine.nursery SOCKET [PACKAGE ...]
+
+One JSON line in, one out: {"fork": ...} -> pid, {"poll": pid} -> exit code.
 
 A module of the engine that a command starts (`python -m engine.entrypoints.preflight`) can be forked too.
-`forked_python` makes a program to put in the place of `sys.executable`: it sends its command line and its standard
-files through SOCKET, and ends with the exit code that the forked process had.
+`forked_python` makes a program to put in the place of `sys.executable`: it sends its command line and its open files
+through SOCKET, and ends with the exit code that the forked process had.
+
+With workers of pytest-xdist, tests/conftest.py starts one nursery for all, with every module of each PACKAGE. It forks
+the workers, their own nurseries and the processes of `multiprocessing`, so a run of the tests imports torch once.
 
 `python -m engine.node.agent` imports torch, diffusers and the recogniser for each node: six seconds of a core.
 The nursery imports them once for all tests of a pytest process. The forked agent is the same code in a process session
@@ -15,9 +20,14 @@ When its input ends, the nursery kills the sessions of all agents that it forked
 """
 
 import atexit
+import fcntl
 import functools
+import gc
+import importlib
 import json
+import multiprocessing.spawn
 import os
+import pkgutil
 import runpy
 import select
 import signal
@@ -27,6 +37,7 @@ import sys
 import tempfile
 import threading
 import time
+import types
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -73,13 +84,13 @@ class Forked:
 class Nursery:
     """A test's handle on the process that forks agents."""
 
-    def __init__(self) -> None:
+    def __init__(self, *packages: str) -> None:
         self._folder = tempfile.TemporaryDirectory(
             prefix="nursery"
         )  # a socket path has a length limit that a test's folder may exceed
         self.socket = Path(self._folder.name) / "socket"
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.engine.nursery", str(self.socket)],
+            [multiprocessing.spawn.get_executable(), "-m", "tests.engine.nursery", str(self.socket), *packages],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=Path(__file__).parents[2],  # a test may have changed the folder
@@ -123,24 +134,41 @@ PROGRAM = """\
 #!{python} -SE
 import array, json, os, socket, sys
 
+def is_open(file):
+    try:
+        return os.get_inheritable(file)
+    except OSError:
+        return False
+
+files = [file for file in sorted(map(int, os.listdir("/dev/fd"))) if is_open(file)]
 line = socket.socket(socket.AF_UNIX)
 line.connect({socket!r})
-order = json.dumps({{"argv": sys.argv[1:], "env": dict(os.environ), "cwd": os.getcwd()}}).encode()
-files = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))]
-line.sendmsg([len(order).to_bytes(4, "big")], files)
-line.sendall(order)
+order = {{"argv": sys.argv[1:], "env": dict(os.environ), "cwd": os.getcwd(), "files": files}}
+text = json.dumps(order).encode()
+rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))]
+line.sendmsg([len(text).to_bytes(4, "big")], rights)
+line.sendall(text)
+for file in files:
+    os.close(file)
 sys.exit(int(line.recv(16) or 1))
 """
 
 
-def forked_python(folder: Path) -> str:
-    """Write the program that has `-P -m MODULE WORD ...` done by a process that the nursery forks. Return its path."""
+def forked_python(folder: Path, *packages: str) -> str:
+    """Write the program that has `-m MODULE WORD ...` or `-c CODE WORD ...` done by a process that the nursery forks.
+
+    Return its path. Other options of Python have no effect. `packages`: a nursery of its own has all their modules.
+    """
     program = folder / "forked-python"
-    ask = nursery()
+    ask = Nursery(*packages) if packages else nursery()
     ask.ask({"poll": None})  # its answer shows that it listens
     program.write_text(PROGRAM.format(python=sys.executable, socket=str(ask.socket)))
     program.chmod(0o755)
     return str(program)
+
+
+MOST_FILES, FIRST_OWN_FILE = 64, 500
+"""Open files that a replaced process may have, and the lowest number of the files of the forked process itself."""
 
 
 class NurseryFleet(Fleet):
@@ -156,6 +184,12 @@ def main() -> None:
     from engine.models.load import load_adapter
 
     load_adapter(EngineConfig().model)  # imports diffusers
+    for package in map(importlib.import_module, sys.argv[2:]):
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if ".migrations." not in module.name:  # Alembic runs them
+                importlib.import_module(module.name)
+    gc.collect()
+    gc.freeze()  # untouched objects stay shared between the processes
     getproctitle()  # finds where the title is kept, before a forked process changes its environment
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(sys.argv[1])
@@ -170,7 +204,10 @@ def main() -> None:
             answer = os.fork()
             if answer == 0:
                 listener.close()
-                _run_module(line)
+                try:
+                    _run_program(line)
+                finally:
+                    os._exit(1)  # at the usual exit, a library may wait for a thread that is not in this process
             modules.add(answer)
             line.close()
         if sys.stdin in ready:
@@ -194,33 +231,54 @@ def _answer(order: Mapping[str, Any], sessions: set[int]) -> int | None:
             return None
 
 
-def _run_module(line: socket.socket) -> None:
-    """Run a module with the standard files, environment, folder and command line of the replaced process."""
-    head, files, _, _ = socket.recv_fds(line, 4, 3)
-    text = b""
-    while len(text) < int.from_bytes(head, "big"):
-        text += line.recv(65536)
-    order = json.loads(text)
-    for number, file in enumerate(files):
+def _run_program(line: socket.socket) -> None:
+    """Run a module or code with the open files, environment, folder and command line of the replaced process."""
+    head, received, _, _ = socket.recv_fds(line, 4, MOST_FILES)
+    # The process's own files must not be in the way of the numbers that the replaced process used.
+    line = socket.socket(fileno=_above(line.detach()))
+    received = [_above(file) for file in received]
+    sent = b""
+    while len(sent) < int.from_bytes(head, "big"):
+        sent += line.recv(65536)
+    order = json.loads(sent)
+    for number, file in zip(order["files"], received, strict=True):
         os.dup2(file, number)
         os.close(file)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115  the nursery's own has read ahead
     os.environ.clear()
     os.environ.update(order["env"])
     os.chdir(order["cwd"])
-    _, _, module, *words = order["argv"]
+    words = order["argv"]
+    while words[0] not in ("-m", "-c"):
+        words.pop(0)
+    kind, text, *rest = words
     code: object = 0
     try:
-        sys.argv = [module, *words]
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        if kind == "-m":
+            sys.argv = [text, *rest]
+            runpy.run_module(text, run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = ["-c", *rest]
+            sys.modules["__main__"] = types.ModuleType("__main__")
+            exec(text, vars(sys.modules["__main__"]))
     except SystemExit as end:
         code = end.code
     except BaseException:
         sys.excepthook(*sys.exc_info())
         code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        if not stream.closed:
+            stream.flush()
     line.sendall(str(code if isinstance(code, int) else int(code is not None)).encode())
     os._exit(0)
+
+
+def _above(file: int) -> int:
+    """Move a file descriptor to a number that no started program uses."""
+    number = fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, FIRST_OWN_FILE)
+    os.close(file)
+    return number
 
 
 def _exit_code(pid: int) -> int | None:

@@ -11,6 +11,8 @@ from engine.rewards.load import load_student
 from engine.trainer.state import config_digest
 from tests.engine.test_loop import TINY, build
 
+pytestmark = pytest.mark.usefixtures("one_layer")
+
 QUICK, OF_FRAMES = "tests.engine.test_cheaper_scorer:quick", "tests.engine.test_cheaper_scorer:of_frames"
 VIDEO = {"model": {"name": "wan", "path": "wan"}, "prompts": "prompts.txt"}
 

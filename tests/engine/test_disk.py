@@ -16,6 +16,8 @@ from engine.storage.tensor_files import Stored
 from tests.engine.test_checkpoint import FIRST, at
 from tests.engine.test_loop import TINY, build, progress
 
+pytestmark = pytest.mark.usefixtures("one_layer")
+
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):

@@ -35,6 +35,8 @@ from tests.engine.test_loop import (
     progress,
 )
 
+pytestmark = pytest.mark.usefixtures("one_layer")
+
 ALGORITHM = TINY.algorithm.model_copy(update={"learning_rate": 3e-3, "clip_range": 0.2})
 EARLY = TINY.model_copy(update={"early": EarlyConfig(share=0.5, patience_seconds=600), "algorithm": ALGORITHM})
 """One of two groups is early."""

@@ -27,6 +27,8 @@ from tests.engine.test_merge import half, one_thread, rolled_out, set_version  #
 from tests.engine.test_objectives import REWARDS, config_of
 from tests.tiny_pipelines import make_sd3
 
+pytestmark = pytest.mark.usefixtures("one_layer")
+
 
 def weights_of(adapter):
     return {name: value.detach().clone() for name, value in trainable(adapter).items()}

@@ -14,6 +14,8 @@ from tests.engine.test_early_groups import EARLY, stale_shares
 from tests.engine.test_help import JOB, STEPS, Coordinator, Waits
 from tests.engine.test_loop import build, one_thread  # noqa: F401  a fixture
 
+pytestmark = pytest.mark.usefixtures("one_layer")
+
 GROUPS = 8
 AUTO = EarlyConfig(share="auto", patience_seconds=600)
 

@@ -7,6 +7,8 @@ from engine.config import ModelConfig
 from engine.models.load import load_adapter, recompute_blocks, trainable
 from tests.tiny_pipelines import make_flux, make_hunyuan_video, make_qwen_image, make_sd3, make_wan
 
+pytestmark = pytest.mark.usefixtures("one_layer")
+
 FOLDERS = {
     "qwen-image": make_qwen_image,
     "sd3": make_sd3,

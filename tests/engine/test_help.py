@@ -19,6 +19,8 @@ from engine.trainer.batch_schedule import BatchSchedule
 from engine.trainer.measured_rates import MeasuredRates
 from tests.engine.test_loop import TINY, Killed, brightness, manifests, newest, progress
 
+pytestmark = pytest.mark.usefixtures("one_layer")
+
 STEPS = 6
 JOB = TINY.model_copy(
     update={

@@ -23,6 +23,8 @@ from engine.rewards.reward import RewardError
 from tests.engine.scorer_server import ScorerServer
 from tests.engine.test_loop import TINY, build, progress
 
+pytestmark = pytest.mark.usefixtures("one_layer")
+
 PROTOCOLS = ("json", "verl-omni", "flow-grpo")
 TAGGED = {"tag": "counting", "include": [{"class": "cup", "count": 2}], "prompt": "two cups"}
 

@@ -40,6 +40,8 @@ from tests.engine.judge_server import JudgeServer
 from tests.engine.test_http_reward import grey
 from tests.engine.test_loop import TINY, build
 
+pytestmark = pytest.mark.usefixtures("one_layer")
+
 
 @pytest.fixture(autouse=True)
 def no_pauses():

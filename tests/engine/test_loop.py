@@ -35,6 +35,8 @@ from engine.prompts import held_out_digits, prompt_source
 from engine.protocol.request import Kind, Score
 from engine.storage.checkpoint import CheckpointStore, Superseded
 
+pytestmark = pytest.mark.usefixtures("one_layer")
+
 CANDIDATES = 8
 TINY = EngineConfig(
     iterations=3,

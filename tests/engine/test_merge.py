@@ -22,6 +22,8 @@ from engine.protocol.request import Group, Kind, Manifest, Score
 from tests.engine.test_families import FAMILIES
 from tests.engine.test_objectives import REWARDS, config_of
 
+pytestmark = pytest.mark.usefixtures("one_layer")
+
 LORA = ModelConfig(weights="lora", lora_rank=2)
 PROMPTS = ("1234", "5678")
 

@@ -84,7 +84,7 @@ class Instance:
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
-                mine = os.getsid(process.pid) == self.agent.pid or marked(process) == str(self.folder)
+                mine = os.getsid(process.pid) == self.agent.pid or marked(process.pid) == str(self.folder)
                 if mine and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
         return found

@@ -21,6 +21,8 @@ from engine.models.load import ReferencePolicy, load_adapter, trainable
 from engine.models.weights import get_weights, set_weights
 from engine.protocol.request import Group, Manifest
 
+pytestmark = pytest.mark.usefixtures("one_layer")
+
 PROMPTS = ("1234", "5678")
 REWARDS = ((0.0, 1.0, 0.5), (0.25, 0.75, 1.0))
 MODELS = {"full": ModelConfig(), "lora": ModelConfig(weights="lora", lora_rank=2, lora_alpha=4)}

@@ -17,6 +17,8 @@ from engine.storage.checkpoint import RowsThatFit
 from tests.engine.test_loop import TINY, build, newest, outcome, progress
 from tests.engine.test_objectives import MODELS, config_of, rolled_out
 
+pytestmark = pytest.mark.usefixtures("one_layer")
+
 ROWS = 12
 """Rows of a pass before any error: all rows of both groups with flow-grpo."""
 

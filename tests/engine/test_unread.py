@@ -22,6 +22,8 @@ from tests.benchmarks.large_weights import forget_peak, resident_bytes
 from tests.benchmarks.sp_parity import Ranks as Processes
 from tests.tiny_pipelines import PIPELINES, WIDTH, make_sd3
 
+pytestmark = pytest.mark.usefixtures("one_layer")
+
 CPU = torch.device("cpu")
 
 

@@ -15,6 +15,8 @@ from engine.rewards.weighted_sum import Weighted, WeightedSum
 from engine.trainer.updates import BatchUpdates
 from tests.engine.test_loop import TINY, build, evaluated, progress
 
+pytestmark = pytest.mark.usefixtures("one_layer")
+
 
 def bright(images, prompts):
     return [Score(reward=float(image.mean()), metrics={"share": 0.25}) for image in images]

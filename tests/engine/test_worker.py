@@ -37,6 +37,8 @@ from engine.worker.worker import Worker
 from tests.engine.heads import reply_to_dict, task_to_dict, weights_to_list
 from tests.engine.served import Served
 
+pytestmark = pytest.mark.usefixtures("one_layer")
+
 V0 = WeightsKey(version=0)
 STEPS = 8
 SAMPLER = json.dumps(plan_to_dict(rollout_plan(SamplerConfig(steps=STEPS), 0, 0)))

@@ -65,12 +65,8 @@ def processes_of(folder: Path, agent: Mapping[str, Any] | None = None) -> list[i
 
 def _belongs(pid: int, folder: str, session: int | None) -> bool:
     try:
-        process = psutil.Process(pid)
-        if process.status() == psutil.STATUS_ZOMBIE:
-            return False
-        if session is not None and os.getsid(pid) == session:
-            return True
-        return marked(process) == folder
+        is_ours = (session is not None and os.getsid(pid) == session) or marked(pid) == folder
+        return is_ours and bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except (psutil.Error, OSError):
         return False  # gone meanwhile, or another user's: an unreadable process is not ours
 

@@ -39,9 +39,8 @@ def _marked(runs: Path) -> Iterator[Path]:
     """Yield the node folders named in the marks of live processes."""
     for pid in psutil.pids():
         try:
-            process = psutil.Process(pid)
-            folder = Path(marked(process) or "/")
-            if _is_node(folder, runs) and process.status() != psutil.STATUS_ZOMBIE:
+            folder = Path(marked(pid) or "/")
+            if _is_node(folder, runs) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
                 yield folder
         except (psutil.Error, OSError):
             continue  # gone meanwhile, or another user's

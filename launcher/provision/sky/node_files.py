@@ -133,7 +133,7 @@ def _adapter(kind: type[T]) -> TypeAdapter[T]:
 def _read_object(path: Path) -> dict[str, object] | None:
     """Return the JSON object in the file, or None when the file is missing or damaged."""
     try:
-        value = json.loads(path.read_text())
+        value = json.loads(path.read_bytes())
     except (FileNotFoundError, ValueError):
         return None
     return value if isinstance(value, dict) else None
