@@ -151,7 +151,7 @@ def _read_file(
     bill = format_of(table)
     rows_before, first, last = tally.rows, "", ""
     seen: Counter[tuple[str, str]] = Counter()
-    known = ours.by_resource
+    known = {name for name, node in ours.by_resource.items() if node.cloud == bill.cloud}
     for row in table.rows(bill.places):
         tally.rows += 1
         seen[bill.account(row), bill.currency(row)] += 1
@@ -162,7 +162,7 @@ def _read_file(
             last = end
         if progress is not None and tally.rows % SHOWN_EVERY == 0:
             progress(path, table.share_read)
-        if not bill.may_have_labels(row) and not any(name in known for name in bill.resources(row)):
+        if not bill.may_have_labels(row) and (not known or known.isdisjoint(bill.resources(row))):
             continue
         try:
             _take(bill.read(row), number, ours, tally, staged)

@@ -19,7 +19,7 @@ from launcher.cli.main import run as spotrl
 from launcher.exit_codes import Failure
 from launcher.ledger.billing import side_costs
 from launcher.ledger.bills import PICO, rounded_parts
-from launcher.ledger.models import BillingInterval, BillLine, Preemption
+from launcher.ledger.models import BillingInterval, BillLine, KeptView, NodeEvent, Preemption
 from launcher.ledger.store import find_run, open_ledger, writing
 from launcher.report.bill import by_kind
 from launcher.report.build import build_report
@@ -85,6 +85,7 @@ def new_run(session, home, name, *, minutes):
         zone = {"aws": "us-west-2a", "gcp": "us-central1-a"}[cloud]
         node = made.node(f"spot-{cloud}", up=30 * MINUTE_MS, end=(30 + length) * MINUTE_MS, zone=zone)
         node.cloud = cloud
+        session.add(NodeEvent(node_id=node.id, at_ms=UP_MS + round(length * MINUTE_MS), kind="released"))
         session.add_all(side_costs(made.run, node, UP_MS, UP_MS + round(length * MINUTE_MS)))
         folder = home / name / "nodes" / node.name
         folder.mkdir(parents=True)
@@ -535,6 +536,8 @@ def test_a_kept_view_has_the_newest_bill_and_limits_stay_metered(sessions, home)
         return view["billed_micro_usd"], view["spent_micro_usd"]
 
     assert shown() == (None, 21_600_000)
+    with sessions() as session:
+        assert session.scalars(select(KeptView)).one().view["billed_micro_usd"] is None
     imported(sessions, home, aws_rows([instance("aws")]))
     assert shown() == (10_800_000, 21_600_000)
     imported(sessions, home, aws_rows([instance("aws", micro_usd_per_hour=7_200_000)], "2"))

@@ -20,7 +20,7 @@ import pytest
 
 from tests.mutants.planted_bug import PlantedBug
 
-AREAS = ("money", "placement", "node", "data", "scores", "early", "ranks", "clouds", "safety")
+AREAS = ("money", "bills", "placement", "node", "data", "scores", "early", "ranks", "clouds", "safety")
 """Modules of this folder that hold a dict FAULTS."""
 
 FOUND, MISSED = "found", "MISSED"
