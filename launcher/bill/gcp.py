@@ -33,12 +33,13 @@ START, END, PROJECT = "usage_start_time", "usage_end_time", "project.id"
 NAME, GLOBAL_NAME = "resource.name", "resource.global_name"
 COST, CURRENCY, RATE = "cost", "currency", "currency_conversion_rate"
 CREDITS, EXPORTED, AMOUNT, LABELS = "credits", "export_time", "usage.amount", "labels"
+UNIT = "usage.unit"
 
 REQUIRED = (
     *(MARK, MONTH, COST_TYPE, SKU, SKU_ID, START, END, PROJECT, NAME, GLOBAL_NAME, COST, CURRENCY),
     *(CREDITS, EXPORTED, AMOUNT, LABELS),
 )
-OPTIONAL = (RATE,)
+OPTIONAL = (RATE, UNIT)
 
 COST_KINDS = {"tax": BillKind.TAX, "adjustment": BillKind.REFUND, "rounding_error": BillKind.OTHER}
 """Kinds by `cost_type`; `regular` depends on the resource."""
@@ -92,21 +93,24 @@ class GcpBill:
         get = self._select.get
         rate = self._rate(row)
         cost = decimal_of(get(row, COST), COST)
-        charges = [BillCharge(kind=self._kind(row), pico_usd=pico_usd_of(cost / rate, COST))]
+        amount, kind = decimal_of(get(row, AMOUNT), AMOUNT), self._kind(row)
+        is_gpu = kind is BillKind.INSTANCE and "GPU" in get(row, SKU) and get(row, UNIT) == "seconds"
+        gpu_hours = float(amount) / 3600 if is_gpu else None
+        charges = [BillCharge(kind=kind, pico_usd=pico_usd_of(cost / rate, COST), gpu_hours=gpu_hours)]
         credits = nested(get(row, CREDITS), CREDITS) or []
         for credit in credits:
             if not isinstance(credit, dict):
                 raise BadValue(f"{CREDITS} is no list of objects: {get(row, CREDITS)[:60]!r}")
-            amount = decimal_of(str(credit.get("amount") or 0), f"{CREDITS}.amount")
+            money = decimal_of(str(credit.get("amount") or 0), f"{CREDITS}.amount")
             kind = BillKind.CREDIT if credit.get("type") in CREDITS_OF_MONEY else BillKind.DISCOUNT
-            charges.append(BillCharge(kind=kind, pico_usd=pico_usd_of(amount / rate, CREDITS)))
+            charges.append(BillCharge(kind=kind, pico_usd=pico_usd_of(money / rate, CREDITS)))
         month = get(row, MONTH)
         if len(month) != 6 or not month.isdecimal():
             raise BadValue(f"{MONTH} is not like 202611: {month[:20]!r}")
         start_ms, end_ms = time_ms_of(get(row, START), START), time_ms_of(get(row, END), END)
         facts = [get(row, field) for field in (MARK, MONTH, COST_TYPE, SKU_ID, PROJECT, NAME, GLOBAL_NAME, CURRENCY)]
         facts += [str(moment) for moment in (start_ms, end_ms, time_ms_of(get(row, EXPORTED), EXPORTED))]
-        facts += [_plain(cost), _plain(decimal_of(get(row, AMOUNT), AMOUNT))]
+        facts += [_plain(cost), _plain(amount)]
         facts += [f"{charge.kind} {charge.pico_usd}" for charge in charges[1:]]
         labels = our_labels(nested(get(row, LABELS), LABELS))
         return BillRow(

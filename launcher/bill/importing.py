@@ -215,12 +215,15 @@ def _take(row: BillRow, file: int, ours: Ours, tally: _Tally, staged: sqlite3.Co
     if match.node is not None:
         tally.nodes[match.node.name] = None
     for part, charge in enumerate(row.charges):
+        hours = charge.hours
+        if charge.gpu_hours is not None and match.node is not None and match.node.gpus:
+            hours = charge.gpu_hours / match.node.gpus
         staged.execute(
             STAGE,
             (
                 *(file, f"{row.identity}/{part}", row.cell, row.cloud, row.payer, row.month, match.run.id),
                 *(None if match.node is None else match.node.id, resource, charge.kind.value),
-                *(row.start_ms, row.end_ms, charge.pico_usd, charge.hours, 1),
+                *(row.start_ms, row.end_ms, charge.pico_usd, hours, 1),
             ),
         )
 

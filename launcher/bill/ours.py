@@ -34,6 +34,7 @@ class OurNode:
     name: str
     cloud: str
     requested_ms: int
+    gpus: int
     run: OurRun
 
 
@@ -87,7 +88,12 @@ def ours_of(session: Session) -> Ours:
     folders = {run.id: run for run in session.scalars(select(Run).where(Run.infra != LOCAL))}
     nodes = {
         node.id: OurNode(
-            id=node.id, name=node.name, cloud=node.cloud, requested_ms=node.requested_ms, run=runs[node.run_id]
+            id=node.id,
+            name=node.name,
+            cloud=node.cloud,
+            requested_ms=node.requested_ms,
+            gpus=node.gpus,
+            run=runs[node.run_id],
         )
         for node in session.scalars(select(Node).where(Node.run_id.in_(runs)).order_by(Node.id))
     }

@@ -31,11 +31,15 @@ class BadValue(ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BillCharge:
-    """One amount of a row. A row of Google Cloud has one for its cost and one for each credit."""
+    """One amount of a row. A row of Google Cloud has one for its cost and one for each credit.
+
+    `hours`: of the instance; `gpu_hours`: of its GPUs together. None: the row does not say.
+    """
 
     kind: BillKind
     pico_usd: int
     hours: float | None = None
+    gpu_hours: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

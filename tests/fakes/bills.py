@@ -169,7 +169,12 @@ def gcp_rows(used: Iterable[Used], export_time: str = "2027-01-03 04:05:06.00000
     """Return rows of the detailed usage cost. An instance has a row an hour for its host and one for its GPU."""
     rows = []
     for one in used:
-        parts = {INSTANCE: (("G2 Instance Core running in Americas", 1), ("Nvidia L4 GPU running in Americas", 3))}
+        parts = {
+            INSTANCE: (
+                ("G2 Instance Core running in Americas", 1),
+                ("Nvidia L4 GPU attached to Spot Preemptible VMs running in Americas", 3),
+            )
+        }
         skus = {DISK: "Balanced PD Capacity", ADDRESS: "External IP Charge on a Spot Preemptible VM"}
         skus |= {TRAFFIC: "Network Internet Data Transfer Out from Americas to Americas"}
         for sku, weight in parts.get(one.kind, ((skus.get(one.kind, ""), 4),)):

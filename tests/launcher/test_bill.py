@@ -388,9 +388,9 @@ def test_money_of_another_currency_counts_at_the_bills_own_rate_or_is_refused(se
     ],
 )
 def test_another_time_and_another_price_are_told_apart(sessions, home, used, kinds):
-    imported(sessions, home, aws_rows([instance("aws", **used), *whole("aws")[1:]]))
-    imported(sessions, home, gcp_rows(whole("gcp")), "gcp.csv")
-    assert differences(sessions) == kinds
+    for cloud in ("aws", "gcp"):
+        imported(sessions, home, rows_of(cloud, [instance(cloud, **used), *whole(cloud)[1:]]))
+    assert differences(sessions) == {kind: 2 * micro_usd for kind, micro_usd in kinds.items()}
 
 
 def preempted(sessions, home, *, minutes, metered):
