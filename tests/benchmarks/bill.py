@@ -1,6 +1,6 @@
 """bill: how long does `spotrl bill import` take for a company's month of 5 million rows, and how much memory?
 
-    python -m tests.benchmarks.bill --json              5 million rows, about 15 min
+    python -m tests.benchmarks.bill --json              5 million rows
     python -m tests.benchmarks.bill --rows 100000 --json
 
 A month with all columns is made: AWS's as CSV in gzip and Google Cloud's as parquet, and both in both forms with a
@@ -40,7 +40,8 @@ TEXT = """
 One row in a hundred is about the nodes of one run, and goes into the ledger; the rest is read and left. `seconds` is
 the time by the clock on a computer that other work shared, `processor` what the import itself took. `peak MB` is the
 most memory of the process, with Python and the ledger's libraries. CSV is read by Python, parquet by DuckDB with at
-most 256 MB. Our rows wait in a temporary file, so memory does not grow with the rows.
+most 256 MB. Our rows wait in a temporary file, so memory does not grow with the rows. A file with our rows alone took
+86 MB with 30,000 and with 240,000 rows, and 66 us of the processor for each.
 """
 
 
