@@ -247,7 +247,7 @@ def _notes(runs: Sequence[Run], compared: Sequence[ComparedRun], judges: Mapping
     if billed:
         named = ", ".join(f"{name} {dollars(cost)}" for name, cost in billed.items())
         yield f"the dollars are metered; billed with disks, traffic, tax and credits: {named}"
-    bases = {run.money_basis for run in compared}
+    bases = {run.money_basis for run in runs}  # of the dollars compared, which are never billed
     if len(bases) > 1:
         yield f"the dollars have different bases ({', '.join(sorted(bases))}): compare them with care"
     factors = {run.clock_factor for run in runs}

@@ -25,6 +25,7 @@ from launcher.report.bill import by_kind
 from launcher.report.build import build_report
 from launcher.report.comparison import compare_runs
 from launcher.report.html import render_html
+from launcher.report.result import result_dict
 from launcher.report.tables import tables
 from launcher.report.terminal import print_report
 from launcher.runs.run_list import all_rows
@@ -526,6 +527,12 @@ def test_reports_lists_and_comparisons_show_billed_beside_metered(sessions, home
         compared = compare_runs(session, [run, plain])
         assert [one.billed_micro_usd for one in compared.runs] == [billed, None]
         assert any("billed with disks, traffic, tax and credits: demo $23.45" in note for note in compared.notes)
+        assert [one.money_basis for one in compared.runs] == ["billed", "metered"]
+        assert not any("different bases" in note for note in compared.notes), "the dollars of both are metered"
+        plain.money_basis = "assumed"
+        assert any("different bases" in note for note in compare_runs(session, [run, plain]).notes)
+        session.rollback()
+        assert result_dict(session, "demo", [])["money_basis"] == "metered"
         assert {row.name: row.billed_micro_usd for row in all_rows(session)} == {"demo": billed, "plain": None}
         assert build_report(session, plain, END_MS).bill is None
 
