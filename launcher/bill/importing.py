@@ -357,18 +357,21 @@ def _result(
 
 def _without_rows(session: Session, ours: Ours, tally: _Tally) -> Iterator[str]:
     """Yield the nodes that cost money in the time and the accounts of the files, and that no bill has named."""
-    named = set(session.scalars(select(BillLine.node_id).distinct()))
     in_files = {(cloud, account) for cloud, account, _ in tally.seen}
-    for run in session.scalars(select(Run).where(Run.infra != LOCAL).order_by(Run.id)):
+    latest_ms = max(end_ms for _, end_ms in tally.spans.values())
+    named = select(BillLine.node_id).where(BillLine.node_id.is_not(None))
+    unnamed: dict[int, list[Node]] = {}
+    for node in session.scalars(
+        select(Node).where(Node.id.not_in(named), Node.requested_ms < latest_ms).order_by(Node.run_id, Node.id)
+    ):
+        unnamed.setdefault(node.run_id, []).append(node)
+    for run in session.scalars(select(Run).where(Run.infra != LOCAL, Run.id.in_(unnamed)).order_by(Run.id)):
         accounts = ours.runs[run.name].accounts
         clouds = {cloud for cloud in tally.spans if cloud not in accounts or (cloud, accounts[cloud]) in in_files}
-        if not clouds:
-            continue
-        charges = charges_of_run(session, run, run.clock.now_ms())
-        for node in session.scalars(select(Node).where(Node.run_id == run.id).order_by(Node.id)):
-            paid = [charge for charge in charges[node.id] if charge.micro_usd]
-            if node.cloud not in clouds or node.id in named or not paid:
-                continue
+        nodes = [node for node in unnamed[run.id] if node.cloud in clouds]
+        charges = charges_of_run(session, run, run.clock.now_ms()) if nodes else {}
+        for node in nodes:
             start_ms, end_ms = tally.spans[node.cloud]
-            if paid[0].start_ms < end_ms and paid[-1].end_ms > start_ms:
+            paid = [charge for charge in charges[node.id] if charge.micro_usd]
+            if paid and paid[0].start_ms < end_ms and paid[-1].end_ms > start_ms:
                 yield node.name
