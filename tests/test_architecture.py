@@ -98,6 +98,7 @@ FLOORS = {
         "notifications",
         "sinks",
         "clouds",
+        "bill",
         "checks",
         "provision",
         "controller",

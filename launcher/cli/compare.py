@@ -82,7 +82,12 @@ def _print(found: Comparison, over: str) -> None:
     goal = f"to {found.metric} {found.target:g}" if found.target is not None else f"{found.metric}, without a target"
     click.echo(f"{len(found.runs)} runs {goal}\n")
     heads = ("run", "seed", "to the target", "hours", "iteration", "best", "spent")
-    print_table([heads, *(_row(run) for run in found.runs)], numbers=heads[1:])
+    rows = [heads, *(_row(run) for run in found.runs)]
+    if any(run.billed_micro_usd is not None for run in found.runs):
+        billed = [run.billed_micro_usd for run in found.runs]
+        cells = ["billed", *("-" if cost is None else dollars(cost) for cost in billed)]
+        rows = [(*row, cell) for row, cell in zip(rows, cells, strict=True)]
+    print_table(rows, numbers=rows[0][1:])
     groups = [group for group in found.groups if len(group.runs) > 1]
     if groups:
         click.echo()

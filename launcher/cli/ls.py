@@ -56,7 +56,11 @@ def ls(sessions: sessionmaker[Session], show_all: bool, as_json: bool, focus: Pa
         click.echo("No runs yet; `spotrl launch JOB` starts one.")
         return
     if rows:
-        print_table([_HEADING, *(_open(views[row.name]) if row.is_open else _settled(row) for row in rows)])
+        lines = [_HEADING, *(_open(views[row.name]) if row.is_open else _settled(row) for row in rows)]
+        if any(row.billed_micro_usd is not None for row in rows):
+            billed = ["-" if row.billed_micro_usd is None else dollars(row.billed_micro_usd) for row in rows]
+            lines = [(*line, cell) for line, cell in zip(lines, ["billed", *billed], strict=True)]
+        print_table(lines)
     hidden = len(every) - len(rows)
     if hidden:
         click.echo(f"{hidden} removed {'run is' if hidden == 1 else 'runs are'} hidden; see `spotrl ls --all`")

@@ -44,7 +44,7 @@ OTHER_NAMES = {
 GROUPS: dict[str, tuple[str, ...]] = {
     "Start and end runs": ("init", "config", "check", "selftest", "check-reward", "launch", "down", "resume"),
     "Look at runs": ("ls", "attach", "status", "events", "logs", "ui", "ssh"),
-    "Use results": ("report", "compare", "pull", "sample", "trace", "sync"),
+    "Use results": ("report", "compare", "bill", "pull", "sample", "trace", "sync"),
     "Prices and plans": ("prices", "catalog", "simulate"),
     "Clean up": ("rm", "reap", "panic"),
 }

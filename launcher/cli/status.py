@@ -84,7 +84,8 @@ def headline(view: RunView) -> list[str]:
         *learning,
         *more,
         f"iteration {view.iteration}/{view.iterations}, {score_text(view)}{target}{eta}",
-        f"spent {dollars(view.spent_micro_usd)}{limit}, now {hourly(view.micro_usd_per_hour)}",
+        f"spent {dollars(view.spent_micro_usd)}{limit}, now {hourly(view.micro_usd_per_hour)}"
+        + (f"; billed {dollars(view.billed_micro_usd)}" if view.billed_micro_usd is not None else ""),
         _time(view),
     ]
 

@@ -44,7 +44,10 @@ class Run(Base):
     seed: Mapped[int]
     infra: Mapped[str]
     money_basis: Mapped[str]
-    """assumed (local infra), metered or billed; simulated in the ledger of a replay."""
+    """Where the prices of the run's charges come from: assumed (local infra) or metered; simulated in a replay.
+
+    An imported bill (`BillLine`) never changes it: limits and guards rest on what was metered.
+    """
     clock_origin_ms: Mapped[int]
     clock_factor: Mapped[float]
     max_total_micro_usd: Mapped[int | None]
@@ -400,3 +403,35 @@ class CapacityAdviceRow(Base):
     until_ms: Mapped[int]
     observed_ms: Mapped[int]
     source: Mapped[str]
+
+
+class BillLine(Base):
+    """A line of a cloud's own bill about one of our nodes or runs (launcher/bill). Guards never read it.
+
+    `identity`: the same for the same row of the same bill, whatever file it came in. `cell`: what an AWS row is for;
+    it stays when AWS writes a month again, where rows get new identities. Empty on Google Cloud, whose rows stay.
+    """
+
+    __tablename__ = "bill_line"
+    __table_args__ = (Index("ix_bill_line_month", "cloud", "payer", "month"), CheckConstraint("copies >= 1"))
+    id: Mapped[int] = mapped_column(primary_key=True)
+    identity: Mapped[str] = mapped_column(unique=True)
+    cell: Mapped[str]
+    cloud: Mapped[str]
+    payer: Mapped[str]
+    """Payer account (AWS) or billing account (Google Cloud)."""
+    month: Mapped[str]
+    """Month of the bill, like 2026-11."""
+    run_id: Mapped[int] = mapped_column(ForeignKey("run.id"), index=True)
+    node_id: Mapped[int | None] = mapped_column(ForeignKey("node.id"))
+    """None: a resource with the run's label that is no node of the ledger."""
+    resource: Mapped[str]
+    kind: Mapped[str]
+    start_ms: Mapped[int]
+    end_ms: Mapped[int]
+    pico_usd: Mapped[int]
+    """Dollars x 10^12."""
+    hours: Mapped[float | None]
+    """Hours of the instance, where the bill names them."""
+    copies: Mapped[int]
+    """Equal rows in one file."""

@@ -15,6 +15,7 @@ from launcher.ledger.accounting import run_costs
 from launcher.ledger.models import LOCAL, Run
 from launcher.ledger.store import current_status, nodes_of, progress_of, reading_once
 from launcher.money import HOUR_MS
+from launcher.report.bill import bill_of
 from launcher.report.costs import BASIS, costs_of, extra_lines, node_line_of, price_effect_of, price_sources_of
 from launcher.report.exploration import exploration_of
 from launcher.report.preemptions import preemption_lines
@@ -57,6 +58,8 @@ def build_report(
 
 def _report(session: Session, run: Run, now_ms: int, target_reward: float | None, against: Run | None) -> Report:
     costs = run_costs(session, run, now_ms)
+    bill = bill_of(session, run, costs, now_ms)
+    basis = run.money_basis if bill is None or bill.basis != "billed" else bill.basis
     status = current_status(session, run)
     end = status if status is not None and status.status in ENDED else None
     end_ms = now_ms if end is None else end.at_ms
@@ -94,8 +97,8 @@ def _report(session: Session, run: Run, now_ms: int, target_reward: float | None
             devices=str(started[-1].event.get("devices", "")) if started else "",
             started_from=str(started[-1].event.get("started_from", "")) if started else "",
         ),
-        money_basis=run.money_basis,
-        money_note=BASIS.get(run.money_basis, run.money_basis),
+        money_basis=basis,
+        money_note=BASIS.get(basis, basis),
         target=target,
         costs=costs_of(costs),
         curve=tuple(moment_of(run, point) for point in smoothed(curve)),
@@ -129,6 +132,7 @@ def _report(session: Session, run: Run, now_ms: int, target_reward: float | None
         collectives=collectives_of(iterations, costs.by_phase.get(Phase.COLLECTIVE, 0), run.clock_factor),
         trainer_time=trainer_time_of(costs.nodes),
         resume_with=resume_command(session, run, status, now_ms),
+        bill=bill,
     )
 
 

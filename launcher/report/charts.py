@@ -58,9 +58,10 @@ def reward_chart(report: Report) -> Drawing:
         {"dollars": point.micro_usd / MICRO, "score": point.score, "smoothed": point.smoothed} for point in report.curve
     ]
     top = max(row["dollars"] for row in rows) or 1
+    basis = report.money_basis if report.bill is None else "metered"  # a bill does not say when money was spent
     x = alt.X(
         "dollars:Q",
-        title=f"dollars spent ({report.money_basis})",
+        title=f"dollars spent ({basis})",
         axis=alt.Axis(format=_money_format(top), grid=False, tickCount=8, labelFlush=False),
         scale=alt.Scale(domain=[0, top], nice=True),
     )

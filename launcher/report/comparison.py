@@ -59,6 +59,8 @@ class ComparedRun:
     iterations: int
     hours: float
     micro_usd: int
+    billed_micro_usd: int | None
+    """What the clouds billed; None if no imported bill names the run. `micro_usd` is metered, without disks."""
     preemptions: int
     confirmed: Moment | None
     best: Moment | None
@@ -146,6 +148,7 @@ def compare_runs(
                 iterations=report.run.iterations,
                 hours=report.run.hours,
                 micro_usd=report.costs.total,
+                billed_micro_usd=None if report.bill is None else report.bill.billed_micro_usd,
                 preemptions=len(report.preemptions),
                 confirmed=report.target.confirmed,
                 best=report.target.best,
@@ -240,7 +243,11 @@ def _notes(runs: Sequence[Run], compared: Sequence[ComparedRun], judges: Mapping
     """Yield what a reader must know of the figures. `judges`: cost of paid judges by run, in micro-dollars."""
     if paid := ", ".join(f"{name} {dollars(cost)}" for name, cost in judges.items() if cost):
         yield f"the dollars are those of nodes; paid judges cost beside them: {paid}"
-    bases = {run.money_basis for run in compared}
+    billed = {run.name: run.billed_micro_usd for run in compared if run.billed_micro_usd is not None}
+    if billed:
+        named = ", ".join(f"{name} {dollars(cost)}" for name, cost in billed.items())
+        yield f"the dollars are metered; billed with disks, traffic, tax and credits: {named}"
+    bases = {run.money_basis for run in runs}  # of the dollars compared, which are never billed
     if len(bases) > 1:
         yield f"the dollars have different bases ({', '.join(sorted(bases))}): compare them with care"
     factors = {run.clock_factor for run in runs}

@@ -15,7 +15,7 @@ from launcher.report.values import Costs, ExtraLine, NodeLine, PriceEffect, Pric
 BASIS = {
     "assumed": "assumed: priced as named offers, nothing was bought",
     "metered": "metered: observed price x running time; not yet compared with a bill",
-    "billed": "billed: taken from the cloud's own bill",
+    "billed": "billed: the clouds' bill has every node; what follows is metered, and the bill says the differences",
     "simulated": "simulated: a replay on paper, nothing was bought and nothing was trained",
 }
 

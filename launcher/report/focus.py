@@ -26,6 +26,7 @@ from launcher.ledger.billing import interval_micro_usd
 from launcher.ledger.models import LOCAL, Node, ProgressRow, Run, SideCost
 from launcher.market.side_prices import ADDRESS, DISK
 from launcher.money import HOUR_MS, MICRO
+from launcher.report.run_files import accounts_of, instance_id
 from launcher.whole_file import whole_file
 
 _TEXT = """
@@ -103,7 +104,7 @@ def write_focus(session: Session, runs: Iterable[Run], path: Path) -> FocusFile:
 
 def focus_rows(session: Session, run: Run, now_ms: int) -> Iterator[dict[str, Any]]:
     """Yield the rows of a run until `now_ms`, by node. Money is in dollars with six decimals."""
-    accounts = _read(Path(run.folder) / "common.json").get("accounts", {})
+    accounts = accounts_of(run)
     nodes = {node.name: node for node in session.scalars(select(Node).where(Node.run_id == run.id))}
     places = {node.id: _place(run, node, accounts) for node in nodes.values()}
     for cost in run_costs(session, run, now_ms).nodes:
@@ -236,9 +237,8 @@ def _place(run: Run, node: Node | None, accounts: dict[str, str]) -> dict[str, A
     cloud = LOCAL if run.infra == LOCAL else ("" if node is None else node.cloud)
     provider = PROVIDERS.get(cloud, cloud) or "spotrl"
     tags = {"spotrl-run": run.name} | ({} if node is None else {"spotrl-node": node.name})
-    resource = "" if node is None else node.name
-    if node is not None:  # a run whose files were removed has the nodes' names alone
-        resource = _read(Path(run.folder) / "nodes" / node.name / "machine.json").get("id", resource)
+    # A run whose files were removed has the nodes' names alone.
+    resource = "" if node is None else instance_id(run, node.name) or node.name
     return {
         "BillingAccountId": LOCAL if cloud == LOCAL else UNKNOWN,
         "BillingCurrency": "USD",
@@ -254,15 +254,6 @@ def _place(run: Run, node: Node | None, accounts: dict[str, str]) -> dict[str, A
         "x_CostBasis": run.money_basis,
         "x_Run": run.name,
     }
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file of a run's folder; empty if the file is missing or damaged."""
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _by_hour(charge: Charge, moments: Iterable[int]) -> list[tuple[int, int, int]]:

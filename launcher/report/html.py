@@ -12,6 +12,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from launcher.money import dollars, duration, hourly
+from launcher.report.bill import WHY, by_kind
 from launcher.report.charts import Drawing, learning_chart, reward_chart, scores_chart, spend_chart, timeline_chart
 from launcher.report.exploration import exploration_words
 from launcher.report.provenance import hardware_by_nodes
@@ -21,6 +22,7 @@ from launcher.report.sharing import sharing_words
 from launcher.report.values import Pictures, Report
 from launcher.report.words import (
     age,
+    bill_words,
     drift_words,
     headline,
     how_lost,
@@ -61,6 +63,10 @@ def render_html(report: Report, read: Callable[[str], bytes | None]) -> str:
     costs = report.costs
     return template.render(
         report=report,
+        bill_differences=[
+            (WHY[kind], paid) for kind, paid in by_kind(report.bill.differences if report.bill else ()).items()
+        ],
+        bill_lines=bill_words(report),
         headline=headline(report),
         drift=drift_words(report),
         learns_nothing=learning_words(report),

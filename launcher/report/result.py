@@ -67,7 +67,7 @@ def result_dict(session: Session, run_name: str, leftovers: Sequence[int]) -> di
         },
         "clouds": _by_cloud(report.costs.by_place),
         "sums_equal": report.costs.sums_equal,
-        "money_basis": report.money_basis,
+        "money_basis": run.money_basis,  # of these amounts; an imported bill is beside them, in the report
         "leftovers": {"processes": sorted(leftovers)},
         "seed": run.seed,
         "iterations": report.run.iterations,

@@ -57,6 +57,10 @@ def tables(report: Report) -> dict[str, Sequence[Row]]:
             }
             for gain in report.gains
         ],
+        "billed": [
+            {"kind": one.kind, "node": one.node or "", "dollars": one.micro_usd / MICRO, "why": one.why}
+            for one in (report.bill.differences if report.bill else ())
+        ],
         "drift": [asdict(point) for point in report.drift],
         "iterations": _iterations(report),
         "images": [asdict(sheet) for sheet in report.pictures],

@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from launcher.money import dollars, hourly
+from launcher.report.bill import WHY, by_kind
 from launcher.report.exploration import exploration_words
 from launcher.report.provenance import Provenance, hardware_by_nodes
 from launcher.report.ranks import collectives_words
@@ -15,6 +16,7 @@ from launcher.report.sharing import sharing_words
 from launcher.report.values import Factors, Report, Saving
 from launcher.report.words import (
     age,
+    bill_words,
     drift_words,
     headline,
     learning_words,
@@ -71,6 +73,7 @@ def _print(report: Report, console: Console) -> None:
     console.print(f"Money is {report.money_note}")
     _splits(report, console)
     _extras(report, console)
+    _bill(report, console)
     _gains(report, console)
     _preemptions(report, console)
     if stood := stand_in_words(report):
@@ -131,6 +134,22 @@ def _extras(report: Report, console: Console) -> None:
     console.print(table)
     for source in dict.fromkeys(line.source for line in report.extras if not line.in_total):
         console.print(f"Beside it: {source}", style="dim")
+
+
+def _bill(report: Report, console: Console) -> None:
+    """Print what the clouds billed, and each reason why it differs from what was metered."""
+    bill = report.bill
+    if bill is None:
+        return
+    difference = bill.billed_micro_usd - bill.metered_micro_usd
+    table = _table(f"Billed: {dollars(bill.billed_micro_usd)}", "why it differs", "dollars")
+    table.add_row("metered: nodes, disks and addresses", dollars(bill.metered_micro_usd), end_section=True)
+    for kind, micro_usd in by_kind(bill.differences).items():
+        table.add_row(WHY[kind], dollars(micro_usd))
+    table.add_row("billed minus metered", dollars(difference))
+    console.print(table)
+    for line in bill_words(report):
+        console.print(line)
 
 
 def _gains(report: Report, console: Console) -> None:

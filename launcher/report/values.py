@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from launcher.ledger.accounting import Charge, TakenRole
+from launcher.report.bill import Bill
 from launcher.report.exploration import Exploration
 from launcher.report.provenance import Provenance
 from launcher.report.ranks import Collectives, TrainerTime
@@ -287,6 +288,7 @@ class Report:
     schema: int
     run: RunFacts
     money_basis: str
+    """`billed` if an imported bill covers every node. The dollars of this report are metered all the same: `bill`."""
     money_note: str
     target: Target
     costs: Costs
@@ -331,6 +333,8 @@ class Report:
     """Nodes bought for slots without spot, oldest first."""
     resume_with: str = ""
     """Command that continues a stopped run; empty for any other run, and for one whose files were removed."""
+    bill: Bill | None = None
+    """What the clouds billed, beside what was metered; None if no imported bill names the run."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as a dictionary for JSON."""

@@ -28,6 +28,25 @@ def headline(report: Report) -> str:
     )
 
 
+ROUNDED_MICRO_USD = 50
+"""Amounts up to this many micro-dollars read as $0.0000, and are no news."""
+
+
+def bill_words(report: Report) -> list[str]:
+    """Return what a reader must know of the clouds' bill beside its table; empty without a bill."""
+    if report.bill is None:
+        return []
+    lines = []
+    for one in report.bill.differences:
+        if one.kind in ("unknown", "other") and abs(one.micro_usd) > ROUNDED_MICRO_USD:
+            where = "" if one.node is None else f"{short_node(one.node, report.run.name)}: "
+            lines.append(f"{where}{one.why}, {dollars(one.micro_usd)}.")
+    missing = [short_node(node.node, report.run.name) for node in report.bill.nodes if node.basis != "billed"]
+    if missing:
+        lines.append(f"The imported bill does not cover the whole life of {', '.join(missing)}.")
+    return lines
+
+
 def learning_words(report: Report) -> str:
     """Return a sentence if the last batches of the run taught nothing; empty if they did."""
     found = learns_nothing(report.learning[-1].health) if report.learning else ""

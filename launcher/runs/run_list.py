@@ -15,6 +15,7 @@ from engine.events import EngineStarted, Evaluated, IterationDone
 from launcher.decide.facts import OVER
 from launcher.harmless import harmless
 from launcher.learning import learns_nothing
+from launcher.ledger.bills import billed_micro_usd
 from launcher.ledger.models import BillingInterval, Node, NodeEvent, ProgressRow, Removal, Run, RunStatus, TroubleRow
 from launcher.ledger.node_history import metered_micro_usd
 from launcher.ledger.settled import AT_ONCE, judges_micro_usd, unbilled_runs
@@ -49,6 +50,8 @@ class RunRow:
     """Both as in `RunView`."""
     target: float | None
     micro_usd: int
+    billed_micro_usd: int | None
+    """What the clouds billed; None if no imported bill names the run."""
     max_total_micro_usd: int | None
     money_basis: str
     is_over: bool
@@ -108,6 +111,7 @@ def _rows(session: Session, ids: Sequence[int], statuses: dict[int, RunStatus]) 
     bills = select(Node.run_id, func.sum(BillingInterval.micro_usd)).join(BillingInterval).group_by(Node.run_id)
     billed = {run_id: int(micro_usd) for run_id, micro_usd in session.execute(bills.where(Node.run_id.in_(ids)))}
     unbilled = unbilled_runs(session, ids)
+    on_bills = billed_micro_usd(session, ids)
     judged = judges_micro_usd(session, ids)
     removed = set(session.scalars(select(Removal.run_id).where(Removal.run_id.in_(ids))))
     newest_troubles = select(func.max(TroubleRow.id)).where(TroubleRow.run_id.in_(ids)).group_by(TroubleRow.run_id)
@@ -141,6 +145,7 @@ def _rows(session: Session, ids: Sequence[int], statuses: dict[int, RunStatus]) 
                 learning=learns_nothing(newest.get("health", {})) if newest and word not in OVER else "",
                 target=run.target_value,
                 micro_usd=judged[run.id] + (_metered(session, run) if is_open else billed.get(run.id, 0)),
+                billed_micro_usd=on_bills.get(run.id),
                 max_total_micro_usd=run.max_total_micro_usd,
                 money_basis=run.money_basis,
                 is_over=word in OVER,

@@ -18,7 +18,9 @@ from launcher.decide.facts import INSTANCE_ENDED, OVER, NodeRecord, Stage
 from launcher.harmless import harmless
 from launcher.learning import learns_nothing
 from launcher.ledger.accounting import charges_of_run, judge_micro_usd, on_demand_micro_usd
+from launcher.ledger.bills import billed_micro_usd
 from launcher.ledger.models import (
+    BillLine,
     ControllerLease,
     KeptView,
     Node,
@@ -118,6 +120,8 @@ class RunView:
 
     learning: str = ""
     """Why the run learns nothing now, in words. Empty: it learns, or is over."""
+    billed_micro_usd: int | None = None
+    """What the clouds billed, as far as bills were imported; None without one. Limits rest on `spent_micro_usd`."""
 
     @property
     def lacks_controller(self) -> bool:
@@ -169,15 +173,19 @@ def run_documents(sessions: sessionmaker[Session]) -> list[dict[str, Any]]:
 
 
 def _marks(session: Session) -> dict[int, str]:
-    """Return what the view of each run is made from: this code, the run's limits, and its newest rows."""
+    """Return what the view of each run is made from: this code, the run's limits, its newest rows, and its bill."""
 
     def newest(table: type[RunStatus | TroubleRow | ProgressRow]) -> Any:
         return select(func.max(table.id)).where(table.run_id == Run.id).correlate(Run).scalar_subquery()
 
     of_nodes = select(func.max(NodeEvent.id)).join(Node).where(Node.run_id == Run.id).correlate(Run).scalar_subquery()
+    billed = select(func.sum(BillLine.pico_usd * BillLine.copies)).where(BillLine.run_id == Run.id).correlate(Run)
     limits = (Run.max_total_micro_usd, Run.max_hourly_micro_usd, Run.max_judges_micro_usd, Run.deadline_ms)
     rows = session.execute(
-        select(Run.id, *limits, newest(RunStatus), newest(TroubleRow), newest(ProgressRow), of_nodes)
+        select(
+            *(Run.id, *limits, newest(RunStatus), newest(TroubleRow), newest(ProgressRow), of_nodes),
+            billed.scalar_subquery(),
+        )
     )
     shape = ",".join(field.name for field in (*fields(RunView), *fields(NodeView)))
     code = hashlib.sha256(f"{version('spotrl')} {shape}".encode()).hexdigest()[:16]
@@ -290,6 +298,7 @@ def view_of(session: Session, run: Run) -> RunView:
         usual_iteration_ms=round(usual_ms) if usual_ms is not None else None,
         deadline_ms=None if run.deadline_ms is None else run.deadline_ms - run.created_ms,
         missed_deadline=_missed_deadline(session, run, until_ms),
+        billed_micro_usd=billed_micro_usd(session, [run.id]).get(run.id),
         resume_with=resume_with_more(run, status.reason, of_nodes) if status.status == Stage.STOPPED else "",
     )
 

@@ -15,6 +15,7 @@ from typing import Any, get_args
 from pydantic import ConfigDict, TypeAdapter
 
 from engine.events import Capacity, IterationDone, Progress, ProgressEvent
+from launcher.bill.importing import BillImport
 from launcher.checks.reward_check import RewardCheck
 from launcher.job.layers import SHORT_FORMS
 from launcher.job.schema import Job
@@ -53,6 +54,7 @@ ADDED_LATER = {
         "deadline_ms",
         "missed_deadline",
         "resume_with",
+        "billed_micro_usd",
     },
     "Report": {
         "learning",
@@ -64,7 +66,9 @@ ADDED_LATER = {
         "collectives",
         "trainer_time",
         "resume_with",
+        "bill",
     },
+    "ComparedRun": {"billed_micro_usd"},
     "RewardCheck": {"warnings"},
     "NodeLine": {"taken"},
     "PreemptionLine": {"role", "recovered_by"},
@@ -83,6 +87,7 @@ def documents() -> dict[str, Schema]:
         "capacity": _schema(Capacity),
         "report": _schema(Report),
         "compare": _schema(Comparison),
+        "bill-import": _schema(BillImport),
         "result": _schema(outputs.Result),
         "launch": _launch(),
         "ls": _listed(_schema(RunView), "Output of `spotrl ls --json`: one object per run."),

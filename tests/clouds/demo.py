@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.clouds import demo_reward
+from tests.clouds.billed import check_bill
 from tests.clouds.launched import SPOTRL, Launched
 from tests.clouds.planted import below, plant, planted_in
 from tests.clouds.story import JOB, RUN, Story, StoryLog, left_in_the_clouds
@@ -65,6 +66,8 @@ def play(world: World, to: Path, log: StoryLog, options: argparse.Namespace) -> 
         done = run.spotrl(*arguments, check=False)
         (to / f"{name}.txt").write_text(done.stdout + done.stderr)
     down = run.spotrl("down", RUN, check=False)
+    run.spotrl("report", RUN, "--focus", to / "focus.csv", check=False)
+    bill = _bill(run, to)
     log("spotrl down", (down.stdout + down.stderr).strip())
     seconds = time.monotonic() - log.began
     left = left_in_the_clouds(world)
@@ -77,6 +80,7 @@ def play(world: World, to: Path, log: StoryLog, options: argparse.Namespace) -> 
     result = json.loads(file.read_text()) if file.exists() else {}
     result |= {
         "leftovers": left,
+        "bill": bill,
         "secrets_found": secrets_found,
         "made_by": list(run.made_by()),
         "moments_s": log.moments,
@@ -86,6 +90,7 @@ def play(world: World, to: Path, log: StoryLog, options: argparse.Namespace) -> 
     claims = {
         "the target was reached": code == 0 and result.get("target", {}).get("reached", False),
         "down left nothing": down.returncode == 0,
+        "the clouds' bills are matched and explained": "differences" in bill,
         f"within {options.minutes:g} minutes": seconds <= options.minutes * 60,
         **_claims(result, run.batch_size(), (to / "report.txt").read_text()),
     }
@@ -98,6 +103,17 @@ def play(world: World, to: Path, log: StoryLog, options: argparse.Namespace) -> 
         f"see {to}/result.json, report.html, launch.log"
     )
     return 1 if problems else 0
+
+
+def _bill(run: Launched, to: Path) -> dict[str, Any]:
+    """Return the clouds' bills beside what was metered, or what is wrong with them."""
+    try:
+        bill = check_bill(run, to / "bill")
+    except (AssertionError, RuntimeError, LookupError) as error:
+        print(f"the bills: {error}", file=sys.stderr)
+        return {"error": str(error)}
+    (to / "report-billed.txt").write_text(run.spotrl("report", RUN, check=False).stdout)
+    return bill
 
 
 def _launch_and_play(story: Story, to: Path, options: argparse.Namespace) -> tuple[int | None, list[str]]:

@@ -29,6 +29,7 @@ from launcher.ledger.store import find_run, nodes_of
 from launcher.market.side_prices import MINIMUM_BILLED_MS
 from launcher.money import HOUR_MS
 from tests.clouds import demo_reward
+from tests.clouds.billed import check_bill, instances_of
 from tests.clouds.launched import BACK_SECONDS, Launched, job, node_of
 from tests.clouds.story import StoryLog, left_in_the_clouds
 from tests.fakes.clouds import addresses, prices
@@ -180,7 +181,7 @@ def run(world: World, tmp_path_factory: pytest.TempPathFactory, cloud: str):
         world.clear()
         world.move(addresses.CLIENT)
         launched.spotrl("down", launched.name, check=False)
-        (launched.home / "meter.json").write_text(json.dumps(meter_of(launched), indent=2))
+        (launched.home / "meter.json").write_text(json.dumps(instances_of(launched), indent=2))
         shutil.copytree(launched.home, tmp_path_factory.mktemp(launched.name), dirs_exist_ok=True)
 
 
@@ -196,7 +197,7 @@ def test_half_an_hour_of_mishaps_reaches_its_target_and_its_bill_is_the_clouds_o
     run.down()
     left = left_in_the_clouds(world)
     assert (left["instances"], left["disks"], left["processes"], left["namespaces"]) == (0, 0, 0, 0)
-    metered = meter_of(run)
+    metered = instances_of(run)
     assert {instance["region"] for instance in metered} == {"us-west-2" if cloud == "aws" else "us-east4"}
     bill = {name: sum(micro_usd_of(run, one) for one in metered if node_of(one) == name) for name in run.records()}
     costs = machine_costs(run)
@@ -205,14 +206,10 @@ def test_half_an_hour_of_mishaps_reaches_its_target_and_its_bill_is_the_clouds_o
     assert any(bill.values())
     for instance in metered:
         compare_side_costs(run, instance)
+    check_bill(run, run.home / "bill")
 
 
 # --- the bill -----------------------------------------------------------------------------------------
-
-
-def meter_of(run: Launched) -> list[dict[str, Any]]:
-    """Return every instance of the run since the launch, as its cloud meters it."""
-    return [one for one in run.world.machines() if (one.get("labels") or {}).get("spotrl-run") == run.name]
 
 
 def micro_usd_of(run: Launched, instance: Mapping[str, Any]) -> int:

@@ -16,6 +16,7 @@ from engine.models.digits import load_digits
 from engine.models.weights import set_weights
 from engine.node.environment import MANIFEST
 from launcher.storage.stores import newest_checkpoint, open_store
+from tests.clouds.billed import check_bill
 from tests.clouds.launched import BACK_SECONDS, BUCKETS, Launched, job, wait_for
 from tests.clouds.planted import on_host, plant
 from tests.clouds.story import left_in_the_clouds
@@ -145,6 +146,10 @@ def test_down_leaves_no_resource_of_the_run(world, run):
     run.down()
     left = left_in_the_clouds(world)
     assert (left["instances"], left["disks"], left["processes"], left["namespaces"]) == (0, 0, 0, 0)
+
+
+def test_the_clouds_bill_has_every_node_and_explains_each_difference(run, tmp_path):
+    assert check_bill(run, tmp_path)["basis"] == "billed"
 
 
 def set_up_log(world: World, node: str) -> str:

@@ -43,7 +43,7 @@ def test_every_table_is_written_and_adds_up(sessions, report, tmp_path):
     files = {path.stem: list(csv.DictReader(path.open())) for path in (tmp_path / "tables").glob("*")}
     shown = {"evaluations", "gains", "drift", "iterations", "images", "costs", "nodes", "preemptions", "savings"}
     assert set(files) == shown | {"prices"}
-    assert set(tables(report)) - set(files) == {"scores", "bill", "commands"}, "this run has none of these"
+    assert set(tables(report)) - set(files) == {"scores", "bill", "billed", "commands"}, "this run has none of these"
     assert len(files["images"]) == len(report.pictures)
     total = report.costs.total / 1e6
     assert sum(float(row["dollars"]) for row in files["nodes"]) == pytest.approx(total, abs=1e-6)

@@ -20,7 +20,19 @@ import pytest
 
 from tests.mutants.planted_bug import PlantedBug
 
-AREAS = ("money", "placement", "node", "data", "scores", "early", "ranks", "clouds", "secrets", "safety")
+AREAS = (
+    "money",
+    "bills",
+    "placement",
+    "node",
+    "data",
+    "scores",
+    "early",
+    "ranks",
+    "clouds",
+    "secrets",
+    "safety",
+)
 """Modules of this folder that hold a dict FAULTS."""
 
 FOUND, MISSED = "found", "MISSED"
