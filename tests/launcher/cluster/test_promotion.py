@@ -67,7 +67,7 @@ def wanted(*slots_of_run: Slot) -> Wanted:
 
 def actions(*nodes: NodeRecord, of: Wanted | None = None):
     facts = Facts(
-        now_ms=NOW, stage=Stage.RUNNING, reason="", stage_ms=0, planned_ms=0, nodes=nodes, metered=0, advanced_ms=NOW
+        now_ms=NOW, stage=Stage.RUNNING, reason="", stage_ms=0, planned_ms=0, nodes=nodes, metered=0, advances_ms=(NOW,)
     )
     return decide(facts, of or wanted())
 
