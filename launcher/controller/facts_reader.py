@@ -160,7 +160,8 @@ class FactsReader:
             return None
         done = self._advance[1] + 1
         expected = self._plan.iterations if done < self._plan.iterations else float(self._job.iterations)
-        return WorkLeft(iterations=expected, done=done, iteration_ms=self._plan.pace_ms)
+        every = self._plan.checkpoint_every
+        return WorkLeft(iterations=expected, done=done, iteration_ms=self._plan.pace_ms, saved_every=every)
 
     def _advances_ms(self, session: Session) -> tuple[int, ...]:
         """Return the times at which the run first reached its last `STEADY_ITERATIONS` iterations.

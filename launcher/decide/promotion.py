@@ -11,6 +11,7 @@ A trainer is on demand, too, while losses cost more than spot saves, and after t
 Pure: no clock, no I/O.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -31,6 +32,9 @@ market are shorter than an iteration, so the run would pay and never end."""
 SAVED_MS = 15_000
 """Longest age of a checkpoint, in milliseconds, at which a stand-in is given back: the work since then is lost. A pass
 takes two seconds, and a checkpoint is reported within seconds."""
+
+PRIOR_LOSSES = 2.0
+"""Losses that the prior of the restart weighs."""
 
 SUCCESSOR = "successor"
 """Name of the slot of a spot node that is to take the role of a trainer on demand, in a plan whose rollout nodes have
@@ -124,10 +128,27 @@ def why_on_demand(facts: Facts, wanted: Wanted) -> str:
     return ""
 
 
+def restart_ms(facts: Facts, wanted: Wanted) -> float:
+    """Return the mean time from the loss of a trainer until the next one trains, as this run has seen it.
+
+    The prior counts as `PRIOR_LOSSES` losses: a restart where a rollout node may take the role, else a new node.
+    """
+    ready_ms = sorted(n.happened["ready"] for n in facts.nodes if n.role == "trainer" and "ready" in n.happened)
+    waits = []
+    for node in facts.nodes:
+        if node.role == "trainer" and node.reclaimed and node.ended_ms is not None and "ready" in node.happened:
+            after = bisect_right(ready_ms, node.ended_ms)
+            waits.append((ready_ms[after] if after < len(ready_ms) else facts.now_ms) - node.ended_ms)
+    has_successor = any(may_train(slot, wanted) for slot in wanted.slots)
+    prior = RESTART_MS if has_successor else CHANGE_MS
+    return (sum(waits) + PRIOR_LOSSES * prior) / (len(waits) + PRIOR_LOSSES)
+
+
 def why_not_on_spot(option: Option, tried: Tried, facts: Facts, wanted: Wanted) -> str:
     """Return why a pool's losses of a trainer cost more than its spot price saves. Empty: they cost less.
 
-    losses an hour x ((half an iteration + restart) x price of the fleet + change x price of a node) >= on demand - spot
+    losses an hour x ((work since a checkpoint + restart) x price of the fleet + change x price of a node)
+        >= on demand - spot
 
     A run that needs nodes on demand to be in time makes good what it loses at their price. 1.4 preemptions an hour,
     iterations of 10 minutes, a restart of 90 s, and seven nodes of $88 on demand: $118 an hour.
@@ -135,8 +156,7 @@ def why_not_on_spot(option: Option, tried: Tried, facts: Facts, wanted: Wanted) 
     work, trainer = facts.work, trainer_on_spot(wanted)
     if work is None or trainer is None:
         return ""
-    has_successor = any(may_train(slot, wanted) for slot in wanted.slots)
-    lost_ms = work.iteration_ms[-1] / 2 + (RESTART_MS if has_successor else CHANGE_MS)
+    lost_ms = work.lost_ms + restart_ms(facts, wanted)
     is_tight = needs_on_demand(facts, wanted, work)
     prices = {
         slot.name: slot.on_demand_micro_usd_per_hour if is_tight else slot.placement.micro_usd_per_hour

@@ -60,15 +60,24 @@ def slack_ms(work: WorkLeft, deadline_ms: int, now_ms: int) -> float:
     return deadline_ms - now_ms - work.left_ms(work.nodes)
 
 
-def reserve_ms(work: WorkLeft, hazard_per_hour: float, is_trainer_on_spot: bool = False) -> float:
+def reserve_ms(work: WorkLeft, hazard_per_hour: float, may_lose_trainer: bool = False) -> float:
     """Return the slack that waiting may not use.
 
     n nodes are preempted h n times an hour, and each preemption takes one of n slots out for `CHANGE_MS`. That of a
-    trainer on spot also loses half of an iteration of every node, and the restart.
+    trainer on spot also loses the work of every node since the last checkpoint, and the restart.
     """
     losses = hazard_per_hour * work.left_ms(work.nodes) / HOUR_MS
-    of_trainer = work.iteration_ms[-1] / 2 + RESTART_MS if is_trainer_on_spot else 0
+    of_trainer = work.lost_ms + RESTART_MS if may_lose_trainer else 0
     return CHANGE_MS * (SPARE_CHANGES + losses) + losses * of_trainer
+
+
+def _may_lose_trainer(facts: Facts, wanted: Wanted) -> bool:
+    """Return whether the plan has its trainer on spot, and no trainer on demand stands in for it."""
+    stands_in = any(
+        node.role == "trainer" and node.market is Market.ON_DEMAND and node.is_live and not node.is_leaving
+        for node in facts.nodes
+    )
+    return _is_trainer_on_spot(wanted) and not stands_in
 
 
 def seen_so_far(facts: Facts, wanted: Wanted, work: WorkLeft) -> Seen:
@@ -88,7 +97,7 @@ def is_late(facts: Facts, wanted: Wanted, seen: Seen) -> bool:
     if facts.work is None or goal_ms is None:
         return False
     slack = slack_ms(facts.work, goal_ms, facts.now_ms)
-    return slack <= reserve_ms(facts.work, seen.hazard_per_hour, _is_trainer_on_spot(wanted))
+    return slack <= reserve_ms(facts.work, seen.hazard_per_hour, _may_lose_trainer(facts, wanted))
 
 
 def may_risk_spot(facts: Facts, wanted: Wanted) -> bool:
@@ -182,10 +191,13 @@ def why_trainer_stand_in(
 
 
 def needs_on_demand(facts: Facts, wanted: Wanted, work: WorkLeft) -> bool:
-    """Return whether the run would miss its deadline if spot stayed as it was so far and nothing ran on demand."""
+    """Return whether the run would be late if spot stayed as it was so far and nothing ran on demand."""
     goal_ms = wanted.goal_ms(facts.now_ms)
-    share = seen_so_far(facts, wanted, work).share
-    return goal_ms is not None and work.left_ms(work.nodes) / share > goal_ms - facts.now_ms
+    if goal_ms is None:
+        return False
+    seen = seen_so_far(facts, wanted, work)
+    reserve = reserve_ms(work, seen.hazard_per_hour, _may_lose_trainer(facts, wanted))
+    return facts.now_ms + work.left_ms(work.nodes) / seen.share > goal_ms - reserve
 
 
 def price_of_iteration(facts: Facts, wanted: Wanted, work: WorkLeft, prices: Prices) -> float:
@@ -203,7 +215,7 @@ def _why_late(facts: Facts, wanted: Wanted, seen: Seen) -> str | None:
     goal_ms, work = wanted.goal_ms(facts.now_ms), facts.work
     if work is None or goal_ms is None or not is_late(facts, wanted, seen):
         return None
-    reserve = reserve_ms(work, seen.hazard_per_hour, _is_trainer_on_spot(wanted))
+    reserve = reserve_ms(work, seen.hazard_per_hour, _may_lose_trainer(facts, wanted))
     return (
         f"behind: with every node at work the run would be {_early(slack_ms(work, goal_ms, facts.now_ms))}, and "
         f"preemptions may take {duration(round(reserve))}"

@@ -5,9 +5,10 @@ came up. Capacity that falls preempts nodes of the zone at random, with the clou
 minute. On demand is always there. A node is billed from `up` to its end, at the price of the moment.
 
 Progress is the planner's own model of an iteration: with n slots at work, and all nodes of the trainer, an iteration
-takes `WorkLeft.iteration_ms[n]`. A preemption loses `LOST_WORK_MS` of the node's work. Each iteration ends with a
-checkpoint; the end of the trainer's node loses the iteration in progress, and the node that takes its role trains
-after `RESTART_MS`. The world alone knows the future of the trace: it hands out facts of the past and answers actions.
+takes `WorkLeft.iteration_ms[n]`. A preemption loses `LOST_WORK_MS` of the node's work. After each
+`WorkLeft.saved_every` iterations there is a checkpoint. The end of the trainer's node loses the work since then, and
+the node that takes its role trains after `RESTART_MS`. The world alone knows the future of the trace: it hands out
+facts of the past and answers actions.
 """
 
 from collections import Counter
@@ -218,7 +219,11 @@ class World:
         if len(self._trainers_at_work()) < self.trainer_nodes or not self._stands_in():
             return None
         iteration_ms = self.work.iteration_ms[min(self.at_work()[0], self.work.nodes)]
-        return self.now_ms + ceil((floor(self.done + ROUNDING) + 1 - self.done) * iteration_ms)
+        return self.now_ms + ceil((self._saved(self.done) + self.work.saved_every - self.done) * iteration_ms)
+
+    def _saved(self, done: float) -> int:
+        """Return the iterations that are in a checkpoint."""
+        return floor((done + ROUNDING) / self.work.saved_every) * self.work.saved_every
 
     def _stands_in(self) -> bool:
         return self.is_trainer_on_spot and any(i.record.market is Market.ON_DEMAND for i in self._trainers_at_work())
@@ -239,11 +244,13 @@ class World:
         self.counts["slot ms"] += slots * (until_ms - self.now_ms)
         before = self.done
         self.done += (until_ms - self.now_ms) / iteration_ms
-        if (reached := floor(self.done + ROUNDING)) > floor(before + ROUNDING):
-            self.saved_ms = min(until_ms, self.now_ms + ceil(max(0.0, reached - before) * iteration_ms))
-            if reached > self._furthest:
-                self._furthest = reached
-                self.advances_ms = [*self.advances_ms, self.saved_ms][-STEADY_ITERATIONS:]
+        reached, saved = floor(self.done + ROUNDING), self._saved(self.done)
+        if reached > self._furthest:
+            self._furthest = reached
+            at_ms = min(until_ms, self.now_ms + ceil(max(0.0, reached - before) * iteration_ms))
+            self.advances_ms = [*self.advances_ms, at_ms][-STEADY_ITERATIONS:]
+        if saved > self._saved(before):
+            self.saved_ms = min(until_ms, self.now_ms + ceil(max(0.0, saved - before) * iteration_ms))
         if self.done >= self.work.iterations:
             self.finished_ms = until_ms - int((self.done - self.work.iterations) * iteration_ms)
             self.done = self.work.iterations
@@ -354,8 +361,8 @@ class World:
             return
         if instance.record.role != "rollout" and instance.works_at(self.now_ms):
             self.losses_ms.append(self.now_ms)
-            self.lost_iterations += self.done - floor(self.done + ROUNDING)
-            self.done = min(self.done, float(floor(self.done + ROUNDING)))
+            self.lost_iterations += max(0.0, self.done - self._saved(self.done))
+            self.done = min(self.done, float(self._saved(self.done)))
         instance.ended_ms = self.now_ms
         self.counts[how] += 1
         kinds = {"refusals": "no_capacity", "preemptions": "gone", "released": "released"}

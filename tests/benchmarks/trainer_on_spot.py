@@ -229,6 +229,37 @@ def rows(traces: Sequence[Trace], starts: int, shapes: Sequence[Shape] = SHAPES)
     return found
 
 
+def tight_misses(traces: Sequence[Trace], number: int = TIGHT_STARTS) -> tuple[int, int]:
+    """Return the starts that are late at 1.25 times the hours without losses, and the number of starts."""
+    every = [(shape, market) for shape in SHAPES for market in markets(traces) if market.region != "us"]
+    each = -(-number // len(every))
+    cases = [(shape, market, at) for shape, market in every for at in market.starts(each, TIGHT_MS)]
+    cases = [cases[len(cases) * n // number] for n in range(min(number, len(cases)))]
+    late = 0
+    for shape, market, start_ms in cases:
+        result = run(shape, market, Market.SPOT, start_ms, TIGHT_MS)
+        if not result.reached or result.ms > TIGHT_MS:
+            late += 1
+            print(f"late: {shape.name} {market.region} +{start_ms / HOUR_MS:.1f} h", file=sys.stderr, flush=True)
+    return late, len(cases)
+
+
+def key(traces: Sequence[Trace], starts: int = STARTS) -> dict[str, Any]:
+    """Return the key `trainer_on_spot` of the page of replays."""
+    found = rows(traces, starts)
+    over: defaultdict[str, dict[str, float]] = defaultdict(dict)
+    for row in found:
+        over[row["shape"]][row["region"]] = round(row["usd_spot"] / row["usd_on_demand"], 3)
+    misses, tight = tight_misses(traces)
+    return {
+        "usd_over_mixed": dict(over),
+        "late": sum(row["late_spot"] for row in found),
+        "misses": misses,
+        "misses_of": tight,
+        "rows": found,
+    }
+
+
 def _line(row: Mapping[str, Any]) -> str:
     return (
         f"{row['shape']} {row['region']:16s} {row['usd_spot'] / row['usd_on_demand']:.3f} "
@@ -248,7 +279,7 @@ def main() -> None:
     traces, _ = read_folder(TRACES, time.time())
     shapes = [shape for shape in SHAPES if options.shape is None or shape.name in options.shape]
     begun = time.process_time()
-    found = rows(traces, options.starts, shapes)
+    found = key(traces, options.starts) if options.shape is None else rows(traces, options.starts, shapes)
     print(f"{time.process_time() - begun:.0f} s of CPU", file=sys.stderr)
     print(json.dumps(found))
 
