@@ -19,7 +19,7 @@ from launcher.decide.promotion import (
 from launcher.decide.replacing import is_stand_in, needs_successor
 from launcher.decide.run_budget import beside, hourly_of
 from launcher.decide.steps import Steps, unprotected
-from launcher.decide.waiting import may_risk_spot
+from launcher.decide.waiting import why_late
 from launcher.placement.options import Option
 from launcher.placement.plan import Slot
 
@@ -128,7 +128,7 @@ def _given_back_trainer(facts: Facts, wanted: Wanted, kept: Sequence[NodeRecord]
         return spare if is_coming and not any(map(_is_ending_trainer, facts.nodes)) else []
     if facts.saved_ms is None or facts.now_ms - facts.saved_ms > SAVED_MS:
         return []
-    if why_on_demand(facts, wanted) or not may_risk_spot(facts, wanted):
+    if why_on_demand(facts, wanted) or why_late(facts, wanted) is not None:
         return []
     released_ms = [
         node.happened["releasing"] for node in facts.nodes if node.slot == trainer.slot and "releasing" in node.happened

@@ -102,6 +102,9 @@ class MoveRules:
     on_demand: bool = True
     """True if rollout nodes may be bought on demand while no zone of the region has spot (waiting.py)."""
 
+    promotes: bool = True
+    """False: a lost trainer on spot is replaced by a new node, for a comparison (launcher/replay/baselines.py)."""
+
     @classmethod
     def of(cls, job: Job) -> Self:
         """Return a job's rules: the wait for a trainer, and whether on-demand nodes may replace missing spot."""

@@ -22,7 +22,7 @@ from launcher.decide.launch_history import Tried
 from launcher.decide.promotion import SUCCESSOR, may_train, trainer_on_spot, why_not_on_spot, why_on_demand
 from launcher.decide.replacing import stays
 from launcher.decide.run_budget import beside, hourly_of
-from launcher.decide.waiting import may_risk_spot, price_of, why_stand_in, why_trainer_stand_in
+from launcher.decide.waiting import may_risk_spot, price_of, why_late, why_stand_in, why_trainer_stand_in
 from launcher.placement.options import Option, SiteOptions
 from launcher.placement.plan import Slot
 from launcher.placement.price_of_waiting import Prices
@@ -69,7 +69,8 @@ def _trainer_on_spot(
     """Return the next trainer of a plan with its trainer on spot: on spot, or on demand where spot does not pay."""
     spot = [option for option in home_of(tried, sites).trainer if option.placement.market is Market.SPOT]
     refused = {option.place: why_not_on_spot(option, tried, facts, wanted) for option in spot}
-    why = why_on_demand(facts, wanted) or (next(iter(refused.values()), "") if all(refused.values()) else "")
+    costs_more = next(iter(refused.values()), "") if all(refused.values()) else ""
+    why = why_on_demand(facts, wanted) or why_late(facts, wanted) or costs_more
     if why and wanted.rules.on_demand:
         move = next_trainer(tried, [_on_demand_only(site) for site in sites], wanted.rules, facts.now_ms)
         return StandIn(option=move, why=why) if isinstance(move, Option) else move

@@ -19,7 +19,7 @@ from engine.events import Market
 from launcher.decide.facts import PROMOTED, STEADY_ITERATIONS, Facts, NodeRecord, Wanted
 from launcher.decide.launch_history import Tried
 from launcher.decide.replacing import is_stand_in
-from launcher.decide.waiting import is_late, needs_on_demand, seen_so_far
+from launcher.decide.waiting import needs_on_demand, why_late
 from launcher.money import HOUR_MS, dollars
 from launcher.placement.options import Option
 from launcher.placement.plan import Slot
@@ -50,7 +50,7 @@ def trainer_on_spot(wanted: Wanted) -> Slot | None:
 def may_train(slot: Slot, wanted: Wanted) -> bool:
     """Return whether a node of a rollout slot can take the role of a lost trainer: it has the same GPUs."""
     trainer = trainer_on_spot(wanted)
-    if trainer is None or slot.role != "rollout":
+    if trainer is None or slot.role != "rollout" or not wanted.rules.promotes:
         return False
     ours, its = slot.placement, trainer.placement
     return (ours.accelerator, ours.gpus) == (its.accelerator, its.gpus)
@@ -59,7 +59,9 @@ def may_train(slot: Slot, wanted: Wanted) -> bool:
 def with_successor(wanted: Wanted, facts: Facts) -> Sequence[Slot]:
     """Return the plan's slots, and one for the successor of a trainer on demand if no rollout node can be that."""
     trainer = trainer_on_spot(wanted)
-    if trainer is None or not facts.sites or any(may_train(slot, wanted) for slot in wanted.slots):
+    if trainer is None or not facts.sites or not wanted.rules.promotes:
+        return wanted.slots
+    if any(may_train(slot, wanted) for slot in wanted.slots):
         return wanted.slots
     is_wanted = trainer_that_stands_in(facts.nodes, facts, wanted) is not None and not why_on_demand(facts, wanted)
     return (*wanted.slots, replace(trainer, name=SUCCESSOR, role="rollout")) if is_wanted else wanted.slots
@@ -82,7 +84,7 @@ def successor_among(slot: Slot, held: Sequence[NodeRecord], facts: Facts, wanted
     lived longer are lost less often. A late run prefers nodes on demand after a loss, and a trainer that must be on
     demand takes no other.
     """
-    if slot.role != "trainer" or slot.placement.market is not Market.SPOT or not held:
+    if slot.role != "trainer" or slot.placement.market is not Market.SPOT or not held or not wanted.rules.promotes:
         return None
     if any(node.is_live for node in held):
         return None
@@ -92,7 +94,7 @@ def successor_among(slot: Slot, held: Sequence[NodeRecord], facts: Facts, wanted
         ready = [node for node in ready if node.market is Market.ON_DEMAND]
     latest = max(held, key=lambda node: node.generation)
     is_lost = "releasing" not in latest.happened  # not given back to spot
-    hurries = is_lost and facts.work is not None and is_late(facts, wanted, seen_so_far(facts, wanted, facts.work))
+    hurries = is_lost and why_late(facts, wanted) is not None
     order = {Market.ON_DEMAND: -1 if hurries else 1, Market.SPOT: 0}
     return min(ready, key=lambda node: (order[node.market], node.happened["up"], node.name), default=None)
 

@@ -101,11 +101,15 @@ def is_late(facts: Facts, wanted: Wanted, seen: Seen) -> bool:
 
 
 def may_risk_spot(facts: Facts, wanted: Wanted) -> bool:
-    """Return whether a stand-in may be given back: the slack bears the loss of every spot node once more."""
+    """Return whether a stand-in may be given back: the slack bears the loss of every spot node once more.
+
+    A plan with its trainer on spot needs room for one change more: the loss of the trainer stops all other nodes.
+    """
     goal_ms = wanted.goal_ms(facts.now_ms)
     if facts.work is None or goal_ms is None:
         return True
-    return slack_ms(facts.work, goal_ms, facts.now_ms) > SPARE_CHANGES * CHANGE_MS
+    spare = SPARE_CHANGES + _is_trainer_on_spot(wanted)
+    return slack_ms(facts.work, goal_ms, facts.now_ms) > spare * CHANGE_MS
 
 
 def pays_on_demand(work: WorkLeft, working: int, prices: Prices) -> bool:
@@ -156,7 +160,7 @@ def why_stand_in(
     assert work is not None, "the plan predicts no iteration times"
     seen = seen_so_far(facts, wanted, work)
     out_ms = max(0, facts.now_ms - out_since_ms)
-    late = _why_late(facts, wanted, seen)
+    late = why_late(facts, wanted)
     if late is not None:
         return late
     if is_money_used_up(facts, work, prices) and pays_on_demand(work, working, prices):
@@ -176,9 +180,6 @@ def why_trainer_stand_in(
     """
     work = facts.work
     assert work is not None, "the plan predicts no iteration times"
-    late = _why_late(facts, wanted, seen_so_far(facts, wanted, work))
-    if late is not None:
-        return late
     if idle and is_money_used_up(facts, work, prices):
         return "the money for waiting is used up: waiting longer would cost more than all on demand"
     if not work.left:
@@ -211,9 +212,13 @@ def price_of_iteration(facts: Facts, wanted: Wanted, work: WorkLeft, prices: Pri
     return (prices.trainer + work.nodes * prices.spot) / work.per_hour(work.nodes)
 
 
-def _why_late(facts: Facts, wanted: Wanted, seen: Seen) -> str | None:
+def why_late(facts: Facts, wanted: Wanted) -> str | None:
+    """Return why waiting any longer endangers the deadline, or None."""
     goal_ms, work = wanted.goal_ms(facts.now_ms), facts.work
-    if work is None or goal_ms is None or not is_late(facts, wanted, seen):
+    if work is None or goal_ms is None:
+        return None
+    seen = seen_so_far(facts, wanted, work)
+    if not is_late(facts, wanted, seen):
         return None
     reserve = reserve_ms(work, seen.hazard_per_hour, _may_lose_trainer(facts, wanted))
     return (

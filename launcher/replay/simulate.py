@@ -16,12 +16,12 @@ from launcher.decide.work_left import WorkLeft
 from launcher.market.spells import ZoneSpells
 from launcher.money import HOUR_MS, duration
 from launcher.placement.plan import PlacementError, Plan
-from launcher.replay.baselines import BASELINES
+from launcher.replay.baselines import BASELINES, TRAINER_POLICIES
 from launcher.replay.generator import describe, generate
 from launcher.replay.replay import LONGEST_MS, Policy, Replayed, replay
 from launcher.replay.trace import Trace
 
-POLICIES: Mapping[str, Policy] = {"ours": decide, **BASELINES}
+POLICIES: Mapping[str, Policy] = {"ours": decide, **BASELINES, **TRAINER_POLICIES}
 
 INTERVAL = 0.9
 """Share of the starts that an interval holds."""

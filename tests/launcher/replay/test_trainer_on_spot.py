@@ -19,6 +19,7 @@ from launcher.money import HOUR_MS
 from launcher.placement.plan import Plan
 from launcher.placement.price_of_waiting import RESTART_MS
 from launcher.replay.replay import Replayed, replay
+from launcher.replay.simulate import POLICIES, simulate
 from launcher.replay.world import RELEASE_MS
 from tests.launcher.replay.markets import ON_DEMAND, SPOT, market, option, plan, work
 
@@ -129,7 +130,7 @@ def test_a_trainer_lost_three_times_without_an_iteration_is_on_demand_until_thre
     assert result.reached
 
 
-@pytest.mark.parametrize(("lost", "deadline_hours", "is_refused"), [(0, 20, False), (60, 99, False), (60, 11, True)])
+@pytest.mark.parametrize(("lost", "deadline_hours", "is_refused"), [(0, 20, False), (60, 99, False), (60, 13, True)])
 def test_losses_that_cost_more_than_spot_saves_keep_the_trainer_on_demand(lost, deadline_hours, is_refused):
     """60 preemptions in 20 node-hours: (60 + 1.8) / (20 + 6) = 2.4 an hour.
 
@@ -186,6 +187,33 @@ def test_a_trainer_that_no_rollout_node_can_replace_goes_back_by_a_node_bought_f
     assert any(PROMOTED in node.happened for node in successors)
     assert all(node.market is Market.SPOT and node.role == "trainer" for node in successors if node.is_live)
     assert result.reached
+
+
+@pytest.mark.parametrize("policy", ["trainer-on-demand", "all-on-demand"])
+def test_a_policy_with_the_trainer_on_demand_never_loses_it(policy):
+    result = run(OUTAGE, policy=POLICIES[policy])
+    assert {node.market for node in result.nodes if node.role == "trainer"} == {Market.ON_DEMAND}
+    assert result.trainer.losses == 0
+
+
+def test_without_promotion_a_lost_trainer_is_a_new_node():
+    capacity = [3] * 9 + [0] + [3] * 6 * 60
+    assert run(capacity, policy=POLICIES["no-promotion"]).trainer.promotions == 0
+
+
+def test_a_simulation_tells_what_the_trainers_losses_cost():
+    bought = replace(on_spot(), pace_ms=tuple(map(round, work(2).iteration_ms)), iterations=work(2).iterations)
+    markets = (lambda start: (market({"a": [3] * (9 + start) + [2] * 3 + [3] * 600}), 0)), "test"
+    result = simulate(bought, MoveRules(), markets, starts=6, policies=("ours", "trainer-on-demand"))
+    ours, steady = (policy.trainer for policy in result.policies)
+    assert ours is not None
+    assert steady is not None
+    assert 0 < ours.losses <= ours.promotions
+    assert 0 < ours.lost_iterations < 1
+    price = result.policies[0].dollars.mean / bought.iterations
+    assert ours.lost_dollars == pytest.approx(ours.lost_iterations * price, rel=0.05)
+    assert ours.without_trainer_hours == pytest.approx(ours.losses * RESTART_MS / HOUR_MS, rel=0.1)
+    assert (steady.losses, steady.lost_dollars) == (0, 0)
 
 
 def test_the_hourly_limit_holds_with_a_trainer_on_spot():
