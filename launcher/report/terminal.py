@@ -26,6 +26,7 @@ from launcher.report.words import (
     short_node,
     span_words,
     stand_in_words,
+    trainer_loss_words,
     trainer_time_words,
 )
 
@@ -73,6 +74,8 @@ def _print(report: Report, console: Console) -> None:
     _extras(report, console)
     _gains(report, console)
     _preemptions(report, console)
+    if lost := trainer_loss_words(report):
+        console.print(lost)
     if stood := stand_in_words(report):
         console.print(stood)
     console.print(exploration_words(report.exploration))

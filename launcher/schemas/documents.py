@@ -63,6 +63,7 @@ ADDED_LATER = {
         "stand_ins",
         "collectives",
         "trainer_time",
+        "trainer_losses",
         "resume_with",
     },
     "RewardCheck": {"warnings"},
