@@ -337,7 +337,8 @@ dollars within 10 % of the replays' mean: {result["plan_over_replay"]:.3f}; its 
 role, so a lost trainer is a new machine. The probes asked for machines of one GPU; room for eight of them stands for a
 machine of eight. Prices of October 2025. Assumed: a restart of 90 s (a sum of parts, measured on no GPU), a checkpoint
 after each iteration, answers after 1 to 2 minutes, a cold start of 8 minutes, and on demand is always there. A probe
-says what could be launched and not how long a node is kept, so losses are overstated.
+says what could be launched and not how long a node is kept, so losses are overstated. The rules were chosen on these
+same days: nothing here is held out.
 
 What it changed: a stand-in for the trainer is priced by the rollout nodes on demand that a late run would need, the
 trainer is on demand while its losses cost more than spot saves at that price, and a late run has it on demand.
