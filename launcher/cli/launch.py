@@ -46,7 +46,7 @@ from launcher.runs.runs import release_seconds, start_controller
 from launcher.runs.service import check_service, start_service
 from launcher.runs.start import StartWeights, find_start, send_start
 from launcher.services.own_prices import as_you_pay
-from launcher.services.planning import cloud_plan, with_replays
+from launcher.services.planning import cloud_plan, plan_with_other_trainer, with_replays
 from launcher.settings import config_path, home, runs_folder
 
 
@@ -157,7 +157,8 @@ def launch(
     if service and not detach:
         raise click.UsageError("--service is for a run that is left alone; add --detach")
     out = Console(stderr=as_json)
-    checked = load_job(job, overrides(flags, settings), environ=os.environ, user_config=config_path())
+    fields = overrides(flags, settings) | ({"recovery.controller_stays_up": True} if service else {})
+    checked = load_job(job, fields, environ=os.environ, user_config=config_path())
     if not checked.lines:
         raise JobError("it is empty", "`spotrl init` writes one with comments", file=job)
     _check_name_is_free(sessions, checked)
@@ -236,8 +237,8 @@ def _plan_on_clouds(
     `explain`: print all that the plan rests on too. `closed`: (cloud, region) that the plan leaves out, with reasons.
     """
     now_ms = time.time_ns() // 1_000_000
-    on_clouds = cloud_plan(sessions, checked.job, home() / "catalogs", now_ms, checked.workdir, closed)
-    on_clouds = with_replays(on_clouds, checked.job)
+    of_job = (sessions, checked.job, home() / "catalogs", now_ms, checked.workdir, closed)
+    on_clouds = with_replays(cloud_plan(*of_job), checked.job, plan_with_other_trainer(*of_job))
     more = cloud_plan_lines(checked.job, on_clouds, now_ms) if explain else ()
     _print_plan(out, cloud_screen(checked, on_clouds, now_ms), more)
     plan, printed = on_clouds.as_plan(), cloud_plan_json(on_clouds)

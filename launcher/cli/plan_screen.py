@@ -9,12 +9,13 @@ ends in " ...", and `--explain` prints it whole.
 import textwrap
 from collections.abc import Iterator, Sequence
 
+from engine.events import Market
 from launcher.checks.ready import job_problems
 from launcher.cli.layout import COLUMNS, columns
 from launcher.cli.plan_text import clock_note, header, judges_text, pool_name, pool_text, pools_of
 from launcher.decide.run_budget import bound_of_plan
 from launcher.job.checked import CheckedJob
-from launcher.job.schema import Job
+from launcher.job.schema import ASLEEP, Job
 from launcher.market.offers import TOO_OLD, age_of
 from launcher.money import HOUR_MS, dollars, duration, hourly
 from launcher.placement.cloud_plan import Alternative, CloudPlan, Factors, PlanReplays, Span
@@ -44,7 +45,9 @@ def cloud_screen(checked: CheckedJob, plan: CloudPlan, now_ms: int) -> Iterator[
         yield _cut(f"  {saving(plan.quoted_cost.expected, factors)}")
     if plan.replays is not None:
         yield _cut(f"  {replays_text(plan.replays)}")
-    yield from _alternatives(plan.alternatives)
+    of_trainer = list(trainer_text(plan))
+    yield from map(_cut, of_trainer)
+    yield from _alternatives(plan.alternatives, ALTERNATIVES_SHOWN - len(of_trainer))
     yield _cut(f"  {len(plan.notes)} things of this were never run or are assumed. {MORE}")
 
 
@@ -99,6 +102,28 @@ def replays_text(replays: PlanReplays) -> str:
     return f"{text}; {replays.met} in time ({replays.probability_low:.0%} to {replays.probability_high:.0%})"
 
 
+def trainer_text(plan: CloudPlan) -> Iterator[str]:
+    """Yield what a trainer on spot loses, and what the trainer of the other capacity type would cost."""
+    trainer = None if plan.replays is None else plan.replays.trainer
+    if trainer is not None:
+        yield (
+            f"  trainer on spot: lost {trainer.losses:.1f} times, {trainer.lost_iterations:.1f} batches again "
+            f"${trainer.lost_usd:,.2f}, waits ${trainer.without_trainer_usd:,.2f}"
+        )
+    other = plan.other_trainer
+    if other is None or plan.replays is None:
+        return
+    ours = f"${plan.replays.usd:,.2f}"
+    if other.market is Market.ON_DEMAND:
+        yield f"  with the trainer on demand ${other.usd:,.2f}, {duration(round(other.hours * HOUR_MS))}"
+    elif other.why_not == ASLEEP:
+        yield f"  trainer on demand, because {ASLEEP};"
+        yield f"  with --service ${other.usd:,.2f} instead of {ours}"
+    else:
+        yield f"  trainer on demand: {other.why_not};"
+        yield f"  on spot it would be ${other.usd:,.2f} instead of {ours}"
+
+
 def saving(micro_usd: int, factors: Factors) -> str:
     """Return a sentence on the dollars that the plan saves against a baseline, like `saves $20.70 (8%) against ...`."""
     saved = factors.their_micro_usd - micro_usd
@@ -109,14 +134,14 @@ def saving(micro_usd: int, factors: Factors) -> str:
     return f"saves {share} against {theirs}" if saved > 0 else f"costs {share} more than {theirs}"
 
 
-def _alternatives(alternatives: Sequence[Alternative]) -> Iterator[str]:
-    """Yield the first alternatives that have a price, as a table: dollars and time to the target."""
+def _alternatives(alternatives: Sequence[Alternative], shown: int) -> Iterator[str]:
+    """Yield the first `shown` alternatives that have a price, as a table: dollars and time to the target."""
     priced = [other for other in alternatives if other.micro_usd is not None and other.ms is not None]
     if not priced:
         yield "  no alternative keeps the limits"
         return
     rows = [("instead", "cost", "time")]
-    for other in priced[:ALTERNATIVES_SHOWN]:
+    for other in priced[:shown]:
         assert other.micro_usd is not None
         assert other.ms is not None
         rows.append((_cut(other.what, ALTERNATIVE_COLUMNS), dollars(other.micro_usd), duration(other.ms)))

@@ -22,7 +22,7 @@ from launcher.job.checked import CheckedJob, JobError
 from launcher.job.load import load_job
 from launcher.ledger.models import Run
 from launcher.ledger.store import open_ledger
-from launcher.money import duration
+from launcher.money import HOUR_MS, duration
 from launcher.placement.plan import Plan
 from launcher.placement.ranks import check_ranks
 from launcher.replay.readers import read_file
@@ -34,6 +34,7 @@ from launcher.replay.simulate import (
     PolicyResult,
     Range,
     Simulated,
+    TrainerMeans,
     generated_markets,
     recorded_markets,
     work_of,
@@ -101,6 +102,8 @@ def simulate(
       spotrl simulate qwen_image_ocr.yaml --infra gcp --trace h100.csv --starts 30 --policy ours --policy all-on-demand
       spotrl simulate qwen_image_ocr.yaml --infra aws --deadline 12h --html simulation.html
       spotrl simulate qwen_image_ocr.yaml --infra aws --starts 3 --ledger there
+      spotrl simulate job.yaml --set resources.trainer.use_spot=true --policy ours --policy no-promotion \\
+        --policy trainer-on-demand
     """
     if trace is not None and generate:
         raise click.UsageError("--trace names a market and --generate makes one; use one of the two")
@@ -188,6 +191,9 @@ def _print(found: Simulated, html: Path | None) -> None:
     print_text([f"{found.starts} starts, {found.market}; {duration(found.ideal_ms)} with every node at work{goal}"])
     rows = [_row(result) for result in found.policies]
     print_table([("policy", "dollars", "hours", "misses", "preemptions"), *rows])
+    if on_spot := [(result.policy, result.trainer) for result in found.policies if result.trainer is not None]:
+        head = ("policy", "trainer lost", "promotions", "batches again", "without a trainer")
+        print_table([head, *(_trainer_row(policy, trainer) for policy, trainer in on_spot)])
     print_text(["Mean of the starts, and the middle 90 % of them. Simulated: nothing was bought."])
     if html is not None:
         print_text([f"Wrote {html}"])
@@ -200,6 +206,16 @@ def _row(result: PolicyResult) -> tuple[str, ...]:
         _span(result.hours, ""),
         f"{result.misses} of {result.starts}",
         f"{result.preemptions:.1f}",
+    )
+
+
+def _trainer_row(policy: str, trainer: TrainerMeans) -> tuple[str, ...]:
+    return (
+        policy,
+        f"{trainer.losses:.1f} times",
+        f"{trainer.promotions:.1f}",
+        f"{trainer.lost_iterations:.1f}, ${trainer.lost_dollars:,.2f}",
+        f"{duration(round(trainer.without_trainer_hours * HOUR_MS))}, ${trainer.without_trainer_dollars:,.2f}",
     )
 
 

@@ -9,11 +9,11 @@ from sqlalchemy import Select, func, select
 from sqlalchemy.orm import InstrumentedAttribute, Session, sessionmaker
 
 from engine.clock import Clock
-from engine.events import EngineFinished, EngineStarted, IterationDone, Judged
+from engine.events import CheckpointSaved, EngineFinished, EngineStarted, IterationDone, Judged
 from launcher.decide import budget_guard
 from launcher.decide.clock_doubt import Doubt
 from launcher.decide.current_prices import PriceNow, repriced
-from launcher.decide.facts import OVER, Facts, NodeRecord, Others, Stage
+from launcher.decide.facts import OVER, STEADY_ITERATIONS, Facts, NodeRecord, Others, Stage
 from launcher.decide.node_facts import NodeFact, NodeStatus
 from launcher.decide.run_budget import held_for_stuck, hourly_micro_usd, reserved_micro_usd
 from launcher.decide.work_left import WorkLeft
@@ -82,9 +82,10 @@ class FactsReader:
         """By run: the hourly cost of the run's plan, in micro-dollars."""
         self._lineage = 0
         """The newest lineage that a trainer has started."""
-        self._advance = (0, -1, 0)
-        """The id of the last iteration row read, the furthest iteration, and the time of first reaching that
-        iteration."""
+        self._advance: tuple[int, int, tuple[int, ...]] = (0, -1, ())
+        """The id of the last row read, the furthest iteration, and the times of first reaching the last iterations."""
+        self._saved_ms: int | None = None
+        """The time of the newest checkpoint."""
 
     def refresh_prices(self, sessions: sessionmaker[Session]) -> None:
         """Read the clouds' latest prices from the ledger, once a minute."""
@@ -143,7 +144,8 @@ class FactsReader:
             metered=spent_micro_usd(session, self._run, now_ms),
             finished=EngineFinished(**finished.event) if finished is not None else None,
             finished_ms=finished.at_ms if finished is not None else 0,
-            advanced_ms=now_ms if is_plain else self._advanced_ms(session),
+            advances_ms=(now_ms,) if is_plain else self._advances_ms(session),
+            saved_ms=None if is_plain else self._saved_ms,
             still_since_ms=None if is_plain else self.standstill.since_ms,
             trouble=trouble,
             others=self._last_others if is_plain or not is_limited_by_all else self._others(session, now_ms),
@@ -158,16 +160,18 @@ class FactsReader:
             return None
         done = self._advance[1] + 1
         expected = self._plan.iterations if done < self._plan.iterations else float(self._job.iterations)
-        return WorkLeft(iterations=expected, done=done, iteration_ms=self._plan.pace_ms)
+        every = self._plan.checkpoint_every
+        return WorkLeft(iterations=expected, done=done, iteration_ms=self._plan.pace_ms, saved_every=every)
 
-    def _advanced_ms(self, session: Session) -> int:
-        """Return the time at which the run first reached its furthest iteration.
+    def _advances_ms(self, session: Session) -> tuple[int, ...]:
+        """Return the times at which the run first reached its last `STEADY_ITERATIONS` iterations.
 
         Repeated iterations are no progress, nor are those of a trainer whose successor has started. Rows are only
         added, never changed, so each pass reads only the new rows: a run may have many thousands.
         """
-        last_id, best, at_ms = self._advance
-        kinds = (IterationDone.KIND, EngineStarted.KIND)
+        last_id, best, times = self._advance
+        is_first_look = not last_id
+        kinds = (IterationDone.KIND, EngineStarted.KIND, CheckpointSaved.KIND)
         rows = session.scalars(
             select(ProgressRow)
             .where(ProgressRow.run_id == self._run.id, ProgressRow.kind.in_(kinds), ProgressRow.id > last_id)
@@ -177,12 +181,17 @@ class FactsReader:
             last_id = row.id
             if row.kind == EngineStarted.KIND:
                 self._lineage = max(self._lineage, row.lineage)
-            elif row.lineage >= self._lineage and row.event["iteration"] > best:
-                best, at_ms = row.event["iteration"], row.at_ms
-                # Use the controller's clock, because the trainer's clock may be wrong.
+            elif row.lineage < self._lineage:
+                continue
+            elif row.kind == CheckpointSaved.KIND:
+                # Use the controller's clock, because the trainer's clock may be wrong. A controller that has just
+                # started reads old rows.
+                self._saved_ms = row.at_ms if is_first_look else self._clock.now_ms()
+            elif row.event["iteration"] > best:
+                best, times = row.event["iteration"], (*times, row.at_ms)[-STEADY_ITERATIONS:]
                 self.standstill.since_ms = self._clock.now_ms()
-        self._advance = (last_id, best, at_ms)
-        return at_ms
+        self._advance = (last_id, best, times)
+        return times
 
     def _others(self, session: Session, now_ms: int) -> Others:
         """Return the spending of all other runs: nodes on real clouds, and judges also of runs on this machine."""

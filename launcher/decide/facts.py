@@ -51,6 +51,9 @@ PROMOTED = "promoted"
 """Kind of the event of a node that takes the role of the trainer. Its evidence begins with the slot and generation that
 the node has from then on."""
 
+STEADY_ITERATIONS = 3
+"""New iterations for which a trainer stays on demand after it was preempted again and again without one."""
+
 FAILING = "failed: "
 """Prefix of the reason of a run that drains after a failure. The run becomes `failed` once all its nodes are gone."""
 
@@ -218,8 +221,10 @@ class Facts:
     metered: int
     finished: EngineFinished | None = None
     finished_ms: int = 0
-    advanced_ms: int = 0
-    """The time at which the newest iteration was first reached."""
+    advances_ms: Sequence[int] = ()
+    """The times at which the last `STEADY_ITERATIONS` new iterations were first reached, oldest first."""
+    saved_ms: int | None = None
+    """The time at which the newest checkpoint was saved. None: none is known."""
     still_since_ms: int | None = None
     """Start of the current standstill: since then the trainer has answered without a break, has not waited for a
     person and has reached no new iteration."""
@@ -238,6 +243,11 @@ class Facts:
     """The candidate sites with their current prices. Empty: each slot is bought as the plan says."""
     work: WorkLeft | None = None
     """The work left. None: the plan predicts no iteration times (the local infra, plans of older versions)."""
+
+    @property
+    def advanced_ms(self) -> int:
+        """Return the time at which the newest iteration was first reached; 0 before the first."""
+        return self.advances_ms[-1] if self.advances_ms else 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

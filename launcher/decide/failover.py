@@ -18,6 +18,8 @@ not hang on a pool without capacity, and must not scatter over the world.
 - The trainer is requested in the home region until the home region has had no capacity for `trainer_wait_ms`. After the
   wait, the trainer is requested everywhere, the least refused pool first, and every option gets its turn. The search
   for a trainer has no end of its own: the budget or the deadline ends the run.
+- A trainer on spot is bought by the rules of a rollout slot, and all slots are asked for at once: a node that is up
+  takes the role of a lost trainer (promotion.py), so it waits for none.
 - Rollout nodes of a region that the run gave up or left are released, because a node without a trainer costs money and
   does no work. So are those of a run that has had no trainer in sight for five minutes.
 - A denial (a quota, a permission) removes the option for the rest of the run. A run fails when no option for the
@@ -118,12 +120,36 @@ def next_trainer(tried: Tried, sites: Sequence[SiteOptions], rules: MoveRules, n
     return _least_refused(everywhere, tried, rules.cool_down_ms, now_ms)
 
 
+def next_spot_trainer(
+    preferred: Option,
+    nodes: int,
+    tried: Tried,
+    sites: Sequence[SiteOptions],
+    rules: MoveRules,
+    now_ms: int,
+    why_stand_in: WhyStandIn | None = None,
+) -> Move:
+    """Return the option for the next trainer of a plan with its trainer on spot.
+
+    As for a rollout node, in the home region until that is given up, then in every region. A `preferred` option on
+    demand asks for no spot.
+    """
+    if tried.trainer is not None:
+        return Wait(until_ms=None, why="there is a trainer")
+    here = sites if is_home_given_up(tried, rules, now_ms) else [home_of(tried, sites)]
+    options = [option for site in here for option in site.trainer if not tried.is_denied(option)]
+    if not any(not tried.is_denied(option) for site in sites for option in site.trainer):
+        return NothingLeft(why=tried.denials("trainer"))
+    return _of_market(preferred, nodes, options, tried, rules, now_ms, why_stand_in)
+
+
 def is_home_given_up(tried: Tried, rules: MoveRules, now_ms: int) -> bool:
     """Return whether the home region has had no trainer for `trainer_wait_ms`.
 
-    The home region's rollout nodes are then released, because they have no trainer to work for.
+    The home region's rollout nodes are then released, because they have no trainer to work for. A refusal of spot does
+    not count where a trainer may be bought on demand: on demand was not asked for yet.
     """
-    out_since_ms = tried.out_since_ms
+    out_since_ms = tried.out_of_on_demand_since_ms if rules.on_demand else tried.out_since_ms
     return tried.trainer is None and out_since_ms is not None and now_ms >= out_since_ms + rules.trainer_wait_ms
 
 
@@ -161,18 +187,35 @@ def next_rollout(
     rules: MoveRules,
     now_ms: int,
     why_stand_in: WhyStandIn | None = None,
+    *,
+    may_train: bool = False,
 ) -> Move:
     """Return the option for the next rollout node of a plan with `nodes` rollout nodes.
 
     The planned option `preferred` is taken if the pool is ready. `why_stand_in`: the price of waiting (waiting.py).
-    None: the plan predicts no iteration times, and stand-ins come after a fixed wait.
+    None: the plan predicts no iteration times, and stand-ins come after a fixed wait. `may_train`: the node can take
+    the role of a lost trainer, so it waits for none.
     """
     trainer = tried.trainer
-    if trainer is None or no_trainer_since_ms(tried, now_ms) is not None:
+    if not may_train and (trainer is None or no_trainer_since_ms(tried, now_ms) is not None):
         answers = tried.trainer_refusals()
         return Wait(until_ms=None, why=f"the trainer comes first{f': {answers}' if answers else ''}")
-    here = next((site for site in sites if site.place == trainer.site), None)
+    place = tried.home if trainer is None else trainer.site
+    here = next((site for site in sites if site.place == place), sites[0] if may_train else None)
     options = [option for option in here.rollout if not tried.is_denied(option)] if here is not None else []
+    return _of_market(preferred, nodes, options, tried, rules, now_ms, why_stand_in)
+
+
+def _of_market(
+    preferred: Option,
+    nodes: int,
+    options: Sequence[Option],
+    tried: Tried,
+    rules: MoveRules,
+    now_ms: int,
+    why_stand_in: WhyStandIn | None,
+) -> Move:
+    """Return an option of the preferred market, a stand-in where that pays, or a wait."""
     wanted = preferred.placement.market
     of_market = [option for option in options if option.placement.market is wanted]
     often = why_stand_in is not None and wanted is Market.SPOT
@@ -220,15 +263,25 @@ def _by_price(preferred: Option, spot: Sequence[Option]) -> tuple[list[Option], 
 
 
 def back_to_spot(
-    preferred: Option, nodes: int, tried: Tried, sites: Sequence[SiteOptions], rules: MoveRules, now_ms: int
+    preferred: Option,
+    nodes: int,
+    tried: Tried,
+    sites: Sequence[SiteOptions],
+    rules: MoveRules,
+    now_ms: int,
+    *,
+    of_trainer: bool = False,
 ) -> Move:
     """Return the option for the spot node that replaces a stand-in. The stand-in works until the spot node does.
+
+    `of_trainer`: the stand-in is the trainer.
 
     A pool that lacked capacity is tested by one node at a time, until the test node has stayed for
     `GIVE_BACK_AFTER_MS`.
     """
     here = next((site for site in sites if tried.trainer is not None and site.place == tried.trainer.site), None)
-    spot = [o for o in (here.rollout if here is not None else ()) if o.placement.market is Market.SPOT]
+    offered = () if here is None else here.trainer if of_trainer else here.rollout
+    spot = [option for option in offered if option.placement.market is Market.SPOT]
     options = [
         option
         for option in _by_price(preferred, spot)[0]

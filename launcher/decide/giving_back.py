@@ -4,13 +4,22 @@ from collections.abc import Sequence
 
 from engine.events import Market
 from launcher.decide.facts import Facts, NodeRecord, Wanted
-from launcher.decide.failover import is_home_given_up, why_idle
+from launcher.decide.failover import GIVE_BACK_GAP_MS, is_home_given_up, why_idle
 from launcher.decide.further_nodes import nodes_in_other_zones
 from launcher.decide.launch_history import GIVE_BACK_AFTER_MS, Tried
 from launcher.decide.placing import place_of
+from launcher.decide.promotion import (
+    SAVED_MS,
+    SUCCESSOR,
+    may_train,
+    trainer_that_stands_in,
+    why_not_on_spot,
+    why_on_demand,
+)
 from launcher.decide.replacing import is_stand_in, needs_successor
 from launcher.decide.run_budget import beside, hourly_of
 from launcher.decide.steps import Steps, unprotected
+from launcher.decide.waiting import why_late
 from launcher.placement.options import Option
 from launcher.placement.plan import Slot
 
@@ -30,11 +39,13 @@ def nodes_to_release(
     if steps.take(lambda: is_home_given_up(tried, wanted.rules, facts.now_ms), False):
         return staying
     if steps.take(lambda: why_idle(tried, facts.now_ms), None) is not None:
-        return [node for node in staying if node.role != "trainer"]
+        idle = {slot.name for slot in wanted.slots if not may_train(slot, wanted)}
+        return [node for node in staying if node.role != "trainer" and node.slot in idle]
     none: list[NodeRecord] = []
     left = steps.take(lambda: _left_behind(staying, tried), none)
     kept = [node for node in staying if node not in left]
     replaced = steps.take(lambda: _given_back(facts, wanted, live, kept, tried), none)
+    replaced += steps.take(lambda: _given_back_trainer(facts, wanted, kept, tried), none)
     kept = [node for node in kept if node not in replaced]
     return left + replaced + nodes_above_hourly_limit(facts, wanted, kept, steps)
 
@@ -85,6 +96,8 @@ def _given_back(
     given_back: list[NodeRecord] = []
     alone: list[tuple[Slot, NodeRecord]] = []
     for slot in wanted.slots:
+        if slot.role == "trainer":
+            continue
         here = [node for node in kept if node.slot == slot.name]
         stand_ins = [node for node in here if is_stand_in(node, slot, facts)]
         if any(_has_settled(node, facts, tried) for node in here if node not in stand_ins):
@@ -100,6 +113,39 @@ def _given_back(
             if needs_successor(slot, max(held, key=lambda node: node.generation), held, facts):
                 return [stand_in]
     return []
+
+
+def _given_back_trainer(facts: Facts, wanted: Wanted, kept: Sequence[NodeRecord], tried: Tried) -> list[NodeRecord]:
+    """Return the trainer on demand of a plan with its trainer on spot, if a spot node may take its role now.
+
+    Right after a checkpoint, because the work since then is lost. The spot node is settled, and takes the role as after
+    a loss, once the end of the old trainer is on record. Nodes of the successor's slot go once nobody needs them.
+    """
+    spare = [node for node in kept if node.slot == SUCCESSOR]
+    trainer = trainer_that_stands_in(kept, facts, wanted)
+    if trainer is None:
+        is_coming = any(node.role == "trainer" and node.is_live for node in facts.nodes)
+        return spare if is_coming and not any(map(_is_ending_trainer, facts.nodes)) else []
+    if facts.saved_ms is None or facts.now_ms - facts.saved_ms > SAVED_MS:
+        return []
+    if why_on_demand(facts, wanted) or why_late(facts, wanted) is not None:
+        return []
+    released_ms = [
+        node.happened["releasing"] for node in facts.nodes if node.slot == trainer.slot and "releasing" in node.happened
+    ]
+    if released_ms and facts.now_ms < max(released_ms) + GIVE_BACK_GAP_MS:
+        return []
+    alike = {slot.name for slot in wanted.slots if may_train(slot, wanted)} | {SUCCESSOR}
+    is_there = any(
+        node.slot in alike and node.market is Market.SPOT and _has_settled(node, facts, tried)
+        for node in kept
+        if node.wanted is not None and not why_not_on_spot(node.wanted, tried, facts, wanted)
+    )
+    return [trainer] if is_there else []
+
+
+def _is_ending_trainer(node: NodeRecord) -> bool:
+    return node.role == "trainer" and node.is_live and node.is_leaving
 
 
 def _is_starting_on_spot(node: NodeRecord) -> bool:

@@ -8,6 +8,7 @@ from enum import StrEnum
 from hashlib import blake2b
 from typing import Self
 
+from engine.events import Market
 from launcher.job.schema import Job
 from launcher.market.hazard import BURST_MS, bursts
 from launcher.money import HOUR_MS
@@ -71,6 +72,8 @@ class Attempt:
     outcome: Outcome
     ended_ms: int | None = None
     up_ms: int | None = None
+    promoted_ms: int | None = None
+    """Time at which the node took the role of the trainer. None: the node was bought for its role."""
     evidence: str = ""
     is_quota_used_up: bool = False
     """True of a denial if the cloud's message names a quota that is used up. A quota of 0 is False."""
@@ -98,6 +101,9 @@ class MoveRules:
     """A run leaves a region that has had no trainer capacity for this long."""
     on_demand: bool = True
     """True if rollout nodes may be bought on demand while no zone of the region has spot (waiting.py)."""
+
+    promotes: bool = True
+    """False: a lost trainer on spot is replaced by a new node, for a comparison (launcher/replay/baselines.py)."""
 
     @classmethod
     def of(cls, job: Job) -> Self:
@@ -195,9 +201,9 @@ class EndedAttempts:
             if key in refusals:
                 refusals[key] = _since(refusals[key], self._came[key])
         last = self.trainer_that_came
-        if attempt.role == "trainer" and (last is None or order_of(last) < order_of(attempt)):
+        if attempt.role == "trainer" and (last is None or trainer_order(last) < trainer_order(attempt)):
             self.trainer_that_came = attempt
-            self.trainers_refused = _since(self.trainers_refused, order_of(attempt))
+            self.trainers_refused = _since(self.trainers_refused, trainer_order(attempt))
         self._held[_account(attempt)].append(attempt)
         decided = [denied for denied in self.undecided if _holds(attempt, denied)]
         self.undecided = [denied for denied in self.undecided if not _holds(attempt, denied)]
@@ -208,7 +214,7 @@ class EndedAttempts:
         if order_of(attempt) >= self._came.get(key, (-1, "")):
             insort(refusals, attempt, key=end_text)
         last = self.trainer_that_came
-        if attempt.role == "trainer" and (last is None or order_of(attempt) >= order_of(last)):
+        if attempt.role == "trainer" and (last is None or order_of(attempt) >= trainer_order(last)):
             insort(self.trainers_refused, attempt, key=end_text)
 
     def _lacked(self, attempt: Attempt) -> None:
@@ -249,7 +255,7 @@ class Tried:
             self.add(attempt)
             if attempt.was_up:
                 up.append(attempt)
-                if attempt.role == "trainer" and (came is None or order_of(came) < order_of(attempt)):
+                if attempt.role == "trainer" and (came is None or trainer_order(came) < trainer_order(attempt)):
                     came = attempt
         self.home: tuple[str, str] | None = None if came is None else came.site
         """Cloud and region of the last trainer that came up; None before the first trainer."""
@@ -276,10 +282,10 @@ class Tried:
         self._full = ChainMap(full_now, ended.full)
         full = [attempt for attempt in waits if attempt.role == "trainer"]
         refused = sorted(ended.trainers_refused + full, key=end_text) if full else ended.trainers_refused
-        self.trainers_refused = refused if came is None else _since(refused, order_of(came))
+        self.trainers_refused = refused if came is None else _since(refused, trainer_order(came))
         """Trainer requests that were refused since the last trainer came up."""
         never = [one for one in self._denied.values() if one.role == "trainer"]
-        never = never if came is None else _since(never, order_of(came))
+        never = never if came is None else _since(never, trainer_order(came))
         self.trainers_failed = sorted([*self.trainers_refused, *never], key=end_text)
         """Trainer requests that were refused or denied since the last trainer came up, by their end."""
 
@@ -297,6 +303,12 @@ class Tried:
         None if no request was refused.
         """
         return min((attempt.requested_ms for attempt in self.trainers_refused), default=None)
+
+    @property
+    def out_of_on_demand_since_ms(self) -> int | None:
+        """Return the time of the first refused request for a trainer on demand, in the current outage."""
+        steady = (one for one in self.trainers_refused if one.option.placement.market is Market.ON_DEMAND)
+        return min((attempt.requested_ms for attempt in steady), default=None)
 
     def refused(self, option: Option) -> list[Attempt]:
         """Return the refusals of a pool since the pool last gave a node, for lack of capacity or of quota."""
@@ -417,6 +429,11 @@ def _quota(option: Option) -> tuple[str, ...]:
 def order_of(attempt: Attempt) -> tuple[int, str]:
     """Return the order of the requests."""
     return attempt.requested_ms, attempt.name
+
+
+def trainer_order(attempt: Attempt) -> tuple[int, str]:
+    """Return the order in which nodes became the trainer: by their request for it, or by their promotion."""
+    return (attempt.requested_ms if attempt.promoted_ms is None else attempt.promoted_ms), attempt.name
 
 
 def _since(refusals: Iterable[Attempt], came: tuple[int, str]) -> list[Attempt]:

@@ -6,12 +6,23 @@ from functools import partial
 
 from engine.events import Market
 from launcher.decide.facts import Facts, NodeRecord, Wanted
-from launcher.decide.failover import Move, Wait, back_to_spot, next_rollout, next_trainer
+from launcher.decide.failover import (
+    Move,
+    StandIn,
+    Wait,
+    back_to_spot,
+    home_of,
+    next_rollout,
+    next_spot_trainer,
+    next_trainer,
+    site_of_run,
+)
 from launcher.decide.further_nodes import missing_trainer_slots, next_trainer_node, number_of_trainer_nodes
 from launcher.decide.launch_history import Tried
+from launcher.decide.promotion import SUCCESSOR, may_train, trainer_on_spot, why_not_on_spot, why_on_demand
 from launcher.decide.replacing import stays
 from launcher.decide.run_budget import beside, hourly_of
-from launcher.decide.waiting import may_risk_spot, price_of, why_stand_in
+from launcher.decide.waiting import may_risk_spot, price_of, why_late, why_stand_in, why_trainer_stand_in
 from launcher.placement.options import Option, SiteOptions
 from launcher.placement.plan import Slot
 from launcher.placement.price_of_waiting import Prices
@@ -33,18 +44,76 @@ def place_of(slot: Slot, tried: Tried, after: Sequence[NodeRecord], facts: Facts
             if beside_others is not None:
                 return beside_others
         sites = _within(facts.sites, facts, None if limit is None else limit // trainer_nodes)
+        if slot.placement.market is Market.SPOT:
+            return _trainer_on_spot(slot, tried, after, facts, wanted, sites)
         return next_trainer(tried, sites, wanted.rules, facts.now_ms)
     if trainer_nodes > 1 and missing_trainer_slots(wanted, after):
         return Wait(until_ms=None, why="the trainer comes first")
-    here = [site for site in facts.sites if tried.trainer is not None and site.place == tried.trainer.site]
+    is_alike = may_train(slot, wanted)
+    place = tried.trainer.site if tried.trainer is not None else site_of_run(tried, facts.sites).place
+    here = [site for site in facts.sites if site.place == place and (tried.trainer is not None or is_alike)]
     sites = _within(here, facts, None if limit is None else limit - hourly_of(after))
     nodes = sum(slot.role == "rollout" for slot in wanted.slots)
-    if any(node.slot == slot.name and stays(node) for node in after):
+    if slot.name == SUCCESSOR or any(node.slot == slot.name and stays(node) for node in after):
         if not may_risk_spot(facts, wanted):
             return Wait(until_ms=None, why="the deadline leaves no time for another preemption")
-        return back_to_spot(slot.option, nodes, tried, sites, wanted.rules, facts.now_ms)
+        of_trainer = slot.name == SUCCESSOR
+        return back_to_spot(slot.option, nodes, tried, sites, wanted.rules, facts.now_ms, of_trainer=of_trainer)
     price = None if facts.work is None else partial(_why_stand_in, slot, after, facts, wanted)
-    return next_rollout(slot.option, nodes, tried, sites, wanted.rules, facts.now_ms, price)
+    return next_rollout(slot.option, nodes, tried, sites, wanted.rules, facts.now_ms, price, may_train=is_alike)
+
+
+def _trainer_on_spot(
+    slot: Slot, tried: Tried, after: Sequence[NodeRecord], facts: Facts, wanted: Wanted, sites: Sequence[SiteOptions]
+) -> Move:
+    """Return the next trainer of a plan with its trainer on spot: on spot, or on demand where spot does not pay."""
+    spot = [option for option in home_of(tried, sites).trainer if option.placement.market is Market.SPOT]
+    refused = {option.place: why_not_on_spot(option, tried, facts, wanted) for option in spot}
+    costs_more = next(iter(refused.values()), "") if all(refused.values()) else ""
+    why = why_on_demand(facts, wanted) or why_late(facts, wanted) or costs_more
+    if why and wanted.rules.on_demand:
+        move = next_trainer(tried, [_on_demand_only(site) for site in sites], wanted.rules, facts.now_ms)
+        return StandIn(option=move, why=why) if isinstance(move, Option) else move
+    pays = [
+        replace(site, trainer=tuple(option for option in site.trainer if not refused.get(option.place)))
+        for site in sites
+    ]
+    price = None if facts.work is None else partial(_why_trainer_stand_in, slot, after, facts, wanted)
+    nodes = sum(slot.role == "rollout" for slot in wanted.slots)
+    return next_spot_trainer(slot.option, nodes, tried, pays, wanted.rules, facts.now_ms, price)
+
+
+def _on_demand_only(site: SiteOptions) -> SiteOptions:
+    steady = tuple(option for option in site.trainer if option.placement.market is Market.ON_DEMAND)
+    return replace(site, trainer=steady)
+
+
+def _why_trainer_stand_in(
+    slot: Slot,
+    after: Sequence[NodeRecord],
+    facts: Facts,
+    wanted: Wanted,
+    stand_in: Option,
+    lacking: Sequence[Option],
+    out_since_ms: int,
+) -> str | None:
+    working = [node for node in after if node.role == "rollout" and stays(node)]
+    rollout = [other for other in wanted.slots if other.role == "rollout"]
+    prices = Prices(
+        trainer=min(map(price_of, lacking)),
+        spot=sum(price_of(other.option) for other in rollout) / max(1, len(rollout)),
+        on_demand=sum(map(_on_demand_price, rollout)) / max(1, len(rollout)),
+        trainer_on_demand=_on_demand_price(slot),
+    )
+    idle = hourly_of(working)
+    price = price_of(stand_in)
+    return why_trainer_stand_in(facts, wanted, prices, len({n.slot for n in working}), idle, out_since_ms, price)
+
+
+def _on_demand_price(slot: Slot) -> int:
+    """Return the hourly price of a slot's node on demand; its address may cost more than beside spot."""
+    on_demand = replace(slot.placement, market=Market.ON_DEMAND)
+    return slot.on_demand_micro_usd_per_hour + on_demand.side_micro_usd_per_hour
 
 
 def _why_stand_in(
@@ -60,11 +129,12 @@ def _why_stand_in(
     if trainer is None:
         return None  # a stand-in has nothing to work for
     working = len({node.slot for node in after if node.role == "rollout" and stays(node)})
-    on_demand = replace(slot.placement, market=Market.ON_DEMAND)  # an address may cost more than beside spot
+    planned = trainer_on_spot(wanted)
     prices = Prices(
         trainer=number_of_trainer_nodes(wanted) * (trainer.micro_usd_per_hour + trainer.beside_micro_usd_per_hour),
         spot=min((price_of(option) for option in lacking), default=slot.on_demand_micro_usd_per_hour),
-        on_demand=slot.on_demand_micro_usd_per_hour + beside(on_demand, facts),
+        on_demand=_on_demand_price(slot),
+        trainer_on_demand=None if planned is None else _on_demand_price(planned),
     )
     price = stand_in.placement.micro_usd_per_hour + beside(stand_in.placement, facts)
     return why_stand_in(facts, wanted, prices, working, out_since_ms, price)

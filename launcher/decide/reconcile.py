@@ -21,7 +21,7 @@ from launcher.decide.giving_back import nodes_above_hourly_limit, nodes_to_relea
 from launcher.decide.known_nodes import KnownNodes
 from launcher.decide.launch_history import Tried
 from launcher.decide.placing import place_of
-from launcher.decide.promotion import is_taking_over, successor_among
+from launcher.decide.promotion import is_taking_over, successor_among, with_successor
 from launcher.decide.replacing import attempt_of, needs_successor, stays
 from launcher.decide.run_budget import beside, budget_refusal
 from launcher.decide.steps import Steps, unprotected
@@ -146,7 +146,7 @@ def _fill(
     by_slot: defaultdict[str, list[NodeRecord]] = defaultdict(list)
     for node in recent.nodes:
         by_slot[node.slot].append(node)
-    for slot in wanted.slots:
+    for slot in with_successor(wanted, recent):
         held = by_slot[slot.name]
         latest = max(held, key=lambda node: node.generation, default=None)
         if latest is not None and not needs_successor(slot, latest, held, recent):
@@ -182,7 +182,7 @@ def _fill(
         # Each amount is rounded up, so that of several nodes may be less than their sum, by as many micro-dollars.
         refusal = budget_refusal(facts, wanted, after, sum(rates), reserves + len(missing))
         if refusal is not None:
-            if slot.role != "rollout" and refusal.for_good:
+            if slot.role != "rollout" and refusal.for_good and not why:
                 return [Enter(stage=Stage.DRAINING, reason="budget")]
             trainer = [node for node in live if node.role != "rollout" and stays(node)]
             if slot.role != "rollout" and facts.sites and trainer:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from engine.events import Market
-from launcher.decide.facts import INCOMPLETE, Facts, NodeRecord
+from launcher.decide.facts import INCOMPLETE, PROMOTED, Facts, NodeRecord
 from launcher.decide.failover import GIVE_BACK_GAP_MS
 from launcher.decide.launch_history import Attempt, Outcome, jitter
 from launcher.decide.node_facts import is_quota_used_up
@@ -96,6 +96,7 @@ def attempt_of(node: NodeRecord) -> Attempt:
         outcome=Outcome.LIVE if node.is_live else outcome,
         ended_ms=node.ended_ms,
         up_ms=None if is_refused else node.happened.get("up"),
+        promoted_ms=node.happened.get(PROMOTED),
         evidence=node.evidence,
         is_quota_used_up=is_quota_used_up(node.evidence),
         holds_in_its_zone_alone=holds_in_its_zone_alone(node.evidence),

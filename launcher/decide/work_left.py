@@ -19,6 +19,14 @@ class WorkLeft:
     """Milliseconds of an iteration by the number of rollout nodes at work. Never rises. The last entry is the plan
     with every node at work; more nodes than that are no faster."""
 
+    saved_every: int = 1
+    """Iterations between two checkpoints."""
+
+    @property
+    def lost_ms(self) -> float:
+        """Return the mean work since the last checkpoint, in milliseconds, with every node at work."""
+        return self.saved_every * self.iteration_ms[-1] / 2
+
     @property
     def left(self) -> float:
         return max(0.0, self.iterations - self.done)

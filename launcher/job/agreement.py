@@ -152,28 +152,30 @@ def spot_only_has_spot(job: "Job") -> None:
         )
 
 
-def a_trainer_on_spot_can_be_replaced(job: "Job") -> None:
-    """A lost trainer's role goes to another node (launcher/decide/promotion.py), which not every run can do yet."""
-    trainer, setting = job.resources.trainer, "resources.trainer.use_spot is true"
-    if not trainer.use_spot:
-        return
+def why_never_on_spot(job: "Job") -> tuple[str, str] | None:
+    """Return why no node could take the role of this job's lost trainer, and what to use. None: one could.
+
+    A lost trainer's role goes to another node (launcher/decide/promotion.py), which not every run can do.
+    """
+    trainer = job.resources.trainer
     if job.spot == "never":
-        raise ValueError(f"{setting}, but spot is never; use false, or spot: auto")
-    if job.clouds:
-        raise ValueError(
-            f"{setting}, but infra is {job.infra}, where no other node can take a lost trainer's role yet; use false, "
-            "or infra: local"
-        )
+        return "spot is never", "spot: auto"
     if trainer.num_nodes > 1:
-        raise ValueError(
-            f"{setting}, and resources.trainer.num_nodes {trainer.num_nodes}; use false, or one node, because the loss "
-            "of any of several nodes stops the whole trainer"
+        return (
+            f"resources.trainer.num_nodes is {trainer.num_nodes}, and the loss of any of several nodes stops the whole "
+            "trainer",
+            "one node",
         )
     if job.runtime.name == "ray":
-        raise ValueError(
-            f"{setting}, but runtime.name is ray, whose cluster ends with the trainer's node; use false, or "
-            "runtime: {name: local}"
-        )
+        return "runtime.name is ray, whose cluster ends with the trainer's node", "runtime: {name: local}"
+    return None
+
+
+def a_trainer_on_spot_can_be_replaced(job: "Job") -> None:
+    refusal = why_never_on_spot(job)
+    if job.resources.trainer.use_spot is True and refusal is not None:
+        why, use = refusal
+        raise ValueError(f"resources.trainer.use_spot is true, but {why}; use false, or {use}")
 
 
 CHECKS: tuple[Callable[["Job"], None], ...] = (

@@ -15,7 +15,7 @@ from pydantic import (
 from pydantic import model_validator as model_check
 
 from engine.config import EngineConfig
-from launcher.job.agreement import CHECKS
+from launcher.job.agreement import CHECKS, why_never_on_spot
 from launcher.job.bucket_names import SCHEMES, problem_with_store
 from launcher.job.company import Identity, Named, Network, named_in
 from launcher.job.sections import (
@@ -40,6 +40,15 @@ PROMPTS = ("digits", "shapes")
 
 CLOCK_FACTOR = 60.0
 """`clock_factor: auto`: an hour of prices and preemptions is a minute of work on the reference machine."""
+
+
+CLOUD_NODES_CAN_TRAIN = False
+"""True once a node on a cloud can take the role of a lost trainer (launcher/provision/sky/sky_provisioner.py,
+`assign`). Until then `launch` refuses a trainer on spot on clouds; plans and simulations know it."""
+
+NOT_ON_CLOUDS = "a node on a cloud cannot take a lost trainer's role yet"
+
+ASLEEP = "nobody would replace it while this machine sleeps"
 
 
 class Job(EngineConfig):
@@ -164,7 +173,25 @@ class Job(EngineConfig):
     @property
     def rolls_out_on_spot(self) -> bool:
         """Return whether rollout nodes are requested on spot."""
-        return self.resources.rollout.use_spot and self.spot != "never"
+        return bool(self.resources.rollout.use_spot) and self.spot != "never"
+
+    @property
+    def trains_on_spot(self) -> bool:
+        """Return whether the trainer is requested on spot."""
+        use_spot = self.resources.trainer.use_spot
+        return not self.why_trainer_on_demand if use_spot == "auto" else use_spot
+
+    @property
+    def why_trainer_on_demand(self) -> str:
+        """Return why `resources.trainer.use_spot: auto` takes the trainer on demand. Empty: it does not."""
+        if self.resources.trainer.use_spot != "auto":
+            return ""
+        refusal = why_never_on_spot(self)
+        if refusal is not None:
+            return refusal[0]
+        if self.clouds and not CLOUD_NODES_CAN_TRAIN:
+            return NOT_ON_CLOUDS
+        return ASLEEP if self.clouds and not self.recovery.controller_stays_up else ""
 
     def named(self, cloud: str, region: str) -> Named:
         """Return the job's identity and network for nodes in a region."""

@@ -30,9 +30,11 @@ class NodeResources(Strict):
     """Cloud, region and zone: `aws`, `aws/us-east-2` or `aws/us-east-2/use2-az3`. None: the cheapest place."""
     instance_type: str | None = None
     """Instance type of the cloud, like `g6.xlarge`. None: any type with the accelerators."""
-    use_spot: bool = False
+    use_spot: bool | Literal["auto"] = False
     """True: buy spot capacity. Default: false for the trainer, and true for rollout nodes. A trainer on spot is lost
-    now and then; a rollout node that is up then takes its role. So far on the local infra only, with one node."""
+    now and then; a rollout node that is up then takes its role. With one node only; on clouds it can be planned and
+    simulated, and not launched yet. `auto`, for the trainer alone: on spot where a lost trainer can be replaced at any
+    time (`recovery.controller_stays_up`), else on demand, and the plan says why."""
     num_nodes: Annotated[int, Field(ge=0, le=64)] = 1
     """Number of nodes. Of the trainer: 1, or up to as many as it has ranks, which `runtime.trainer_ranks` names and the
     nodes share equally. For rollout nodes: the maximum, default 2."""
@@ -96,6 +98,16 @@ class Resources(Strict):
     def _rollout_is_spot_by_default(cls, value: Any) -> Any:
         return {"use_spot": True, "num_nodes": 2} | value if isinstance(value, dict) else value
 
+    @field_validator("rollout")
+    @classmethod
+    def _rollout_is_on_one_market(cls, value: NodeResources) -> NodeResources:
+        if value.use_spot == "auto":
+            raise ValueError(
+                "rollout.use_spot is auto; use true or false, because spot: auto buys rollout nodes on demand where "
+                "spot is short"
+            )
+        return value
+
     @field_validator("trainer")
     @classmethod
     def _one_trainer_at_least(cls, value: NodeResources) -> NodeResources:
@@ -109,6 +121,10 @@ class Recovery(Strict):
 
     trainer_wait: DurationMs = Field(default=600_000, validate_default=False)
     """Time to look for a trainer in the zones of its region, before the run moves to another region or cloud."""
+    controller_stays_up: bool = False
+    """True: the machine of the controller stays on, so a lost trainer is replaced at any time. Best kept in the user's
+    own config file, on a server; `launch --service` says it for one run. On a machine that sleeps, a run whose trainer
+    is on spot stands still from a loss until the machine wakes."""
     launches_per_minute: Annotated[int, Field(ge=1, le=600)] = 10
     """Launches per minute, over the whole run. Without the limit, a fault that loses every node at once would buy
     nodes just as fast."""

@@ -107,6 +107,33 @@ class PlanStandIns:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerOnSpot:
+    """What the losses of a trainer on spot are expected to cost: means of the replays. Simulated."""
+
+    losses: float
+    promotions: float
+    """Losses after which a node that was up took the role."""
+    lost_iterations: float
+    """Iterations made again."""
+    lost_usd: float
+    """Dollars of them."""
+    without_trainer_seconds: float
+    """Time in which nodes were paid and none trained."""
+    without_trainer_usd: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OtherTrainer:
+    """The same job with its trainer of the other capacity type."""
+
+    market: Market
+    why_not: str
+    """Why the plan does not have it so. Empty: it could be had, and the job file does not ask for it."""
+    usd: float
+    hours: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PlanReplays:
     """Replays of the plan on generated markets, with the decisions of a live run. Simulated."""
 
@@ -126,6 +153,8 @@ class PlanReplays:
     """90 % interval of the probability of meeting the deadline (Wilson's score interval)."""
     enough_ms: int | None
     """Shortest deadline that enough of the starts would have met. None: too few were done."""
+    trainer: TrainerOnSpot | None = None
+    """None: the trainer is on demand, and its node is not lost."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,6 +201,8 @@ class CloudPlan:
     """Memory of each GPU by role. Empty for models that ship with spotrl, and for GPUs of unknown memory."""
     pace_ms: tuple[int, ...] = ()
     """Milliseconds of an iteration with 0, 1, 2, ... of the plan's rollout nodes at work."""
+    checkpoint_every: int = 1
+    """Iterations between two checkpoints: a lost trainer loses what it did since the last one."""
     zones: tuple[ZoneSpells, ...] = ()
     """Spells of capacity that the plan expects of every spot zone of its region."""
     trainer: TrainerRanks
@@ -182,6 +213,8 @@ class CloudPlan:
     """Forecast of an iteration, played forward. None: no rates, or too large a batch."""
     replays: PlanReplays | None = None
     """None: not replayed, or the plan predicts no iteration times."""
+    other_trainer: OtherTrainer | None = None
+    """None: the job file asks for the trainer on demand, or nothing could be compared."""
     stand_ins: PlanStandIns | None = None
     """None: the job has no stand-ins, or the plan no spot nodes. `cost`, `time`, `factors` and `alternatives` are of
     spot alone: choices are compared by that."""
@@ -234,6 +267,7 @@ class CloudPlan:
             iteration_ms=round(self.seconds_per_iteration_alone * 1000),
             iterations=self.iterations.expected,
             pace_ms=self.pace_ms,
+            checkpoint_every=self.checkpoint_every,
             ranks_have_room=self.trainer.waiting == 0,
         )
 

@@ -59,7 +59,7 @@ class Choice:
     def maximum_micro_usd_per_hour(self) -> int:
         """Return the rate with every node running, at on-demand prices. Spot never costs more."""
         rollout = sum(count * pool.on_demand_micro_usd_per_hour for pool, count in self.pools)
-        return self.site.trainer_micro_usd_per_hour + rollout
+        return self.site.trainer_on_demand_micro_usd_per_hour + rollout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,7 +148,7 @@ def on_demand_outlook(needs: CloudRequirements, choice: Choice) -> Outlook:
     recipe = needs.recipe.on(choice.site.trainer.gpus)
     gpus = GpusAtWork(mean=sum(count * pool.workers for pool, count in choice.pools))
     rate = sum(count * pool.on_demand_micro_usd_per_hour for pool, count in choice.pools)
-    micro_usd, ms = cost(recipe, choice.site.trainer_micro_usd_per_hour, gpus, rate, sums(choice)[2])
+    micro_usd, ms = cost(recipe, choice.site.trainer_on_demand_micro_usd_per_hour, gpus, rate, sums(choice)[2])
     return _outlook(recipe, gpus, micro_usd, ms)
 
 

@@ -42,6 +42,8 @@ def cloud_requirements(
         max_rollout_nodes=resources.rollout.num_nodes,
         min_rollout_nodes=min_nodes,
         clouds=job.clouds,
+        checkpoint_every=job.checkpoint.every,
+        trainer_on_spot=job.trains_on_spot,
         spot=Spot(job.spot) if job.rolls_out_on_spot else Spot.NEVER,
         max_hourly_micro_usd=job.budget.max_hourly,
         max_total_micro_usd=job.nodes_max_total,

@@ -71,6 +71,8 @@ class Plan:
     pace_ms: tuple[int, ...] = ()
     """Predicted time of one of these iterations with 0, 1, 2, ... rollout nodes at work; never rises. Empty on the
     local infra and in plans of older versions: then waiting for spot has no price, only a fixed end."""
+    checkpoint_every: int = 1
+    """Iterations between two checkpoints. 1 in plans of older versions."""
     ranks_have_room: bool = False
     """True if the GPU of every rank of the trainer has room to sample. Every node of the trainer is told."""
 
@@ -137,11 +139,12 @@ def plan_local(job: Job, offers: Sequence[Offer]) -> Plan:
         _check_known(role, resources, offers)
     regions = sorted({(offer.cloud, offer.region) for offer in offers})
     market = Market.SPOT if job.rolls_out_on_spot else Market.ON_DEMAND
-    plans = [slots for region in regions if (slots := _slots_in(region, trainer, rollout, market, offers))]
+    of_trainer = Market.SPOT if job.trains_on_spot else Market.ON_DEMAND
+    plans = [slots for region in regions if (slots := _slots_in(region, trainer, rollout, of_trainer, market, offers))]
     if not plans:
         raise PlacementError(
-            f"no region of the catalog offers {trainer.accelerators} {'on spot' if trainer.use_spot else 'on demand'} "
-            f"together with {rollout.accelerators} "
+            f"no region of the catalog offers {trainer.accelerators} "
+            f"{'on spot' if of_trainer is Market.SPOT else 'on demand'} together with {rollout.accelerators} "
             f"{'on spot' if market is Market.SPOT else 'on demand'}; loosen resources.*.infra or take another "
             "accelerator"
         )
@@ -156,7 +159,12 @@ def plan_local(job: Job, offers: Sequence[Offer]) -> Plan:
 
 
 def _slots_in(
-    region: tuple[str, str], trainer: NodeResources, rollout: NodeResources, market: Market, offers: Sequence[Offer]
+    region: tuple[str, str],
+    trainer: NodeResources,
+    rollout: NodeResources,
+    of_trainer: Market,
+    market: Market,
+    offers: Sequence[Offer],
 ) -> tuple[Slot, ...] | None:
     """Return the slots of the cheapest cluster in this region.
 
@@ -165,7 +173,7 @@ def _slots_in(
     """
     here = [offer for offer in offers if (offer.cloud, offer.region) == region]
     steady = {offer.instance_type: offer for offer in reversed(_fitting(trainer, Market.ON_DEMAND, here))}
-    of_market = _fitting(trainer, Market.SPOT if trainer.use_spot else Market.ON_DEMAND, here)
+    of_market = _fitting(trainer, of_trainer, here)
     trainer_offers = [offer for offer in of_market if offer.instance_type in steady]
     if not trainer_offers:
         return None

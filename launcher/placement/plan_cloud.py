@@ -14,6 +14,7 @@ from math import ceil
 from engine.events import Market
 from engine.exploration.value import IterationCost
 from launcher.exit_codes import BudgetError
+from launcher.market.spells import ZoneSpells
 from launcher.money import HOUR_MS
 from launcher.placement.alternatives import elsewhere, fewer_or_more, other_policies, with_nodes
 from launcher.placement.cloud_plan import CloudPlan, ExplorationShare, Factors, PlanStandIns, PoolShare, Span
@@ -85,9 +86,23 @@ def plan_cloud(needs: CloudRequirements, market: MarketView) -> CloudPlan:
         max_runtime_ms=needs.max_runtime_ms,
         sites=_site_options(needs, sites, choice),
         pace_ms=_pace_ms(needs, choice, expected),
-        zones=tuple(pool.spells for pool in choice.site.zones),
+        checkpoint_every=needs.checkpoint_every,
+        zones=_spells(choice.site),
         stand_ins=_stand_ins(needs, choice),
     )
+
+
+def _spells(site: Site) -> tuple[ZoneSpells, ...]:
+    """Return the spells of capacity of the site's zones, for rollout nodes and for a trainer on spot.
+
+    A zone has one kind of spell in a replay: that of the nodes for which it has capacity less often.
+    """
+    by_zone = {pool.offer.zone: pool.spells for pool in site.zones}
+    for pool in site.trainer_zones:
+        kept = by_zone.setdefault(pool.offer.zone, pool.spells)
+        if pool.spells.spells.uptime < kept.spells.uptime:
+            by_zone[pool.offer.zone] = pool.spells
+    return tuple(by_zone.values())
 
 
 def _stand_ins(needs: CloudRequirements, choice: Choice) -> PlanStandIns | None:
@@ -218,9 +233,9 @@ def _pool_share(site: Site, pool: PricedPool, nodes: int) -> PoolShare:
 
 
 def _slots(choice: Choice) -> tuple[Slot, ...]:
-    trainer = choice.site.trainer
+    trainer, on_demand = choice.site.planned_trainer, choice.site.trainer.micro_usd_per_hour
     slots = [
-        slot_of(trainer_slot(number), "ranks" if number else "trainer", trainer, trainer.micro_usd_per_hour)
+        slot_of(trainer_slot(number), "ranks" if number else "trainer", trainer, on_demand)
         for number in range(choice.site.trainer_nodes)
     ]
     numbers = {Market.SPOT: 0, Market.ON_DEMAND: 0}
@@ -264,13 +279,20 @@ def _options_in(place: tuple[str, str], there: Sequence[Site], choice: Choice) -
         (site.trainer for site in there),
         key=lambda offer: (offer != choice.site.trainer, offer.micro_usd_per_hour, offer.instance_type),
     )
+    on_spot = {pool.offer: pool for site in there for pool in site.trainer_zones}
     pools = [*there[0].zones, *([there[0].on_demand] if there[0].on_demand is not None else [])]
     return SiteOptions(
         cloud=place[0],
         region=place[1],
-        trainer=tuple(
-            Option(placement=placement_of(offer), on_demand_micro_usd_per_hour=offer.micro_usd_per_hour)
-            for offer in trainers
+        trainer=(
+            *(
+                Option(placement=placement_of(offer), on_demand_micro_usd_per_hour=pool.on_demand_micro_usd_per_hour)
+                for offer, pool in on_spot.items()
+            ),
+            *(
+                Option(placement=placement_of(offer), on_demand_micro_usd_per_hour=offer.micro_usd_per_hour)
+                for offer in trainers
+            ),
         ),
         rollout=tuple(
             Option(placement=placement_of(pool.offer), on_demand_micro_usd_per_hour=pool.on_demand_micro_usd_per_hour)

@@ -22,6 +22,11 @@ CHANGE_MS = COLD_START_MS + 240_000
 
 CHANGE_HOURS = CHANGE_MS / HOUR_MS
 
+RESTART_MS = 90_000
+"""Time from the end of a lost trainer until the node that takes its role trains, in milliseconds: processes and CUDA
+10 s, base weights from the page cache 15 to 30 s, a checkpoint of 7 GB from the bucket 15 to 25 s. A sum of parts,
+assumed; measured on no GPU."""
+
 SPARE_CHANGES = 2
 """Changes of every node at once for which a deadline needs room, beside the expected churn: one to go on demand, and
 one for spot nodes that are all lost after that."""
@@ -48,6 +53,13 @@ class Prices:
     trainer: float
     spot: float
     on_demand: float
+    trainer_on_demand: float | None = None
+    """None: the trainer is on demand."""
+
+    def all_on_demand(self, nodes: int) -> float:
+        """Return the price of the trainer and so many rollout nodes, all on demand."""
+        trainer = self.trainer if self.trainer_on_demand is None else self.trainer_on_demand
+        return trainer + nodes * self.on_demand
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,6 +101,18 @@ class Waiting:
         if c > 0:
             return 0.0
         return (-b + sqrt(b * b - 4 * a * c)) / (2 * a) if a > 0 else inf
+
+
+def trainer_earns(idle: float, later: float, work_an_hour: float, out_hours: float) -> float:
+    """Return the micro-dollars an hour that a stand-in for a lost spot trainer saves until spot is expected back.
+
+    Without a trainer nothing is made: earns = (idle x rest / work + later) x work an hour x useful share of the rest.
+    `idle`: hourly price of the nodes that wait, for each iteration that is left. `later`: price of an iteration made
+    later. `work_an_hour`: iterations an hour with the stand-in and the nodes that are up.
+    """
+    rest = expected_rest_hours(out_hours)
+    useful = max(0.0, rest - CHANGE_HOURS) / rest
+    return (idle * rest + later) * work_an_hour * useful
 
 
 def prior_share_after(spot_hours: float, hours: float) -> float:

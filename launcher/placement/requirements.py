@@ -1,7 +1,8 @@
 """Inputs of a plan as values: the job's needs, the market, and the sites that follow from both.
 
-A site is a region of one cloud that offers a trainer on demand. All nodes of a plan are at one site, because rollout
-nodes talk to the trainer all the time, and a copy of the weights across clouds can cost more than the GPU. Pure.
+A site is a region of one cloud that offers a trainer on demand, and on spot if the job wants it there. All nodes of a
+plan are at one site, because rollout nodes talk to the trainer all the time, and a copy of the weights across clouds
+can cost more than the GPU. Pure.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -43,7 +44,7 @@ because no notice left time to commit."""
 
 
 class Spot(StrEnum):
-    """Capacity types allowed for rollout nodes. The trainer is always on demand."""
+    """Capacity types allowed for rollout nodes. `CloudRequirements.trainer_on_spot` says how the trainer is bought."""
 
     AUTO = "auto"
     ONLY = "only"
@@ -88,7 +89,7 @@ class CloudRequirements:
 
     recipe: Recipe
     trainer: NodeRequirements
-    """A node of the trainer, on demand, with at least this many GPUs; the fewer, the better. The trainer has
+    """A node of the trainer, with at least this many GPUs; the fewer, the better. The trainer has
     `recipe.trainer_nodes` equal nodes."""
     rollout: NodeRequirements
     """Nodes with exactly this many GPUs."""
@@ -108,9 +109,13 @@ class CloudRequirements:
     """Smallest number of rollout nodes to buy, even if the plan expects no saving."""
     horizon_ms: int = HORIZON_MS
     lost_work_ms: int = LOST_WORK_MS
+    checkpoint_every: int = 1
+    """Iterations between two checkpoints."""
     policy: str = "ours"
     trainer_gpus_named: int = 0
     """GPUs of a trainer node in the job file. A plan looks for as many GPUs as the engine uses."""
+    trainer_on_spot: bool = False
+    """True: the trainer is bought on spot. A region that sells it on demand too can bear an outage (waiting.py)."""
     least_trainer_gpus: int | None = None
     """GPUs of the smallest node on which the job can train. None: `trainer.gpus`. A node with fewer than `trainer.gpus`
     counts where every larger node would have idle GPUs."""
@@ -213,13 +218,20 @@ class Site:
     """A region with a trainer, and its rollout nodes: at most one kind per zone, the cheapest per useful hour."""
 
     trainer: Offer
-    """A node of the trainer."""
+    """A node of the trainer on demand."""
     zones: tuple[PricedPool, ...]
     """Spot pools, cheapest hour first."""
     on_demand: PricedPool | None
     left_out: tuple[LeftOut, ...]
     trainer_nodes: int = 1
     """Equal nodes of the trainer."""
+    trainer_zones: tuple[PricedPool, ...] = ()
+    """Spot pools of the trainer, cheapest hour first. Empty: the trainer is on demand."""
+
+    @property
+    def planned_trainer(self) -> Offer:
+        """Return the offer that the plan prefers for the trainer."""
+        return self.trainer_zones[0].offer if self.trainer_zones else self.trainer
 
     @property
     def name(self) -> str:
@@ -227,7 +239,11 @@ class Site:
 
     @property
     def trainer_micro_usd_per_hour(self) -> int:
-        """Return the rate of all nodes of the trainer."""
+        """Return the rate of all nodes of the trainer, on spot or on demand as planned."""
+        return self.trainer_nodes * self.planned_trainer.micro_usd_per_hour
+
+    @property
+    def trainer_on_demand_micro_usd_per_hour(self) -> int:
         return self.trainer_nodes * self.trainer.micro_usd_per_hour
 
 
@@ -254,10 +270,22 @@ def sites_of(needs: CloudRequirements, market: MarketView) -> tuple[tuple[Site, 
             continue
         zones, on_demand, refused = _rollout_nodes(needs, market, offers)
         nodes = needs.recipe.trainer_nodes
-        sites += [
-            Site(trainer=trainer, zones=zones, on_demand=on_demand, left_out=refused, trainer_nodes=nodes)
-            for trainer in trainers
-        ]
+        for trainer in trainers:
+            on_spot, no_spot = _trainer_zones(needs, market, offers, trainer)
+            if needs.trainer_on_spot and not on_spot:
+                text = f"no trainer with {trainer_text(needs)} on spot is to be had there"
+                left_out += [LeftOut(what=f"{cloud} {region}", why=text), *no_spot]
+                continue
+            sites.append(
+                Site(
+                    trainer=trainer,
+                    zones=zones,
+                    on_demand=on_demand,
+                    left_out=(*refused, *no_spot),
+                    trainer_nodes=nodes,
+                    trainer_zones=on_spot,
+                )
+            )
     return tuple(sites), tuple(left_out)
 
 
@@ -365,6 +393,31 @@ def _rollout_nodes(
         in_one_region(list(zones.values())), key=lambda pool: (pool.value.micro_usd_per_hour, pool.offer.zone)
     )
     return tuple(cheapest_first), min(always, key=_index, default=None), tuple(left_out)
+
+
+def _trainer_zones(
+    needs: CloudRequirements, market: MarketView, offers: Sequence[Offer], trainer: Offer
+) -> tuple[tuple[PricedPool, ...], tuple[LeftOut, ...]]:
+    """Return the spot pools with the GPUs of a trainer on demand, one for each zone, and the offers left out.
+
+    None for a job with its trainer on demand.
+    """
+    if not needs.trainer_on_spot:
+        return (), ()
+    zones: dict[str, PricedPool] = {}
+    left_out = []
+    for offer in offers:
+        if offer.market is not Market.SPOT or offer.gpus != trainer.gpus or not needs.trainer.fits(offer):
+            continue
+        if why := _refusal(market, offer, trainer.micro_usd_per_hour):
+            left_out.append(LeftOut(what=f"the trainer: {_place(offer)}", why=why))
+            continue
+        pool = priced(needs, market, offer, trainer.micro_usd_per_hour)
+        kept = zones.get(offer.zone)
+        if kept is None or _index(pool) < _index(kept):
+            zones[offer.zone] = pool
+    cheapest_first = sorted(zones.values(), key=lambda pool: (pool.offer.micro_usd_per_hour, pool.offer.zone))
+    return tuple(in_one_region(cheapest_first)), tuple(left_out)
 
 
 def _worst_case(rollout: NodeRequirements, offers: Iterable[Offer]) -> int | None:

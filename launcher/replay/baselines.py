@@ -6,7 +6,11 @@ uniform-progress: Can't Be Late (Wu et al., NSDI 2024): on demand when behind th
 greedy-net: spot whenever there is any; on demand from the moment at which only that is in time
 spothedge: SkyServe (arXiv 2411.01438): one extra spot node, and on demand for what is missing of the plan
 
-A zone that refused is asked again after ten minutes. All nodes of the trainer are on demand in all of them.
+trainer-on-demand: the shipped functions, the trainer on demand
+no-promotion: the shipped functions, and a trainer lost on spot is replaced by a new node
+
+A zone that refused is asked again after ten minutes. In the baselines with rules of their own all nodes of the trainer
+are on demand.
 """
 
 from collections.abc import Callable, Mapping
@@ -89,6 +93,27 @@ BASELINES: Mapping[str, Policy] = {
 }
 
 
+def trainer_on_demand(facts: Facts, wanted: Wanted) -> list[Action]:
+    """Return the actions of the shipped policy for a job with `resources.trainer.use_spot: false`."""
+    sites = [
+        replace(site, trainer=tuple(o for o in site.trainer if o.placement.market is Market.ON_DEMAND))
+        for site in facts.sites
+    ]
+    slots = [
+        replace(slot, placement=sites[0].trainer[0].placement) if slot.role == "trainer" else slot
+        for slot in wanted.slots
+    ]
+    return decide(replace(facts, sites=sites), replace(wanted, slots=slots))
+
+
+def no_promotion(facts: Facts, wanted: Wanted) -> list[Action]:
+    return decide(facts, replace(wanted, rules=replace(wanted.rules, promotes=False)))
+
+
+TRAINER_POLICIES: Mapping[str, Policy] = {"trainer-on-demand": trainer_on_demand, "no-promotion": no_promotion}
+"""Policies that differ from the shipped one for a trainer on spot only."""
+
+
 def _is_last_moment(facts: Facts, deadline_ms: int) -> bool:
     """Return whether only on demand, from now to the end, is in time. One change may still be ahead."""
     work = facts.work
@@ -114,11 +139,12 @@ def _fill(
     trainer_up = all(any("up" in n.happened and n.is_live for n in held[name]) for name in trainer)
     free = _ready_zones(facts, [o for o in site.rollout if o.placement.market is Market.SPOT])
     steady = next((o for o in site.rollout if o.placement.market is Market.ON_DEMAND), None)
+    of_trainer = [o for o in site.trainer if o.placement.market is Market.ON_DEMAND]
     for slot in wanted.slots:
         mine = [n for n in held[slot.name] if stays(n)]
         if slot.role != "rollout":
             if not mine:
-                actions.append(_buy(slot, site.trainer[0], held[slot.name], wanted))
+                actions.append(_buy(slot, of_trainer[0], held[slot.name], wanted))
             continue
         stand_ins = [n for n in mine if n.market is Market.ON_DEMAND]
         on_spot = [n for n in mine if n.market is Market.SPOT]

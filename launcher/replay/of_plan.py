@@ -6,8 +6,8 @@ from statistics import NormalDist
 from launcher.decide.launch_history import MoveRules
 from launcher.exit_codes import BudgetError
 from launcher.money import HOUR_MS, duration
-from launcher.placement.cloud_plan import CloudPlan, PlanReplays
-from launcher.replay.simulate import INTERVAL, Simulated, generated_markets, simulate, work_of
+from launcher.placement.cloud_plan import CloudPlan, PlanReplays, TrainerOnSpot
+from launcher.replay.simulate import INTERVAL, Simulated, TrainerMeans, generated_markets, simulate, work_of
 
 MOST_STARTS, LEAST_STARTS, NODE_HOURS = 30, 3, 360
 """Starts of a plan: as many as `NODE_HOURS` of replayed node time hold, within the two bounds. They take about two
@@ -70,7 +70,19 @@ def replays_of(plan: CloudPlan, rules: MoveRules, confidence: float) -> PlanRepl
         met=met,
         probability_low=low,
         probability_high=high,
+        trainer=None if ours.trainer is None else _on_spot(ours.trainer),
         enough_ms=None if done_ms == inf else ceil(done_ms / STEP_MS) * STEP_MS,
+    )
+
+
+def _on_spot(means: TrainerMeans) -> TrainerOnSpot:
+    return TrainerOnSpot(
+        losses=means.losses,
+        promotions=means.promotions,
+        lost_iterations=means.lost_iterations,
+        lost_usd=means.lost_dollars,
+        without_trainer_seconds=means.without_trainer_hours * 3600,
+        without_trainer_usd=means.without_trainer_dollars,
     )
 
 

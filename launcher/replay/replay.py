@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from random import Random
 
-from launcher.decide.actions import Action, Buy, Enter, Release
+from engine.events import Market
+from launcher.decide.actions import Action, Buy, Enter, Promote, Release
 from launcher.decide.budget_guard import RELEASE_ALLOWANCE_MS, Limits
 from launcher.decide.facts import OVER, Facts, NodeRecord, Stage, Wanted
 from launcher.decide.failover import LaunchRate
@@ -33,6 +34,20 @@ LONGEST_MS = 80 * 3_600_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerLosses:
+    """What the ends of the trainer's nodes cost."""
+
+    losses: int
+    """Nodes of the trainer that ended while they trained: preempted, or given back."""
+    promotions: int
+    """Losses after which a node that was up took the role."""
+    lost_iterations: float
+    without_trainer_ms: int
+    """Time in which nodes were paid and none trained."""
+    without_trainer_micro_usd: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Replayed:
     """The result of one replay."""
 
@@ -52,6 +67,7 @@ class Replayed:
     """Every node with its events, as in the ledger."""
     stand_ins: Mapping[str, str] = field(default_factory=dict)
     """Why each node that stands in for missing spot was bought, by name."""
+    trainer: TrainerLosses
 
 
 def replay(
@@ -66,14 +82,24 @@ def replay(
     ends_ms: int | None = None,
     longest_ms: int = LONGEST_MS,
     policy: Policy = decide,
+    gpus_a_place: int | None = None,
 ) -> Replayed:
     """Run a plan from `start_ms` of the trace.
 
     `deadline_ms`: time to be done by; `ends_ms`: time at which the run ends, done or not, None: at the deadline;
-    `longest_ms`: time at which the replay ends. All are on the run's clock, which starts at 0.
+    `longest_ms`: time at which the replay ends. All are on the run's clock, which starts at 0. `gpus_a_place`: GPUs of
+    the nodes that the trace counts, None: a node of the plan takes one place of the trace.
     """
     trainers = sum(slot.role != "rollout" for slot in plan.slots)
-    world = World(trace=trace, start_ms=start_ms, work=work, random=Random(seed), trainer_nodes=trainers)
+    world = World(
+        trace=trace,
+        start_ms=start_ms,
+        work=work,
+        random=Random(seed),
+        trainer_nodes=trainers,
+        is_trainer_on_spot=any(s.role == "trainer" and s.placement.market is Market.SPOT for s in plan.slots),
+        gpus_a_place=gpus_a_place,
+    )
     wanted = Wanted(
         run="replay",
         slots=plan.slots,
@@ -100,7 +126,8 @@ def replay(
                 planned_ms=0,
                 nodes=world.records(),
                 metered=world.micro_usd,
-                advanced_ms=world.now_ms,
+                advances_ms=tuple(world.advances_ms),
+                saved_ms=world.saved_ms,
                 sites=plan.sites,
                 work=replace(work, done=world.done),
             )
@@ -115,6 +142,8 @@ def replay(
                         world.buy(action)
                         if action.stand_in:
                             stand_ins[action.name] = action.stand_in
+                    case Promote():
+                        world.promote(action)
                     case Release():
                         world.release(action.nodes)
         happened |= world.advance(min(last_ms, world.now_ms + PASS_MS))
@@ -130,4 +159,11 @@ def replay(
         fleet=tuple(world.fleet),
         nodes=tuple(world.records()),
         stand_ins=stand_ins,
+        trainer=TrainerLosses(
+            losses=len(world.losses_ms),
+            promotions=world.counts["promotions"],
+            lost_iterations=world.lost_iterations,
+            without_trainer_ms=world.without_trainer_ms,
+            without_trainer_micro_usd=round(world.without_trainer_micro_usd),
+        ),
     )

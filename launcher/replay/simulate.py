@@ -16,12 +16,12 @@ from launcher.decide.work_left import WorkLeft
 from launcher.market.spells import ZoneSpells
 from launcher.money import HOUR_MS, duration
 from launcher.placement.plan import PlacementError, Plan
-from launcher.replay.baselines import BASELINES
+from launcher.replay.baselines import BASELINES, TRAINER_POLICIES
 from launcher.replay.generator import describe, generate
 from launcher.replay.replay import LONGEST_MS, Policy, Replayed, replay
 from launcher.replay.trace import Trace
 
-POLICIES: Mapping[str, Policy] = {"ours": decide, **BASELINES}
+POLICIES: Mapping[str, Policy] = {"ours": decide, **BASELINES, **TRAINER_POLICIES}
 
 INTERVAL = 0.9
 """Share of the starts that an interval holds."""
@@ -46,6 +46,35 @@ class Range:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerMeans:
+    """Means over the starts of a trainer on spot."""
+
+    losses: float
+    promotions: float
+    """Losses after which a node that was up took the role."""
+    lost_iterations: float
+    """Iterations made again."""
+    lost_dollars: float
+    """Dollars of them, at the average price of an iteration."""
+    without_trainer_hours: float
+    """Time in which nodes were paid and none trained."""
+    without_trainer_dollars: float
+
+    @classmethod
+    def of(cls, results: Sequence[Replayed], iterations: float) -> "TrainerMeans":
+        lost = [result.trainer.lost_iterations for result in results]
+        each = [result.micro_usd / 1e6 / (iterations + again) for result, again in zip(results, lost, strict=True)]
+        return cls(
+            losses=fmean(r.trainer.losses for r in results),
+            promotions=fmean(r.trainer.promotions for r in results),
+            lost_iterations=fmean(lost),
+            lost_dollars=fmean(again * usd for again, usd in zip(lost, each, strict=True)),
+            without_trainer_hours=fmean(r.trainer.without_trainer_ms / HOUR_MS for r in results),
+            without_trainer_dollars=fmean(r.trainer.without_trainer_micro_usd / 1e6 for r in results),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyResult:
     """The starts of one policy."""
 
@@ -61,6 +90,8 @@ class PolicyResult:
     """Mean dollars of on-demand rollout nodes: stand-ins, or the whole plan."""
     ms: tuple[int | None, ...] = ()
     """Duration of each start; None: not done. Empty in results of older versions."""
+    trainer: TrainerMeans | None = None
+    """None: the trainer is on demand, and in results of older versions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,14 +121,15 @@ def work_of(plan: Plan) -> WorkLeft:
     """Return the work of a plan. Raises PlacementError for a plan without predicted times (the local infra)."""
     if not plan.pace_ms:
         raise PlacementError("the plan predicts no iteration times; simulate a job on clouds (--infra aws,gcp)")
-    return WorkLeft(iterations=plan.iterations, done=0.0, iteration_ms=plan.pace_ms)
+    return WorkLeft(iterations=plan.iterations, done=0.0, iteration_ms=plan.pace_ms, saved_every=plan.checkpoint_every)
 
 
 def generated_markets(plan: Plan, zones: Sequence[ZoneSpells], deadline_ms: int | None) -> tuple[Markets, str]:
     """Return markets by rule for the spot zones of the plan's region, one for each start."""
     work = work_of(plan)
     hours = ROOM * max(deadline_ms or 0, work.left_ms(0)) / HOUR_MS
-    return (lambda start: (generate(zones, hours, work.nodes, start), 0)), f"generated: {describe(zones)}"
+    on_spot = work.nodes + sum(s.role == "trainer" and s.placement.market is Market.SPOT for s in plan.slots)
+    return (lambda start: (generate(zones, hours, on_spot, start), 0)), f"generated: {describe(zones)}"
 
 
 def recorded_markets(plan: Plan, trace: Trace, starts: int, deadline_ms: int | None) -> tuple[Markets, str]:
@@ -159,19 +191,22 @@ def simulate(
             if keep is not None:
                 keep(name, start, result, trace, start_ms)
     first = found[policies[0]][0]
+    is_on_spot = any(slot.role == "trainer" and slot.placement.market is Market.SPOT for slot in plan.slots)
     return Simulated(
         market=what,
         starts=len(found[policies[0]]),
         asked_starts=starts,
         ideal_ms=round(work.left_ms(work.nodes)),
         deadline_ms=deadline_ms,
-        policies=tuple(_result(name, results, deadline_ms) for name, results in found.items()),
+        policies=tuple(_result(name, results, deadline_ms, work, is_on_spot) for name, results in found.items()),
         example=first.fleet,
         example_ms=first.ms,
     )
 
 
-def _result(name: str, results: Sequence[Replayed], deadline_ms: int | None) -> PolicyResult:
+def _result(
+    name: str, results: Sequence[Replayed], deadline_ms: int | None, work: WorkLeft, is_on_spot: bool
+) -> PolicyResult:
     late = [not r.reached or (deadline_ms is not None and r.ms > deadline_ms) for r in results]
     return PolicyResult(
         policy=name,
@@ -183,4 +218,5 @@ def _result(name: str, results: Sequence[Replayed], deadline_ms: int | None) -> 
         preemptions=fmean(r.preemptions for r in results),
         on_demand_dollars=fmean(r.by_market.get("on_demand", 0) / 1e6 for r in results),
         ms=tuple(r.ms if r.reached else None for r in results),
+        trainer=TrainerMeans.of(results, work.iterations) if is_on_spot else None,
     )

@@ -41,6 +41,7 @@ from launcher.report.schedule import schedule_of
 from launcher.report.sharing import sharing_of
 from launcher.report.stand_ins import stand_in_lines
 from launcher.report.target import dollars_per_gain, smoothed
+from launcher.report.trainer_losses import trainer_losses_of
 from launcher.report.values import SCHEMA, Report, RunFacts
 from launcher.without_secrets import without_secrets
 
@@ -110,6 +111,7 @@ def _report(session: Session, run: Run, now_ms: int, target_reward: float | None
         nodes=tuple(node_line_of(node) for node in costs.nodes),
         preemptions=preemptions,
         stand_ins=stand_in_lines(session, run, costs),
+        trainer_losses=trainer_losses_of(session, run, costs, preemptions, end_ms),
         exploration=exploration_of(
             iterations,
             [row.event for row in by_iteration(session, run, Ranked.KIND).values()],

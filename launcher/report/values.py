@@ -282,6 +282,20 @@ class StandInLine:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerLosses:
+    """What the preemptions of the trainer cost. Seconds are of the run's clock, dollars those of all nodes."""
+
+    losses: int
+    promotions: int
+    """Losses after which a node that was up took the role."""
+    made_again_seconds: float
+    """Work since the last checkpoint, which was made again."""
+    made_again_micro_usd: int
+    without_trainer_seconds: float
+    without_trainer_micro_usd: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
     """Every value `spotrl report` prints about a run."""
 
@@ -331,6 +345,8 @@ class Report:
     """Commands, git commits, hardware and versions behind the run, and the wall time of its end."""
     stand_ins: tuple[StandInLine, ...] = ()
     """Nodes bought for slots without spot, oldest first."""
+    trainer_losses: TrainerLosses | None = None
+    """None: the trainer was never preempted."""
     resume_with: str = ""
     """Command that continues a stopped run; empty for any other run, and for one whose files were removed."""
     bill: Bill | None = None

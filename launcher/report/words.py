@@ -93,6 +93,17 @@ def stand_in_words(report: Report) -> str:
     return f"{count}, {dollars(sum(line.micro_usd for line in lines))}: {'; '.join(shown)}."
 
 
+def trainer_loss_words(report: Report) -> str:
+    """Return a sentence on the losses of the trainer and what they cost; empty without any."""
+    lost = report.trainer_losses
+    if lost is None:
+        return ""
+    times = "once" if lost.losses == 1 else f"{lost.losses} times"
+    again = f"{duration(round(1000 * lost.made_again_seconds))} made again ({dollars(lost.made_again_micro_usd)})"
+    without = duration(round(1000 * lost.without_trainer_seconds))
+    return f"The trainer was lost {times}: {again}, {without} without one ({dollars(lost.without_trainer_micro_usd)})."
+
+
 def resume_label(report: Report) -> str:
     """Return the words before the command that continues the run."""
     return "Go on with it" if report.resume_with == plain_resume(report.run.name) else "Go on with more money"

@@ -10,13 +10,15 @@ from pathlib import Path
 from sqlalchemy.orm import Session, sessionmaker
 
 from launcher.decide.launch_history import MoveRules
+from launcher.exit_codes import BudgetError
+from launcher.job.agreement import why_never_on_spot
 from launcher.job.schema import Job
 from launcher.ledger.exposure import pool_histories
 from launcher.ledger.prices import capacity_advice, latest_prices
 from launcher.market.advice import STALE_MS, cloud_priors
 from launcher.market.offers import Offer, current_catalog
 from launcher.market.sky_catalog import read_sky_catalog, sky_folder
-from launcher.placement.cloud_plan import CloudPlan
+from launcher.placement.cloud_plan import CloudPlan, OtherTrainer
 from launcher.placement.disk import boot_disk, with_disk
 from launcher.placement.from_job import cloud_requirements
 from launcher.placement.memory import check_memory, check_pool, gpus_of_job, memory_of_job
@@ -30,10 +32,19 @@ from launcher.services.own_prices import as_you_pay
 from launcher.storage.weights import bytes_of
 
 
-def with_replays(plan: CloudPlan, job: Job) -> CloudPlan:
-    """Return the plan of a job with its replays on generated markets: dollars, hours, and how often it is in time."""
-    confidence = job.budget.deadline_confidence
-    return replace(plan, replays=replays_of(plan, MoveRules.of(job), confidence))
+def with_replays(plan: CloudPlan, job: Job, other: CloudPlan | None = None) -> CloudPlan:
+    """Return the plan of a job with its replays on generated markets: dollars, hours, and how often it is in time.
+
+    `other`: the plan with the trainer of the other capacity type, to compare with.
+    """
+    confidence, rules = job.budget.deadline_confidence, MoveRules.of(job)
+    plan = replace(plan, replays=replays_of(plan, rules, confidence))
+    theirs = None if other is None else replays_of(other, rules, confidence)
+    if other is None or theirs is None or plan.replays is None:
+        return plan
+    market = other.slots[0].placement.market
+    compared = OtherTrainer(market=market, why_not=job.why_trainer_on_demand, usd=theirs.usd, hours=theirs.hours)
+    return replace(plan, other_trainer=compared)
 
 
 def cloud_plan(
@@ -88,6 +99,28 @@ def cloud_plan(
     plan = replace(plan, schedule=schedule)
     memory = memory_of_job(job, folder, ranks)
     return plan if memory is None else replace(plan, memory=gpus_of_job(job, memory, ranks))
+
+
+def plan_with_other_trainer(
+    sessions: sessionmaker[Session],
+    job: Job,
+    catalogs: Path,
+    now_ms: int,
+    workdir: Path | None = None,
+    closed: Mapping[tuple[str, str], str] | None = None,
+) -> CloudPlan | None:
+    """Return the plan with the trainer of the other capacity type; the arguments are those of `cloud_plan`.
+
+    None: the job asks for a trainer on demand, no node could take a lost trainer's role, or no such plan fits.
+    """
+    if job.resources.trainer.use_spot is False or why_never_on_spot(job) is not None:
+        return None
+    trainer = job.resources.trainer.model_copy(update={"use_spot": not job.trains_on_spot})
+    flipped = job.model_copy(update={"resources": job.resources.model_copy(update={"trainer": trainer})})
+    try:
+        return cloud_plan(sessions, flipped, catalogs, now_ms, workdir, closed)
+    except (PlacementError, BudgetError):
+        return None
 
 
 def _unknown_to_sky(offers: Sequence[Offer]) -> list[LeftOut]:

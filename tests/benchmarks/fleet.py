@@ -115,7 +115,7 @@ def facts_of(nodes: KnownNodes, now_ms: int, stage: Stage, reason: str, sites: A
         planned_ms=0,
         nodes=nodes,
         metered=0,
-        advanced_ms=now_ms,
+        advances_ms=(now_ms,),
         sites=sites,
     )
 

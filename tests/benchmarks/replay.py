@@ -6,7 +6,8 @@
 The shipped `decide()` and every baseline run on the same traces, starts and seeds. A scenario is the zones of one
 region in one trace: an on-demand trainer, and up to six spot nodes. The work takes 40 h with every node at work, and
 the deadline is 60 h. The optimum is a linear program that knows the future (launcher/replay/optimum.py). Parameters of
-the policy were fitted on `FITTED_ON`; those traces are replayed too, and counted apart.
+the policy were fitted on `FITTED_ON`; those traces are replayed too, and counted apart. The key `trainer_on_spot` has a
+page of its own (trainer_on_spot.py).
 """
 
 import argparse
@@ -34,7 +35,7 @@ from launcher.replay.optimum import optimum
 from launcher.replay.readers import read_folder
 from launcher.replay.replay import Policy, Replayed, replay
 from launcher.replay.trace import PoolTrace, Trace
-from tests.benchmarks import not_knowing
+from tests.benchmarks import not_knowing, trainer_on_spot
 from tests.benchmarks.page import ROOT, load_now, publish
 
 TRACES = ROOT / "catalogs" / "traces"
@@ -327,6 +328,7 @@ def main() -> None:
         "too_short": short,
         "baselines": {row["policy"]: row for row in rows if row["policy"] != "shipped"},
         "not_known": not_known(found, tested),
+        "trainer_on_spot": trainer_on_spot.key(traces),
     }
     if options.print_only:
         print(json.dumps(result))

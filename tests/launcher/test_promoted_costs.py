@@ -5,14 +5,18 @@ from itertools import pairwise
 
 import pytest
 
+from engine.events import CheckpointSaved
 from launcher.cli.status import node_rows
 from launcher.decide.facts import PROMOTED, promotion_text
 from launcher.ledger.accounting import run_costs
 from launcher.ledger.models import Node, NodeEvent
 from launcher.report.build import build_report
 from launcher.report.charts import _bars, _slots, _stacked
+from launcher.report.html import render_html
 from launcher.report.preemptions import preemption_lines
 from launcher.report.trace import chrome_trace
+from launcher.report.values import TrainerLosses
+from launcher.report.words import trainer_loss_words
 from launcher.runs.views import view_of
 from tests.launcher.made_ledger import JOB, MINUTE_MS, START_MS, MadeLedger, a_run, a_session
 
@@ -106,3 +110,23 @@ def test_the_charts_draw_a_promoted_node_in_the_trainers_slot_from_its_promotion
             (bar["from_h"], bar["to_h"]) for node in report.nodes for bar in _bars(report, node) if bar["slot"] == slot
         )
         assert all(end <= start + 1e-9 for (_, end), (start, _) in pairwise(spans)), "no two nodes at once in a slot"
+
+
+def test_the_report_says_what_the_losses_of_the_trainer_cost(made: MadeLedger) -> None:
+    """Lost at 20 and 40 minutes, 5 and 19 minutes after what was kept; 1 and 10 minutes without a trainer."""
+    made.started(0)
+    made.record(CheckpointSaved(iteration=3, path="", digest=""), 15 * MINUTE_MS)
+    made.started(21 * MINUTE_MS, iteration=3, lineage=1)
+    report = build_report(made.session, made.run, START_MS + END)
+    two_nodes = 2 * 60_000  # micro-dollars a minute
+    assert report.trainer_losses == TrainerLosses(
+        losses=2,
+        promotions=1,
+        made_again_seconds=(5 + 19) * 60.0,
+        made_again_micro_usd=(5 + 19) * two_nodes,
+        without_trainer_seconds=(1 + 10) * 60.0,
+        without_trainer_micro_usd=(1 + 10) * two_nodes,
+    )
+    words = "The trainer was lost 2 times: 24m made again ($2.88), 11m without one ($1.32)."
+    assert trainer_loss_words(report) == words
+    assert words in render_html(report, lambda _: None)

@@ -252,7 +252,7 @@ WISHES = [
     "launcher.decide.stopping.is_given_up",
     "launcher.decide.stopping._standstill",
     "launcher.controller.facts_reader.repriced",
-    "launcher.controller.facts_reader.FactsReader._advanced_ms",
+    "launcher.controller.facts_reader.FactsReader._advances_ms",
     "launcher.controller.facts_reader.FactsReader.refresh_prices",
     "launcher.controller.recorder.paid",
     "launcher.controller.recorder.Recorder.write_progress",

@@ -75,7 +75,7 @@ class Schedule:
             planned_ms=0,
             nodes=list(self.nodes.values()),
             metered=0,
-            advanced_ms=self.now_ms,
+            advances_ms=(self.now_ms,),
         )
         for action in decide(facts, self.wanted):
             match action:

@@ -107,6 +107,7 @@ class SimulatedCloud:
         self.notices: dict[str, int] = {}
         self.really: dict[str, tuple[str, str]] = {}
         self.up: dict[str, int] = {}
+        self.assigned: dict[str, int] = {}
         self.tidies, self.stays_untidy, self.is_down = 0, False, False
 
     def request(self, want: Placement, spec: NodeSpec) -> None:
@@ -125,6 +126,13 @@ class SimulatedCloud:
             else:
                 self.refused_at_once[spec.node] = "refuse"
         self.requested[spec.node] = want, spec, self.clock.now_ms()
+
+    def assign(self, spec: NodeSpec) -> None:
+        """Give a running node another role. Its processes call in again `boot_ms` later."""
+        want, before, requested_ms = self.requested[spec.node]
+        if before.role != spec.role:
+            self.requested[spec.node] = want, spec, requested_ms
+            self.assigned[spec.node] = self.clock.now_ms()
 
     def _on_demand_in(self, prefix: str) -> int:
         """Return the number of on-demand nodes in a zone or region that have not ended."""
@@ -241,11 +249,17 @@ class SimulatedCloud:
             name=name,
             status=NodeStatus.UP,
             started_ms=up_ms,
-            ready_ms=up_ms,
+            ready_ms=self._ready_ms(name, up_ms),
             notice_deadline_ms=self.notices.get(name),
             zone=zone,
             instance_type=instance_type,
         )
+
+    def _ready_ms(self, name: str, up_ms: int) -> int | None:
+        if name not in self.assigned:
+            return up_ms
+        ready_ms = self.assigned[name] + self.boot_ms
+        return ready_ms if self.clock.now_ms() >= ready_ms else None
 
 
 def cloud_option(cloud: str, region: str, zone: str, market: Market, rate: int) -> Option:

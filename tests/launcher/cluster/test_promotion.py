@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import select
 
-from engine.events import Market
+from engine.events import CheckpointSaved, Market
 from engine.node_spec import NodeSpec, role_token
 from launcher.controller.controller import Controller
 from launcher.decide.actions import Buy, Promote, RepeatPromotion
@@ -19,15 +19,16 @@ from launcher.decide.facts import PROMOTED, Facts, NodeRecord, Stage, Wanted, pr
 from launcher.decide.node_events import news
 from launcher.decide.node_facts import NodeFact, NodeStatus
 from launcher.decide.reconcile import decide
-from launcher.ledger.models import Node, NodeEvent
+from launcher.ledger.models import Node, NodeEvent, ProgressRow
 from launcher.ledger.node_history import node_records
 from launcher.placement.plan import Slot
 from launcher.provision.local.node_records import NodeRecords
 from launcher.provision.local.processes import processes_of
 from launcher.provision.local.provisioner import LocalProvisioner, node_folder
 from launcher.runs.runs import request_stop
-from tests.launcher.cluster.stage import SPOT_RATE, ledger, made_run, placement, slots
+from tests.launcher.cluster.stage import CLOUD_SITES, SPOT_RATE, ledger, made_run, placement, slots
 from tests.launcher.cluster.test_controller import controller_of, names_ready, passes, run_until_over, status_of
+from tests.launcher.cluster.test_moving import Stage as CloudRun
 
 NOW = 10_000_000
 
@@ -67,7 +68,7 @@ def wanted(*slots_of_run: Slot) -> Wanted:
 
 def actions(*nodes: NodeRecord, of: Wanted | None = None):
     facts = Facts(
-        now_ms=NOW, stage=Stage.RUNNING, reason="", stage_ms=0, planned_ms=0, nodes=nodes, metered=0, advanced_ms=NOW
+        now_ms=NOW, stage=Stage.RUNNING, reason="", stage_ms=0, planned_ms=0, nodes=nodes, metered=0, advances_ms=(NOW,)
     )
     return decide(facts, of or wanted())
 
@@ -275,3 +276,73 @@ def test_a_full_disk_ends_no_process_of_the_node_that_is_to_train(sessions, monk
     assert spec_of(run, "demo-spot-0-g0") == before
     request_stop(sessions, run.name)
     run_until_over(sessions, run, controller)
+
+
+# --- on simulated clouds -----------------------------------------------------------------------------
+
+
+def cloud_stage(sessions, **fields) -> CloudRun:
+    """Return a run on clouds whose slots are all on spot; the trainer may also be bought on demand."""
+    sites = [replace(site, trainer=(*site.rollout[:-1], *site.trainer)) for site in CLOUD_SITES]
+    stage = CloudRun(sessions, sites=sites, **fields)
+    slots = [replace(slot, placement=sites[0].trainer[0].placement) if slot.role == "trainer" else slot
+             for slot in stage.controller.wanted.slots]  # fmt: skip
+    stage.controller.wanted = replace(stage.controller.wanted, slots=slots)
+    return stage
+
+
+def trainers(stage: CloudRun) -> list[NodeRecord]:
+    return [record for record in stage.records().values() if record.role == "trainer" and record.is_live]
+
+
+def saves(stage: CloudRun, iteration: int) -> None:
+    """The trainer saves a checkpoint now."""
+    with stage.sessions.begin() as session:
+        (trainer,) = trainers(stage)
+        event = {"iteration": iteration, "path": "", "digest": ""}
+        session.add(
+            ProgressRow(
+                run_id=stage.run.id,
+                source=trainer.name,
+                lineage=99,
+                seq=iteration,
+                kind=CheckpointSaved.KIND,
+                at_ms=stage.clock.now_ms(),
+                event=event,
+            )
+        )
+
+
+def test_on_clouds_a_node_that_is_up_takes_the_role_and_the_budget_guard_keeps_its_slot_empty(home):
+    """The limit bears two of the three nodes by then. A promotion passes no guard; the purchase after it does."""
+    stage = cloud_stage(ledger(home))
+    stage.passes(8)
+    (first,) = trainers(stage)
+    assert (first.market, len(stage.live())) == (Market.SPOT, 3)
+    two = 2 * first.running_micro_usd_per_hour
+    stage.controller.wanted = replace(stage.controller.wanted, limits=Limits(max_total=None, max_hourly=two))
+    bought = set(stage.cloud.requested)
+    stage.cloud.preempt(first.name)
+    stage.passes(4)
+    (second,) = trainers(stage)
+    assert PROMOTED in second.happened
+    assert stage.cloud.requested[second.name][1].role == "trainer"
+    assert set(stage.cloud.requested) == bought
+
+
+def test_on_clouds_a_trainer_on_demand_is_given_back_after_a_checkpoint_and_not_before(home):
+    stage = cloud_stage(ledger(home))
+    stage.cloud.answers = {f"gcp/g1/g1-{zone}": "refuse" for zone in "ab"}
+    stage.passes(40)
+    (steady,) = trainers(stage)
+    assert steady.market is Market.ON_DEMAND, "no spot for 30 minutes"
+    stage.cloud.answers = {}
+    stage.passes(60)
+    spot = [record for record in stage.records().values() if record.is_ready and record.market is Market.SPOT]
+    assert spot
+    assert trainers(stage) == [stage.records()[steady.name]], "no checkpoint was saved"
+    saves(stage, 1)
+    stage.passes(4)
+    (promoted,) = trainers(stage)
+    assert (promoted.market, steady.name in stage.cloud.released) == (Market.SPOT, True)
+    assert promoted.happened[PROMOTED] >= stage.records()[steady.name].happened["released"]

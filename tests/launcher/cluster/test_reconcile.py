@@ -298,7 +298,7 @@ def test_a_trainer_lost_repeatedly_without_progress_fails_the_run():
     [enter] = decide(facts(*lost, up("spot-0")), wanted())
     assert isinstance(enter, Enter)
     assert enter.log_of == f"demo-trainer-g{TRAINER_TRIES - 1}"
-    assert isinstance(decide(facts(*lost, up("spot-0"), advanced_ms=1002), wanted())[0], Buy)
+    assert isinstance(decide(facts(*lost, up("spot-0"), advances_ms=(1002,)), wanted())[0], Buy)
     assert isinstance(decide(facts(*lost, up("spot-0"), planned_ms=1002), wanted())[0], Buy)
     failing = facts(*lost, stage=Stage.DRAINING, reason=enter.reason)
     assert decide(failing, wanted()) == [Enter(stage=Stage.FAILED, reason=enter.reason.removeprefix(FAILING))]
