@@ -73,11 +73,12 @@ def reserve_ms(work: WorkLeft, hazard_per_hour: float, may_lose_trainer: bool = 
 
 def _may_lose_trainer(facts: Facts, wanted: Wanted) -> bool:
     """Return whether the plan has its trainer on spot, and no trainer on demand stands in for it."""
-    stands_in = any(
+    if not _is_trainer_on_spot(wanted):
+        return False
+    return not any(
         node.role == "trainer" and node.market is Market.ON_DEMAND and node.is_live and not node.is_leaving
         for node in facts.nodes
     )
-    return _is_trainer_on_spot(wanted) and not stands_in
 
 
 def seen_so_far(facts: Facts, wanted: Wanted, work: WorkLeft) -> Seen:
