@@ -579,8 +579,8 @@ FAULTS = {
             forgets="that the wait for spot begins when the last pool lacks capacity",
             patches=(
                 everywhere(
-                    failover.next_rollout,
-                    changed(failover.next_rollout, "max(firsts, default=0)", "min(firsts, default=0)"),
+                    failover._of_market,
+                    changed(failover._of_market, "max(firsts, default=0)", "min(firsts, default=0)"),
                 ),
             ),
             found_by=f"{PLACES}::test_the_wait_for_spot_counts_from_the_moment_at_which_every_pool_had_refused",
