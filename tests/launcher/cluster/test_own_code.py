@@ -16,6 +16,9 @@ from launcher.runs.old_code import NOTE, code_for, remove_unused_code
 from launcher.runs.own_code import copies_in, environment_for, keep_code
 from tests.launcher.made_ledger import a_run, a_session
 
+UNUSED = "5d41402abc4b2a76"
+"""Name of a copy. No process of another test has it in its environment, as it may have a word."""
+
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
@@ -134,22 +137,22 @@ def test_only_copies_of_runs_that_are_done_are_removed(home):
 
 def test_no_copy_is_removed_while_a_live_run_names_none(home):
     home.copy("now")
-    home.copy("old")
+    home.copy(UNUSED)
     home.run("stopped-by-an-older-version", "stopped", held=True)
     home.run("of-an-older-version", "running", held=True)
     assert home.remove_unused() == []
-    assert home.left() == {"now", "old"}
+    assert home.left() == {"now", UNUSED}
 
 
 def test_a_run_whose_launch_died_before_its_controller_keeps_no_copy(installed, home):
     """A launch that goes on holds the lock from the look for its copy until the controller runs."""
     home.copy("now")
-    home.copy("old")
+    home.copy(UNUSED)
     home.run("whose-launch-died", "planned")
     home.run("whose-controller-never-came", "planned", "its-copy")
     with code_for(home.folder, home.folder / "runs" / "whose-launch-died") as code:
         assert home.remove_unused() == []
-    assert home.remove_unused() == ["old"]
+    assert home.remove_unused() == [UNUSED]
     assert home.left() == {"now", "its-copy", code.name}
 
 
@@ -174,7 +177,7 @@ def test_rests_of_a_killed_copy_or_removal_go_too(home):
 def test_a_run_names_the_copy_of_each_start_once(installed, home):
     run_folder = home.folder / "runs" / "demo"
     names = set()
-    for version in ("old", "new", "new"):
+    for version in (UNUSED, "new", "new"):
         (installed / "launcher" / "version.py").write_text(f"NAME = '{version}'")
         with code_for(home.folder, run_folder) as code:
             names.add(code.name)
