@@ -186,7 +186,8 @@ def main() -> None:
     load_adapter(EngineConfig().model)  # imports diffusers
     for package in map(importlib.import_module, sys.argv[2:]):
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            if ".migrations." not in module.name:  # Alembic runs them
+            # Alembic runs migrations. Ray reads its environment, with its authentication, when it is imported.
+            if ".migrations." not in module.name and ".ray" not in module.name:
                 importlib.import_module(module.name)
     gc.collect()
     gc.freeze()  # untouched objects stay shared between the processes
