@@ -123,11 +123,10 @@ def _let_rank_0_sample_alone() -> None:
 def _log_delays(file: Path) -> None:
     """Log a JSON line [kind of order, seconds, denoising steps] for each order that arrives while the rank samples.
 
-    The steps are those that ended meanwhile. Left out: `BeginStep` without weights, for which no other rank waits, and
-    orders that came before the rank had obeyed the last one: they wait for that work, not for sampling.
+    The steps are those that ended meanwhile. Left out: orders for which no other rank waits (`_can_wait`), and orders
+    that came before the rank had obeyed the last one: they wait for that work, not for sampling.
     """
     from engine.parallel.rank_group import RankGroup
-    from engine.trainer.rank_messages import BeginStep
     from engine.trainer.rank_sampling import RankSampler
     from engine.trainer.ranks import Follower
     from engine.trainer.shards import ShardFollower
@@ -160,7 +159,7 @@ def _log_delays(file: Path) -> None:
             nonlocal number, done_at
             at, sampled, steps_before = arrived[number]
             number += 1
-            if sampled and at > done_at and not (isinstance(order, BeginStep) and order.weights is None):
+            if sampled and at > done_at and not self._can_wait(order):
                 with file.open("a") as log:
                     log.write(json.dumps([type(order).__name__, time.monotonic() - at, steps - steps_before]) + "\n")
             carry_out(self, order)
