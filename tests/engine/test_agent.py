@@ -88,14 +88,15 @@ def wait_for_both_to_commit(node, since=0.0):
     node.fleet.wait_for(both, seconds=60.0)
 
 
-def both_are_in_an_image(node):
-    """Whether the newest call of each worker committed a long image whose second half is still to come.
+def both_are_in_an_image(node, batch):
+    """Whether the newest call of each worker committed an image of this batch whose second half is still to come.
 
-    A worker that reads the notice after its last step has no lease to give back.
+    A worker that reads the notice after its last step has no lease to give back; a short image of the test before is at
+    its last step after fewer steps.
     """
     newest = {head["worker"]: head for _, head in list(node.served.calls) if head.get("worker")}
-    steps = [head["states"][0][1] if head["call"] == "commit" else LONG for head in newest.values()]
-    return len(steps) == 2 and max(steps) <= LONG // 2
+    states = [head["states"][0] if head["call"] == "commit" else None for head in newest.values()]
+    return len(states) == 2 and all(state and state[0][2] == batch and state[1] <= LONG // 2 for state in states)
 
 
 @pytest.mark.slow
@@ -147,9 +148,9 @@ def test_finished_rollouts_count_as_progress_of_a_spot_node(node):
 @pytest.mark.slow
 def test_a_node_under_notice_commits_returns_its_leases_and_pulls_no_more(node):
     submit(node, 1, 40, steps=LONG)
-    node.fleet.wait_for(lambda: both_are_in_an_image(node), seconds=60.0)
-    node.fleet.notice("spot", seconds=60.0)
+    node.fleet.wait_for(lambda: both_are_in_an_image(node, batch=1), seconds=60.0)
     noticed = time.monotonic()
+    node.fleet.notice("spot", seconds=60.0)
 
     def both_gave_back():
         return {head["worker"] for at, head in node.served.of("give_back") if at > noticed} == {"spot/0", "spot/1"}
