@@ -19,7 +19,7 @@ from engine.model_folder import image_size
 from engine.model_parts import INDEX, read_json
 from engine.prompts import FilePrompts, PromptSource, prompt_source
 from engine.rewards.ocr import target_text, unreadable_characters
-from engine.rewards.requested_text import normalised, requested_texts
+from engine.rewards.requested_text import names_no_text, normalised, requested_texts
 
 OCR = ("ocr", "ocr_strict", "ocr_smooth")
 
@@ -64,7 +64,10 @@ def prompt_warnings(config: EngineConfig, source: PromptSource) -> list[str]:
         prompts = [*source.batch(0), *source.held_out()]
     by_reader = any(scorer.name in OCR for scorer in config.reward.loaded)
     by_model = any(scorer.vlm is not None and scorer.vlm.task != "judge" for scorer in config.reward.loaded)
-    return [*_long_prompts(config, prompts, by_reader or by_model), *(_unreadable(prompts) if by_reader else ())]
+    warnings = _long_prompts(config, prompts, by_reader or by_model)
+    if by_reader or by_model:
+        warnings += _without_text(prompts)
+    return warnings + (_unreadable(prompts) if by_reader else [])
 
 
 def _long_prompts(config: EngineConfig, prompts: Sequence[str], reads: bool) -> list[str]:
@@ -113,6 +116,17 @@ def _tokenizer(folder: Path, part: str) -> Any:
     except Exception as error:  # transformers raises errors of many kinds
         kind = type(error).__name__
         raise TokenizerError(f"{folder / part} cannot be loaded as {entry[1]} ({kind}: {error})") from error
+
+
+def _without_text(prompts: Sequence[str]) -> list[str]:
+    silent = [prompt for prompt in prompts if names_no_text(prompt)]
+    if not silent:
+        return []
+    asked = _shown([(prompt, f"asks for {_cut(target_text(prompt))}") for prompt in silent])
+    return [
+        f"{len(silent)} of {len(prompts)} prompts have no text in quotes, so the reward asks for an image that shows "
+        f'the whole prompt: {asked}; put the text in quotes, as in a sign that says "OPEN"'
+    ]
 
 
 def _unreadable(prompts: Sequence[str]) -> list[str]:

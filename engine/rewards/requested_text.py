@@ -4,6 +4,7 @@
 
 Quotes of all scripts count. Double quotes come first; single quotes count only in a prompt without others, because an
 apostrophe looks the same. A straight quote after a digit opens nothing: 24" is a size. Empty quotes ask for nothing.
+Marks typed twice, as TeX and CSV files have them, are double quotes: ``OPEN'' and ""OPEN"".
 """
 
 import re
@@ -44,6 +45,9 @@ SINGLE = tuple(
 )
 """Texts in single quotes. An apostrophe stands beside a letter on both sides, or closes nothing."""
 
+TYPED_TWICE = re.compile(r"``|''|\N{DOUBLE PRIME}|(?<!\w)\"{2,}(?=\w)|(?<=\w)\"{2,}(?!\w)")
+"""Marks that stand for a straight double quote. Quotes around nothing stay two."""
+
 SHORT_FORMS = ("n", "em", "til", "cause")
 """Words that are written between or after apostrophes, as in rock 'n' roll."""
 
@@ -74,11 +78,20 @@ def normalised(text: str) -> str:
 
 def requested_texts(prompt: str) -> tuple[str, ...]:
     """Return the normalised texts that an image shall show. Raises ValueError if there is none."""
-    plain = unicodedata.normalize("NFKC", prompt).replace('\\"', '"')
-    texts = _quoted(plain) or _single_quoted(plain) or [normalised(prompt)]
+    texts = _texts_in_quotes(prompt) or [normalised(prompt)]
     if not texts[0]:
         raise ValueError(f"prompt {prompt!r} asks for no text; an ocr reward needs some, best in double quotes")
     return tuple(texts)
+
+
+def names_no_text(prompt: str) -> bool:
+    """Return True if the prompt has several words and none in quotes, so that an image shall show all of it."""
+    return len(prompt.split()) > 1 and not _texts_in_quotes(prompt)
+
+
+def _texts_in_quotes(prompt: str) -> list[str]:
+    plain = unicodedata.normalize("NFKC", TYPED_TWICE.sub('"', prompt.replace('\\"', '"')))
+    return _quoted(plain) or _single_quoted(plain)
 
 
 def _quoted(prompt: str) -> list[str]:

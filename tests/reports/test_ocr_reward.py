@@ -36,11 +36,22 @@ def test_a_text_in_quotes_of_any_script_is_the_target(quotes):
         ("a rock 'n' roll poster", ("arock'n'rollposter",)),
         ('写着"你好"的牌子', ("你好",)),
         ('a sign \\"HELLO\\"', ("hello",)),
+        ("a sign ``HELLO'' in TeX", ("hello",)),
+        ("″PRIME″ in neon", ("prime",)),
+        ('a CSV file\'s ""SALE"" and ""CUT""', ("sale", "cut")),
         ("no quotes", ("noquotes",)),
     ],
 )
 def test_marks_that_are_no_quotes_ask_for_nothing(prompt, texts):
     assert requested_texts(prompt) == texts
+
+
+@pytest.mark.parametrize("prompt", ['a sign that says "OPEN', "a sign: OPEN NOW", "a <b>BOLD</b> sign"])
+def test_prompts_that_quote_no_text_are_counted_and_named(prompt):
+    source = FilePrompts(trained=("4821", prompt), evaluated=("a “dog”",), run_seed=0, prompts_per_batch=1)
+    (warning,) = prompt_warnings(EngineConfig(reward=RewardConfig(name="ocr")), source)
+    assert warning.startswith("1 of 3 prompts have no text in quotes")
+    assert repr(prompt) in warning
 
 
 def test_a_prompt_without_any_text_is_refused():
