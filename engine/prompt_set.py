@@ -7,10 +7,10 @@
     FOLDER                   a training file and a test file: `train` or `train_metadata` with one of these suffixes,
                              and the `test` file of the same kind
 
-A file of another kind (YAML, Parquet, ...), and text that is JSON, CSV or YAML by its content, is refused: its lines
-are no prompts. The formats of text and JSON Lines are those of flow_grpo's data sets (`ocr` and `pickscore`: text;
-`geneval`: JSONL), of GenEval's own `evaluation_metadata.jsonl` and of T2I-CompBench (text). The module does not import
-torch, because the launcher reads the files before anything is bought.
+A file of another kind (YAML, Parquet, ...), and text that is JSON, CSV, YAML or a list with marks by its content, is
+refused: its lines are no prompts. The formats of text and JSON Lines are those of flow_grpo's data sets (`ocr` and
+`pickscore`: text; `geneval`: JSONL), of GenEval's own `evaluation_metadata.jsonl` and of T2I-CompBench (text). The
+module does not import torch, because the launcher reads the files before anything is bought.
 
 Promise: a prompt has one metadata. A score depends on image and prompt alone, so two metadata of one prompt are an
 error.
@@ -23,6 +23,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from unicodedata import category
 
 Metadata = Mapping[str, object]
 """Facts about a prompt for the scorer, such as the objects that GenEval looks for."""
@@ -132,6 +133,9 @@ RENAME = {
     "JSON Lines": "call it .jsonl",
     "a table": "call it .csv or .tsv",
     "YAML": "write one prompt a line without marks, or JSON Lines",
+    "a Python list": "write one prompt a line without marks, or JSON Lines",
+    "a list with marks": "write one prompt a line without numbers, marks and commas, or JSON Lines",
+    "a web page": "write one prompt a line without tags, or JSON Lines",
 }
 """What to do with a file of text that is of another kind."""
 
@@ -156,11 +160,28 @@ def _other_kind(text: str, lines: Sequence[str]) -> str | None:
             return "JSON Lines"
         if isinstance(_parsed(first), list):
             return "JSON"
+        if re.match(r"""\[\s*['"].*['"]\s*,?\s*\]?$""", first):
+            return "a Python list"
+    if re.match(r"<(!doctype|html|\?xml)\b", first, re.IGNORECASE):
+        return "a web page"
     if any(cell.strip().strip('"').lower() == "prompt" for cell in re.split(r"[,;\t]", first)):
         return "a table"
     if first == "---" or re.fullmatch(r"[\w-]+:", first) or all(re.match(r"- |-$", line) for line in lines):
         return "YAML"
+    if len(lines) > 1 and (
+        _is_numbered(lines) or any(all(map(marks.match, lines[: max(1, len(lines) - 1)])) for marks in MARKS)
+    ):
+        return "a list with marks"
     return None
+
+
+MARKS = (re.compile(r"[*•·–]\s"), re.compile(r"""(["']).*\1\s*,$"""))
+"""What every line of a list begins with, or stands in: a bullet, or quotes and a comma. The last line may lack it."""
+
+
+def _is_numbered(lines: Sequence[str]) -> bool:
+    """Return True if the lines begin with their numbers: `1. a cat`, `2) a dog`."""
+    return all(re.match(rf"{number}\s*[.):]\s", line) for number, line in enumerate(lines, 1))
 
 
 def _parsed(text: str) -> object:
@@ -237,7 +258,13 @@ def _table(path: Path, text: str, separator: str) -> Iterator[Entry]:
 
 
 def _check_encodable(place: str, prompt: str, metadata: Metadata) -> None:
-    """Refuse half of a surrogate pair, which no file, tokenizer or message can hold."""
+    """Refuse half of a surrogate pair, which no file, tokenizer or message can hold, and control characters."""
+    control = next((letter for letter in prompt if category(letter) == "Cc" and letter not in "\t\n\r"), None)
+    if control is not None:
+        raise PromptFileError(
+            f"{place} has a control character (\\x{ord(control):02x}), as a file has that is no text or is in another "
+            "encoding; save it as UTF-8"
+        )
     try:
         prompt.encode()
         json.dumps(dict(metadata), ensure_ascii=False).encode()

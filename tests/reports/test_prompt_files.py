@@ -58,7 +58,16 @@ def test_a_single_object_and_cells_with_separators_are_prompts(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "line", ["[photo] of a cat", "{a|b} cat", "- a cat\na dog", "a cat: two", "I prompt, you paint"]
+    "line",
+    [
+        "[photo] of a cat",
+        "{a|b} cat",
+        "- a cat\na dog",
+        "a cat: two",
+        "I prompt, you paint",
+        "2 cats\n3 dogs",
+        "1. FC Köln",
+    ],
 )
 def test_a_text_that_only_looks_like_another_kind_stays_text(tmp_path, line):
     (tmp_path / "p.txt").write_text(line)
@@ -82,6 +91,13 @@ REFUSED = {
     "marks.txt": ("- a cat\n- a dog\n", "is YAML by its content"),
     "doc.txt": ("---\n- a cat\n", "is YAML"),
     "keys.txt": ("prompts:\n  - a cat\n", "is YAML"),
+    "python.txt": ("['a cat', 'a dog']\n", "is a Python list by its content"),
+    "numbers.txt": ("1. a cat\n2. a dog\n", "is a list with marks by its content.*without numbers"),
+    "bullets.txt": ("* a cat\n* a dog\n", "is a list with marks"),
+    "commas.txt": ('"a cat",\n"a dog"\n', "is a list with marks"),
+    "page.txt": ("<!DOCTYPE html>\n<p>a cat\n", "is a web page"),
+    "zero.txt": ("a cat\0\n", r"line 1 has a control character \(\\x00\)"),
+    "latin.jsonl": (r'{"prompt": "a cat\u0085"}', "control character"),
     "bad.json": ('["a cat"', "is no JSON"),
     "number.json": ("[1]", r'entry 1 has no text under "prompt"'),
     "empty.json": ('{"caption": "a cat"}', r'entry 1 has no text under "prompt"'),
@@ -156,11 +172,11 @@ def test_cut_prompts_are_counted_and_named_with_the_limit(warned, family, fits):
 
 
 def test_a_requested_text_behind_the_limit_is_named(warned):
-    cut, hidden = warned("flux", [LONG, "a cat"], 30, "ocr")
+    cut, hidden = warned("flux", [LONG, "a “cat”"], 30, "ocr")
     assert "1 of 2 prompts are longer" in cut
     assert "1 of 2 prompts ask for a text behind the 29 tokens that the model sees" in hidden
     assert "asks for opennow" in hidden
-    (only_cut,) = warned("flux", ['a sign "OPEN NOW" ' + "word " * 40, "a cat"], 30, "ocr")
+    (only_cut,) = warned("flux", ['a sign "OPEN NOW" ' + "word " * 40, "a “cat”"], 30, "ocr")
     assert "longer" in only_cut
 
 
