@@ -8,7 +8,7 @@ from threading import Lock
 from typing import Any
 
 from launcher.clouds.base import CloudRefused, CloudUnreachable, LoginNeeded, NotSettled
-from launcher.market.refusals import EXPIRED_CODES, advice_on, log_in_again
+from launcher.market.refusals import EXPIRED_CODES, advice_on, are_keys_refused, log_in_again
 
 Clients = Callable[[str, str], Any]
 """(service, region) -> the client."""
@@ -69,7 +69,7 @@ def clients() -> Clients:
 
     def forget_expired(session: Any, parsed: Any, **_: Any) -> None:
         """Drop a session whose keys AWS no longer accepts. The next call reads the user's files anew."""
-        if isinstance(parsed, dict) and parsed.get("Error", {}).get("Code") in EXPIRED_CODES:
+        if isinstance(parsed, dict) and parsed.get("Error", {}).get("Code") in (*EXPIRED_CODES, "AuthFailure"):
             with lock:
                 if sessions and sessions[0] is session:
                     sessions.clear()
@@ -121,7 +121,7 @@ def errors_named(operation: str, policy: str = "--print-policy aws") -> Iterator
     except aws.ClientError as error:
         code, message = code_of(error), error.response.get("Error", {}).get("Message", "")
         status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-        if code in EXPIRED_CODES:
+        if code in EXPIRED_CODES or are_keys_refused(f"{operation}: {message}"):
             raise LoginNeeded(
                 f"{operation}: AWS no longer accepts this login ({code}: {message}); {log_in_again('aws')}"
             ) from None

@@ -52,8 +52,20 @@ EXPIRED_CODES = (
     "InvalidToken",
     "InvalidClientTokenId",
     "UnrecognizedClientException",
+    "InvalidAccessKeyId",
+    "SignatureDoesNotMatch",
+    "RequestTimeTooSkewed",
 )
-"""Error codes of AWS for keys that have expired or were replaced."""
+"""Error codes of AWS for keys that have expired or were replaced, or for a clock that is wrong by more than minutes."""
+
+KEYS_NOT_VALID = "not able to validate the provided access credentials"
+"""EC2's words, with the code AuthFailure, for keys that were deleted or turned off, and in a region that is off."""
+
+ALWAYS_ON = re.compile(
+    r"\b(?:us-(?:east|west)-[12]|ca-central-1|sa-east-1|eu-(?:central-1|north-1|west-[123])|"
+    r"ap-(?:south-1|southeast-[12]|northeast-[123]))(?![0-9-])"
+)
+"""Regions of AWS that no account can turn off (AWS Account Management Reference Guide, Enable or disable Regions)."""
 
 EXPIRED_WORDS = (
     "ExpiredToken",
@@ -61,6 +73,9 @@ EXPIRED_WORDS = (
     "TokenRefreshRequired",
     "InvalidClientTokenId",
     "UnrecognizedClientException",
+    "InvalidAccessKeyId",
+    "SignatureDoesNotMatch",
+    "RequestTimeTooSkewed",
     "TokenRetrievalError",
     "CredentialRetrievalError",
     "UnauthorizedSSOToken",
@@ -181,14 +196,19 @@ def remedy_for(text: str) -> Remedy | None:
 
 def is_login_needed(text: str) -> bool:
     """Return whether a text says that the login at a cloud has expired or is missing."""
-    return any(word in text for word in EXPIRED_WORDS)
+    return any(word in text for word in EXPIRED_WORDS) or are_keys_refused(text)
+
+
+def are_keys_refused(text: str) -> bool:
+    """Return whether EC2 refuses the keys in a region that is on in every account."""
+    return KEYS_NOT_VALID in text and ALWAYS_ON.search(text) is not None
 
 
 def log_in_again(cloud: str) -> str:
     """Return the command that logs in anew at a cloud."""
     if cloud == "gcp":
         return "log in again: `gcloud auth login --update-adc`"
-    return "log in again: `aws sso login`, or `aws configure` for keys"
+    return "log in again: `aws sso login`, or `aws configure` for keys . If they are new: set this machine's clock"
 
 
 def cloud_in(text: str) -> str:

@@ -15,15 +15,19 @@ from botocore import exceptions as aws
 from google.auth import exceptions as google_errors
 
 from launcher.clouds.aws import AwsApi
-from launcher.clouds.base import CloudUnreachable
+from launcher.clouds.base import CloudRefused, CloudUnreachable
 from launcher.clouds.gce import GceApi
-from launcher.provision.sky.outcome import outcome_of
+from launcher.provision.sky.outcome import Failed, outcome_of
 from tests.launcher.cluster.stage import ledger
 from tests.launcher.cluster.test_moving import Stage
 from tests.launcher.cluster.test_sky_provisioner import NODE
 from tests.launcher.cluster.test_sky_provisioner import Stage as ProvisionerStage
 
-CODES = ["ExpiredToken", "ExpiredTokenException", "RequestExpired", "InvalidClientTokenId"]
+CODES = [
+    *("ExpiredToken", "ExpiredTokenException", "RequestExpired", "InvalidClientTokenId"),
+    *("InvalidAccessKeyId", "SignatureDoesNotMatch", "RequestTimeTooSkewed"),
+]
+NOT_VALID = "AWS was not able to validate the provided access credentials"
 
 CLIENT_ERRORS = [
     aws.TokenRetrievalError(provider="sso", error_msg="Token has expired and refresh failed"),
@@ -43,6 +47,8 @@ LOG_TEXTS = {
         "botocore.exceptions.UnauthorizedSSOTokenError: The SSO session associated with this profile has expired or is "
         "otherwise invalid.",
         "botocore.exceptions.NoCredentialsError: Unable to locate credentials",
+        f"us-west-2a: An error occurred (AuthFailure) when calling the RunInstances operation: {NOT_VALID}",
+        "An error occurred (SignatureDoesNotMatch) when calling the ListRoles operation: Signature expired",
     ],
     "gcp": [
         "google.auth.exceptions.RefreshError: Reauthentication is needed. Please run `gcloud auth application-default "
@@ -121,6 +127,17 @@ def test_renewed_aws_keys_are_read_by_a_living_process(aws_that_takes_new_keys, 
             api.caller()
     renew("NEWKEY")
     assert api.caller().owner == "ada"
+
+
+@pytest.mark.parametrize(("region", "kind"), [("us-east-1", CloudUnreachable), ("eu-south-2", CloudRefused)])
+def test_keys_that_were_turned_off_are_no_region_that_is_off(region, kind):
+    error = aws.ClientError({"Error": {"Code": "AuthFailure", "Message": NOT_VALID}}, "DescribeInstances")
+    with pytest.raises(kind, match="AuthFailure") as refusal:
+        AwsApi(lambda service, place: Raising(error)).instances(region)
+    assert ("log in again" in str(refusal.value)) is (kind is CloudUnreachable)
+    assert outcome_of("", f"{region}: (AuthFailure) {NOT_VALID}").failed is (
+        Failed.LOGIN if kind is CloudUnreachable else Failed.DENIED
+    )
 
 
 def test_keys_that_appear_while_a_process_runs_are_found(aws_that_takes_new_keys):

@@ -15,6 +15,7 @@ from pathlib import Path
 from launcher.decide.node_facts import QUOTA_WORDS
 from launcher.market.refusals import (
     EXPIRED_WORDS,
+    KEYS_NOT_VALID,
     REFUSAL_WORDS,
     advice_on,
     cloud_in,
@@ -139,7 +140,7 @@ def outcome_of(error: str, log: str) -> Outcome:
     if any(word in output for word in NO_CAPACITY_WORDS):
         return Outcome(failed=Failed.NO_CAPACITY, text=_sentence(output, NO_CAPACITY_WORDS))
     if is_login_needed(output):
-        return Outcome(failed=Failed.LOGIN, text=login_text(_sentence(output, EXPIRED_WORDS)))
+        return Outcome(failed=Failed.LOGIN, text=login_text(_sentence(output, (*EXPIRED_WORDS, KEYS_NOT_VALID))))
     is_quota = any(word in output for word in QUOTA_WORDS)
     if not is_quota and (remedy := remedy_for(output)) is not None:
         return Outcome(failed=Failed.REFUSED, text=f"{_line_with(output, remedy.words)}\n{remedy.advice}")
