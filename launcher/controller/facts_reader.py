@@ -1,7 +1,7 @@
 """Read the facts of a run: its status, nodes and spending, the engine's progress, and the spending of other runs."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -118,21 +118,8 @@ class FactsReader:
                 break
             stage_ms = status.at_ms
         planned_ms = next((row.at_ms for row in statuses if row.status == Stage.PLANNED), self._run.created_ms)
-        of_run = ProgressRow.run_id == self._run.id
-        lineage = select(func.max(ProgressRow.lineage)).where(of_run, ProgressRow.kind == EngineStarted.KIND)
-        finished = session.scalar(
-            select(ProgressRow)
-            .where(
-                of_run,
-                ProgressRow.kind == EngineFinished.KIND,
-                ProgressRow.at_ms >= planned_ms,
-                # A trainer that was given up may finish beside its successor: that is not the end of the run.
-                ProgressRow.lineage >= func.coalesce(lineage.scalar_subquery(), 0),
-            )
-            .order_by(ProgressRow.id.desc())
-            .limit(1)
-        )
         nodes = node_records(session, self._run)
+        finished = newest_end(session, self._run, planned_ms, nodes)
         return Facts(
             now_ms=now_ms,
             stage=stage,
@@ -260,3 +247,24 @@ def _metered_when_ordered(session: Session, run: Run, nodes: Sequence[NodeRecord
     """Return the money that the run had cost when each of its nodes that still runs was ordered to end."""
     ordered = {node.name: node.happened["releasing"] for node in nodes if node.is_ordered_to_end}
     return metered_at(session, run, ordered, now_ms) if ordered else {}
+
+
+def newest_end(session: Session, run: Run, planned_ms: int, nodes: Iterable[NodeRecord]) -> ProgressRow | None:
+    """Return the engine's report of its end since the run was planned, or None.
+
+    A trainer that was given up may finish or fail beside its successor, and before it: that is not the end of the run.
+    """
+    of_run = ProgressRow.run_id == run.id
+    lineage = select(func.max(ProgressRow.lineage)).where(of_run, ProgressRow.kind == EngineStarted.KIND)
+    ends = session.scalars(
+        select(ProgressRow)
+        .where(
+            of_run,
+            ProgressRow.kind == EngineFinished.KIND,
+            ProgressRow.at_ms >= planned_ms,
+            ProgressRow.lineage >= func.coalesce(lineage.scalar_subquery(), 0),
+        )
+        .order_by(ProgressRow.id.desc())
+    )
+    ended_ms = {node.name: node.ended_ms for node in nodes if node.ended_ms is not None}
+    return next((end for end in ends if end.at_ms < ended_ms.get(end.source, end.at_ms + 1)), None)
