@@ -194,7 +194,8 @@ class Agent:
             if not ready_sent and all(event.is_set() for event in ready):
                 with contextlib.suppress(OSError):  # a full disk: try again at the next look
                     at_ms = self.spec.clock.run_clock().now_ms()
-                    self.write("ready.json", {"at_ms": at_ms, "pid": os.getpid(), "hardware": has})
+                    ready_as = {"pid": os.getpid(), "role": self.spec.role, "hardware": has}
+                    self.write("ready.json", {"at_ms": at_ms, **ready_as})
                     ready_sent = True
                 if ready_sent and self.on_cloud:
                     self.sending = begin_sending(self.spec.store)  # now: what the processes imported is compiled

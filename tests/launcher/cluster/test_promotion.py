@@ -20,7 +20,9 @@ from launcher.decide.node_events import news
 from launcher.decide.node_facts import NodeFact, NodeStatus
 from launcher.decide.reconcile import decide
 from launcher.ledger.models import Node, NodeEvent, ProgressRow
-from launcher.ledger.node_history import node_records
+from launcher.ledger.node_history import last_trainer_cloud, node_records
+from launcher.market.offers import CLOUDS
+from launcher.placement.options import Option
 from launcher.placement.plan import Slot
 from launcher.provision.local.node_records import NodeRecords
 from launcher.provision.local.processes import processes_of
@@ -145,12 +147,29 @@ def test_the_order_is_repeated_until_the_promoted_node_has_called_in():
     assert not actions(LOST, ready, node("spot-0", 1), node("spot-1"))
 
 
-def test_a_promoted_node_is_ready_when_its_new_processes_have_called_in():
+@pytest.mark.parametrize(("node_says", "recorded"), [(-1, -1), (-60_000, -5), (+60_000, 0)])
+def test_a_promoted_node_is_ready_when_its_new_processes_have_called_in(node_says, recorded):
+    """The clock of a node on a cloud may be wrong, so the time alone does not tell old processes from new ones."""
     promoted = replace(node("spot-0", ready=-1, promoted=NOW - 5), slot="trainer", role="trainer", generation=1)
-    fact = NodeFact(name=promoted.name, status=NodeStatus.UP, started_ms=NOW - 3_600_000, ready_ms=NOW - 3_600_000)
-    assert not news([promoted], {promoted.name: fact}, NOW)
-    (note,) = news([promoted], {promoted.name: replace(fact, ready_ms=NOW - 1)}, NOW)
-    assert (note.kind, note.at_ms) == ("ready", NOW - 1)
+    fact = NodeFact(name=promoted.name, status=NodeStatus.UP, started_ms=NOW - 3_600_000, ready_ms=NOW + node_says)
+    for role in ("", "rollout"):
+        assert not news([promoted], {promoted.name: replace(fact, role=role)}, NOW)
+    (note,) = news([promoted], {promoted.name: replace(fact, role="trainer")}, NOW)
+    assert (note.kind, note.at_ms) == ("ready", NOW + recorded)
+
+
+def test_the_checkpoint_is_taken_from_the_cloud_of_the_last_node_that_trained():
+    """The second trainer was refused, the third was promoted on AWS, the fourth never called in after its promotion."""
+    aws, gcp = (Option(placement=replace(placement(), cloud=cloud), on_demand_micro_usd_per_hour=1) for cloud in CLOUDS)
+    first, refused = replace(node("trainer"), wanted=gcp), replace(node("trainer", 1, up=-1), wanted=aws)
+    third, fourth, last = (
+        replace(node(f"spot-{n}", ready=ready, promoted=NOW), slot="trainer", role="trainer", generation=n, wanted=at)
+        for n, ready, at in ((2, NOW, aws), (3, -1, gcp), (4, -1, aws))
+    )
+    assert last_trainer_cloud([first, refused], refused) == "gcp"
+    assert last_trainer_cloud([first, refused, third], third) == "gcp"
+    assert last_trainer_cloud([last, fourth, third, refused, first], last) == "aws"
+    assert last_trainer_cloud([first], first) is None
 
 
 def test_the_event_names_slot_and_generation_whatever_the_evidence():
