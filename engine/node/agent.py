@@ -12,7 +12,7 @@ On a cloud's instance (`NodeSpec.cloud`), the node is the whole instance. There 
 self_termination.py). The agent ships the logs (ship.py), and refuses an instance with a setup different from the
 controller's. The agent outlives the connection that started the agent. On every exit, the agent leaves no process
 behind except the guard, and writes the reason to `exit.json`. The guard terminates the instance at the spend deadline,
-or when no controller comes (alone.py).
+or when neither a controller nor a coordinator is left (alone.py).
 """
 
 import contextlib
@@ -39,7 +39,7 @@ import psutil
 from engine.durable import write_durably
 from engine.events import Market
 from engine.mark import MARK, marked
-from engine.node.alone import start_ticks
+from engine.node.alone import LAST_ANSWER, limit_seconds, start_ticks, touch
 from engine.node.child import EXIT_SUPERSEDED, EXIT_TORN, EXIT_UNANSWERED, Deaths, exit_in_words, last_line, progress_of
 from engine.node.environment import begin_sending
 from engine.node.frozen import FROZEN_SECONDS, Stillness
@@ -64,6 +64,8 @@ LOOK_SECONDS = 0.05
 """Seconds between two looks at files. A process's death wakes the agent at once."""
 NOTICE_AGAIN_SECONDS = 0.5
 """Seconds after which a notice is sent again that the coordinator has not acknowledged."""
+COORDINATOR_SECONDS = 10.0
+"""Longest time between two questions to the coordinator, whose answers say that the run goes on (alone.py)."""
 LAST_WORDS_SECONDS = 3.0
 """Seconds the coordinator still answers after the trainer is done, so the workers learn of the end."""
 
@@ -175,6 +177,8 @@ class Agent:
             return EXIT_UNFIT, verdict
         if self.on_cloud and self.spec.digest:  # only on a machine that our set-up made into a node
             print(use_local_disk(self.folder), flush=True)
+        if self.on_cloud:
+            threading.Thread(target=self._watch_coordinator, daemon=True, name="coordinator").start()
         has = hardware()
         ready = self._prepare()
         ready_sent = False
@@ -194,7 +198,8 @@ class Agent:
             if not ready_sent and all(event.is_set() for event in ready):
                 with contextlib.suppress(OSError):  # a full disk: try again at the next look
                     at_ms = self.spec.clock.run_clock().now_ms()
-                    self.write("ready.json", {"at_ms": at_ms, "pid": os.getpid(), "hardware": has})
+                    ready_as = {"pid": os.getpid(), "role": self.spec.role, "hardware": has}
+                    self.write("ready.json", {"at_ms": at_ms, **ready_as})
                     ready_sent = True
                 if ready_sent and self.on_cloud:
                     self.sending = begin_sending(self.spec.store)  # now: what the processes imported is compiled
@@ -351,13 +356,26 @@ class Agent:
 
     def _send_notice(self, deadline_ms: int) -> None:
         call = pack(encode(Notice(node=self.spec.node, deadline_ms=deadline_ms)))
-        url = f"http://{self.spec.coordinator_host}:{self.spec.coordinator_port}/call"
-        headers = {"Authorization": f"Bearer {self.spec.own_token}"}
+        url, headers = self._coordinator("call")
         while self.noticed_ms == deadline_ms:
             with contextlib.suppress(httpx.HTTPError):
                 httpx.post(url, content=call, headers=headers, timeout=1.0, trust_env=False).raise_for_status()
                 return
             time.sleep(NOTICE_AGAIN_SECONDS)
+
+    def _watch_coordinator(self) -> None:
+        """Record each answer of the run's coordinator for the guard. A frozen coordinator gives none."""
+        url, headers = self._coordinator("health")
+        while True:
+            with contextlib.suppress(httpx.HTTPError):
+                httpx.get(url, headers=headers, timeout=5.0, trust_env=False).raise_for_status()
+                touch(self.folder / LAST_ANSWER)
+            time.sleep(min(COORDINATOR_SECONDS, limit_seconds() / 4))
+
+    def _coordinator(self, route: str) -> tuple[str, dict[str, str]]:
+        """Return a URL of the coordinator, and the headers of this node's calls."""
+        url = f"http://{self.spec.coordinator_host}:{self.spec.coordinator_port}/{route}"
+        return url, {"Authorization": f"Bearer {self.spec.own_token}"}
 
     def write(self, name: str, content: dict[str, Any]) -> None:
         """Write a file for the launcher, durably. Raises OSError if the disk is full."""

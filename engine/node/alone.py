@@ -1,13 +1,15 @@
 """Terminate an instance without work and without a controller.
 
-    agent runs ------------------------------------------> stay (the spend deadline of spend_guard.py still holds)
-    agent ended, a controller called lately -------------> stay: the controller reads the last logs, then terminates
-    agent ended, no controller called for 10 minutes ----> copy the logs to the bucket, then delete the instance
+    a controller called lately --------------------------> stay: it reads the last logs, or replaces a lost trainer
+    no controller, agent runs, a coordinator answered ---> stay (the spend deadline of spend_guard.py still holds)
+    no controller for 10 minutes, and no agent ----------> copy the logs to the bucket, then delete the instance
+    no controller and no coordinator for 10 minutes -----> the same: the trainer is lost, and nobody replaces it
 
-The remote console touches `heard` in the node's folder on every line from its controller. The guard notices the changed
-file time and counts the silence on the machine's boot clock. No clock jump therefore ends an instance or keeps an
-instance alive, and a full disk does not hide a controller. A trainer's checkpoints are in the bucket before the trainer
-reports the end. Standard library only, because the guard uses this module.
+The remote console touches `heard` in the node's folder on every line from its controller, and the agent touches
+`answered` on every answer of the coordinator. The guard notices the changed file times and counts the silence on the
+machine's boot clock. No clock jump therefore ends an instance or keeps an instance alive, and a full disk does not hide
+a controller. A trainer's checkpoints are in the bucket before the trainer reports the end. Standard library only,
+because the guard uses this module.
 """
 
 import contextlib
@@ -28,6 +30,8 @@ ALONE = "SPOTRL_ALONE_SECONDS"
 """Environment variable with another number of seconds, for drills."""
 
 LAST_CONTACT = "heard"
+
+LAST_ANSWER = "answered"
 
 COPY_TRIES, COPY_SECONDS, COPY_GAP_SECONDS = 3, 60.0, 10.0
 """Attempts to send the logs to the bucket, the seconds allowed for each, and the pause between: logs are worth no more
@@ -55,32 +59,53 @@ def start_ticks(pid: int) -> int | None:
     return None if state in "ZX" else int(fields[18])
 
 
-class Alone:
-    """Watcher of one node's folder.
+def limit_seconds() -> float:
+    """Return the seconds of silence before termination."""
+    return float(os.environ.get(ALONE, ALONE_SECONDS))
 
-    Counts silence from the first look, or from the controller's last line after the look.
-    """
 
-    def __init__(self, folder: Path, boot_ms: Callable[[], int], boot_id: str) -> None:
-        self._folder, self._boot_ms, self._boot_id = folder, boot_ms, boot_id
-        self._limit_ms = round(float(os.environ.get(ALONE, ALONE_SECONDS)) * 1000)
-        self._contact_ms, self._last_touched = boot_ms(), self._touched()
+class _Silence:
+    """The silence of a party that touches a file, from the first look or from the last touch after it."""
 
-    def has_ended(self) -> bool:
-        """Return True if the node has no agent, and the controller was silent for ten minutes."""
-        now_ms, touched = self._boot_ms(), self._touched()
-        if touched != self._last_touched:
-            self._contact_ms, self._last_touched = now_ms, touched
-        return now_ms - self._contact_ms >= self._limit_ms and not self._agent_runs()
+    def __init__(self, file: Path, now_ms: int) -> None:
+        self._file, self._since_ms = file, now_ms
+        self._touched_ns = self._touched()
 
-    def minutes(self) -> float:
-        """Return the minutes of the controller's silence."""
-        return (self._boot_ms() - self._contact_ms) / 60_000
+    def ms(self, now_ms: int) -> int:
+        """Return the milliseconds of silence at `now_ms` of the boot clock."""
+        touched_ns = self._touched()
+        if touched_ns != self._touched_ns:
+            self._since_ms, self._touched_ns = now_ms, touched_ns
+        return now_ms - self._since_ms
 
     def _touched(self) -> int | None:
         with contextlib.suppress(OSError):
-            return (self._folder / LAST_CONTACT).stat().st_mtime_ns
+            return self._file.stat().st_mtime_ns
         return None
+
+
+class Alone:
+    """Watcher of one node's folder. Counts silence from the first look."""
+
+    def __init__(self, folder: Path, boot_ms: Callable[[], int], boot_id: str) -> None:
+        self._folder, self._boot_ms, self._boot_id = folder, boot_ms, boot_id
+        self._limit_ms = round(limit_seconds() * 1000)
+        self._controller = _Silence(folder / LAST_CONTACT, boot_ms())
+        self._coordinator = _Silence(folder / LAST_ANSWER, boot_ms())
+
+    def why_ended(self) -> str:
+        """Return why the node is to end: no controller called for ten minutes, and nothing works. Empty: it stays."""
+        now_ms = self._boot_ms()
+        called_ms, answered_ms = self._controller.ms(now_ms), self._coordinator.ms(now_ms)
+        if called_ms < self._limit_ms:
+            return ""
+        for text, has_ended in (
+            ("the agent has ended", not self._agent_runs()),
+            (f"no coordinator has answered for {answered_ms / 60_000:.1f} minutes", answered_ms >= self._limit_ms),
+        ):
+            if has_ended:
+                return f"{text}, and no controller has called for {called_ms / 60_000:.1f} minutes"
+        return ""
 
     def _agent_runs(self) -> bool:
         """Return True if the agent named by agent.json runs.

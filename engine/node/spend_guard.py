@@ -254,10 +254,10 @@ def guard(
             _print(f"guard: the money deadline passed {-left_ms / 1000:.0f} s ago and this instance is still here")
             end(_cloud_of(folder), _print)
             sleep(AGAIN_SECONDS)
-        elif alone.has_ended():
-            _print(f"guard: the agent has ended, and no controller has called for {alone.minutes():.1f} minutes")
+        elif why := alone.why_ended():
+            _print(f"guard: {why}")
             has_copied = has_copied or copy(folder, _print)
-            if alone.has_ended():  # check again: a controller may have come during the copy
+            if alone.why_ended():  # check again: a controller may have come during the copy
                 end(_cloud_of(folder), _print)
                 sleep(AGAIN_SECONDS)
         sleep(LOOK_SECONDS)

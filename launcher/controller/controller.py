@@ -356,14 +356,19 @@ class Controller:
         with self._sessions() as session:
             node = session.scalars(select(Node).where(Node.name == name)).one()
             facts = self._facts_in(session)
-            before = last_trainer_cloud(session, self._run, node) if self.sites and node.role == "trainer" else None
-        if not self._transfer.is_complete(node, before):
+        if not self._has_checkpoint(node, facts):
             return  # the next pass tries again
         requested_ms = self._clock.now_ms()
         self.recorder.check_lease()
         self._provisioner.request(option_of(node).placement, self._spec_of(node, facts))
         with self.recorder.transaction() as session:
             self._event(session, node, "requested", requested_ms)
+
+    def _has_checkpoint(self, node: Node, facts: Facts) -> bool:
+        """Return whether the node's bucket has the newest checkpoint, if the node is to train. Starts a copy if not."""
+        now = next(record for record in facts.nodes if record.name == node.name)
+        before = last_trainer_cloud(facts.nodes, now) if self.sites and now.role == "trainer" else None
+        return self._transfer.is_complete(node, before)
 
     def _spec_of(self, node: Node, facts: Facts) -> NodeSpec:
         return node_spec(
@@ -393,6 +398,8 @@ class Controller:
         with self._sessions() as session:
             node = session.scalars(select(Node).where(Node.name == name)).one()
             facts = self._facts_in(session)
+        if not self._has_checkpoint(node, facts):
+            return  # the next pass tries again
         self.recorder.check_lease()
         self._provisioner.assign(self._spec_of(node, facts))
 

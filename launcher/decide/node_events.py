@@ -83,10 +83,11 @@ def _news_of(node: NodeRecord, fact: NodeFact | None, now_ms: int, since_ms: int
         up_ms = min(node.requested_ms, now_ms)
         yield Note(node=node.name, kind="up", at_ms=up_ms, evidence="no inventory listed it: billed from its request")
     # `ready` waits for `up`: an inventory may list an instance minutes after its workers have called in.
-    # A promoted node is ready once its new processes have called in.
-    is_new = fact.ready_ms is not None and fact.ready_ms >= node.happened.get(PROMOTED, fact.ready_ms)
+    # A promoted node is ready once its new processes have called in. Its clock may differ, so their role tells them.
+    promoted_ms = node.happened.get(PROMOTED)
+    is_new = promoted_ms is None or fact.role == node.role
     if up_ms is not None and fact.ready_ms is not None and is_new and "ready" not in node.happened:
-        ready_ms = _plausible_ms(up_ms, fact.ready_ms, now_ms)
+        ready_ms = _plausible_ms(up_ms if promoted_ms is None else promoted_ms, fact.ready_ms, now_ms)
         yield Note(node=node.name, kind="ready", at_ms=ready_ms, evidence=fact.hardware[:HARDWARE_CHARACTERS])
     if fact.notice_deadline_ms is not None and "notice" not in node.happened:
         seconds = max(0, fact.notice_deadline_ms - now_ms) // 1000

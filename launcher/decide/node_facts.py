@@ -43,8 +43,9 @@ def is_quota_used_up(evidence: str) -> bool:
 class NodeFact:
     """The observed state of a node. `evidence` is the cloud's own text about the end.
 
-    `ready_ms`: time at which the node's workers had called in (run's clock). `hardware`: GPUs, CPU and memory as the
-    node's agent sees them, in words.
+    `ready_ms`: time at which the node's workers had called in (run's clock). `role`: the role of these workers, which a
+    promotion changes; empty if the node's agent has not told it. `hardware`: GPUs, CPU and memory as the node's agent
+    sees them, in words.
     `lives_on`: the VM was found alive after an end was reported, and costs money again.
     `notice_deadline_ms`: announced time of the preemption (run's clock).
     `started_ms`, `ended_ms`: the billed interval of the VM, if known (run's clock). A VM may have ended while the node
@@ -70,6 +71,7 @@ class NodeFact:
     with_notice: bool | None = None
     reclaimed: bool = False
     ready_ms: int | None = None
+    role: str = ""
     hardware: str = ""
     zone: str | None = None
     instance_type: str | None = None

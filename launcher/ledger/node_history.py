@@ -1,7 +1,7 @@
 """The nodes of a run in the ledger: read their records, write their events, prices and ends."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
@@ -134,11 +134,19 @@ def node_of(
     )
 
 
-def last_trainer_cloud(session: Session, run: Run, node: Node) -> str | None:
-    """Return the cloud of the last trainer that came up before this node. None: no earlier trainer came up."""
-    earlier = [other for other in nodes_of(session, run) if other.role == "trainer" and other.id < node.id]
-    came = set(session.scalars(select(NodeEvent.node_id).where(NodeEvent.kind == "up")))
-    return next((other.cloud for other in reversed(earlier) if other.id in came), None)
+def last_trainer_cloud(records: Sequence[NodeRecord], trainer: NodeRecord) -> str | None:
+    """Return the cloud of the last trainer before this one, whose bucket has the newest checkpoint. None: no such node.
+
+    A bought trainer may have trained once it came up, a promoted one once its new processes had called in.
+    """
+    earlier = [
+        other
+        for other in records
+        if other.role == "trainer" and other.generation < trainer.generation
+        if ("ready" if PROMOTED in other.happened else "up") in other.happened
+    ]
+    last = max(earlier, key=lambda other: other.generation, default=None)
+    return last.site[0] if last is not None and last.site is not None else None
 
 
 def write_note(session: Session, run: Run, node: Node, note: Note) -> None:

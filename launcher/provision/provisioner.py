@@ -20,7 +20,7 @@ class Provisioner(Protocol):
     def assign(self, spec: NodeSpec) -> None:
         """Have a node that runs start again with another spec, which gives it another role. Returns at once.
 
-        A repeated order changes nothing. A node that has ended, or is about to be preempted, stays as it is.
+        A repeated order changes nothing. A node that has ended, or is ending, stays as it is.
         """
 
     def observe(self) -> Sequence[NodeFact]:

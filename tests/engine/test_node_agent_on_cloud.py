@@ -16,6 +16,7 @@ from engine.events import Market
 from engine.mark import MARK, marked
 from engine.node import agent
 from engine.node.agent import EXIT_BROKEN, EXIT_FINISHED, EXIT_MONEY, EXIT_REFUSED, other_setup
+from engine.node.alone import LAST_ANSWER
 from engine.node.spend_guard import boot_id
 from engine.node_spec import ClockConfig, NodeSpec, role_token
 from engine.storage.metadata import GCE_HOST
@@ -25,6 +26,16 @@ from tests.engine.nursery import nursery
 from tests.engine.served import Served
 
 HOUR_MS = 3_600_000
+
+COORDINATOR = """
+import sys, time
+from pathlib import Path
+from tests.engine.served import Served
+
+Served(Path(sys.argv[1]), port=int(sys.argv[2]))
+time.sleep(600)
+"""
+"""A coordinator in a process of its own."""
 
 
 def spec_of(folder, **more):
@@ -158,15 +169,28 @@ def test_a_node_that_refuses_its_work_deletes_itself_without_a_controller(instan
 
 
 @pytest.mark.slow
-def test_a_node_whose_agent_was_killed_deletes_itself_without_a_controller(instances, google, monkeypatch):
-    monkeypatch.setenv("SPOTRL_ALONE_SECONDS", "2")
-    instance = instances()
-    instance.wait_for(lambda: instance.read("guard.json") and instance.log("worker-0.log"))
-    time.sleep(3.0)
-    assert google.deleted == []  # the agent works without a controller
-    instance.agent.kill()
-    instance.wait_for(lambda: google.deleted)
-    assert (instance.folder / "store/logs/spot-0/worker-0.log").exists()
+@pytest.mark.parametrize("lost", ["agent", "coordinator", "frozen coordinator"])
+def test_a_node_that_lost_its_work_deletes_itself_without_a_controller(instances, google, monkeypatch, tmp_path, lost):
+    """The agent stays while a coordinator answers. A frozen coordinator accepts connections and answers none."""
+    monkeypatch.setenv("SPOTRL_ALONE_SECONDS", "5")
+    port = free_port()
+    coordinator = subprocess.Popen([sys.executable, "-c", COORDINATOR, str(tmp_path / "coordinator"), str(port)])
+    try:
+        instance = instances(coordinator_port=port)
+        instance.wait_for(lambda: (instance.folder / LAST_ANSWER).exists() and instance.log("worker-0.log"))
+        time.sleep(6.0)
+        assert google.deleted == []
+        if lost == "agent":
+            instance.agent.kill()
+        else:
+            coordinator.send_signal(signal.SIGSTOP if lost == "frozen coordinator" else signal.SIGKILL)
+        instance.wait_for(lambda: google.deleted)
+        why = "the agent has ended" if lost == "agent" else "no coordinator has answered"
+        assert why in instance.log()
+        assert (instance.folder / "store/logs/spot-0/worker-0.log").exists()
+    finally:
+        coordinator.kill()
+        coordinator.wait()
 
 
 def test_the_setup_of_an_instance_is_identified_by_its_environment_digest(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from engine.node.alone import LAST_CONTACT, start_ticks
+from engine.node.alone import LAST_ANSWER, LAST_CONTACT, start_ticks
 from engine.node.spend_guard import KEEP_MS, LATE_MS, Guard, Moment, TimeLeft, guard
 from engine.storage.metadata import GCE_HOST
 from tests.engine.fake_metadata import FakeCompute, FakeGceMetadata
@@ -259,7 +259,7 @@ class Guarded:
 
     def __init__(self, node_folder, hours=1.0):
         self.node_folder, self.until_ms = node_folder, START.boot_ms + hours * 3_600_000
-        self.controller_until_ms = -1
+        self.controller_until_ms = self.coordinator_until_ms = -1
         self.did = []
 
     def run(self):
@@ -278,8 +278,11 @@ class Guarded:
 
     def sleep(self, seconds):
         self.node_folder.pass_ms(round(seconds * 1000))
-        if self.node_folder.at.boot_ms <= self.controller_until_ms:
-            os.utime(self.node_folder.folder / LAST_CONTACT, ns=(0, self.node_folder.at.boot_ms))
+        untils_ms = {LAST_CONTACT: self.controller_until_ms, LAST_ANSWER: self.coordinator_until_ms}
+        for name, until_ms in untils_ms.items():
+            if self.node_folder.at.boot_ms <= until_ms:
+                (self.node_folder.folder / name).touch()
+                os.utime(self.node_folder.folder / name, ns=(0, self.node_folder.at.boot_ms))
         if self.node_folder.at.boot_ms > self.until_ms and self.node_folder.folder.exists():
             self.node_folder.folder.rename(f"{self.node_folder.folder}-over")
 
@@ -315,7 +318,20 @@ def test_a_node_stays_while_its_controller_calls(node_folder):
 def test_a_node_stays_without_a_controller_while_its_agent_works(node_folder):
     node_folder.node(100 * 3_600_000)
     agent_is(node_folder, os.getpid())
-    assert Guarded(node_folder, hours=3.0).run() == []
+    guarded = Guarded(node_folder, hours=3.0)
+    guarded.coordinator_until_ms = START.boot_ms + 3 * 3_600_000
+    assert guarded.run() == []
+
+
+@pytest.mark.parametrize(("controller", "coordinator", "ends"), [(-1, 1, 70.0), (1, -1, 70.0), (1, 2, 130.0)])
+def test_a_node_without_controller_and_coordinator_ends_after_ten_minutes(node_folder, controller, coordinator, ends):
+    """`controller`, `coordinator`: hours until each is silent; both have to be."""
+    node_folder.node(100 * 3_600_000)
+    agent_is(node_folder, os.getpid())
+    guarded = Guarded(node_folder, hours=3.0)
+    guarded.controller_until_ms = START.boot_ms + controller * 3_600_000
+    guarded.coordinator_until_ms = START.boot_ms + coordinator * 3_600_000
+    assert guarded.run()[:2] == [(ends, "copy"), (ends, "end gcp")]
 
 
 @pytest.mark.parametrize("jump_ms", [-36_000_000, 36_000_000])

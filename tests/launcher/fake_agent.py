@@ -90,7 +90,7 @@ def train():
     reports = Reports(lineage)
     server = Server(("127.0.0.1", spec["coordinator_port"]), Coordinator)
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-    write("ready.json", {"at_ms": clock.now_ms(), "hardware": "2 CPU cores (made up)"})
+    write("ready.json", {"at_ms": clock.now_ms(), "role": spec["role"], "hardware": "2 CPU cores (made up)"})
     reports.report("engine_started", iteration=iteration, config_digest="", devices="cpu", versions={})
     while iteration < spec["engine"]["iterations"]:
         if stopping.wait(seconds):
@@ -127,7 +127,7 @@ def main():
     if spec["role"] == "trainer":
         train()
         return 0
-    write("ready.json", {"at_ms": clock.now_ms(), "hardware": "2 CPU cores (made up)"})
+    write("ready.json", {"at_ms": clock.now_ms(), "role": spec["role"], "hardware": "2 CPU cores (made up)"})
     if trouble == "crash-ready":
         return 1
     time.sleep(300)

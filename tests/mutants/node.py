@@ -34,21 +34,33 @@ def _fault(name: str, forgets: str, found_by: str, *patches: tuple[Any, str, Any
 # --- spend of a node without a controller
 
 
-def _never(self: Alone) -> bool:
-    return False
+def _never(self: Alone) -> str:
+    return ""
 
 
 _fault(
     "node_left_alone_waits_for_its_spend_deadline",
     "that a node without work and without a controller is still paid for",
     "tests/engine/test_spend_deadline.py::test_a_finished_node_without_a_controller_copies_its_logs_and_ends_after_ten_minutes",
-    (Alone, "has_ended", _never),
+    (Alone, "why_ended", _never),
 )
 
 
 def _whoever_works(self: Alone) -> bool:
     return False
 
+
+def _work_is_enough(self: Alone, real: Any = Alone.why_ended) -> str:
+    why: str = real(self)
+    return "" if why.startswith("no coordinator") else why
+
+
+_fault(
+    "node_without_a_coordinator_waits_for_its_spend_deadline",
+    "that a node whose trainer is lost calls in vain, and nobody without a controller replaces the trainer",
+    "tests/engine/test_spend_deadline.py::test_a_node_without_controller_and_coordinator_ends_after_ten_minutes[-1-1-70.0]",
+    (Alone, "why_ended", _work_is_enough),
+)
 
 _fault(
     "working_node_is_ended_without_a_controller",

@@ -60,6 +60,7 @@ class NodeRecords:
             status=NodeStatus.UP if agent and ready else NodeStatus.PENDING,
             started_ms=int(request["requested_ms"]) if agent else None,
             ready_ms=int(ready["at_ms"]) if ready else None,
+            role=str(ready.get("role", "")) if ready else "",
             hardware=str(ready.get("hardware", "")) if ready else "",
             notice_deadline_ms=int(notice["deadline_ms"]) if notice else None,
         )

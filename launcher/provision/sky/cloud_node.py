@@ -207,9 +207,15 @@ class CloudNode:
         return ready.hardware if ready is not None else ""
 
     @property
+    def ready_role(self) -> str:
+        """Return the role of the workers that called in; empty if the agent has not told it."""
+        ready = self.files.read(ReadyRecord)
+        return ready.role if ready is not None else ""
+
+    @property
     def is_ready(self) -> bool:
-        """Return whether the workers of the current agent have called in."""
-        agent, ready = self.files.read(AgentRecord), self.files.read(ReadyRecord)
-        if agent is None or ready is None:
+        """Return whether the workers of the current agent have called in, with the role that the node has now."""
+        agent, ready, now = self.files.read(AgentRecord), self.files.read(ReadyRecord), self.files.role
+        if agent is None or ready is None or now is None or ready.role not in ("", now.role):
             return False
         return "pid" not in ready.model_fields_set or ready.pid == agent.pid

@@ -56,6 +56,7 @@ class FactReader:
             disks_ms=ending.disks_ms if ending is not None else None,
             lives_on=ending.lives_on if ending is not None else False,
             ready_ms=node.ready_ms if node.is_ready else None,
+            role=node.ready_role,
             hardware=node.hardware,
             notice_deadline_ms=node.notice_ms,
             zone=instance.zone if instance is not None else None,

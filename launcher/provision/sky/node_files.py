@@ -90,10 +90,10 @@ class NodeFiles:
         _write_object(self._path("spec"), json.loads(spec.model_dump_json()))
 
     @property
-    def role(self) -> str | None:
-        """Return the node's role; None if the start instructions are lost."""
+    def role(self) -> RoleView | None:
+        """Return the role that the node has now; None if the start instructions are lost."""
         content = _read_object(self._path("spec"))
-        return None if content is None else RoleView.model_validate(content).role
+        return None if content is None else RoleView.model_validate(content)
 
     @property
     def instance(self) -> Instance | None:

@@ -151,9 +151,10 @@ class ClearedRecord(NodeRecord):
 
 
 class RoleView(NodeView):
-    """The role in `spec.json`."""
+    """The role in `spec.json`, and the number of the node among those that had it."""
 
     role: str
+    generation: int = 0
 
 
 class RegionView(NodeView):
@@ -185,12 +186,13 @@ class AgentRecord(AgentFile):
 
 
 class ReadyRecord(AgentFile):
-    """The agent's workers have called in. Older agents give no `pid` and no `hardware`."""
+    """The agent's workers have called in. Older agents give no `pid`, no `role` and no `hardware`."""
 
     FILE = "ready"
 
     at_ms: Milliseconds | None = None
     pid: object = None
+    role: str = ""
     hardware: str = ""
 
 

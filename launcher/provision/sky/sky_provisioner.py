@@ -135,8 +135,17 @@ class SkyProvisioner:
         node.files.write_spec(spec)
 
     def assign(self, spec: NodeSpec) -> None:
-        """Raise NotImplementedError: jobs on clouds have their trainer on demand (launcher/job/agreement.py)."""
-        raise NotImplementedError(f"{spec.node}: a node on a cloud keeps its role")
+        """Write the node's new spec; the next `observe` has the agent start again with it.
+
+        All other nodes then get the address of a new trainer. The spec holds the run's token only from now on. A notice
+        does not keep a node from its role: what it does until its end is worth something, and the notice may be false.
+        """
+        node = self._nodes.get(spec.node)
+        now = None if node is None else node.files.role
+        if node is None or now is None or node.is_ending:
+            return
+        if (now.role, now.generation) != (spec.role, spec.generation):
+            node.files.write_spec(spec)
 
     def observe(self) -> Sequence[NodeFact]:
         """Return the state of every node from current knowledge, and advance each node by one step."""

@@ -19,7 +19,7 @@ from launcher.provision.sky.inventory import CloudInventory
 from launcher.provision.sky.launches import autostop_minutes
 from launcher.provision.sky.node_book import NodeBook
 from launcher.provision.sky.node_link import Login
-from launcher.provision.sky.records import EndingRecord, ExitRecord, LaunchRecord, LoginRecord, StoppingRecord
+from launcher.provision.sky.records import EndingRecord, ExitRecord, LoginRecord, StoppingRecord
 from launcher.provision.sky.regions import Regions
 from launcher.provision.sky.surroundings import Surroundings
 
@@ -76,15 +76,17 @@ class AgentWatch:
     make_link: Callable[[Login, Path], Link]
 
     def trainer_address(self) -> str | None:
-        """Return the private address of the newest trainer that has not ended."""
+        """Return the private address of the newest trainer that has not ended.
+
+        A node that was promoted later is newer, however old its VM is.
+        """
         trainers = []
         for node in self.nodes.all():
             if node.is_ending:
                 continue
-            role, login = node.files.role, node.files.read(LoginRecord)
-            if role == "trainer" and login is not None:
-                launch = node.files.read(LaunchRecord)
-                trainers.append((launch.at_ms if launch is not None else 0, node.name, login.address))
+            now, login = node.files.role, node.files.read(LoginRecord)
+            if now is not None and now.role == "trainer" and login is not None:
+                trainers.append((now.generation, node.name, login.address))
         return max(trainers)[2] if trainers else None
 
     def keep(self, node: CloudNode, instance: Instance | None, this_pass: Pass) -> None:
@@ -106,16 +108,16 @@ class AgentWatch:
     def _start_agent(self, node: CloudNode, login: LoginRecord, trainer: str | None) -> None:
         """Start the node's agent with the trainer's address. A trainer node gets its own address.
 
-        Does nothing if no address is known, or if the agent was last started with the same address.
+        Does nothing if no address is known, or if the agent was last started with the same address and role.
         """
         spec, region = node.files.spec, node.region
         assert spec is not None
-        host = login.address if spec.role == "trainer" else trainer
+        host, sent = login.address if spec.role == "trainer" else trainer, node.agent.last_sent
         if (
             region is None
             or host is None
             or node.agent.link is None
-            or (node.agent.last_sent is not None and node.agent.last_sent.coordinator_host == host)
+            or (sent is not None and (sent.coordinator_host, sent.role) == (host, spec.role))
         ):
             return
         deadline_ms, instance = node.agent.deadline_ms or spec.money_deadline_ms, node.files.instance
@@ -169,7 +171,7 @@ class AgentWatch:
         until the node is ready.
         """
         waited, site = self.around.monotonic() - node.agent.sent_at, node.region
-        if node.agent.last_sent is None or site is None or node.files.has("ready") or waited < RULES_SECONDS:
+        if node.agent.last_sent is None or site is None or node.is_ready or waited < RULES_SECONDS:
             return False
         cloud, region = site
         self.tasks.every(RULES_SECONDS, f"rules {cloud}/{region}", partial(self.regions.look_up_rules, cloud, region))

@@ -250,6 +250,7 @@ class SimulatedCloud:
             status=NodeStatus.UP,
             started_ms=up_ms,
             ready_ms=self._ready_ms(name, up_ms),
+            role="" if self.requested[name][1] is None else self.requested[name][1].role,
             notice_deadline_ms=self.notices.get(name),
             zone=zone,
             instance_type=instance_type,

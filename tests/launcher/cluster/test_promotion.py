@@ -12,6 +12,7 @@ from sqlalchemy import select
 
 from engine.events import CheckpointSaved, Market
 from engine.node_spec import NodeSpec, role_token
+from launcher.cli.status import headline
 from launcher.controller.controller import Controller
 from launcher.decide.actions import Buy, Promote, RepeatPromotion
 from launcher.decide.budget_guard import Limits
@@ -20,12 +21,18 @@ from launcher.decide.node_events import news
 from launcher.decide.node_facts import NodeFact, NodeStatus
 from launcher.decide.reconcile import decide
 from launcher.ledger.models import Node, NodeEvent, ProgressRow
-from launcher.ledger.node_history import node_records
+from launcher.ledger.node_history import last_trainer_cloud, node_records
+from launcher.market.offers import CLOUDS
+from launcher.money import HOUR_MS
+from launcher.notifications.notices import due_notices
+from launcher.notifications.notifier import facts_of
+from launcher.placement.options import Option
 from launcher.placement.plan import Slot
 from launcher.provision.local.node_records import NodeRecords
 from launcher.provision.local.processes import processes_of
 from launcher.provision.local.provisioner import LocalProvisioner, node_folder
 from launcher.runs.runs import request_stop
+from launcher.runs.views import run_view
 from tests.launcher.cluster.stage import CLOUD_SITES, SPOT_RATE, ledger, made_run, placement, slots
 from tests.launcher.cluster.test_controller import controller_of, names_ready, passes, run_until_over, status_of
 from tests.launcher.cluster.test_moving import Stage as CloudRun
@@ -145,12 +152,29 @@ def test_the_order_is_repeated_until_the_promoted_node_has_called_in():
     assert not actions(LOST, ready, node("spot-0", 1), node("spot-1"))
 
 
-def test_a_promoted_node_is_ready_when_its_new_processes_have_called_in():
+@pytest.mark.parametrize(("node_says", "recorded"), [(-1, -1), (-60_000, -5), (+60_000, 0)])
+def test_a_promoted_node_is_ready_when_its_new_processes_have_called_in(node_says, recorded):
+    """The clock of a node on a cloud may be wrong, so the time alone does not tell old processes from new ones."""
     promoted = replace(node("spot-0", ready=-1, promoted=NOW - 5), slot="trainer", role="trainer", generation=1)
-    fact = NodeFact(name=promoted.name, status=NodeStatus.UP, started_ms=NOW - 3_600_000, ready_ms=NOW - 3_600_000)
-    assert not news([promoted], {promoted.name: fact}, NOW)
-    (note,) = news([promoted], {promoted.name: replace(fact, ready_ms=NOW - 1)}, NOW)
-    assert (note.kind, note.at_ms) == ("ready", NOW - 1)
+    fact = NodeFact(name=promoted.name, status=NodeStatus.UP, started_ms=NOW - 3_600_000, ready_ms=NOW + node_says)
+    for role in ("", "rollout"):
+        assert not news([promoted], {promoted.name: replace(fact, role=role)}, NOW)
+    (note,) = news([promoted], {promoted.name: replace(fact, role="trainer")}, NOW)
+    assert (note.kind, note.at_ms) == ("ready", NOW + recorded)
+
+
+def test_the_checkpoint_is_taken_from_the_cloud_of_the_last_node_that_trained():
+    """The second trainer was refused, the third was promoted on AWS, the fourth never called in after its promotion."""
+    aws, gcp = (Option(placement=replace(placement(), cloud=cloud), on_demand_micro_usd_per_hour=1) for cloud in CLOUDS)
+    first, refused = replace(node("trainer"), wanted=gcp), replace(node("trainer", 1, up=-1), wanted=aws)
+    third, fourth, last = (
+        replace(node(f"spot-{n}", ready=ready, promoted=NOW), slot="trainer", role="trainer", generation=n, wanted=at)
+        for n, ready, at in ((2, NOW, aws), (3, -1, gcp), (4, -1, aws))
+    )
+    assert last_trainer_cloud([first, refused], refused) == "gcp"
+    assert last_trainer_cloud([first, refused, third], third) == "gcp"
+    assert last_trainer_cloud([last, fourth, third, refused, first], last) == "aws"
+    assert last_trainer_cloud([first], first) is None
 
 
 def test_the_event_names_slot_and_generation_whatever_the_evidence():
@@ -178,6 +202,13 @@ def record_of(sessions, run, name: str) -> NodeRecord:
         return next(record for record in node_records(session, run) if record.name == name)
 
 
+def messages(sessions, run) -> list[str]:
+    """Return the messages about promotions."""
+    with sessions() as session:
+        notices = due_notices(facts_of(session, run, run.clock.now_ms()), HOUR_MS)
+        return [notice.text for notice in notices if notice.key.startswith("promoted")]
+
+
 @pytest.mark.parametrize("signum", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_a_lost_trainer_is_replaced_by_a_node_that_is_up(sessions, monkeypatch, signum):
     monkeypatch.setenv("FAKE_SECONDS", "0.1")
@@ -195,6 +226,11 @@ def test_a_lost_trainer_is_replaced_by_a_node_that_is_up(sessions, monkeypatch, 
     spec = spec_of(run, "demo-spot-0-g0")
     assert (spec.role, spec.generation, spec.token) == ("trainer", 1, run.token)
     assert controller.engine.trainer == "demo-spot-0-g0"
+    view = run_view(sessions, run.name)
+    assert (view.trainer, 0 <= view.trainer_ms < view.elapsed_ms) == ("demo-spot-0-g0", True)
+    assert [line for line in headline(view) if line.startswith("spot-0-g0 took the role of the trainer ")]
+    (notice,) = messages(sessions, run)
+    assert notice.startswith("demo: demo-spot-0-g0 trains now, from the newest checkpoint; demo-trainer-g0 ended: ")
     with sessions() as session:
         events = session.execute(select(Node.name, NodeEvent).join(NodeEvent).where(NodeEvent.kind == PROMOTED)).all()
         assert [(name, promotion_of(event.evidence)) for name, event in events] == [("demo-spot-0-g0", ("trainer", 1))]

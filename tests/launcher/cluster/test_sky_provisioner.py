@@ -392,8 +392,9 @@ class Stage:
         self.passes(1)
         self.sky.finish(name)
         self.passes(5)
+        role = "trainer" if "trainer" in name else "rollout"
         self.links[name].shows("agent", pid=5)
-        self.links[name].shows("ready", at_ms=self.time.ms, pid=5, hardware="2 CPU cores (made up)")
+        self.links[name].shows("ready", at_ms=self.time.ms, pid=5, role=role, hardware="2 CPU cores (made up)")
         return self.passes(1)[name]
 
     def file(self, name, what):
@@ -1256,3 +1257,89 @@ def test_a_silent_skypilot_does_not_keep_an_instance_alive(stage):
     stage.sky.down_for_good = False
     stage.passes(90)
     assert stage.provisioner.tidy() or stage.provisioner.tidy()
+
+
+# --- the role of the trainer ----------------------------------------------------------------------------
+
+OTHER = "run-rollout-1-g0"
+
+
+def promoted(stage, name=NODE, generation=1):
+    """Order the node to take the trainer's role, like the controller after the trainer's end is on record."""
+    bought = NodeSpec.model_validate(stage.file(name, "spec"))
+    change = {"role": "trainer", "generation": generation, "token": "the run's token"}
+    stage.provisioner.assign(bought.model_copy(update=change))
+
+
+def calls_in(stage, name, pid, role):
+    """The node's agent of this role has started, and its workers have called in."""
+    stage.links[name].shows("agent", pid=pid)
+    stage.links[name].shows("ready", at_ms=stage.time.ms, pid=pid, role=role)
+
+
+def lost_trainer(stage):
+    """Bring up a trainer and two rollout nodes, and have the cloud preempt the trainer."""
+    for name in (TRAINER, NODE, OTHER):
+        stage.bring_up(name)
+    stage.cloud.take_back(TRAINER)
+    assert stage.passes(10)[TRAINER].status is NodeStatus.GONE
+
+
+def test_a_promoted_node_gets_the_role_and_the_token_and_all_others_its_address(stage):
+    lost_trainer(stage)
+    assert {spec.token for spec in stage.links[NODE].specs} == {"token"}
+    addresses = {name: stage.file(name, "machine")["address"] for name in (TRAINER, NODE, OTHER)}
+    promoted(stage)
+    facts = stage.passes(1)
+    spec, other = stage.links[NODE].specs[-1], stage.links[OTHER].specs[-1]
+    assert (spec.role, spec.generation, spec.token) == ("trainer", 1, "the run's token")
+    assert (other.role, other.token) == ("rollout", "token")
+    assert spec.coordinator_host == other.coordinator_host == addresses[NODE] != addresses[TRAINER]
+    assert (facts[NODE].status, facts[NODE].ready_ms) == (NodeStatus.PENDING, None), "the old processes called in"
+    calls_in(stage, NODE, 6, "trainer")
+    fact = stage.passes(1)[NODE]
+    assert (fact.status, fact.role) == (NodeStatus.UP, "trainer")
+    orders = [len(stage.links[name].specs) for name in (NODE, OTHER)]
+    promoted(stage)
+    stage.passes(5)
+    assert [len(stage.links[name].specs) for name in (NODE, OTHER)] == orders, "a repeated order changes nothing"
+
+
+def test_a_controller_that_dies_after_a_promotion_is_followed_by_one_that_orders_it(stage):
+    lost_trainer(stage)
+    promoted(stage)
+    stage.process()
+    stage.passes(1)
+    assert [stage.links[name].specs[-1].role for name in (NODE, OTHER)] == ["trainer", "rollout"]
+    assert len({stage.links[name].specs[-1].coordinator_host for name in (NODE, OTHER)}) == 1
+
+
+def test_the_newest_promotion_has_the_address_although_its_vm_is_the_oldest(stage):
+    """The second trainer was launched after the node that takes its role."""
+    for name in (NODE, OTHER, "run-trainer-g1"):
+        stage.bring_up(name)
+    spec = NodeSpec.model_validate(stage.file("run-trainer-g1", "spec"))
+    stage.provisioner.assign(spec.model_copy(update={"generation": 1}))
+    promoted(stage, generation=2)
+    stage.passes(1)
+    assert stage.links[OTHER].specs[-1].coordinator_host == stage.file(NODE, "machine")["address"]
+
+
+def test_a_node_that_is_ending_gets_no_other_role(stage):
+    lost_trainer(stage)
+    stage.cloud.ends_slowly = True
+    stage.provisioner.release([NODE])
+    promoted(stage)
+    stage.passes(2)
+    assert stage.file(NODE, "spec")["role"] == "rollout"
+    assert {spec.token for spec in stage.links[NODE].specs} == {"token"}
+    stage.provisioner.assign(NodeSpec.model_validate(stage.file(OTHER, "spec")).model_copy(update={"node": "run-x-g0"}))
+    assert not (stage.folder / "nodes" / "run-x-g0" / "spec.json").exists()
+
+
+def test_a_promoted_node_whose_new_processes_never_call_in_is_ended(stage):
+    """The files of its old processes stay: its disk is full, or its new agent hangs."""
+    lost_trainer(stage)
+    promoted(stage)
+    assert stage.passes(890, 5)[NODE].status is NodeStatus.PENDING
+    assert "did not call in within 900 s" in stage.passes(60, 5)[NODE].evidence
