@@ -31,6 +31,7 @@ from launcher.cli.typed import typed
 from launcher.decide.run_budget import bound_of_plan
 from launcher.exit_codes import BudgetError, ExitCode
 from launcher.job.checked import CheckedJob, JobError
+from launcher.job.hub import download_model
 from launcher.job.load import load_job
 from launcher.job.schema import Job
 from launcher.ledger.models import LOCAL, Run
@@ -83,7 +84,7 @@ from launcher.settings import config_path, home, runs_folder
     "settings",
     multiple=True,
     metavar="FIELD=VALUE",
-    help="Set a field of the job, like checkpoint.every=2. Repeatable.",
+    help="Set a field of the job, like checkpoint.every=2. Repeatable. A path is relative to the working folder.",
 )
 @click.option(
     "--allow-old-prices",
@@ -158,7 +159,12 @@ def launch(
         raise click.UsageError("--service is for a run that is left alone; add --detach")
     out = Console(stderr=as_json)
     fields = overrides(flags, settings) | ({"recovery.controller_stays_up": True} if service else {})
-    checked = load_job(job, fields, environ=os.environ, user_config=config_path())
+
+    def fetch(model: str) -> Path:
+        out.print(f"Downloading {model} from the hub, unless it is here ...", highlight=False, markup=False)
+        return download_model(model)
+
+    checked = load_job(job, fields, environ=os.environ, user_config=config_path(), fetch=None if dry_run else fetch)
     if not checked.lines:
         raise JobError("it is empty", "`spotrl init` writes one with comments", file=job)
     _check_name_is_free(sessions, checked)
