@@ -37,14 +37,17 @@ def load_job(
     environ: Mapping[str, str] | None = None,
     user_config: Path | None = None,
     fetch: Callable[[str], Path] | None = None,
+    working_folder: Path | None = None,
 ) -> CheckedJob:
     """Read and check a job. Raises JobError. Without a path: the defaults of every job.
 
     `overrides` are flags, by dotted field (`budget.max_total`); text values are parsed as YAML. Commands pass `environ`
     and `user_config`. Without both, only the file and the flags count. `fetch` gives the folder of a model of the hub,
-    or raises NotFromHub; without it only the hub's cache on this machine counts.
+    or raises NotFromHub; without it the hub's cache on this machine counts. `working_folder`: of the paths in flags
+    and in `environ`; None: the current one.
     """
     workdir = path.absolute().parent if path else Path.cwd()
+    here = working_folder or Path.cwd()
     layers = [read(path) if path else Layer(values={}, labels={})]
     job_file = layers[0].yaml or YamlFile(text="", values={}, lines={})
 
@@ -54,8 +57,8 @@ def load_job(
     if user_config and user_config.exists():
         layers.append(with_paths_from(read(user_config), user_config.absolute().parent))
     if environ is not None:
-        layers.insert(0, with_paths_from(environment_layer(environ), Path.cwd()))
-    layers.insert(0, with_paths_from(flag_layer(overrides or {}), Path.cwd()))
+        layers.insert(0, with_paths_from(environment_layer(environ), here))
+    layers.insert(0, with_paths_from(flag_layer(overrides or {}), here))
 
     values: dict[str, Any] = {}
     for layer in reversed(layers):
