@@ -35,6 +35,14 @@ from engine.storage.tensor_files import Stored
 READ_AT_ONCE = 512
 """Prompts per encode call of a shipped model, so a large file takes little memory."""
 
+TOLD_EVERY = 100 * READ_AT_ONCE
+"""Prompts between two words on the progress."""
+
+
+def tell(news: str) -> None:
+    """Print what is being done now, as a JSON line for `launcher.checks.preflight`."""
+    print(json.dumps({"progress": news}), flush=True)
+
 
 class JobUnfit(Exception):
     """Failure of a field of the job. `found` describes the failure, `remedy` the correction."""
@@ -56,11 +64,14 @@ def check(config: EngineConfig, workdir: str | None, start: Path | None = None) 
     except (ValueError, OSError) as error:
         shipped = ", ".join(f"`{name}`" for name in SHIPPED.values())
         raise JobUnfit("prompts", str(error), f"give {shipped}, or a text file with one prompt a line") from error
+    tell(f"loading {config.model.name}")
     adapter = _load_model(config, start)
+    tell("looking for prompts that are cut or cannot be read")
     warnings = _warnings(config, prompts)
     # A shipped model encodes prompts at once; a large model's text encoder may take seconds per prompt.
     trained = prompts.trained if isinstance(prompts, FilePrompts) else batch
     _encode(adapter, config, [*trained, *held_out] if config.model.name in SHIPPED else [prompt])
+    tell(f"trying the reward {config.reward.name} on one image")
     steps = evaluation_plan(config.sampler, config.evaluation.steps, adapter.schedule).steps
     score = _score_once(config, workdir, adapter.decode(initial([0], adapter.latent_shape())), prompt)
     _score_by_student(config, workdir, adapter.decode(initial([0], adapter.latent_shape())), prompt)
@@ -117,6 +128,8 @@ def _encode(adapter: DiTAdapter, config: EngineConfig, prompts: Sequence[str]) -
     """Encode the prompts, to see that the model can read them."""
     try:
         for start_at in range(0, len(prompts), READ_AT_ONCE):
+            if start_at % TOLD_EVERY == 0 and len(prompts) > TOLD_EVERY:
+                tell(f"reading prompts: {start_at:,} of {len(prompts):,}")
             adapter.encode(prompts[start_at : start_at + READ_AT_ONCE])
     except (ValueError, KeyError) as error:
         made_for = SHIPPED.get(config.model.name)

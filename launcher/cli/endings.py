@@ -37,6 +37,9 @@ REMEDIES = {
 }
 
 
+INTERRUPTED = {"attach": "Interrupted. The run goes on."}
+"""The end of a command after Ctrl-C, by its name, where the usual word could mislead."""
+
 PANIC = "`spotrl panic` terminates all nodes without the ledger"
 
 LEDGER_REMEDIES = {
@@ -60,7 +63,7 @@ def ending(error: BaseException, argv: Sequence[str]) -> int:
         return ExitCode.FAILURE
     code = error.exit_code if isinstance(error, Failure | click.ClickException) else ExitCode.FAILURE
     if isinstance(error, click.Abort | KeyboardInterrupt):
-        code, text = ExitCode.INTERRUPTED, "Interrupted."
+        code, text = ExitCode.INTERRUPTED, str(error) or INTERRUPTED.get("".join(argv[:1]), "Interrupted.")
         click.echo(text, err=True)
     elif isinstance(error, click.ClickException):
         text = error.format_message()

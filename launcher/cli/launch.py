@@ -25,10 +25,12 @@ from sqlalchemy.orm import Session, sessionmaker
 from launcher.checks.preflight import ask_engine, ask_prompt_warnings, preflight
 from launcher.checks.ready import check_clouds, check_here, check_job, check_named, check_prices, closed_regions
 from launcher.cli.cloud_plan_text import cloud_plan_lines
+from launcher.cli.confirm import confirm
 from launcher.cli.follow import Follow, can_ask, start_and_follow
 from launcher.cli.output_file import check_output
 from launcher.cli.plan_screen import cloud_screen, local_screen, plan_warnings, warning_lines
 from launcher.cli.plan_text import plan_dict, plan_lines
+from launcher.cli.progress_words import working
 from launcher.cli.typed import typed
 from launcher.decide.run_budget import bound_of_plan
 from launcher.exit_codes import BudgetError, ExitCode, Failure
@@ -63,6 +65,8 @@ from launcher.services.own_prices import as_you_pay
 from launcher.services.planning import cloud_offers, cloud_plan, plan_with_other_trainer, with_replays
 from launcher.settings import config_path, home, runs_folder
 from launcher.whole_file import whole_file
+
+TRYING = "Trying prompts, model and reward on this machine"
 
 
 class Warned(Failure):
@@ -151,7 +155,8 @@ class Warned(Failure):
     default="ask",
     show_default=True,
     help="Action after Ctrl-C or SIGTERM. keep: leave the run running. down: stop the run and release its "
-    "nodes. ask: ask whether to detach, continue or stop; without a terminal or after SIGTERM, stop the run.",
+    "nodes. ask: ask whether to detach (d, or Ctrl-C again), continue (c) or stop (s); without a terminal or after "
+    "SIGTERM, stop the run.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end. Progress goes to stderr.")
 @click.option(
@@ -215,18 +220,21 @@ def launch(
     if job is None:
         raise click.UsageError("give a JOB, or the file of a plan (--plan FILE)")
 
-    def fetch(model: str) -> Path:
-        out.print(f"Downloading {model} from the hub, unless it is here ...", highlight=False, markup=False)
-        return download_model(model)
+    with working(out, f"Reading {job.name} and its prompts") as say:
 
-    checked = load_job(
-        job,
-        fields,
-        environ=os.environ,
-        user_config=config_path(),
-        fetch=None if dry_run else fetch,
-        working_folder=None if kept is None else Path(kept.plan.folder),
-    )
+        def fetch(model: str) -> Path:
+            say("")
+            out.print(f"Downloading {model} from the hub, unless it is here ...", highlight=False, markup=False)
+            return download_model(model)
+
+        checked = load_job(
+            job,
+            fields,
+            environ=os.environ,
+            user_config=config_path(),
+            fetch=None if dry_run else fetch,
+            working_folder=None if kept is None else Path(kept.plan.folder),
+        )
     if not checked.lines:
         raise JobError("it is empty", "`spotrl init` writes one with comments", file=job)
     if kept is not None:
@@ -241,7 +249,8 @@ def launch(
     warnings: list[str] = []
     if checked.job.clouds:
         planned, warnings = _plan_on_clouds(sessions, checked, out, explain, allow_old_prices, kept)
-        of_prompts = ask_prompt_warnings(checked)
+        with working(out, "Looking for prompts that the model would cut"):
+            of_prompts = ask_prompt_warnings(checked)
         _print_warnings(out, of_prompts)
         warnings += of_prompts
         if not dry_run:
@@ -346,7 +355,8 @@ def _plan_on_clouds(
         warnings = list(plan_warnings(checked, planned.plan.slots, now_ms, allow_old_prices))
     else:
         whole = (*of_job, checked.workdir, closed)
-        on_clouds = with_replays(cloud_plan(*whole), job, plan_with_other_trainer(*whole))
+        with working(out, "Planning: prices of all regions, then replays on generated markets"):
+            on_clouds = with_replays(cloud_plan(*whole), job, plan_with_other_trainer(*whole))
         warnings = list(plan_warnings(checked, on_clouds.slots, now_ms, allow_old_prices))
         plan, printed = on_clouds.as_plan(), cloud_plan_json(on_clouds)
         printed["bound_micro_usd"] = bound_of_plan(plan, on_clouds.longest_ms)
@@ -428,7 +438,8 @@ def _print_plan(out: Console, screen: Iterable[str], more: Iterable[str] = ()) -
 
 def _check_on_this_machine(checked: CheckedJob, out: Console, weights: Path | None) -> list[str]:
     """Check the job on this machine. Return its warnings, which are printed."""
-    report = preflight(checked, home(), start=weights)
+    with working(out, TRYING) as say:
+        report = preflight(checked, home(), start=weights, say=say)
     out.print("Checked: reward, prompts and disk.", highlight=False)
     warnings = list(report.get("warnings", ()))
     _print_warnings(out, warnings)
@@ -457,14 +468,17 @@ def _check_clouds(
     if checked.job.model.path is not None:
         out.print("A model of this size is not loaded here, so the reward was not tried.", highlight=False)
     elif find_spec("torch") is not None:
-        warnings = list(ask_engine(checked, weights).get("warnings", ()))
+        with working(out, TRYING) as say:
+            warnings = list(ask_engine(checked, weights, say).get("warnings", ()))
         _print_warnings(out, warnings)
     else:
         out.print("The engine is not installed here, so reward and prompts were not tried.", highlight=False)
     places = {site.place for site in plan.sites}
     apis = cloud_apis(checked.job.clouds)
     check_named(checked.job, apis, places, lambda: ssh_from(checked.job))
-    for cloud, caller in check_clouds(checked, apis, places).items():
+    with working(out, "Asking the clouds: credentials, permissions, the bucket, the run's name"):
+        callers = check_clouds(checked, apis, places)
+    for cloud, caller in callers.items():
         out.print(f"Checked: {cloud} as {caller.identity} ({caller.account}), and its bucket.", highlight=False)
     return warnings
 
@@ -544,7 +558,7 @@ def _check_name_is_free(sessions: sessionmaker[Session], checked: CheckedJob) ->
 def _confirm(out: Console) -> None:
     if not can_ask():
         raise click.UsageError("nobody can be asked here; look at the plan, then add -y")
-    click.confirm("Start it?", default=True, abort=True, err=out.stderr)
+    confirm("Start it?", default=True, declined="Nothing was started.", err=out.stderr)
 
 
 def _print_json(wanted: bool, value: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from pydantic import (
 )
 
 from engine.model_folder import FolderError, check_folder
-from engine.prompt_set import PromptFileError, all_metadata, prompt_paths, read_prompts
+from engine.prompt_set import Metadata, PromptFileError, add_tested, prompt_paths, read_prompts
 from launcher.job.checked import CheckedJob, JobError
 from launcher.job.hub import NotFromHub, cached_model, download_command, hub_id
 from launcher.job.layers import Layer, environment_layer, flag_layer, merged, read
@@ -195,21 +195,22 @@ def _check_prompt_files(checked: CheckedJob) -> None:
         return
     try:
         train, test = prompt_paths(checked.workdir, job.prompts, None)
-        _check_has_prompts(checked, field, train, f"use {' or '.join(PROMPTS)}")
+        prompts = _prompts_of(checked, field, train, f"use {' or '.join(PROMPTS)}")
         if job.test_prompts is not None:
             field = "test_prompts"
             _, test = prompt_paths(checked.workdir, job.prompts, job.test_prompts)
         if test is not None:
-            _check_has_prompts(checked, field, test, "leave test_prompts out")
-        all_metadata(checked.workdir, job.prompts, job.test_prompts)
+            add_tested(prompts, _prompts_of(checked, field, test, "leave test_prompts out"), test)
     except PromptFileError as error:
         text, _, remedy = str(error).rpartition("; ")
         raise checked.error(field, text, remedy) from None
 
 
-def _check_has_prompts(checked: CheckedJob, field: str, path: Path, instead: str) -> None:
-    if not read_prompts(path):
+def _prompts_of(checked: CheckedJob, field: str, path: Path, instead: str) -> dict[str, Metadata]:
+    prompts = read_prompts(path)
+    if not prompts:
         raise checked.error(field, f"{path.name} has no prompts", f"write one prompt a line, or {instead}")
+    return prompts
 
 
 def _with_model_of_hub(checked: CheckedJob, fetch: Callable[[str], Path] | None) -> CheckedJob:

@@ -24,7 +24,9 @@ from tests.launcher.printed import printed
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SPOTRL_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("SPOTRL_CONFIG", str(tmp_path / "none.yaml"))
-    monkeypatch.setattr(launch_module, "preflight", lambda checked, folder, start=None: {"warnings": ["it is odd"]})
+    monkeypatch.setattr(
+        launch_module, "preflight", lambda checked, folder, start=None, say=None: {"warnings": ["it is odd"]}
+    )
     monkeypatch.chdir(tmp_path)
     (tmp_path / "job.yaml").write_text("name: kept\nbudget: {max_total: $10}\n")
     return tmp_path
@@ -74,7 +76,7 @@ def test_a_strict_dry_run_ends_with_its_own_code_if_there_are_warnings(folder, m
     assert not (folder / "plan.json").exists()
     assert run(["launch", "job.yaml", "--strict", "-y"]) == ExitCode.WARNINGS
     assert "it is odd" in capsys.readouterr().err
-    monkeypatch.setattr(launch_module, "preflight", lambda checked, folder, start=None: {})
+    monkeypatch.setattr(launch_module, "preflight", lambda checked, folder, start=None, say=None: {})
     assert run([*words, "--dry-run"]) == ExitCode.OK
     assert (folder / "plan.json").exists()
 
