@@ -22,6 +22,7 @@ from torch import Tensor
 from engine.config import DRIFT, SHIPPED, EngineConfig, TargetConfig
 from engine.diffusion.sampler import evaluation_plan, initial
 from engine.entrypoints.prompt_warnings import TokenizerError, prompt_warnings
+from engine.installation import install_command
 from engine.model_folder import FolderError, check_folder
 from engine.models.adapter import DiTAdapter
 from engine.models.load import load_adapter, load_start, trainable
@@ -55,7 +56,7 @@ class JobUnfit(Exception):
 def check(config: EngineConfig, workdir: str | None, start: Path | None = None) -> dict[str, object]:
     """Run all checks and return the findings to display. Raises JobUnfit."""
     if config.runtime.name == "ray" and importlib.util.find_spec("ray") is None:
-        remedy = "pip install 'spotrl[ray]', or use runtime: local"
+        remedy = f"`{install_command('ray')}`, or use runtime: local"
         raise JobUnfit("runtime", "runtime is ray, which is not installed here", remedy)
     try:
         prompts = prompt_source(config, workdir)

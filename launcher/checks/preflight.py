@@ -18,6 +18,7 @@ from pathlib import Path
 from threading import Timer
 from typing import Any
 
+from engine.installation import install_command
 from launcher.engine_process import killed_words
 from launcher.exit_codes import Failure
 from launcher.job.checked import CheckedJob
@@ -110,7 +111,7 @@ def check_sinks(checked: CheckedJob, is_installed: Callable[[str], bool] = _is_i
             raise checked.error(
                 f"logging.{sink}",
                 f"logging.{sink} needs the package {sink}, which is not installed here",
-                f"pip install 'spotrl[{sink}]', or leave it out",
+                f"`{install_command(sink)}`, or leave it out",
             )
 
 
@@ -146,7 +147,7 @@ def ask_engine(
     field, found and remedy, and raises JobError. Any other exit code raises Failure.
     """
     if find_spec("torch") is None:
-        raise Failure("the engine is not installed here, and the job is tried with it; `pip install 'spotrl[engine]'`")
+        raise Failure(f"the engine is not installed here, and the job is tried with it; `{install_command('engine')}`")
     config = checked.job.engine().model_dump_json()
     # -P: a `torch.py` in the user's folder must not shadow the real torch, but spotrl's own package must be found.
     command = [sys.executable, "-P", "-m", "engine.entrypoints.preflight", config, str(checked.workdir)]
@@ -199,7 +200,7 @@ def answer_of_engine(checked: CheckedJob, done: "subprocess.CompletedProcess[str
     if killed := killed_words(done.returncode):
         raise Failure(f"the job could not be checked: {killed}. Its last words:\n{last_words}")
     installed = "No module named 'engine" not in last_words and "No module named 'torch'" not in last_words
-    remedy = "mend what its last words name" if installed else "is it installed? `pip install 'spotrl[engine]'`"
+    remedy = "mend what its last words name" if installed else f"is it installed? `{install_command('engine')}`"
     raise Failure(
         f"the engine could not check the job (exit code {done.returncode}); {remedy}. Its last words:\n{last_words}"
     )

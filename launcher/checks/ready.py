@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from engine.config import SHIPPED
+from engine.installation import install_command
 from engine.model_parts import weight_files
 from engine.trainer_ranks import ranks_of
 from launcher.checks.gcloud import GcloudMissing, check_gcloud
@@ -129,7 +130,7 @@ def check_here(checked: CheckedJob, environ: Mapping[str, str]) -> None:
         )
     if find_spec("sky") is None:
         raise Failure(
-            "SkyPilot is not installed here, and it is what buys nodes; `pip install 'spotrl[sky]'`, then try again"
+            f"SkyPilot is not installed here, and it is what buys nodes; `{install_command('sky')}`, then try again"
         )
     if "gcp" in checked.job.clouds:
         _check_gcloud(checked.job.clouds, environ)

@@ -22,7 +22,7 @@ EXTRAS = {
     "ray": ("ray",),
     "ui": ("uvicorn",),
 }
-"""Packages missing after a plain `pip install spotrl`, by the extra to install."""
+"""Packages missing after an installation without extras, by the extra to install."""
 
 REMEDIES = {
     errno.ENOENT: "make its folder, or name another place",
@@ -93,7 +93,9 @@ def sentence(error: BaseException) -> str | None:
         case LookupError() if type(error) is LookupError:  # a KeyError is a bug of spotrl
             return str(error.args[0])
         case ModuleNotFoundError() if (extra := _extra_of(error.name or "")) is not None:
-            return f"this needs {error.name}, which is not installed; `pip install 'spotrl[{extra}]'`"
+            from engine.installation import install_command  # a foreign `engine` is an error that ends here too
+
+            return f"this needs {error.name}, which is not installed; `{install_command(extra)}`"
         case SQLAlchemyError():
             found = str(getattr(error, "orig", None) or error).splitlines()[0]
             if "is locked" in found:
