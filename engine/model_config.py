@@ -29,7 +29,8 @@ class ModelConfig(Strict):
     name: Literal["digits-ocr", "shapes", "qwen-image", "sd3", "flux", "wan", "hunyuan-video"] = "digits-ocr"
     """Model adapter (engine/models/). `digits-ocr` and `shapes` ship with spotrl; every other model needs `path`."""
     path: str | None = None
-    """Folder of a diffusers model (transformer, vae, ...). None: the weights shipped with spotrl."""
+    """Folder of a diffusers model (transformer, vae, ...), relative to the job file; or the model's name on the Hugging
+    Face hub (`OWNER/MODEL`), which `launch` downloads. None: the weights shipped with spotrl."""
     height: Positive | None = None
     """Height of an image in pixels, a multiple of the VAE's factor times the patch: 16, and 32 for Wan2.2-TI2V-5B.
     None: 512 for images, 240 for wan, 320 for hunyuan-video, or the nearest height that the model's folder allows.

@@ -267,7 +267,8 @@ def _check_encodable(place: str, prompt: str, metadata: Metadata) -> None:
         )
     try:
         prompt.encode()
-        json.dumps(dict(metadata), ensure_ascii=False).encode()
+        if metadata:
+            json.dumps(dict(metadata), ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise PromptFileError(
             f"{place} has half of a character (\\u{ord(error.object[error.start]):04x}), as a cut emoji leaves it; "
@@ -282,9 +283,15 @@ def all_metadata(folder: Path, prompts: str, test_prompts: str | None) -> dict[s
     """
     path, test = prompt_paths(folder, prompts, test_prompts)
     entries = read_prompts(path)
-    for prompt, metadata in read_prompts(test).items() if test is not None else ():
-        _add(entries, prompt, metadata, str(test))
+    if test is not None:
+        add_tested(entries, read_prompts(test), test)
     return {prompt: metadata for prompt, metadata in entries.items() if metadata}
+
+
+def add_tested(prompts: dict[str, Metadata], tested: Mapping[str, Metadata], file: Path) -> None:
+    """Add the prompts of a test file to those of the training file. Raises PromptFileError as `all_metadata`."""
+    for prompt, metadata in tested.items():
+        _add(prompts, prompt, metadata, str(file))
 
 
 def _add(prompts: dict[str, Metadata], prompt: str, metadata: Metadata, place: str) -> None:

@@ -29,8 +29,10 @@ def check_engine_is_ours(file: str | None = None) -> None:
 
 def engine_command(module: str, *words: str) -> list[str]:
     """Return the command line of an engine module. Raises Failure if the engine is not installed on this machine."""
+    from engine.installation import install_command  # only once `check_engine_is_ours` has found our own engine
+
     if find_spec("torch") is None:
-        raise Failure("the engine is not installed here; `pip install 'spotrl[engine]'`")
+        raise Failure(f"the engine is not installed here; `{install_command('engine')}`")
     return [sys.executable, "-P", "-m", module, *words]
 
 

@@ -21,6 +21,10 @@ class ExitCode(IntEnum):
     DEADLINE_MISSED = 8
     STALE_CATALOG = 9
     TEARDOWN_INCOMPLETE = 10
+    WARNINGS = 11
+    """`launch --strict` and a plan with warnings; nothing was started."""
+    PLAN_CHANGED = 12
+    """`launch --plan` and a plan that no longer holds; nothing was started."""
     INTERRUPTED = 130
 
 

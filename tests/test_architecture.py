@@ -25,6 +25,7 @@ CONTRACT = {
     "engine.node_spec",
     "engine.clock",
     "engine.durable",
+    "engine.installation",
     "engine.work_clock",
     "engine.mark",
     "engine.model_folder",

@@ -22,6 +22,7 @@ from torch import Tensor
 from engine.config import DRIFT, SHIPPED, EngineConfig, TargetConfig
 from engine.diffusion.sampler import evaluation_plan, initial
 from engine.entrypoints.prompt_warnings import TokenizerError, prompt_warnings
+from engine.installation import install_command
 from engine.model_folder import FolderError, check_folder
 from engine.models.adapter import DiTAdapter
 from engine.models.load import load_adapter, load_start, trainable
@@ -35,6 +36,14 @@ from engine.storage.tensor_files import Stored
 READ_AT_ONCE = 512
 """Prompts per encode call of a shipped model, so a large file takes little memory."""
 
+TOLD_EVERY = 100 * READ_AT_ONCE
+"""Prompts between two words on the progress."""
+
+
+def tell(news: str) -> None:
+    """Print what is being done now, as a JSON line for `launcher.checks.preflight`."""
+    print(json.dumps({"progress": news}), flush=True)
+
 
 class JobUnfit(Exception):
     """Failure of a field of the job. `found` describes the failure, `remedy` the correction."""
@@ -47,7 +56,7 @@ class JobUnfit(Exception):
 def check(config: EngineConfig, workdir: str | None, start: Path | None = None) -> dict[str, object]:
     """Run all checks and return the findings to display. Raises JobUnfit."""
     if config.runtime.name == "ray" and importlib.util.find_spec("ray") is None:
-        remedy = "pip install 'spotrl[ray]', or use runtime: local"
+        remedy = f"`{install_command('ray')}`, or use runtime: local"
         raise JobUnfit("runtime", "runtime is ray, which is not installed here", remedy)
     try:
         prompts = prompt_source(config, workdir)
@@ -56,11 +65,14 @@ def check(config: EngineConfig, workdir: str | None, start: Path | None = None) 
     except (ValueError, OSError) as error:
         shipped = ", ".join(f"`{name}`" for name in SHIPPED.values())
         raise JobUnfit("prompts", str(error), f"give {shipped}, or a text file with one prompt a line") from error
+    tell(f"loading {config.model.name}")
     adapter = _load_model(config, start)
+    tell("looking for prompts that are cut or cannot be read")
     warnings = _warnings(config, prompts)
     # A shipped model encodes prompts at once; a large model's text encoder may take seconds per prompt.
     trained = prompts.trained if isinstance(prompts, FilePrompts) else batch
     _encode(adapter, config, [*trained, *held_out] if config.model.name in SHIPPED else [prompt])
+    tell(f"trying the reward {config.reward.name} on one image")
     steps = evaluation_plan(config.sampler, config.evaluation.steps, adapter.schedule).steps
     score = _score_once(config, workdir, adapter.decode(initial([0], adapter.latent_shape())), prompt)
     _score_by_student(config, workdir, adapter.decode(initial([0], adapter.latent_shape())), prompt)
@@ -117,6 +129,8 @@ def _encode(adapter: DiTAdapter, config: EngineConfig, prompts: Sequence[str]) -
     """Encode the prompts, to see that the model can read them."""
     try:
         for start_at in range(0, len(prompts), READ_AT_ONCE):
+            if start_at % TOLD_EVERY == 0 and len(prompts) > TOLD_EVERY:
+                tell(f"reading prompts: {start_at:,} of {len(prompts):,}")
             adapter.encode(prompts[start_at : start_at + READ_AT_ONCE])
     except (ValueError, KeyError) as error:
         made_for = SHIPPED.get(config.model.name)

@@ -14,6 +14,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+from engine.installation import install_command
 from launcher.exit_codes import Failure
 
 AT_ONCE = 2048
@@ -134,8 +135,8 @@ class ParquetTable:
             import duckdb
         except ImportError:
             raise Failure(
-                f"{path} is a parquet file, and DuckDB, which reads it, is not installed; run `pip install "
-                "'spotrl[bill]'`, or export the bill as CSV"
+                f"{path} is a parquet file, and DuckDB, which reads it, is not installed; run "
+                f"`{install_command('bill')}`, or export the bill as CSV"
             ) from None
         self.path = path
         self._error = duckdb.Error

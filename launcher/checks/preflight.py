@@ -11,11 +11,14 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
+from engine.installation import install_command
 from launcher.engine_process import killed_words
 from launcher.exit_codes import Failure
 from launcher.job.checked import CheckedJob
@@ -31,17 +34,22 @@ machine, a minute."""
 
 
 def preflight(
-    checked: CheckedJob, folder: Path, environ: Mapping[str, str] = os.environ, start: Path | None = None
+    checked: CheckedJob,
+    folder: Path,
+    environ: Mapping[str, str] = os.environ,
+    start: Path | None = None,
+    say: Callable[[str], None] = lambda news: None,
 ) -> dict[str, Any]:
     """Run all checks and return the engine's report on the job. `folder` is the folder of all runs.
 
-    `start`: the file with the start weights, if the job has any. Raises JobError or Failure.
+    `start`: the file with the start weights, if the job has any. `say` gets words on the progress. Raises JobError or
+    Failure.
     """
     check_platform()
     check_disk(folder)
     check_secrets(checked, environ)
     check_sinks(checked)
-    return ask_engine(checked, start)
+    return ask_engine(checked, start, say)
 
 
 def check_platform(platform: str = sys.platform) -> None:
@@ -103,7 +111,7 @@ def check_sinks(checked: CheckedJob, is_installed: Callable[[str], bool] = _is_i
             raise checked.error(
                 f"logging.{sink}",
                 f"logging.{sink} needs the package {sink}, which is not installed here",
-                f"pip install 'spotrl[{sink}]', or leave it out",
+                f"`{install_command(sink)}`, or leave it out",
             )
 
 
@@ -130,35 +138,54 @@ def ask_prompt_warnings(checked: CheckedJob) -> list[str]:
     return warnings
 
 
-def ask_engine(checked: CheckedJob, start: Path | None = None) -> dict[str, Any]:
-    """Run `python -m engine.entrypoints.preflight CONFIG WORKDIR [START]` and return the JSON line of the engine.
+def ask_engine(
+    checked: CheckedJob, start: Path | None = None, say: Callable[[str], None] = lambda news: None
+) -> dict[str, Any]:
+    """Run `python -m engine.entrypoints.preflight CONFIG WORKDIR [START]` and return the last JSON line of the engine.
 
-    Exit code 0 is a report. Exit code 3 is a JSON line with field, found and remedy, and raises JobError. Any other
-    exit code raises Failure.
+    `say` gets the words of lines like {"progress": WORDS}. Exit code 0 is a report. Exit code 3 is a JSON line with
+    field, found and remedy, and raises JobError. Any other exit code raises Failure.
     """
     if find_spec("torch") is None:
-        raise Failure("the engine is not installed here, and the job is tried with it; `pip install 'spotrl[engine]'`")
+        raise Failure(f"the engine is not installed here, and the job is tried with it; `{install_command('engine')}`")
     config = checked.job.engine().model_dump_json()
     # -P: a `torch.py` in the user's folder must not shadow the real torch, but spotrl's own package must be found.
     command = [sys.executable, "-P", "-m", "engine.entrypoints.preflight", config, str(checked.workdir)]
     command += [] if start is None else [str(start)]
-    try:
-        done = subprocess.run(
-            command,
-            cwd=checked.workdir,
-            capture_output=True,
-            text=True,
-            errors="replace",  # a reward may print any bytes
-            timeout=ENGINE_SECONDS,
-            check=False,
+    # A reward may print any bytes.
+    with tempfile.TemporaryFile("w+", errors="replace") as stderr:
+        process = subprocess.Popen(
+            command, cwd=checked.workdir, stdout=subprocess.PIPE, stderr=stderr, text=True, errors="replace"
         )
-    except subprocess.TimeoutExpired:
+        assert process.stdout is not None
+        late = Timer(ENGINE_SECONDS, process.kill)
+        late.start()
+        try:
+            lines = []
+            for line in process.stdout:
+                news = _last_json(line) if line.startswith('{"progress": ') else None
+                if news is None:
+                    lines.append(line)
+                else:
+                    say(str(news["progress"]))
+            returncode = process.wait()
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
+        finally:
+            is_late = late.finished.is_set()
+            late.cancel()
+            process.stdout.close()
+        stderr.seek(0)
+        done = subprocess.CompletedProcess(command, returncode, "".join(lines), stderr.read())
+    if is_late:
         raise checked.error(
             "reward",
             f"the engine took more than {ENGINE_SECONDS} s to start, load the model and call the reward "
             f"{checked.job.reward.name} once",
             "if this machine is busy, try again later; else make the reward faster: it is called for every image",
-        ) from None
+        )
     return answer_of_engine(checked, done)
 
 
@@ -173,7 +200,7 @@ def answer_of_engine(checked: CheckedJob, done: "subprocess.CompletedProcess[str
     if killed := killed_words(done.returncode):
         raise Failure(f"the job could not be checked: {killed}. Its last words:\n{last_words}")
     installed = "No module named 'engine" not in last_words and "No module named 'torch'" not in last_words
-    remedy = "mend what its last words name" if installed else "is it installed? `pip install 'spotrl[engine]'`"
+    remedy = "mend what its last words name" if installed else f"is it installed? `{install_command('engine')}`"
     raise Failure(
         f"the engine could not check the job (exit code {done.returncode}); {remedy}. Its last words:\n{last_words}"
     )

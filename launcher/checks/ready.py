@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from engine.config import SHIPPED
+from engine.installation import install_command
 from engine.model_parts import weight_files
 from engine.trainer_ranks import ranks_of
 from launcher.checks.gcloud import GcloudMissing, check_gcloud
@@ -21,6 +22,7 @@ from launcher.checks.preflight import check_disk, check_secrets, check_sinks
 from launcher.clouds.base import CallerIdentity, CloudApi, CloudRefused, InstanceState, refuse_wrong, wrong_of
 from launcher.exit_codes import Failure
 from launcher.job.checked import CheckedJob, JobError
+from launcher.job.hub import download_command, hub_id
 from launcher.job.schema import Job
 from launcher.market.offers import TOO_OLD, CatalogError, age_of, age_text
 from launcher.market.refusals import POLICY_WORDS
@@ -84,13 +86,15 @@ def job_problems(checked: CheckedJob, slots: Sequence[Slot]) -> Iterator[JobErro
 
 def _model_problem(checked: CheckedJob, folder: Path) -> JobError | None:
     """Return why the job's model folder cannot be sent from this machine, or None."""
-    job = checked.job
+    job, model = checked.job, hub_id(checked.job.model.path or "")
     if not folder.is_dir():
         return checked.error(
             "model.path",
             f"model.path is {job.model.path}, and there is no such folder here: from here it is sent to the bucket, "
             "where nodes take it from",
-            f"bring it here first, like `hf download OWNER/MODEL --local-dir {job.model.path}`",
+            f"bring it here first, like `hf download OWNER/MODEL --local-dir {job.model.path}`"
+            if model is None
+            else f"`spotrl launch` downloads it from the hub, or do it first: `{download_command(model)}`",
         )
     pattern = "*.safetensors" if job.model.name in SHIPPED else "model_index.json"
     if not any(folder.glob(pattern)):
@@ -120,7 +124,7 @@ def check_here(checked: CheckedJob, environ: Mapping[str, str]) -> None:
         )
     if find_spec("sky") is None:
         raise Failure(
-            "SkyPilot is not installed here, and it is what buys nodes; `pip install 'spotrl[sky]'`, then try again"
+            f"SkyPilot is not installed here, and it is what buys nodes; `{install_command('sky')}`, then try again"
         )
     if "gcp" in checked.job.clouds:
         _check_gcloud(checked.job.clouds, environ)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from engine.installation import install_command
 from launcher.checks.check import Check, Verdict
 from launcher.checks.ready import PROGRAMS
 from launcher.checks.sky_settings import configuration_files, read_configuration, value_at
@@ -49,7 +50,7 @@ def skypilot(installed: Callable[[str], str] = version) -> list[Check]:
     try:
         installed_version = installed("skypilot")
     except PackageNotFoundError:
-        remedy = "`pip install 'spotrl[sky]'`"
+        remedy = f"`{install_command('sky')}`"
         return [Check(what="skypilot", verdict=Verdict.FAIL, found="SkyPilot is not installed here", remedy=remedy)]
     if installed_version != SKYPILOT:
         remedy = f"`pip install 'skypilot[aws,gcp]=={SKYPILOT}'`, or watch the first launch"

@@ -22,7 +22,7 @@ EXTRAS = {
     "ray": ("ray",),
     "ui": ("uvicorn",),
 }
-"""Packages missing after a plain `pip install spotrl`, by the extra to install."""
+"""Packages missing after an installation without extras, by the extra to install."""
 
 REMEDIES = {
     errno.ENOENT: "make its folder, or name another place",
@@ -36,6 +36,9 @@ REMEDIES = {
     errno.ENAMETOOLONG: "use a shorter path",
 }
 
+
+INTERRUPTED = {"attach": "Interrupted. The run goes on."}
+"""The end of a command after Ctrl-C, by its name, where the usual word could mislead."""
 
 PANIC = "`spotrl panic` terminates all nodes without the ledger"
 
@@ -60,7 +63,7 @@ def ending(error: BaseException, argv: Sequence[str]) -> int:
         return ExitCode.FAILURE
     code = error.exit_code if isinstance(error, Failure | click.ClickException) else ExitCode.FAILURE
     if isinstance(error, click.Abort | KeyboardInterrupt):
-        code, text = ExitCode.INTERRUPTED, "Interrupted."
+        code, text = ExitCode.INTERRUPTED, str(error) or INTERRUPTED.get("".join(argv[:1]), "Interrupted.")
         click.echo(text, err=True)
     elif isinstance(error, click.ClickException):
         text = error.format_message()
@@ -90,7 +93,9 @@ def sentence(error: BaseException) -> str | None:
         case LookupError() if type(error) is LookupError:  # a KeyError is a bug of spotrl
             return str(error.args[0])
         case ModuleNotFoundError() if (extra := _extra_of(error.name or "")) is not None:
-            return f"this needs {error.name}, which is not installed; `pip install 'spotrl[{extra}]'`"
+            from engine.installation import install_command  # a foreign `engine` is an error that ends here too
+
+            return f"this needs {error.name}, which is not installed; `{install_command(extra)}`"
         case SQLAlchemyError():
             found = str(getattr(error, "orig", None) or error).splitlines()[0]
             if "is locked" in found:

@@ -57,6 +57,10 @@ ALONE_SECONDS = 10.0
 
 SETTLE_SECONDS = 5.0
 
+CHOICES = ("d", "c", "s", "detach", "continue", "stop")
+
+CHOICES_TEXT = "d: detach, and let it run; c: continue to follow it; s: stop it.\nCtrl-C again detaches."
+
 RECENT_EVENTS = 5
 """Events that the screen shows at most, and events before the start of following that a log begins with."""
 
@@ -298,22 +302,19 @@ def watch(sessions: sessionmaker[Session], follow: Follow, header: str) -> ExitC
 def interrupted(sessions: sessionmaker[Session], follow: Follow, may_ask: bool = True) -> ExitCode | None:
     """Keep or stop the run after an interruption. Return None if the user wants to go on following.
 
-    Without a user to ask, stop the run, because a stopped run costs nothing more.
+    A second Ctrl-C, or the end of input, detaches: what was trained is never lost by a habit. Without a user to ask,
+    stop the run, because a stopped run costs nothing more.
     """
     choice = follow.on_exit
     if choice == "ask":
         choice = "down"
         if may_ask and can_ask():
+            click.echo(f"\n{follow.name} is running. {CHOICES_TEXT}", err=True)
             try:
-                answer = click.prompt(
-                    f"\n{follow.name} is running. Detach from it and let it run, continue to follow it, or stop it?",
-                    type=click.Choice(["detach", "continue", "stop"]),
-                    default="stop",
-                    err=True,
-                )
-                choice = {"detach": "keep", "continue": "continue", "stop": "down"}[answer]
+                answer = click.prompt("d, c or s", type=click.Choice(CHOICES), show_choices=False, err=True)
+                choice = {"d": "keep", "c": "continue", "s": "down"}[answer[0]]
             except (click.Abort, KeyboardInterrupt):
-                choice = "down"
+                choice = "keep"
     if choice == "continue":
         return None
     if choice == "keep":

@@ -6,13 +6,15 @@ Ctrl-C, a lost terminal or an error. In each case the command prints which nodes
 
 import json
 import os
+import shlex
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import Any
 
 import click
@@ -23,35 +25,58 @@ from sqlalchemy.orm import Session, sessionmaker
 from launcher.checks.preflight import ask_engine, ask_prompt_warnings, preflight
 from launcher.checks.ready import check_clouds, check_here, check_job, check_named, check_prices, closed_regions
 from launcher.cli.cloud_plan_text import cloud_plan_lines
+from launcher.cli.confirm import confirm
 from launcher.cli.follow import Follow, can_ask, start_and_follow
 from launcher.cli.output_file import check_output
-from launcher.cli.plan_screen import cloud_screen, local_screen
+from launcher.cli.plan_screen import cloud_screen, local_screen, plan_warnings, warning_lines
 from launcher.cli.plan_text import plan_dict, plan_lines
+from launcher.cli.progress_words import working
 from launcher.cli.typed import typed
 from launcher.decide.run_budget import bound_of_plan
-from launcher.exit_codes import BudgetError, ExitCode
+from launcher.exit_codes import BudgetError, ExitCode, Failure
 from launcher.job.checked import CheckedJob, JobError
+from launcher.job.hub import download_model
 from launcher.job.load import load_job
 from launcher.job.schema import Job
 from launcher.ledger.models import LOCAL, Run
 from launcher.market.offers import Offer, read_catalog
 from launcher.money import hourly
-from launcher.placement.cloud_plan import cloud_plan_json
+from launcher.placement.cloud_plan import Span, cloud_plan_json
 from launcher.placement.memory import ranks_have_room
 from launcher.placement.plan import Plan, plan_local
 from launcher.placement.ranks import check_ranks
 from launcher.placement.sharing import check_sp_degree
 from launcher.replay.of_plan import check_deadline
+from launcher.runs.kept_plan import (
+    Change,
+    KeptPlan,
+    at_todays_prices,
+    job_changes,
+    kept_plan_text,
+    moved_prices,
+    now_text,
+    read_kept_plan,
+    refuse_changes,
+)
 from launcher.runs.runs import release_seconds, start_controller
 from launcher.runs.service import check_service, start_service
 from launcher.runs.start import StartWeights, find_start, send_start
 from launcher.services.own_prices import as_you_pay
-from launcher.services.planning import cloud_plan, plan_with_other_trainer, with_replays
+from launcher.services.planning import cloud_offers, cloud_plan, plan_with_other_trainer, with_replays
 from launcher.settings import config_path, home, runs_folder
+from launcher.whole_file import whole_file
+
+TRYING = "Trying prompts, model and reward on this machine"
+
+
+class Warned(Failure):
+    """`--strict`, and the plan or the job has warnings; nothing was started."""
+
+    exit_code = ExitCode.WARNINGS
 
 
 @click.command()
-@click.argument("job", type=click.Path(path_type=Path))
+@click.argument("job", type=click.Path(path_type=Path), required=False)
 @click.option("--name", help="Name of the run (default: the job's).")
 @click.option("--infra", help="Infrastructure: local (this machine), or the clouds to buy nodes from, like aws,gcp.")
 @click.option(
@@ -83,7 +108,7 @@ from launcher.settings import config_path, home, runs_folder
     "settings",
     multiple=True,
     metavar="FIELD=VALUE",
-    help="Set a field of the job, like checkpoint.every=2. Repeatable.",
+    help="Set a field of the job, like checkpoint.every=2. Repeatable. A path is relative to the working folder.",
 )
 @click.option(
     "--allow-old-prices",
@@ -97,6 +122,27 @@ from launcher.settings import config_path, home, runs_folder
     is_flag=True,
     help="Below the plan, print all it rests on: prices with sources, memory, factors, every alternative.",
 )
+@click.option(
+    "--out",
+    "out_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="With --dry-run: write the plan to FILE, for --plan.",
+)
+@click.option(
+    "--plan",
+    "plan_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="In place of JOB and its flags: buy the plan of FILE as it was shown, or name what changed (exit code 12). "
+    "Prices may move up to the plan's own highest price an hour, most dollars, and upper end of the expected dollars.",
+)
+@click.option(
+    "--strict",
+    is_flag=True,
+    help="Start nothing, and end with exit code 11, if the plan or the job has warnings. Quotas and credentials, "
+    "which a dry run does not ask for, are none: `spotrl check`.",
+)
 @click.option("--detach", is_flag=True, help="Start the run, and return without following the run.")
 @click.option(
     "--service",
@@ -109,7 +155,8 @@ from launcher.settings import config_path, home, runs_folder
     default="ask",
     show_default=True,
     help="Action after Ctrl-C or SIGTERM. keep: leave the run running. down: stop the run and release its "
-    "nodes. ask: ask whether to detach, continue or stop; without a terminal or after SIGTERM, stop the run.",
+    "nodes. ask: ask whether to detach (d, or Ctrl-C again), continue (c) or stop (s); without a terminal or after "
+    "SIGTERM, stop the run.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end. Progress goes to stderr.")
 @click.option(
@@ -122,12 +169,15 @@ from launcher.settings import config_path, home, runs_folder
 def launch(
     sessions: sessionmaker[Session],
     /,
-    job: Path,
+    job: Path | None,
     settings: tuple[str, ...],
     allow_old_prices: bool,
     yes: bool,
     dry_run: bool,
     explain: bool,
+    out_file: Path | None,
+    plan_file: Path | None,
+    strict: bool,
     detach: bool,
     service: bool,
     on_exit: str,
@@ -146,6 +196,8 @@ def launch(
       spotrl launch quickstart.yaml --dry-run
       spotrl launch quickstart.yaml --dry-run --explain
       spotrl launch quickstart.yaml --max-total 40 --name first-try
+      spotrl launch quickstart.yaml --max-total 40 --dry-run --strict --out plan.json
+      spotrl launch --plan plan.json
       spotrl launch quickstart.yaml -y --on-exit down --json    (in CI)
       spotrl launch qwen_image_ocr.yaml --infra aws,gcp --dry-run
       spotrl launch qwen_image_ocr.yaml --infra aws --max-total 200 -y --detach --service
@@ -156,11 +208,37 @@ def launch(
         raise click.UsageError("--detach leaves the run alone; it takes neither --on-exit down, --result nor --html")
     if service and not detach:
         raise click.UsageError("--service is for a run that is left alone; add --detach")
+    if out_file is not None and (not dry_run or plan_file is not None):
+        raise click.UsageError("--out writes the plan of a dry run; add --dry-run, and leave out --plan")
     out = Console(stderr=as_json)
     fields = overrides(flags, settings) | ({"recovery.controller_stays_up": True} if service else {})
-    checked = load_job(job, fields, environ=os.environ, user_config=config_path())
+    kept = None if plan_file is None else _Kept(file=plan_file, plan=read_kept_plan(plan_file))
+    if kept is not None:
+        if job is not None or fields.keys() - {"recovery.controller_stays_up"}:
+            raise click.UsageError("--plan names the job and its flags; leave out JOB and its flags, or plan anew")
+        job, fields = Path(kept.plan.job), kept.plan.flags | fields
+    if job is None:
+        raise click.UsageError("give a JOB, or the file of a plan (--plan FILE)")
+
+    with working(out, f"Reading {job.name} and its prompts") as say:
+
+        def fetch(model: str) -> Path:
+            say("")
+            out.print(f"Downloading {model} from the hub, unless it is here ...", highlight=False, markup=False)
+            return download_model(model)
+
+        checked = load_job(
+            job,
+            fields,
+            environ=os.environ,
+            user_config=config_path(),
+            fetch=None if dry_run else fetch,
+            working_folder=None if kept is None else Path(kept.plan.folder),
+        )
     if not checked.lines:
         raise JobError("it is empty", "`spotrl init` writes one with comments", file=job)
+    if kept is not None:
+        refuse_changes(kept.file, kept.plan, job_changes(kept.plan, checked))
     _check_name_is_free(sessions, checked)
     check_sp_degree(checked)
     check_ranks(checked)
@@ -168,20 +246,32 @@ def launch(
         check_service(checked.job, os.environ)
     weights = _find_weights(sessions, checked, out)
     weights_file = None if weights is None else weights.file
+    warnings: list[str] = []
     if checked.job.clouds:
-        plan, printed = _plan_on_clouds(sessions, checked, out, explain)
-        _print_warnings(out, ask_prompt_warnings(checked))
+        planned, warnings = _plan_on_clouds(sessions, checked, out, explain, allow_old_prices, kept)
+        with working(out, "Looking for prompts that the model would cut"):
+            of_prompts = ask_prompt_warnings(checked)
+        _print_warnings(out, of_prompts)
+        warnings += of_prompts
         if not dry_run:
-            if closed := _closed_regions(checked, plan, out):
-                plan, printed = _plan_on_clouds(sessions, checked, out, explain, closed)
-            _check_clouds(checked, plan, out, allow_old_prices, weights_file)
+            if closed := _closed_regions(checked, planned.plan, out):
+                planned, _ = _plan_on_clouds(sessions, checked, out, explain, allow_old_prices, kept, closed)
+            warnings += _check_clouds(checked, planned.plan, out, allow_old_prices, weights_file)
     else:
-        plan, printed = _plan_here(checked, out, explain)
-        _check_on_this_machine(checked, out, weights_file)
+        planned = _plan_here(checked, out, explain, kept)
+        warnings += _check_on_this_machine(checked, out, weights_file)
+    if strict and warnings and not dry_run:
+        raise Warned(f"{len(warnings)} warnings, and --strict; nothing was started:\n  " + "\n  ".join(warnings))
     if dry_run:
-        _print_json(as_json, {"name": checked.job.name, "started": False, "plan": printed})
+        if out_file is not None and not (strict and warnings):
+            _write_plan(out_file, checked, fields, planned)
+            out.print(f"To buy this plan: spotrl launch --plan {out_file}", highlight=False, markup=False)
+        _print_json(
+            as_json, {"name": checked.job.name, "started": False, "plan": planned.printed, "warnings": warnings}
+        )
         out.print("Dry run: nothing was started.", highlight=False)
-        return ExitCode.OK
+        return ExitCode.WARNINGS if strict and warnings else ExitCode.OK
+    plan = planned.plan
     for file in filter(None, (result, html)):
         check_output(file)
     if not yes:
@@ -225,40 +315,120 @@ def _find_weights(sessions: sessionmaker[Session], checked: CheckedJob, out: Con
     return weights
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Kept:
+    """The plan of `--plan`, and its file."""
+
+    file: Path
+    plan: KeptPlan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Planned:
+    """A plan, its form for --json, and what a plan's file keeps of what was shown (launcher/runs/kept_plan.py)."""
+
+    plan: Plan
+    printed: dict[str, object]
+    screen: tuple[str, ...]
+    longest_ms: int | None = None
+    cost: Span | None = None
+
+
 def _plan_on_clouds(
     sessions: sessionmaker[Session],
     checked: CheckedJob,
     out: Console,
     explain: bool,
+    allow_old_prices: bool,
+    kept: _Kept | None,
     closed: Mapping[tuple[str, str], str] | None = None,
-) -> tuple[Plan, dict[str, object]]:
-    """Plan the nodes to buy and print the plan. Return the plan, and its form for --json.
+) -> tuple[_Planned, list[str]]:
+    """Plan the nodes to buy, or take the kept plan, and print the plan. Return it with its warnings.
 
     `explain`: print all that the plan rests on too. `closed`: (cloud, region) that the plan leaves out, with reasons.
     """
-    now_ms = time.time_ns() // 1_000_000
-    of_job = (sessions, checked.job, home() / "catalogs", now_ms, checked.workdir, closed)
-    on_clouds = with_replays(cloud_plan(*of_job), checked.job, plan_with_other_trainer(*of_job))
-    more = cloud_plan_lines(checked.job, on_clouds, now_ms) if explain else ()
-    _print_plan(out, cloud_screen(checked, on_clouds, now_ms), more)
-    plan, printed = on_clouds.as_plan(), cloud_plan_json(on_clouds)
-    printed["bound_micro_usd"] = bound_of_plan(plan, on_clouds.longest_ms)
-    check_deadline(on_clouds, checked.job.budget.deadline_confidence)
-    return plan, printed
+    job, now_ms = checked.job, time.time_ns() // 1_000_000
+    more: Iterable[str] = ()
+    of_job = (sessions, job, home() / "catalogs", now_ms)
+    if kept is not None:
+        planned = _kept_plan(kept, cloud_offers(*of_job, closed)[0], closed or {})
+        warnings = list(plan_warnings(checked, planned.plan.slots, now_ms, allow_old_prices))
+    else:
+        whole = (*of_job, checked.workdir, closed)
+        with working(out, "Planning: prices of all regions, then replays on generated markets"):
+            on_clouds = with_replays(cloud_plan(*whole), job, plan_with_other_trainer(*whole))
+        warnings = list(plan_warnings(checked, on_clouds.slots, now_ms, allow_old_prices))
+        plan, printed = on_clouds.as_plan(), cloud_plan_json(on_clouds)
+        printed["bound_micro_usd"] = bound_of_plan(plan, on_clouds.longest_ms)
+        planned = _Planned(
+            plan=plan,
+            printed=printed,
+            screen=tuple(cloud_screen(job, on_clouds, len(warnings))),
+            longest_ms=on_clouds.longest_ms,
+            cost=on_clouds.quoted_cost,
+        )
+        more = cloud_plan_lines(job, on_clouds, now_ms) if explain else ()
+    _print_plan(out, planned.screen, more)
+    _print_plan(out, warning_lines(checked, warnings))
+    if kept is None:
+        check_deadline(on_clouds, job.budget.deadline_confidence)
+    return planned, warnings
 
 
-def _plan_here(checked: CheckedJob, out: Console, explain: bool) -> tuple[Plan, dict[str, object]]:
-    """Plan the nodes on this machine and print the plan. Return the plan, and its form for --json."""
+def _plan_here(checked: CheckedJob, out: Console, explain: bool, kept: _Kept | None) -> _Planned:
+    """Plan the nodes on this machine, or take the kept plan, and print the plan."""
     job = checked.job
-    plan = plan_local(job, _own_prices(job, read_catalog()))
-    folder = None if job.model.path is None else checked.workdir / job.model.path
-    plan = replace(plan, ranks_have_room=ranks_have_room(job, folder))
-    check_budget(plan)
-    _print_plan(out, local_screen(checked.job, plan), plan_lines(checked.job, plan) if explain else ())
-    return plan, plan_dict(plan)
+    offers = _own_prices(job, read_catalog())
+    if kept is not None:
+        planned = _kept_plan(kept, offers)
+    else:
+        plan = plan_local(job, offers)
+        folder = None if job.model.path is None else checked.workdir / job.model.path
+        plan = replace(plan, ranks_have_room=ranks_have_room(job, folder))
+        planned = _Planned(plan=plan, printed=plan_dict(plan), screen=tuple(local_screen(job, plan)))
+    check_budget(planned.plan)
+    _print_plan(out, planned.screen, plan_lines(job, planned.plan) if explain else ())
+    return planned
 
 
-def _print_plan(out: Console, screen: Iterable[str], more: Iterable[str]) -> None:
+def _kept_plan(
+    kept: _Kept, offers: Sequence[Offer], closed: Mapping[tuple[str, str], str] = MappingProxyType({})
+) -> _Planned:
+    """Return the kept plan at today's prices. Raises PlanChanged with everything that changed."""
+    plan, changes = at_todays_prices(kept.plan, offers)
+    of_nodes = {(slot.placement.cloud, slot.placement.region) for slot in kept.plan.plan.slots}
+    shut = [
+        Change(field=" ".join(place), before="open", now=reason)
+        for place, reason in closed.items()
+        if place in of_nodes
+    ]
+    refuse_changes(kept.file, kept.plan, [*shut, *changes])
+    moved = [f"  price of {change}" for change in moved_prices(kept.plan.plan, plan)]
+    screen = (*kept.plan.screen, f"  As planned at {kept.plan.made_at}, in {kept.file}.", *moved)
+    return _Planned(plan=plan, printed=plan_dict(plan), screen=screen)
+
+
+def _write_plan(file: Path, checked: CheckedJob, fields: Mapping[str, Any], planned: _Planned) -> None:
+    """Write the plan of a dry run to a file, for `--plan`. Raises Failure."""
+    check_output(file)
+    kept = KeptPlan(
+        made_at=now_text(),
+        command=shlex.join(typed()),
+        job=str(checked.path.absolute()),
+        folder=str(Path.cwd()),
+        flags=dict(fields),
+        values=checked.job.model_dump(mode="json"),
+        plan=planned.plan,
+        screen=planned.screen,
+        longest_ms=planned.longest_ms,
+        expected_micro_usd=None if planned.cost is None else planned.cost.expected,
+        high_micro_usd=None if planned.cost is None else planned.cost.high,
+    )
+    with whole_file(file) as opened:
+        opened.write(kept_plan_text(kept))
+
+
+def _print_plan(out: Console, screen: Iterable[str], more: Iterable[str] = ()) -> None:
     """Print the plan on one screen, then `more`, if there is any, below a line."""
     for line in screen:
         out.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -266,11 +436,14 @@ def _print_plan(out: Console, screen: Iterable[str], more: Iterable[str]) -> Non
         out.print(line if number else f"\n{line}", highlight=False, markup=False, soft_wrap=True)
 
 
-def _check_on_this_machine(checked: CheckedJob, out: Console, weights: Path | None) -> None:
-    """Check the job on this machine."""
-    report = preflight(checked, home(), start=weights)
+def _check_on_this_machine(checked: CheckedJob, out: Console, weights: Path | None) -> list[str]:
+    """Check the job on this machine. Return its warnings, which are printed."""
+    with working(out, TRYING) as say:
+        report = preflight(checked, home(), start=weights, say=say)
     out.print("Checked: reward, prompts and disk.", highlight=False)
-    _print_warnings(out, report.get("warnings", ()))
+    warnings = list(report.get("warnings", ()))
+    _print_warnings(out, warnings)
+    return warnings
 
 
 def _print_warnings(out: Console, warnings: Sequence[str]) -> None:
@@ -280,25 +453,34 @@ def _print_warnings(out: Console, warnings: Sequence[str]) -> None:
 
 def _check_clouds(
     checked: CheckedJob, plan: Plan, out: Console, allow_old_prices: bool, weights: Path | None = None
-) -> None:
-    """Check the job, prices, this machine and the clouds before buying. Raises Failure on a failed check."""
+) -> list[str]:
+    """Check the job, prices, this machine and the clouds before buying. Return the warnings, which are printed.
+
+    Raises Failure on a failed check.
+    """
     from launcher.provision.provide import cloud_apis, ssh_from  # imports cloud libraries, unused by a local launch
 
     check_job(checked, plan.slots)
     if not allow_old_prices:
         check_prices(plan.slots, time.time_ns() // 1_000_000)
     check_here(checked, os.environ)
+    warnings: list[str] = []
     if checked.job.model.path is not None:
         out.print("A model of this size is not loaded here, so the reward was not tried.", highlight=False)
     elif find_spec("torch") is not None:
-        _print_warnings(out, ask_engine(checked, weights).get("warnings", ()))
+        with working(out, TRYING) as say:
+            warnings = list(ask_engine(checked, weights, say).get("warnings", ()))
+        _print_warnings(out, warnings)
     else:
         out.print("The engine is not installed here, so reward and prompts were not tried.", highlight=False)
     places = {site.place for site in plan.sites}
     apis = cloud_apis(checked.job.clouds)
     check_named(checked.job, apis, places, lambda: ssh_from(checked.job))
-    for cloud, caller in check_clouds(checked, apis, places).items():
+    with working(out, "Asking the clouds: credentials, permissions, the bucket, the run's name"):
+        callers = check_clouds(checked, apis, places)
+    for cloud, caller in callers.items():
         out.print(f"Checked: {cloud} as {caller.identity} ({caller.account}), and its bucket.", highlight=False)
+    return warnings
 
 
 def _closed_regions(checked: CheckedJob, plan: Plan, out: Console) -> dict[tuple[str, str], str]:
@@ -376,7 +558,7 @@ def _check_name_is_free(sessions: sessionmaker[Session], checked: CheckedJob) ->
 def _confirm(out: Console) -> None:
     if not can_ask():
         raise click.UsageError("nobody can be asked here; look at the plan, then add -y")
-    click.confirm("Start it?", default=True, abort=True, err=out.stderr)
+    confirm("Start it?", default=True, declined="Nothing was started.", err=out.stderr)
 
 
 def _print_json(wanted: bool, value: dict[str, Any]) -> None:

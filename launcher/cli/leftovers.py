@@ -25,6 +25,7 @@ from launcher.cleanup.reaping import (
     price_of,
     sign_in,
 )
+from launcher.cli.confirm import confirm
 from launcher.cli.layout import print_table
 from launcher.cli.number import Number
 from launcher.clouds.base import CloudApi, Instance, Resource
@@ -365,4 +366,4 @@ def _check_account(chosen: CleanupOptions, accounts: Sequence[Account]) -> None:
 def _confirm(choice: Choice) -> None:
     if not is_a_person():
         raise click.UsageError("nobody can be asked here; look at the list with --dry-run, then add -y")
-    click.confirm(f"End {count_text(choice.goes)}?", default=False, abort=True, err=True)
+    confirm(f"End {count_text(choice.goes)}?", default=False, declined="Nothing was ended.")

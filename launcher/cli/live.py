@@ -198,5 +198,5 @@ HELP = (
     "s  stop the run: asks first, keeps the last checkpoint, ends every node",
     "l  logs: the end of the log that changed last; l again for the view",
     "?  this help; ? again for the view",
-    "Ctrl-C  asks: detach, continue, or stop",
+    "Ctrl-C  asks: d detach, c continue, s stop; Ctrl-C again detaches",
 )

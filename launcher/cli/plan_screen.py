@@ -1,9 +1,9 @@
 """A plan on one screen: at most 20 lines of 80 columns. `spotrl launch --explain` prints everything behind it.
 
-headline (dollars, time, hard maximum) -> what stops a purchase -> nodes -> savings -> alternatives
+headline (dollars, time, hard maximum) -> nodes -> savings -> alternatives; below the screen, the warnings
 
 Each line holds one fact and is never wrapped, so a long text cannot push the nodes off the screen. A text that is cut
-ends in " ...", and `--explain` prints it whole.
+ends in " ...", and `--explain` prints it whole. Warnings are whole: their end is the remedy.
 """
 
 import textwrap
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from engine.events import Market
 from launcher.checks.ready import job_problems
-from launcher.cli.layout import COLUMNS, columns
+from launcher.cli.layout import COLUMNS, columns, fitted
 from launcher.cli.plan_text import clock_note, header, judges_text, pool_name, pool_text, pools_of
 from launcher.decide.run_budget import bound_of_plan
 from launcher.job.checked import CheckedJob
@@ -21,7 +21,6 @@ from launcher.money import HOUR_MS, dollars, duration, hourly
 from launcher.placement.cloud_plan import Alternative, CloudPlan, Factors, PlanReplays, Span
 from launcher.placement.plan import Plan, Slot
 
-STOPS_SHOWN = 4
 POOLS_SHOWN = 3
 ALTERNATIVES_SHOWN = 4
 """Most lines of each part. Together with the other lines they make 20."""
@@ -32,14 +31,15 @@ ALTERNATIVE_COLUMNS = COLUMNS - 24
 MORE = "More: --explain"
 
 
-def cloud_screen(checked: CheckedJob, plan: CloudPlan, now_ms: int) -> Iterator[str]:
-    """Return the plan of a job on clouds as lines of at most 80 columns."""
-    job = checked.job
+def cloud_screen(job: Job, plan: CloudPlan, warnings: int) -> Iterator[str]:
+    """Return the plan of a job on clouds as lines of at most 80 columns. `warnings`: their number."""
     yield _cut(f"{job.name}: {_money(plan.quoted_cost)}, {_time(plan.quoted_time)}")
     goal = f"to {job.target.metric} {job.target.value:g}" if job.target else f"for {job.iterations} iterations"
     yield _cut(f"  {_largest(plan)}; {goal} in {plan.cloud} {plan.region}")
+    yield from upper_ends(plan)
     yield from map(_cut, (*judges_text(job), *pool_text(job, plan.slots)))
-    yield from _shown([f"  !! {stop}" for stop in stops(checked, plan.slots, now_ms)])
+    if warnings:
+        yield f"  !! {warnings} {'warning' if warnings == 1 else 'warnings'} below: what keeps it from being bought"
     yield from pool_table(plan.slots)
     for factors in plan.factors:
         yield _cut(f"  {saving(plan.quoted_cost.expected, factors)}")
@@ -70,14 +70,37 @@ def local_screen(job: Job, plan: Plan) -> Iterator[str]:
     yield f"  {MORE}"
 
 
-def stops(checked: CheckedJob, slots: Sequence[Slot], now_ms: int) -> Iterator[str]:
-    """Yield what keeps `launch` from buying, as far as this machine can tell; then what only the clouds can tell."""
+def plan_warnings(
+    checked: CheckedJob, slots: Sequence[Slot], now_ms: int, allows_old_prices: bool = False
+) -> Iterator[str]:
+    """Yield what keeps `launch` from buying, as far as this machine can tell: whole sentences with their remedies."""
     for problem in job_problems(checked, slots):
-        yield problem.found
+        yield f"{problem.found}; {problem.remedy}"
     ages = [age_of(slot.placement.price_observed_at, slot.placement.market, now_ms) for slot in slots]
-    if too_old := sum(age in TOO_OLD for age in ages):
-        yield f"{too_old} of {len(ages)} prices are TOO OLD TO BUY BY, or undated: spotrl catalog refresh"
-    yield f"quotas and credentials were not asked for: spotrl check {checked.path.name}"
+    too_old = sum(age in TOO_OLD for age in ages)
+    if too_old and not allows_old_prices:
+        yield (
+            f"{too_old} of {len(ages)} prices are TOO OLD TO BUY BY, or undated; `spotrl catalog refresh`, or "
+            "--allow-old-prices if you know what it costs"
+        )
+
+
+def warning_lines(checked: CheckedJob, warnings: Sequence[str]) -> Iterator[str]:
+    """Yield the lines below a cloud plan: every warning, whole, then what only the clouds can tell."""
+    yield from fitted(f"  !! {warning}" for warning in warnings)
+    yield f"  Quotas and credentials were not asked for: spotrl check {checked.path.name}"
+
+
+def upper_ends(plan: CloudPlan) -> Iterator[str]:
+    """Yield a line if an interval of the headline ends where a limit stops the run: that end is no forecast."""
+    ends = []
+    if plan.max_total_micro_usd is not None and plan.quoted_cost.high >= plan.max_total_micro_usd:
+        ends.append(f"by the budget ({dollars(plan.max_total_micro_usd)})")
+    if plan.longest_ms is not None and plan.quoted_time.high >= plan.longest_ms:
+        limit = "deadline" if plan.max_runtime_ms is None else "max_runtime"
+        ends.append(f"by the {limit} ({duration(plan.longest_ms)})")
+    if ends:
+        yield _cut(f"  upper ends: stopped {' and '.join(ends)}")
 
 
 def pool_table(slots: Sequence[Slot]) -> Iterator[str]:
@@ -159,15 +182,6 @@ def _budget(plan: Plan) -> str:
     if plan.max_total_micro_usd is None or plan.lasts_ms is None:
         return "no budget.max_total"
     return f"budget {dollars(plan.max_total_micro_usd)} lasts {duration(plan.lasts_ms)}"
-
-
-def _shown(lines: Sequence[str]) -> Iterator[str]:
-    """Yield at most `STOPS_SHOWN` lines, the last of them with the number of those left out."""
-    if len(lines) <= STOPS_SHOWN:
-        yield from map(_cut, lines)
-        return
-    yield from map(_cut, lines[: STOPS_SHOWN - 1])
-    yield f"  !! and {len(lines) - STOPS_SHOWN + 1} more"
 
 
 def _money(span: Span) -> str:

@@ -6,7 +6,6 @@ from pathlib import Path
 import click
 from sqlalchemy.orm import Session, sessionmaker
 
-from engine.config import ModelConfig
 from launcher.cli.run_argument import run_argument
 from launcher.exit_codes import Failure
 from launcher.ledger.store import check_kept, find_run
@@ -59,9 +58,7 @@ def pull(sessions: sessionmaker[Session], run_name: str, to: Path | None, as_jso
     metrics = pull_metrics(name, stores, folder)
     for_diffusers = None
     try:
-        for_diffusers = write_for_diffusers(
-            folder / "ema.safetensors", ModelConfig.model_validate(run.job.get("model") or {})
-        )
+        for_diffusers = write_for_diffusers(folder / "ema.safetensors", run.model)
     except Failure as failure:
         click.echo(f"The weights are there, but not for diffusers: {failure}", err=True)
     card = write_card(folder, model_card(report, run.job, pulled, str(folder), for_diffusers is not None), report)

@@ -7,6 +7,7 @@ import click
 from sqlalchemy.orm import Session, sessionmaker
 
 from launcher.cleanup.removal import look_at_remains, remove_run
+from launcher.cli.confirm import confirm
 from launcher.cli.leftovers import is_a_person
 from launcher.cli.run_argument import run_argument
 from launcher.money import dollars
@@ -39,7 +40,8 @@ def rm(sessions: sessionmaker[Session], run_name: str, yes: bool, as_json: bool)
     if not yes and remains.folder.exists():
         if not is_a_person():
             raise click.UsageError(f"nobody can be asked here; add --yes to delete {remains.folder}")
-        click.confirm(f"Delete {remains.folder} ({size_text(remains.bytes)})?", default=False, abort=True, err=True)
+        question = f"Delete {remains.folder} ({size_text(remains.bytes)})?"
+        confirm(question, default=False, declined="Nothing was deleted.")
     is_there = remains.folder.exists()
     remove_run(sessions, run_name)
     if as_json:

@@ -43,7 +43,7 @@ from launcher.storage.stores import run_stores
     "--model",
     "model_folder",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Folder of the base model on this machine (default: the job's model.path).",
+    help="Folder of the base model on this machine (default: the job's model.path, from any folder).",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_obj
@@ -80,7 +80,9 @@ def sample(
     folder = (to or Path(f"{run.name}-samples")).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     job = run.job
-    model = dict(job.get("model") or {}) | ({} if model_folder is None else {"path": str(model_folder.absolute())})
+    model = run.model.model_dump(mode="json")
+    if model_folder is not None:
+        model["path"] = str(model_folder.absolute())
     wanted = [
         {
             "prompt": prompt,

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, get_args
 
-from engine.config import EngineConfig
 from engine.events import Market
 from engine.node_spec import ClockConfig, NodeSpec, role_token
 from launcher.decide.facts import NodeRecord
@@ -51,21 +50,13 @@ def node_spec(
         coordinator_port=run.coordinator_port,
         token=run.token if role == "trainer" else role_token(run.token, role),
         clock=_clock_of(run, is_cloud=is_cloud),
-        engine=job.engine() if is_cloud else _with_whole_path(job.engine(), run.workdir),
+        engine=job.engine() if is_cloud else job.engine().model_copy(update={"model": run.model}),
         judges_micro_usd=run.max_judges_micro_usd,
         workdir=run.workdir,
         cloud=_cloud(node.cloud) if is_cloud else "local",
         money_deadline_ms=money_deadline_ms,
         money_longest_ms=money_longest_ms,
     )
-
-
-def _with_whole_path(engine: EngineConfig, workdir: str | None) -> EngineConfig:
-    """Return the config with the whole path of the model's folder: a node's processes run in a folder of their own."""
-    if engine.model.path is None or workdir is None:
-        return engine
-    path = str(Path(workdir) / engine.model.path)
-    return engine.model_copy(update={"model": engine.model.model_copy(update={"path": path})})
 
 
 def _clock_of(run: Run, *, is_cloud: bool) -> ClockConfig:

@@ -7,7 +7,8 @@ value found and the allowed values. Nothing has been started by then, and the er
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from pydantic import (
 )
 
 from engine.model_folder import FolderError, check_folder
-from engine.prompt_set import PromptFileError, all_metadata, prompt_paths, read_prompts
+from engine.prompt_set import Metadata, PromptFileError, add_tested, prompt_paths, read_prompts
 from launcher.job.checked import CheckedJob, JobError
+from launcher.job.hub import NotFromHub, cached_model, download_command, hub_id
 from launcher.job.layers import Layer, environment_layer, flag_layer, merged, read
+from launcher.job.paths import paths_seen_from
 from launcher.job.problem import explain
 from launcher.job.schema import PROMPTS, Job
 from launcher.job.sections import AllRuns
@@ -33,19 +36,29 @@ def load_job(
     *,
     environ: Mapping[str, str] | None = None,
     user_config: Path | None = None,
+    fetch: Callable[[str], Path] | None = None,
+    working_folder: Path | None = None,
 ) -> CheckedJob:
     """Read and check a job. Raises JobError. Without a path: the defaults of every job.
 
     `overrides` are flags, by dotted field (`budget.max_total`); text values are parsed as YAML. Commands pass `environ`
-    and `user_config`. Without both, only the file and the flags count.
+    and `user_config`. Without both, only the file and the flags count. `fetch` gives the folder of a model of the hub,
+    or raises NotFromHub; without it the hub's cache on this machine counts. `working_folder`: of the paths in flags
+    and in `environ`; None: the current one.
     """
+    workdir = path.absolute().parent if path else Path.cwd()
+    here = working_folder or Path.cwd()
     layers = [read(path) if path else Layer(values={}, labels={})]
     job_file = layers[0].yaml or YamlFile(text="", values={}, lines={})
+
+    def with_paths_from(layer: Layer, folder: Path) -> Layer:
+        return replace(layer, values=paths_seen_from(workdir, layer.values, folder))
+
     if user_config and user_config.exists():
-        layers.append(read(user_config))
+        layers.append(with_paths_from(read(user_config), user_config.absolute().parent))
     if environ is not None:
-        layers.insert(0, environment_layer(environ))
-    layers.insert(0, flag_layer(overrides or {}))
+        layers.insert(0, with_paths_from(environment_layer(environ), here))
+    layers.insert(0, with_paths_from(flag_layer(overrides or {}), here))
 
     values: dict[str, Any] = {}
     for layer in reversed(layers):
@@ -63,12 +76,14 @@ def load_job(
         digest=_digest(job),
         text=job_file.text,
         path=path or Path("job.yaml"),
-        workdir=path.absolute().parent if path else Path.cwd(),
+        workdir=workdir,
         lines=job_file.lines,
     )
-    _check_files(checked)
     _check_gpus(checked)
     _check_judges(checked)
+    _check_prompt_files(checked)
+    checked = _with_model_of_hub(checked, fetch)
+    _check_files(checked)
     return checked
 
 
@@ -180,27 +195,50 @@ def _check_prompt_files(checked: CheckedJob) -> None:
         return
     try:
         train, test = prompt_paths(checked.workdir, job.prompts, None)
-        _check_has_prompts(checked, field, train, f"use {' or '.join(PROMPTS)}")
+        prompts = _prompts_of(checked, field, train, f"use {' or '.join(PROMPTS)}")
         if job.test_prompts is not None:
             field = "test_prompts"
             _, test = prompt_paths(checked.workdir, job.prompts, job.test_prompts)
         if test is not None:
-            _check_has_prompts(checked, field, test, "leave test_prompts out")
-        all_metadata(checked.workdir, job.prompts, job.test_prompts)
+            add_tested(prompts, _prompts_of(checked, field, test, "leave test_prompts out"), test)
     except PromptFileError as error:
         text, _, remedy = str(error).rpartition("; ")
         raise checked.error(field, text, remedy) from None
 
 
-def _check_has_prompts(checked: CheckedJob, field: str, path: Path, instead: str) -> None:
-    if not read_prompts(path):
+def _prompts_of(checked: CheckedJob, field: str, path: Path, instead: str) -> dict[str, Metadata]:
+    prompts = read_prompts(path)
+    if not prompts:
         raise checked.error(field, f"{path.name} has no prompts", f"write one prompt a line, or {instead}")
+    return prompts
+
+
+def _with_model_of_hub(checked: CheckedJob, fetch: Callable[[str], Path] | None) -> CheckedJob:
+    """Return the job with the folder of its model, if `model.path` is a hub id and no folder beside the job file.
+
+    Without a copy in the cache, and without `fetch`, the job stays as it is. Raises JobError if `fetch` cannot give it.
+    """
+    model = checked.job.model
+    name = None if model.path is None else hub_id(model.path)
+    if name is None or (checked.workdir / name).exists():
+        return checked
+    try:
+        folder = cached_model(name) if fetch is None else fetch(name)
+    except NotFromHub as error:
+        raise checked.error(
+            "model.path",
+            f"model.path is {name!r}, and there is no such folder ({checked.workdir / name}), and {error}",
+            f"download the model where the hub can be reached, `{download_command(name)}`, and give its folder",
+        ) from None
+    if folder is None:
+        return checked
+    job = checked.job.model_copy(update={"model": model.model_copy(update={"path": str(folder)})})
+    return replace(checked, job=job, digest=_digest(job))
 
 
 def _check_files(checked: CheckedJob) -> None:
     """Raise JobError if a file that the job names is missing here, before the first node misses the file."""
     job, folder = checked.job, checked.workdir
-    _check_prompt_files(checked)
     models = [("model", reward.model) for reward in job.reward.loaded] + [
         ("colours", reward.colours) for reward in job.reward.loaded
     ]
@@ -209,15 +247,16 @@ def _check_files(checked: CheckedJob) -> None:
         if not (job.clouds and Path(scorer).is_absolute()) and not (folder / scorer).is_dir():
             raise checked.error(
                 f"reward.{field}.path",
-                f"reward.{field}.path is {scorer!r}, and there is no such folder",
+                f"reward.{field}.path is {scorer!r}, and there is no such folder ({folder / scorer})",
                 "give the folder of the scorer's model, relative to the job file",
             )
     # On clouds the plan reports a missing model folder, and only `launch` needs the folder.
     if job.model.path is not None and not job.clouds and not (folder / job.model.path).is_dir():
         raise checked.error(
             "model.path",
-            f"model.path is {job.model.path!r}, and there is no such folder",
-            "give the folder of a diffusers model, relative to the job file",
+            f"model.path is {job.model.path!r}, and there is no such folder ({folder / job.model.path})",
+            "give the folder of a diffusers model, relative to the job file"
+            + (", or download it: `" + download_command(model) + "`" if (model := hub_id(job.model.path)) else ""),
         )
     if job.model.path is not None and (folder / job.model.path).is_dir():
         try:

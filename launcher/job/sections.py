@@ -194,7 +194,7 @@ class Notifications(Strict):
 
 
 class WandbLogging(Strict):
-    """The run's numbers in W&B. Needs the extra: `pip install 'spotrl[wandb]'`."""
+    """The run's numbers in W&B. Needs the extra `wandb`."""
 
     project: str = "spotrl"
     """Project in W&B."""
@@ -208,7 +208,7 @@ class WandbLogging(Strict):
 
 
 class MlflowLogging(Strict):
-    """The run's numbers in MLflow. Needs the extra: `pip install 'spotrl[mlflow]'`."""
+    """The run's numbers in MLflow. Needs the extra `mlflow`."""
 
     tracking_uri: str | None = None
     """Address of the tracking server, without a password. None: MLFLOW_TRACKING_URI where the controller is started,

@@ -11,6 +11,7 @@ from sqlalchemy import JSON, BigInteger, CheckConstraint, ForeignKey, Index, Int
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from engine.clock import Clock, ScaledClock
+from engine.config import ModelConfig
 from engine.work_clock import WorkClock
 from launcher.market.side_prices import DISK_GIB
 
@@ -65,6 +66,17 @@ class Run(Base):
     """Time at which the run must end (run's clock), done or not. None in rows of older versions: at the deadline."""
     coordinator_port: Mapped[int]
     token: Mapped[str]
+
+    @property
+    def model(self) -> ModelConfig:
+        """Return the model of the run's job, with the whole path of its folder on this machine.
+
+        A relative `model.path` is relative to the folder of the job file.
+        """
+        model = ModelConfig.model_validate(self.job.get("model") or {})
+        if model.path is None or self.workdir is None:
+            return model
+        return model.model_copy(update={"path": str(Path(self.workdir) / model.path)})
 
     @property
     def clock(self) -> Clock:

@@ -11,6 +11,7 @@ from decimal import ROUND_HALF_EVEN, Decimal
 from typing import Any
 
 from engine.events import Market
+from engine.installation import install_command
 from launcher.exit_codes import Failure
 from launcher.market.instance_types import instance_type_of
 from launcher.market.prices import PricePoint
@@ -24,7 +25,7 @@ def fetch_gpuhunt(now_ms: int) -> list[PricePoint]:
     try:
         import gpuhunt  # an extra; most users refresh from the clouds
     except ImportError:
-        raise Failure("gpuhunt is not installed; pip install 'spotrl[prices]', or refresh from the clouds") from None
+        raise Failure(f"gpuhunt is not installed; `{install_command('prices')}`, or refresh from the clouds") from None
     catalog = gpuhunt.Catalog(auto_reload=False)
     try:
         catalog.load()

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engine.config import VIDEO, ModelConfig
+from launcher.job.hub import hub_name
 from launcher.money import dollars
 from launcher.report.diffusers_files import LORA_FILE
 from launcher.report.values import Moment, Report
@@ -45,6 +46,8 @@ def model_card(report: Report, job: Mapping[str, Any], pulled: Pulled, folder: s
     `folder`: path of the weights, as the reader will write the path.
     """
     model = ModelConfig.model_validate(job.get("model") or {})
+    if named := hub_name(model.path or ""):  # the folder is in a cache of one user
+        job = {**job, "model": {**job["model"], "path": named[0]}}
     run, metric = report.run, report.target.metric
     parts = [
         _front(model),
@@ -84,7 +87,9 @@ def _front(model: ModelConfig) -> str:
     """Return the metadata block read by model hubs."""
     kind = "text-to-video" if model.name in VIDEO else "text-to-image"
     lines = ["library_name: diffusers", f"pipeline_tag: {kind}", "tags: [reinforcement-learning, spotrl"]
-    return "\n".join(["---", *lines[:2], lines[2] + (", lora]" if model.weights == "lora" else "]"), "---"])
+    if named := hub_name(model.path or ""):
+        lines.insert(0, f"base_model: {named[0]}")
+    return "\n".join(["---", *lines[:-1], lines[-1] + (", lora]" if model.weights == "lora" else "]"), "---"])
 
 
 def _kind(model: ModelConfig) -> str:
@@ -94,6 +99,8 @@ def _kind(model: ModelConfig) -> str:
 
 
 def _base(model: ModelConfig) -> str:
+    if named := hub_name(model.path or ""):
+        return f"{model.name} ({named[0]}, commit {named[1]})"
     return model.name if model.path is None else f"{model.name} ({model.path})"
 
 

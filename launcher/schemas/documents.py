@@ -44,6 +44,7 @@ meaning."""
 Schema = dict[str, Any]
 
 ADDED_LATER = {
+    "DryRun": {"warnings"},
     "RunView": {
         "trouble",
         "learning",

@@ -106,6 +106,8 @@ class DryRun(TypedDict):
     name: str
     started: Literal[False]
     plan: Any
+    warnings: list[str]
+    """What keeps it from being bought, and what the job's checks warn of; each with its remedy."""
 
 
 class LaunchFacts(TypedDict):

@@ -69,16 +69,9 @@ def cloud_plan(
     check_pool(job)
     disk = boot_disk(job, memory, bytes_of(folder) if folder is not None and folder.is_dir() else None)
     with sessions() as session:
-        latest = latest_prices(session, clouds=job.clouds)
         histories = pool_histories(session, now_ms)
         advice = cloud_priors(capacity_advice(session, since_ms=now_ms - STALE_MS), now_ms)
-    listed = on_offer(current_catalog(catalogs).all_offers(), latest, now_ms)
-    allowed = [offer for offer in listed if (offer.cloud, offer.region) not in (closed or {})]
-    reached = [offer for offer in allowed if job.network.reaches(offer.cloud, offer.region)]
-    sky = read_sky_catalog(sky_folder(), job.clouds, now_ms)
-    unknown = [offer for offer in reached if sky.lacks(offer)]
-    reached = [offer for offer in reached if not sky.lacks(offer)]
-    offers = as_you_pay(reached, job.price_overrides, job.discounts, now_ms)
+    offers, unknown = cloud_offers(sessions, job, catalogs, now_ms, closed)
     market = market_view(offers, histories.values(), now_ms=now_ms, priors=advice.priors, believed_odds=advice.odds)
     try:
         needs = cloud_requirements(job, folder=folder)
@@ -99,6 +92,28 @@ def cloud_plan(
     plan = replace(plan, schedule=schedule)
     memory = memory_of_job(job, folder, ranks)
     return plan if memory is None else replace(plan, memory=gpus_of_job(job, memory, ranks))
+
+
+def cloud_offers(
+    sessions: sessionmaker[Session],
+    job: Job,
+    catalogs: Path,
+    now_ms: int,
+    closed: Mapping[tuple[str, str], str] | None = None,
+) -> tuple[tuple[Offer, ...], list[Offer]]:
+    """Return the offers that a job on clouds may buy, at current prices, and those that SkyPilot does not know.
+
+    `closed`: as in `cloud_plan`. Raises CatalogError if the catalog fails.
+    """
+    with sessions() as session:
+        latest = latest_prices(session, clouds=job.clouds)
+    listed = on_offer(current_catalog(catalogs).all_offers(), latest, now_ms)
+    allowed = [offer for offer in listed if (offer.cloud, offer.region) not in (closed or {})]
+    reached = [offer for offer in allowed if job.network.reaches(offer.cloud, offer.region)]
+    sky = read_sky_catalog(sky_folder(), job.clouds, now_ms)
+    unknown = [offer for offer in reached if sky.lacks(offer)]
+    known = [offer for offer in reached if not sky.lacks(offer)]
+    return as_you_pay(known, job.price_overrides, job.discounts, now_ms), unknown
 
 
 def plan_with_other_trainer(

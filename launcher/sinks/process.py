@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from typing import BinaryIO
 
+from engine.installation import install_command
 from launcher.harmless import harmless
 from launcher.sinks.messages import QUESTION, Accepted, Answer, Close, Open, Question, Records, Refused
 from launcher.sinks.sink import NotAccepted, Sink
@@ -39,7 +40,7 @@ def make_sink(name: str) -> Sink:
 
         return MlflowRun()
     except ImportError as error:
-        text = f"{error.name or name} is not installed here; `pip install 'spotrl[{name}]'`"
+        text = f"{error.name or name} is not installed here; `{install_command(name)}`"
         raise NotAccepted(text, is_final=True) from error
 
 

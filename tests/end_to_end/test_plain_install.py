@@ -91,6 +91,6 @@ def test_every_command_answers_a_mistake_in_a_sentence(environment, tmp_path):
 def test_a_missing_extra_is_named_in_the_error(environment, tmp_path):
     (tmp_path / "job.yaml").write_text("name: a\nbudget: {max_total: $10}\n")
     for words, extra in ((("reap", "-y"), "prices"), (("launch", "job.yaml", "--dry-run"), "engine")):
-        assert f"pip install 'spotrl[{extra}]'" in run(environment, tmp_path, "spotrl", *words).stderr
+        assert f".whl[{extra}]'" in run(environment, tmp_path, "spotrl", *words).stderr
     result = run(environment, tmp_path, "spotrl", "reap", "-y", "--json")
     assert json.loads(result.stdout) == {"error": result.stderr.strip().removeprefix("Error: "), "exit_code": 1}

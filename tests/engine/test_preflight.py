@@ -6,6 +6,7 @@ import pytest
 
 from engine.config import EngineConfig, GuardConfig, ModelConfig, RewardConfig, RuntimeConfig, TargetConfig
 from engine.entrypoints.preflight import JobUnfit, check
+from engine.installation import install_command
 from tests.model_folders import write_model
 
 
@@ -14,7 +15,7 @@ def test_a_ray_job_without_ray_gets_an_install_instruction(monkeypatch):
     with pytest.raises(JobUnfit, match="not installed") as unfit:
         check(EngineConfig(runtime=RuntimeConfig(name="ray")), None)
     assert unfit.value.field == "runtime"
-    assert "pip install 'spotrl[ray]'" in unfit.value.remedy
+    assert f"`{install_command('ray')}`" in unfit.value.remedy
 
 
 def test_a_degree_that_the_model_does_not_allow_names_the_allowed_ones():

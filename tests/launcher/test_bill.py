@@ -496,7 +496,7 @@ def test_a_damaged_file_is_refused_with_its_row_and_nothing_is_kept(sessions, ho
 def test_a_parquet_file_without_duckdb_says_what_to_install(sessions, home, monkeypatch):
     file = written(home, aws_rows(whole("aws")), "bill.parquet")
     monkeypatch.setitem(sys.modules, "duckdb", None)
-    with pytest.raises(Failure, match=r"pip install 'spotrl\[bill\]'"):
+    with pytest.raises(Failure, match=r"install -e '.*\[bill\]'"):
         import_bills(sessions, [file])
 
 

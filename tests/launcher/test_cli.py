@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from io import StringIO
@@ -15,10 +16,14 @@ from rich.console import Console
 
 from launcher.cli import follow as follow_module
 from launcher.cli import launch as launch_module
+from launcher.cli import progress_words
+from launcher.cli.confirm import Declined
+from launcher.cli.endings import ending
 from launcher.cli.init import EXAMPLES
 from launcher.cli.layout import table_rows
 from launcher.cli.live import Frame, plain_line, sparkline
 from launcher.cli.main import GROUPS, HIDDEN, CommandFolder, cli, run, summaries
+from launcher.cli.progress_words import working
 from launcher.cli.status import node_rows
 from launcher.exit_codes import ExitCode
 from launcher.job.load import load_job
@@ -286,7 +291,7 @@ class Ended:
 def launch(tmp_path, monkeypatch, capsys):
     """Call `spotrl launch` on a valid job with made-up runs."""
     monkeypatch.setenv("SPOTRL_CONFIG", str(tmp_path / "none.yaml"))
-    monkeypatch.setattr(launch_module, "preflight", lambda checked, folder, start=None: {"slowness": 1.0})
+    monkeypatch.setattr(launch_module, "preflight", lambda checked, folder, start=None, say=None: {"slowness": 1.0})
     monkeypatch.setattr(follow_module, "LOOK_SECONDS", 0)
     job = tmp_path / "job.yaml"
     job.write_text("name: quickstart\nbudget: {max_total: $10}\n")
@@ -465,22 +470,87 @@ def test_ctrl_c_stops_the_run_unless_it_is_to_be_kept(launch, on_exit, stops, co
     assert ("Still running" in result.output) == (on_exit == "keep")
 
 
+class CtrlC(StringIO):
+    """Standard input of a user who presses Ctrl-C again."""
+
+    def readline(self, size: int = -1) -> str:
+        raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize(
     ("answer", "stops", "code"),
     [
-        ("detach", [], ExitCode.OK),
-        ("continue", [], ExitCode.OK),
-        ("stop", ["stopped by Ctrl-C"], ExitCode.INTERRUPTED),
+        (StringIO("d\n"), [], ExitCode.OK),
+        (StringIO("\nx\nc\n"), [], ExitCode.OK),
+        (StringIO("s\n"), ["stopped by Ctrl-C"], ExitCode.INTERRUPTED),
+        (StringIO("stop\n"), ["stopped by Ctrl-C"], ExitCode.INTERRUPTED),
+        (StringIO("\n"), [], ExitCode.OK),
+        (CtrlC(), [], ExitCode.OK),
     ],
+    ids=["d", "c after nonsense", "s", "stop", "Enter and no more", "Ctrl-C again"],
 )
-def test_at_a_terminal_ctrl_c_asks(launch, monkeypatch, answer, stops, code):
+def test_at_a_terminal_ctrl_c_asks_and_only_an_s_stops(launch, monkeypatch, answer, stops, code):
     monkeypatch.setattr(follow_module, "can_ask", lambda: True)
-    monkeypatch.setattr(click, "prompt", lambda *args, **options: answer)
+    monkeypatch.setattr(sys, "stdin", answer)
     runs = FakeRuns([VIEW, KeyboardInterrupt(), VIEW, DONE])
     result = launch(runs, "-y")
     assert result.return_value == code
     assert runs.stops == stops
-    assert ("quickstart finished" in result.output) == (answer == "continue")
+    assert "d: detach, and let it run; c: continue to follow it; s: stop it." in result.output
+    assert ("quickstart finished" in result.output) == (not isinstance(answer, CtrlC) and "c" in answer.getvalue())
+
+
+def test_after_a_no_the_command_says_that_nothing_was_started(launch, monkeypatch):
+    monkeypatch.setattr(launch_module, "can_ask", lambda: True)
+    monkeypatch.setattr(sys, "stdin", StringIO("n\n"))
+    runs = FakeRuns([VIEW])
+    result = launch(runs)
+    assert isinstance(result.exception, click.Abort)
+    assert runs.started == []
+    assert ending(result.exception, ["launch"]) == ExitCode.INTERRUPTED
+
+
+@pytest.mark.parametrize(
+    ("error", "command", "text"),
+    [
+        (Declined("Nothing was started."), "launch", "Nothing was started.\n"),
+        (KeyboardInterrupt(), "attach", "Interrupted. The run goes on.\n"),
+        (KeyboardInterrupt(), "report", "Interrupted.\n"),
+    ],
+)
+def test_an_interrupted_command_says_what_became_of_its_work(error, command, text, capsys):
+    assert ending(error, [command]) == ExitCode.INTERRUPTED
+    assert capsys.readouterr().err == text
+
+
+def test_a_slow_step_leaves_a_line_in_a_log_and_a_quick_one_none(monkeypatch):
+    monkeypatch.setattr(progress_words, "QUIET_SECONDS", 0.0)
+    printed = threading.Event()
+
+    class Log(StringIO):
+        def flush(self) -> None:
+            printed.set()
+
+    log = Log()
+    with working(Console(file=log), "Reading") as say:
+        assert printed.wait(10)
+        say("12 of 30 prompts")
+        assert log.getvalue() == "Reading ...\n", "at most one line in ten seconds"
+        monkeypatch.setattr(progress_words, "AGAIN_SECONDS", 0.0)
+        say("13 of 30 prompts")
+    assert log.getvalue() == "Reading ...\n13 of 30 prompts ...\n"
+    monkeypatch.setattr(progress_words, "QUIET_SECONDS", 60.0)
+    quick = StringIO()
+    with working(Console(file=quick), "Reading"):
+        pass
+    assert quick.getvalue() == ""
+
+
+def test_a_step_moves_on_one_line_of_a_terminal():
+    screen = StringIO()
+    with working(Console(file=screen, force_terminal=True, width=80), "Reading") as say:
+        say("12 of 30 prompts")
+    assert "12 of 30 prompts ..." in screen.getvalue()
 
 
 def test_a_stop_that_leaves_resources_behind_reports_them(launch):

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy.exc import OperationalError
 
+from engine.installation import install_command
 from launcher.cli import endings
 from launcher.cli.controller import utc_format
 from launcher.cli.main import run
@@ -184,7 +185,7 @@ def test_a_job_file_that_is_empty_or_a_pipe_is_refused(home, tmp_path, capsys):
 )
 def test_a_package_that_is_not_installed_names_the_extra(module, extra):
     error = ModuleNotFoundError(f"No module named '{module}'", name=module)
-    assert f"pip install 'spotrl[{extra}]'" in (endings.sentence(error) or "")
+    assert f"`{install_command(extra)}`" in (endings.sentence(error) or "")
 
 
 def test_an_engine_that_is_not_ours_is_named_by_its_file(tmp_path):

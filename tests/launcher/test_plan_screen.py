@@ -1,4 +1,4 @@
-"""The plan on one screen: at most 20 lines of 80 columns, with what stops a purchase above the nodes."""
+"""The plan on one screen: at most 20 lines of 80 columns. Below it, the whole warnings."""
 
 import pytest
 
@@ -9,8 +9,13 @@ CLOUD_JOBS = ("flux", "flux_pickscore", "qwen_image_ocr", "sd3_5", "sd3_5_geneva
 LINES, COLUMNS = 20, 80
 
 
+def screen_of(lines: list[str]) -> list[str]:
+    """Return the plan without the warnings below it."""
+    return lines[: next(number for number, line in enumerate(lines) if "--explain" in line) + 1]
+
+
 def is_one_screen(lines: list[str]) -> bool:
-    return len(lines) <= LINES and max(map(len, lines)) <= COLUMNS
+    return len(screen_of(lines)) <= LINES and max(map(len, lines)) <= COLUMNS
 
 
 @pytest.mark.parametrize("name", CLOUD_JOBS)
@@ -22,7 +27,6 @@ def test_every_cloud_job_is_planned_on_one_screen(dry_run, name):
     assert sum(line.startswith(("  saves ", "  costs ")) for line in lines) == 2, (
         "against on demand, and the trainer alone"
     )
-    assert "--explain" in lines[-2]
 
 
 def test_a_local_job_is_planned_on_one_screen(dry_run, forked_engine):
@@ -32,20 +36,25 @@ def test_a_local_job_is_planned_on_one_screen(dry_run, forked_engine):
     assert any("47% less than the same nodes on demand, $5.58/h; the trainer alone $1.86/h" in line for line in lines)
 
 
-def test_what_stops_a_purchase_comes_before_the_nodes(dry_run):
-    lines = dry_run("sd3_5")
-    stops = [number for number, line in enumerate(lines) if line.startswith("  !! ")]
+def test_warnings_are_counted_above_the_nodes_and_whole_below_the_plan(dry_run):
+    lines = dry_run("sd3_5", "--name", "a-name-that-no-node-can-carry-anywhere")
     nodes = next(number for number, line in enumerate(lines) if line.startswith("  nodes "))
-    assert stops == list(range(2, nodes))
-    assert ["no bucket on aws" in lines[2], "model.path" in lines[3], "TOO OLD" in lines[4]] == [True] * 3
-    assert "spotrl check sd3_5.yaml" in lines[5]
+    assert lines[nodes - 1].startswith("  !! 4 warnings below")
+    warnings = " ".join(" ".join(lines[len(screen_of(lines)) :]).split())
+    for remedy in (
+        "or leave aws out of infra !!",
+        "use a name of up to",
+        "--local-dir sd3.5-medium` !!",
+        "catalog refr",
+    ):
+        assert remedy in warnings
+    assert lines[-2] == "  Quotas and credentials were not asked for: spotrl check sd3_5.yaml"
 
 
-def test_more_stops_than_fit_are_counted(dry_run):
-    long = "a-name-that-no-node-can-carry-anywhere"
-    lines = dry_run("sd3_5", "--name", long)
-    assert is_one_screen(lines)
-    assert [line for line in lines if line.startswith("  !! ")][-1] == "  !! and 2 more"
+def test_an_upper_end_that_a_limit_makes_says_so(dry_run):
+    assert "  upper ends: stopped by the budget ($300.00) and by the deadline (5d)" in dry_run("sd3_5")
+    free = dry_run("sd3_5", "--max-total", "3000", "--max-runtime", "20d")
+    assert not any("upper ends" in line for line in free)
 
 
 def test_a_bucket_that_is_named_stops_nothing(dry_run):
@@ -58,8 +67,8 @@ def test_many_pools_leave_the_screen_in_order(dry_run):
 
 
 def test_explain_prints_the_screen_first_and_then_the_rest(dry_run):
-    short, long = dry_run("sd3_5"), dry_run("sd3_5", "--explain")
-    assert long[: len(short) - 1] == short[:-1]
+    short, long = screen_of(dry_run("sd3_5")), dry_run("sd3_5", "--explain")
+    assert long[: len(short)] == short
     assert any("what else there is, and why not:" in line for line in long)
 
 

@@ -57,6 +57,33 @@ def test_every_bad_answer_of_the_engine_is_one_clear_error(tmp_path, monkeypatch
     assert words in str(caught.value)
 
 
+def engine_that_runs(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put a script in place of the engine's process."""
+    fake = tmp_path / "python"
+    fake.write_text(f"#!/usr/bin/env python3\nimport json, time\n{script}\n")
+    fake.chmod(0o755)
+    monkeypatch.setattr(preflight_module.sys, "executable", str(fake))
+
+
+def test_the_engine_tells_what_it_is_doing_while_it_checks(tmp_path, monkeypatch):
+    script = "print(json.dumps({'progress': 'loading'})); print('of a reward'); print(json.dumps({'ok': True}))"
+    engine_that_runs(script, tmp_path, monkeypatch)
+    path = tmp_path / "job.yaml"
+    path.write_text("seed: 1\n")
+    news = []
+    assert preflight(load_job(path), tmp_path, say=news.append) == {"ok": True}
+    assert news == ["loading"]
+
+
+def test_an_engine_that_does_not_answer_is_ended(tmp_path, monkeypatch):
+    engine_that_runs("time.sleep(60)", tmp_path, monkeypatch)
+    monkeypatch.setattr(preflight_module, "ENGINE_SECONDS", 0.2)
+    path = tmp_path / "job.yaml"
+    path.write_text("seed: 1\n")
+    with pytest.raises(JobError, match=r"the engine took more than 0\.2 s"):
+        preflight(load_job(path), tmp_path)
+
+
 def test_a_reward_that_raises_ends_with_code_3_and_names_its_line(tmp_path, monkeypatch, capsys, forked_engine):
     monkeypatch.setenv("SPOTRL_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("SPOTRL_CONFIG", str(tmp_path / "none.yaml"))

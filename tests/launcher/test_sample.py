@@ -12,6 +12,7 @@ from sqlalchemy.orm import sessionmaker
 
 from engine.models.digits import load_digits
 from engine.models.weights import get_weights
+from launcher.cli.pull import pull
 from launcher.cli.sample import sample
 from launcher.exit_codes import Failure
 from launcher.ledger.store import find_run
@@ -27,11 +28,13 @@ def sessions(tmp_path):
         return sessionmaker(session.get_bind())
 
 
-def a_checkpoint(store, weights):
+def a_checkpoint(store, weights, *more):
     folder = store / "checkpoints" / "l0001-i000012"
     folder.mkdir(parents=True)
-    (folder / "ema.safetensors").write_bytes(weights)
-    files = {"ema.safetensors": hashlib.sha256(weights).hexdigest()}
+    names = ("ema.safetensors", *more)
+    for name in names:
+        (folder / name).write_bytes(weights)
+    files = dict.fromkeys(names, hashlib.sha256(weights).hexdigest())
     (folder / "manifest.json").write_text(json.dumps({"iteration": 12, "files": files}))
 
 
@@ -65,6 +68,25 @@ def test_base_samples_need_no_checkpoint_and_have_their_own_file_names(sessions,
     stands_in(monkeypatch, "import json, sys; [print(p['file']) for p in json.load(sys.stdin)['images']]")
     result = sampled(sessions, "12", "--base", "--to", str(tmp_path / "out"))
     assert result == f"{tmp_path / 'out' / '001-seed0-base.png'}  12\n"
+
+
+def test_a_run_is_sampled_and_pulled_from_any_folder(sessions, tmp_path, monkeypatch):
+    """The model's folder is relative to the job file, and not to the folder of the command."""
+    with sessions() as session, session.begin():
+        run = find_run(session, "demo")
+        run.job, run.workdir = {**run.job, "model": {"name": "sd3", "path": "./sd3"}}, "/jobs"
+    stands_in(monkeypatch, "import json, sys; sys.exit(json.load(sys.stdin)['model']['path'])")
+    with pytest.raises(Failure, match=r"^/jobs/sd3$"):
+        sampled(sessions, "12", "--base", "--to", str(tmp_path / "out"))
+
+    a_checkpoint(tmp_path / "store", b"weights", "weights.safetensors")
+    program = "import json, sys; sys.exit(json.loads(sys.argv[1])['path'])"
+    monkeypatch.setattr(
+        "launcher.report.diffusers_files.engine_command", lambda _, *words: [sys.executable, "-c", program, *words]
+    )
+    words = ["demo", "--to", str(tmp_path / "pulled")]
+    result = CliRunner(mix_stderr=False).invoke(pull, words, obj=sessions, standalone_mode=False)
+    assert "but not for diffusers: /jobs/sd3\n" in result.stderr
 
 
 def test_base_samples_of_a_run_with_start_weights_use_those_weights(sessions, tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
+from engine.installation import install_command
 from launcher.exit_codes import ExitCode, Failure
 
 T = TypeVar("T")
@@ -61,4 +62,4 @@ def ask_all(questions: Sequence[T], ask: Callable[[T], Iterable[R]]) -> tuple[li
 
 
 def not_installed(module: str) -> Failure:
-    return Failure(f"{module} is not installed, and prices are asked for with it; `pip install 'spotrl[prices]'`")
+    return Failure(f"{module} is not installed, and prices are asked for with it; `{install_command('prices')}`")

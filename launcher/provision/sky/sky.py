@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from engine.installation import install_command
 from launcher.exit_codes import Failure
 from launcher.provision.sky.outcome import ANSI, Failed, Outcome, outcome_of, text_of
 from launcher.provision.sky.task import Launch, config_of, task_of
@@ -187,7 +188,7 @@ class Sky:
             import sky
         except ModuleNotFoundError:
             raise Failure(
-                "SkyPilot is not installed, and clouds are reached with it; `pip install 'spotrl[sky]'`"
+                f"SkyPilot is not installed, and clouds are reached with it; `{install_command('sky')}`"
             ) from None
         return sky
 
