@@ -32,12 +32,12 @@ from launcher.decide.run_budget import bound_of_plan
 from launcher.exit_codes import BudgetError, ExitCode
 from launcher.job.checked import CheckedJob, JobError
 from launcher.job.load import load_job
+from launcher.job.resolved import Resolved, resolve
 from launcher.job.schema import Job
 from launcher.ledger.models import LOCAL, Run
-from launcher.market.offers import Offer, read_catalog
+from launcher.market.offers import read_catalog
 from launcher.money import hourly
 from launcher.placement.cloud_plan import cloud_plan_json
-from launcher.placement.memory import ranks_have_room
 from launcher.placement.plan import Plan, plan_local
 from launcher.placement.ranks import check_ranks
 from launcher.placement.sharing import check_sp_degree
@@ -162,21 +162,22 @@ def launch(
     if not checked.lines:
         raise JobError("it is empty", "`spotrl init` writes one with comments", file=job)
     _check_name_is_free(sessions, checked)
-    check_sp_degree(checked)
     check_ranks(checked)
+    resolved = resolve(checked.job, checked.workdir)
+    check_sp_degree(checked, resolved.sized)
     if service:
         check_service(checked.job, os.environ)
     weights = _find_weights(sessions, checked, out)
     weights_file = None if weights is None else weights.file
     if checked.job.clouds:
-        plan, printed = _plan_on_clouds(sessions, checked, out, explain)
+        plan, printed = _plan_on_clouds(sessions, checked, resolved, out, explain)
         _print_warnings(out, ask_prompt_warnings(checked))
         if not dry_run:
             if closed := _closed_regions(checked, plan, out):
-                plan, printed = _plan_on_clouds(sessions, checked, out, explain, closed)
+                plan, printed = _plan_on_clouds(sessions, checked, resolved, out, explain, closed)
             _check_clouds(checked, plan, out, allow_old_prices, weights_file)
     else:
-        plan, printed = _plan_here(checked, out, explain)
+        plan, printed = _plan_here(resolved, out, explain)
         _check_on_this_machine(checked, out, weights_file)
     if dry_run:
         _print_json(as_json, {"name": checked.job.name, "started": False, "plan": printed})
@@ -228,6 +229,7 @@ def _find_weights(sessions: sessionmaker[Session], checked: CheckedJob, out: Con
 def _plan_on_clouds(
     sessions: sessionmaker[Session],
     checked: CheckedJob,
+    resolved: Resolved,
     out: Console,
     explain: bool,
     closed: Mapping[tuple[str, str], str] | None = None,
@@ -237,7 +239,7 @@ def _plan_on_clouds(
     `explain`: print all that the plan rests on too. `closed`: (cloud, region) that the plan leaves out, with reasons.
     """
     now_ms = time.time_ns() // 1_000_000
-    of_job = (sessions, checked.job, home() / "catalogs", now_ms, checked.workdir, closed)
+    of_job = (sessions, resolved, home() / "catalogs", now_ms, closed)
     on_clouds = with_replays(cloud_plan(*of_job), checked.job, plan_with_other_trainer(*of_job))
     more = cloud_plan_lines(checked.job, on_clouds, now_ms) if explain else ()
     _print_plan(out, cloud_screen(checked, on_clouds, now_ms), more)
@@ -247,14 +249,13 @@ def _plan_on_clouds(
     return plan, printed
 
 
-def _plan_here(checked: CheckedJob, out: Console, explain: bool) -> tuple[Plan, dict[str, object]]:
+def _plan_here(resolved: Resolved, out: Console, explain: bool) -> tuple[Plan, dict[str, object]]:
     """Plan the nodes on this machine and print the plan. Return the plan, and its form for --json."""
-    job = checked.job
-    plan = plan_local(job, _own_prices(job, read_catalog()))
-    folder = None if job.model.path is None else checked.workdir / job.model.path
-    plan = replace(plan, ranks_have_room=ranks_have_room(job, folder))
+    job = resolved.job
+    offers = as_you_pay(read_catalog(), job.price_overrides, job.discounts, time.time_ns() // 1_000_000)
+    plan = replace(plan_local(job, offers), ranks_have_room=resolved.have_room)
     check_budget(plan)
-    _print_plan(out, local_screen(checked.job, plan), plan_lines(checked.job, plan) if explain else ())
+    _print_plan(out, local_screen(job, plan), plan_lines(job, plan) if explain else ())
     return plan, plan_dict(plan)
 
 
@@ -321,11 +322,6 @@ def _prepare_folder(checked: CheckedJob, out: Console) -> None:
     name = checked.job.name
     say = partial(out.print, highlight=False, markup=False, soft_wrap=True)
     prepare_folder(runs_folder() / name, checked.job, cloud_apis(checked.job.clouds), checked.workdir, say)
-
-
-def _own_prices(job: Job, offers: Sequence[Offer]) -> Sequence[Offer]:
-    """Return the offers with the job's price overrides and discounts applied."""
-    return as_you_pay(offers, job.price_overrides, job.discounts, time.time_ns() // 1_000_000)
 
 
 def check_budget(plan: Plan) -> None:

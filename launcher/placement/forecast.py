@@ -13,12 +13,12 @@ from math import ceil
 from typing import Literal
 
 from engine.events import Market
+from launcher.job.recipe import Recipe
 from launcher.market.estimate import Estimate
 from launcher.money import HOUR_MS
 from launcher.placement.iteration_time import (
     GpusAtWork,
     Progress,
-    Recipe,
     candidates_per_prompt,
     gain_of,
     progress,

@@ -13,8 +13,8 @@ from engine.schedule.choose import Allowed, best, with_early
 from engine.schedule.values import Gpus, Help, Rates, Work, lower_bound
 from engine.timing.figures import Figure, Source
 from engine.timing.job import rows_of_an_image
-from launcher.job.schema import Job
-from launcher.placement.iteration_time import Recipe
+from launcher.job.resolved import Resolved
+from launcher.placement.ranks import TrainerRanks
 
 MOST_IMAGES = 2048
 """Images of a batch above which no schedule is played: a plan answers within seconds."""
@@ -66,15 +66,18 @@ class PlanSchedule:
         return "; ".join(parts)
 
 
-def plan_schedule(job: Job, recipe: Recipe, *, trainer: int, rollout: int, ranks: int = 1) -> PlanSchedule | None:
+def plan_schedule(resolved: Resolved, trainer: TrainerRanks, *, rollout: int) -> PlanSchedule | None:
     """Return the schedule of a job. None: no usable rates, or more than `MOST_IMAGES` images.
 
-    recipe   as it is on the trainer's node
-    trainer  GPUs of the trainer that sample
-    rollout  rollout GPUs at work
-    ranks    GPUs that train
+    `trainer`: the work of its GPUs. `rollout`: rollout GPUs at work.
     """
-    cost, algorithm, gpus = recipe.cost, job.algorithm, Gpus(trainer=trainer, rollout=rollout)
+    job, recipe = resolved.job, resolved.recipe.on(trainer.gpus)
+    cost, algorithm, ranks, gpus = (
+        recipe.cost,
+        job.algorithm,
+        trainer.ranks,
+        Gpus(trainer=trainer.sampling, rollout=rollout),
+    )
     rows = rows_of_an_image(job)
     images = cost.prompts * cost.images_per_prompt
     source = Source(basis="assumed", text=recipe.source)
@@ -82,7 +85,7 @@ def plan_schedule(job: Job, recipe: Recipe, *, trainer: int, rollout: int, ranks
     # pass of divided weights has collectives, so small passes cost more.
     gather = recipe.step.collective_seconds_of_pass(ranks) if recipe.step is not None else 0.0
     gathers = gather * recipe.step.passes(ranks) * algorithm.updates_per_batch if recipe.step is not None else 0.0
-    row_seconds = (cost.train_seconds - gathers) * trainer / (images * rows)
+    row_seconds = (cost.train_seconds - gathers) * gpus.trainer / (images * rows)
     rates = Rates(
         image=Figure(value=cost.rollout_gpu_seconds, source=source),
         row=Figure(value=row_seconds, source=source),

@@ -17,13 +17,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import erf, exp, inf, log, sqrt
 
+from launcher.job.recipe import Recipe
 from launcher.market.hazard import COLD_START_MS
 from launcher.market.spells import OUTAGE_SIGMA
 from launcher.money import HOUR_MS
 from launcher.placement.forecast import Choice, End, moved_site, paid, sums
 from launcher.placement.iteration_time import (
     GpusAtWork,
-    Recipe,
     candidates_per_prompt,
     iteration_seconds,
     iterations_share,

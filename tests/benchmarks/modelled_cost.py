@@ -31,11 +31,12 @@ from engine.events import Market
 from launcher.decide.launch_history import MoveRules
 from launcher.decide.reconcile import decide
 from launcher.decide.work_left import WorkLeft
+from launcher.job.recipe import Recipe
+from launcher.job.resolved import resolve
 from launcher.job.schema import Job
 from launcher.market.offers import Offer
 from launcher.money import HOUR_MS
-from launcher.placement.from_job import recipe_of
-from launcher.placement.iteration_time import Recipe, candidates_per_prompt, iteration_seconds
+from launcher.placement.iteration_time import candidates_per_prompt, iteration_seconds
 from launcher.placement.options import Option, SiteOptions
 from launcher.placement.plan import Plan, placement_of, slot_of
 from launcher.replay.baselines import all_on_demand
@@ -99,7 +100,7 @@ class Layout:
             resources=nodes,
             budget={"max_total": "$4,000"},
         )
-        return recipe_of(job).on(self.ranks)
+        return resolve(job).recipe.on(self.ranks)
 
 
 LAYOUTS = (

@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from engine.events import Market
 from engine.exploration.value import IterationCost
 from launcher.decide.launch_history import MoveRules
+from launcher.job.recipe import Recipe
 from launcher.market.estimate import Basis, Estimate
 from launcher.market.hazard import HazardPrior, LaunchOdds, PoolHistory
 from launcher.market.offers import Offer
 from launcher.market.pools import Pool
 from launcher.money import HOUR_MS
 from launcher.placement.cloud_plan import Span
-from launcher.placement.iteration_time import Recipe
 from launcher.placement.plan_cloud import plan_cloud
 from launcher.placement.requirements import CloudRequirements, MarketView, NodeRequirements, market_view
 from launcher.replay.replay import replay

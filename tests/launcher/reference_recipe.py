@@ -6,9 +6,8 @@ The closed forms of the notes are checked with its figures. Plans take theirs fr
 from engine.exploration.value import ASSUMED_RHO, IterationCost
 from engine.timing.ranks import StepWork
 from engine.trainer_ranks import ONE, RankLimits
+from launcher.job.recipe import GAIN_EXPONENTS, Recipe
 from launcher.market.estimate import Basis, Estimate
-from launcher.placement.iteration_time import Recipe
-from launcher.placement.recipes import GAIN_EXPONENTS
 
 ADAPTER_BYTES = 1_698_693_120
 """Bytes of adapters of rank 64 on Qwen-Image in fp32."""

@@ -18,6 +18,7 @@ from engine.timing.ranks import StepWork
 from engine.trainer_ranks import RankLimits
 from launcher.decide.run_budget import bound_of_plan
 from launcher.exit_codes import BudgetError
+from launcher.job.recipe import Recipe
 from launcher.ledger.exposure import pool_histories
 from launcher.ledger.models import NodeEvent
 from launcher.market.estimate import Basis, Estimate
@@ -31,7 +32,6 @@ from launcher.money import HOUR_MS
 from launcher.placement.cloud_plan import CloudPlan, cloud_plan_json
 from launcher.placement.disk import BootDisk, with_disk
 from launcher.placement.forecast import Caps, Choice, cost, outlook, sums
-from launcher.placement.iteration_time import Recipe
 from launcher.placement.plan import PlacementError, Plan, plan_json, sites_from, slots_from
 from launcher.placement.plan_cloud import plan_cloud
 from launcher.placement.policy import POLICIES, Situation, build_policy

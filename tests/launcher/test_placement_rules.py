@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from engine.events import Market
 from engine.exploration import value as closed_form
 from engine.trainer_ranks import RankLimits
+from launcher.job.recipe import GAIN_EXPONENTS
+from launcher.job.resolved import resolve
 from launcher.job.schema import Job
 from launcher.market.estimate import Basis, Estimate
 from launcher.market.evidence import Exposure, Life
@@ -23,7 +25,6 @@ from launcher.market.hazard import (
 )
 from launcher.market.spells import chance_elsewhere
 from launcher.money import HOUR_MS
-from launcher.placement.from_job import cloud_requirements, recipe_of
 from launcher.placement.iteration_time import (
     GpusAtWork,
     WhenSpotPays,
@@ -33,8 +34,7 @@ from launcher.placement.iteration_time import (
     progress,
     quickest,
 )
-from launcher.placement.memory import memory_of_job
-from launcher.placement.recipes import GAIN_EXPONENTS
+from launcher.placement.requirements import cloud_requirements
 from launcher.placement.value import (
     COOL_MOST_MS,
     FIND_HOURS,
@@ -421,20 +421,22 @@ QWEN = {
 
 
 def test_a_job_file_sets_the_request_to_a_cloud():
-    required = cloud_requirements(Job(**QWEN))
+    required = cloud_requirements(resolve(Job(**QWEN)))
     assert (required.trainer.infra, required.rollout.gpus, required.max_rollout_nodes) == ("aws/us-east-2", 1, 12)
     assert required.trainer_gpus_named == 4
-    gpus = {most: cloud_requirements(Job(**QWEN), limits=RankLimits(most=most)).trainer.gpus for most in (1, 2, 64)}
+    gpus = {
+        most: cloud_requirements(resolve(Job(**QWEN), limits=RankLimits(most=most))).trainer.gpus for most in (1, 2, 64)
+    }
     assert gpus == {1: 1, 2: 2, 64: 4}
     assert (required.max_total_micro_usd, required.max_hourly_micro_usd) == (4_000 * USD, 150 * USD)
     assert required.deadline_ms == 72 * HOUR_MS
     assert required.clouds == ("aws", "gcp")
-    assert cloud_requirements(Job(**QWEN | {"spot": "never"})).spot.value == "never"
+    assert cloud_requirements(resolve(Job(**QWEN | {"spot": "never"}))).spot.value == "never"
 
 
 def test_a_recipe_is_of_the_jobs_batch_and_of_measured_seconds():
     """A pass of Qwen-Image takes .0481 s an image, and a row of 22 in a pass 6.07 passes."""
-    recipe = recipe_of(Job(**QWEN | {"sampler": SAMPLER, "model": QWEN["model"] | {"max_text_tokens": 256}}))
+    recipe = resolve(Job(**QWEN | {"sampler": SAMPLER, "model": QWEN["model"] | {"max_text_tokens": 256}})).recipe
     one = 2 * 0.0481  # with guidance
     assert recipe.iterations.mean == 200
     assert recipe.cost.reserved_gpus == 1
@@ -453,19 +455,19 @@ def test_a_copy_of_the_weights_has_the_bytes_of_the_memory_forecast():
     """
     adapters = 60 * 2 * 64 * (4 * (3072 + 3072) + 2 * (3072 + 12288)) * 4
     rank_64 = Job(**QWEN | {"model": QWEN["model"] | {"lora_rank": 64}})
-    assert recipe_of(rank_64).copy_bytes == adapters // 2 == 849_346_560
-    assert recipe_of(Job(**QWEN)).copy_bytes == adapters // 4
-    assert memory_of_job(rank_64).trainer.parts["adapters"] == adapters
+    assert resolve(rank_64).recipe.copy_bytes == adapters // 2 == 849_346_560
+    assert resolve(Job(**QWEN)).recipe.copy_bytes == adapters // 4
+    assert resolve(rank_64).memory.trainer.parts["adapters"] == adapters
     full = Job(**QWEN | {"model": {"name": "qwen-image", "path": "there"}})
-    assert recipe_of(full).copy_bytes == 20_430_401_088 * 4
-    assert recipe_of(Job(**QWEN | {"model": {"name": "digits-ocr"}})).copy_bytes == pytest.approx(5.6e6, rel=0.01)
+    assert resolve(full).recipe.copy_bytes == 20_430_401_088 * 4
+    assert resolve(Job(**QWEN | {"model": {"name": "digits-ocr"}})).recipe.copy_bytes == pytest.approx(5.6e6, rel=0.01)
 
 
 def test_seconds_follow_the_gpu_the_size_and_the_algorithm():
     def cost(model, gpu, **more):
         resources = {role: {"accelerators": f"{gpu}:1"} for role in ("trainer", "rollout")}
         job = {"model": {"path": "there", "weights": "lora"} | model, "infra": "aws", "resources": resources}
-        return recipe_of(Job(**job | more)).cost
+        return resolve(Job(**job | more)).recipe.cost
 
     on_h100, on_l40s = (cost({"name": "sd3"}, gpu) for gpu in ("H100", "L40S"))
     assert on_l40s.rollout_gpu_seconds > 1.5 * on_h100.rollout_gpu_seconds
@@ -477,25 +479,24 @@ def test_seconds_follow_the_gpu_the_size_and_the_algorithm():
 
 def test_an_untimed_recipe_is_planned_as_configured_and_marked_a_guess():
     job = Job(**QWEN | {"model": {"name": "digits-ocr"}})
-    assert any("nobody has timed digits-ocr on H100" in sentence for sentence in recipe_of(job).never_run)
-    assert recipe_of(job).iterations.high == job.iterations
-    assert cloud_requirements(job).min_rollout_nodes == 12
-    assert cloud_requirements(Job(**QWEN)).min_rollout_nodes == 0
+    assert any("nobody has timed digits-ocr on H100" in sentence for sentence in resolve(job).recipe.never_run)
+    assert resolve(job).recipe.iterations.high == job.iterations
+    assert cloud_requirements(resolve(job)).min_rollout_nodes == 12
+    assert cloud_requirements(resolve(Job(**QWEN))).min_rollout_nodes == 0
     nodes = {role: QWEN["resources"][role] | {"accelerators": "T4:1"} for role in ("trainer", "rollout")}
     unknown = Job(**QWEN | {"resources": nodes})
-    assert any("nobody has timed qwen-image on" in sentence for sentence in recipe_of(unknown).never_run)
+    assert any("nobody has timed qwen-image on" in sentence for sentence in resolve(unknown).recipe.never_run)
 
 
 def test_a_job_may_insist_on_rollout_nodes():
     rollout = QWEN["resources"]["rollout"] | {"min_nodes": 3}
-    assert (
-        cloud_requirements(Job(**QWEN | {"resources": QWEN["resources"] | {"rollout": rollout}})).min_rollout_nodes == 3
-    )
+    job = Job(**QWEN | {"resources": QWEN["resources"] | {"rollout": rollout}})
+    assert cloud_requirements(resolve(job)).min_rollout_nodes == 3
 
 
 def test_exploration_saves_less_with_diffusion_nft():
     by_name = {
-        name: recipe_of(Job(**QWEN | {"algorithm": {"name": name}})).gain_exponent
+        name: resolve(Job(**QWEN | {"algorithm": {"name": name}})).recipe.gain_exponent
         for name in ("flow-grpo", "grpo-guard", "diffusion-nft", "auto")
     }
     assert by_name["diffusion-nft"].mean < by_name["grpo-guard"].mean
@@ -503,7 +504,7 @@ def test_exploration_saves_less_with_diffusion_nft():
 
 
 def test_every_assumption_of_a_recipe_is_named():
-    recipe = recipe_of(Job(**QWEN))
+    recipe = resolve(Job(**QWEN)).recipe
     for estimate in (recipe.iterations, recipe.gain_exponent, *GAIN_EXPONENTS.values()):
         assert isinstance(estimate, Estimate)
         assert estimate.basis is Basis.ASSUMED
