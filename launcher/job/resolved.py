@@ -5,12 +5,12 @@
 Pure, but for the model's folder. Money, places and prices are the plan's (launcher/placement/).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 
 from engine.config import CandidateBudget
-from engine.exploration.value import ASSUMED_RHO, IterationCost
+from engine.exploration.value import ASSUMED_RHO
 from engine.memory.budget import usable_bytes
 from engine.memory.job import JobMemory, job_memory, sent_bytes, sized_model, trained_bytes
 from engine.memory.published import EMBEDDED, SizedModel
@@ -49,6 +49,8 @@ class Resolved:
     """None also for GPUs of unknown speed."""
     trained_bytes: int
     """Bytes of the trained weights in fp32."""
+    rows_of_image: int
+    """Training rows of an image."""
     recipe: Recipe
     """Without `seconds`, a recipe that is marked as a guess."""
 
@@ -96,8 +98,22 @@ def resolve(job: Job, workdir: Path | None = None, limits: RankLimits | None = N
     seconds = None
     if sized is not None:
         seconds = job_seconds(job, sized, trainer=trainer.accelerator, rollout=rollout.accelerator, rows=rows)
+    rows_of_image = rows_of_an_image(job)
+    rows_of_group = rows_of_image * algorithm.images_per_prompt
     trained = trained_bytes(job.model, EMBEDDED[job.model.name] if sized is None else sized.architecture)
-    have_room = memory is None or memory.have_room
+    recipe = _recipe(job, seconds, sent_bytes(job.model, trained))
+    step = StepWork(
+        groups=groups,
+        group_seconds=recipe.train_seconds / recipe.prompts,
+        passes_of_group=ceil(rows_of_group / rows),
+        groups_of_pass=max(1, rows // rows_of_group),
+        unit=algorithm.unit if isinstance(algorithm.unit, int) else 0,
+        trained_bytes=trained,
+        is_sharded=job.model.weights == "full",
+        gpu=trainer.accelerator,
+    )
+    if limits is None:
+        limits = limits_of(job.model.weights, have_room=memory is None or memory.have_room)
     return Resolved(
         job=job,
         workdir=workdir,
@@ -109,9 +125,8 @@ def resolve(job: Job, workdir: Path | None = None, limits: RankLimits | None = N
         memory=memory,
         seconds=seconds,
         trained_bytes=trained,
-        recipe=_recipe(
-            job, seconds, groups, rows, trained, limits or limits_of(job.model.weights, have_room=have_room)
-        ),
+        rows_of_image=rows_of_image,
+        recipe=replace(recipe, step=step, limits=limits),
     )
 
 
@@ -132,10 +147,10 @@ def _memory(job: Job, sized: SizedModel, ranks: int, usable: int | None) -> JobM
     )
 
 
-def _recipe(job: Job, seconds: JobSeconds | None, groups: int, rows: int, trained: int, limits: RankLimits) -> Recipe:
-    """Return the recipe of a job from the seconds of its model and GPUs, or a guess of a minute an iteration.
+def _recipe(job: Job, seconds: JobSeconds | None, copy_bytes: int) -> Recipe:
+    """Return the recipe of a job on one GPU from the seconds of its images, or a guess of a minute an iteration.
 
-    The trainer helps with rollouts at the speed of a rollout GPU. `rows`: of a training pass of one GPU.
+    The trainer helps with rollouts at the speed of a rollout GPU.
     """
     trainer, rollout, algorithm = job.resources.trainer, job.resources.rollout, job.algorithm
     assert algorithm.name != "auto", "EngineConfig replaces auto by the recommended algorithm"
@@ -154,9 +169,9 @@ def _recipe(job: Job, seconds: JobSeconds | None, groups: int, rows: int, traine
         ]
     else:
         gpu = rollout.accelerator
-        most, of_iterations = (
-            job.iterations * 2,
-            ("the job's own number; half and twice, because seeds of digits-ocr needed 22 to 60 (research notes rl 4)"),
+        most = job.iterations * 2
+        of_iterations = (
+            "the job's own number; half and twice, because seeds of digits-ocr needed 22 to 60 (research notes rl 4)"
         )
         measured_on = f"1 {gpu}"
         source = ", ".join(dict.fromkeys(f"{name} {of.basis} ({of.text})" for name, of in seconds.sources))
@@ -171,38 +186,24 @@ def _recipe(job: Job, seconds: JobSeconds | None, groups: int, rows: int, traine
         ]
     if job.exploration.mode == "in-path":
         never_run.append("exploration in-path is not in the figures: neither what it costs, nor what it saves")
-    rows_of_group = rows_of_an_image(job) * algorithm.images_per_prompt
     return Recipe(
-        cost=IterationCost(
-            prompts=prompts,
-            images_per_prompt=algorithm.images_per_prompt,
-            reserved_gpus=1,
-            rollout_gpu_seconds=rollout_seconds,
-            candidate_gpu_seconds=candidate_seconds,
-            train_seconds=train_seconds,
-            max_candidates=budget.candidates if isinstance(budget, CandidateBudget) else budget.max_candidates,
-        ),
+        prompts=prompts,
+        images_per_prompt=algorithm.images_per_prompt,
+        sampling_gpus=1,
+        rollout_gpu_seconds=rollout_seconds,
+        candidate_gpu_seconds=candidate_seconds,
+        train_seconds=train_seconds,
+        max_candidates=budget.candidates if isinstance(budget, CandidateBudget) else budget.max_candidates,
         iterations=Estimate(
             mean=job.iterations, low=job.iterations / 2, high=most, basis=Basis.ASSUMED, source=of_iterations
         ),
         explores=job.exploration.mode == "stale",
         rho=ASSUMED_RHO,
         gain_exponent=GAIN_EXPONENTS[algorithm.name],
-        copy_bytes=sent_bytes(job.model, trained),
+        copy_bytes=copy_bytes,
         measured_on=measured_on,
         source=source,
-        step=StepWork(
-            groups=groups,
-            group_seconds=train_seconds / prompts,
-            passes_of_group=ceil(rows_of_group / rows),
-            groups_of_pass=max(1, rows // rows_of_group),
-            unit=algorithm.unit if isinstance(algorithm.unit, int) else 0,
-            trained_bytes=trained,
-            is_sharded=job.model.weights == "full",
-            gpu=trainer.accelerator,
-        ),
         asked_ranks=job.runtime.trainer_ranks,
-        limits=limits,
         trainer_nodes=trainer.num_nodes,
         never_run=tuple(never_run),
     )

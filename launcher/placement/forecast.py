@@ -4,8 +4,15 @@ C = K [ T (P_T + sum over zones of n_z b_z) + e G m ]      (research notes cost 
 
 K: iterations. T: hours of an iteration. P_T: the trainer's price per hour, of all its nodes. e: traffic price per GB.
 G: GB of new weights. m: copies of the weights per iteration. n_z slots in zone z are each at work for a share u_z of
-the time and cost b_z an hour by the clock (`launcher/placement/value.py`). T and K follow from the GPUs at work over
-time (`launcher/placement/iteration_time.py`). C is the objective of every plan: two choices are compared by C alone.
+the time and cost b_z an hour by the clock (`launcher/placement/value.py`). T(n) and K(n) with n GPUs at work are the
+recipe's (`launcher/job/recipe.py`), and are averaged over the time with each n:
+
+hours = 1 / E[1 / (T K)]                           iterations far from the target count less
+c = T rate / (T(0) rate(0))                        cost of an iteration; spot pays iff K / K(0) < 1 / c
+
+A replay makes progress by the same T and K (`plan_cloud`: `pace_ms`). In the reference recipe c > 1: spot beside the
+trainer makes each iteration dearer, and is bought for the iterations that exploration saves. C is the objective of
+every plan: two choices are compared by C alone.
 """
 
 from dataclasses import dataclass, replace
@@ -16,15 +23,73 @@ from engine.events import Market
 from launcher.job.recipe import Recipe
 from launcher.market.estimate import Estimate
 from launcher.money import HOUR_MS
-from launcher.placement.iteration_time import (
-    GpusAtWork,
-    Progress,
-    candidates_per_prompt,
-    gain_of,
-    progress,
-)
 from launcher.placement.requirements import CloudRequirements, PricedPool, Site, in_one_region, revalued
 from launcher.placement.value import copies_micro_usd, gpu_variance, is_first_hour_free
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpusAtWork:
+    """Rollout GPUs at work: their mean and variance, and the fewest and the most there can be.
+
+    Whatever depends on the number is averaged over two extremes. Either the number is always the mean S, or all nodes
+    come and go together: `most` M for a share of the time, else `fewest` F. The weight of the second is V / ((S - F)
+    (M - S)), which is exact for V = 0, for one node, and for nodes that share every outage.
+    """
+
+    mean: float
+    variance: float = 0.0
+    fewest: float = 0.0
+    most: float = 0.0
+
+    @property
+    def weights(self) -> tuple[tuple[float, float], ...]:
+        """Return (share of time, GPUs) of each number that counts."""
+        spread = (self.mean - self.fewest) * (self.most - self.mean)
+        if spread <= 0 or self.variance <= 0:
+            return ((1.0, self.mean),)
+        together = min(1.0, self.variance / spread)
+        high = (self.mean - self.fewest) / (self.most - self.fewest)
+        return (
+            (1 - together, self.mean),
+            (together * high, self.most),
+            (together * (1 - high), self.fewest),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """Average progress of a run over the time with each number of GPUs."""
+
+    iteration_seconds: float
+    """Seconds of an iteration, over the iterations."""
+    iterations_share: float
+    """Iterations to the target over those without exploration."""
+
+    @property
+    def seconds(self) -> float:
+        """Return the seconds of the run over its iterations without exploration: T K / K(0)."""
+        return self.iteration_seconds * self.iterations_share
+
+
+def progress(recipe: Recipe, gpus: GpusAtWork, exponent: float) -> Progress:
+    """Return the progress: 1 / T = E[1 / T(n)], and K / K(0) so that 1 / (T K) = E[1 / (T(n) K(n))].
+
+    One node, there for half of the time: 100 s with it and 200 s without, so 133 s on average, and not 120 s, the
+    seconds with half a node.
+    """
+    iterations = done = 0.0
+    for part, number in gpus.weights:
+        seconds = recipe.seconds(number)
+        iterations += part / seconds
+        done += part / (seconds * recipe.iterations_share(recipe.candidates_per_prompt(number), exponent))
+    return Progress(iteration_seconds=1 / iterations, iterations_share=iterations / done)
+
+
+def quickest(recipe: Recipe, gpus: GpusAtWork, exponent: float) -> Progress:
+    """Return a bound: no variance, and no lower mean, makes more progress between the same `fewest` and `most`."""
+    spread = (gpus.mean - gpus.fewest) * (gpus.most - gpus.mean)
+    ends = (replace(gpus, variance=max(0.0, spread)), replace(gpus, variance=0.0), GpusAtWork(mean=gpus.fewest))
+    return min((progress(recipe, end, exponent) for end in ends), key=lambda found: found.seconds)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,7 +218,7 @@ def on_demand_outlook(needs: CloudRequirements, choice: Choice) -> Outlook:
 
 
 def _outlook(recipe: Recipe, gpus: GpusAtWork, micro_usd: int, ms: int) -> Outlook:
-    candidates = max(candidates_per_prompt(recipe, number) for _, number in gpus.weights)
+    candidates = max(recipe.candidates_per_prompt(number) for _, number in gpus.weights)
     made = progress(recipe, gpus, recipe.gain_exponent.mean)
     return Outlook(
         useful_gpus=gpus.mean,
@@ -161,7 +226,7 @@ def _outlook(recipe: Recipe, gpus: GpusAtWork, micro_usd: int, ms: int) -> Outlo
         iterations=recipe.iterations.mean * made.iterations_share,
         iterations_share=made.iterations_share,
         candidates_per_prompt=candidates,
-        variance_gain=gain_of(recipe.cost.images_per_prompt, candidates, recipe.rho),
+        variance_gain=recipe.gain(candidates),
         micro_usd_per_hour=round(micro_usd * HOUR_MS / ms),
         micro_usd=micro_usd,
         ms=ms,

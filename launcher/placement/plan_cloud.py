@@ -12,19 +12,29 @@ from dataclasses import replace
 from math import ceil
 
 from engine.events import Market
-from engine.exploration.value import IterationCost
 from launcher.exit_codes import BudgetError
+from launcher.job.recipe import Recipe
 from launcher.market.spells import ZoneSpells
 from launcher.money import HOUR_MS
 from launcher.placement.alternatives import elsewhere, fewer_or_more, other_policies, with_nodes
-from launcher.placement.cloud_plan import CloudPlan, ExplorationShare, Factors, PlanStandIns, PoolShare, Span
-from launcher.placement.forecast import Choice, Outlook, at_the_end, on_demand_outlook, outlook, share_at_work, sums
-from launcher.placement.iteration_time import (
+from launcher.placement.cloud_plan import (
+    CloudPlan,
+    ExplorationShare,
+    Factors,
+    PlanStandIns,
+    PoolShare,
+    Span,
     WhenSpotPays,
-    candidates_per_prompt,
-    iteration_seconds,
-    iterations_share,
+)
+from launcher.placement.forecast import (
+    Choice,
+    Outlook,
+    at_the_end,
+    on_demand_outlook,
+    outlook,
     progress,
+    share_at_work,
+    sums,
 )
 from launcher.placement.no_plan import nowhere, too_tight
 from launcher.placement.options import Option, SiteOptions
@@ -124,8 +134,8 @@ def _pace_ms(needs: CloudRequirements, choice: Choice, expected: Outlook) -> tup
     gpus = max((pool.workers for pool, _ in choice.pools), default=0)
     pace: list[int] = []
     for nodes in range(choice.nodes + 1):
-        share = iterations_share(recipe, candidates_per_prompt(recipe, nodes * gpus), recipe.gain_exponent.mean)
-        ms = round(1000 * iteration_seconds(recipe.cost, nodes * gpus) * share / expected.iterations_share)
+        share = recipe.iterations_share(recipe.candidates_per_prompt(nodes * gpus), recipe.gain_exponent.mean)
+        ms = round(1000 * recipe.seconds(nodes * gpus) * share / expected.iterations_share)
         pace.append(min([ms, *pace[-1:]]))
     return tuple(pace)
 
@@ -147,27 +157,27 @@ def _exploration(needs: CloudRequirements, choice: Choice, expected: Outlook) ->
     mean, low, high = (progress(recipe, gpus, e).iterations_share for e in (exponent.mean, exponent.high, exponent.low))
     return ExplorationShare(
         candidates_per_prompt=expected.candidates_per_prompt,
-        kept=recipe.cost.images_per_prompt,
+        kept=recipe.images_per_prompt,
         variance_gain=expected.variance_gain,
         rho=recipe.rho,
         iterations_share=replace(exponent, mean=mean, low=low, high=high),
-        nodes_without=_nodes_without_exploring(recipe.cost, choice.site),
+        nodes_without=_nodes_without_exploring(recipe, choice.site),
     )
 
 
-def _nodes_without_exploring(cost: IterationCost, site: Site) -> float:
+def _nodes_without_exploring(recipe: Recipe, site: Site) -> float:
     pools = site.zones or ((site.on_demand,) if site.on_demand is not None else ())
     rates = [pool.value.micro_usd_per_hour / pool.value.useful_share for pool in pools if pool.value.useful_share]
     if not rates:
         return 0.0
     gpus = pools[0].workers
-    images = cost.prompts * cost.images_per_prompt
+    images = recipe.prompts * recipe.images_per_prompt
     return square_root_rule(
-        images * cost.rollout_gpu_seconds / gpus / 3600,
-        cost.train_seconds / 3600,
+        images * recipe.rollout_gpu_seconds / gpus / 3600,
+        recipe.train_seconds / 3600,
         site.trainer_micro_usd_per_hour,
         min(rates),
-        assist_nodes=cost.reserved_gpus / gpus,
+        assist_nodes=recipe.sampling_gpus / gpus,
     )
 
 

@@ -12,7 +12,6 @@ from math import ceil
 from engine.schedule.choose import Allowed, best, with_early
 from engine.schedule.values import Gpus, Help, Rates, Work, lower_bound
 from engine.timing.figures import Figure, Source
-from engine.timing.job import rows_of_an_image
 from launcher.job.resolved import Resolved
 from launcher.placement.ranks import TrainerRanks
 
@@ -72,38 +71,33 @@ def plan_schedule(resolved: Resolved, trainer: TrainerRanks, *, rollout: int) ->
     `trainer`: the work of its GPUs. `rollout`: rollout GPUs at work.
     """
     job, recipe = resolved.job, resolved.recipe.on(trainer.gpus)
-    cost, algorithm, ranks, gpus = (
-        recipe.cost,
-        job.algorithm,
-        trainer.ranks,
-        Gpus(trainer=trainer.sampling, rollout=rollout),
-    )
-    rows = rows_of_an_image(job)
-    images = cost.prompts * cost.images_per_prompt
+    algorithm, ranks, rows = job.algorithm, trainer.ranks, resolved.rows_of_image
+    gpus = Gpus(trainer=trainer.sampling, rollout=rollout)
+    images = recipe.prompts * recipe.images_per_prompt
     source = Source(basis="assumed", text=recipe.source)
     # The training seconds are those of all ranks together, which the schedule takes for one GPU of the trainer. Each
     # pass of divided weights has collectives, so small passes cost more.
     gather = recipe.step.collective_seconds_of_pass(ranks) if recipe.step is not None else 0.0
     gathers = gather * recipe.step.passes(ranks) * algorithm.updates_per_batch if recipe.step is not None else 0.0
-    row_seconds = (cost.train_seconds - gathers) * gpus.trainer / (images * rows)
+    row_seconds = (recipe.train_seconds - gathers) * gpus.trainer / (images * rows)
     rates = Rates(
-        image=Figure(value=cost.rollout_gpu_seconds, source=source),
+        image=Figure(value=recipe.rollout_gpu_seconds, source=source),
         row=Figure(value=row_seconds, source=source),
         launch=Figure(value=gather, source=source),
-        publish=Figure(value=cost.sync_seconds, source=source),
+        publish=Figure(value=recipe.sync_seconds, source=source),
     )
     if images > MOST_IMAGES or rates.problems():
         return None
     work = Work(
-        groups=cost.prompts,
-        images=cost.images_per_prompt,
+        groups=recipe.prompts,
+        images=recipe.images_per_prompt,
         rows_of_image=rows,
         updates=algorithm.updates_per_batch,
         steps=job.sampler.steps,
         lease=job.runtime.shape,
         in_order=algorithm.order == "fixed",
     )
-    of_group = rows * cost.images_per_prompt
+    of_group = rows * recipe.images_per_prompt
     whole_step = work.groups_of_step
     unit = min(whole_step, ranks * max(1, algorithm.rows_per_forward // of_group))
     if isinstance(algorithm.unit, int):

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from launcher.money import HOUR_MS
-from launcher.placement.forecast import Caps, Choice, cost, paid, sums
-from launcher.placement.iteration_time import GpusAtWork, Progress, quickest
+from launcher.placement.forecast import Caps, Choice, GpusAtWork, Progress, cost, paid, quickest, sums
 from launcher.placement.requirements import CloudRequirements, Site, Spot
 from launcher.placement.value import most_in_one_zone
 

@@ -21,14 +21,7 @@ from launcher.job.recipe import Recipe
 from launcher.market.hazard import COLD_START_MS
 from launcher.market.spells import OUTAGE_SIGMA
 from launcher.money import HOUR_MS
-from launcher.placement.forecast import Choice, End, moved_site, paid, sums
-from launcher.placement.iteration_time import (
-    GpusAtWork,
-    candidates_per_prompt,
-    iteration_seconds,
-    iterations_share,
-    progress,
-)
+from launcher.placement.forecast import Choice, End, GpusAtWork, moved_site, paid, progress, sums
 from launcher.placement.price_of_waiting import (
     CHANGE_HOURS,
     MOST_OVER,
@@ -276,8 +269,8 @@ class _Run:
 
     def _per_hour(self, nodes: int) -> float:
         gpus = nodes * self.workers
-        share = iterations_share(self.recipe, candidates_per_prompt(self.recipe, gpus), self.exponent)
-        return 3600 / (iteration_seconds(self.recipe.cost, gpus) * share)
+        share = self.recipe.iterations_share(self.recipe.candidates_per_prompt(gpus), self.exponent)
+        return 3600 / (self.recipe.seconds(gpus) * share)
 
     def _seconds(self, at_work: float, gpus: float) -> float:
         """Return the seconds of an iteration, with the variance that is left if slots work for this share of time."""

@@ -98,7 +98,7 @@ def requirements(**more: Any) -> CloudRequirements:
     )
 
 
-ROLLING = replace(qwen_image_512(), cost=replace(qwen_image_512().cost, train_seconds=4.0))
+ROLLING = replace(qwen_image_512(), train_seconds=4.0)
 """Rollouts take 107 of 111 seconds here, so that a single spot node pays for itself."""
 
 
@@ -204,7 +204,7 @@ def test_a_plan_without_exploration_follows_the_square_root_rule():
     """Steady nodes at $2 in one zone, $7 for a trainer's GPU, 20 s of training beside 428 GPU-seconds of rollouts."""
     plan = plan_cloud(
         requirements(
-            recipe=replace(ROLLING, explores=False, copy_bytes=0, cost=replace(ROLLING.cost, train_seconds=20.0)),
+            recipe=replace(ROLLING, explores=False, copy_bytes=0, train_seconds=20.0),
             max_rollout_nodes=30,
         ),
         steady(TRAINER, ON_DEMAND, offer("a", 2.0)),

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.events import Market
-from engine.exploration import value as closed_form
+from engine.exploration.value import selection_gain, variance_gain
 from engine.trainer_ranks import RankLimits
 from launcher.job.recipe import GAIN_EXPONENTS
 from launcher.job.resolved import resolve
@@ -25,15 +25,8 @@ from launcher.market.hazard import (
 )
 from launcher.market.spells import chance_elsewhere
 from launcher.money import HOUR_MS
-from launcher.placement.iteration_time import (
-    GpusAtWork,
-    WhenSpotPays,
-    candidates_per_prompt,
-    iteration_seconds,
-    iterations_share,
-    progress,
-    quickest,
-)
+from launcher.placement.cloud_plan import WhenSpotPays
+from launcher.placement.forecast import GpusAtWork, progress, quickest
 from launcher.placement.requirements import cloud_requirements
 from launcher.placement.value import (
     COOL_MOST_MS,
@@ -306,24 +299,15 @@ def test_the_closed_forms_agree_with_the_table_of_the_notes(
 ):
     """Papers 6.2. The tolerance is half a unit of the last printed digit or 1 %, whichever is larger."""
     recipe = verl_omni()
-    cost = recipe.cost
-    found = iteration_seconds(cost, spot)
+    found = recipe.seconds(spot)
     assert found == pytest.approx(seconds, rel=0.01)
-    assert cost.train_seconds / found == pytest.approx(idle, rel=0.01)
-    assert spot * cost.train_seconds / cost.candidate_gpu_seconds == pytest.approx(explorable, rel=0.01)
-    assert candidates_per_prompt(recipe, spot) == pytest.approx(per_prompt, rel=0.01, abs=1)  # the table rounds up
+    assert recipe.train_seconds / found == pytest.approx(idle, rel=0.01)
+    assert spot * recipe.train_seconds / recipe.candidate_gpu_seconds == pytest.approx(explorable, rel=0.01)
+    assert recipe.candidates_per_prompt(spot) == pytest.approx(per_prompt, rel=0.01, abs=1)  # the table rounds up
     for discount, ratio, to_on_demand in ((0.69, at_69, on_demand_69), (0.77, at_77, on_demand_77)):
-        c = found * (4 + spot * (1 - discount)) / (iteration_seconds(cost, 0) * 4)
+        c = found * (4 + spot * (1 - discount)) / (recipe.seconds(0) * 4)
         assert c == pytest.approx(ratio, rel=0.01)
         assert (4 + spot * (1 - discount)) / (4 + spot) == pytest.approx(to_on_demand, rel=0.01)
-
-
-@given(st.integers(0, 64))
-def test_with_all_spot_gpus_present_the_engines_formula_applies(spot):
-    recipe = verl_omni()
-    assert iteration_seconds(recipe.cost, spot) == pytest.approx(closed_form.iteration_seconds(recipe.cost, spot))
-    each = closed_form.expected_exploration(recipe.cost, spot, 0.7).candidates_per_prompt
-    assert candidates_per_prompt(recipe, spot) == each
 
 
 def test_progress_is_averaged_over_the_time_with_each_number_of_gpus():
@@ -343,7 +327,7 @@ def test_exploration_counts_only_while_its_gpus_are_there():
     recipe = verl_omni()
     always = progress(recipe, GpusAtWork(mean=8.0, most=8.0), 0.5)
     half = progress(recipe, GpusAtWork(mean=4.0, variance=16.0, most=8.0), 0.5)
-    assert always.iterations_share == pytest.approx(iterations_share(recipe, 75, 0.5))
+    assert always.iterations_share == pytest.approx(recipe.iterations_share(75, 0.5))
     assert always.iterations_share < half.iterations_share < 1
 
 
@@ -356,37 +340,47 @@ def test_nothing_is_quicker_than_the_bound_of_a_search(mean, variance, exponent)
 
 
 def test_new_weights_are_waited_for_only_with_spot():
-    cost = replace(verl_omni().cost, sync_seconds=5.0)
-    assert iteration_seconds(cost, 0) == pytest.approx(360)
-    assert iteration_seconds(cost, 4) == pytest.approx(53.5 + 253 + 5)
+    recipe = replace(verl_omni(), sync_seconds=5.0)
+    assert recipe.seconds(0) == pytest.approx(360)
+    assert recipe.seconds(4) == pytest.approx(53.5 + 253 + 5)
+    assert recipe.candidates_per_prompt(8) < verl_omni().candidates_per_prompt(8)
+
+
+@pytest.mark.parametrize(
+    "more", [{"candidate_gpu_seconds": 2.0}, {"guard_seconds": 150.0}, {"sync_seconds": 300.0}, {"max_candidates": 512}]
+)
+def test_no_gain_if_no_more_candidates_fit_than_are_trained(more):
+    recipe = replace(verl_omni(), **more)
+    assert recipe.candidates_per_prompt(4) == 0
+    assert recipe.gain(0) == recipe.iterations_share(0, 0.5) == 1
 
 
 def test_another_trainer_type_scales_the_training_time():
     on_all = verl_omni(limits=RankLimits(most=8, sampling=8))
-    assert iteration_seconds(on_all.on(8).cost, 0) == pytest.approx(180)
+    assert on_all.on(8).seconds(0) == pytest.approx(180)
     assert on_all.on(4) == on_all
 
 
 def test_a_trainer_counts_as_many_gpus_as_the_engine_trains_on():
     recipe = verl_omni(limits=RankLimits(most=1))
     assert recipe.on(8) == recipe.on(1)
-    assert iteration_seconds(recipe.on(8).cost, 0) == pytest.approx(4 * 360)
+    assert recipe.on(8).seconds(0) == pytest.approx(4 * 360)
 
 
 def test_ranks_that_wait_take_no_part_in_rollouts():
     """8 ranks train for 1012 / 8 s, and one of them samples for 428 s."""
     recipe = verl_omni(limits=RankLimits(most=8, sampling=1))
-    assert iteration_seconds(recipe.on(8).cost, 0) == pytest.approx(428 + 126.5)
+    assert recipe.on(8).seconds(0) == pytest.approx(428 + 126.5)
 
 
 def test_exploration_reduces_the_number_of_iterations():
     """8 spot GPUs allow 75 candidates a prompt, of which 16 are kept: gain 1 + .49 (V - 1)."""
     recipe = verl_omni()
-    gain = closed_form.variance_gain(0.7, closed_form.selection_gain(16 / 75))
-    assert iterations_share(recipe, 75, 0.5) == pytest.approx(gain**-0.5)
-    assert iterations_share(recipe, 75, 0.0) == 1
-    assert iterations_share(recipe, 16, 0.5) == 1  # no choice between candidates
-    assert candidates_per_prompt(replace(recipe, explores=False), 8) == 0
+    gain = variance_gain(0.7, selection_gain(16 / 75))
+    assert recipe.iterations_share(75, 0.5) == pytest.approx(gain**-0.5)
+    assert recipe.iterations_share(75, 0.0) == 1
+    assert recipe.iterations_share(16, 0.5) == 1  # no choice between candidates
+    assert replace(recipe, explores=False).candidates_per_prompt(8) == 0
 
 
 def test_the_plan_states_what_spot_must_save():
@@ -439,10 +433,10 @@ def test_a_recipe_is_of_the_jobs_batch_and_of_measured_seconds():
     recipe = resolve(Job(**QWEN | {"sampler": SAMPLER, "model": QWEN["model"] | {"max_text_tokens": 256}})).recipe
     one = 2 * 0.0481  # with guidance
     assert recipe.iterations.mean == 200
-    assert recipe.cost.reserved_gpus == 1
-    assert recipe.cost.rollout_gpu_seconds == pytest.approx(10 * one + 0.02 * 512**2 / 1e6)
+    assert recipe.sampling_gpus == 1
+    assert recipe.rollout_gpu_seconds == pytest.approx(10 * one + 0.02 * 512**2 / 1e6)
     rows = 16 * 8 * 2  # 128 images, 2 trained steps each; after the first of 2 updates, a pass of the old policy
-    assert recipe.cost.train_seconds == pytest.approx(rows * one * (6.07 + 1.75 / 2))
+    assert recipe.train_seconds == pytest.approx(rows * one * (6.07 + 1.75 / 2))
     assert "passes measured (spotrl on one H100, 2026-11-22" in recipe.source
     assert "training measured (spotrl on one H100, 2026-11-26" in recipe.source
     assert recipe.never_run
@@ -467,7 +461,7 @@ def test_seconds_follow_the_gpu_the_size_and_the_algorithm():
     def cost(model, gpu, **more):
         resources = {role: {"accelerators": f"{gpu}:1"} for role in ("trainer", "rollout")}
         job = {"model": {"path": "there", "weights": "lora"} | model, "infra": "aws", "resources": resources}
-        return resolve(Job(**job | more)).recipe.cost
+        return resolve(Job(**job | more)).recipe
 
     on_h100, on_l40s = (cost({"name": "sd3"}, gpu) for gpu in ("H100", "L40S"))
     assert on_l40s.rollout_gpu_seconds > 1.5 * on_h100.rollout_gpu_seconds

@@ -92,10 +92,10 @@ def test_divided_weights_gather_in_every_pass_so_passes_with_fewer_rows_cost_mor
     assert cheap.step.passes(8) == 2
     gather = cheap.step.collective_seconds_of_pass(8)
     assert gather == pytest.approx(7 / 8 * 20_430_401_088 * (2 * 2 + 4) / (450e9 * LINK_SHARE.value), rel=1e-3)
-    assert small.seconds - large.seconds == pytest.approx(dear.cost.train_seconds - cheap.cost.train_seconds)
+    assert small.seconds - large.seconds == pytest.approx(dear.train_seconds - cheap.train_seconds)
     assert dear.step.collective_seconds(8) - cheap.step.collective_seconds(8) == pytest.approx(2 * gather)
-    rollouts = 16 * 8 * cheap.cost.rollout_gpu_seconds
-    assert large.seconds == pytest.approx(rollouts + cheap.cost.train_seconds)
+    rollouts = 16 * 8 * cheap.rollout_gpu_seconds
+    assert large.seconds == pytest.approx(rollouts + cheap.train_seconds)
 
 
 def test_a_smaller_unit_of_divided_weights_is_chosen_only_if_it_pays_for_its_collectives():

@@ -108,13 +108,13 @@ def test_a_step_has_the_groups_the_seconds_and_the_bytes_of_the_job(tmp_path):
     recipe = resolve(job, limits=EVERY_GPU).recipe
     assert recipe.step.groups == 8
     assert recipe.step.trained_bytes == 1_698_693_120 // 2
-    assert recipe.step.group_seconds * 16 == pytest.approx(recipe.cost.train_seconds)
-    four, alone = recipe.on(4).cost, recipe.on(1).cost
+    assert recipe.step.group_seconds * 16 == pytest.approx(recipe.train_seconds)
+    four, alone = recipe.on(4), recipe.on(1)
     assert ranks_of_nodes(recipe, 4).rounds == 2
     # Three quarters of the gradients, twice, and the weights, at half of NVLink's 450 GB/s.
     both_steps = 2 * (2 * 3 / 4 + 1) * 0.849346560 / 225
     assert four.train_seconds == pytest.approx(alone.train_seconds / 4 + both_steps)
-    assert four.reserved_gpus == alone.reserved_gpus == 1, "one rank samples"
+    assert four.sampling_gpus == alone.sampling_gpus == 1, "one rank samples"
 
 
 SHIPPED = {"model.name": "digits-ocr"}
@@ -135,7 +135,7 @@ def test_every_rank_samples_unless_full_weights_leave_no_room(tmp_path, model, g
     recipe = resolved.recipe
     ranks = ranks_of_nodes(recipe, 8)
     assert (ranks.ranks, ranks.sampling, ranks.waiting) == (8, sampling, 8 - sampling)
-    assert recipe.on(8).cost.reserved_gpus == sampling, "they share the rollouts, the trainer alone too"
+    assert recipe.on(8).sampling_gpus == sampling, "they share the rollouts, the trainer alone too"
     assert resolved.have_room == (sampling == 8)
     assert sampling_ranks(job, have_room=resolved.have_room) == sampling, "the engine agrees"
 
