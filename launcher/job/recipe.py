@@ -11,12 +11,16 @@ K over time (`launcher.placement.forecast`). Source: research notes papers 6.2 a
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import floor
+from typing import Literal
 
 from engine.algorithm_config import AlgorithmName
 from engine.exploration.value import selection_gain, variance_gain
 from engine.timing.ranks import StepWork
 from engine.trainer_ranks import ONE, Asked, RankLimits
 from launcher.market.estimate import Basis, Estimate
+
+End = Literal["good", "bad"]
+"""End of the interval of an uncertain figure."""
 
 
 def _exponent(mean: float, high: float, measured: str) -> Estimate:
@@ -99,6 +103,15 @@ class Recipe:
         seconds = self.train_seconds * self.sampling_gpus / (ranks * efficiency)
         sampling = min(ranks, self.limits.sampling)
         return replace(self, sampling_gpus=sampling, train_seconds=seconds)
+
+    def at_end(self, end: End) -> "Recipe":
+        """Return the recipe with the iterations and the gain of exploration at their good end, or at their bad end."""
+        is_good, iterations, exponent = end == "good", self.iterations, self.gain_exponent
+        return replace(
+            self,
+            iterations=replace(iterations, mean=iterations.low if is_good else iterations.high),
+            gain_exponent=replace(exponent, mean=exponent.high if is_good else exponent.low),
+        )
 
     def seconds(self, spot_gpus: float) -> float:
         """Return T in seconds with so many GPUs at work. 107 GPU-s x 4, R = 4: 53.5 s with 4 GPUs, and training."""

@@ -17,10 +17,9 @@ every plan: two choices are compared by C alone.
 
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import Literal
 
 from engine.events import Market
-from launcher.job.recipe import Recipe
+from launcher.job.recipe import End, Recipe
 from launcher.market.estimate import Estimate
 from launcher.money import HOUR_MS
 from launcher.placement.requirements import CloudRequirements, PricedPool, Site, in_one_region, revalued
@@ -168,53 +167,39 @@ def sums(choice: Choice) -> tuple[GpusAtWork, float, int]:
     return at_work, rate, copies
 
 
-def cost(
-    recipe: Recipe,
-    trainer_micro_usd_per_hour: int,
-    gpus: GpusAtWork,
-    nodes_micro_usd_per_hour: float,
-    copies: int,
-    iterations: float | None = None,
-    exponent: float | None = None,
-) -> tuple[int, int]:
+def cost(choice: Choice) -> tuple[int, int]:
     """Return C in micro-dollars and K T in milliseconds, both rounded up.
 
-    `iterations` and `exponent` default to the values of the recipe. The rate rises with the nodes' price and C with the
-    rate.
+    The rate rises with the nodes' price and C with the rate.
     """
-    exponent = recipe.gain_exponent.mean if exponent is None else exponent
-    hourly = trainer_micro_usd_per_hour + nodes_micro_usd_per_hour
-    return paid(recipe, progress(recipe, gpus, exponent), hourly, copies, iterations)
+    site, recipe = choice.site, choice.site.recipe
+    gpus, nodes_micro_usd_per_hour, copies = sums(choice)
+    made = progress(recipe, gpus, recipe.gain_exponent.mean)
+    return paid(recipe, made, site.trainer_micro_usd_per_hour + nodes_micro_usd_per_hour, copies)
 
 
-def paid(
-    recipe: Recipe, made: Progress, micro_usd_per_hour: float, copies: int, iterations: float | None = None
-) -> tuple[int, int]:
+def paid(recipe: Recipe, made: Progress, micro_usd_per_hour: float, copies: int) -> tuple[int, int]:
     """Return C in micro-dollars and K T in milliseconds for a progress and an hourly rate of all nodes."""
-    number = recipe.iterations.mean if iterations is None else iterations
+    number = recipe.iterations.mean
     hours = number * made.seconds / 3600
     traffic = number * made.iterations_share * copies_micro_usd(recipe.copy_bytes, copies)
     return ceil(hours * micro_usd_per_hour + traffic), ceil(hours * HOUR_MS)
 
 
-def outlook(needs: CloudRequirements, choice: Choice) -> Outlook:
+def outlook(choice: Choice) -> Outlook:
     """Return the forecast of a choice."""
-    recipe = needs.recipe.on(choice.site.trainer.gpus)
-    gpus, rate, copies = sums(choice)
-    micro_usd, ms = cost(recipe, choice.site.trainer_micro_usd_per_hour, gpus, rate, copies)
-    return _outlook(recipe, gpus, micro_usd, ms)
+    return _outlook(choice.site.recipe, sums(choice)[0], *cost(choice))
 
 
-def on_demand_outlook(needs: CloudRequirements, choice: Choice) -> Outlook:
+def on_demand_outlook(choice: Choice) -> Outlook:
     """Return the forecast of the same nodes on demand.
 
     The forecast favours on-demand nodes: no preemptions, and every node runs at once.
     """
-    recipe = needs.recipe.on(choice.site.trainer.gpus)
+    recipe = choice.site.recipe
     gpus = GpusAtWork(mean=sum(count * pool.workers for pool, count in choice.pools))
-    rate = sum(count * pool.on_demand_micro_usd_per_hour for pool, count in choice.pools)
-    micro_usd, ms = cost(recipe, choice.site.trainer_on_demand_micro_usd_per_hour, gpus, rate, sums(choice)[2])
-    return _outlook(recipe, gpus, micro_usd, ms)
+    made = progress(recipe, gpus, recipe.gain_exponent.mean)
+    return _outlook(recipe, gpus, *paid(recipe, made, choice.maximum_micro_usd_per_hour, sums(choice)[2]))
 
 
 def _outlook(recipe: Recipe, gpus: GpusAtWork, micro_usd: int, ms: int) -> Outlook:
@@ -233,29 +218,16 @@ def _outlook(recipe: Recipe, gpus: GpusAtWork, micro_usd: int, ms: int) -> Outlo
     )
 
 
-End = Literal["good", "bad"]
-
-
-def at_the_end(needs: CloudRequirements, choice: Choice, end: End) -> tuple[int, int]:
-    """Return micro-dollars and milliseconds with every uncertain figure at its good end, or at its bad end, at once.
+def moved_site(site: Site, end: End) -> Site:
+    """Return a site with every uncertain figure at its good end, or at its bad end, at once.
 
     Uncertain are the iterations, the saving by exploration, hazards, uptimes and cold starts. The good end also has the
     free first hour of AWS. The range is wider than a 90 % interval of all of them together.
     """
-    recipe = needs.recipe.on(choice.site.trainer.gpus)
-    site = moved_site(choice.site, end)
-    is_good = end == "good"
-    iterations = recipe.iterations.low if is_good else recipe.iterations.high
-    exponent = recipe.gain_exponent.high if is_good else recipe.gain_exponent.low
-    moved = replace(choice, site=site)
-    return cost(recipe, site.trainer_micro_usd_per_hour, *sums(moved), iterations=iterations, exponent=exponent)
-
-
-def moved_site(site: Site, end: End) -> Site:
-    """Return a site with the uncertain figures of every pool at an end."""
     steady = site.on_demand
     return replace(
         site,
+        recipe=site.recipe.at_end(end),
         zones=tuple(in_one_region([_moved(pool, end) for pool in site.zones])),
         on_demand=None if steady is None else _moved(steady, end),
     )

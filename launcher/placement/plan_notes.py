@@ -72,7 +72,7 @@ def notes_of(needs: CloudRequirements, choice: Choice) -> tuple[str, ...]:
 
 def _waiting_ranks(needs: CloudRequirements, choice: Choice, ranks: TrainerRanks) -> str:
     """Return what the ranks cost that wait for rollouts, with every rollout node at work."""
-    recipe = needs.recipe.on(ranks.gpus)
+    recipe = choice.site.recipe
     gpus = sum(count * pool.offer.gpus for pool, count in choice.pools)
     seconds = recipe.seconds(gpus) - recipe.train_seconds - (recipe.sync_seconds if gpus else 0.0)
     rate = choice.site.trainer_micro_usd_per_hour * ranks.waiting / ranks.all_gpus

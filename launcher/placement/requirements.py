@@ -269,10 +269,15 @@ class Site:
     """Spot pools, cheapest hour first."""
     on_demand: PricedPool | None
     left_out: tuple[LeftOut, ...]
-    trainer_nodes: int = 1
-    """Equal nodes of the trainer."""
+    recipe: Recipe
+    """The job's recipe on this trainer."""
     trainer_zones: tuple[PricedPool, ...] = ()
     """Spot pools of the trainer, cheapest hour first. Empty: the trainer is on demand."""
+
+    @property
+    def trainer_nodes(self) -> int:
+        """Return the number of equal nodes of the trainer."""
+        return self.recipe.trainer_nodes
 
     @property
     def planned_trainer(self) -> Offer:
@@ -315,7 +320,6 @@ def sites_of(needs: CloudRequirements, market: MarketView) -> tuple[tuple[Site, 
             left_out.append(LeftOut(what=f"{cloud} {region}", why=why))
             continue
         zones, on_demand, refused = _rollout_nodes(needs, market, offers)
-        nodes = needs.recipe.trainer_nodes
         for trainer in trainers:
             on_spot, no_spot = _trainer_zones(needs, market, offers, trainer)
             if needs.trainer_on_spot and not on_spot:
@@ -328,7 +332,7 @@ def sites_of(needs: CloudRequirements, market: MarketView) -> tuple[tuple[Site, 
                     zones=zones,
                     on_demand=on_demand,
                     left_out=(*refused, *no_spot),
-                    trainer_nodes=nodes,
+                    recipe=needs.recipe.on(trainer.gpus),
                     trainer_zones=on_spot,
                 )
             )

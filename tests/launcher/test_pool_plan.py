@@ -84,14 +84,14 @@ def test_a_plan_counts_fewer_workers_at_the_same_price(job):
     both = []
     for needs in (shared, own):
         (site,), _ = sites_of(needs, market)
-        both.append((needs, Choice(site=site, spot=(2, 1), on_demand=1)))
-    (gpus, rate, copies), (own_gpus, own_rate, own_copies) = (sums(choice) for _, choice in both)
+        both.append(Choice(site=site, spot=(2, 1), on_demand=1))
+    (gpus, rate, copies), (own_gpus, own_rate, own_copies) = map(sums, both)
     assert (own_gpus.mean, own_gpus.fewest) == pytest.approx((gpus.mean / 2, gpus.fewest / 2))
     assert own_gpus.most == pytest.approx(gpus.most / 2)
     assert own_gpus.variance == pytest.approx(gpus.variance / 4)
     assert (own_rate, own_copies) == (rate, copies)
     for forecast in (outlook, on_demand_outlook):
-        before, after = (forecast(*one) for one in both)
+        before, after = map(forecast, both)
         assert after.seconds_per_iteration > before.seconds_per_iteration
         assert after.micro_usd > before.micro_usd
     assert plan_cloud(own, market).time.expected > plan_cloud(shared, market).time.expected
