@@ -19,6 +19,7 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from launcher.exit_codes import Failure
 from launcher.job.load import load_job
+from launcher.job.resolved import resolve
 from launcher.ledger import models
 from launcher.ledger.store import find_run, open_ledger
 from launcher.market.offers import read_catalog
@@ -49,7 +50,7 @@ def plan(job: str | Path, **settings: Any) -> Plan | CloudPlan:
     check_ranks(checked)
     now_ms = time.time_ns() // 1_000_000
     if checked.job.clouds:
-        return cloud_plan(_ledger(), checked.job, home() / "catalogs", now_ms, checked.workdir)
+        return cloud_plan(_ledger(), resolve(checked.job, checked.workdir), home() / "catalogs", now_ms)
     return plan_local(
         checked.job, as_you_pay(read_catalog(), checked.job.price_overrides, checked.job.discounts, now_ms)
     )

@@ -13,6 +13,7 @@ tests.benchmarks.memory` compares them with what autograd keeps of the real diff
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache, partial
 
 from engine.memory.architecture import Architecture, image_tokens, text_tokens
 from engine.memory.blocks import double_block, outside_blocks, single_block, wan_block
@@ -47,6 +48,7 @@ class Parameters:
     """Numbers of the largest block."""
 
 
+@cache
 def parameters_of(architecture: Architecture, training: Training) -> Parameters:
     """Count the parameters of a transformer."""
     tallies = [tally for tally, _ in _blocks(architecture, training, 0, 0)]
@@ -60,6 +62,7 @@ def parameters_of(architecture: Architecture, training: Training) -> Parameters:
     )
 
 
+@cache
 def operations_of(architecture: Architecture, size: ImageSize) -> int:
     """Return the floating point operations of one forward pass of one image, without adapters.
 
@@ -71,6 +74,7 @@ def operations_of(architecture: Architecture, size: ImageSize) -> int:
     return inside + _outside(architecture, training, image, text).operations
 
 
+@cache
 def activations(
     architecture: Architecture,
     size: ImageSize,
@@ -114,14 +118,19 @@ def _blocks(a: Architecture, training: Training, image: int, text: int) -> Itera
     joint_bytes = (image + text) * a.width * training.compute_bytes
     if a.family == "wan":
         # The text is the same tensor in every block, so it is counted outside the blocks.
-        for _ in range(a.layers):
-            yield counted(lambda t: wan_block(t, a, image, text)), image * a.width * training.compute_bytes
+        block = counted(lambda t: wan_block(t, a, image, text))
+        yield from [(block, image * a.width * training.compute_bytes)] * a.layers
         return
-    for number in range(a.layers):
-        is_dual, text_ends = number < a.dual_layers, a.family == "sd3" and number == a.layers - 1
-        yield counted(lambda t: double_block(t, a, image, text, is_dual=is_dual, text_ends=text_ends)), joint_bytes  # noqa: B023
-    for _ in range(a.single_layers):
-        yield counted(lambda t: single_block(t, a, image + text)), joint_bytes
+    kinds = [(number < a.dual_layers, a.family == "sd3" and number == a.layers - 1) for number in range(a.layers)]
+    counts = {
+        (is_dual, text_ends): counted(
+            partial(double_block, a=a, image=image, text=text, is_dual=is_dual, text_ends=text_ends)
+        )
+        for is_dual, text_ends in dict.fromkeys(kinds)
+    }
+    yield from ((counts[kind], joint_bytes) for kind in kinds)
+    single = counted(lambda t: single_block(t, a, image + text))
+    yield from [(single, joint_bytes)] * a.single_layers
 
 
 def _outside(a: Architecture, training: Training, image: int, text: int) -> Tally:

@@ -19,15 +19,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from engine.memory.activations import activations, branches_of, parameters_of
-from engine.memory.architecture import Architecture, image_tokens, text_tokens
+from engine.memory.architecture import image_tokens
 from engine.memory.blocks import adapts_feed_forward
-from engine.memory.tally import FP32, Training
+from engine.memory.published import SizedModel
+from engine.memory.tally import FP32, HALF, Training
 from engine.model_folder import ImageSize
 
 GIB = 2**30
-
-HALF = 2
-"""Bytes of a bf16 number."""
 
 Role = Literal["trainer", "rollout"]
 
@@ -88,16 +86,6 @@ def usable_bytes(accelerator: str, gpu_memory_gib: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ModelSizes:
-    """A transformer, and the bytes of the frozen parts beside it."""
-
-    name: str
-    architecture: Architecture
-    text_encoder_bytes: int
-    vae_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Budget:
     """The memory of one GPU in one role. Bytes."""
 
@@ -141,7 +129,6 @@ class Budget:
 class Setting:
     """How a job uses its model."""
 
-    size: ImageSize
     training: Training
     is_checkpointed: bool
     is_guided: bool
@@ -167,7 +154,7 @@ class Setting:
         return GRADIENT_SETS + (FIXED_POINT_SETS if self.sums_exactly else 0)
 
 
-def trainer_budget(model: ModelSizes, setting: Setting) -> Budget:
+def trainer_budget(model: SizedModel, setting: Setting) -> Budget:
     """Return the memory of each GPU that trains."""
     if setting.training.is_full and setting.ranks > 1:
         return _sharded_budget(model, setting)
@@ -192,7 +179,7 @@ def trainer_budget(model: ModelSizes, setting: Setting) -> Budget:
                 "optimiser": MOMENTS * trained,
                 "average, old policy": copies * trained,
                 "gradients": setting.gradient_sets * trained,
-                "decoding beside training": decoding_bytes(setting.size, setting.images) if setting.ranks > 1 else 0,
+                "decoding beside training": decoding_bytes(model.size, setting.images) if setting.ranks > 1 else 0,
             }
         ),
         unit="row",
@@ -203,11 +190,11 @@ def trainer_budget(model: ModelSizes, setting: Setting) -> Budget:
     )
 
 
-def _kept_of_a_row(model: ModelSizes, setting: Setting) -> int:
+def _kept_of_a_row(model: SizedModel, setting: Setting) -> int:
     """Return the bytes that a training pass keeps for a row."""
     return activations(
         model.architecture,
-        setting.size,
+        model.size,
         setting.training,
         is_checkpointed=setting.is_checkpointed,
         is_guided=setting.is_guided,
@@ -215,7 +202,7 @@ def _kept_of_a_row(model: ModelSizes, setting: Setting) -> int:
     ).total
 
 
-def _sharded_budget(model: ModelSizes, setting: Setting) -> Budget:
+def _sharded_budget(model: SizedModel, setting: Setting) -> Budget:
     """Return the memory of each rank with full weights: fp32 shards, and gathered blocks in bf16 (FSDP2).
 
     Each rank reads its own part (engine/models/unread.py). A rank that samples holds all weights in bf16 meanwhile.
@@ -224,8 +211,8 @@ def _sharded_budget(model: ModelSizes, setting: Setting) -> Budget:
     shard = -(-FP32 * counts.transformer // setting.ranks)
     gathered, decoding = HALF * counts.transformer, 0
     if setting.sampled:
-        gathered += setting.sampled * denoising_bytes(model.architecture, setting)
-        decoding = decoding_bytes(setting.size, setting.sampled)
+        gathered += setting.sampled * denoising_bytes(model, setting)
+        decoding = decoding_bytes(model.size, setting.sampled)
     return Budget(
         role="trainer",
         parts=_present(
@@ -249,7 +236,7 @@ def _sharded_budget(model: ModelSizes, setting: Setting) -> Budget:
     )
 
 
-def rollout_budget(model: ModelSizes, setting: Setting) -> Budget:
+def rollout_budget(model: SizedModel, setting: Setting) -> Budget:
     """Return the memory of a GPU that rolls out images."""
     training, counts = setting.training, parameters_of(model.architecture, setting.training)
     adapters = FP32 * counts.adapters
@@ -265,8 +252,8 @@ def rollout_budget(model: ModelSizes, setting: Setting) -> Budget:
             }
         ),
         unit="image",
-        bytes_each=denoising_bytes(model.architecture, setting),
-        least_beside=decoding_bytes(setting.size, setting.images),
+        bytes_each=denoising_bytes(model, setting),
+        least_beside=decoding_bytes(model.size, setting.images),
         start=weights + adapters + model.vae_bytes + model.text_encoder_bytes,
         asked=setting.images,
         copy_if_room=counts.adapted * training.compute_bytes,
@@ -277,20 +264,15 @@ def _present(parts: Mapping[str, int]) -> dict[str, int]:
     return {name: count for name, count in parts.items() if count}
 
 
-def denoising_bytes(architecture: Architecture, setting: Setting) -> int:
+def denoising_bytes(model: SizedModel, setting: Setting) -> int:
     """Return the bytes that one image of a pass without gradients needs at its largest moment."""
-    rows = branches_of(architecture, is_guided=setting.is_guided) if setting.doubles_guidance else 1
-    return rows * _row_bytes(architecture, setting)
-
-
-def _row_bytes(a: Architecture, setting: Setting) -> int:
-    image = image_tokens(a, setting.size)
-    tokens = image + text_tokens(a.family, setting.size)
-    stream = tokens * a.width * setting.training.compute_bytes
+    a = model.architecture
+    rows = branches_of(a, is_guided=setting.is_guided) if setting.doubles_guidance else 1
+    stream = model.tokens * a.width * setting.training.compute_bytes
     if setting.training.is_full or not adapts_feed_forward(a):
-        return BUSY_STREAMS * stream
+        return rows * BUSY_STREAMS * stream
     # Beside the feed-forward's adapter: both streams, and the image normalised and scaled.
-    return max(BUSY_STREAMS * stream, ADAPTER_BYTES * image * a.mlp_width + 3 * stream)
+    return rows * max(BUSY_STREAMS * stream, ADAPTER_BYTES * image_tokens(a, model.size) * a.mlp_width + 3 * stream)
 
 
 def decoding_bytes(size: ImageSize, images: int) -> int:

@@ -1,6 +1,6 @@
 """The memory that a job needs, and what to change if it does not fit.
 
-    EngineConfig + folder of the model, if it is here -> sizes -> budgets of a trainer GPU and of a rollout GPU
+    EngineConfig + folder of the model, if it is here -> SizedModel -> budgets of a trainer GPU and of a rollout GPU
 
 Models that ship with spotrl have no budget: they fit everywhere.
 """
@@ -12,12 +12,12 @@ from typing import TypeVar, get_args
 
 from engine.config import VIDEO, EngineConfig, ModelConfig
 from engine.memory.activations import parameters_of
-from engine.memory.architecture import FRAMES_PER_LATENT, FamilyName, architecture_from, text_of
-from engine.memory.budget import HALF, Budget, ModelSizes, Setting, rollout_budget, trainer_budget
-from engine.memory.published import EMBEDDED, PUBLISHED, PublishedModel
+from engine.memory.architecture import FRAMES_PER_LATENT, Architecture, FamilyName, architecture_from, text_of
+from engine.memory.budget import Budget, Setting, rollout_budget, trainer_budget
+from engine.memory.published import EMBEDDED, PUBLISHED, SizedModel
 from engine.memory.scorers import scorer_bytes
-from engine.memory.tally import FP32, Training
-from engine.model_folder import FAMILIES, ImageSize, factors_of, image_size
+from engine.memory.tally import FP32, HALF, Training
+from engine.model_folder import factors_of, image_size
 from engine.model_parts import read_json
 
 Config = TypeVar("Config", bound=EngineConfig)
@@ -35,71 +35,58 @@ VARIANTS = {"14b": "Wan2.1-14B", "large": "SD3.5-large"}
 class JobMemory:
     """The budgets of a job."""
 
-    model: str
-    size: ImageSize
+    sized: SizedModel
     is_checkpointed: bool
     trainer: Budget
     rollout: Budget
-    is_published: bool
-    """True if the sizes are those of the published model, because its folder is not here."""
     model_bytes: int
     """Bytes of the published model's files. The files of a folder that is here may differ."""
     prompt_bytes: int
     """Bytes of an encoded prompt on a node's disk."""
-    trained_bytes: int
-    """Bytes of the trained weights in fp32."""
     have_room: bool
     """True if the GPU of every rank has room to sample beside the training of a row. With LoRA always."""
 
     @property
     def text(self) -> str:
         checkpointing = "on" if self.is_checkpointed else "off"
-        return f"{self.model}, {text_of(self.size)}, {self.size.text_tokens} text tokens, checkpointing {checkpointing}"
+        size = self.sized.size
+        return f"{self.sized.text}, {text_of(size)}, {size.text_tokens} text tokens, checkpointing {checkpointing}"
 
 
 def job_memory(
     config: EngineConfig,
-    folder: Path | None = None,
+    sized: SizedModel,
     *,
     ranks: int = 1,
     trainer_nodes: int = 1,
     rollout_gpus: int = 1,
     usable: int | None = None,
-) -> JobMemory | None:
-    """Return the memory of a job. None for models that ship with spotrl.
+) -> JobMemory:
+    """Return the memory of a job.
 
-    `folder`: the model's folder on this machine, if it is here. `ranks`: GPUs that train, on `trainer_nodes` equal
-    nodes. `rollout_gpus`: GPUs of a rollout node with a worker. `usable`: bytes of a trainer's GPU that tensors may
-    fill; None: not known, so with full weights only rank 0 samples.
-    Raises ValueError if the folder's `transformer/config.json` lacks a size.
+    `ranks`: GPUs that train, on `trainer_nodes` equal nodes. `rollout_gpus`: GPUs of a rollout node with a worker.
+    `usable`: bytes of a trainer's GPU that tensors may fill; None: not known, so with full weights only rank 0 samples.
     """
-    if config.model.name not in FAMILIES:
-        return None
-    published, sizes = sizes_of(config.model, folder)
-    setting = setting_of(config, ranks, rollout_gpus, folder=folder)
-    counts = parameters_of(sizes.architecture, setting.training)
-    file_bytes = published_model(config.model).file_bytes
+    setting = setting_of(config, ranks, rollout_gpus)
+    counts = parameters_of(sized.architecture, setting.training)
     scorers = scorer_bytes(config.reward, ranks // trainer_nodes)
-    trainer = _with_scorers(trainer_budget(sizes, setting), scorers)
+    trainer = _with_scorers(trainer_budget(sized, setting), scorers)
     have_room = not setting.training.is_full or ranks == 1
     if not have_room and usable is not None:
-        sampling = _with_scorers(trainer_budget(sizes, replace(setting, sampled=config.runtime.shape)), scorers)
+        sampling = _with_scorers(trainer_budget(sized, replace(setting, sampled=config.runtime.shape)), scorers)
         have_room = sampling.fitting(usable) > 0
         trainer = sampling if have_room else trainer
     return JobMemory(
-        model=sizes.name,
-        size=setting.size,
+        sized=sized,
         is_checkpointed=setting.is_checkpointed,
         trainer=trainer,
         rollout=_with_scorers(
-            rollout_budget(sizes, setting), scorer_bytes(config.reward, rollout_gpus, config.reward.pool_gpus)
+            rollout_budget(sized, setting), scorer_bytes(config.reward, rollout_gpus, config.reward.pool_gpus)
         ),
-        is_published=published,
-        model_bytes=((counts.transformer + counts.buffers) * HALF + sizes.text_encoder_bytes + sizes.vae_bytes)
-        * file_bytes
+        model_bytes=((counts.transformer + counts.buffers) * HALF + sized.text_encoder_bytes + sized.vae_bytes)
+        * sized.file_bytes
         // HALF,
-        prompt_bytes=setting.size.text_tokens * sizes.architecture.text_width * HALF,
-        trained_bytes=weights_bytes(config.model, folder),
+        prompt_bytes=sized.size.text_tokens * sized.architecture.text_width * HALF,
         have_room=have_room,
     )
 
@@ -109,13 +96,12 @@ def _with_scorers(budget: Budget, scorers: int) -> Budget:
     return replace(budget, parts={**budget.parts, "scorers": scorers}) if scorers else budget
 
 
-def setting_of(config: EngineConfig, ranks: int = 1, rollout_gpus: int = 1, *, folder: Path | None = None) -> Setting:
-    """Return how the job uses its model. `folder`: the model's folder on this machine, if it is here."""
+def setting_of(config: EngineConfig, ranks: int = 1, rollout_gpus: int = 1) -> Setting:
+    """Return how the job uses its model."""
     model, algorithm = config.model, config.algorithm
     is_full = model.weights == "full"
     exploring = [profile.shape for profile in config.exploration.profiles] if config.exploration.mode != "none" else []
     return Setting(
-        size=_size(model, folder),
         training=Training(
             rank=None if is_full else model.lora_rank, compute_bytes=FULL_COMPUTE_BYTES if is_full else HALF
         ),
@@ -139,66 +125,46 @@ def _communicators(config: EngineConfig, workers: int) -> int:
     return 1 if degree != "auto" or config.runtime.cfg_parallel else workers.bit_length() - 1
 
 
-def _size(model: ModelConfig, folder: Path | None) -> ImageSize:
-    return image_size(model, factors_of(model.name, folder) if folder is not None and _is_here(folder) else None)
+def sized_model(model: ModelConfig, folder: Path | None = None) -> SizedModel:
+    """Return the sizes of a model that does not ship with spotrl: of its folder, or as published.
 
-
-def _is_here(folder: Path) -> bool:
-    return (folder / "transformer" / "config.json").is_file()
-
-
-def sizes_of(model: ModelConfig, folder: Path | None) -> tuple[bool, ModelSizes]:
-    """Return whether the sizes are the published ones, and the sizes. `model`: not one that ships with spotrl."""
-    published = published_model(model)
-    is_here = folder is not None and _is_here(folder)
-    if folder is not None and is_here:
-        config, factors = read_json(folder / "transformer" / "config.json"), factors_of(model.name, folder)
-        architecture = replace(
-            architecture_from(published.family, config),
-            pixels_per_token=factors.vae * factors.patch,
-            frames_per_latent=factors.frames if model.name in VIDEO else FRAMES_PER_LATENT,
-        )
-    else:
-        architecture = published.architecture
-    name = published.name if architecture == published.architecture else f"{published.family} of {folder}"
-    return not is_here, ModelSizes(
-        name=name,
-        architecture=architecture,
-        text_encoder_bytes=published.text_encoder_parameters * HALF,
-        vae_bytes=published.vae_parameters * HALF,
-    )
-
-
-def published_model(model: ModelConfig) -> PublishedModel:
-    """Return the published model that the folder's name means, or the first of its family."""
-    assert model.name in get_args(FamilyName), f"{model.name} has no sizes (engine/memory/published.py)"
-    models = [published for published in PUBLISHED if published.family == model.name]
-    path = (model.path or "").lower()
-    named = [
-        published for word, name in VARIANTS.items() for published in models if published.name == name and word in path
-    ]
-    return [*named, *models][0]
-
-
-def weights_bytes(model: ModelConfig, folder: Path | None = None) -> int:
-    """Return the bytes of the trained weights in fp32: adapters, or all weights.
-
+    The published model is the one that the folder's name means, or the first of its family.
     `folder`: the model's folder on this machine, if it is here.
     Raises ValueError if the folder's `transformer/config.json` lacks a size.
     """
-    architecture = EMBEDDED[model.name] if model.name in EMBEDDED else sizes_of(model, folder)[1].architecture
+    assert model.name in get_args(FamilyName), f"{model.name} has no sizes (engine/memory/published.py)"
+    models = {published.name: published for published in PUBLISHED if published.family == model.name}
+    path = (model.path or "").lower()
+    named = [models[name] for word, name in VARIANTS.items() if name in models and word in path]
+    published = [*named, *models.values()][0]
+    if folder is None or not (folder / "transformer" / "config.json").is_file():
+        return published.at(image_size(model))
+    config, factors = read_json(folder / "transformer" / "config.json"), factors_of(model.name, folder)
+    architecture = replace(
+        architecture_from(published.family, config),
+        pixels_per_token=factors.vae * factors.patch,
+        frames_per_latent=factors.frames if model.name in VIDEO else FRAMES_PER_LATENT,
+    )
+    sized = published.at(image_size(model, factors))
+    is_as_published = architecture == sized.architecture
+    text = sized.text if is_as_published else f"{published.family} of {folder}"
+    return replace(sized, architecture=architecture, text=text)
+
+
+def trained_bytes(model: ModelConfig, architecture: Architecture) -> int:
+    """Return the bytes of the trained weights in fp32: adapters, or all weights."""
     is_full = model.weights == "full"
     counts = parameters_of(architecture, Training(rank=None if is_full else model.lora_rank))
     return FP32 * (counts.transformer if is_full else counts.adapters)
 
 
-def sent_bytes(model: ModelConfig, folder: Path | None = None) -> int:
-    """Return the bytes that a node gets with each new version. Raises as `weights_bytes`.
+def sent_bytes(model: ModelConfig, trained: int) -> int:
+    """Return the bytes that a node gets with each new version of so many trained bytes.
 
     Adapters of a model in bf16 are sent in bf16 (engine/models/merge.py). Shipped models and full weights are fp32.
     """
     in_half = model.weights == "lora" and model.name not in EMBEDDED
-    return weights_bytes(model, folder) * (HALF if in_half else FP32) // FP32
+    return trained * (HALF if in_half else FP32) // FP32
 
 
 def smaller_settings(config: Config, folder: Path | None = None) -> Iterator[tuple[str, Config]]:
@@ -210,7 +176,7 @@ def smaller_settings(config: Config, folder: Path | None = None) -> Iterator[tup
     def changed(**fields: object) -> Config:
         return config.model_copy(update={"model": config.model.model_copy(update=fields)})
 
-    model, size = config.model, _size(config.model, folder)
+    model, size = config.model, sized_model(config.model, folder).size
     if model.doubles_guidance and config.sampler.guidance != 1.0:
         yield "model.guidance_passes: two", changed(guidance_passes="two")
     if not model.recomputes:
@@ -219,7 +185,7 @@ def smaller_settings(config: Config, folder: Path | None = None) -> Iterator[tup
         yield "model.weights: lora", changed(weights="lora")
         if not model.recomputes:
             yield "model.weights: lora and model.checkpointing: on", changed(weights="lora", checkpointing="on")
-    usual = _size(ModelConfig(name=model.name, path=model.path), folder)
+    usual = sized_model(ModelConfig(name=model.name, path=model.path), folder).size
     smaller = replace(size, height=min(size.height, usual.height), width=min(size.width, usual.width))
     smaller = replace(smaller, frames=min(size.frames, usual.frames))
     if smaller != size:

@@ -9,7 +9,10 @@ these values on torch's meta device and compares the numbers of parameters (`pyt
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from engine.memory.architecture import Architecture, FamilyName, architecture_from
+from engine.memory.activations import operations_of
+from engine.memory.architecture import Architecture, FamilyName, architecture_from, image_tokens, text_tokens
+from engine.memory.tally import HALF
+from engine.model_folder import ImageSize
 
 T5_XXL = 4_762_310_656
 CLIP_L = 123_060_480
@@ -36,12 +39,53 @@ class PublishedModel:
     """Values of `transformer/config.json` that set sizes."""
     text_encoder_parameters: int
     vae_parameters: int
-    file_bytes: int = 2
+    file_bytes: int = HALF
     """Bytes of a number in the published files: bf16, or fp32."""
 
     @property
     def architecture(self) -> Architecture:
         return architecture_from(self.family, self.config)
+
+    def at(self, size: ImageSize) -> "SizedModel":
+        """Return the model at one size."""
+        return SizedModel(
+            model=self.name,
+            text=self.name,
+            architecture=self.architecture,
+            size=size,
+            text_encoder_bytes=self.text_encoder_parameters * HALF,
+            vae_bytes=self.vae_parameters * HALF,
+            file_bytes=self.file_bytes,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SizedModel:
+    """A model and the size of its images: all that its memory and its seconds follow from."""
+
+    model: str
+    """Name of the published model whose timings count."""
+    text: str
+    """The model in words: its published name, or its family and folder."""
+    architecture: Architecture
+    size: ImageSize
+    text_encoder_bytes: int
+    vae_bytes: int
+    file_bytes: int
+    """As of `PublishedModel`."""
+
+    @property
+    def operations(self) -> int:
+        """Return the floating point operations of a pass of one image, without guidance."""
+        return operations_of(self.architecture, self.size)
+
+    @property
+    def tokens(self) -> int:
+        return image_tokens(self.architecture, self.size) + text_tokens(self.architecture.family, self.size)
+
+    @property
+    def blocks(self) -> int:
+        return self.architecture.layers + self.architecture.single_layers
 
 
 QWEN_IMAGE = PublishedModel(

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from engine.memory.tally import FP32
+from engine.memory.tally import FP32, HALF
 from engine.reward_config import RewardConfig, ScorerConfig
 
 CLIP_L14, CLIP_H14, MASK2FORMER = 427_616_513, 986_109_441, 68_741_083
@@ -10,9 +10,6 @@ CLIP_L14, CLIP_H14, MASK2FORMER = 427_616_513, 986_109_441, 68_741_083
 
 HPSV3 = 7_748_610_610
 """Parameters of HPSv3: Qwen2-VL-7B without its output layer, 151,658 tokens, and the head; counted from the shapes."""
-
-HALF = 2
-"""Bytes of a bf16 number."""
 
 PARAMETERS = {"clip": CLIP_L14, "pickscore": CLIP_H14, "aesthetic": CLIP_L14, "hpsv3": HPSV3}
 

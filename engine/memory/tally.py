@@ -13,8 +13,8 @@ Counts are per row (one image at one step). Parameters are never counted as kept
 from dataclasses import dataclass
 from typing import Literal
 
-FP32 = 4
-"""Bytes of an fp32 number."""
+FP32, HALF = 4, 2
+"""Bytes of an fp32 number, and of a bf16 number."""
 
 NormKind = Literal["torch", "diffusers"]
 """`torch`: torch.nn.RMSNorm, one CUDA kernel. `diffusers`: a formula of several operations, which keeps more."""
@@ -26,7 +26,7 @@ class Training:
 
     rank: int | None
     """Rank of the low-rank adapters, whose numbers are fp32. None: every weight is trained."""
-    compute_bytes: int = 2
+    compute_bytes: int = HALF
     """Bytes of a number of the forward pass: 2 for bf16, 4 for fp32."""
 
     @property

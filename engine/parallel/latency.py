@@ -15,9 +15,10 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
+from engine.memory.published import SizedModel
 from engine.model_folder import ImageSize
 from engine.timing.figures import Software
-from engine.timing.seconds import SizedModel, image_seconds, published_at, shared_seconds
+from engine.timing.seconds import image_seconds, published_at, shared_seconds
 
 LAST = 32
 """Number of newest steps in the median. Enough steps to ignore a few slow steps, and few enough to notice new
@@ -38,7 +39,7 @@ def modelled_step_seconds(
 ) -> dict[int, float]:
     """Return the modelled seconds of a denoising step by degree, for use before any measurement.
 
-    sized     a published model at the size of a request (engine/timing/seconds.py)
+    sized     a published model at the size of a request (engine/memory/published.py)
     gpu       a GPU with a speed in engine/timing/figures.py
     forwards  forward passes per step: 2 with guidance
     raises    ValueError: a degree below 1, no forward pass, an unknown GPU

@@ -1,21 +1,18 @@
 """The seconds of a job's images: rolled out, tried, and trained, on the GPUs that the job names. Pure.
 
-    EngineConfig -> model and size (engine/memory/job.py) -> seconds of passes (seconds.py) -> seconds of an image
+    EngineConfig, SizedModel (engine/memory/job.py) -> seconds of passes (seconds.py) -> seconds of an image
 
 Models that ship with spotrl, and GPUs without a known speed, have no timings. Not counted: scoring, which a thread does
 beside the next images; text encoders, which encode a prompt once; the optimiser's step; evaluations.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from engine.config import EngineConfig
 from engine.memory.activations import branches_of
-from engine.memory.job import published_model, setting_of, sizes_of
-from engine.model_folder import FAMILIES
+from engine.memory.published import SizedModel
 from engine.timing.figures import STEP_PASSES, STEP_PASSES_FULL, STEP_PASSES_OTHERWISE, UNMERGED, Source
 from engine.timing.seconds import (
-    SizedModel,
     decode_seconds,
     known_speed,
     pass_seconds,
@@ -44,23 +41,16 @@ class JobSeconds:
     """The figures that were used, by name, each with its source."""
 
 
-def is_timed(config: EngineConfig, *gpus: str) -> bool:
-    """Return whether there are timings of the job's model, and a speed for each of the GPUs."""
-    return config.model.name in FAMILIES and all(known_speed(gpu) is not None for gpu in gpus)
-
-
 def job_seconds(
-    config: EngineConfig, *, trainer: str, rollout: str, rows: int | None = None, folder: Path | None = None
+    config: EngineConfig, sized: SizedModel, *, trainer: str, rollout: str, rows: int | None = None
 ) -> JobSeconds | None:
-    """Return the seconds of a job's images, or None without timings.
+    """Return the seconds of a job's images. None: a GPU has no known speed.
 
     trainer, rollout  GPU of the trainer and of rollout nodes
     rows              rows of a training pass that fit; None: as many as the job asks for
-    folder            the model's folder on this machine, if it is here
     """
-    if not is_timed(config, trainer, rollout):
+    if known_speed(trainer) is None or known_speed(rollout) is None:
         return None
-    sized = sized_model(config, folder)
     branches = branches_of(sized.architecture, is_guided=config.sampler.guidance != 1.0)
     steps, profile = config.sampler.steps, config.exploration.profiles[0]
     decoded = decode_seconds(sized.size, rollout)
@@ -83,15 +73,6 @@ def rows_of_an_image(config: EngineConfig) -> int:
     if config.algorithm.name == "diffusion-nft":
         return sampler.steps
     return sampler.steps - 1 if sampler.window is None else sampler.window.size
-
-
-def sized_model(config: EngineConfig, folder: Path | None) -> SizedModel:
-    """Return the published model whose timings count, with the sizes of the folder and of the job."""
-    _, sizes = sizes_of(config.model, folder)
-    published = published_model(config.model)
-    return SizedModel(
-        model=published.name, architecture=sizes.architecture, size=setting_of(config, folder=folder).size
-    )
 
 
 def _row_seconds(config: EngineConfig, sized: SizedModel, gpu: str, branches: int, rows: int | None) -> float:

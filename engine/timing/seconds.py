@@ -10,13 +10,10 @@ for the CPU, which launches its kernels, and takes at least the launch time.
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 
-from engine.memory.activations import operations_of
-from engine.memory.architecture import Architecture, image_tokens, text_tokens
-from engine.memory.published import PUBLISHED
+from engine.memory.published import PUBLISHED, SizedModel
 from engine.model_folder import ImageSize
 from engine.timing.figures import (
     ALL_TO_ALL_SECONDS,
@@ -44,34 +41,11 @@ from engine.timing.figures import (
 MEGA = 1e6
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SizedModel:
-    """A model at one size."""
-
-    model: str
-    """Name of the published model whose timings count (engine/memory/published.py)."""
-    architecture: Architecture
-    size: ImageSize
-
-    @property
-    def operations(self) -> int:
-        """Return the floating point operations of a pass of one image, without guidance."""
-        return operations_of(self.architecture, self.size)
-
-    @property
-    def tokens(self) -> int:
-        return image_tokens(self.architecture, self.size) + text_tokens(self.architecture.family, self.size)
-
-    @property
-    def blocks(self) -> int:
-        return self.architecture.layers + self.architecture.single_layers
-
-
 def published_at(model: str, size: ImageSize) -> SizedModel:
     """Return a published model at a size. Raises ValueError for an unknown name."""
     for published in PUBLISHED:
         if published.name == model:
-            return SizedModel(model=model, architecture=published.architecture, size=size)
+            return published.at(size)
     raise ValueError(f"{model} is no published model; known are {', '.join(published.name for published in PUBLISHED)}")
 
 

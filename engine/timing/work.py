@@ -9,8 +9,9 @@ from pathlib import Path
 
 from engine.config import EngineConfig
 from engine.memory.activations import branches_of
+from engine.memory.job import sized_model
 from engine.model_folder import FAMILIES
-from engine.timing.job import rows_of_an_image, sized_model
+from engine.timing.job import rows_of_an_image
 
 START_SECONDS = 6.0
 """Seconds until a coordinator answers, most of them for imports."""
@@ -75,8 +76,7 @@ def work_seconds(config: EngineConfig) -> WorkSeconds:
     """
     if config.model.name not in FAMILIES:
         return SHIPPED.get(config.model.name, NO_SECONDS)
-    folder = Path(config.model.path) if config.model.path is not None else None
-    sized = sized_model(config, folder if folder is not None and folder.is_dir() else None)
+    sized = sized_model(config.model, None if config.model.path is None else Path(config.model.path))
     branches = branches_of(sized.architecture, is_guided=config.sampler.guidance != 1.0)
     image = branches * sized.operations / OPERATIONS_PER_SECOND
     return WorkSeconds(

@@ -139,12 +139,13 @@ def _clouds(
 
 
 def _plan(checked: CheckedJob) -> Plan:
+    from launcher.job.resolved import resolve
     from launcher.placement.ranks import check_ranks
     from launcher.services.planning import cloud_plan  # imports numpy and the planner
 
     check_ranks(checked)
     return cloud_plan(
-        open_ledger(ledger_path(), is_held), checked.job, home() / "catalogs", _now_ms(), checked.workdir
+        open_ledger(ledger_path(), is_held), resolve(checked.job, checked.workdir), home() / "catalogs", _now_ms()
     ).as_plan()
 
 

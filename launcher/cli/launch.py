@@ -37,12 +37,12 @@ from launcher.exit_codes import BudgetError, ExitCode, Failure
 from launcher.job.checked import CheckedJob, JobError
 from launcher.job.hub import download_model
 from launcher.job.load import load_job
+from launcher.job.resolved import Resolved, resolve
 from launcher.job.schema import Job
 from launcher.ledger.models import LOCAL, Run
 from launcher.market.offers import Offer, read_catalog
 from launcher.money import hourly
 from launcher.placement.cloud_plan import Span, cloud_plan_json
-from launcher.placement.memory import ranks_have_room
 from launcher.placement.plan import Plan, plan_local
 from launcher.placement.ranks import check_ranks
 from launcher.placement.sharing import check_sp_degree
@@ -240,25 +240,26 @@ def launch(
     if kept is not None:
         refuse_changes(kept.file, kept.plan, job_changes(kept.plan, checked))
     _check_name_is_free(sessions, checked)
-    check_sp_degree(checked)
     check_ranks(checked)
+    resolved = resolve(checked.job, checked.workdir)
+    check_sp_degree(checked, resolved.sized)
     if service:
         check_service(checked.job, os.environ)
     weights = _find_weights(sessions, checked, out)
     weights_file = None if weights is None else weights.file
     warnings: list[str] = []
     if checked.job.clouds:
-        planned, warnings = _plan_on_clouds(sessions, checked, out, explain, allow_old_prices, kept)
+        planned, warnings = _plan_on_clouds(sessions, checked, resolved, out, explain, allow_old_prices, kept)
         with working(out, "Looking for prompts that the model would cut"):
             of_prompts = ask_prompt_warnings(checked)
         _print_warnings(out, of_prompts)
         warnings += of_prompts
         if not dry_run:
             if closed := _closed_regions(checked, planned.plan, out):
-                planned, _ = _plan_on_clouds(sessions, checked, out, explain, allow_old_prices, kept, closed)
+                planned, _ = _plan_on_clouds(sessions, checked, resolved, out, explain, allow_old_prices, kept, closed)
             warnings += _check_clouds(checked, planned.plan, out, allow_old_prices, weights_file)
     else:
-        planned = _plan_here(checked, out, explain, kept)
+        planned = _plan_here(resolved, out, explain, kept)
         warnings += _check_on_this_machine(checked, out, weights_file)
     if strict and warnings and not dry_run:
         raise Warned(f"{len(warnings)} warnings, and --strict; nothing was started:\n  " + "\n  ".join(warnings))
@@ -337,6 +338,7 @@ class _Planned:
 def _plan_on_clouds(
     sessions: sessionmaker[Session],
     checked: CheckedJob,
+    resolved: Resolved,
     out: Console,
     explain: bool,
     allow_old_prices: bool,
@@ -349,12 +351,12 @@ def _plan_on_clouds(
     """
     job, now_ms = checked.job, time.time_ns() // 1_000_000
     more: Iterable[str] = ()
-    of_job = (sessions, job, home() / "catalogs", now_ms)
+    catalogs = home() / "catalogs"
     if kept is not None:
-        planned = _kept_plan(kept, cloud_offers(*of_job, closed)[0], closed or {})
+        planned = _kept_plan(kept, cloud_offers(sessions, job, catalogs, now_ms, closed)[0], closed or {})
         warnings = list(plan_warnings(checked, planned.plan.slots, now_ms, allow_old_prices))
     else:
-        whole = (*of_job, checked.workdir, closed)
+        whole = (sessions, resolved, catalogs, now_ms, closed)
         with working(out, "Planning: prices of all regions, then replays on generated markets"):
             on_clouds = with_replays(cloud_plan(*whole), job, plan_with_other_trainer(*whole))
         warnings = list(plan_warnings(checked, on_clouds.slots, now_ms, allow_old_prices))
@@ -375,16 +377,14 @@ def _plan_on_clouds(
     return planned, warnings
 
 
-def _plan_here(checked: CheckedJob, out: Console, explain: bool, kept: _Kept | None) -> _Planned:
+def _plan_here(resolved: Resolved, out: Console, explain: bool, kept: _Kept | None) -> _Planned:
     """Plan the nodes on this machine, or take the kept plan, and print the plan."""
-    job = checked.job
-    offers = _own_prices(job, read_catalog())
+    job = resolved.job
+    offers = as_you_pay(read_catalog(), job.price_overrides, job.discounts, time.time_ns() // 1_000_000)
     if kept is not None:
         planned = _kept_plan(kept, offers)
     else:
-        plan = plan_local(job, offers)
-        folder = None if job.model.path is None else checked.workdir / job.model.path
-        plan = replace(plan, ranks_have_room=ranks_have_room(job, folder))
+        plan = replace(plan_local(job, offers), ranks_have_room=resolved.have_room)
         planned = _Planned(plan=plan, printed=plan_dict(plan), screen=tuple(local_screen(job, plan)))
     check_budget(planned.plan)
     _print_plan(out, planned.screen, plan_lines(job, planned.plan) if explain else ())
@@ -503,11 +503,6 @@ def _prepare_folder(checked: CheckedJob, out: Console) -> None:
     name = checked.job.name
     say = partial(out.print, highlight=False, markup=False, soft_wrap=True)
     prepare_folder(runs_folder() / name, checked.job, cloud_apis(checked.job.clouds), checked.workdir, say)
-
-
-def _own_prices(job: Job, offers: Sequence[Offer]) -> Sequence[Offer]:
-    """Return the offers with the job's price overrides and discounts applied."""
-    return as_you_pay(offers, job.price_overrides, job.discounts, time.time_ns() // 1_000_000)
 
 
 def check_budget(plan: Plan) -> None:

@@ -20,6 +20,7 @@ from launcher.decide.launch_history import MoveRules
 from launcher.exit_codes import ExitCode, Failure
 from launcher.job.checked import CheckedJob, JobError
 from launcher.job.load import load_job
+from launcher.job.resolved import resolve
 from launcher.ledger.models import Run
 from launcher.ledger.store import open_ledger
 from launcher.money import HOUR_MS, duration
@@ -116,7 +117,9 @@ def simulate(
     if not checked.job.clouds:
         raise JobError(f"{checked.job.name} runs on this machine, which has no market", "name clouds: --infra aws,gcp")
     check_ranks(checked)
-    on_clouds = cloud_plan(sessions, checked.job, home() / "catalogs", time.time_ns() // 1_000_000, checked.workdir)
+    on_clouds = cloud_plan(
+        sessions, resolve(checked.job, checked.workdir), home() / "catalogs", time.time_ns() // 1_000_000
+    )
     plan, limit_ms = on_clouds.as_plan(), on_clouds.deadline_ms
     markets = (
         generated_markets(plan, on_clouds.zones, limit_ms)

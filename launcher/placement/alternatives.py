@@ -22,7 +22,7 @@ def fewer_or_more(needs: CloudRequirements, choice: Choice, expected: Outlook) -
         other = with_nodes(needs, choice.site, nodes)
         if other is None:
             continue
-        there = outlook(needs, other)
+        there = outlook(other)
         few, more = (there, expected) if nodes < choice.nodes else (expected, there)
         marginal = marginal_node(
             few.ms / HOUR_MS, more.ms / HOUR_MS, few.micro_usd * HOUR_MS / few.ms, more.micro_usd * HOUR_MS / more.ms
@@ -80,7 +80,7 @@ def _at_its_best(needs: CloudRequirements, site: Site, expected: Outlook) -> Alt
     found = cheapest_choice(needs, (site,), Caps.of(needs))
     if found is None:
         return Alternative(what=_name(site), why_not=NOTHING_THERE)
-    there = outlook(needs, found.choice)
+    there = outlook(found.choice)
     return Alternative(
         what=f"{_name(site)}: {rollout_nodes(found.choice.nodes)}",
         why_not=difference(there.micro_usd, there.ms, expected),
@@ -103,7 +103,7 @@ def other_policies(needs: CloudRequirements, situation: Situation, expected: Out
         if choice is None:
             alternatives.append(Alternative(what=f"policy {policy}", why_not="nothing it chooses keeps the limits"))
             continue
-        there = outlook(needs, choice)
+        there = outlook(choice)
         alternatives.append(
             Alternative(
                 what=f"policy {policy}: {rollout_nodes(choice.nodes)} in {choice.site.name}",

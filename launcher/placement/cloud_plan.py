@@ -8,7 +8,6 @@ from engine.events import Market
 from launcher.market.estimate import Estimate
 from launcher.market.spells import ZoneSpells
 from launcher.money import HOUR_MS
-from launcher.placement.iteration_time import WhenSpotPays
 from launcher.placement.memory import GpuMemory
 from launcher.placement.options import SiteOptions
 from launcher.placement.plan import Plan, Slot
@@ -59,6 +58,50 @@ class ExplorationShare:
     """Share of the iterations that remains with exploration."""
     nodes_without: float
     """Rollout nodes that would pay without exploration, by the square-root rule at the price of a useful hour."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WhenSpotPays:
+    """Prediction before the run: do rollout nodes beside the trainer pay?"""
+
+    gpus: float
+    """Rollout GPUs at work on average."""
+    market: str
+    """Capacity type of the rollout nodes: spot, on-demand, or both."""
+    cost_ratio: float
+    """c: dollars of an iteration over the dollars of an iteration with the trainer alone."""
+    iterations_share: float
+    """Expected share of the iterations that remains with exploration."""
+
+    @property
+    def costs_more(self) -> bool:
+        """Return whether an iteration gets dearer: c > 1."""
+        return self.cost_ratio > 1
+
+    @property
+    def pays_below(self) -> float:
+        """Return 1 / c: spot pays if fewer than this share of the iterations are needed."""
+        return 1 / self.cost_ratio
+
+    @property
+    def pays(self) -> bool:
+        """Return whether K / K(0) < 1 / c."""
+        return self.iterations_share < self.pays_below
+
+    def statement(self) -> str:
+        """Return the prediction for people.
+
+        The figures come from the plan; only the run shows the saved iterations.
+        """
+        gpus = f"{self.gpus:.3g} {self.market} GPUs (there on average)"
+        if not self.costs_more:
+            return f"with {gpus} an iteration costs x{self.cost_ratio:.2f} of the trainer alone: it pays by itself"
+        verdict = "expected" if self.pays else "not expected"
+        return (
+            f"adding {gpus} makes an iteration cost x{self.cost_ratio:.2f} of the trainer alone; it pays only if "
+            f"exploration saves more than {1 - self.pays_below:.0%} of the iterations "
+            f"({verdict}: {1 - self.iterations_share:.0%})"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

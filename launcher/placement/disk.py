@@ -7,8 +7,7 @@ same, because local NVMe may be in use or fail.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from engine.memory.job import JobMemory
-from launcher.job.schema import Job
+from launcher.job.resolved import Resolved
 from launcher.market.side_prices import DISK_GIB
 from launcher.placement.cloud_plan import CloudPlan
 from launcher.placement.options import Option, SiteOptions
@@ -52,18 +51,19 @@ class BootDisk:
         return -(-sum(self.parts.values()) // GIB)
 
 
-def boot_disk(job: Job, memory: JobMemory | None, model_bytes: int | None) -> BootDisk:
+def boot_disk(resolved: Resolved, model_bytes: int | None) -> BootDisk:
     """Return the disk that a job's nodes get. Raises PlacementError if the job names a size that is too small.
 
-    `memory`: None for models that ship with spotrl. `model_bytes`: size of the model's files that are sent to nodes;
-    None if the folder is not here, and the published model's size counts.
+    `model_bytes`: size of the model's files that are sent to nodes; None if the folder is not here, and the published
+    model's size counts.
     """
+    job, memory = resolved.job, resolved.memory
     parts = {"machine image": IMAGE_GIB * GIB, "environment": ENVIRONMENT_GIB * GIB, "run": RUN_GIB * GIB}
     if memory is not None:
         prompts = min(job.iterations * job.algorithm.prompts_per_batch, MOST_PROMPTS)
         parts["model"] = memory.model_bytes if model_bytes is None else model_bytes
         parts["encoded prompts"] = prompts * memory.prompt_bytes
-        parts["trained weights"] = TRAINED_COPIES * memory.trained_bytes
+        parts["trained weights"] = TRAINED_COPIES * resolved.trained_bytes
     parts["file system"] = sum(parts.values()) * (100 - FILES_PERCENT) // FILES_PERCENT
     asked, needed = job.resources.disk_gb, BootDisk(gib=0, parts=parts).needed_gib
     if asked is not None and asked < needed:

@@ -4,27 +4,91 @@ C = K [ T (P_T + sum over zones of n_z b_z) + e G m ]      (research notes cost 
 
 K: iterations. T: hours of an iteration. P_T: the trainer's price per hour, of all its nodes. e: traffic price per GB.
 G: GB of new weights. m: copies of the weights per iteration. n_z slots in zone z are each at work for a share u_z of
-the time and cost b_z an hour by the clock (`launcher/placement/value.py`). T and K follow from the GPUs at work over
-time (`launcher/placement/iteration_time.py`). C is the objective of every plan: two choices are compared by C alone.
+the time and cost b_z an hour by the clock (`launcher/placement/value.py`). T(n) and K(n) with n GPUs at work are the
+recipe's (`launcher/job/recipe.py`), and are averaged over the time with each n:
+
+hours = 1 / E[1 / (T K)]                           iterations far from the target count less
+c = T rate / (T(0) rate(0))                        cost of an iteration; spot pays iff K / K(0) < 1 / c
+
+A replay makes progress by the same T and K (`plan_cloud`: `pace_ms`). In the reference recipe c > 1: spot beside the
+trainer makes each iteration dearer, and is bought for the iterations that exploration saves. C is the objective of
+every plan: two choices are compared by C alone.
 """
 
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import Literal
 
 from engine.events import Market
+from launcher.job.recipe import End, Recipe
 from launcher.market.estimate import Estimate
 from launcher.money import HOUR_MS
-from launcher.placement.iteration_time import (
-    GpusAtWork,
-    Progress,
-    Recipe,
-    candidates_per_prompt,
-    gain_of,
-    progress,
-)
 from launcher.placement.requirements import CloudRequirements, PricedPool, Site, in_one_region, revalued
 from launcher.placement.value import copies_micro_usd, gpu_variance, is_first_hour_free
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpusAtWork:
+    """Rollout GPUs at work: their mean and variance, and the fewest and the most there can be.
+
+    Whatever depends on the number is averaged over two extremes. Either the number is always the mean S, or all nodes
+    come and go together: `most` M for a share of the time, else `fewest` F. The weight of the second is V / ((S - F)
+    (M - S)), which is exact for V = 0, for one node, and for nodes that share every outage.
+    """
+
+    mean: float
+    variance: float = 0.0
+    fewest: float = 0.0
+    most: float = 0.0
+
+    @property
+    def weights(self) -> tuple[tuple[float, float], ...]:
+        """Return (share of time, GPUs) of each number that counts."""
+        spread = (self.mean - self.fewest) * (self.most - self.mean)
+        if spread <= 0 or self.variance <= 0:
+            return ((1.0, self.mean),)
+        together = min(1.0, self.variance / spread)
+        high = (self.mean - self.fewest) / (self.most - self.fewest)
+        return (
+            (1 - together, self.mean),
+            (together * high, self.most),
+            (together * (1 - high), self.fewest),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """Average progress of a run over the time with each number of GPUs."""
+
+    iteration_seconds: float
+    """Seconds of an iteration, over the iterations."""
+    iterations_share: float
+    """Iterations to the target over those without exploration."""
+
+    @property
+    def seconds(self) -> float:
+        """Return the seconds of the run over its iterations without exploration: T K / K(0)."""
+        return self.iteration_seconds * self.iterations_share
+
+
+def progress(recipe: Recipe, gpus: GpusAtWork, exponent: float) -> Progress:
+    """Return the progress: 1 / T = E[1 / T(n)], and K / K(0) so that 1 / (T K) = E[1 / (T(n) K(n))].
+
+    One node, there for half of the time: 100 s with it and 200 s without, so 133 s on average, and not 120 s, the
+    seconds with half a node.
+    """
+    iterations = done = 0.0
+    for part, number in gpus.weights:
+        seconds = recipe.seconds(number)
+        iterations += part / seconds
+        done += part / (seconds * recipe.iterations_share(recipe.candidates_per_prompt(number), exponent))
+    return Progress(iteration_seconds=1 / iterations, iterations_share=iterations / done)
+
+
+def quickest(recipe: Recipe, gpus: GpusAtWork, exponent: float) -> Progress:
+    """Return a bound: no variance, and no lower mean, makes more progress between the same `fewest` and `most`."""
+    spread = (gpus.mean - gpus.fewest) * (gpus.most - gpus.mean)
+    ends = (replace(gpus, variance=max(0.0, spread)), replace(gpus, variance=0.0), GpusAtWork(mean=gpus.fewest))
+    return min((progress(recipe, end, exponent) for end in ends), key=lambda found: found.seconds)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,57 +167,43 @@ def sums(choice: Choice) -> tuple[GpusAtWork, float, int]:
     return at_work, rate, copies
 
 
-def cost(
-    recipe: Recipe,
-    trainer_micro_usd_per_hour: int,
-    gpus: GpusAtWork,
-    nodes_micro_usd_per_hour: float,
-    copies: int,
-    iterations: float | None = None,
-    exponent: float | None = None,
-) -> tuple[int, int]:
+def cost(choice: Choice) -> tuple[int, int]:
     """Return C in micro-dollars and K T in milliseconds, both rounded up.
 
-    `iterations` and `exponent` default to the values of the recipe. The rate rises with the nodes' price and C with the
-    rate.
+    The rate rises with the nodes' price and C with the rate.
     """
-    exponent = recipe.gain_exponent.mean if exponent is None else exponent
-    hourly = trainer_micro_usd_per_hour + nodes_micro_usd_per_hour
-    return paid(recipe, progress(recipe, gpus, exponent), hourly, copies, iterations)
+    site, recipe = choice.site, choice.site.recipe
+    gpus, nodes_micro_usd_per_hour, copies = sums(choice)
+    made = progress(recipe, gpus, recipe.gain_exponent.mean)
+    return paid(recipe, made, site.trainer_micro_usd_per_hour + nodes_micro_usd_per_hour, copies)
 
 
-def paid(
-    recipe: Recipe, made: Progress, micro_usd_per_hour: float, copies: int, iterations: float | None = None
-) -> tuple[int, int]:
+def paid(recipe: Recipe, made: Progress, micro_usd_per_hour: float, copies: int) -> tuple[int, int]:
     """Return C in micro-dollars and K T in milliseconds for a progress and an hourly rate of all nodes."""
-    number = recipe.iterations.mean if iterations is None else iterations
+    number = recipe.iterations.mean
     hours = number * made.seconds / 3600
     traffic = number * made.iterations_share * copies_micro_usd(recipe.copy_bytes, copies)
     return ceil(hours * micro_usd_per_hour + traffic), ceil(hours * HOUR_MS)
 
 
-def outlook(needs: CloudRequirements, choice: Choice) -> Outlook:
+def outlook(choice: Choice) -> Outlook:
     """Return the forecast of a choice."""
-    recipe = needs.recipe.on(choice.site.trainer.gpus)
-    gpus, rate, copies = sums(choice)
-    micro_usd, ms = cost(recipe, choice.site.trainer_micro_usd_per_hour, gpus, rate, copies)
-    return _outlook(recipe, gpus, micro_usd, ms)
+    return _outlook(choice.site.recipe, sums(choice)[0], *cost(choice))
 
 
-def on_demand_outlook(needs: CloudRequirements, choice: Choice) -> Outlook:
+def on_demand_outlook(choice: Choice) -> Outlook:
     """Return the forecast of the same nodes on demand.
 
     The forecast favours on-demand nodes: no preemptions, and every node runs at once.
     """
-    recipe = needs.recipe.on(choice.site.trainer.gpus)
+    recipe = choice.site.recipe
     gpus = GpusAtWork(mean=sum(count * pool.workers for pool, count in choice.pools))
-    rate = sum(count * pool.on_demand_micro_usd_per_hour for pool, count in choice.pools)
-    micro_usd, ms = cost(recipe, choice.site.trainer_on_demand_micro_usd_per_hour, gpus, rate, sums(choice)[2])
-    return _outlook(recipe, gpus, micro_usd, ms)
+    made = progress(recipe, gpus, recipe.gain_exponent.mean)
+    return _outlook(recipe, gpus, *paid(recipe, made, choice.maximum_micro_usd_per_hour, sums(choice)[2]))
 
 
 def _outlook(recipe: Recipe, gpus: GpusAtWork, micro_usd: int, ms: int) -> Outlook:
-    candidates = max(candidates_per_prompt(recipe, number) for _, number in gpus.weights)
+    candidates = max(recipe.candidates_per_prompt(number) for _, number in gpus.weights)
     made = progress(recipe, gpus, recipe.gain_exponent.mean)
     return Outlook(
         useful_gpus=gpus.mean,
@@ -161,36 +211,23 @@ def _outlook(recipe: Recipe, gpus: GpusAtWork, micro_usd: int, ms: int) -> Outlo
         iterations=recipe.iterations.mean * made.iterations_share,
         iterations_share=made.iterations_share,
         candidates_per_prompt=candidates,
-        variance_gain=gain_of(recipe.cost.images_per_prompt, candidates, recipe.rho),
+        variance_gain=recipe.gain(candidates),
         micro_usd_per_hour=round(micro_usd * HOUR_MS / ms),
         micro_usd=micro_usd,
         ms=ms,
     )
 
 
-End = Literal["good", "bad"]
-
-
-def at_the_end(needs: CloudRequirements, choice: Choice, end: End) -> tuple[int, int]:
-    """Return micro-dollars and milliseconds with every uncertain figure at its good end, or at its bad end, at once.
+def moved_site(site: Site, end: End) -> Site:
+    """Return a site with every uncertain figure at its good end, or at its bad end, at once.
 
     Uncertain are the iterations, the saving by exploration, hazards, uptimes and cold starts. The good end also has the
     free first hour of AWS. The range is wider than a 90 % interval of all of them together.
     """
-    recipe = needs.recipe.on(choice.site.trainer.gpus)
-    site = moved_site(choice.site, end)
-    is_good = end == "good"
-    iterations = recipe.iterations.low if is_good else recipe.iterations.high
-    exponent = recipe.gain_exponent.high if is_good else recipe.gain_exponent.low
-    moved = replace(choice, site=site)
-    return cost(recipe, site.trainer_micro_usd_per_hour, *sums(moved), iterations=iterations, exponent=exponent)
-
-
-def moved_site(site: Site, end: End) -> Site:
-    """Return a site with the uncertain figures of every pool at an end."""
     steady = site.on_demand
     return replace(
         site,
+        recipe=site.recipe.at_end(end),
         zones=tuple(in_one_region([_moved(pool, end) for pool in site.zones])),
         on_demand=None if steady is None else _moved(steady, end),
     )

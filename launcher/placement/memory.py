@@ -1,22 +1,20 @@
 r"""Compare a job's memory with the GPUs that it names, before anything is bought. Pure, but for the model's folder.
 
-job + folder of the model -> budgets (engine/memory/) -> memory of the trainer's and of a rollout worker's GPU
-                                                      \-> PlacementError that says what would fit
+Resolved -> memory of the trainer's and of a rollout worker's GPU
+        \-> PlacementError that says what would fit
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from engine.memory.budget import GIB, Budget, Role, usable_bytes
-from engine.memory.job import JobMemory, job_memory, smaller_settings
+from engine.memory.job import smaller_settings
 from engine.memory.scorers import pool_bytes
 from engine.trainer_ranks import LIMITS
+from launcher.job.resolved import Resolved, resolve
 from launcher.job.schema import Job
-from launcher.job.sections import NodeResources
 from launcher.market.instance_types import instance_types, is_too_old
 from launcher.placement.plan import PlacementError
-from launcher.placement.ranks import asked_ranks, groups_of, wanted_ranks
 
 MOST_GPUS = 99
 """More GPUs than any node has."""
@@ -68,50 +66,21 @@ class GpuMemory:
         return self.usable - max(self.parts_and_pass, self.start)
 
 
-def memory_of_job(job: Job, folder: Path | None = None, ranks: int | None = None) -> JobMemory | None:
-    """Return the memory that a job needs. None for models that ship with spotrl.
-
-    `folder`: the model's folder, if it is here. `ranks`: GPUs that train; None: as many as the job's own nodes have.
-    Raises PlacementError for a folder that lacks a size.
-    """
-    try:
-        ranks = wanted_ranks(job) if ranks is None else ranks
-        trainer = job.resources.trainer
-        return job_memory(
-            job,
-            folder,
-            ranks=ranks,
-            trainer_nodes=trainer.num_nodes,
-            rollout_gpus=job.rollout_workers,
-            usable=usable_of(job, trainer.accelerator),
-        )
-    except ValueError as error:
-        raise PlacementError(
-            f"{error}; download the model again, or give the folder that it was published as"
-        ) from None
-
-
-def ranks_have_room(job: Job, folder: Path | None = None) -> bool:
-    """Return whether the GPU of every rank of the trainer has room to sample. Models that ship with spotrl fit.
-
-    Raises as `memory_of_job`.
-    """
-    memory = memory_of_job(job, folder)
-    return memory is None or memory.have_room
-
-
-def check_memory(job: Job, memory: JobMemory, folder: Path | None = None) -> None:
+def check_memory(resolved: Resolved) -> None:
     """Refuse GPUs on which not even one row, or one image, fits. Raises PlacementError, which says what would fit."""
-    roles = {"trainer": (job.resources.trainer, memory.trainer), "rollout": (job.resources.rollout, memory.rollout)}
-    for role, (resources, budget) in roles.items():
-        usable = usable_of(job, resources.accelerator)
-        if usable is None or budget.fitting(usable) or (role == "rollout" and not resources.num_nodes):
-            continue
-        raise PlacementError(
-            f"resources.{role}.accelerators is {resources.accelerators}, and one {budget.unit} of {memory.text} needs "
-            f"{gib(budget.needed(1))} GiB of a GPU's memory ({_parts(budget)}), where {gib(usable)} GiB can be used; "
-            f"{' or '.join(_remedies(job, budget, resources, folder))}"
-        )
+    job, memory = resolved.job, resolved.memory
+    if memory is None:
+        return
+    trainer, rollout = job.resources.trainer, job.resources.rollout
+    both = [(trainer, memory.trainer, resolved.trainer_usable)]
+    both += [(rollout, memory.rollout, resolved.rollout_usable)] if rollout.num_nodes else []
+    for resources, budget, usable in both:
+        if usable is not None and not budget.fitting(usable):
+            raise PlacementError(
+                f"resources.{budget.role}.accelerators is {resources.accelerators}, and one {budget.unit} of "
+                f"{memory.text} needs {gib(budget.needed(1))} GiB of a GPU's memory ({_parts(budget)}), where "
+                f"{gib(usable)} GiB can be used; {' or '.join(_remedies(resolved, budget, usable))}"
+            )
 
 
 def pool_bytes_of_job(job: Job) -> int:
@@ -119,10 +88,10 @@ def pool_bytes_of_job(job: Job) -> int:
     return pool_bytes(job.reward)
 
 
-def check_pool(job: Job) -> None:
+def check_pool(resolved: Resolved) -> None:
     """Refuse GPUs of a pool that do not hold the models of its processes. Raises PlacementError."""
-    resources, needed = job.resources.rollout, pool_bytes_of_job(job)
-    usable = usable_of(job, resources.accelerator) if resources.num_nodes else None
+    resources, needed = resolved.job.resources.rollout, pool_bytes_of_job(resolved.job)
+    usable = resolved.rollout_usable if resources.num_nodes else None
     if usable is not None and needed > usable:
         raise PlacementError(
             f"resources.rollout.accelerators is {resources.accelerators}, and the models of the scoring processes need "
@@ -131,13 +100,16 @@ def check_pool(job: Job) -> None:
         )
 
 
-def gpus_of_job(job: Job, memory: JobMemory, ranks: int = 1) -> tuple[GpuMemory, ...]:
-    """Return the memory of the trainer's GPU and of a rollout GPU, for a job that `check_memory` accepts.
+def gpu_memory(resolved: Resolved, ranks: int) -> tuple[GpuMemory, ...]:
+    """Return the memory of the trainer's GPU, of so many ranks, and of a rollout GPU.
 
-    `memory`: of so many ranks that train.
+    For a job that `check_memory` accepts. Empty for models that ship with spotrl.
     """
-    both = [(job.resources.trainer, memory.trainer, ranks)]
-    both += [(job.resources.rollout, memory.rollout, 1)] if job.resources.rollout.num_nodes else []
+    memory, trainer, rollout = resolved.memory_of(ranks), resolved.job.resources.trainer, resolved.job.resources.rollout
+    if memory is None:
+        return ()
+    both = [(trainer, memory.trainer, resolved.trainer_usable, ranks)]
+    both += [(rollout, memory.rollout, resolved.rollout_usable, 1)] if rollout.num_nodes else []
     return tuple(
         GpuMemory(
             role=budget.role,
@@ -153,46 +125,45 @@ def gpus_of_job(job: Job, memory: JobMemory, ranks: int = 1) -> tuple[GpuMemory,
             asked=budget.asked,
             fitting=budget.fitting(usable),
         )
-        for resources, budget, ranks in both
-        if (usable := usable_of(job, resources.accelerator)) is not None
+        for resources, budget, usable, ranks in both
+        if usable is not None
     )
 
 
-def usable_of(job: Job, accelerator: str) -> int | None:
-    """Return the bytes that tensors may fill on the smallest such GPU. None for a GPU of unknown memory."""
-    sizes = [machine.gpu_mem_gib for machine in instance_types(job.clouds, [accelerator])]
-    return usable_bytes(accelerator, min(sizes)) if sizes else None
-
-
-def _remedies(job: Job, budget: Budget, resources: NodeResources, folder: Path | None) -> Iterator[str]:
+def _remedies(resolved: Resolved, budget: Budget, usable: int) -> Iterator[str]:
     """Yield changes that would fit: larger GPUs, then gentler settings on the same GPU, then both."""
+    job, role = resolved.job, budget.role
     larger = _larger(job, budget)
     if larger:
         yield f"take {' or '.join(larger)}"
-    settings = [(words, _budget(changed, budget.role, folder)) for words, changed in smaller_settings(job, folder)]
-    here = usable_of(job, resources.accelerator) or 0
-    same = [words for words, less in settings if less.fitting(here)]
+    settings = []
+    for words, changed in smaller_settings(job, resolved.folder):
+        memory = resolve(changed, resolved.workdir).memory
+        assert memory is not None, "a shipped model has no memory to compare"
+        settings.append((words, memory.trainer if role == "trainer" else memory.rollout))
+    same = [words for words, less in settings if less.fitting(usable)]
     yield from (f"set {words}" for words in same)
-    more = _more_gpus(job, budget, resources, folder)
+    more = _more_gpus(resolved, usable) if role == "trainer" else []
     yield from more
     if larger or same or more:
         return
     for words, less in settings:
-        if found := _larger(job, less):
-            yield f"set {words} and take {' or '.join(found)}"
+        if accelerators := _larger(job, less):
+            yield f"set {words} and take {' or '.join(accelerators)}"
             return
     yield "train a smaller model: no GPU on offer has that much"
 
 
-def _more_gpus(job: Job, budget: Budget, resources: NodeResources, folder: Path | None) -> list[str]:
+def _more_gpus(resolved: Resolved, usable: int) -> list[str]:
     """Return the smallest node of the same GPU on which a row fits because more ranks share the weights."""
-    usable = usable_of(job, resources.accelerator) or 0
-    most = LIMITS[job.model.weights].ranks("auto", gpus=MOST_GPUS, groups=groups_of(job))
-    if budget.role != "trainer" or job.model.weights != "full" or asked_ranks(job) != "auto":
+    job, trainer = resolved.job, resolved.job.resources.trainer
+    if job.model.weights != "full" or job.runtime.trainer_ranks != "auto":
         return []
-    for machine in sorted(instance_types(job.clouds, [resources.accelerator]), key=lambda machine: machine.gpus):
-        if resources.gpus < machine.gpus <= most and _budget(job, "trainer", folder, machine.gpus).fitting(usable):
-            return [f"set resources.trainer.accelerators: {resources.accelerator}:{machine.gpus}"]
+    most = LIMITS["full"].ranks("auto", gpus=MOST_GPUS, groups=resolved.groups)
+    for machine in sorted(instance_types(job.clouds, [trainer.accelerator]), key=lambda machine: machine.gpus):
+        memory = resolved.memory_of(machine.gpus) if trainer.gpus < machine.gpus <= most else None
+        if memory is not None and memory.trainer.fitting(usable):
+            return [f"set resources.trainer.accelerators: {trainer.accelerator}:{machine.gpus}"]
     return []
 
 
@@ -204,12 +175,6 @@ def _larger(job: Job, budget: Budget) -> list[str]:
         for name, size in sorted(sizes.items(), key=lambda item: (item[1], item[0]))
         if not is_too_old(name) and budget.fitting(usable_bytes(name, size))
     ]
-
-
-def _budget(job: Job, role: Role, folder: Path | None, ranks: int | None = None) -> Budget:
-    memory = memory_of_job(job, folder, ranks)
-    assert memory is not None, "a shipped model has no memory to compare"
-    return memory.trainer if role == "trainer" else memory.rollout
 
 
 def _parts(budget: Budget) -> str:

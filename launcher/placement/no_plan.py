@@ -46,7 +46,7 @@ def too_tight(needs: CloudRequirements, sites: Sequence[Site]) -> str:
     for flag, fewer in lifted.items():
         found = cheapest_choice(needs, sites, fewer) if fewer != caps else None
         if found is not None:
-            there = outlook(needs, found.choice)
+            there = outlook(found.choice)
             enough = {
                 "--max-hourly": hourly(found.choice.listed_micro_usd_per_hour),
                 "--max-total": dollars(there.micro_usd),
@@ -59,7 +59,7 @@ def too_tight(needs: CloudRequirements, sites: Sequence[Site]) -> str:
             f"no site has {needs.floor_nodes} rollout nodes, which floor_nodes asks for; lower it, or allow more nodes "
             "(resources.rollout.num_nodes) or on-demand ones (--spot auto)"
         )
-    there = outlook(needs, free.choice)
+    there = outlook(free.choice)
     why = broken_limits(needs, free.choice.listed_micro_usd_per_hour, there.micro_usd, there.ms)
     best = (
         f"the cheapest plan is expected to take {dollars(there.micro_usd)} and {duration(there.ms)} at "

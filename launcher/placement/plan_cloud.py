@@ -12,19 +12,30 @@ from dataclasses import replace
 from math import ceil
 
 from engine.events import Market
-from engine.exploration.value import IterationCost
 from launcher.exit_codes import BudgetError
+from launcher.job.recipe import Recipe
 from launcher.market.spells import ZoneSpells
 from launcher.money import HOUR_MS
 from launcher.placement.alternatives import elsewhere, fewer_or_more, other_policies, with_nodes
-from launcher.placement.cloud_plan import CloudPlan, ExplorationShare, Factors, PlanStandIns, PoolShare, Span
-from launcher.placement.forecast import Choice, Outlook, at_the_end, on_demand_outlook, outlook, share_at_work, sums
-from launcher.placement.iteration_time import (
+from launcher.placement.cloud_plan import (
+    CloudPlan,
+    ExplorationShare,
+    Factors,
+    PlanStandIns,
+    PoolShare,
+    Span,
     WhenSpotPays,
-    candidates_per_prompt,
-    iteration_seconds,
-    iterations_share,
+)
+from launcher.placement.forecast import (
+    Choice,
+    Outlook,
+    cost,
+    moved_site,
+    on_demand_outlook,
+    outlook,
     progress,
+    share_at_work,
+    sums,
 )
 from launcher.placement.no_plan import nowhere, too_tight
 from launcher.placement.options import Option, SiteOptions
@@ -48,9 +59,8 @@ def plan_cloud(needs: CloudRequirements, market: MarketView) -> CloudPlan:
     choice = ours if isinstance(policy, Ours) else policy.choose(situation)
     if choice is None:
         raise BudgetError(too_tight(needs, sites))
-    expected = outlook(needs, choice)
-    good, bad = at_the_end(needs, choice, "good"), at_the_end(needs, choice, "bad")
-    pays = _when_spot_pays(needs, choice, expected)
+    expected, alone = outlook(choice), outlook(replace(choice, spot=(0,) * len(choice.spot), on_demand=0))
+    good, bad = (cost(replace(choice, site=moved_site(choice.site, end))) for end in ("good", "bad"))
     return CloudPlan(
         cloud=choice.site.trainer.cloud,
         region=choice.site.trainer.region,
@@ -63,13 +73,13 @@ def plan_cloud(needs: CloudRequirements, market: MarketView) -> CloudPlan:
         maximum_micro_usd_per_hour=choice.maximum_micro_usd_per_hour,
         cost=_span(expected.micro_usd, good[0], bad[0]),
         time=_span(expected.ms, good[1], bad[1]),
-        iterations=_iterations(needs, choice, expected),
+        iterations=_iterations(choice, expected),
         seconds_per_iteration=expected.seconds_per_iteration,
-        seconds_per_iteration_alone=outlook(needs, _alone(choice)).seconds_per_iteration,
+        seconds_per_iteration_alone=alone.seconds_per_iteration,
         basis=basis_of(needs, choice),
-        exploration=_exploration(needs, choice, expected),
-        spot_pays=pays,
-        factors=_factors(needs, choice, expected),
+        exploration=_exploration(choice, expected),
+        spot_pays=_when_spot_pays(needs, choice, expected, alone),
+        factors=_factors(choice, expected, alone),
         alternatives=(
             *fewer_or_more(needs, choice, expected),
             *elsewhere(needs, sites, choice, expected, found),
@@ -85,7 +95,7 @@ def plan_cloud(needs: CloudRequirements, market: MarketView) -> CloudPlan:
         deadline_ms=needs.deadline_ms,
         max_runtime_ms=needs.max_runtime_ms,
         sites=_site_options(needs, sites, choice),
-        pace_ms=_pace_ms(needs, choice, expected),
+        pace_ms=_pace_ms(choice, expected),
         checkpoint_every=needs.checkpoint_every,
         zones=_spells(choice.site),
         stand_ins=_stand_ins(needs, choice),
@@ -115,17 +125,17 @@ def _stand_ins(needs: CloudRequirements, choice: Choice) -> PlanStandIns | None:
     )
 
 
-def _pace_ms(needs: CloudRequirements, choice: Choice, expected: Outlook) -> tuple[int, ...]:
+def _pace_ms(choice: Choice, expected: Outlook) -> tuple[int, ...]:
     """Return the time of an iteration of the plan with 0, 1, 2, ... rollout nodes at work.
 
     With fewer nodes fewer candidates fit, and the target takes more iterations: their time is counted in here.
     """
-    recipe = needs.recipe.on(choice.site.trainer.gpus)
+    recipe = choice.site.recipe
     gpus = max((pool.workers for pool, _ in choice.pools), default=0)
     pace: list[int] = []
     for nodes in range(choice.nodes + 1):
-        share = iterations_share(recipe, candidates_per_prompt(recipe, nodes * gpus), recipe.gain_exponent.mean)
-        ms = round(1000 * iteration_seconds(recipe.cost, nodes * gpus) * share / expected.iterations_share)
+        share = recipe.iterations_share(recipe.candidates_per_prompt(nodes * gpus), recipe.gain_exponent.mean)
+        ms = round(1000 * recipe.seconds(nodes * gpus) * share / expected.iterations_share)
         pace.append(min([ms, *pace[-1:]]))
     return tuple(pace)
 
@@ -134,53 +144,52 @@ def _span(expected: int, *ends: int) -> Span:
     return Span(expected=expected, low=min(expected, *ends), high=max(expected, *ends))
 
 
-def _iterations(needs: CloudRequirements, choice: Choice, expected: Outlook) -> Span:
-    recipe, gpus = needs.recipe.on(choice.site.trainer.gpus), sums(choice)[0]
+def _iterations(choice: Choice, expected: Outlook) -> Span:
+    recipe, gpus = choice.site.recipe, sums(choice)[0]
     low = recipe.iterations.low * progress(recipe, gpus, recipe.gain_exponent.high).iterations_share
     high = recipe.iterations.high * progress(recipe, gpus, recipe.gain_exponent.low).iterations_share
     return _span(round(expected.iterations), round(low), round(high))
 
 
-def _exploration(needs: CloudRequirements, choice: Choice, expected: Outlook) -> ExplorationShare:
-    recipe, exponent = needs.recipe.on(choice.site.trainer.gpus), needs.recipe.gain_exponent
+def _exploration(choice: Choice, expected: Outlook) -> ExplorationShare:
+    recipe, exponent = choice.site.recipe, choice.site.recipe.gain_exponent
     gpus = sums(choice)[0]
     mean, low, high = (progress(recipe, gpus, e).iterations_share for e in (exponent.mean, exponent.high, exponent.low))
     return ExplorationShare(
         candidates_per_prompt=expected.candidates_per_prompt,
-        kept=recipe.cost.images_per_prompt,
+        kept=recipe.images_per_prompt,
         variance_gain=expected.variance_gain,
         rho=recipe.rho,
         iterations_share=replace(exponent, mean=mean, low=low, high=high),
-        nodes_without=_nodes_without_exploring(recipe.cost, choice.site),
+        nodes_without=_nodes_without_exploring(recipe, choice.site),
     )
 
 
-def _nodes_without_exploring(cost: IterationCost, site: Site) -> float:
+def _nodes_without_exploring(recipe: Recipe, site: Site) -> float:
     pools = site.zones or ((site.on_demand,) if site.on_demand is not None else ())
     rates = [pool.value.micro_usd_per_hour / pool.value.useful_share for pool in pools if pool.value.useful_share]
     if not rates:
         return 0.0
     gpus = pools[0].workers
-    images = cost.prompts * cost.images_per_prompt
+    images = recipe.prompts * recipe.images_per_prompt
     return square_root_rule(
-        images * cost.rollout_gpu_seconds / gpus / 3600,
-        cost.train_seconds / 3600,
+        images * recipe.rollout_gpu_seconds / gpus / 3600,
+        recipe.train_seconds / 3600,
         site.trainer_micro_usd_per_hour,
         min(rates),
-        assist_nodes=cost.reserved_gpus / gpus,
+        assist_nodes=recipe.sampling_gpus / gpus,
     )
 
 
-def _when_spot_pays(needs: CloudRequirements, choice: Choice, expected: Outlook) -> WhenSpotPays | None:
+def _when_spot_pays(needs: CloudRequirements, choice: Choice, expected: Outlook, alone: Outlook) -> WhenSpotPays | None:
     """Return the cost per iteration relative to the trainer alone, including hazards, cold starts and traffic.
 
     Without hazards, cold starts and traffic the ratio equals c of papers 6.2. For a plan without rollout nodes, the
     ratio is for the best plan with a single rollout node.
     """
     if not choice.nodes:
-        one = with_nodes(needs, choice.site, 1)
-        return None if one is None else _when_spot_pays(needs, one, outlook(needs, one))
-    alone = outlook(needs, _alone(choice))
+        single = with_nodes(needs, choice.site, 1)
+        return None if single is None else _when_spot_pays(needs, single, outlook(single), alone)
     markets = {pool.offer.market for pool, _ in choice.pools}
     return WhenSpotPays(
         gpus=expected.useful_gpus,
@@ -190,18 +199,11 @@ def _when_spot_pays(needs: CloudRequirements, choice: Choice, expected: Outlook)
     )
 
 
-def _alone(choice: Choice) -> Choice:
-    return replace(choice, spot=(0,) * len(choice.spot), on_demand=0)
-
-
-def _factors(needs: CloudRequirements, choice: Choice, expected: Outlook) -> tuple[Factors, ...]:
+def _factors(choice: Choice, expected: Outlook, alone: Outlook) -> tuple[Factors, ...]:
     """Compare the plan with the same nodes on demand, and with the trainer alone."""
     if not choice.nodes:
         return ()
-    others = {
-        "the same nodes, all on demand": on_demand_outlook(needs, choice),
-        "the trainer alone": outlook(needs, _alone(choice)),
-    }
+    others = {"the same nodes, all on demand": on_demand_outlook(choice), "the trainer alone": alone}
     return tuple(
         Factors(
             against=name,

@@ -3,7 +3,6 @@
 from launcher.market.estimate import Basis
 from launcher.money import HOUR_MS, dollars, hourly
 from launcher.placement.forecast import Choice
-from launcher.placement.iteration_time import iteration_seconds
 from launcher.placement.ranks import TrainerRanks, ranks_of_nodes
 from launcher.placement.requirements import CloudRequirements, LeftOut, Spot
 
@@ -29,7 +28,7 @@ def notes_of(needs: CloudRequirements, choice: Choice) -> tuple[str, ...]:
     recipe, trainer = needs.recipe, choice.site.trainer
     notes = list(recipe.never_run)
     ranks = ranks_of_nodes(recipe, trainer.gpus)
-    if ranks.ranks != recipe.cost.reserved_gpus:
+    if ranks.ranks != recipe.sampling_gpus:
         notes.append(
             f"the trainer trains on {ranks.ranks} GPU{'s' if ranks.ranks > 1 else ''}, and its seconds are known of "
             f"{recipe.measured_on}: the work is taken to be as many GPU-seconds"
@@ -73,9 +72,9 @@ def notes_of(needs: CloudRequirements, choice: Choice) -> tuple[str, ...]:
 
 def _waiting_ranks(needs: CloudRequirements, choice: Choice, ranks: TrainerRanks) -> str:
     """Return what the ranks cost that wait for rollouts, with every rollout node at work."""
-    cost = needs.recipe.on(ranks.gpus).cost
+    recipe = choice.site.recipe
     gpus = sum(count * pool.offer.gpus for pool, count in choice.pools)
-    seconds = iteration_seconds(cost, gpus) - cost.train_seconds - (cost.sync_seconds if gpus else 0.0)
+    seconds = recipe.seconds(gpus) - recipe.train_seconds - (recipe.sync_seconds if gpus else 0.0)
     rate = choice.site.trainer_micro_usd_per_hour * ranks.waiting / ranks.all_gpus
     return (
         f"{ranks.waiting} of the trainer's {ranks.all_gpus} GPUs wait for rollouts, {seconds:.0f} s and "

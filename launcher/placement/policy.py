@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from launcher.placement.forecast import Caps, Choice, cost, sums
+from launcher.placement.forecast import Caps, Choice, cost
 from launcher.placement.requirements import CloudRequirements, Site
 from launcher.placement.search import Found, cheapest_choice
 
@@ -111,11 +111,9 @@ def _most_that_fits(situation: Situation, choices: Callable[[int], Iterator[Choi
     Policies without hazards go by the listed price.
     """
     needs, caps = situation.needs, Caps.of(situation.needs)
-    recipes = {gpus: needs.recipe.on(gpus) for gpus in {site.trainer.gpus for site in situation.sites}}
 
     def fits(choice: Choice) -> bool:
-        recipe, trainer_rate = recipes[choice.site.trainer.gpus], choice.site.trainer_micro_usd_per_hour
-        return caps.keep(choice.listed_micro_usd_per_hour, *cost(recipe, trainer_rate, *sums(choice)))
+        return caps.keep(choice.listed_micro_usd_per_hour, *cost(choice))
 
     for nodes in range(needs.max_rollout_nodes, -1, -1):
         found = next(filter(fits, sorted(choices(nodes), key=_listed)), None)

@@ -6,11 +6,10 @@ start.
 
 from dataclasses import dataclass
 
-from engine.trainer_ranks import LIMITS, Asked, RankLimits, groups_of_step, ranks_of_each_node
+from engine.trainer_ranks import LIMITS, RankLimits, groups_of_step, ranks_of_each_node
 from launcher.job.checked import CheckedJob
-from launcher.job.schema import Job
+from launcher.job.recipe import Recipe
 from launcher.market.instance_types import instance_types
-from launcher.placement.iteration_time import Recipe
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,29 +82,6 @@ def ranks_of_nodes(recipe: Recipe, gpus: int) -> TrainerRanks:
     )
 
 
-def asked_ranks(job: Job) -> Asked:
-    """Return the ranks that a job asks for."""
-    return job.runtime.trainer_ranks
-
-
-def groups_of(job: Job) -> int:
-    """Return the groups of an optimiser step."""
-    return groups_of_step(job.algorithm.prompts_per_batch, job.algorithm.updates_per_batch)
-
-
-def wanted_ranks(job: Job, limits: RankLimits | None = None) -> int:
-    """Return the ranks on nodes with the GPUs that the job names: the least GPUs of all nodes of the trainer.
-
-    Ranks of the local infra need no GPUs. `limits`: None: of this engine. Raises ValueError for a job that
-    `check_ranks` refuses.
-    """
-    limits = limits or LIMITS[job.model.weights]
-    asked = asked_ranks(job)
-    named = job.resources.trainer.gpus * job.resources.trainer.num_nodes
-    gpus = named if job.clouds or asked == "auto" else asked
-    return limits.ranks(asked, gpus=gpus, groups=groups_of(job))
-
-
 def check_ranks(checked: CheckedJob, limits: RankLimits | None = None) -> None:
     """Raise JobError for more ranks than the groups, the nodes' GPUs or the engine allow, or GPUs that a node lacks.
 
@@ -115,7 +91,8 @@ def check_ranks(checked: CheckedJob, limits: RankLimits | None = None) -> None:
     limits = limits or LIMITS[checked.job.model.weights]
     job, field = checked.job, "runtime.trainer_ranks"
     _check_instance_type(checked)
-    asked, groups, named = asked_ranks(job), groups_of(job), job.resources.trainer.gpus
+    asked, named = job.runtime.trainer_ranks, job.resources.trainer.gpus
+    groups = groups_of_step(job.algorithm.prompts_per_batch, job.algorithm.updates_per_batch)
     nodes = job.resources.trainer.num_nodes
     if asked == "auto":
         return

@@ -10,6 +10,9 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from engine.events import Market
+from engine.trainer_ranks import ranks_of_each_node
+from launcher.job.recipe import Recipe
+from launcher.job.resolved import Resolved
 from launcher.market.estimate import Estimate
 from launcher.market.evidence import Exposure
 from launcher.market.hazard import (
@@ -31,7 +34,6 @@ from launcher.market.pools import Pool
 from launcher.market.quality import USABLE
 from launcher.market.spells import Spells, ZoneSpells, chance_elsewhere
 from launcher.money import HOUR_MS, hourly
-from launcher.placement.iteration_time import Recipe
 from launcher.placement.value import DEAR, NodeTerms, SlotValue, cools_until_ms, value_of
 
 HORIZON_MS = 24 * HOUR_MS
@@ -119,6 +121,50 @@ class CloudRequirements:
     least_trainer_gpus: int | None = None
     """GPUs of the smallest node on which the job can train. None: `trainer.gpus`. A node with fewer than `trainer.gpus`
     counts where every larger node would have idle GPUs."""
+
+
+def cloud_requirements(resolved: Resolved, policy: str = "ours") -> CloudRequirements:
+    """Return the needs of a job, as the planner's input.
+
+    A job without timings needs all rollout nodes that the job file allows, because the number of nodes that pay is
+    unknown.
+    """
+    job = resolved.job
+    trainer, rollout = job.resources.trainer, job.resources.rollout
+    min_nodes = rollout.min_nodes
+    if min_nodes is None:
+        min_nodes = rollout.num_nodes if resolved.seconds is None else 0
+    return CloudRequirements(
+        recipe=resolved.recipe,
+        trainer=NodeRequirements(
+            accelerator=trainer.accelerator,
+            gpus=ranks_of_each_node(resolved.ranks, trainer.num_nodes),
+            infra=trainer.infra or "*",
+            instance_type=trainer.instance_type,
+        ),
+        trainer_gpus_named=trainer.gpus,
+        # Sharded weights need the memory of all GPUs that were checked.
+        least_trainer_gpus=1 if job.runtime.trainer_ranks == "auto" and job.model.weights == "lora" else None,
+        rollout=NodeRequirements(
+            accelerator=rollout.accelerator,
+            gpus=rollout.gpus,
+            infra=rollout.infra or "*",
+            instance_type=rollout.instance_type,
+            pool_gpus=job.reward.pool_gpus,
+        ),
+        max_rollout_nodes=rollout.num_nodes,
+        min_rollout_nodes=min_nodes,
+        clouds=job.clouds,
+        checkpoint_every=job.checkpoint.every,
+        trainer_on_spot=job.trains_on_spot,
+        spot=Spot(job.spot) if job.rolls_out_on_spot else Spot.NEVER,
+        max_hourly_micro_usd=job.budget.max_hourly,
+        max_total_micro_usd=job.nodes_max_total,
+        judge_micro_usd=job.reward.judge_micro_usd,
+        deadline_ms=job.budget.deadline,
+        max_runtime_ms=job.budget.max_runtime,
+        policy=policy,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -223,10 +269,15 @@ class Site:
     """Spot pools, cheapest hour first."""
     on_demand: PricedPool | None
     left_out: tuple[LeftOut, ...]
-    trainer_nodes: int = 1
-    """Equal nodes of the trainer."""
+    recipe: Recipe
+    """The job's recipe on this trainer."""
     trainer_zones: tuple[PricedPool, ...] = ()
     """Spot pools of the trainer, cheapest hour first. Empty: the trainer is on demand."""
+
+    @property
+    def trainer_nodes(self) -> int:
+        """Return the number of equal nodes of the trainer."""
+        return self.recipe.trainer_nodes
 
     @property
     def planned_trainer(self) -> Offer:
@@ -269,7 +320,6 @@ def sites_of(needs: CloudRequirements, market: MarketView) -> tuple[tuple[Site, 
             left_out.append(LeftOut(what=f"{cloud} {region}", why=why))
             continue
         zones, on_demand, refused = _rollout_nodes(needs, market, offers)
-        nodes = needs.recipe.trainer_nodes
         for trainer in trainers:
             on_spot, no_spot = _trainer_zones(needs, market, offers, trainer)
             if needs.trainer_on_spot and not on_spot:
@@ -282,7 +332,7 @@ def sites_of(needs: CloudRequirements, market: MarketView) -> tuple[tuple[Site, 
                     zones=zones,
                     on_demand=on_demand,
                     left_out=(*refused, *no_spot),
-                    trainer_nodes=nodes,
+                    recipe=needs.recipe.on(trainer.gpus),
                     trainer_zones=on_spot,
                 )
             )

@@ -12,9 +12,8 @@ from math import ceil
 from engine.schedule.choose import Allowed, best, with_early
 from engine.schedule.values import Gpus, Help, Rates, Work, lower_bound
 from engine.timing.figures import Figure, Source
-from engine.timing.job import rows_of_an_image
-from launcher.job.schema import Job
-from launcher.placement.iteration_time import Recipe
+from launcher.job.resolved import Resolved
+from launcher.placement.ranks import TrainerRanks
 
 MOST_IMAGES = 2048
 """Images of a batch above which no schedule is played: a plan answers within seconds."""
@@ -66,41 +65,39 @@ class PlanSchedule:
         return "; ".join(parts)
 
 
-def plan_schedule(job: Job, recipe: Recipe, *, trainer: int, rollout: int, ranks: int = 1) -> PlanSchedule | None:
+def plan_schedule(resolved: Resolved, trainer: TrainerRanks, *, rollout: int) -> PlanSchedule | None:
     """Return the schedule of a job. None: no usable rates, or more than `MOST_IMAGES` images.
 
-    recipe   as it is on the trainer's node
-    trainer  GPUs of the trainer that sample
-    rollout  rollout GPUs at work
-    ranks    GPUs that train
+    `trainer`: the work of its GPUs. `rollout`: rollout GPUs at work.
     """
-    cost, algorithm, gpus = recipe.cost, job.algorithm, Gpus(trainer=trainer, rollout=rollout)
-    rows = rows_of_an_image(job)
-    images = cost.prompts * cost.images_per_prompt
+    job, recipe = resolved.job, resolved.recipe.on(trainer.gpus)
+    algorithm, ranks, rows = job.algorithm, trainer.ranks, resolved.rows_of_image
+    gpus = Gpus(trainer=trainer.sampling, rollout=rollout)
+    images = recipe.prompts * recipe.images_per_prompt
     source = Source(basis="assumed", text=recipe.source)
     # The training seconds are those of all ranks together, which the schedule takes for one GPU of the trainer. Each
     # pass of divided weights has collectives, so small passes cost more.
     gather = recipe.step.collective_seconds_of_pass(ranks) if recipe.step is not None else 0.0
     gathers = gather * recipe.step.passes(ranks) * algorithm.updates_per_batch if recipe.step is not None else 0.0
-    row_seconds = (cost.train_seconds - gathers) * trainer / (images * rows)
+    row_seconds = (recipe.train_seconds - gathers) * gpus.trainer / (images * rows)
     rates = Rates(
-        image=Figure(value=cost.rollout_gpu_seconds, source=source),
+        image=Figure(value=recipe.rollout_gpu_seconds, source=source),
         row=Figure(value=row_seconds, source=source),
         launch=Figure(value=gather, source=source),
-        publish=Figure(value=cost.sync_seconds, source=source),
+        publish=Figure(value=recipe.sync_seconds, source=source),
     )
     if images > MOST_IMAGES or rates.problems():
         return None
     work = Work(
-        groups=cost.prompts,
-        images=cost.images_per_prompt,
+        groups=recipe.prompts,
+        images=recipe.images_per_prompt,
         rows_of_image=rows,
         updates=algorithm.updates_per_batch,
         steps=job.sampler.steps,
         lease=job.runtime.shape,
         in_order=algorithm.order == "fixed",
     )
-    of_group = rows * cost.images_per_prompt
+    of_group = rows * recipe.images_per_prompt
     whole_step = work.groups_of_step
     unit = min(whole_step, ranks * max(1, algorithm.rows_per_forward // of_group))
     if isinstance(algorithm.unit, int):

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from launcher.money import HOUR_MS
-from launcher.placement.forecast import Caps, Choice, cost, paid, sums
-from launcher.placement.iteration_time import GpusAtWork, Progress, quickest
+from launcher.placement.forecast import Caps, Choice, GpusAtWork, Progress, cost, paid, quickest
 from launcher.placement.requirements import CloudRequirements, Site, Spot
 from launcher.placement.value import most_in_one_zone
 
@@ -73,7 +72,7 @@ Part = tuple[int, int, int, int]
 class _Search:
     def __init__(self, needs: CloudRequirements, sites: Sequence[Site], caps: Caps) -> None:
         self.needs, self.caps = needs, caps
-        self.sites = [_Columns(needs, site) for site in sites]
+        self.sites = [_Columns(site) for site in sites]
         self.best: tuple[int, int, int, int, tuple[int, ...]] | None = None
         self.choice: Choice
         self._least_ms: dict[tuple[int, float], list[int]] = {}
@@ -143,7 +142,7 @@ class _Search:
         choice = Choice(site=here.site, spot=(*counts, *(0,) * (here.zones - len(counts))), on_demand=on_demand)
         if not is_above_floor(self.needs, choice):
             return
-        micro_usd, ms = cost(here.recipe, here.site.trainer_micro_usd_per_hour, *sums(choice))
+        micro_usd, ms = cost(choice)
         if not self.caps.keep(choice.listed_micro_usd_per_hour, micro_usd, ms):
             return
         key = (micro_usd, ms, choice.nodes, number, tuple(-count for count in choice.spot))
@@ -212,10 +211,10 @@ class _Placed:
 class _Columns:
     """Figures of the spot zones of a site, a column for each figure, in the site's order."""
 
-    def __init__(self, needs: CloudRequirements, site: Site) -> None:
+    def __init__(self, site: Site) -> None:
         pools = site.zones
         self.site, self.zones = site, len(pools)
-        self.recipe = needs.recipe.on(site.trainer.gpus)
+        self.recipe = site.recipe
         self.rates = _Column([pool.value.micro_usd_per_hour for pool in pools])
         self.prices = _Column([float(pool.offer.micro_usd_per_hour) for pool in pools])
         self.useless = _Column([-pool.value.useful_share for pool in pools])

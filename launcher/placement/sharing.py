@@ -1,7 +1,6 @@
 """Check the job's sequence-parallel degree against the workers of a rollout node, which share images. Pure."""
 
-from engine.memory.job import sizes_of
-from engine.model_folder import FAMILIES
+from engine.memory.published import SizedModel
 from engine.parallel.worker_group import Degrees, allowed_degrees
 from launcher.job.checked import CheckedJob
 from launcher.job.schema import Job
@@ -28,11 +27,19 @@ def degrees_of(job: Job) -> Degrees:
     return allowed_degrees(heads, most=workers)
 
 
-def check_sp_degree(checked: CheckedJob) -> None:
-    """Raise JobError for a fixed degree that is not possible; the error names the possible degrees."""
+def check_sp_degree(checked: CheckedJob, sized: SizedModel | None) -> None:
+    """Raise JobError for a fixed degree that is not possible; the error names the possible degrees.
+
+    `sized`: the job's model. A network that takes the scale of guidance as an input has one branch. None: a model that
+    ships with spotrl.
+    """
     job = checked.job
-    if job.runtime.cfg_parallel and job.model.name in FAMILIES:
-        _check_branches(checked)
+    if job.runtime.cfg_parallel and sized is not None and sized.architecture.takes_guidance:
+        raise checked.error(
+            "runtime.cfg_parallel",
+            f"runtime.cfg_parallel is true, but {sized.text} takes guidance as an input and has one branch",
+            "use cfg_parallel: false, which shares the sequence",
+        )
     degree, workers, degrees = job.runtime.sp_degree, job.rollout_workers, degrees_of(job)
     if degree == "auto" or degree in degrees:
         return
@@ -50,19 +57,3 @@ def check_sp_degree(checked: CheckedJob) -> None:
         f"{job.model.name}",
         f"{remedy}: every worker of a group takes whole heads",
     )
-
-
-def _check_branches(checked: CheckedJob) -> None:
-    """Raise JobError for a network that takes the scale of guidance as an input, and so has one branch."""
-    model = checked.job.model
-    folder = None if model.path is None else checked.workdir / model.path
-    try:
-        sizes = sizes_of(model, folder)[1]
-    except ValueError:
-        return  # check_memory reports the folder's fault
-    if sizes.architecture.takes_guidance:
-        raise checked.error(
-            "runtime.cfg_parallel",
-            f"runtime.cfg_parallel is true, but {sizes.name} takes guidance as an input and has one branch",
-            "use cfg_parallel: false, which shares the sequence",
-        )

@@ -14,21 +14,14 @@ Replays of the same spells check the result (tests/launcher/replay/test_stand_in
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import erf, exp, inf, log, sqrt
 
+from launcher.job.recipe import End
 from launcher.market.hazard import COLD_START_MS
 from launcher.market.spells import OUTAGE_SIGMA
 from launcher.money import HOUR_MS
-from launcher.placement.forecast import Choice, End, moved_site, paid, sums
-from launcher.placement.iteration_time import (
-    GpusAtWork,
-    Recipe,
-    candidates_per_prompt,
-    iteration_seconds,
-    iterations_share,
-    progress,
-)
+from launcher.placement.forecast import Choice, GpusAtWork, moved_site, paid, progress, sums
 from launcher.placement.price_of_waiting import (
     CHANGE_HOURS,
     MOST_OVER,
@@ -107,28 +100,17 @@ def with_stand_ins(needs: CloudRequirements, choice: Choice, end: End | None = N
     """
     if needs.spot is not Spot.AUTO or not sum(choice.spot) or choice.site.on_demand is None:
         return None
-    recipe = needs.recipe.on(choice.site.trainer.gpus)
-    iterations, exponent = recipe.iterations.mean, recipe.gain_exponent.mean
     if end is not None:
-        choice = _moved(choice, end)
-        is_good = end == "good"
-        iterations = recipe.iterations.low if is_good else recipe.iterations.high
-        exponent = recipe.gain_exponent.high if is_good else recipe.gain_exponent.low
-    return _Run(needs, choice, recipe, iterations, exponent).forecast()
-
-
-def _moved(choice: Choice, end: End) -> Choice:
-    return Choice(site=moved_site(choice.site, end), spot=choice.spot, on_demand=choice.on_demand)
+        choice = replace(choice, site=moved_site(choice.site, end))
+    return _Run(needs, choice).forecast()
 
 
 class _Run:
     """One choice on its way to the target. Iterations are those without exploration, as in `forecast.paid`."""
 
-    def __init__(
-        self, needs: CloudRequirements, choice: Choice, recipe: Recipe, iterations: float, exponent: float
-    ) -> None:
-        self.needs, self.choice, self.recipe = needs, choice, recipe
-        self.iterations, self.exponent = iterations, exponent
+    def __init__(self, needs: CloudRequirements, choice: Choice) -> None:
+        self.needs, self.choice, self.recipe = needs, choice, choice.site.recipe
+        self.iterations, self.exponent = self.recipe.iterations.mean, self.recipe.gain_exponent.mean
         self.slots = _slots_of(choice)
         self.gpus, _, self.copies = sums(choice)
         self.workers = max(pool.workers for pool, _ in choice.pools)
@@ -138,7 +120,7 @@ class _Run:
         self.on_demand = float(steady.offer.micro_usd_per_hour)
         self.always = choice.on_demand * steady.value.micro_usd_per_hour
         self.trainer = float(choice.site.trainer_micro_usd_per_hour)
-        self.full_hours = iterations / self.pace[-1]
+        self.full_hours = self.iterations / self.pace[-1]
         last_ms = needs.deadline_ms if needs.max_runtime_ms is None else needs.max_runtime_ms
         self.longest = None if last_ms is None else last_ms / HOUR_MS
         """Hours after which the run ends, done or not."""
@@ -192,7 +174,7 @@ class _Run:
             late = min(late, self.longest - early)
         took = early + late
         on_demand = early * waits * bought + late * slots.number * min(1.0, waits + churn)
-        traffic = paid(self.recipe, progress(self.recipe, self.gpus, self.exponent), 0.0, self.copies, self.iterations)
+        traffic = paid(self.recipe, progress(self.recipe, self.gpus, self.exponent), 0.0, self.copies)
         return Forecast(
             micro_usd=took * base + on_demand * self.on_demand + traffic[0] + START_HOURS * self.trainer,
             hours=took + START_HOURS,
@@ -276,8 +258,8 @@ class _Run:
 
     def _per_hour(self, nodes: int) -> float:
         gpus = nodes * self.workers
-        share = iterations_share(self.recipe, candidates_per_prompt(self.recipe, gpus), self.exponent)
-        return 3600 / (iteration_seconds(self.recipe.cost, gpus) * share)
+        share = self.recipe.iterations_share(self.recipe.candidates_per_prompt(gpus), self.exponent)
+        return 3600 / (self.recipe.seconds(gpus) * share)
 
     def _seconds(self, at_work: float, gpus: float) -> float:
         """Return the seconds of an iteration, with the variance that is left if slots work for this share of time."""

@@ -12,6 +12,7 @@ from sqlalchemy.orm import Session, sessionmaker
 from launcher.decide.launch_history import MoveRules
 from launcher.exit_codes import BudgetError
 from launcher.job.agreement import why_never_on_spot
+from launcher.job.resolved import Resolved
 from launcher.job.schema import Job
 from launcher.ledger.exposure import pool_histories
 from launcher.ledger.prices import capacity_advice, latest_prices
@@ -20,11 +21,10 @@ from launcher.market.offers import Offer, current_catalog
 from launcher.market.sky_catalog import read_sky_catalog, sky_folder
 from launcher.placement.cloud_plan import CloudPlan, OtherTrainer
 from launcher.placement.disk import boot_disk, with_disk
-from launcher.placement.from_job import cloud_requirements
-from launcher.placement.memory import check_memory, check_pool, gpus_of_job, memory_of_job
+from launcher.placement.memory import check_memory, check_pool, gpu_memory
 from launcher.placement.plan import PlacementError
 from launcher.placement.plan_cloud import plan_cloud
-from launcher.placement.requirements import LeftOut, market_view
+from launcher.placement.requirements import LeftOut, cloud_requirements, market_view
 from launcher.placement.schedule import plan_schedule
 from launcher.replay.of_plan import replays_of
 from launcher.services.on_offer import on_offer
@@ -49,33 +49,29 @@ def with_replays(plan: CloudPlan, job: Job, other: CloudPlan | None = None) -> C
 
 def cloud_plan(
     sessions: sessionmaker[Session],
-    job: Job,
+    resolved: Resolved,
     catalogs: Path,
     now_ms: int,
-    workdir: Path | None = None,
     closed: Mapping[tuple[str, str], str] | None = None,
 ) -> CloudPlan:
-    """Return the plan of a job at current prices. `workdir`: folder of the job file, where the model's folder may be.
+    """Return the plan of a job at current prices.
 
     `closed`: (cloud, region) in which no node may be bought, with the reason.
 
     Raises PlacementError if no offer fits the job, its model does not fit the GPUs, or the run does not fit the disk
     that the job names; BudgetError if no offer fits the limits; CatalogError if the catalog fails.
     """
-    folder = None if workdir is None or job.model.path is None else workdir / job.model.path
-    memory = memory_of_job(job, folder)
-    if memory is not None:
-        check_memory(job, memory, folder)
-    check_pool(job)
-    disk = boot_disk(job, memory, bytes_of(folder) if folder is not None and folder.is_dir() else None)
+    job, folder = resolved.job, resolved.folder
+    check_memory(resolved)
+    check_pool(resolved)
+    disk = boot_disk(resolved, bytes_of(folder) if folder is not None and folder.is_dir() else None)
     with sessions() as session:
         histories = pool_histories(session, now_ms)
         advice = cloud_priors(capacity_advice(session, since_ms=now_ms - STALE_MS), now_ms)
     offers, unknown = cloud_offers(sessions, job, catalogs, now_ms, closed)
     market = market_view(offers, histories.values(), now_ms=now_ms, priors=advice.priors, believed_odds=advice.odds)
     try:
-        needs = cloud_requirements(job, folder=folder)
-        plan = plan_cloud(needs, market)
+        plan = plan_cloud(cloud_requirements(resolved), market)
     except PlacementError as error:
         named = [f"{cloud} {region}" for cloud in job.clouds for region in job.network.regions(cloud)]
         if not named:
@@ -85,13 +81,9 @@ def cloud_plan(
         ) from None
     forbidden = [LeftOut(what=f"{cloud} {region}", why=why) for (cloud, region), why in sorted((closed or {}).items())]
     plan = with_disk(replace(plan, left_out=(*plan.left_out, *forbidden, *_unknown_to_sky(unknown))), disk)
-    recipe = needs.recipe.on(plan.trainer.gpus)
     useful = plan.spot_pays.gpus if plan.pools and plan.spot_pays is not None else 0.0
-    ranks = plan.trainer.ranks
-    schedule = plan_schedule(job, recipe, trainer=plan.trainer.sampling, rollout=round(useful), ranks=ranks)
-    plan = replace(plan, schedule=schedule)
-    memory = memory_of_job(job, folder, ranks)
-    return plan if memory is None else replace(plan, memory=gpus_of_job(job, memory, ranks))
+    schedule = plan_schedule(resolved, plan.trainer, rollout=round(useful))
+    return replace(plan, schedule=schedule, memory=gpu_memory(resolved, plan.trainer.ranks))
 
 
 def cloud_offers(
@@ -118,22 +110,22 @@ def cloud_offers(
 
 def plan_with_other_trainer(
     sessions: sessionmaker[Session],
-    job: Job,
+    resolved: Resolved,
     catalogs: Path,
     now_ms: int,
-    workdir: Path | None = None,
     closed: Mapping[tuple[str, str], str] | None = None,
 ) -> CloudPlan | None:
     """Return the plan with the trainer of the other capacity type; the arguments are those of `cloud_plan`.
 
     None: the job asks for a trainer on demand, no node could take a lost trainer's role, or no such plan fits.
     """
+    job = resolved.job
     if job.resources.trainer.use_spot is False or why_never_on_spot(job) is not None:
         return None
     trainer = job.resources.trainer.model_copy(update={"use_spot": not job.trains_on_spot})
     flipped = job.model_copy(update={"resources": job.resources.model_copy(update={"trainer": trainer})})
     try:
-        return cloud_plan(sessions, flipped, catalogs, now_ms, workdir, closed)
+        return cloud_plan(sessions, replace(resolved, job=flipped), catalogs, now_ms, closed)
     except (PlacementError, BudgetError):
         return None
 

@@ -110,11 +110,11 @@ def pass_gib(model: PublishedModel, size: str, training: Training, images: int, 
     """Return the forecast of a measured pass without gradients. `adapters`: the model has adapters."""
     counts = parameters_of(model.architecture, training)
     setting = Setting(
-        size=_sized(model, size), training=training if adapters else Training(rank=None), is_checkpointed=True,
-        is_guided=True, rows=1, images=images,
+        training=training if adapters else Training(rank=None), is_checkpointed=True, is_guided=True, rows=1,
+        images=images,
     )  # fmt: skip
     fixed = _weights(model, training) + (FP32 * counts.adapters if adapters else 0)
-    return (fixed + images * denoising_bytes(model.architecture, setting)) / GIB
+    return (fixed + images * denoising_bytes(model.at(_sized(model, size)), setting)) / GIB
 
 
 def _weights(model: PublishedModel, training: Training) -> int:

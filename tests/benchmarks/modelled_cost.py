@@ -31,11 +31,11 @@ from engine.events import Market
 from launcher.decide.launch_history import MoveRules
 from launcher.decide.reconcile import decide
 from launcher.decide.work_left import WorkLeft
+from launcher.job.recipe import Recipe
+from launcher.job.resolved import resolve
 from launcher.job.schema import Job
 from launcher.market.offers import Offer
 from launcher.money import HOUR_MS
-from launcher.placement.from_job import recipe_of
-from launcher.placement.iteration_time import Recipe, candidates_per_prompt, iteration_seconds
 from launcher.placement.options import Option, SiteOptions
 from launcher.placement.plan import Plan, placement_of, slot_of
 from launcher.replay.baselines import all_on_demand
@@ -99,7 +99,7 @@ class Layout:
             resources=nodes,
             budget={"max_total": "$4,000"},
         )
-        return recipe_of(job).on(self.ranks)
+        return resolve(job).recipe.on(self.ranks)
 
 
 LAYOUTS = (
@@ -194,11 +194,11 @@ def work_of(recipe: Recipe, nodes: int, plain: float, explored: float) -> WorkLe
 
     `plain`, `explored`: iterations to the target without and with exploration.
     """
-    trained = recipe.cost.images_per_prompt
+    trained = recipe.images_per_prompt
     pace: list[float] = []
     for n in range(nodes + 1):
-        explores = candidates_per_prompt(recipe, n) >= CANDIDATES_OF_TRAINED * trained
-        ms = 1000 * iteration_seconds(recipe.cost, n) * (1.0 if explores else plain / explored)
+        explores = recipe.candidates_per_prompt(n) >= CANDIDATES_OF_TRAINED * trained
+        ms = 1000 * recipe.seconds(n) * (1.0 if explores else plain / explored)
         pace.append(min([ms, *pace[-1:]]))
     return WorkLeft(iterations=explored, done=0.0, iteration_ms=pace)
 
@@ -241,7 +241,7 @@ def cell(
     others: dict[str, list[Spent]] = {"all on demand": [], "trainer alone": []}
     for number, (without, with_it) in enumerate(zip(plain, explored, strict=True)):
         work = work_of(recipe, layout.spot, without, with_it)
-        single = WorkLeft(iterations=without, done=0.0, iteration_ms=(1000 * iteration_seconds(recipe.cost, 0),))
+        single = WorkLeft(iterations=without, done=0.0, iteration_ms=(1000 * recipe.seconds(0),))
         room_ms = max(0, trace.end_ms - round(1.2 * single.left_ms(0)))
         start_ms = room_ms * number // (len(plain) - 1)
         results = (

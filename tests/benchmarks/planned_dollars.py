@@ -4,15 +4,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from engine.events import Market
-from engine.exploration.value import IterationCost
 from launcher.decide.launch_history import MoveRules
+from launcher.job.recipe import Recipe
 from launcher.market.estimate import Basis, Estimate
 from launcher.market.hazard import HazardPrior, LaunchOdds, PoolHistory
 from launcher.market.offers import Offer
 from launcher.market.pools import Pool
 from launcher.money import HOUR_MS
 from launcher.placement.cloud_plan import Span
-from launcher.placement.iteration_time import Recipe
 from launcher.placement.plan_cloud import plan_cloud
 from launcher.placement.requirements import CloudRequirements, MarketView, NodeRequirements, market_view
 from launcher.replay.replay import replay
@@ -48,14 +47,12 @@ def needs() -> CloudRequirements:
     """Return needs of six one-GPU nodes, whose iterations are known: 90 % of one is rollouts."""
     known = Estimate(mean=6 * IDEAL_HOURS, low=6 * IDEAL_HOURS, high=6 * IDEAL_HOURS, basis=Basis.ASSUMED, source="")
     recipe = Recipe(
-        cost=IterationCost(
-            prompts=1,
-            images_per_prompt=1,
-            reserved_gpus=1,
-            rollout_gpu_seconds=540.0 * (1 + NODES),
-            candidate_gpu_seconds=1.0,
-            train_seconds=60.0,
-        ),
+        prompts=1,
+        images_per_prompt=1,
+        sampling_gpus=1,
+        rollout_gpu_seconds=540.0 * (1 + NODES),
+        candidate_gpu_seconds=1.0,
+        train_seconds=60.0,
         iterations=known,
         explores=False,
         rho=0.7,

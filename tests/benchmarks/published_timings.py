@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from engine.memory.job import sized_model
+from engine.memory.published import SizedModel
 from engine.model_folder import ImageSize
 from engine.timing import figures
 from engine.timing.figures import PASSES, PassTime, Software
 from engine.timing.job import job_seconds
 from engine.timing.seconds import (
-    SizedModel,
     decode_seconds,
     image_seconds,
     pass_seconds,
@@ -232,7 +233,8 @@ VERL: Mapping[str, Any] = {
 
 def training() -> Iterator[Timing]:
     """Yield iterations of verl-omni. Four GPUs are taken to share rollouts and training without loss."""
-    seconds = job_seconds(Job.model_validate(VERL), trainer="H800", rollout="H800")
+    job = Job.model_validate(VERL)
+    seconds = job_seconds(job, sized_model(job.model), trainer="H800", rollout="H800")
     assert seconds is not None
     source, images = "verl-omni, docs/algo/performance.md", 512 / 4
     yield Timing(

@@ -82,7 +82,7 @@ class Scenario:
 def work_of(nodes: int) -> WorkLeft:
     """Return work of `IDEAL_MS` with every node: 90 % of an iteration is rollouts, 10 % training.
 
-    Nodes have eight GPUs, and one GPU of the trainer samples: launcher/placement/iteration_time.py with V = 0.
+    Nodes have eight GPUs, and one GPU of the trainer samples: launcher/placement/forecast.py with V = 0.
     """
     full_s = 600.0
     rollout = 0.9 * full_s * (1 + 8 * nodes)

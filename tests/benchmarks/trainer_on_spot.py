@@ -269,10 +269,9 @@ def planned(traces: Sequence[Trace]) -> dict[str, Any]:
             continue
         pools = [replace(pool, micro_usd_per_hour=(None,) * len(pool.t_ms)) for pool in market.trace.pools]
         one = needs()
-        cost = replace(one.recipe.cost, rollout_gpu_seconds=360.0, train_seconds=240.0)
         own = replace(
             one,
-            recipe=replace(one.recipe, cost=cost),
+            recipe=replace(one.recipe, rollout_gpu_seconds=360.0, train_seconds=240.0),
             max_rollout_nodes=1,
             min_rollout_nodes=1,
             trainer_on_spot=True,

@@ -10,6 +10,7 @@ from engine.memory.budget import denoising_bytes
 from engine.memory.job import setting_of, smaller_settings
 from engine.memory.published import FLUX_1_DEV, QWEN_IMAGE
 from engine.memory.tally import Training
+from engine.model_folder import ImageSize
 from engine.models.load import freeze_but_trained, load_adapter, trainable
 from tests.engine.test_families import FAMILIES, tiny_flux
 
@@ -65,19 +66,22 @@ def test_the_job_chooses_the_passes_and_auto_is_two(setting, doubles):
     assert load_adapter(ModelConfig(guidance_passes=setting)).doubles_guidance is doubles
 
 
+SIZE = ImageSize(512, 512, text_tokens=512)
+
+
 def job(**model):
     return EngineConfig(model=ModelConfig(name="qwen-image", path="none", weights="lora", **model))
 
 
 def test_a_doubled_batch_works_on_twice_the_rows_and_keeps_as_much():
     one, two = setting_of(job(guidance_passes="one")), setting_of(job())
-    assert denoising_bytes(QWEN_IMAGE.architecture, one) == 2 * denoising_bytes(QWEN_IMAGE.architecture, two)
-    assert denoising_bytes(FLUX_1_DEV.architecture, one) == denoising_bytes(FLUX_1_DEV.architecture, two)
+    assert denoising_bytes(QWEN_IMAGE.at(SIZE), one) == 2 * denoising_bytes(QWEN_IMAGE.at(SIZE), two)
+    assert denoising_bytes(FLUX_1_DEV.at(SIZE), one) == denoising_bytes(FLUX_1_DEV.at(SIZE), two)
 
     def row(doubles, is_guided=True):
         return activations(
             QWEN_IMAGE.architecture,
-            two.size,
+            SIZE,
             Training(rank=16),
             is_checkpointed=True,
             is_guided=is_guided,

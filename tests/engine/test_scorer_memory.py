@@ -4,12 +4,17 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
-from engine.memory.job import job_memory
+from engine.memory.job import job_memory, sized_model
 from engine.memory.scorers import CLIP_H14, CLIP_L14, MASK2FORMER, pool_bytes, scorer_bytes
 from engine.reward_config import RewardConfig
 
 MODEL = {"path": "there"}
 JOB = {"model": {"name": "sd3", "path": "sd3.5-medium", "height": 512, "width": 512}, "prompts": "prompts.txt"}
+
+
+def memory_of(job):
+    config = EngineConfig.model_validate(job)
+    return job_memory(config, sized_model(config.model))
 
 
 def parameters(model):
@@ -89,14 +94,14 @@ def test_a_pool_with_gpus_of_its_own_takes_no_memory_of_workers(processes, gpus,
     reward = RewardConfig.model_validate({"name": "clip", "model": MODEL, "placed": "pool", "pool": pool})
     assert pool_bytes(reward) == of_pool * 2 * CLIP_L14
     assert scorer_bytes(reward, 1, reward.pool_gpus) == (0 if gpus else 3 * 2 * CLIP_L14)
-    memory = job_memory(EngineConfig.model_validate({**JOB, "reward": reward.model_dump()}))
+    memory = memory_of({**JOB, "reward": reward.model_dump()})
     assert ("scorers" in memory.rollout.parts) == (not gpus)
     assert memory.trainer.parts["scorers"] == processes * 2 * CLIP_L14, "the trainer's node shares its GPUs"
 
 
 def test_a_job_with_a_model_that_scores_needs_that_much_more_on_both_roles():
-    plain = job_memory(EngineConfig.model_validate(JOB))
-    scored = job_memory(EngineConfig.model_validate({**JOB, "reward": {"name": "pickscore", "model": MODEL}}))
+    plain = memory_of(JOB)
+    scored = memory_of({**JOB, "reward": {"name": "pickscore", "model": MODEL}})
     for before, after in ((plain.trainer, scored.trainer), (plain.rollout, scored.rollout)):
         assert after.parts == {**before.parts, "scorers": 2 * CLIP_H14}
         assert after.fitting(76 * 2**30) < before.fitting(76 * 2**30)

@@ -2,10 +2,11 @@
 
 import pytest
 
+from engine.memory.job import sized_model
 from engine.memory.published import PUBLISHED
 from engine.model_folder import FAMILIES, ImageSize
 from engine.timing.figures import PASSES, SHARED_EFFICIENCY, SPEED, UNMERGED
-from engine.timing.job import is_timed, job_seconds, rows_of_an_image
+from engine.timing.job import job_seconds, rows_of_an_image
 from engine.timing.seconds import (
     decode_seconds,
     image_seconds,
@@ -102,15 +103,15 @@ def test_an_unknown_gpu_or_model_is_refused_with_what_is_known():
 
 def test_the_seconds_of_a_job_are_those_of_its_passes():
     job = Job.model_validate(VERL)
-    found = job_seconds(job, trainer="H100", rollout="L40S")
+    sized = sized_model(job.model)
+    found = job_seconds(job, sized, trainer="H100", rollout="L40S")
     one = 2 * 0.0481
     assert found.rollout == pytest.approx((10 * one + decode_seconds(QWEN.size)) / 0.40)
     assert found.train == pytest.approx(2 * one * (6.07 + UNMERGED.value / 2))
     assert [name for name, _ in found.sources] == ["passes", "training", "speed of L40S"]
-    few = job_seconds(job, trainer="H100", rollout="L40S", rows=1)
+    few = job_seconds(job, sized, trainer="H100", rollout="L40S", rows=1)
     assert few.train > 4 * found.train
-    assert job_seconds(job, trainer="H100", rollout="T4") is None
-    assert not is_timed(Job(), "H100")
+    assert job_seconds(job, sized, trainer="H100", rollout="T4") is None
 
 
 def test_rows_of_an_image_follow_the_algorithm_and_the_window():

@@ -1,9 +1,8 @@
-"""The expected gain of exploration, against the tables of the research notes (papers 6.2 and 6.3)."""
+"""The expected gain of exploration, against the table of the research notes (papers 6.3)."""
 
 import random
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 
@@ -12,27 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.exploration.selection import max_variance_subset, variance
-from engine.exploration.value import (
-    ASSUMED_RHO,
-    IterationCost,
-    candidates_that_fit,
-    expected_exploration,
-    iteration_seconds,
-    relative_cost,
-    selection_gain,
-    spot_pays,
-    variance_gain,
-)
-
-FOUR_GPUS = IterationCost(
-    prompts=32,
-    images_per_prompt=16,
-    reserved_gpus=4,
-    rollout_gpu_seconds=107 * 4 / 512,
-    candidate_gpu_seconds=107 * 4 / 512,
-    train_seconds=253.0,
-)
-"""512 images in 107 s on 4 GPUs, and 253 s of other work (papers 6.2)."""
+from engine.exploration.value import selection_gain, variance_gain
 
 
 @pytest.mark.parametrize(
@@ -81,70 +60,6 @@ def test_keeping_all_gains_nothing(kept_share):
 def test_keeping_none_is_refused(kept_share):
     with pytest.raises(ValueError, match="keep more than none"):
         selection_gain(kept_share)
-
-
-@pytest.mark.parametrize(
-    ("spot", "seconds", "idle", "candidates", "at_69", "at_77"),
-    [
-        (4, 306, 0.83, 1_211, 1.12, 1.05),
-        (8, 289, 0.88, 2_421, 1.30, 1.17),
-        (12, 280, 0.90, 3_632, 1.50, 1.31),
-    ],
-)
-def test_spot_beside_four_gpus_equals_the_table(spot, seconds, idle, candidates, at_69, at_77):
-    assert iteration_seconds(FOUR_GPUS, spot) == pytest.approx(seconds, abs=0.8)
-    assert candidates_that_fit(FOUR_GPUS, spot) == pytest.approx(candidates, abs=1)
-    assert relative_cost(FOUR_GPUS, spot, 0.69) == pytest.approx(at_69, abs=0.006)
-    assert relative_cost(FOUR_GPUS, spot, 0.77) == pytest.approx(at_77, abs=0.006)
-    expected = expected_exploration(FOUR_GPUS, spot, 0.69)
-    assert expected.spot_idle_share == pytest.approx(idle, abs=0.005)
-    assert expected.candidates_per_prompt == pytest.approx(candidates / 32, abs=1)
-
-
-def test_an_expectation_names_its_assumption():
-    expected = expected_exploration(FOUR_GPUS, 8, 0.69)
-    assert (expected.rho, expected.basis) == (ASSUMED_RHO, "assumed")
-    assert expected.candidates_per_prompt == 75
-    assert expected.selection_gain == pytest.approx(selection_gain(16 / 75))
-    assert expected.variance_gain == pytest.approx(1 + 0.49 * (expected.selection_gain - 1))
-    assert expected.pays_below == pytest.approx(1 / 1.30, abs=0.005)
-    measured = expected_exploration(FOUR_GPUS, 8, 0.69, rho=0.9, basis="measured")
-    assert measured.basis == "measured"
-    assert measured.variance_gain > expected.variance_gain
-
-
-@pytest.mark.parametrize(
-    "cost",
-    [
-        replace(FOUR_GPUS, candidate_gpu_seconds=2.0),
-        replace(FOUR_GPUS, guard_seconds=150.0),
-        replace(FOUR_GPUS, sync_seconds=300.0),
-        replace(FOUR_GPUS, max_candidates=512),
-    ],
-)
-def test_no_gain_if_no_more_candidates_fit_than_are_trained(cost):
-    expected = expected_exploration(cost, 4, 0.69)
-    assert expected.candidates_per_prompt == 0
-    assert (expected.selection_gain, expected.variance_gain) == (1, 1)
-    assert expected.relative_cost > 1
-
-
-def test_without_spot_the_expected_gain_is_1():
-    expected = expected_exploration(replace(FOUR_GPUS, sync_seconds=5.0), 0, 0.69)
-    assert (expected.candidates_per_prompt, expected.spot_idle_share) == (0, None)
-    assert (expected.variance_gain, expected.relative_cost) == (1, 1)
-
-
-def test_new_weights_are_waited_for_only_with_spot():
-    slow = replace(FOUR_GPUS, sync_seconds=5.0)
-    assert iteration_seconds(slow, 0) == pytest.approx(107 + 253)
-    assert iteration_seconds(slow, 4) == pytest.approx(107 / 2 + 253 + 5)
-    assert candidates_that_fit(slow, 4) < candidates_that_fit(FOUR_GPUS, 4)
-
-
-def test_spot_pays_if_enough_iterations_are_saved():
-    assert spot_pays(0.7, 1.3)
-    assert not spot_pays(0.8, 1.3)
 
 
 def test_the_launcher_can_import_it_cheaply():

@@ -3,12 +3,11 @@
 The closed forms of the notes are checked with its figures. Plans take theirs from engine/timing/.
 """
 
-from engine.exploration.value import ASSUMED_RHO, IterationCost
+from engine.exploration.value import ASSUMED_RHO
 from engine.timing.ranks import StepWork
 from engine.trainer_ranks import ONE, RankLimits
+from launcher.job.recipe import GAIN_EXPONENTS, Recipe
 from launcher.market.estimate import Basis, Estimate
-from launcher.placement.iteration_time import Recipe
-from launcher.placement.recipes import GAIN_EXPONENTS
 
 ADAPTER_BYTES = 1_698_693_120
 """Bytes of adapters of rank 64 on Qwen-Image in fp32."""
@@ -23,14 +22,12 @@ def verl_omni(
 ) -> Recipe:
     """Return the recipe: 107 s of generation for 512 images, and 253 s of everything else, on four GPUs."""
     return Recipe(
-        cost=IterationCost(
-            prompts=32,
-            images_per_prompt=16,
-            reserved_gpus=4,
-            rollout_gpu_seconds=107 * 4 / 512,
-            candidate_gpu_seconds=107 * 4 / 512,
-            train_seconds=253,
-        ),
+        prompts=32,
+        images_per_prompt=16,
+        sampling_gpus=4,
+        rollout_gpu_seconds=107 * 4 / 512,
+        candidate_gpu_seconds=107 * 4 / 512,
+        train_seconds=253,
         iterations=Estimate(
             mean=iterations,
             low=iterations / 2,

@@ -18,6 +18,7 @@ from engine.timing.ranks import StepWork
 from engine.trainer_ranks import RankLimits
 from launcher.decide.run_budget import bound_of_plan
 from launcher.exit_codes import BudgetError
+from launcher.job.recipe import Recipe
 from launcher.ledger.exposure import pool_histories
 from launcher.ledger.models import NodeEvent
 from launcher.market.estimate import Basis, Estimate
@@ -30,8 +31,7 @@ from launcher.market.side_prices import side_micro_usd_per_hour
 from launcher.money import HOUR_MS
 from launcher.placement.cloud_plan import CloudPlan, cloud_plan_json
 from launcher.placement.disk import BootDisk, with_disk
-from launcher.placement.forecast import Caps, Choice, cost, outlook, sums
-from launcher.placement.iteration_time import Recipe
+from launcher.placement.forecast import Caps, Choice, cost, outlook
 from launcher.placement.plan import PlacementError, Plan, plan_json, sites_from, slots_from
 from launcher.placement.plan_cloud import plan_cloud
 from launcher.placement.policy import POLICIES, Situation, build_policy
@@ -98,7 +98,7 @@ def requirements(**more: Any) -> CloudRequirements:
     )
 
 
-ROLLING = replace(qwen_image_512(), cost=replace(qwen_image_512().cost, train_seconds=4.0))
+ROLLING = replace(qwen_image_512(), train_seconds=4.0)
 """Rollouts take 107 of 111 seconds here, so that a single spot node pays for itself."""
 
 
@@ -204,7 +204,7 @@ def test_a_plan_without_exploration_follows_the_square_root_rule():
     """Steady nodes at $2 in one zone, $7 for a trainer's GPU, 20 s of training beside 428 GPU-seconds of rollouts."""
     plan = plan_cloud(
         requirements(
-            recipe=replace(ROLLING, explores=False, copy_bytes=0, cost=replace(ROLLING.cost, train_seconds=20.0)),
+            recipe=replace(ROLLING, explores=False, copy_bytes=0, train_seconds=20.0),
             max_rollout_nodes=30,
         ),
         steady(TRAINER, ON_DEMAND, offer("a", 2.0)),
@@ -633,7 +633,6 @@ def everything(needs: CloudRequirements, market: MarketView, caps: Caps) -> int 
     """Return the least cost by exhaustive search over the number of nodes in every zone of every site."""
     best = None
     for site in sites_of(needs, market)[0]:
-        recipe = needs.recipe.on(site.trainer.gpus)
         most_spot = 0 if needs.spot is Spot.NEVER else needs.max_rollout_nodes
         most_on_demand = 0 if needs.spot is Spot.ONLY or site.on_demand is None else needs.max_rollout_nodes
         for spot in product(range(most_spot + 1), repeat=len(site.zones)):
@@ -643,7 +642,7 @@ def everything(needs: CloudRequirements, market: MarketView, caps: Caps) -> int 
                 choice = Choice(site=site, spot=spot, on_demand=on_demand)
                 if choice.nodes < needs.min_rollout_nodes or not (is_spread(choice) and is_above_floor(needs, choice)):
                     continue
-                micro_usd, ms = cost(recipe, site.trainer.micro_usd_per_hour, *sums(choice))
+                micro_usd, ms = cost(choice)
                 if caps.keep(choice.listed_micro_usd_per_hour, micro_usd, ms):
                     best = micro_usd if best is None else min(best, micro_usd)
     return best
@@ -808,7 +807,7 @@ def test_a_search_gives_a_lower_bound_for_other_sites():
         assert at_least is not None
         assert found.micro_usd <= at_least <= alone.micro_usd
         exact.append(alone.micro_usd)
-    assert min(exact) == found.micro_usd == outlook(needs, found.choice).micro_usd
+    assert min(exact) == found.micro_usd == outlook(found.choice).micro_usd
 
 
 def test_an_empty_history_gives_the_prior():

@@ -5,9 +5,9 @@ import math
 import pytest
 
 from launcher.exit_codes import ExitCode
+from launcher.job.resolved import resolve
 from launcher.job.schema import Job
 from launcher.placement.disk import boot_disk
-from launcher.placement.memory import memory_of_job
 from launcher.placement.plan import PlacementError
 
 GIB = 1 << 30
@@ -25,7 +25,7 @@ def job(name="qwen-image", disk_gb=None, iterations=100, **model):
 
 
 def disk_of(made, model_bytes=None):
-    return boot_disk(made, memory_of_job(made), model_bytes)
+    return boot_disk(resolve(made), model_bytes)
 
 
 def test_the_disk_of_the_20_b_model_is_recomputed_by_hand():

@@ -13,7 +13,8 @@ from launcher.cli.main import run
 from launcher.cli.memory_text import memory_lines
 from launcher.exit_codes import ExitCode
 from launcher.job.load import load_job
-from launcher.placement.memory import check_memory, gpus_of_job, memory_of_job
+from launcher.job.resolved import resolve
+from launcher.placement.memory import check_memory, gpu_memory
 from tests.launcher.printed import printed
 
 PUBLISHED = (
@@ -33,11 +34,9 @@ def path_of(name: str) -> Path:
 
 def budget_comment(name: str) -> str:
     """Return the memory budget of a job file as comment lines, as the file should have it."""
-    job = load_job(path_of(name)).job
-    memory = memory_of_job(job)
-    assert memory is not None
-    check_memory(job, memory)
-    lines = [line for line in memory_lines(gpus_of_job(job, memory)) if line.strip()]
+    resolved = resolve(load_job(path_of(name)).job)
+    check_memory(resolved)
+    lines = [line for line in memory_lines(gpu_memory(resolved, resolved.ranks)) if line.strip()]
     return "\n".join(f"# {line}".rstrip() for line in lines)
 
 
@@ -49,8 +48,8 @@ def test_the_comment_of_a_job_file_is_its_memory_budget(name):
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_every_pass_that_a_job_file_asks_for_fits(name):
-    job = load_job(path_of(name)).job
-    for gpu in gpus_of_job(job, memory_of_job(job)):
+    resolved = resolve(load_job(path_of(name)).job)
+    for gpu in gpu_memory(resolved, resolved.ranks):
         assert gpu.asked <= gpu.fitting
         assert gpu.free > 0
 

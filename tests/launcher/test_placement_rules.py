@@ -8,8 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.events import Market
-from engine.exploration import value as closed_form
+from engine.exploration.value import selection_gain, variance_gain
 from engine.trainer_ranks import RankLimits
+from launcher.job.recipe import GAIN_EXPONENTS
+from launcher.job.resolved import resolve
 from launcher.job.schema import Job
 from launcher.market.estimate import Basis, Estimate
 from launcher.market.evidence import Exposure, Life
@@ -23,18 +25,9 @@ from launcher.market.hazard import (
 )
 from launcher.market.spells import chance_elsewhere
 from launcher.money import HOUR_MS
-from launcher.placement.from_job import cloud_requirements, recipe_of
-from launcher.placement.iteration_time import (
-    GpusAtWork,
-    WhenSpotPays,
-    candidates_per_prompt,
-    iteration_seconds,
-    iterations_share,
-    progress,
-    quickest,
-)
-from launcher.placement.memory import memory_of_job
-from launcher.placement.recipes import GAIN_EXPONENTS
+from launcher.placement.cloud_plan import WhenSpotPays
+from launcher.placement.forecast import GpusAtWork, progress, quickest
+from launcher.placement.requirements import cloud_requirements
 from launcher.placement.value import (
     COOL_MOST_MS,
     FIND_HOURS,
@@ -306,24 +299,15 @@ def test_the_closed_forms_agree_with_the_table_of_the_notes(
 ):
     """Papers 6.2. The tolerance is half a unit of the last printed digit or 1 %, whichever is larger."""
     recipe = verl_omni()
-    cost = recipe.cost
-    found = iteration_seconds(cost, spot)
+    found = recipe.seconds(spot)
     assert found == pytest.approx(seconds, rel=0.01)
-    assert cost.train_seconds / found == pytest.approx(idle, rel=0.01)
-    assert spot * cost.train_seconds / cost.candidate_gpu_seconds == pytest.approx(explorable, rel=0.01)
-    assert candidates_per_prompt(recipe, spot) == pytest.approx(per_prompt, rel=0.01, abs=1)  # the table rounds up
+    assert recipe.train_seconds / found == pytest.approx(idle, rel=0.01)
+    assert spot * recipe.train_seconds / recipe.candidate_gpu_seconds == pytest.approx(explorable, rel=0.01)
+    assert recipe.candidates_per_prompt(spot) == pytest.approx(per_prompt, rel=0.01, abs=1)  # the table rounds up
     for discount, ratio, to_on_demand in ((0.69, at_69, on_demand_69), (0.77, at_77, on_demand_77)):
-        c = found * (4 + spot * (1 - discount)) / (iteration_seconds(cost, 0) * 4)
+        c = found * (4 + spot * (1 - discount)) / (recipe.seconds(0) * 4)
         assert c == pytest.approx(ratio, rel=0.01)
         assert (4 + spot * (1 - discount)) / (4 + spot) == pytest.approx(to_on_demand, rel=0.01)
-
-
-@given(st.integers(0, 64))
-def test_with_all_spot_gpus_present_the_engines_formula_applies(spot):
-    recipe = verl_omni()
-    assert iteration_seconds(recipe.cost, spot) == pytest.approx(closed_form.iteration_seconds(recipe.cost, spot))
-    each = closed_form.expected_exploration(recipe.cost, spot, 0.7).candidates_per_prompt
-    assert candidates_per_prompt(recipe, spot) == each
 
 
 def test_progress_is_averaged_over_the_time_with_each_number_of_gpus():
@@ -343,7 +327,7 @@ def test_exploration_counts_only_while_its_gpus_are_there():
     recipe = verl_omni()
     always = progress(recipe, GpusAtWork(mean=8.0, most=8.0), 0.5)
     half = progress(recipe, GpusAtWork(mean=4.0, variance=16.0, most=8.0), 0.5)
-    assert always.iterations_share == pytest.approx(iterations_share(recipe, 75, 0.5))
+    assert always.iterations_share == pytest.approx(recipe.iterations_share(75, 0.5))
     assert always.iterations_share < half.iterations_share < 1
 
 
@@ -356,37 +340,47 @@ def test_nothing_is_quicker_than_the_bound_of_a_search(mean, variance, exponent)
 
 
 def test_new_weights_are_waited_for_only_with_spot():
-    cost = replace(verl_omni().cost, sync_seconds=5.0)
-    assert iteration_seconds(cost, 0) == pytest.approx(360)
-    assert iteration_seconds(cost, 4) == pytest.approx(53.5 + 253 + 5)
+    recipe = replace(verl_omni(), sync_seconds=5.0)
+    assert recipe.seconds(0) == pytest.approx(360)
+    assert recipe.seconds(4) == pytest.approx(53.5 + 253 + 5)
+    assert recipe.candidates_per_prompt(8) < verl_omni().candidates_per_prompt(8)
+
+
+@pytest.mark.parametrize(
+    "more", [{"candidate_gpu_seconds": 2.0}, {"guard_seconds": 150.0}, {"sync_seconds": 300.0}, {"max_candidates": 512}]
+)
+def test_no_gain_if_no_more_candidates_fit_than_are_trained(more):
+    recipe = replace(verl_omni(), **more)
+    assert recipe.candidates_per_prompt(4) == 0
+    assert recipe.gain(0) == recipe.iterations_share(0, 0.5) == 1
 
 
 def test_another_trainer_type_scales_the_training_time():
     on_all = verl_omni(limits=RankLimits(most=8, sampling=8))
-    assert iteration_seconds(on_all.on(8).cost, 0) == pytest.approx(180)
+    assert on_all.on(8).seconds(0) == pytest.approx(180)
     assert on_all.on(4) == on_all
 
 
 def test_a_trainer_counts_as_many_gpus_as_the_engine_trains_on():
     recipe = verl_omni(limits=RankLimits(most=1))
     assert recipe.on(8) == recipe.on(1)
-    assert iteration_seconds(recipe.on(8).cost, 0) == pytest.approx(4 * 360)
+    assert recipe.on(8).seconds(0) == pytest.approx(4 * 360)
 
 
 def test_ranks_that_wait_take_no_part_in_rollouts():
     """8 ranks train for 1012 / 8 s, and one of them samples for 428 s."""
     recipe = verl_omni(limits=RankLimits(most=8, sampling=1))
-    assert iteration_seconds(recipe.on(8).cost, 0) == pytest.approx(428 + 126.5)
+    assert recipe.on(8).seconds(0) == pytest.approx(428 + 126.5)
 
 
 def test_exploration_reduces_the_number_of_iterations():
     """8 spot GPUs allow 75 candidates a prompt, of which 16 are kept: gain 1 + .49 (V - 1)."""
     recipe = verl_omni()
-    gain = closed_form.variance_gain(0.7, closed_form.selection_gain(16 / 75))
-    assert iterations_share(recipe, 75, 0.5) == pytest.approx(gain**-0.5)
-    assert iterations_share(recipe, 75, 0.0) == 1
-    assert iterations_share(recipe, 16, 0.5) == 1  # no choice between candidates
-    assert candidates_per_prompt(replace(recipe, explores=False), 8) == 0
+    gain = variance_gain(0.7, selection_gain(16 / 75))
+    assert recipe.iterations_share(75, 0.5) == pytest.approx(gain**-0.5)
+    assert recipe.iterations_share(75, 0.0) == 1
+    assert recipe.iterations_share(16, 0.5) == 1  # no choice between candidates
+    assert replace(recipe, explores=False).candidates_per_prompt(8) == 0
 
 
 def test_the_plan_states_what_spot_must_save():
@@ -421,26 +415,28 @@ QWEN = {
 
 
 def test_a_job_file_sets_the_request_to_a_cloud():
-    required = cloud_requirements(Job(**QWEN))
+    required = cloud_requirements(resolve(Job(**QWEN)))
     assert (required.trainer.infra, required.rollout.gpus, required.max_rollout_nodes) == ("aws/us-east-2", 1, 12)
     assert required.trainer_gpus_named == 4
-    gpus = {most: cloud_requirements(Job(**QWEN), limits=RankLimits(most=most)).trainer.gpus for most in (1, 2, 64)}
+    gpus = {
+        most: cloud_requirements(resolve(Job(**QWEN), limits=RankLimits(most=most))).trainer.gpus for most in (1, 2, 64)
+    }
     assert gpus == {1: 1, 2: 2, 64: 4}
     assert (required.max_total_micro_usd, required.max_hourly_micro_usd) == (4_000 * USD, 150 * USD)
     assert required.deadline_ms == 72 * HOUR_MS
     assert required.clouds == ("aws", "gcp")
-    assert cloud_requirements(Job(**QWEN | {"spot": "never"})).spot.value == "never"
+    assert cloud_requirements(resolve(Job(**QWEN | {"spot": "never"}))).spot.value == "never"
 
 
 def test_a_recipe_is_of_the_jobs_batch_and_of_measured_seconds():
     """A pass of Qwen-Image takes .0481 s an image, and a row of 22 in a pass 6.07 passes."""
-    recipe = recipe_of(Job(**QWEN | {"sampler": SAMPLER, "model": QWEN["model"] | {"max_text_tokens": 256}}))
+    recipe = resolve(Job(**QWEN | {"sampler": SAMPLER, "model": QWEN["model"] | {"max_text_tokens": 256}})).recipe
     one = 2 * 0.0481  # with guidance
     assert recipe.iterations.mean == 200
-    assert recipe.cost.reserved_gpus == 1
-    assert recipe.cost.rollout_gpu_seconds == pytest.approx(10 * one + 0.02 * 512**2 / 1e6)
+    assert recipe.sampling_gpus == 1
+    assert recipe.rollout_gpu_seconds == pytest.approx(10 * one + 0.02 * 512**2 / 1e6)
     rows = 16 * 8 * 2  # 128 images, 2 trained steps each; after the first of 2 updates, a pass of the old policy
-    assert recipe.cost.train_seconds == pytest.approx(rows * one * (6.07 + 1.75 / 2))
+    assert recipe.train_seconds == pytest.approx(rows * one * (6.07 + 1.75 / 2))
     assert "passes measured (spotrl on one H100, 2026-11-22" in recipe.source
     assert "training measured (spotrl on one H100, 2026-11-26" in recipe.source
     assert recipe.never_run
@@ -453,19 +449,19 @@ def test_a_copy_of_the_weights_has_the_bytes_of_the_memory_forecast():
     """
     adapters = 60 * 2 * 64 * (4 * (3072 + 3072) + 2 * (3072 + 12288)) * 4
     rank_64 = Job(**QWEN | {"model": QWEN["model"] | {"lora_rank": 64}})
-    assert recipe_of(rank_64).copy_bytes == adapters // 2 == 849_346_560
-    assert recipe_of(Job(**QWEN)).copy_bytes == adapters // 4
-    assert memory_of_job(rank_64).trainer.parts["adapters"] == adapters
+    assert resolve(rank_64).recipe.copy_bytes == adapters // 2 == 849_346_560
+    assert resolve(Job(**QWEN)).recipe.copy_bytes == adapters // 4
+    assert resolve(rank_64).memory.trainer.parts["adapters"] == adapters
     full = Job(**QWEN | {"model": {"name": "qwen-image", "path": "there"}})
-    assert recipe_of(full).copy_bytes == 20_430_401_088 * 4
-    assert recipe_of(Job(**QWEN | {"model": {"name": "digits-ocr"}})).copy_bytes == pytest.approx(5.6e6, rel=0.01)
+    assert resolve(full).recipe.copy_bytes == 20_430_401_088 * 4
+    assert resolve(Job(**QWEN | {"model": {"name": "digits-ocr"}})).recipe.copy_bytes == pytest.approx(5.6e6, rel=0.01)
 
 
 def test_seconds_follow_the_gpu_the_size_and_the_algorithm():
     def cost(model, gpu, **more):
         resources = {role: {"accelerators": f"{gpu}:1"} for role in ("trainer", "rollout")}
         job = {"model": {"path": "there", "weights": "lora"} | model, "infra": "aws", "resources": resources}
-        return recipe_of(Job(**job | more)).cost
+        return resolve(Job(**job | more)).recipe
 
     on_h100, on_l40s = (cost({"name": "sd3"}, gpu) for gpu in ("H100", "L40S"))
     assert on_l40s.rollout_gpu_seconds > 1.5 * on_h100.rollout_gpu_seconds
@@ -477,25 +473,24 @@ def test_seconds_follow_the_gpu_the_size_and_the_algorithm():
 
 def test_an_untimed_recipe_is_planned_as_configured_and_marked_a_guess():
     job = Job(**QWEN | {"model": {"name": "digits-ocr"}})
-    assert any("nobody has timed digits-ocr on H100" in sentence for sentence in recipe_of(job).never_run)
-    assert recipe_of(job).iterations.high == job.iterations
-    assert cloud_requirements(job).min_rollout_nodes == 12
-    assert cloud_requirements(Job(**QWEN)).min_rollout_nodes == 0
+    assert any("nobody has timed digits-ocr on H100" in sentence for sentence in resolve(job).recipe.never_run)
+    assert resolve(job).recipe.iterations.high == job.iterations
+    assert cloud_requirements(resolve(job)).min_rollout_nodes == 12
+    assert cloud_requirements(resolve(Job(**QWEN))).min_rollout_nodes == 0
     nodes = {role: QWEN["resources"][role] | {"accelerators": "T4:1"} for role in ("trainer", "rollout")}
     unknown = Job(**QWEN | {"resources": nodes})
-    assert any("nobody has timed qwen-image on" in sentence for sentence in recipe_of(unknown).never_run)
+    assert any("nobody has timed qwen-image on" in sentence for sentence in resolve(unknown).recipe.never_run)
 
 
 def test_a_job_may_insist_on_rollout_nodes():
     rollout = QWEN["resources"]["rollout"] | {"min_nodes": 3}
-    assert (
-        cloud_requirements(Job(**QWEN | {"resources": QWEN["resources"] | {"rollout": rollout}})).min_rollout_nodes == 3
-    )
+    job = Job(**QWEN | {"resources": QWEN["resources"] | {"rollout": rollout}})
+    assert cloud_requirements(resolve(job)).min_rollout_nodes == 3
 
 
 def test_exploration_saves_less_with_diffusion_nft():
     by_name = {
-        name: recipe_of(Job(**QWEN | {"algorithm": {"name": name}})).gain_exponent
+        name: resolve(Job(**QWEN | {"algorithm": {"name": name}})).recipe.gain_exponent
         for name in ("flow-grpo", "grpo-guard", "diffusion-nft", "auto")
     }
     assert by_name["diffusion-nft"].mean < by_name["grpo-guard"].mean
@@ -503,7 +498,7 @@ def test_exploration_saves_less_with_diffusion_nft():
 
 
 def test_every_assumption_of_a_recipe_is_named():
-    recipe = recipe_of(Job(**QWEN))
+    recipe = resolve(Job(**QWEN)).recipe
     for estimate in (recipe.iterations, recipe.gain_exponent, *GAIN_EXPONENTS.values()):
         assert isinstance(estimate, Estimate)
         assert estimate.basis is Basis.ASSUMED

@@ -1,10 +1,13 @@
 """The schedule in a plan on clouds: what is forecast, the setting that is better, and what is left out."""
 
+from dataclasses import replace
+
 import pytest
 
 from engine.timing.figures import LINK_SHARE
+from launcher.job.resolved import resolve
 from launcher.job.schema import Job
-from launcher.placement.from_job import recipe_of
+from launcher.placement.ranks import ranks_of_nodes
 from launcher.placement.schedule import MOST_IMAGES, plan_schedule
 
 
@@ -26,7 +29,8 @@ def job(rows=168, prompts=8, images=8, early=0.0):
 
 
 def schedule_of(made, rollout=4):
-    return plan_schedule(made, recipe_of(made).on(1), trainer=1, rollout=rollout)
+    resolved = resolve(made)
+    return plan_schedule(resolved, ranks_of_nodes(resolved.recipe, 1), rollout=rollout)
 
 
 def test_a_unit_is_as_many_groups_as_the_rows_of_a_pass_hold():
@@ -71,8 +75,9 @@ def full(rows, *, unit="rows", prompts=16, ranks=8):
             ),
         }
     )
-    recipe = recipe_of(made).on(ranks)
-    return plan_schedule(made, recipe, trainer=1, rollout=0, ranks=ranks), recipe
+    resolved = resolve(made)
+    trainer = replace(ranks_of_nodes(resolved.recipe, ranks), sampling=1)
+    return plan_schedule(resolved, trainer, rollout=0), resolved.recipe.on(ranks)
 
 
 def test_a_unit_of_ranks_is_as_many_groups_as_fit_into_all_their_passes():
@@ -87,10 +92,10 @@ def test_divided_weights_gather_in_every_pass_so_passes_with_fewer_rows_cost_mor
     assert cheap.step.passes(8) == 2
     gather = cheap.step.collective_seconds_of_pass(8)
     assert gather == pytest.approx(7 / 8 * 20_430_401_088 * (2 * 2 + 4) / (450e9 * LINK_SHARE.value), rel=1e-3)
-    assert small.seconds - large.seconds == pytest.approx(dear.cost.train_seconds - cheap.cost.train_seconds)
+    assert small.seconds - large.seconds == pytest.approx(dear.train_seconds - cheap.train_seconds)
     assert dear.step.collective_seconds(8) - cheap.step.collective_seconds(8) == pytest.approx(2 * gather)
-    rollouts = 16 * 8 * cheap.cost.rollout_gpu_seconds
-    assert large.seconds == pytest.approx(rollouts + cheap.cost.train_seconds)
+    rollouts = 16 * 8 * cheap.rollout_gpu_seconds
+    assert large.seconds == pytest.approx(rollouts + cheap.train_seconds)
 
 
 def test_a_smaller_unit_of_divided_weights_is_chosen_only_if_it_pays_for_its_collectives():

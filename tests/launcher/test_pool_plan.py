@@ -8,12 +8,12 @@ from launcher.cli.plan_text import pool_text
 from launcher.controller.node_specs import node_spec
 from launcher.job.checked import JobError
 from launcher.job.load import load_job
+from launcher.job.resolved import resolve
 from launcher.placement.forecast import Choice, on_demand_outlook, outlook, sums
-from launcher.placement.from_job import cloud_requirements
-from launcher.placement.memory import check_pool, memory_of_job
+from launcher.placement.memory import check_pool
 from launcher.placement.plan import PlacementError
 from launcher.placement.plan_cloud import plan_cloud
-from launcher.placement.requirements import NodeRequirements, sites_of
+from launcher.placement.requirements import NodeRequirements, cloud_requirements, sites_of
 from launcher.placement.sharing import degrees_of
 from tests.launcher.made_ledger import HOUR_MS, a_run, a_session
 from tests.launcher.test_cloud_plan import TRAINER, USD, offer, requirements, view
@@ -69,12 +69,12 @@ def test_a_pool_that_leaves_no_worker_is_refused(job):
 
 def test_the_models_of_the_pool_leave_the_workers_and_must_fit_their_own_gpus(job):
     shared, own = job("{processes: 2}"), job("{processes: 2, gpus: 1}")
-    assert "scorers" in memory_of_job(shared).rollout.parts
-    assert "scorers" not in memory_of_job(own).rollout.parts
-    check_pool(own)
+    assert "scorers" in resolve(shared).memory.rollout.parts
+    assert "scorers" not in resolve(own).memory.rollout.parts
+    check_pool(resolve(own))
     with pytest.raises(PlacementError, match=r"need 28.9 GiB of each GPU of the pool, where .* use fewer reward.pool"):
-        check_pool(job("{processes: 2, gpus: 1}", "L4:2"))
-    check_pool(job("{processes: 1, gpus: 1}", "L4:2"))
+        check_pool(resolve(job("{processes: 2, gpus: 1}", "L4:2")))
+    check_pool(resolve(job("{processes: 1, gpus: 1}", "L4:2")))
 
 
 def test_a_plan_counts_fewer_workers_at_the_same_price(job):
@@ -84,18 +84,18 @@ def test_a_plan_counts_fewer_workers_at_the_same_price(job):
     both = []
     for needs in (shared, own):
         (site,), _ = sites_of(needs, market)
-        both.append((needs, Choice(site=site, spot=(2, 1), on_demand=1)))
-    (gpus, rate, copies), (own_gpus, own_rate, own_copies) = (sums(choice) for _, choice in both)
+        both.append(Choice(site=site, spot=(2, 1), on_demand=1))
+    (gpus, rate, copies), (own_gpus, own_rate, own_copies) = map(sums, both)
     assert (own_gpus.mean, own_gpus.fewest) == pytest.approx((gpus.mean / 2, gpus.fewest / 2))
     assert own_gpus.most == pytest.approx(gpus.most / 2)
     assert own_gpus.variance == pytest.approx(gpus.variance / 4)
     assert (own_rate, own_copies) == (rate, copies)
     for forecast in (outlook, on_demand_outlook):
-        before, after = (forecast(*one) for one in both)
+        before, after = map(forecast, both)
         assert after.seconds_per_iteration > before.seconds_per_iteration
         assert after.micro_usd > before.micro_usd
     assert plan_cloud(own, market).time.expected > plan_cloud(shared, market).time.expected
-    assert cloud_requirements(job("{processes: 2, gpus: 1}")).rollout.workers == 1
+    assert cloud_requirements(resolve(job("{processes: 2, gpus: 1}"))).rollout.workers == 1
 
 
 def test_a_plan_says_what_the_gpus_of_the_pool_cost(job):

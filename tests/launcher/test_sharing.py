@@ -4,8 +4,13 @@ import pytest
 
 from launcher.job.checked import JobError
 from launcher.job.load import load_job
+from launcher.job.resolved import resolve
 from launcher.placement.sharing import HEADS, check_sp_degree, degrees_of
 from tests.model_folders import write_model
+
+
+def check(job):
+    check_sp_degree(job, resolve(job.job, job.workdir).sized)
 
 
 @pytest.fixture
@@ -27,9 +32,9 @@ def checked(tmp_path):
 def test_degrees_divide_the_heads_and_fit_into_a_node(checked, accelerators, degrees):
     job = checked("auto", accelerators)
     assert degrees_of(job.job) == degrees
-    check_sp_degree(job)
+    check(job)
     for degree in degrees:
-        check_sp_degree(checked(str(degree), accelerators))
+        check(checked(str(degree), accelerators))
 
 
 @pytest.mark.parametrize(
@@ -43,27 +48,27 @@ def test_degrees_divide_the_heads_and_fit_into_a_node(checked, accelerators, deg
 )  # fmt: skip
 def test_an_impossible_degree_is_refused_with_its_line_and_the_possible_ones(checked, degree, accelerators, words):
     with pytest.raises(JobError) as caught:
-        check_sp_degree(checked(degree, accelerators))
+        check(checked(degree, accelerators))
     assert words in str(caught.value)
     assert (caught.value.line, caught.value.field) == (2, "runtime.sp_degree")
 
 
 def test_the_heads_of_a_users_model_are_left_to_the_engine(checked):
     own = {"model.name": "digits-ocr", "model.path": "weights"}
-    check_sp_degree(checked("3", "L4:4", **own))
+    check(checked("3", "L4:4", **own))
     with pytest.raises(JobError, match="has 4 workers"):
-        check_sp_degree(checked("5", "L4:4", **own))
+        check(checked("5", "L4:4", **own))
 
 
 def test_two_workers_may_share_the_branches_of_guidance(checked):
     fields = {"model.name": "sd3", "model.path": "weights", "runtime.cfg_parallel": "true", "sampler.guidance": "4"}
     for degree in ("2", "auto"):
-        check_sp_degree(checked(degree, "L4:4", **fields))
+        check(checked(degree, "L4:4", **fields))
     assert degrees_of(checked("auto", "L4:4", **fields).job) == (1, 2)
     with pytest.raises(JobError, match=r"a rollout node has 1 worker .*; use 1 or auto"):
-        check_sp_degree(checked("2", "L4:1", **fields))
+        check(checked("2", "L4:1", **fields))
     with pytest.raises(JobError, match=r"FLUX.1-dev takes guidance as an input and has one branch; use cfg_parallel"):
-        check_sp_degree(checked("2", "L4:4", **fields | {"model.name": "flux"}))
+        check(checked("2", "L4:4", **fields | {"model.name": "flux"}))
 
 
 def test_the_launcher_knows_the_heads_of_every_model_that_ships():

@@ -16,14 +16,13 @@ from launcher.decide.launch_history import MoveRules
 from launcher.exit_codes import BudgetError, ExitCode
 from launcher.job.checked import JobError
 from launcher.job.load import load_job
+from launcher.job.resolved import resolve
 from launcher.money import HOUR_MS
 from launcher.placement.cloud_plan import CloudPlan, cloud_plan_json
-from launcher.placement.from_job import cloud_requirements
-from launcher.placement.memory import memory_of_job
 from launcher.placement.plan import PlacementError, Plan, plan_json, slots_from
 from launcher.placement.plan_cloud import plan_cloud
 from launcher.placement.ranks import check_ranks
-from launcher.placement.requirements import CloudRequirements, NodeRequirements
+from launcher.placement.requirements import CloudRequirements, NodeRequirements, cloud_requirements
 from launcher.replay.optimum import optimum
 from launcher.replay.replay import replay
 from launcher.replay.simulate import POLICIES
@@ -159,7 +158,7 @@ def test_gpus_that_do_not_train_are_counted_over_all_nodes():
 
 def test_a_job_looks_for_nodes_with_as_many_gpus_as_each_has_ranks(tmp_path):
     job = with_ranks(tmp_path, "accelerators: 'H100:8', num_nodes: 2", 4).job
-    wanted = cloud_requirements(job)
+    wanted = cloud_requirements(resolve(job))
     assert (wanted.trainer.gpus, wanted.recipe.trainer_nodes, wanted.recipe.ranks(2)) == (2, 2, 4)
     plan = plan_cloud(wanted, view(*(offer("", 7.0 * gpus, gpus=gpus, cloud="aws") for gpus in (1, 2, 8)), EAST[1]))
     assert plan.trainer.gpus == 2
@@ -170,7 +169,7 @@ def test_a_job_looks_for_nodes_with_as_many_gpus_as_each_has_ranks(tmp_path):
 def test_ranks_over_two_nodes_share_full_weights_like_ranks_on_one(tmp_path):
     full = "model: {name: qwen-image, path: there, weights: full}\n"
     two, one = (
-        memory_of_job(with_ranks(tmp_path, trainer, 8, full).job).trainer
+        resolve(with_ranks(tmp_path, trainer, 8, full).job).memory.trainer
         for trainer in ("accelerators: 'H100:4', num_nodes: 2", "accelerators: 'H100:8'")
     )
     assert two == one
@@ -183,7 +182,7 @@ def test_scorers_are_on_the_gpus_of_one_node(tmp_path):
         "reward: {name: pickscore, model: {path: /scorer}, placed: pool, pool: {processes: 8}}\n"
     )
     two, one = (
-        memory_of_job(with_ranks(tmp_path, trainer, 8, scored).job).trainer.parts["scorers"]
+        resolve(with_ranks(tmp_path, trainer, 8, scored).job).memory.trainer.parts["scorers"]
         for trainer in ("accelerators: 'H100:4', num_nodes: 2", "accelerators: 'H100:8'")
     )
     assert two == 2 * one

@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 
 from engine.memory.budget import denoising_bytes, trainer_budget
-from engine.memory.job import setting_of, sizes_of
+from engine.memory.job import setting_of, sized_model
 from engine.trainer_ranks import RankLimits, sampling_ranks
 from launcher.controller.node_specs import node_spec
 from launcher.job.checked import JobError
 from launcher.job.load import load_job
-from launcher.placement.from_job import cloud_requirements, recipe_of
-from launcher.placement.memory import memory_of_job, ranks_have_room
-from launcher.placement.ranks import check_ranks, ranks_of_nodes, wanted_ranks
+from launcher.job.resolved import resolve
+from launcher.placement.ranks import check_ranks, ranks_of_nodes
+from launcher.placement.requirements import cloud_requirements
 from tests.launcher.made_ledger import HOUR_MS, a_run, a_session
 
 EVERY_GPU = RankLimits(most=64)
@@ -93,8 +93,8 @@ def test_mixed_gpus_of_a_trainer_are_refused(checked, value):
 
 def test_the_plan_counts_the_ranks_of_the_engine_alone(checked):
     job = checked("auto").job
-    assert {most: wanted_ranks(job, RankLimits(most=most)) for most in (1, 2, 64)} == {1: 1, 2: 2, 64: 4}
-    assert cloud_requirements(job).trainer.gpus == wanted_ranks(job)
+    assert {most: resolve(job, limits=RankLimits(most=most)).ranks for most in (1, 2, 64)} == {1: 1, 2: 2, 64: 4}
+    assert cloud_requirements(resolve(job)).trainer.gpus == resolve(job).ranks
 
 
 QWEN = {"model.name": "qwen-image", "model.path": "there", "model.weights": "lora", "algorithm.name": "flow-grpo"}
@@ -105,16 +105,16 @@ def test_a_step_has_the_groups_the_seconds_and_the_bytes_of_the_job(tmp_path):
     path = tmp_path / "job.yaml"
     path.write_text("infra: aws\nresources: {trainer: {accelerators: H100:4}}\n")
     job = load_job(path, QWEN | {"model.lora_rank": "32", "algorithm.prompts_per_batch": "16"}).job
-    recipe = recipe_of(job, limits=EVERY_GPU)
+    recipe = resolve(job, limits=EVERY_GPU).recipe
     assert recipe.step.groups == 8
     assert recipe.step.trained_bytes == 1_698_693_120 // 2
-    assert recipe.step.group_seconds * 16 == pytest.approx(recipe.cost.train_seconds)
-    four, alone = recipe.on(4).cost, recipe.on(1).cost
+    assert recipe.step.group_seconds * 16 == pytest.approx(recipe.train_seconds)
+    four, alone = recipe.on(4), recipe.on(1)
     assert ranks_of_nodes(recipe, 4).rounds == 2
     # Three quarters of the gradients, twice, and the weights, at half of NVLink's 450 GB/s.
     both_steps = 2 * (2 * 3 / 4 + 1) * 0.849346560 / 225
     assert four.train_seconds == pytest.approx(alone.train_seconds / 4 + both_steps)
-    assert four.reserved_gpus == alone.reserved_gpus == 1, "one rank samples"
+    assert four.sampling_gpus == alone.sampling_gpus == 1, "one rank samples"
 
 
 SHIPPED = {"model.name": "digits-ocr"}
@@ -131,12 +131,13 @@ def test_every_rank_samples_unless_full_weights_leave_no_room(tmp_path, model, g
     path.write_text(f"infra: aws,gcp\nresources: {{trainer: {{accelerators: '{gpu}:8'}}}}\n")
     more = {"model.weights": weights, "runtime.trainer_ranks": "8", "algorithm.prompts_per_batch": "16"}
     job = load_job(path, model | more).job
-    recipe = recipe_of(job)
+    resolved = resolve(job)
+    recipe = resolved.recipe
     ranks = ranks_of_nodes(recipe, 8)
     assert (ranks.ranks, ranks.sampling, ranks.waiting) == (8, sampling, 8 - sampling)
-    assert recipe.on(8).cost.reserved_gpus == sampling, "they share the rollouts, the trainer alone too"
-    assert ranks_have_room(job) == (sampling == 8)
-    assert sampling_ranks(job, have_room=ranks_have_room(job)) == sampling, "the engine agrees"
+    assert recipe.on(8).sampling_gpus == sampling, "they share the rollouts, the trainer alone too"
+    assert resolved.have_room == (sampling == 8)
+    assert sampling_ranks(job, have_room=resolved.have_room) == sampling, "the engine agrees"
 
 
 @pytest.mark.parametrize(
@@ -163,31 +164,31 @@ def test_a_rank_that_samples_has_room_for_all_weights_its_images_and_their_decod
     more = {"model.weights": "full", "runtime.trainer_ranks": "8", "algorithm.prompts_per_batch": "16"}
     job = load_job(path, QWEN | more).job
     setting = setting_of(job, ranks=8)
-    sizes = sizes_of(job.model, None)[1]
-    alone, all_sample = (trainer_budget(sizes, replace(setting, sampled=images)) for images in (0, job.runtime.shape))
+    sized = sized_model(job.model)
+    alone, all_sample = (trainer_budget(sized, replace(setting, sampled=images)) for images in (0, job.runtime.shape))
     decoding = all_sample.parts["decoding beside training"]
     assert {**alone.parts, "decoding beside training": decoding} == all_sample.parts
-    images = job.runtime.shape * denoising_bytes(sizes.architecture, setting)
+    images = job.runtime.shape * denoising_bytes(sized, setting)
     gathered, shard = 2 * 20_430_401_088, alone.parts["optimiser"] // 2
     assert all_sample.least_beside == pytest.approx(gathered + images - shard), "a set of gradients less"
-    assert memory_of_job(job).trainer.least_beside == all_sample.least_beside
-    assert memory_of_job(load_job(path, FLUX | more).job).have_room
+    assert resolve(job).memory.trainer.least_beside == all_sample.least_beside
+    assert resolve(load_job(path, FLUX | more).job).have_room
     too_many = load_job(path, QWEN | more | {"runtime.shape": "192"}).job
-    assert not memory_of_job(too_many).have_room, "rollouts of 192 images at once"
-    assert "decoding beside training" not in memory_of_job(too_many).trainer.parts
+    assert not resolve(too_many).have_room, "rollouts of 192 images at once"
+    assert "decoding beside training" not in resolve(too_many).memory.trainer.parts
 
 
 def test_lora_ranks_hold_all_weights_and_full_weights_are_sharded(tmp_path):
     path = tmp_path / "job.yaml"
     path.write_text("infra: aws\nresources: {trainer: {accelerators: H100:8}}\n")
     lora = load_job(path, QWEN).job
-    one, eight = (memory_of_job(lora, ranks=ranks).trainer for ranks in (1, 8))
+    one, eight = (resolve(lora).memory_of(ranks).trainer for ranks in (1, 8))
     beside = eight.parts["decoding beside training"]
     assert beside == 8 * 512 * 512 * 2048, "a rank decodes at most so many pixels of what it sampled, in bf16"
     assert {**one.parts, "decoding beside training": beside} == eight.parts
     assert (one.bytes_each, one.asked) == (eight.bytes_each, eight.asked)
     full = load_job(path, QWEN | {"model.weights": "full"}).job
-    one, eight = (memory_of_job(full, ranks=ranks).trainer for ranks in (1, 8))
+    one, eight = (resolve(full).memory_of(ranks).trainer for ranks in (1, 8))
     assert eight.parts["optimiser"] == pytest.approx(one.parts["optimiser"] / 8)
     assert eight.parts["transformer"] == pytest.approx(20_430_401_088 * 4 / 8, rel=0.001)
     assert eight.asked == one.asked, "a pass of a rank has as many rows as a pass of a lone GPU"

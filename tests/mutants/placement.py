@@ -18,7 +18,7 @@ from launcher.decide import (
     waiting,
 )
 from launcher.market import hazard
-from launcher.placement import from_job, plan_cloud
+from launcher.placement import plan_cloud, requirements
 from launcher.placement.requirements import Site
 from launcher.replay.world import World
 from tests.mutants.faults import Fault
@@ -187,7 +187,7 @@ FAULTS = {
         Fault(
             name="each-trainer-node-has-all-ranks",
             forgets="that the nodes of the trainer share the ranks",
-            patches=((from_job, "ranks_of_each_node", lambda ranks, nodes: ranks),),
+            patches=((requirements, "ranks_of_each_node", lambda ranks, nodes: ranks),),
             found_by=f"{NODES}::test_a_job_looks_for_nodes_with_as_many_gpus_as_each_has_ranks",
         ),
         Fault(

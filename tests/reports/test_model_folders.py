@@ -12,7 +12,7 @@ import pytest
 
 from engine.config import EngineConfig, ModelConfig, RewardConfig
 from engine.memory.architecture import image_tokens
-from engine.memory.job import job_memory, sizes_of
+from engine.memory.job import sized_model
 from engine.model_folder import FolderError, ImageSize, check_folder, model_folder
 from engine.model_parts import PIPELINES
 from engine.node.build_worker import load_model
@@ -258,13 +258,11 @@ def test_the_5b_model_of_wan_counts_its_own_vae_and_gets_a_size_that_fits(write)
     assert model_folder(plain, folder).size == ImageSize(256, 416, 33, 512)
     size = {"height": 704, "width": 1280, "frames": 121}
     config = EngineConfig(model=ModelConfig(name="wan", path=str(folder), **size), reward=OWN)
-    architecture = sizes_of(config.model, folder)[1].architecture
+    architecture = sized_model(config.model, folder).architecture
     assert image_tokens(architecture, ImageSize(**size)) == model_folder(config.model, folder).tokens == 27_280
-    memory, smaller = job_memory(config, folder), job_memory(EngineConfig(model=plain, reward=OWN), folder)
-    assert memory.size == ImageSize(704, 1280, 121, 512)
-    assert smaller.size == ImageSize(256, 416, 33, 512)
-    published = job_memory(EngineConfig(model=ModelConfig(name="wan", path="there"), reward=OWN))
-    assert published.size == ImageSize(240, 416, 33, 512)
+    assert sized_model(config.model, folder).size == ImageSize(704, 1280, 121, 512)
+    assert sized_model(plain, folder).size == ImageSize(256, 416, 33, 512)
+    assert sized_model(ModelConfig(name="wan", path="there")).size == ImageSize(240, 416, 33, 512)
 
 
 OTHER_FAMILIES = (

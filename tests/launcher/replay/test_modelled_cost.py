@@ -44,8 +44,8 @@ def test_an_iteration_without_enough_nodes_counts_less(layout):
     """60 iterations without exploration and 50 with it: alone the trainer needs 60."""
     recipe = layout.recipe()
     work = work_of(recipe, layout.spot, 60.0, 50.0)
-    alone_s = recipe.cost.prompts * recipe.cost.images_per_prompt * recipe.cost.rollout_gpu_seconds
-    assert work.left_ms(0) == pytest.approx(60_000 * (alone_s / layout.ranks + recipe.cost.train_seconds))
+    alone_s = recipe.prompts * recipe.images_per_prompt * recipe.rollout_gpu_seconds
+    assert work.left_ms(0) == pytest.approx(60_000 * (alone_s / layout.ranks + recipe.train_seconds))
     assert list(work.iteration_ms) == sorted(work.iteration_ms, reverse=True)
     if 2 * layout.spot >= layout.ranks:  # fewer spot nodes add little to ranks that all sample
         assert work.iteration_ms[-1] < work.iteration_ms[0] * 50 / 60

@@ -46,7 +46,7 @@ def planned(asked: Asked) -> CloudPlan:
     recipe = replace(
         usual.recipe,
         iterations=known,
-        cost=replace(usual.recipe.cost, rollout_gpu_seconds=540.0 * (1 + nodes)),
+        rollout_gpu_seconds=540.0 * (1 + nodes),
     )
 
     def limit(usd: float | None) -> int | None:
