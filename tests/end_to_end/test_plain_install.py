@@ -22,6 +22,7 @@ MISTAKES = {
     "check-reward": ("check-reward", "none.yaml"),
     "config": ("config", "show", "none.yaml"),
     "controller": ("controller", "nobody"),
+    "doctor": ("doctor", "--nosuch"),
     "down": ("down", "nobody"),
     "events": ("events", "nobody"),
     "init": ("init", "no/such/job.yaml"),
