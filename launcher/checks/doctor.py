@@ -69,10 +69,13 @@ KEYS = (
 """Variables that clients read. Only whether they are set is shown."""
 
 
-def doctor(apis: Mapping[str, CloudApi], commit: str, environ: Mapping[str, str] = os.environ) -> list[Check]:
+def doctor(
+    clouds: Mapping[str, Callable[[], CloudApi]], commit: str, environ: Mapping[str, str] = os.environ
+) -> list[Check]:
     """Return the lines of `spotrl doctor`. Asks the network and the clouds, and changes nothing.
 
-    `commit`: of spotrl's own code; empty if unknown.
+    `clouds`: for each, a function that returns its API, or raises ImportError. `commit`: of spotrl's own code; empty
+    if unknown.
     """
     groups: list[tuple[str, CheckGroup]] = [
         ("spotrl", partial(_one, partial(_spotrl, commit))),
@@ -83,7 +86,7 @@ def doctor(apis: Mapping[str, CloudApi], commit: str, environ: Mapping[str, str]
         *((name, partial(_one, partial(_packages, name))) for name in PACKAGES),
         ("programs", partial(_one, _programs)),
         ("network", partial(_one, _network)),
-        *((cloud, partial(_one, partial(_login, api))) for cloud, api in apis.items()),
+        *((cloud, partial(_one, partial(_login, cloud, api))) for cloud, api in clouds.items()),
         ("keys", partial(_one, partial(_keys, environ))),
         ("settings", partial(_one, partial(_settings, environ))),
         ("prices", partial(_one, _prices)),
@@ -199,17 +202,19 @@ def _network() -> Check:
     return _line("network", found, Verdict.OK if all(reached.values()) else Verdict.WARN)
 
 
-def _login(api: CloudApi) -> Check:
+def _login(cloud: str, api: Callable[[], CloudApi]) -> Check:
     """Return whether the cloud accepts the credentials here. The account and the identity are not shown."""
     try:
-        api.caller()
+        api().caller()
+    except ImportError:
+        return _line(cloud, "not asked: its client is not installed (the extra `prices`)")
     except LoginNeeded:
-        return _line(api.cloud, "no credentials that the cloud accepts", Verdict.WARN, "`spotrl check` names the login")
+        return _line(cloud, "no credentials that the cloud accepts", Verdict.WARN, "`spotrl check` names the login")
     except CloudRefused:
-        return _line(api.cloud, "the credentials are refused", Verdict.WARN, "`spotrl check` says why")
+        return _line(cloud, "the credentials are refused", Verdict.WARN, "`spotrl check` says why")
     except Failure as failure:
-        return _line(api.cloud, f"not known ({type(failure).__name__})", Verdict.WARN, "`spotrl check` says why")
-    return _line(api.cloud, "the credentials are accepted")
+        return _line(cloud, f"not known ({type(failure).__name__})", Verdict.WARN, "`spotrl check` says why")
+    return _line(cloud, "the credentials are accepted")
 
 
 def _keys(environ: Mapping[str, str]) -> Check:

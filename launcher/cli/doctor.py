@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import click
 from launcher.checks.check import ending
 from launcher.checks.doctor import doctor as lines_of_doctor
 from launcher.checks.doctor import screen
+from launcher.clouds.base import CloudApi
 from launcher.exit_codes import ExitCode
 from launcher.market.offers import CLOUDS
 from launcher.runs.start_command import commit_of_code
@@ -29,12 +31,17 @@ def doctor(as_json: bool) -> ExitCode:
       spotrl doctor
       spotrl doctor --json > doctor.json
     """
-    from launcher.provision.provide import cloud_apis  # imports cloud libraries
-
-    lines = lines_of_doctor(cloud_apis(CLOUDS), commit_of_code(Path(str(files("launcher"))).parent))
+    clouds = {cloud: partial(_api, cloud) for cloud in CLOUDS}
+    lines = lines_of_doctor(clouds, commit_of_code(Path(str(files("launcher"))).parent))
     code = ending(lines)
     if as_json:
         click.echo(json.dumps({"exit_code": int(code), "checks": [asdict(line) for line in lines]}))
     else:
         click.echo("\n".join(screen(lines)))
     return code
+
+
+def _api(cloud: str) -> CloudApi:
+    from launcher.provision.provide import cloud_apis  # imports cloud libraries, which may be missing
+
+    return cloud_apis([cloud])[cloud]

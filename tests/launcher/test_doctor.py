@@ -111,6 +111,17 @@ def test_doctor_leaves_no_file_and_says_what_is_missing(machine, monkeypatch, ca
     assert not (machine / "state").exists()
 
 
+def test_a_cloud_without_its_client_is_not_asked(machine, monkeypatch, capsys):
+    def cloud_apis(clouds: list[str]) -> dict[str, Cloud]:
+        raise ModuleNotFoundError("No module named 'botocore'", name="botocore")
+
+    monkeypatch.setattr(provide_module, "cloud_apis", cloud_apis)
+    assert run(["doctor"]) == ExitCode.OK
+    assert "aws not asked: its client is not installed (the extra `prices`)" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
 def test_names_that_are_ordinary_words_stay(monkeypatch):
     monkeypatch.setenv("LOGNAME", "root")
     monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
