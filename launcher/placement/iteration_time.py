@@ -1,4 +1,6 @@
-"""Predict the iteration time, the number of iterations and when spot pays: papers 6.2 with preemptions. Pure.
+"""Predict the iteration time, the number of iterations and when spot pays. Pure.
+
+The closed forms of engine/exploration/value.py, with preemptions.
 
 T(n) = N gamma / (R + n) + T_train + t_sync        seconds of an iteration with n spot GPUs at work
 K(n) = K(0) gain(n)^-e                             iterations to the target, with n spot GPUs all the time
@@ -147,7 +149,7 @@ def iteration_seconds(cost: IterationCost, spot_gpus: float) -> float:
 
 
 def candidates_per_prompt(recipe: Recipe, spot_gpus: float) -> int:
-    """Return the whole candidates that fit beside training: E / P of papers 6.2.
+    """Return the whole candidates that fit beside training: E / P, with E of engine/exploration/value.py.
 
     0 if the number does not exceed the number of trained images, because exploration then has no choice.
     """

@@ -174,8 +174,8 @@ def _nodes_without_exploring(cost: IterationCost, site: Site) -> float:
 def _when_spot_pays(needs: CloudRequirements, choice: Choice, expected: Outlook) -> WhenSpotPays | None:
     """Return the cost per iteration relative to the trainer alone, including hazards, cold starts and traffic.
 
-    Without hazards, cold starts and traffic the ratio equals c of papers 6.2. For a plan without rollout nodes, the
-    ratio is for the best plan with a single rollout node.
+    Without hazards, cold starts and traffic the ratio equals `relative_cost` of engine/exploration/value.py. For
+    a plan without rollout nodes, the ratio is for the best plan with a single rollout node.
     """
     if not choice.nodes:
         one = with_nodes(needs, choice.site, 1)

@@ -1,4 +1,4 @@
-"""The expected gain of exploration, against the tables of the research notes (papers 6.2 and 6.3)."""
+"""The expected gain of exploration, against tables worked out by hand and by Monte Carlo."""
 
 import random
 import subprocess
@@ -32,7 +32,7 @@ FOUR_GPUS = IterationCost(
     candidate_gpu_seconds=107 * 4 / 512,
     train_seconds=253.0,
 )
-"""512 images in 107 s on 4 GPUs, and 253 s of other work (papers 6.2)."""
+"""512 images in 107 s on 4 GPUs, and 253 s of other work, as verl-omni published it."""
 
 
 @pytest.mark.parametrize(
