@@ -86,14 +86,17 @@ def test_the_report_is_one_screen_without_secrets_names_and_paths(machine, capsy
 
 
 def test_the_json_report_has_the_same_lines_and_a_broken_part_hides_no_other(machine, monkeypatch, capsys):
-    refused = {"aws": Cloud("aws", CloudRefused(f"{machine} is odd")), "gcp": Cloud("gcp", ValueError(f"{machine}!"))}
+    refused = {
+        "aws": Cloud("aws", CloudRefused(f"{machine} is odd")),
+        "gcp": Cloud("gcp", ValueError(f"{machine} of jane-doe on janes-box")),
+    }
     monkeypatch.setattr(provide_module, "cloud_apis", lambda clouds: refused)
     ledger_path().parent.mkdir()
     ledger_path().write_bytes(b"no ledger at all, but long enough to look like one" * 40)
     assert run(["doctor", "--json"]) == ExitCode.FAILURE
     lines = {line["what"]: line for line in printed("doctor", capsys.readouterr().out)["checks"]}
     assert lines["aws"]["found"] == "the credentials are refused"
-    assert lines["gcp"]["found"] == "this check itself failed (ValueError: ~!)"
+    assert lines["gcp"]["found"] == "this check itself failed (ValueError: ~ of USER on MACHINE)"
     assert lines["ledger"]["verdict"] == "FAIL"
     assert lines["machine"]["verdict"] == "OK"
     assert "jane" not in json.dumps(lines)
