@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # A test run starts hundreds of Python processes. Without bytecode files each would compile all of our code again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: env tools bench docs quickstart browser fake-clouds-demo test types test-quick test-slow test-long test-properties test-sinks test-gpu gpu-wheels test-clouds test-clouds-run test-clouds-parts test-clouds-long test-clouds-faults test-clouds-faults-runs test-clouds-faults-parts format clean
+.PHONY: env tools bench dist docs quickstart browser fake-clouds-demo test types test-quick test-slow test-long test-properties test-sinks test-gpu gpu-wheels test-clouds test-clouds-run test-clouds-parts test-clouds-long test-clouds-faults test-clouds-faults-runs test-clouds-faults-parts format clean
 
 env: $(VENV)/.everything
 
@@ -40,6 +40,12 @@ $(VENV)/.ray: $(VENV)/.engine
 # which would overwrite the one without.
 bench: env
 	$(PIP) --no-deps 'rapidocr-onnxruntime==1.4.4'
+
+# A source archive, and a wheel made from it: both in dist/. `pip install 'dist/spotrl-VERSION-py3-none-any.whl[engine]'`.
+dist: $(BIN)/python
+	@rm -rf dist build
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check build
+	$(BIN)/python -m build --outdir dist
 
 # The diagrams' program comes from npm, because the site has to work without a network.
 MERMAID := docs/javascripts/mermaid.min.js
@@ -193,4 +199,4 @@ format: env
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(VENV)-sinks build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis test-results site docs/javascripts result.json report.html fake-clouds-demo
+	rm -rf $(VENV) $(VENV)-sinks build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis test-results dist site docs/javascripts result.json report.html fake-clouds-demo

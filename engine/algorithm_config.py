@@ -54,7 +54,7 @@ class DiffusionNftConfig(Strict):
 
 
 class AlgorithmConfig(Strict):
-    """Training algorithm, with the settings that all algorithms share (research notes rl 1.2)."""
+    """Training algorithm, with the settings that all algorithms share (docs/algorithms.md)."""
 
     name: Literal["auto", "flow-grpo", "grpo-guard", "diffusion-nft"] = "flow-grpo"
     """Training algorithm. `auto`: the algorithm that docs/algorithms.md recommends for the model. `flow-grpo`: clipped

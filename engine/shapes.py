@@ -1,6 +1,6 @@
 """Define the `shapes` task: its prompts, their meaning and the appearance of the shapes.
 
-The task is a small GenEval (djghosh13/geneval; research notes rl 1.4): the same six kinds of task, with flat shapes in
+The task is a small GenEval (arXiv 2310.11513; djghosh13/geneval): the same six kinds of task, with flat shapes in
 flat colours on white instead of photographs of objects. Model, prompts and reward all read this file.
 
     single       a cross

@@ -1,6 +1,6 @@
 """Advantages: rewards relative to the other images of the same prompt.
 
-There are three ways to scale advantages (research notes rl 1.2). `group` divides by the group's own std, and groups can
+There are three ways to scale advantages. `group` divides by the group's own std, and groups can
 be trained on arrival. `batch` divides by the std of all rewards of the batch, which must be complete. `ema` divides by
 a running average over earlier batches, which allows streaming and still keeps the differences between prompts.
 

@@ -1,4 +1,4 @@
-"""DiffusionNFT: forward-process training on finished images (arXiv 2509.16117; research notes rl 1.2).
+"""DiffusionNFT: forward-process training on finished images (arXiv 2509.16117).
 
 A row is an (image, noise level) pair. The final latent x0 of a rollout is noised again, x_s = (1 - s) x0 + s e, and the
 network learns from it what to do more (high reward) and what to do less (low reward):

@@ -1,4 +1,4 @@
-"""Flow-GRPO: the clipped policy gradient of denoising steps (arXiv 2505.05470; research notes rl 1.2).
+"""Flow-GRPO: the clipped policy gradient of denoising steps (arXiv 2505.05470).
 
 A row is an (image, step) pair. The importance ratio compares the log-prob of the recorded step under the trained
 weights with the log-prob at the rollout.

@@ -6,7 +6,7 @@ The promise: no new group forms on a node until each settling peer of the node h
 from engine.parallel.worker_group import node_of
 
 SETTLING_SECONDS = 0.3
-"""Wall time in seconds. Peers of a dead process notice the death within 30 to 120 ms (research notes engine 3.4). A
+"""Wall time in seconds. Peers of a dead process notice the death within 30 to 120 ms (measured: gloo on a CPU). A
 group formed without one of the peers must regroup again when the missing peer calls in."""
 
 

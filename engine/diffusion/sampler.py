@@ -1,7 +1,8 @@
 """The denoising sampler: a policy step, its log-probability, and the plan of random steps.
 
 A denoising step takes x at noise level s to x at the next level. As a policy, the step is a Gaussian. The network sets
-the mean and the plan sets the standard deviation (research notes rl 1.1):
+the mean and the plan sets the standard deviation (Flow-GRPO: arXiv 2505.05470; DanceGRPO: arXiv 2505.07818;
+coefficient-preserving sampling: arXiv 2509.05952):
 
     ode        mean = x + v dt,  std = 0
     flow-sde   Flow-GRPO's stochastic differential equation (arXiv 2505.05470): more noise at higher noise levels

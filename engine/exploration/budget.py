@@ -1,4 +1,4 @@
-"""Exploration budget: the number of further candidates for the time that training leaves GPUs idle (notes papers 6.2).
+"""Exploration budget: the number of further candidates for the time that training leaves GPUs idle.
 
 The budget is *predicted idle GPU-seconds*: live spot GPUs times the seconds until the trainer's expected end. The
 caller asks again after every change (a node comes or goes, a candidate finishes), and the module therefore stores

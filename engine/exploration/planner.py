@@ -1,4 +1,5 @@
-"""Planner of candidate seeds for the prompts of the next batch (research notes papers 6.4 and rl 4.5; our reading).
+"""Planner of candidate seeds for the prompts of the next batch. Our own rules, for the bandit that Spotlight
+(arXiv 2606.19004) names without a formula.
 
 The planner is a bandit. Arms are prompts, and a pull is a chunk of candidate seeds. The goal is the largest sum, over
 the prompts, of the *kept variance*: the variance of the `keep` rewards chosen by `max_variance_subset`. Every prompt
@@ -7,7 +8,7 @@ variance, by policy:
 
 - `uniform`  no expectation: in turns
 - `greedy`   new rewards repeat the prompt's rewards until now; a reward never observed is not expected
-- `ucb`      papers 6.4: growth of V times an upper quantile of the variance; for strict rewards, the headroom times an
+- `ucb`      growth of V times an upper quantile of the variance; for strict rewards, the headroom times an
              upper quantile of the chance to observe the missing class
 - `bayes`    the posterior predictive of a Beta-Bernoulli (strict rewards) or of a Gaussian with normal-inverse-gamma
              prior (graded rewards), with the chance of the missing class, or the variance, at an upper quantile: a
@@ -329,7 +330,7 @@ def _strict_curves(data: _Observations, high: Array, low: Array, a: Array, b: Ar
 
 
 def _strict_upper_curves(data: _Observations, high: Array, low: Array, a: Array, b: Array) -> Curves:
-    """Return the curves of papers 6.4: headroom times the missing class's chance. `a`, `b` are already optimistic."""
+    """Return the curves: headroom times the missing class's chance. `a`, `b` are already optimistic."""
     never = 1 - np.where(high <= low, a, b) / (a + b)
     enough = np.array(float(data.keep))
     headroom = _kept_strict(enough, enough, data.keep) - _kept_strict(high, low, data.keep)
@@ -447,7 +448,7 @@ def _kept_graded(ends: Array) -> Array:
 
 
 def _graded_upper_curves(data: _Observations) -> Curves:
-    """Return the curves of papers 6.4: sigma^2 V(keep / candidates), the variance at an upper posterior quantile."""
+    """Return the curves: sigma^2 V(keep / candidates), the variance at an upper posterior quantile."""
     _, _, variance = _normal_inverse_gamma(data)
     candidates = np.array([len(rewards) for rewards in data.rewards]) + data.pending
 
@@ -462,7 +463,7 @@ def _graded_upper_curves(data: _Observations) -> Curves:
 
 
 def _selected_variance(share: float) -> float:
-    """Return V: the variance of the kept share of a standard normal, its two tails (papers 6.3)."""
+    """Return V: the variance of the kept share of a standard normal, its two tails."""
     z = _NORMAL.inv_cdf(1 - share / 2)
     return 1 + 2 * z * _NORMAL.pdf(z) / share
 

@@ -1,4 +1,4 @@
-"""Choice of the exploration profile: a bandit over a few profiles (research notes papers 6.4, the outer bandit).
+"""Choice of the exploration profile: a bandit over a few profiles. Our own rule.
 
 A cheap profile (bfloat16, fewer steps, a student scorer) tries more seeds but ranks seeds worse. A visit's value is the
 monitor's measured rho^2 (V - 1), per GPU-second of exploration. Values drift as the policy learns, and old visits

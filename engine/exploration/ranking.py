@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 from engine.exploration.value import variance_gain
 
 WORTH = 0.1
-"""Exploration stops if rho^2 (V - 1) is surely below this value (research notes papers 6.3)."""
+"""Exploration stops if rho^2 (V - 1) is surely below this value: then a tenth of the variance is gained at most."""
 MEASURE_BATCHES = 3
 """Batches with control results needed for a verdict. A new trial after a pause lasts as many batches."""
 LEAST_CONTROLS = 3

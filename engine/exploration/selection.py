@@ -1,10 +1,10 @@
 """Selection of explored seeds: the subset to train, with the largest reward variance, and the control seeds.
 
 A group's gradient vanishes if its rewards agree, and the kept seeds are therefore the seeds with the largest reward
-variance. The best subset of a given size is always a prefix plus a suffix of the sorted rewards (research notes rl
-1.2), which leaves keep + 1 candidates to compare. The gradient is the gradient of a selected sample, and no weight
-turns a selected sample into a sample of all seeds: extremes count for more than in a random group. Pure: equal rewards
-in equal order give equal choices on every machine.
+variance. The best subset of a given size is always a prefix plus a suffix of the sorted rewards (PODS,
+arXiv 2504.13818), which leaves keep + 1 candidates to compare. The gradient is the gradient of a selected sample, and
+no weight turns a selected sample into a sample of all seeds: extremes count for more than in a random group. Pure:
+equal rewards in equal order give equal choices on every machine.
 """
 
 import json

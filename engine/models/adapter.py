@@ -2,7 +2,7 @@
 
 Families differ in text encoding, latent packing and the arguments of the forward pass. All other code (sampler,
 log-probs, loss, queue) is written once against this protocol.
-Convention (research notes rl 1): x_s = (1 - s) data + s noise, s = sigma in [0, 1], velocity = dx/ds = noise - data.
+Convention, of rectified flow: x_s = (1 - s) data + s noise, s = sigma in [0, 1], velocity = dx/ds = noise - data.
 """
 
 from collections.abc import Mapping, Sequence
@@ -56,7 +56,7 @@ class DiTAdapter(Protocol):
         """Decode latents to images in [-1, 1]: [B, C, H, W], or [B, C, F, H, W] for video. No gradient."""
 
     def lora_targets(self) -> Sequence[str]:
-        """Return the module names for low-rank adapters (research notes rl 1.2)."""
+        """Return the module names for low-rank adapters, as in the published recipes."""
 
 
 def rows(conditioning: Conditioning, index: Tensor) -> dict[str, Tensor]:

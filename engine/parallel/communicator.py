@@ -3,7 +3,7 @@
 Workers meet at their node's store, which outlives every worker. A communicator is a separate process group, made once
 by its members under a number issued once by the coordinator. The remains of a broken communicator can therefore never
 meet a new communicator. There is no default group and no rendezvous of the whole node. Workers busy elsewhere are not
-waited for, and a death breaks only the communicators that contain the dead worker (research notes engine 3.4).
+waited for, and a death breaks only the communicators that contain the dead worker (measured with gloo).
 
 The promises:
 
@@ -49,7 +49,7 @@ POLL_SECONDS = 0.0005
 
 NCCL_ENVIRONMENT = {
     "NCCL_SOCKET_IFNAME": "lo",
-    # torch's own watchdog would end the process when a peer dies, but a worker continues (research notes engine 3.4).
+    # torch's own watchdog would end the process when a peer dies, but a worker continues.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }

@@ -7,7 +7,7 @@ the most requests per hour, because every higher degree spends GPU time on commu
 small groups, few requests need large groups, and large images need larger groups than small images. The planner looks
 at all partitions of a node into allowed degrees (22 at most for 8 GPUs). For each partition, the planner tries a few
 assignments of request classes to degrees ("served first"). The planner takes the partition with the earliest forecast
-end (`engine/parallel/forecast.py`; research notes papers 6.5 and engine 6). Ties go first to the partition whose new
+end (`engine/parallel/forecast.py`). Ties go first to the partition whose new
 groups are aligned, (0, 1), (2, 3), (4..7), because their communicators exist already, then to the partition that moves
 the fewest workers.
 

@@ -1,4 +1,4 @@
-"""Ulysses sequence parallelism of a live transformer (DeepSpeed-Ulysses, arXiv 2309.14509; research notes engine 3).
+"""Ulysses sequence parallelism of a live transformer (DeepSpeed-Ulysses, arXiv 2309.14509).
 
 The ranks of a group compute a forward pass together. Each rank holds all weights and its part of the tokens. Around
 attention, the ranks exchange data: each rank then holds all tokens and its part of the heads:
@@ -17,8 +17,9 @@ attention module. No weight, process or communicator is touched. The promises:
   model computes alone again
 
 A layer costs two all-to-alls (queries, keys and values travel together). At image sizes, the number of all-to-alls sets
-the cost: 83 us each (research notes engine 6). Ring attention is not offered. Diffusers' ring attention needs a
-log-sum-exp not returned by the native backend; ring attention would run on CUDA only, without any test of ours.
+the cost: 83 us each (from xDiT's published times of FLUX.1-dev on H100). Ring attention is not offered. Diffusers' ring
+attention needs a log-sum-exp not returned by the native backend; ring attention would run on CUDA only, without any
+test of ours.
 """
 
 from collections.abc import Iterable
@@ -121,8 +122,9 @@ def problem_with_degree(transformer: nn.Module, degree: int) -> str | None:
 def sum_gradients(parameters: Iterable[nn.Parameter], group: SPGroup | None) -> None:
     """Sum the gradients of shared passes over the ranks, in place and equal on every rank. None: nothing to do.
 
-    Every rank's backward pass saw its own tokens only, so gradients add up (a sum, not a mean: research notes engine
-    3.2). Call once after the last backward pass, on every rank, with parameters in the same order.
+    Every rank's backward pass saw its own tokens only, so gradients add up (a sum, not a mean: compared with one
+    process in tests/engine/test_ulysses.py). Call once after the last backward pass, on every rank, with parameters in
+    the same order.
     """
     if group is None or group.degree == 1:
         return

@@ -49,5 +49,8 @@ class Pace:
 
 
 def commit_interval(cost_ms: float, preemption_ms: float, step_ms: float) -> int:
-    """Return the cheapest steps between commits: sqrt(2 c M) / t (Young 1974; research notes engine 4), at least 1."""
+    """Return the cheapest steps between commits: sqrt(2 c M) / t, at least 1.
+
+    Source: J. W. Young, A first order approximation to the optimum checkpoint interval, 1974.
+    """
     return max(1, round(math.sqrt(2 * cost_ms * preemption_ms) / step_ms))

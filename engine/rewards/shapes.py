@@ -1,6 +1,6 @@
 """Shapes rewards: score the match between the shapes in an image and the requested shapes.
 
-A rule-based GenEval (djghosh13/geneval; research notes rl 1.4), without a learned detector. Every pixel takes the
+A rule-based GenEval (arXiv 2310.11513; djghosh13/geneval), without a learned detector. Every pixel takes the
 nearest colour of the palette. Touching non-white pixels form an object. The object's kind is the outline with the best
 overlap. The relative position of two objects follows GenEval's rule.
 

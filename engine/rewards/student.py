@@ -2,7 +2,7 @@
 
 Exploration only needs to distinguish the seeds of a prompt. The recogniser takes longer for an image than the model
 takes to generate the image. A student with nearly as good a ranking therefore tries more seeds in the same idle time
-(research notes overlap 1). The chosen seeds are sampled again and scored with the reward itself: no image is trained or
+(measured on digits-ocr). The chosen seeds are sampled again and scored with the reward itself: no image is trained or
 reported with a student's score.
 
 The promise: a score depends on the image and its prompt alone, to the last bit.

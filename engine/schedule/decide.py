@@ -23,7 +23,8 @@ from engine.schedule.values import Knobs, Rates
 
 MARGIN = 0.03
 """Gain of a batch below which a plan of help is not begun: rates that are 20 % wrong promise gains that do not come.
-The margin counts once for a plan, not for each of its leases (research notes pipeline 2d)."""
+The margin counts once for a plan, not for each of its leases: simulated, margins of single decisions add up
+and cost half of the gain."""
 
 
 MOST_SEARCHED = 1024

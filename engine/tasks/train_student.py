@@ -3,8 +3,7 @@
 The base draws images like exploration (Flow-SDE) and like evaluation (ODE). The recogniser reads the images, and the
 student learns the reading, position by position. A reading without exactly four digits has no positions: all labels are
 then `NOTHING`. Clean renderings, degraded in many ways, are mixed in. Without clean renderings the student knows only
-the base's own mistakes and gets worse as the policy learns (correlation .71 and later .55 instead of .81 and .74:
-research notes overlap 1).
+the base's own mistakes and gets worse as the policy learns (correlation .71 and later .55 instead of .81 and .74).
 
 Steps and images are counted, not timed: the same seed on the same machine gives the same student. Held-out prompts
 are never shown; the ranking quality is measured on held-out prompts.
@@ -59,7 +58,7 @@ SHIFTS = ((0, 0), (1, 0), (-1, 0), (0, 1), (0, -1))
 
 MEASURED_PROMPTS, MEASURED_SEEDS = 12, 24
 AT_ONCE = 48
-"""Images per forward pass of the base: larger batches leave the cache (research notes overlap 1)."""
+"""Images per forward pass of the base: larger batches leave the cache (measured on one core)."""
 
 
 @click.command()

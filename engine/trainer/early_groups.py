@@ -28,7 +28,7 @@ from engine.trainer.state import TrainerState
 
 MOST_OUTSIDE = 0.5
 """Share of an early group's training rows outside the clip range above which early groups pause. Measured on
-digits-ocr: .02 to .04 with fresh rollouts, .16 to .24 with all rollouts one version old (research notes pipeline 3)."""
+digits-ocr: .02 to .04 with fresh rollouts, .16 to .24 with all rollouts one version old (two seeds)."""
 
 PAUSE_BATCHES = 10
 """Batches without early groups after a share above `MOST_OUTSIDE`. Assumed."""

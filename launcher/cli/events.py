@@ -40,7 +40,7 @@ def events(
 ) -> None:
     """Show the events of RUN: status changes, nodes and engine.
 
-    Times are on the run's clock. KIND is the second column, like gone or evaluated, and can be given several times. A
+    Times are on the run's clock. KIND is the third column, like gone or evaluated, and can be given several times. A
     broken connection to a node (node_missed) is shown if work has to be done again, or by --kind node_missed.
 
     \b

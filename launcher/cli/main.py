@@ -21,7 +21,7 @@ from launcher.exit_codes import ExitCode
 
 HERE = Path(__file__).parent
 
-WITHOUT_LEDGER = ("init", "config", "check", "panic")
+WITHOUT_LEDGER = ("init", "config", "check", "doctor", "panic")
 """Commands that do not open the ledger, because they must leave no file on the machine."""
 
 OTHER_NAMES = {
@@ -46,7 +46,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Look at runs": ("ls", "attach", "status", "events", "logs", "ui", "ssh"),
     "Use results": ("report", "compare", "bill", "pull", "sample", "trace", "sync"),
     "Prices and plans": ("prices", "catalog", "simulate"),
-    "Clean up": ("rm", "reap", "panic"),
+    "Clean up and ask for help": ("rm", "reap", "panic", "doctor"),
 }
 """Headings of `spotrl --help` with their commands, in the order of a typical session."""
 
@@ -119,7 +119,8 @@ class CommandFolder(click.Group):
     cls=CommandFolder,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Exit codes: 0 done, 1 failure, 2 usage, 3 bad job, 4 credentials, 6 refused by budget, "
-    "7 stopped by budget, 8 deadline missed, 9 bad price table, 10 something may still cost money, 130 interrupted.",
+    "7 stopped by budget, 8 deadline missed, 9 bad price table, 10 something may still cost money, "
+    "11 warnings (--strict), 12 the plan has changed, 130 interrupted.",
 )
 @click.version_option(package_name="spotrl")
 def cli() -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Timer
 
+import click
 from rich.console import Console
 
 QUIET_SECONDS = 3.0
@@ -19,7 +20,8 @@ def working(out: Console, text: str) -> Iterator[Callable[[str], None]]:
     """Show what is being done until the context ends. Yields a function that changes the text.
 
     With "" the function ends the showing, for a step that shows its own progress.
-    On a terminal the text moves in one line, which then disappears. A log gets a line after `QUIET_SECONDS`.
+    On a terminal the text moves in one line, which then disappears. A log gets a line after `QUIET_SECONDS`, on stderr:
+    a slow machine prints the same on stdout as a quick one.
     """
     if out.is_terminal:
         with out.status(f"{text} ...") as status:
@@ -31,7 +33,7 @@ def working(out: Console, text: str) -> Iterator[Callable[[str], None]]:
         nonlocal printed_at
         if news and time.monotonic() - printed_at >= AGAIN_SECONDS:
             printed_at = time.monotonic()
-            out.print(f"{news} ...", highlight=False, markup=False, soft_wrap=True)
+            click.echo(f"{news} ...", err=True)
 
     timer = Timer(QUIET_SECONDS, say, [text])
     timer.daemon = True

@@ -26,8 +26,7 @@ STALE_MS = 48 * HOUR_MS
 so even the newest rate is a day old."""
 
 RUN_HOURS = 4.0
-"""Assumed run time in hours of a spot VM that stops. A preemption rate alone gives no hazard (research notes cost
-1.2)."""
+"""Assumed run time in hours of a spot VM that stops. A preemption rate alone gives no hazard."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,7 +9,7 @@ class Basis(StrEnum):
 
     ASSUMED = "assumed"
     PRIOR = "prior"
-    """From other machines, at another time: research notes, an earlier trace."""
+    """From other machines, at another time: a published trace, an earlier measurement."""
     REPORTED = "said by the cloud"
     REPLAYED = "replayed"
     """Measured in a recorded trace, or on the local infra, which replays a trace."""

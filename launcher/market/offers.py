@@ -40,8 +40,8 @@ COLUMNS = (
 DAY_MS = 24 * HOUR_MS
 WARN_MS = {Market.ON_DEMAND: 7 * DAY_MS, Market.SPOT: 6 * HOUR_MS}
 REFUSE_MS = {Market.ON_DEMAND: 30 * DAY_MS, Market.SPOT: 24 * HOUR_MS}
-"""Age in milliseconds at which a price warns (`WARN_MS`) or is refused (`REFUSE_MS`), from research notes cost 2.
-AWS may change a spot price at any time, GCP daily; on-demand lists rarely change."""
+"""Age in milliseconds at which a price warns (`WARN_MS`) or is refused (`REFUSE_MS`). Assumed: AWS may change a
+spot price at any time, GCP daily; on-demand lists rarely change."""
 
 SKEW_MS = HOUR_MS
 """Tolerance for prices dated in the future, in milliseconds. A price beyond the tolerance has a wrong date, or the

@@ -4,7 +4,7 @@ rows as received (text) -> believe -> price points | refusals, each with its rea
 
 The promise: a number that could mislead a budget never becomes a `PricePoint`, and no row is dropped silently. A
 refused row does not affect other rows. A feed that is wrong as a whole is refused as a whole, and none of its rows is
-kept. Every rule answers an error seen in a real price list or simulator (research notes cost 1.3 and 2).
+kept. Every rule answers an error seen in a real price list or simulator.
 """
 
 from collections import defaultdict
@@ -105,7 +105,7 @@ class PricePoint:
 
 
 class AdviceKind(StrEnum):
-    """Kinds of a cloud's estimates of its spot capacity. No kind is a hazard (research notes cost 1.2)."""
+    """Kinds of a cloud's estimates of its spot capacity. No kind is a hazard."""
 
     OBTAINABILITY = "obtainability"
     """0 to 1: the probability that the request is met now."""

@@ -1,7 +1,7 @@
 """Judge prices: each offer is compared with the rest of the tables and keeps a verdict. Pure.
 
 A price that looks wrong stays in the table, for a person to see with the reason. Plans take `USABLE` prices only. Each
-rule answers an error found in a widely used price list (research notes cost 2).
+rule answers an error found in a widely used price list.
 """
 
 from collections import defaultdict

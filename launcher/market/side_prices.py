@@ -6,7 +6,7 @@ from functools import cache
 from engine.events import Market
 
 MINIMUM_BILLED_MS = 60_000
-"""Minimum bill of an instance that came up, in milliseconds: a minute on both clouds (research notes cost 5.1)."""
+"""Minimum bill of an instance that came up, in milliseconds: a minute on both clouds, as they publish."""
 
 
 MONTH_HOURS = 730

@@ -1,6 +1,6 @@
 """Forecast a choice of nodes: hours and dollars to the target, with an interval. Pure.
 
-C = K [ T (P_T + sum over zones of n_z b_z) + e G m ]      (research notes cost 4.2)
+C = K [ T (P_T + sum over zones of n_z b_z) + e G m ]      (ours; docs/cost-model.md)
 
 K: iterations. T: hours of an iteration. P_T: the trainer's price per hour, of all its nodes. e: traffic price per GB.
 G: GB of new weights. m: copies of the weights per iteration. n_z slots in zone z are each at work for a share u_z of

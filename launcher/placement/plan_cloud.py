@@ -184,8 +184,8 @@ def _nodes_without_exploring(recipe: Recipe, site: Site) -> float:
 def _when_spot_pays(needs: CloudRequirements, choice: Choice, expected: Outlook, alone: Outlook) -> WhenSpotPays | None:
     """Return the cost per iteration relative to the trainer alone, including hazards, cold starts and traffic.
 
-    Without hazards, cold starts and traffic the ratio equals c of papers 6.2. For a plan without rollout nodes, the
-    ratio is for the best plan with a single rollout node.
+    Without hazards, cold starts and traffic the ratio equals `relative_cost` of engine/exploration/value.py. For
+    a plan without rollout nodes, the ratio is for the best plan with a single rollout node.
     """
     if not choice.nodes:
         single = with_nodes(needs, choice.site, 1)

@@ -37,12 +37,12 @@ from launcher.money import HOUR_MS, hourly
 from launcher.placement.value import DEAR, NodeTerms, SlotValue, cools_until_ms, value_of
 
 HORIZON_MS = 24 * HOUR_MS
-"""Horizon of a node's value, in milliseconds. One day is half of the time over which the research notes observed
-hazards."""
+"""Horizon of a node's value, in milliseconds. One day is half of the 48 h over which hazards were observed
+(launcher/market/hazard.py)."""
 
 LOST_WORK_MS = 30_000
-"""Work lost by a preemption, in milliseconds. Assumed: eight images of 3.5 s each (research notes engine 6), lost
-because no notice left time to commit."""
+"""Work lost by a preemption, in milliseconds. Assumed: eight images of 3.5 s each, lost because no notice left time
+to commit."""
 
 
 class Spot(StrEnum):

@@ -2,7 +2,7 @@
 
 price + hazards by age + launch odds + cold start -> dollars per useful hour, share of time at work
 
-All rules come from research notes cost 4.2. A slot is kept filled in cycles: the slot requests a node until there is
+The rules are ours (docs/cost-model.md). A slot is kept filled in cycles: the slot requests a node until there is
 one, pays for the cold start c and the life of the node, up to a horizon H, and begins again.
 
 The nodes of a spot slot follow the spells of its region (market/spells.py). When a zone loses its capacity, another

@@ -111,6 +111,7 @@ def documents() -> dict[str, Schema]:
         "config-show": _schema(outputs.ConfigShow),
         "init": _schema(outputs.Initialised),
         "check": _schema(outputs.Checks),
+        "doctor": _schema(outputs.Checks),
         "check-reward": _joined("Output of `spotrl check-reward --json`.", RewardCheck, outputs.CheckedJobName),
         "cleanup": _schema(outputs.Cleanup),
         "selftest": _either("Output of `spotrl selftest --json`.", SelftestOutcome, outputs.SelftestPlan),

@@ -366,7 +366,7 @@ class CheckLine(TypedDict):
 
 
 class Checks(TypedDict):
-    """Output of `spotrl check --json`."""
+    """Output of `spotrl check --json` and `spotrl doctor --json`."""
 
     exit_code: int
     checks: list[CheckLine]

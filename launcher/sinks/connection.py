@@ -22,12 +22,21 @@ LOOK_SECONDS = 0.2
 class Connection:
     """A running process of a sink. One question at a time, so nothing queues up."""
 
-    def __init__(self, command: Sequence[str], log: Path) -> None:
-        """Start the process. `log`: file for what the client prints. Raises OSError."""
+    def __init__(self, command: Sequence[str], log: Path, folder: Path | None = None) -> None:
+        """Start the process. `log`: file for what the client prints. Raises OSError.
+
+        `folder`: of the job file, to which a path in the sink's settings is relative. None, or gone: the current one.
+        """
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as errors:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, start_new_session=True, bufsize=0
+                command,
+                cwd=folder if folder is not None and folder.is_dir() else None,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                start_new_session=True,
+                bufsize=0,
             )
         assert self._process.stdin is not None
         assert self._process.stdout is not None

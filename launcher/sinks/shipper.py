@@ -175,7 +175,8 @@ class Shipper:
             self._note()
 
     def _open(self) -> bool:
-        self._connection = Connection(self._command, self._folder.with_suffix(".log"))
+        of_job = None if self._run.workdir is None else Path(self._run.workdir)
+        self._connection = Connection(self._command, self._folder.with_suffix(".log"), of_job)
         answer = self._ask(
             Open(
                 run_id=run_id(self._run),

@@ -24,8 +24,8 @@ PUBLISHED = {
     "Wan2.1-14B 480p": "1.13 to 1.45",
     "Hunyuan-13B 480p": "1.04 to 1.49",
 }
-"""Speed over a colocated run claimed for the models of the DigenRL preprint, which was withdrawn, in a digest (research
-notes papers 2.2): QwenImage over veRL-Omni, the videos with TCSS."""
+"""Speed over a colocated run claimed for the models of the DigenRL preprint, which was withdrawn, in a digest:
+QwenImage over veRL-Omni, the videos with TCSS."""
 
 TEXT = """\
 Simulated with the assumed rates of [ladder](ladder.md): nothing was run. `plain`: every GPU samples, then every

@@ -1,7 +1,7 @@
 """Settings of the ladder: models on testbeds of the DigenRL preprint, and drawn splits. Rates are assumed.
 
 The seconds of a cell come from operations, peaks and utilisations, and the gathers of FSDP from bytes over the links of
-the testbeds. The preprint is withdrawn; its testbeds are known from a digest (research notes papers 2.2).
+the testbeds. The preprint is withdrawn; its testbeds are known from a digest.
 """
 
 import random

@@ -51,7 +51,7 @@ class Data:
 
 
 def gaussian(draw: Generator) -> tuple[Matrix, Matrix | None]:
-    """Yield normal rewards; sigma of a prompt is lognormal with spread 0.6 (papers 6.4)."""
+    """Yield normal rewards; sigma of a prompt is lognormal with spread 0.6."""
     sigma = np.exp(0.6 * draw.standard_normal((PROMPTS, 1)))
     return sigma * draw.standard_normal((PROMPTS, SEEDS)), None
 
@@ -302,7 +302,7 @@ its prompts succeed less than once in 20 tries or fail as rarely, and every poli
 graded data. By data: {per_data(scores, 1)}.
 On shapes graded `bayes` wins at 1.5x and 2x and loses at 3x: most of its rewards are 1 with a rare 0, which `bayes`,
 who thinks that rewards are normal, does not wait for long enough. Draws from the rewards of the whole batch instead
-(research notes rl 4.5) won there and lost to `uniform` on digits-ocr and where prompts are alike, so it stays.
+(replayed on measured rewards) won there and lost to `uniform` on digits-ocr and where prompts are alike, so it stays.
 `plan_ms_64_prompts`: processor time of one chunk for each of 64 prompts with 16 results each, of `bayes`, the slower
 kind of rewards; median of 21 matrices, of each the fastest of {TRIES} (other work on the machine slows it).
 What it changed: `bayes` is optimistic for both kinds of rewards; `greedy` is kept for comparison only, as it is worse

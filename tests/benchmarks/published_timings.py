@@ -4,7 +4,7 @@
 
 Each row is one timing with its source, and the forecast of `engine/timing/` for the same model, size, GPUs and
 software. Nothing is run. Many timings are entries of the tables that the forecast reads; for those, the page also has
-the forecast without the entry. Timings of the research notes that cannot be compared are listed with the reason.
+the forecast without the entry. Published timings that cannot be compared are listed with the reason.
 """
 
 import argparse
@@ -228,7 +228,7 @@ VERL: Mapping[str, Any] = {
     "algorithm": {"prompts_per_batch": 32, "images_per_prompt": 16, "rows_per_forward": 16},
     "runtime": {"shape": 16},
 }
-"""The recipe of verl-omni: 512 images of 512 px an iteration, on four GPUs (research notes papers 4.2)."""
+"""The recipe of verl-omni: 512 images of 512 px an iteration, on four GPUs."""
 
 
 def training() -> Iterator[Timing]:

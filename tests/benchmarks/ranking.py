@@ -319,7 +319,7 @@ exploration. All samplers are asked under these same versions, trained with flow
 row says what a sampler makes of the same change of weights. {PROMPTS} prompts that were not trained x {SEEDS} seeds,
 fresh versions {", ".join(map(str, FRESH))}. Noise levels: flow-sde and cps 0.7, dance-sde 0.3; `windowed` is flow-sde
 in two random steps, at the place that the batch of version v draws. Stale and fresh rollouts have the same sampler and
-the same noise at every step: another sampler or other noise ranks the seeds anew (research notes rl 4.3).
+the same noise at every step: another sampler or other noise ranks the seeds anew (rank correlation about 0).
 Staleness 0 rolls out the same weights again in batches of {AT_ONCE_AGAIN} instead of {AT_ONCE} (last version only): how
 pictures are batched changes nothing.
 Spearman: of one prompt's {SEEDS} seeds with mid-ranks, mean over prompts and versions; a prompt whose rewards are all

@@ -1,7 +1,9 @@
-"""`pip install .` without extras, in a new environment: every command answers a typical mistake in a sentence."""
+"""The wheel of `make dist` without extras, in a new environment: every command answers a mistake in a sentence."""
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +24,7 @@ MISTAKES = {
     "check-reward": ("check-reward", "none.yaml"),
     "config": ("config", "show", "none.yaml"),
     "controller": ("controller", "nobody"),
+    "doctor": ("doctor", "--nosuch"),
     "down": ("down", "nobody"),
     "events": ("events", "nobody"),
     "init": ("init", "no/such/job.yaml"),
@@ -51,8 +54,10 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("plain")
     subprocess.run([sys.executable, "-m", "venv", folder / "env"], check=True)
     pip = [folder / "env" / "bin" / "python", "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    wheel = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "wheel", "--no-deps"]
-    subprocess.run([*wheel, "--wheel-dir", folder, ROOT], check=True)
+    subprocess.run([*pip, "install", "build"], check=True)
+    # The wheel is built from the source archive, as `make dist` does, so that the archive lacks nothing.
+    subprocess.run([folder / "env" / "bin" / "python", "-m", "build", "--outdir", folder, ROOT], check=True)
+    assert list(folder.glob("spotrl-*.tar.gz"))
     (built,) = folder.glob("spotrl-*.whl")
     subprocess.run([*pip, "install", "--constraint", ROOT / "engine" / "versions.lock", built], check=True)
     return folder / "env"
@@ -88,9 +93,20 @@ def test_every_command_answers_a_mistake_in_a_sentence(environment, tmp_path):
         assert len(done.stderr.strip().splitlines()) <= 4, words
 
 
+def test_doctor_needs_no_extra(environment, tmp_path):
+    done = run(environment, tmp_path, "spotrl", "doctor")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "spotrl   0.1.0 from a wheel" in done.stdout
+    assert "engine   without torch" in done.stdout
+
+
 def test_a_missing_extra_is_named_in_the_error(environment, tmp_path):
     (tmp_path / "job.yaml").write_text("name: a\nbudget: {max_total: $10}\n")
-    for words, extra in ((("reap", "-y"), "prices"), (("launch", "job.yaml", "--dry-run"), "engine")):
+    for words, extra in ((("reap", "-y"), "prices"), (("launch", "job.yaml", "--dry-run"), "engine"), (("ui",), "ui")):
         assert f".whl[{extra}]'" in run(environment, tmp_path, "spotrl", *words).stderr
+    # The command in the message works: it installs the extra into this environment.
+    command = re.search(r"`(.* install .*)`", run(environment, tmp_path, "spotrl", "ui").stderr)
+    subprocess.run([*shlex.split(command[1]), "--quiet", "--disable-pip-version-check"], check=True)
+    assert run(environment, tmp_path, "python", "-P", "-c", "import uvicorn, starlette").returncode == 0
     result = run(environment, tmp_path, "spotrl", "reap", "-y", "--json")
     assert json.loads(result.stdout) == {"error": result.stderr.strip().removeprefix("Error: "), "exit_code": 1}

@@ -767,7 +767,7 @@ def test_the_commit_interval_follows_cost_and_risk():
     queue.commit("a/0", "a", work.lease, {work.attempts[0].request: (1, "s")}, now_ms=100, cost_ms=0.5)
     queue.tick(200)
     assert pull(queue, "b/0").commit_every == commit_interval(0.5, 36_000, 100) == 2
-    assert commit_interval(20, 3 * 3_600_000, 500) == 42  # the example of research notes papers 6.6
+    assert commit_interval(20, 3 * 3_600_000, 500) == 42  # sqrt(2 * 20 ms * 3 h) / 500 ms
 
 
 def test_a_higher_hazard_makes_commits_more_frequent():

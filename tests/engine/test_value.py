@@ -1,4 +1,4 @@
-"""The expected gain of exploration, against the table of the research notes (papers 6.3)."""
+"""The expected gain of exploration, against tables worked out by hand and by Monte Carlo."""
 
 import random
 import subprocess

@@ -34,7 +34,7 @@ EC2, PRICING, BILLING, COMPUTE = "ec2", "pricing", "billing", "compute"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tick:
-    """One entry of a trace: the price of a pool from then on, and its number of instances (research notes cost 3)."""
+    """One entry of a trace: the price of a pool from then on, and its number of instances."""
 
     at_ms: int
     cloud: str
@@ -362,7 +362,7 @@ class FakeMarket:
 
 
 def read_trace(lines: Iterable[str], origin_ms: int) -> list[Tick]:
-    """Read CSV with the columns `t_s,cloud,region,zone,instance_type,capacity,spot_usd_per_hour` (notes cost 3)."""
+    """Read CSV with the columns `t_s,cloud,region,zone,instance_type,capacity,spot_usd_per_hour`."""
     return [
         Tick(
             at_ms=origin_ms + round(float(row["t_s"]) * 1000),

@@ -13,7 +13,7 @@ from tests.gpu.device import needs_gpus
 from tests.gpu.figures import describe_device, keep_figures
 
 BOUND = 2e-2
-"""Tolerance relative to the largest value (research notes engine, open questions: bf16 resolves 4e-3 at 1)."""
+"""Tolerance relative to the largest value (bf16 resolves 4e-3 at 1)."""
 PAIR = (0, 1)
 
 

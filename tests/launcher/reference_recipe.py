@@ -1,4 +1,4 @@
-"""The recipe of the research notes, papers 6.2: Qwen-Image on four H800, as verl-omni published it.
+"""A recipe with published times: Qwen-Image on four H800, as verl-omni published it.
 
 The closed forms of the notes are checked with its figures. Plans take theirs from engine/timing/.
 """
@@ -40,7 +40,7 @@ def verl_omni(
         gain_exponent=GAIN_EXPONENTS["flow-grpo"],
         copy_bytes=ADAPTER_BYTES,
         measured_on="4 H800",
-        source="verl-omni's documentation (research notes papers 4.2, 6.2)",
+        source="verl-omni's documentation",
         limits=limits,
         step=step,
         never_run=("spotrl has never trained Qwen-Image",),

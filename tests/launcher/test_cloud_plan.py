@@ -78,11 +78,11 @@ EAST = (TRAINER, ON_DEMAND, offer("a", 2.0), offer("b", 2.2), offer("c", 2.4))
 
 
 FOUR = RankLimits(most=4, sampling=4)
-"""An engine that trains and samples on four GPUs, as the trainer of the research notes."""
+"""An engine that trains and samples on four GPUs, as verl-omni's trainer."""
 
 
 def qwen_image_512(**more: Any) -> Recipe:
-    """Return the recipe for an engine that trains on four GPUs, as in the research notes."""
+    """Return the recipe for an engine that trains on four GPUs, as verl-omni's."""
     return replace(verl_omni(**more), limits=FOUR)
 
 
@@ -168,7 +168,7 @@ def test_the_reference_plan_states_what_its_dearer_iterations_must_save():
 
 
 def test_without_hazards_an_iteration_costs_as_much_as_in_the_notes():
-    """Papers 6.2: 8 spot GPUs at a discount of 69 % beside 4 GPUs make an iteration cost x1.30."""
+    """By the closed form, 8 spot GPUs at a discount of 69 % beside 4 GPUs make an iteration cost x1.30."""
     market = steady(TRAINER, offer("a", 7 * 0.31), offer("b", 7 * 0.31))
     needs = requirements(recipe=replace(qwen_image_512(), copy_bytes=0), policy="spread")
     plan = plan_cloud(needs, market)

@@ -386,7 +386,7 @@ def test_weights_are_checked_here_only_for_local_nodes(write):
 
 
 def test_the_reference_recipe_has_the_published_settings():
-    """The settings are those of flow_grpo and verl-omni for Qwen-Image (research notes papers 4.2)."""
+    """The settings are those of flow_grpo and verl-omni for Qwen-Image."""
     checked = load_job(Path(str(files("sky_yamls") / "qwen_image_ocr.yaml")))
     job = checked.job
     assert (job.model.name, job.model.weights, job.model.lora_rank, job.model.lora_alpha) == (

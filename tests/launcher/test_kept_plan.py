@@ -27,6 +27,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(
         launch_module, "preflight", lambda checked, folder, start=None, say=None: {"warnings": ["it is odd"]}
     )
+    monkeypatch.setattr(launch_module, "start_controller", lambda sessions, name: None)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "job.yaml").write_text("name: kept\nbudget: {max_total: $10}\n")
     return tmp_path
@@ -39,7 +40,6 @@ def test_the_kept_plan_is_bought_from_any_folder(folder, monkeypatch, capsys):
     shown = printed("launch", capsys.readouterr().out)
     (folder / "elsewhere").mkdir()
     monkeypatch.chdir(folder / "elsewhere")
-    monkeypatch.setattr(launch_module, "start_controller", lambda sessions, name: None)
     assert run(["launch", "--plan", "../plan.json", "-y", "--detach"]) == ExitCode.OK
     said = capsys.readouterr().out
     assert "As planned at 2" in said
@@ -54,7 +54,7 @@ def test_every_changed_field_of_the_job_is_named_and_nothing_is_started(folder, 
     assert run(["launch", "job.yaml", "--dry-run", "--out", "plan.json"]) == ExitCode.OK
     capsys.readouterr()
     (folder / "job.yaml").write_text("name: kept\nbudget: {max_total: $80}\nseed: 3\n")
-    assert run(["launch", "--plan", "plan.json", "-y"]) == ExitCode.PLAN_CHANGED
+    assert run(["launch", "--plan", "plan.json", "-y", "--detach"]) == ExitCode.PLAN_CHANGED
     said = capsys.readouterr().err
     assert 'budget.max_total: "$10" -> "$80"\n' in said
     assert "seed: 0 -> 3\n" in said
@@ -74,7 +74,7 @@ def test_a_strict_dry_run_ends_with_its_own_code_if_there_are_warnings(folder, m
     assert run([*words, "--dry-run", "--json"]) == ExitCode.WARNINGS == 11
     assert printed("launch", capsys.readouterr().out)["warnings"] == ["it is odd"]
     assert not (folder / "plan.json").exists()
-    assert run(["launch", "job.yaml", "--strict", "-y"]) == ExitCode.WARNINGS
+    assert run(["launch", "job.yaml", "--strict", "-y", "--detach"]) == ExitCode.WARNINGS
     assert "it is odd" in capsys.readouterr().err
     monkeypatch.setattr(launch_module, "preflight", lambda checked, folder, start=None, say=None: {})
     assert run([*words, "--dry-run"]) == ExitCode.OK

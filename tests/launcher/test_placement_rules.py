@@ -1,4 +1,4 @@
-"""The rules of placement, each with a number checked by hand, and the closed forms of papers 6.2."""
+"""The rules of placement, each with a number checked by hand, and the closed forms of engine/exploration/value.py."""
 
 from dataclasses import replace
 from math import exp, inf
@@ -183,7 +183,7 @@ def test_the_rest_of_a_spell_is_longer_than_a_spell_where_hazards_fall_with_age(
     ("accelerator", "gpus", "low", "high"), [("V100", 1, 0.41, 0.61), ("H100", 1, 0.41, 0.61), ("V100", 8, 0.30, 0.35)]
 )
 def test_a_slots_share_of_time_at_work_is_that_of_replays_of_recorded_zones(accelerator, gpus, low, high):
-    """Research notes cost 3: our own cool-downs on recorded zones, each zone alone."""
+    """Our own cool-downs on recorded zones, each zone alone."""
     alone = replace(SPOT, hazards=prior_of(accelerator, gpus).curve, launch_odds=usual_odds(gpus).mean)
     assert low <= useful_share(alone) <= high
     out = 1 - alone.launch_odds
@@ -297,7 +297,7 @@ def test_weight_transfers_cost_what_their_traffic_costs():
 def test_the_closed_forms_agree_with_the_table_of_the_notes(
     spot, seconds, idle, explorable, per_prompt, at_69, at_77, on_demand_69, on_demand_77
 ):
-    """Papers 6.2. The tolerance is half a unit of the last printed digit or 1 %, whichever is larger."""
+    """Worked out by hand. The tolerance is half a unit of the last printed digit or 1 %, whichever is larger."""
     recipe = verl_omni()
     found = recipe.seconds(spot)
     assert found == pytest.approx(seconds, rel=0.01)

@@ -1,4 +1,4 @@
-"""Verdicts on prices: each rule covers an error seen in a public price list (research notes cost 2)."""
+"""Verdicts on prices: each rule covers an error seen in a public price list."""
 
 from dataclasses import replace
 

@@ -11,6 +11,7 @@ from engine.coordinator.judge_desk import JudgeDesk
 from engine.coordinator.judge_turns import JudgeTurns
 from engine.node.spend_guard import TimeLeft
 from launcher.cleanup import removal
+from launcher.cli import follow
 from launcher.controller import facts_reader, run_process, spend_deadlines
 from launcher.controller.cloud_time import CloudTime
 from launcher.controller.controller import Controller
@@ -20,7 +21,7 @@ from launcher.controller.spend_deadlines import SpendDeadlines
 from launcher.decide import budget_guard, node_events, run_budget
 from launcher.decide.facts import Facts, Wanted
 from launcher.ledger.store import writing
-from launcher.runs import runs
+from launcher.runs import kept_plan, runs
 from launcher.storage.store_lease import StoreLease
 from tests.mutants.faults import Fault
 from tests.mutants.planted_bug import changed, everywhere
@@ -324,6 +325,34 @@ _ALL = (
         forgets="that the files of a run may have been deleted",
         patches=((runs, "check_kept", _nothing),),
         found_by=f"{REMOVAL}an_interrupted_removal_is_finished_by_the_next",
+    ),
+    Fault(
+        name="a_kept_plan_is_bought_at_any_price",
+        forgets="that prices may move only within the figures that a dry run showed",
+        patches=((kept_plan, "_beyond_bounds", lambda kept, plan: iter(())),),
+        found_by="tests/launcher/test_kept_plan.py::test_prices_may_move_within_the_figures_that_were_shown",
+    ),
+    Fault(
+        name="a_changed_job_is_bought_under_its_old_plan",
+        forgets="to compare the job with that of the plan's file",
+        patches=(everywhere(kept_plan.job_changes, lambda kept, checked: []),),
+        found_by="tests/launcher/test_kept_plan.py::"
+        "test_every_changed_field_of_the_job_is_named_and_nothing_is_started",
+    ),
+    Fault(
+        name="a_second_ctrl_c_stops_the_run",
+        forgets="that a habit must not end a run of days",
+        patches=(
+            everywhere(
+                follow.interrupted,
+                changed(
+                    follow.interrupted,
+                    '(click.Abort, KeyboardInterrupt):\n                choice = "keep"',
+                    '(click.Abort, KeyboardInterrupt):\n                choice = "down"',
+                ),
+            ),
+        ),
+        found_by="tests/launcher/test_cli.py::test_at_a_terminal_ctrl_c_asks_and_only_an_s_stops",
     ),
 )
 

@@ -4,6 +4,7 @@ from typing import Any
 
 from engine.storage import ship
 from launcher import without_secrets
+from launcher.checks import doctor
 from launcher.controller import node_specs
 from launcher.provision import provide
 from launcher.provision.sky.mirror import NodeMirror
@@ -126,4 +127,12 @@ FAULTS["a-sink-gets-the-passwords-of-the-job"] = Fault(
     forgets="that a team reads the runs of its sink",
     patches=((Shipper, "_open", changed(Shipper._open, "job_without_secrets(self._run.job)", "self._run.job")),),
     found_by=f"{CLUSTER}/test_sinks.py::test_a_sink_gets_every_record_once_also_after_a_restart",
+)
+_fault(
+    "doctor-names-the-user",
+    "that a report of `spotrl doctor` is pasted where everybody reads it",
+    "tests/launcher/test_doctor.py::test_the_json_report_has_the_same_lines_and_a_broken_part_hides_no_other",
+    doctor.without_names,
+    "text.replace(name, shown)",
+    "text",
 )

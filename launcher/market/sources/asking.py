@@ -1,7 +1,7 @@
 """Query a cloud: many queries at once, a limit to the waiting time, and errors that name the next step.
 
 Retries happen inside each cloud's own client, bounded by `Patience`. This module never repeats a query, because two
-layers of retries multiply (research notes cost 1.2).
+layers of retries multiply.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -5,7 +5,7 @@ capacity advisor -> spot price history of a zone, preemption rate, obtainability
 
 `SPOTRL_GCP_BILLING_ENDPOINT` and `SPOTRL_GCP_COMPUTE_ENDPOINT` name another server (a test's, a proxy's). No
 credentials are sent to another server. The catalog prices no instance. A sum with a missing or unclear part is reported
-and refused. Traps in real catalogs (research notes cost 2): calendar-mode and DWS rates that look like on-demand, spot
+and refused. Traps in real catalogs: calendar-mode and DWS rates that look like on-demand, spot
 SKUs of B200 filed as OnDemand, A3 Ultra hosts with SKUs of their own, A4 sold whole.
 """
 

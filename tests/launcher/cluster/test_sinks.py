@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -165,6 +166,18 @@ def test_an_answer_that_is_lost_leaves_neither_a_gap_nor_a_double(sessions, tmp_
     assert "its process ended with 3" in caplog.text
     one.look()
     assert [line["number"] for line in stored(path)] == list(range(33))
+
+
+def test_a_path_of_a_sink_is_relative_to_the_job_file(tmp_path, monkeypatch):
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    writes = [sys.executable, "-P", "-c", "open('written', 'w')"]
+    for folder, written in (("jobs", "jobs"), ("gone", "elsewhere")):
+        connection = Connection(writes, tmp_path / "sink.log", tmp_path / folder)
+        assert isinstance(connection.ask(Close(state="finished"), until=lambda: time.monotonic() + 60), Refused)
+        assert [path.name for path in (tmp_path / written).iterdir()] == ["written"]
+        assert (tmp_path / "jobs" / "written").exists()
 
 
 @pytest.mark.parametrize("manner", ["silent", "dead", "full"])
