@@ -21,7 +21,7 @@ from launcher.checks.preflight import check_disk, check_secrets, check_sinks
 from launcher.clouds.base import CallerIdentity, CloudApi, CloudRefused, InstanceState, refuse_wrong, wrong_of
 from launcher.exit_codes import Failure
 from launcher.job.checked import CheckedJob, JobError
-from launcher.job.schema import CLOUD_NODES_CAN_TRAIN, NOT_ON_CLOUDS, Job
+from launcher.job.schema import Job
 from launcher.market.offers import TOO_OLD, CatalogError, age_of, age_text
 from launcher.market.refusals import POLICY_WORDS
 from launcher.money import hourly
@@ -60,12 +60,6 @@ def job_problems(checked: CheckedJob, slots: Sequence[Slot]) -> Iterator[JobErro
                 f"budget.{field} is not set, and a run on a real cloud ({job.infra}) needs it",
                 f"say what it may cost at most, like {flag}",
             )
-    if job.trains_on_spot and not CLOUD_NODES_CAN_TRAIN:
-        yield checked.error(
-            "resources.trainer.use_spot",
-            f"resources.trainer.use_spot is true, and {NOT_ON_CLOUDS}; it can only be planned and simulated there",
-            "use false, or leave it out",
-        )
     without = [cloud for cloud in job.clouds if cloud not in job.store]
     if without:
         example = {"aws": "s3://my-bucket/spotrl", "gcp": "gs://my-bucket/spotrl"}

@@ -42,12 +42,6 @@ CLOCK_FACTOR = 60.0
 """`clock_factor: auto`: an hour of prices and preemptions is a minute of work on the reference machine."""
 
 
-CLOUD_NODES_CAN_TRAIN = False
-"""True once a node on a cloud can take the role of a lost trainer (launcher/provision/sky/sky_provisioner.py,
-`assign`). Until then `launch` refuses a trainer on spot on clouds; plans and simulations know it."""
-
-NOT_ON_CLOUDS = "a node on a cloud cannot take a lost trainer's role yet"
-
 ASLEEP = "nobody would replace it while this machine sleeps"
 
 
@@ -189,8 +183,6 @@ class Job(EngineConfig):
         refusal = why_never_on_spot(self)
         if refusal is not None:
             return refusal[0]
-        if self.clouds and not CLOUD_NODES_CAN_TRAIN:
-            return NOT_ON_CLOUDS
         return ASLEEP if self.clouds and not self.recovery.controller_stays_up else ""
 
     def named(self, cloud: str, region: str) -> Named:

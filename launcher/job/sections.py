@@ -32,9 +32,9 @@ class NodeResources(Strict):
     """Instance type of the cloud, like `g6.xlarge`. None: any type with the accelerators."""
     use_spot: bool | Literal["auto"] = False
     """True: buy spot capacity. Default: false for the trainer, and true for rollout nodes. A trainer on spot is lost
-    now and then; a rollout node that is up then takes its role. With one node only; on clouds it can be planned and
-    simulated, and not launched yet. `auto`, for the trainer alone: on spot where a lost trainer can be replaced at any
-    time (`recovery.controller_stays_up`), else on demand, and the plan says why."""
+    now and then; a rollout node that is up then takes its role. With one node only. `auto`, for the trainer alone: on
+    spot where a lost trainer can be replaced at any time (`recovery.controller_stays_up`), else on demand, and the plan
+    says why."""
     num_nodes: Annotated[int, Field(ge=0, le=64)] = 1
     """Number of nodes. Of the trainer: 1, or up to as many as it has ranks, which `runtime.trainer_ranks` names and the
     nodes share equally. For rollout nodes: the maximum, default 2."""

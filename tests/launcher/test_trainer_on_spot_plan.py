@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from engine.events import Market
-from launcher.checks.ready import job_problems
 from launcher.exit_codes import BudgetError
 from launcher.job import schema
 from launcher.job.load import load_job
@@ -68,19 +67,19 @@ STAYS_UP = "recovery: {controller_stays_up: true}\n"
 
 
 @pytest.mark.parametrize(
-    ("text", "nodes_can_train", "why"),
+    ("text", "why"),
     [
-        ("resources: {trainer: {use_spot: auto}}\n", False, ""),
-        ("resources: {trainer: {use_spot: auto}}\nspot: never\n", False, "spot is never"),
-        (CLOUDS + STAYS_UP, False, schema.NOT_ON_CLOUDS),
-        (CLOUDS, True, schema.ASLEEP),
-        (CLOUDS + STAYS_UP, True, ""),
-        (CLOUDS + STAYS_UP + "runtime: {name: ray}\n", True, "runtime.name is ray, whose cluster ends with the "
-         "trainer's node"),
+        ("resources: {trainer: {use_spot: auto}}\n", ""),
+        ("resources: {trainer: {use_spot: auto}}\nspot: never\n", "spot is never"),
+        (CLOUDS, schema.ASLEEP),
+        (CLOUDS + STAYS_UP, ""),
+        (
+            CLOUDS + STAYS_UP + "runtime: {name: ray}\n",
+            "runtime.name is ray, whose cluster ends with the trainer's node",
+        ),
     ],
-)  # fmt: skip
-def test_auto_takes_spot_only_where_a_lost_trainer_can_be_replaced(tmp_path, monkeypatch, text, nodes_can_train, why):
-    monkeypatch.setattr(schema, "CLOUD_NODES_CAN_TRAIN", nodes_can_train)
+)
+def test_auto_takes_spot_only_where_a_lost_trainer_can_be_replaced(tmp_path, text, why):
     job = job_of(tmp_path, text).job
     assert (job.trains_on_spot, job.why_trainer_on_demand) == (not why, why)
 
@@ -89,22 +88,12 @@ def test_the_default_is_on_demand(tmp_path):
     assert not job_of(tmp_path, "infra: gcp\n").job.trains_on_spot
 
 
-def test_a_launch_on_clouds_refuses_a_trainer_on_spot(tmp_path):
-    checked = job_of(tmp_path, "infra: gcp\nresources: {trainer: {use_spot: true}}\n")
-    slots = plan_cloud(NEEDS, view(*EAST, *SPOT)).slots
-    problems = [str(problem) for problem in job_problems(checked, slots)]
-    assert sum("a node on a cloud cannot take a lost trainer's role yet" in text for text in problems) == 1
-    free = job_of(tmp_path, CLOUDS + STAYS_UP)
-    assert not [problem for problem in job_problems(free, slots) if "lost trainer" in str(problem)]
-
-
 @pytest.mark.slow
-def test_a_dry_run_compares_the_trainers_capacity_types(dry_run, monkeypatch):
+def test_a_dry_run_compares_the_trainers_capacity_types(dry_run):
     on_spot = dry_run("qwen_image_ocr", "--set", "runtime.name=local", "--set", "resources.trainer.use_spot=true")
     assert is_one_screen(on_spot)
     assert any(line.startswith("  trainer on spot: lost ") for line in on_spot)
     assert any(line.startswith("  with the trainer on demand $") for line in on_spot)
-    monkeypatch.setattr(schema, "CLOUD_NODES_CAN_TRAIN", True)
     asleep = dry_run("qwen_image_ocr", "--set", "runtime.name=local", "--set", "resources.trainer.use_spot=auto")
     assert is_one_screen(asleep)
     at = asleep.index("  trainer on demand, because nobody would replace it while this machine sleeps;")
