@@ -131,6 +131,8 @@ def _facts(view: RunView, rewards: Sequence[float]) -> Iterator[Text]:
     reward = f"{view.reward:.3f}  " if view.reward is not None else "-"
     yield row("reward", Text.assemble(reward, (sparkline(rewards), "green")))
     yield row("score", score_text(view))
+    if view.trainer:
+        yield row("trainer", f"{short_name(view.name, view.trainer)} for {_whole_seconds(view.trainer_ms)}")
     if view.learning:
         yield row("learning", Text(view.learning, "yellow"))
     yield row("money", money_text(view) + savings_text(view))

@@ -75,6 +75,8 @@ def headline(view: RunView) -> list[str]:
     removed = "; its files were removed" if view.is_removed else ""
     limit = f" of {dollars(view.max_total_micro_usd)}" if view.max_total_micro_usd is not None else ""
     learning = [f"learns nothing: {view.learning}"] if view.learning else []
+    trainer = short_name(view.name, view.trainer)
+    trains = [f"{trainer} took the role of the trainer {duration(view.trainer_ms)} ago"] if view.trainer else []
     target = f", target {view.target}" if view.target is not None and view.score is None else ""
     eta = "" if view.eta_seconds is None else f", {duration(round(view.eta_seconds * 1000))} left at most"
     return [
@@ -83,6 +85,7 @@ def headline(view: RunView) -> list[str]:
         *trouble,
         *learning,
         *more,
+        *trains,
         f"iteration {view.iteration}/{view.iterations}, {score_text(view)}{target}{eta}",
         f"spent {dollars(view.spent_micro_usd)}{limit}, now {hourly(view.micro_usd_per_hour)}"
         + (f"; billed {dollars(view.billed_micro_usd)}" if view.billed_micro_usd is not None else ""),

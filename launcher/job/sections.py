@@ -183,7 +183,7 @@ def runtime_problem(max_runtime: tuple[str, int | None], deadline: tuple[str, in
 
 class Notifications(Strict):
     """Messages to a webhook about the run: its start, its target, 50, 80 and 100 % of `budget.max_total`, three
-    preemptions within ten minutes, no progress, and its end."""
+    preemptions within ten minutes, a new trainer, no progress, and its end."""
 
     webhook: VariableName | None = None
     """Name of the environment variable with the webhook's URL, like `SLACK_WEBHOOK`. Messages are in Slack's format:

@@ -47,6 +47,8 @@ class RunFacts:
     max_total_micro_usd: int | None
     learning: str = ""
     """As in `RunView`."""
+    promoted: Sequence[tuple[int, str, str]] = ()
+    """Promotions to the trainer's role: id of the event, name of the node, and evidence."""
 
 
 def due_notices(facts: RunFacts, no_progress_ms: int) -> Iterator[Notice]:
@@ -58,6 +60,11 @@ def due_notices(facts: RunFacts, no_progress_ms: int) -> Iterator[Notice]:
         yield Notice(key="target", text=f"{facts.name} reached its target: {facts.reached}; {spent}")
     yield from _spending(facts, spent)
     yield from _storms(facts)
+    for number, node, evidence in facts.promoted:
+        why = evidence.partition(": ")[2].partition("\n")[0]
+        yield Notice(
+            key=f"promoted-{number}", text=f"{facts.name}: {node} trains now, from the newest checkpoint; {why}"
+        )
     if facts.stage in OVER:
         yield Notice(
             key=f"ended-{facts.status_id}",

@@ -14,11 +14,11 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from engine.clock import Clock
 from engine.events import IterationDone, TargetReached
-from launcher.decide.facts import Stage
+from launcher.decide.facts import PROMOTED, Stage
 from launcher.harmless import harmless
 from launcher.learning import learns_nothing
 from launcher.ledger.accounting import judge_micro_usd
-from launcher.ledger.models import Node, NoticeRow, Preemption, ProgressRow, Run, RunStatus
+from launcher.ledger.models import Node, NodeEvent, NoticeRow, Preemption, ProgressRow, Run, RunStatus
 from launcher.ledger.node_history import metered_micro_usd
 from launcher.ledger.store import find_run, writing
 from launcher.notifications.notices import RunFacts, due_notices
@@ -133,6 +133,12 @@ def facts_of(session: Session, run: Run, now_ms: int) -> RunFacts:
     preempted = session.scalars(
         select(Preemption.at_ms).join(Node, Node.id == Preemption.node_id).where(Node.run_id == run.id)
     )
+    promoted = session.execute(
+        select(NodeEvent.id, Node.name, NodeEvent.evidence)
+        .join(Node)
+        .where(Node.run_id == run.id, NodeEvent.kind == PROMOTED)
+        .order_by(NodeEvent.id)
+    )
     return RunFacts(
         name=run.name,
         now_ms=now_ms,
@@ -146,4 +152,5 @@ def facts_of(session: Session, run: Run, now_ms: int) -> RunFacts:
         spent_micro_usd=metered_micro_usd(session, run, now_ms) + judge_micro_usd(session, run),
         max_total_micro_usd=run.max_total_micro_usd,
         learning=learns_nothing(newest.event.get("health", {})) if newest is not None else "",
+        promoted=[(number, node, evidence) for number, node, evidence in promoted],
     )

@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from engine.events import EngineFinished, Evaluated, IterationDone, Regrouped
 from launcher.controller.lease import is_held
-from launcher.decide.facts import INSTANCE_ENDED, OVER, NodeRecord, Stage
+from launcher.decide.facts import INSTANCE_ENDED, OVER, PROMOTED, NodeRecord, Stage
 from launcher.harmless import harmless
 from launcher.learning import learns_nothing
 from launcher.ledger.accounting import charges_of_run, judge_micro_usd, on_demand_micro_usd
@@ -120,6 +120,11 @@ class RunView:
 
     learning: str = ""
     """Why the run learns nothing now, in words. Empty: it learns, or is over."""
+    trainer: str = ""
+    """Name of the node that took the role of a lost trainer and has it now. Empty: the trainer was bought as one, or
+    there is none."""
+    trainer_ms: int = 0
+    """Time since `trainer` took the role, on the run's clock."""
     billed_micro_usd: int | None = None
     """What the clouds billed, as far as bills were imported; None without one. Limits rest on `spent_micro_usd`."""
 
@@ -263,6 +268,7 @@ def view_of(session: Session, run: Run) -> RunView:
     eta_seconds = sum(seconds) / len(seconds) * (iterations - iteration) if is_paced else None
     charges, judges = charges_of_run(session, run, now_ms), judge_micro_usd(session, run)
     of_nodes = sum(charge.micro_usd for of_node in charges.values() for charge in of_node)
+    promoted = next((record for record in records if record.is_live and PROMOTED in record.happened), None)
     return RunView(
         name=run.name,
         status=status.status,
@@ -298,6 +304,8 @@ def view_of(session: Session, run: Run) -> RunView:
         usual_iteration_ms=round(usual_ms) if usual_ms is not None else None,
         deadline_ms=None if run.deadline_ms is None else run.deadline_ms - run.created_ms,
         missed_deadline=_missed_deadline(session, run, until_ms),
+        trainer="" if promoted is None else promoted.name,
+        trainer_ms=0 if promoted is None else max(0, until_ms - promoted.happened[PROMOTED]),
         billed_micro_usd=billed_micro_usd(session, [run.id]).get(run.id),
         resume_with=resume_with_more(run, status.reason, of_nodes) if status.status == Stage.STOPPED else "",
     )

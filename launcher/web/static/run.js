@@ -116,6 +116,7 @@ class RunPage {
       [view.score == null && view.reward != null ? "reward in training" : view.metric, score(view.score ?? view.reward), view.target == null ? "no target" : "target " + view.target],
       ...(view.learning ? [["Learning", "nothing", view.learning]] : []),
       ["Iteration", `${view.iteration}/${view.iterations}`, view.eta_seconds == null ? "" : duration(view.eta_seconds * 1000) + " left at most"],
+      ...(view.trainer ? [["Trainer", short(this.name, view.trainer), `took the role ${duration(view.trainer_ms)} ago`]] : []),
       ["Time", duration(view.elapsed_ms), view.clock_factor === 1 ? "" : `clock x${view.clock_factor}, ${duration(view.wall_seconds * 1000)} by the wall`],
       ["Preemptions", String(page.preemptions.length), dollars(page.preemptions.reduce((sum, line) => sum + line.micro_usd, 0)) + " lost"],
       ["Saved", saved ? dollars(saved.saved_micro_usd) : "–", saved ? "against " + saved.against : ""],

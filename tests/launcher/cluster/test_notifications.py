@@ -68,6 +68,16 @@ def test_spending_is_reported_at_half_at_eighty_percent_and_at_the_end(spent, pe
     assert found == (["started"] if percent is None else ["started", f"spend-{percent}-of-20000000"])
 
 
+def test_each_promotion_is_reported_with_its_reason():
+    lost = "trainer g1: digits-trainer-g0 ended: Server.SpotInstanceTermination: taken back\nlook at the zone"
+    facts = replace(RUNNING, promoted=((7, "digits-spot-1-g0", lost), (9, "digits-spot-0-g2", "trainer g2: gone")))
+    assert keys(facts) == ["started", "promoted-7", "promoted-9"]
+    assert (
+        "digits: digits-spot-1-g0 trains now, from the newest checkpoint; digits-trainer-g0 ended: "
+        "Server.SpotInstanceTermination: taken back\n" in texts(facts)
+    )
+
+
 def test_a_larger_budget_is_reported_anew():
     assert keys(replace(RUNNING, spent_micro_usd=20_000_000, max_total_micro_usd=40_000_000))[-1].startswith(
         "spend-50-"

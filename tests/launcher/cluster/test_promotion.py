@@ -12,6 +12,7 @@ from sqlalchemy import select
 
 from engine.events import CheckpointSaved, Market
 from engine.node_spec import NodeSpec, role_token
+from launcher.cli.status import headline
 from launcher.controller.controller import Controller
 from launcher.decide.actions import Buy, Promote, RepeatPromotion
 from launcher.decide.budget_guard import Limits
@@ -22,12 +23,16 @@ from launcher.decide.reconcile import decide
 from launcher.ledger.models import Node, NodeEvent, ProgressRow
 from launcher.ledger.node_history import last_trainer_cloud, node_records
 from launcher.market.offers import CLOUDS
+from launcher.money import HOUR_MS
+from launcher.notifications.notices import due_notices
+from launcher.notifications.notifier import facts_of
 from launcher.placement.options import Option
 from launcher.placement.plan import Slot
 from launcher.provision.local.node_records import NodeRecords
 from launcher.provision.local.processes import processes_of
 from launcher.provision.local.provisioner import LocalProvisioner, node_folder
 from launcher.runs.runs import request_stop
+from launcher.runs.views import run_view
 from tests.launcher.cluster.stage import CLOUD_SITES, SPOT_RATE, ledger, made_run, placement, slots
 from tests.launcher.cluster.test_controller import controller_of, names_ready, passes, run_until_over, status_of
 from tests.launcher.cluster.test_moving import Stage as CloudRun
@@ -197,6 +202,13 @@ def record_of(sessions, run, name: str) -> NodeRecord:
         return next(record for record in node_records(session, run) if record.name == name)
 
 
+def messages(sessions, run) -> list[str]:
+    """Return the messages about promotions."""
+    with sessions() as session:
+        notices = due_notices(facts_of(session, run, run.clock.now_ms()), HOUR_MS)
+        return [notice.text for notice in notices if notice.key.startswith("promoted")]
+
+
 @pytest.mark.parametrize("signum", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_a_lost_trainer_is_replaced_by_a_node_that_is_up(sessions, monkeypatch, signum):
     monkeypatch.setenv("FAKE_SECONDS", "0.1")
@@ -214,6 +226,11 @@ def test_a_lost_trainer_is_replaced_by_a_node_that_is_up(sessions, monkeypatch, 
     spec = spec_of(run, "demo-spot-0-g0")
     assert (spec.role, spec.generation, spec.token) == ("trainer", 1, run.token)
     assert controller.engine.trainer == "demo-spot-0-g0"
+    view = run_view(sessions, run.name)
+    assert (view.trainer, 0 <= view.trainer_ms < view.elapsed_ms) == ("demo-spot-0-g0", True)
+    assert [line for line in headline(view) if line.startswith("spot-0-g0 took the role of the trainer ")]
+    (notice,) = messages(sessions, run)
+    assert notice.startswith("demo: demo-spot-0-g0 trains now, from the newest checkpoint; demo-trainer-g0 ended: ")
     with sessions() as session:
         events = session.execute(select(Node.name, NodeEvent).join(NodeEvent).where(NodeEvent.kind == PROMOTED)).all()
         assert [(name, promotion_of(event.evidence)) for name, event in events] == [("demo-spot-0-g0", ("trainer", 1))]
