@@ -1,6 +1,6 @@
-"""`make fake-clouds-demo`: a run on AWS and Google Cloud from launch to target, with preemptions and outages.
+"""`make fake-clouds-demo`: a run on spot on AWS and Google Cloud from launch to target, with preemptions and outages.
 
-    python -m tests.clouds.demo --to FOLDER [--runtime ray|local]
+    python -m tests.clouds.demo --to FOLDER [--runtime local|ray]
 
 The clouds are fakes that speak the real protocols (tests/fakes/clouds): no account is used and nothing is bought. The
 steps are in story.py. It writes result.json, report.html and logs to FOLDER, and fails unless every claim holds.
@@ -33,7 +33,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--to", type=Path, default=Path("fake-clouds-demo"), help="folder for what it writes")
     parser.add_argument("--cache", type=Path, help="where the hosts' image is kept (default: the user's cache)")
-    parser.add_argument("--runtime", choices=["ray", "local"], default="ray")
+    parser.add_argument("--runtime", choices=["local", "ray"], default="local")
     parser.add_argument("--target", type=float, default=0.7)
     parser.add_argument("--step-seconds", type=float, default=0.3)
     parser.add_argument("--minutes", type=float, default=MINUTES)
@@ -60,7 +60,9 @@ def play(world: World, to: Path, log: StoryLog, options: argparse.Namespace) -> 
     run = Launched(world=world, name=RUN, home=world.folder / "home" / "state")
     log.began = time.monotonic()
     planted = plant(world)
-    story = Story(run=run, log=log, until=log.began + options.minutes * 60, planted=planted.values())
+    until = log.began + options.minutes * 60
+    is_on_spot = options.runtime != "ray"
+    story = Story(run=run, log=log, until=until, planted=planted.values(), is_on_spot=is_on_spot)
     code, problems = _launch_and_play(story, to, options)
     for name, arguments in (("report", ["report", RUN]), ("events", ["events", RUN])):
         done = run.spotrl(*arguments, check=False)
@@ -93,6 +95,7 @@ def play(world: World, to: Path, log: StoryLog, options: argparse.Namespace) -> 
         "the clouds' bills are matched and explained": "differences" in bill,
         f"within {options.minutes:g} minutes": seconds <= options.minutes * 60,
         **_claims(result, run.batch_size(), (to / "report.txt").read_text()),
+        **({"a node that was up trained after each loss of the trainer": _losses(result)} if is_on_spot else {}),
     }
     file.write_text(json.dumps(result | {"claims": claims}, indent=2) + "\n")
     problems += [f"not so: {claim}" for claim, holds in claims.items() if not holds]
@@ -121,9 +124,8 @@ def _launch_and_play(story: Story, to: Path, options: argparse.Namespace) -> tup
     job = to / "job" / "demo.yaml"
     job.parent.mkdir()
     shutil.copyfile(Path(demo_reward.__file__), job.parent / "demo_reward.py")
-    job.write_text(
-        JOB.format(run=RUN, target=options.target, runtime=options.runtime, step_seconds=options.step_seconds)
-    )
+    settings = {"target": options.target, "runtime": options.runtime, "step_seconds": options.step_seconds}
+    job.write_text(JOB.format(run=RUN, use_spot=str(story.is_on_spot).lower(), **settings))
     refreshed = story.run.spotrl("catalog", "refresh")
     (to / "prices.txt").write_text(refreshed.stdout)
     story.log("both clouds have said their prices", refreshed.stdout.strip().splitlines()[-1])
@@ -171,6 +173,12 @@ def _claims(result: Mapping[str, Any], batch_size: int, report: str) -> dict[str
         "nothing is left in the clouds": not (left["instances"] or left["disks"] or left["others"]),
         "no process or namespace is left": not (left["processes"] or left["namespaces"]),
     }
+
+
+def _losses(result: Mapping[str, Any]) -> bool:
+    """Return whether the trainer was lost with and without notice, and a node that was up took its role each time."""
+    lost = [one for one in result.get("preemptions", []) if one["role"] == "trainer"]
+    return {one["notice"] for one in lost if one["recovered_by"] == "a promotion"} == {True, False}
 
 
 def _wait_for_the_run(run: Launched, process: subprocess.Popen[str], until: float) -> None:

@@ -1,7 +1,10 @@
 """The demonstration's story: a run on the fake clouds, the faults it meets, and the expected end.
 
-    three nodes on Google Cloud -> a preemption with notice -> one without -> no trainer capacity there -> AWS
-    -> the target is opened -> target
+    three spot nodes on one cloud -> a rollout node is preempted with notice, then one without
+    -> the trainer's node is preempted with notice, then without: each time a node that is up takes its role
+    -> no capacity there, and all nodes are gone -> the other cloud -> the target is opened -> target
+
+With Ray, whose trainer is on demand, no node takes its role; only the trainer's node is gone at the end.
 
 No step depends on the speed of setup or training: each waits for its own evidence and prints it, the run may train as
 long as the story takes, and its target cannot be reached before the last step opens it (demo_reward.py).
@@ -16,6 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TextIO
 
+from launcher.market.offers import CLOUDS
 from launcher.runs.views import NodeView
 from tests.clouds.demo_reward import GATE
 from tests.clouds.launched import Launched
@@ -23,6 +27,7 @@ from tests.clouds.planted import on_host
 from tests.fakes.clouds.world import World
 
 RUN = "demo"
+LOSSES = (("with notice", True), ("without notice", False))
 NOTICE_SECONDS = 25.0
 """Google Cloud gives 30 s."""
 
@@ -44,11 +49,11 @@ target: {{metric: after_story, value: {target}, evaluations: 1}}
 runtime: {{device: cpu, name: {runtime}, shape: 12, step_seconds: {step_seconds}}}
 recovery: {{trainer_wait: 30s}}
 resources:
-  trainer: {{accelerators: L4:1}}
+  trainer: {{accelerators: L4:1, use_spot: {use_spot}}}
   rollout: {{accelerators: L4:1, use_spot: true, num_nodes: 2}}
 budget: {{max_total: $40, max_hourly: $3, deadline: 24h}}
 """
-"""The digits-ocr job; the budget and the deadline end it if nothing else does.
+"""The digits-ocr job; the budget and the deadline end it if nothing else does. Ray's trainer is on demand.
 
 A denoising step takes at least `step_seconds`, so that the run lasts long enough.
 """
@@ -85,28 +90,46 @@ class Story:
     """Places on hosts where a secret was found."""
     opened: set[str] = field(default_factory=set)
     """Nodes that count matches for the target."""
+    is_on_spot: bool = True
+    """The trainer is on spot."""
 
     def play(self) -> None:
         run = self.run
-        self._when("three nodes at work on Google Cloud", lambda: len(run.ready(cloud="gcp")) == 3)
+        self._when("three nodes are at work on one cloud", lambda: 3 in (len(run.ready(cloud=one)) for one in CLOUDS))
+        (here,) = (one for one in CLOUDS if run.ready("trainer", cloud=one))
+        (there,) = (one for one in CLOUDS if one != here)
         self._look_for_secrets()
         self._when("two batches are trained", lambda: run.view().iteration >= 2)
-        for moment, notice in (("a reclaim with notice", True), ("a reclaim without a word", False)):
-            lost = run.ready("rollout", cloud="gcp")[0]
-            run.world.reclaim(lost.name, seconds=NOTICE_SECONDS if notice else 0, notice=notice)
-            self.log(moment, lost.name)
+        for moment, notice in LOSSES:
+            lost = run.ready("rollout", cloud=here)[0]
+            self._reclaim(lost, notice, f"a rollout node, {moment}")
             self._when(f"its successor serves ({moment})", partial(self._is_replaced, lost))
-        run.world.fault("capacity", "gcp", market="on_demand")
-        self._when("the trainer is at work on Google Cloud", lambda: run.ready("trainer", cloud="gcp"))
-        (trainer,) = run.ready("trainer", cloud="gcp")
+        for moment, notice in LOSSES if self.is_on_spot else ():
+            self._when(f"the trainer is at work ({moment})", lambda: run.ready("trainer", cloud=here))
+            (trainer,), before = run.ready("trainer", cloud=here), run.view().iteration
+            self._reclaim(trainer, notice, f"the trainer's node, {moment}")
+            self._when(f"another node trains ({moment})", partial(self._trains, trainer, before))
+            self._when(f"three nodes are at work again ({moment})", lambda: len(run.ready(cloud=here)) == 3)
+        run.world.fault("capacity", here, market="" if self.is_on_spot else "on_demand")
+        self._when("the trainer is at work before it loses its cloud", lambda: run.ready("trainer", cloud=here))
         before = run.view().iteration
-        run.world.reclaim(trainer.name)
-        self.log("Google Cloud has no on-demand machine, and the trainer is gone", f"{trainer.name}, at {before}")
-        self._when("the trainer is at work on AWS", lambda: run.ready("trainer", cloud="aws"))
+        for node in run.ready("" if self.is_on_spot else "trainer", cloud=here):
+            run.world.reclaim(node.name)
+            self.log(f"{here} has no machine for the trainer, and a node is gone", f"{node.name}, at {before}")
+        self._when(f"the trainer is at work on {there}", lambda: run.ready("trainer", cloud=there))
         self._when("it trains there", lambda: run.view().iteration > before)
-        self._when("two spot nodes serve there", lambda: len(run.ready(cloud="aws")) == 3)
+        self._when("two spot nodes serve there", lambda: len(run.ready(cloud=there)) == 3)
         self._look_for_secrets()
         self.open_target()
+
+    def _reclaim(self, node: NodeView, notice: bool, moment: str) -> None:
+        self.run.world.reclaim(node.name, seconds=NOTICE_SECONDS if notice else 0, notice=notice)
+        self.log(f"preempted: {moment}", node.name)
+
+    def _trains(self, lost: NodeView, before: int) -> bool:
+        """Return whether another node is the trainer and the run has gone on since `before`."""
+        names = {node.name for node in self.run.ready("trainer")} - {lost.name}
+        return bool(names) and self.run.view().iteration > before
 
     def open_target(self) -> None:
         """Let every node at work count matches for the target from now on. May be repeated, for nodes that are new."""
@@ -123,7 +146,7 @@ class Story:
             self.found += [f"{host}: {place}" for place in on_host(world, host, self.planted)]
 
     def _is_replaced(self, lost: NodeView) -> bool:
-        return any(node.slot == lost.slot and node.name != lost.name for node in self.run.ready(cloud="gcp"))
+        return any(node.slot == lost.slot and node.name != lost.name for node in self.run.ready())
 
     def _when(self, moment: str, holds: Callable[[], object]) -> None:
         self.log.waits(moment)

@@ -24,7 +24,8 @@ class World:
         self.run.lose(name)
 
     def fault(self, kind, cloud, market):
-        self.done.append(f"no {market} on {cloud}")
+        self.done.append(f"no {market or 'machine'} on {cloud}")
+        self.run.is_without_capacity = True
 
     def hosts(self):
         return []
@@ -39,6 +40,7 @@ class Run:
     def __init__(self, pace, install):
         self.world = World(self)
         self.pace, self.install, self.iteration, self.looks = pace, install, 0, 0
+        self.is_without_capacity = False
         self.nodes = {
             "trainer": ("trainer-g0", "gcp", 0),
             "spot-0": ("spot-0-g0", "gcp", 0),
@@ -46,11 +48,14 @@ class Run:
         }
 
     def lose(self, name):
-        slot, _, generation = name.rpartition("-g")
+        slot = next((slot for slot, node in self.nodes.items() if node[0] == name), None)
+        if slot == "trainer" and not self.is_without_capacity:  # a node that is up takes its role
+            self.nodes["trainer"], slot = self.nodes["spot-1"], "spot-1"
         if slot == "trainer":  # all of its nodes move
             self.nodes = {one: (f"{one}-g9", "aws", self.looks + self.install) for one in self.nodes}
-        else:
-            self.nodes[slot] = (f"{slot}-g{int(generation) + 1}", "gcp", self.looks + self.install)
+        elif slot is not None and not self.is_without_capacity:
+            generation = int(self.nodes[slot][0].rpartition("-g")[2]) + 1
+            self.nodes[slot] = (f"{slot}-g{generation}", "gcp", self.looks + self.install)
 
     def ready(self, role="", cloud=""):
         return [
@@ -73,23 +78,24 @@ class Run:
         raise TimeoutError(what)
 
 
+OPENED = ("open trainer-g9", "open spot-0-g9", "open spot-1-g9")
+LOST_TRAINERS = ("reclaim trainer-g0 with notice", "reclaim spot-1-g0")
+LOST_AT_ONCE = ("no machine on gcp", "reclaim spot-1-g1", "reclaim spot-0-g2", "reclaim spot-1-g2")
+
+
 @pytest.mark.parametrize(("pace", "install"), [(1000, 1), (1000, 90), (1, 1), (1, 300)])
-def test_the_story_is_complete_and_opens_the_target_last_at_any_speed(pace, install):
+@pytest.mark.parametrize(
+    ("is_on_spot", "ends", "waits"),
+    [(True, (*LOST_TRAINERS, *LOST_AT_ONCE), 14), (False, ("no on_demand on gcp", "reclaim trainer-g0"), 8)],
+)
+def test_the_story_is_complete_and_opens_the_target_last_at_any_speed(pace, install, is_on_spot, ends, waits):
     run, out = Run(pace, install), io.StringIO()
-    Story(run=run, log=StoryLog(out=out), until=0.0).play()
-    assert run.world.done == [
-        "reclaim spot-0-g0 with notice",
-        "reclaim spot-0-g1",
-        "no on_demand on gcp",
-        "reclaim trainer-g0",
-        *("open trainer-g9", "open spot-0-g9", "open spot-1-g9"),
-    ]
-    waits = [line.partition("waits until: ")[2] for line in out.getvalue().splitlines() if "waits until: " in line]
-    assert waits[2:4] == [
-        "its successor serves (a reclaim with notice)",
-        "its successor serves (a reclaim without a word)",
-    ]
-    assert len(waits) == 8
+    Story(run=run, log=StoryLog(out=out), until=0.0, is_on_spot=is_on_spot).play()
+    lost = ("reclaim spot-0-g0 with notice", "reclaim spot-0-g1")
+    assert run.world.done == [*lost, *ends, *OPENED]
+    texts = [line.partition("waits until: ")[2] for line in out.getvalue().splitlines() if "waits until: " in line]
+    assert texts[2:4] == ["its successor serves (with notice)", "its successor serves (without notice)"]
+    assert len(texts) == waits
 
 
 def test_a_late_node_is_opened_too_and_each_only_once():
@@ -116,7 +122,8 @@ def test_no_match_counts_for_the_target_before_the_storys_last_step(tmp_path, mo
 
 
 def test_the_demonstrations_job_outlasts_any_story_and_names_the_gated_metric(tmp_path):
-    (tmp_path / "demo.yaml").write_text(JOB.format(run="demo", target=0.7, runtime="ray", step_seconds=0.3))
+    settings = {"run": "demo", "target": 0.7, "runtime": "local", "use_spot": "true", "step_seconds": 0.3}
+    (tmp_path / "demo.yaml").write_text(JOB.format(**settings))
     job = load_job(tmp_path / "demo.yaml").job
     assert (job.reward.name, job.target.metric, job.iterations) == ("demo_reward:score", "after_story", 1_000)
     # A plan expects 41 s an iteration. A launch is refused if its plan does not fit into the deadline.
