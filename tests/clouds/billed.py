@@ -66,7 +66,7 @@ def used_by(instance: Mapping[str, Any]) -> Iterator[Used]:
 
 def rows_of(cloud: str, used: list[Used], export: int = 1) -> list[dict[str, Any]]:
     """Return the rows of a bill with all that a company's bill has beside the run's nodes."""
-    first = used[0]
+    first = replace(used[0], is_free=False)  # what is added below costs something on any bill
     stranger = replace(first, resource="stranger", account=STRANGER[cloud])
     theirs = replace(first, resource="theirs", labels={"spotrl-run": "theirs", "spotrl-node": "theirs-trainer-g0"})
     plain = replace(first, resource="plain", labels={}, account=STRANGER[cloud])

@@ -125,7 +125,8 @@ def _launch_and_play(story: Story, to: Path, options: argparse.Namespace) -> tup
     job.parent.mkdir()
     shutil.copyfile(Path(demo_reward.__file__), job.parent / "demo_reward.py")
     settings = {"target": options.target, "runtime": options.runtime, "step_seconds": options.step_seconds}
-    job.write_text(JOB.format(run=RUN, use_spot=str(story.is_on_spot).lower(), **settings))
+    bought = {"use_spot": "true", "spot": "only"} if story.is_on_spot else {"use_spot": "false", "spot": "auto"}
+    job.write_text(JOB.format(run=RUN, **bought, **settings))
     refreshed = story.run.spotrl("catalog", "refresh")
     (to / "prices.txt").write_text(refreshed.stdout)
     story.log("both clouds have said their prices", refreshed.stdout.strip().splitlines()[-1])

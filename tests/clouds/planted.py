@@ -48,6 +48,12 @@ def on_host(world: World, node: str, planted: Iterable[str]) -> list[str]:
     return world.on(node, ["sh", "-c", SEARCH, "sh", *planted], root=True, check=False).split()
 
 
+def holds_token(world: World, node: str, token: str) -> bool:
+    """Return whether a file of spotrl on a host, or the environment of one of its processes, has a run's token."""
+    search = 'grep -rlsF -- "$1" /home/ubuntu/spotrl /proc/[0-9]*/environ'
+    return bool(world.on(node, ["sh", "-c", search, "sh", token], root=True, check=False).strip())
+
+
 def below(folder: Path, planted: Iterable[str], but: Iterable[Path] = ()) -> list[str]:
     """Return the files below a folder that contain a secret. `but`: files and folders that are not searched."""
     looked_for, left_out = [one.encode() for one in planted], set(but)

@@ -4,7 +4,8 @@
     -> the trainer's node is preempted with notice, then without: each time a node that is up takes its role
     -> no capacity there, and all nodes are gone -> the other cloud -> the target is opened -> target
 
-With Ray, whose trainer is on demand, no node takes its role; only the trainer's node is gone at the end.
+`spot: only`, because a run that may buy a trainer on demand waits for spot while that costs nothing. With Ray the
+trainer is on demand, so no node takes its role, and it alone is gone at the end.
 
 No step depends on the speed of setup or training: each waits for its own evidence and prints it, the run may train as
 long as the story takes, and its target cannot be reached before the last step opens it (demo_reward.py).
@@ -47,6 +48,7 @@ exploration: {{mode: stale, wait: all, budget: {{candidates: 96}}}}
 evaluation: {{prompts: 192, every: 3}}
 target: {{metric: after_story, value: {target}, evaluations: 1}}
 runtime: {{device: cpu, name: {runtime}, shape: 12, step_seconds: {step_seconds}}}
+spot: {spot}
 recovery: {{trainer_wait: 30s}}
 resources:
   trainer: {{accelerators: L4:1, use_spot: {use_spot}}}

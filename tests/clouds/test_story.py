@@ -122,8 +122,8 @@ def test_no_match_counts_for_the_target_before_the_storys_last_step(tmp_path, mo
 
 
 def test_the_demonstrations_job_outlasts_any_story_and_names_the_gated_metric(tmp_path):
-    settings = {"run": "demo", "target": 0.7, "runtime": "local", "use_spot": "true", "step_seconds": 0.3}
-    (tmp_path / "demo.yaml").write_text(JOB.format(**settings))
+    settings = {"run": "demo", "target": 0.7, "runtime": "local", "step_seconds": 0.3}
+    (tmp_path / "demo.yaml").write_text(JOB.format(use_spot="true", spot="only", **settings))
     job = load_job(tmp_path / "demo.yaml").job
     assert (job.reward.name, job.target.metric, job.iterations) == ("demo_reward:score", "after_story", 1_000)
     # A plan expects 41 s an iteration. A launch is refused if its plan does not fit into the deadline.

@@ -2,12 +2,14 @@
 
 from typing import Any
 
+from launcher.controller.node_specs import node_spec
 from launcher.provision.sky.cloud_reports import CloudReports
 from launcher.provision.sky.launches import Launches
 from launcher.provision.sky.node_files import NodeFiles
 from launcher.provision.sky.regions import Regions
 from launcher.provision.sky.sky_provisioner import SkyProvisioner
 from launcher.provision.sky.terminate import Terminator
+from launcher.provision.sky.watch import AgentWatch
 from launcher.selftest import reading
 from tests.mutants.faults import Fault
 from tests.mutants.planted_bug import changed, everywhere
@@ -16,6 +18,7 @@ NODES = "tests/launcher/cluster/test_sky_provisioner.py::test_"
 LAUNCHES = "tests/launcher/cluster/test_launches.py::test_"
 REPORTS = "tests/launcher/cluster/test_cloud_reports.py::test_"
 CALLS = "tests/launcher/cluster/test_provisioner_calls.py::test_"
+PROMOTION = "tests/launcher/cluster/test_promotion.py::test_"
 READING = "tests/launcher/test_selftest_reading.py::test_"
 
 FAULTS: dict[str, Fault] = {}
@@ -288,4 +291,37 @@ FAULTS["a-role-has-no-region-and-is-not-looked-for"] = Fault(
     forgets="that some resources have no region",
     patches=(everywhere(reading.left_in_cloud, changed(reading.left_in_cloud, "{*regions, api.home}", "regions")),),
     found_by=f"{READING}what_is_left_counts_in_the_regions_of_nodes_and_beyond_all_regions",
+)
+_fault(
+    "the-newest-vm-of-a-trainer-has-the-address",
+    "that a promoted node is the trainer, however old its VM is",
+    f"{NODES}the_newest_promotion_has_the_address_although_its_vm_is_the_oldest",
+    AgentWatch,
+    "trainer_address",
+    "(now.generation, node.name, login.address)",
+    "(0, node.name, login.address)",
+)
+_fault(
+    "a-node-that-is-ending-becomes-the-trainer",
+    "that a node whose end is ordered gets no token and no role",
+    f"{NODES}a_node_that_is_ending_gets_no_other_role",
+    SkyProvisioner,
+    "assign",
+    "now is None or node.is_ending",
+    "now is None",
+)
+_fault(
+    "a-promotion-changes-only-the-ledger",
+    "that a node has to be told of its new role",
+    f"{NODES}a_promoted_node_gets_the_role_and_the_token_and_all_others_its_address",
+    SkyProvisioner,
+    "assign",
+    "node.files.write_spec(spec)",
+    "pass",
+)
+FAULTS["every-node-gets-the-runs-token"] = Fault(
+    name="every-node-gets-the-runs-token",
+    forgets="that a rollout node may do only what its role allows, until it is promoted",
+    patches=(everywhere(node_spec, changed(node_spec, 'if role == "trainer" else role_token(run.token, role)', "")),),
+    found_by=f"{PROMOTION}a_lost_trainer_is_replaced_by_a_node_that_is_up[9]",
 )
