@@ -32,15 +32,13 @@ from launcher.decide.run_budget import bound_of_plan
 from launcher.exit_codes import BudgetError, ExitCode
 from launcher.job.checked import CheckedJob, JobError
 from launcher.job.load import load_job
-from launcher.job.resolved import Resolved, resolve
+from launcher.job.resolved import Resolved, resolve_checked
 from launcher.job.schema import Job
 from launcher.ledger.models import LOCAL, Run
 from launcher.market.offers import read_catalog
 from launcher.money import hourly
 from launcher.placement.cloud_plan import cloud_plan_json
 from launcher.placement.plan import Plan, plan_local
-from launcher.placement.ranks import check_ranks
-from launcher.placement.sharing import check_sp_degree
 from launcher.replay.of_plan import check_deadline
 from launcher.runs.runs import release_seconds, start_controller
 from launcher.runs.service import check_service, start_service
@@ -162,9 +160,7 @@ def launch(
     if not checked.lines:
         raise JobError("it is empty", "`spotrl init` writes one with comments", file=job)
     _check_name_is_free(sessions, checked)
-    check_ranks(checked)
-    resolved = resolve(checked.job, checked.workdir)
-    check_sp_degree(checked, resolved.sized)
+    resolved = resolve_checked(checked)
     if service:
         check_service(checked.job, os.environ)
     weights = _find_weights(sessions, checked, out)
