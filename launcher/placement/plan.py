@@ -18,6 +18,7 @@ from launcher.job.schema import Job
 from launcher.job.sections import NodeResources
 from launcher.market.offers import Offer
 from launcher.market.quality import USABLE
+from launcher.market.side_prices import DISK_GIB
 from launcher.money import HOUR_MS
 from launcher.placement.options import Option, SiteOptions
 from launcher.placement.placement import Placement
@@ -239,17 +240,19 @@ def number_of_trainer_slot(slot: str) -> int:
     return int(slot.removeprefix("trainer").removeprefix("-") or 0)
 
 
-def slot_of(name: str, role: SlotRole, offer: Offer, on_demand_micro_usd_per_hour: int) -> Slot:
+def slot_of(
+    name: str, role: SlotRole, offer: Offer, on_demand_micro_usd_per_hour: int, disk_gib: int = DISK_GIB
+) -> Slot:
     """Return a slot filled from an offer."""
     return Slot(
         name=name,
         role=role,
-        placement=placement_of(offer),
+        placement=placement_of(offer, disk_gib),
         on_demand_micro_usd_per_hour=on_demand_micro_usd_per_hour,
     )
 
 
-def placement_of(offer: Offer) -> Placement:
+def placement_of(offer: Offer, disk_gib: int = DISK_GIB) -> Placement:
     return Placement(
         cloud=offer.cloud,
         region=offer.region,
@@ -261,6 +264,7 @@ def placement_of(offer: Offer) -> Placement:
         micro_usd_per_hour=offer.micro_usd_per_hour,
         price_source=offer.source,
         price_observed_at=offer.observed_at,
+        disk_gib=disk_gib,
     )
 
 

@@ -34,6 +34,7 @@ from launcher.market.pools import Pool
 from launcher.market.quality import USABLE
 from launcher.market.spells import Spells, ZoneSpells, chance_elsewhere
 from launcher.money import HOUR_MS, hourly
+from launcher.placement.disk import BootDisk
 from launcher.placement.value import DEAR, NodeTerms, SlotValue, cools_until_ms, value_of
 
 HORIZON_MS = 24 * HOUR_MS
@@ -118,13 +119,15 @@ class CloudRequirements:
     """GPUs of a trainer node in the job file. A plan looks for as many GPUs as the engine uses."""
     trainer_on_spot: bool = False
     """True: the trainer is bought on spot. A region that sells it on demand too can bear an outage (waiting.py)."""
+    disk: BootDisk | None = None
+    """Boot disk of every node. None: the least."""
     least_trainer_gpus: int | None = None
     """GPUs of the smallest node on which the job can train. None: `trainer.gpus`. A node with fewer than `trainer.gpus`
     counts where every larger node would have idle GPUs."""
 
 
-def cloud_requirements(resolved: Resolved, policy: str = "ours") -> CloudRequirements:
-    """Return the needs of a job, as the planner's input.
+def cloud_requirements(resolved: Resolved, disk: BootDisk | None = None) -> CloudRequirements:
+    """Return the needs of a job and the disk of its nodes, as the planner's input.
 
     A job without timings needs all rollout nodes that the job file allows, because the number of nodes that pay is
     unknown.
@@ -163,7 +166,7 @@ def cloud_requirements(resolved: Resolved, policy: str = "ours") -> CloudRequire
         judge_micro_usd=job.reward.judge_micro_usd,
         deadline_ms=job.budget.deadline,
         max_runtime_ms=job.budget.max_runtime,
-        policy=policy,
+        disk=disk,
     )
 
 
