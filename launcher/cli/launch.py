@@ -251,7 +251,7 @@ def _plan_here(resolved: Resolved, out: Console, explain: bool) -> tuple[Plan, d
     offers = as_you_pay(read_catalog(), job.price_overrides, job.discounts, time.time_ns() // 1_000_000)
     plan = replace(plan_local(job, offers), ranks_have_room=resolved.have_room)
     check_budget(plan)
-    _print_plan(out, local_screen(job, plan), plan_lines(job, plan) if explain else ())
+    _print_plan(out, local_screen(job, plan), plan_lines(resolved, plan) if explain else ())
     return plan, plan_dict(plan)
 
 

@@ -105,20 +105,22 @@ def _at_most(ranks: int, nodes: int) -> str:
         return f"use {ranks} or fewer, or auto"
     if ranks < nodes:
         return f"use {ranks} or fewer, and resources.trainer.num_nodes: {ranks} or fewer"
-    each = ranks // nodes
-    fewer = ", or fewer on each" if each > 1 else ""
-    return f"use {each * nodes}, {each} on each of the {nodes} nodes{fewer}"
+    ranks_each = ranks // nodes
+    fewer = ", or fewer on each" if ranks_each > 1 else ""
+    return f"use {ranks_each * nodes}, {ranks_each} on each of the {nodes} nodes{fewer}"
 
 
 def _check_instance_type(checked: CheckedJob) -> None:
     """Raise JobError if the trainer's instance type lacks the GPUs that the job names. Unknown types are left alone."""
     trainer = checked.job.resources.trainer
-    known = [one for one in instance_types(checked.job.clouds) if one.instance_type == trainer.instance_type]
-    for machine in known:
-        if machine.accelerator.lower() == trainer.accelerator.lower() and machine.gpus >= trainer.gpus:
+    machines = [
+        machine for machine in instance_types(checked.job.clouds) if machine.instance_type == trainer.instance_type
+    ]
+    for fitting in machines:
+        if fitting.accelerator.lower() == trainer.accelerator.lower() and fitting.gpus >= trainer.gpus:
             return
-    if known:
-        has = f"{known[0].accelerator}:{known[0].gpus}"
+    if machines:
+        has = f"{machines[0].accelerator}:{machines[0].gpus}"
         field = "resources.trainer.accelerators"
         raise checked.error(
             field,

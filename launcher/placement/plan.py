@@ -172,9 +172,9 @@ def _slots_in(
     None: the region has no fitting offer for the trainer, or none for the rollout nodes. An offer for rollout nodes
     counts only if the region also sells the instance type on demand, because a slot records the on-demand price.
     """
-    here = [offer for offer in offers if (offer.cloud, offer.region) == region]
-    steady = {offer.instance_type: offer for offer in reversed(_fitting(trainer, Market.ON_DEMAND, here))}
-    of_market = _fitting(trainer, of_trainer, here)
+    in_region = [offer for offer in offers if (offer.cloud, offer.region) == region]
+    steady = {offer.instance_type: offer for offer in reversed(_fitting(trainer, Market.ON_DEMAND, in_region))}
+    of_market = _fitting(trainer, of_trainer, in_region)
     trainer_offers = [offer for offer in of_market if offer.instance_type in steady]
     if not trainer_offers:
         return None
@@ -190,8 +190,8 @@ def _slots_in(
     ]
     if rollout.num_nodes == 0:
         return tuple(slots)
-    on_demand = {offer.instance_type: offer for offer in reversed(_fitting(rollout, Market.ON_DEMAND, here))}
-    priced = [offer for offer in _fitting(rollout, market, here) if offer.instance_type in on_demand]
+    on_demand = {offer.instance_type: offer for offer in reversed(_fitting(rollout, Market.ON_DEMAND, in_region))}
+    priced = [offer for offer in _fitting(rollout, market, in_region) if offer.instance_type in on_demand]
     if not priced:
         return None
     for number, offer in enumerate(_spread(priced, rollout.num_nodes)):
@@ -273,14 +273,14 @@ def zone_text(offer: Offer) -> str:
 
 
 def _check_known(role: str, resources: NodeResources, offers: Sequence[Offer]) -> None:
-    known = sorted({f"{offer.accelerator}:{offer.gpus}" for offer in offers})
-    wanted = resources.accelerators
-    if wanted.lower() in (name.lower() for name in known):
+    offered = sorted({f"{offer.accelerator}:{offer.gpus}" for offer in offers})
+    accelerators = resources.accelerators
+    if accelerators.lower() in (name.lower() for name in offered):
         return
-    same_gpu = [name for name in known if name.lower().startswith(f"{resources.accelerator.lower()}:")]
-    near = same_gpu or get_close_matches(wanted.upper(), known, n=3, cutoff=0.4)
+    same_gpu = [name for name in offered if name.lower().startswith(f"{resources.accelerator.lower()}:")]
+    near = same_gpu or get_close_matches(accelerators.upper(), offered, n=3, cutoff=0.4)
     hint = f"did you mean {' or '.join(near)}?" if near else "there is no such GPU in it:"
     raise PlacementError(
-        f"resources.{role}.accelerators is {wanted}, which the price catalog does not have; {hint} "
-        f"(it has {', '.join(known)})"
+        f"resources.{role}.accelerators is {accelerators}, which the price catalog does not have; {hint} "
+        f"(it has {', '.join(offered)})"
     )

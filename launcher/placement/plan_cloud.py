@@ -56,20 +56,21 @@ def plan_cloud(needs: CloudRequirements, market: MarketView) -> CloudPlan:
     if not sites:
         raise PlacementError(nowhere(needs, no_sites))
     situation = Situation(needs=needs, sites=sites)
-    policy, found = build_policy(needs.policy), Ours().search(situation)
-    ours = None if found is None else found.choice
+    policy, cheapest = build_policy(needs.policy), Ours().search(situation)
+    ours = None if cheapest is None else cheapest.choice
     choice = ours if isinstance(policy, Ours) else policy.choose(situation)
     if choice is None:
         raise BudgetError(too_tight(needs, sites))
     expected, alone = outlook(choice), outlook(replace(choice, spot=(0,) * len(choice.spot), on_demand=0))
     good, bad = (cost(replace(choice, site=moved_site(choice.site, end))) for end in ("good", "bad"))
+    ranks = ranks_of_nodes(needs.recipe, choice.site.trainer.gpus)
     disk_gib = DISK_GIB if needs.disk is None else needs.disk.gib
     return CloudPlan(
         cloud=choice.site.trainer.cloud,
         region=choice.site.trainer.region,
         policy=needs.policy,
         slots=_slots(choice, disk_gib),
-        trainer=ranks_of_nodes(needs.recipe, choice.site.trainer.gpus),
+        trainer=ranks,
         pools=tuple(_pool_share(choice.site, pool, count) for pool, count in choice.pools),
         listed_micro_usd_per_hour=choice.listed_micro_usd_per_hour,
         expected_micro_usd_per_hour=expected.micro_usd_per_hour,
@@ -85,11 +86,11 @@ def plan_cloud(needs: CloudRequirements, market: MarketView) -> CloudPlan:
         factors=_factors(choice, expected, alone),
         alternatives=(
             *fewer_or_more(needs, choice, expected),
-            *elsewhere(needs, sites, choice, expected, found),
+            *elsewhere(needs, sites, choice, expected, cheapest),
             *other_policies(needs, situation, expected),
         ),
         left_out=(*dearer_zones(choice), *choice.site.left_out, *no_sites),
-        notes=notes_of(needs, choice),
+        notes=notes_of(needs, choice, ranks),
         max_total_micro_usd=None
         if needs.max_total_micro_usd is None
         else needs.max_total_micro_usd + needs.judge_micro_usd,
@@ -120,12 +121,14 @@ def _spells(site: Site) -> tuple[ZoneSpells, ...]:
 
 
 def _stand_ins(needs: CloudRequirements, choice: Choice) -> PlanStandIns | None:
-    found, good, bad = (with_stand_ins(needs, choice, end) for end in (None, "good", "bad"))
-    if found is None or good is None or bad is None:
+    forecast, good, bad = (with_stand_ins(needs, choice, end) for end in (None, "good", "bad"))
+    if forecast is None or good is None or bad is None:
         return None
-    usd, ms = zip(*((ceil(one.micro_usd), ceil(one.hours * HOUR_MS)) for one in (found, good, bad)), strict=True)
+    usd, ms = zip(
+        *((ceil(outcome.micro_usd), ceil(outcome.hours * HOUR_MS)) for outcome in (forecast, good, bad)), strict=True
+    )
     return PlanStandIns(
-        hours=found.stand_in_hours, micro_usd=ceil(found.stand_in_micro_usd), cost=_span(*usd), time=_span(*ms)
+        hours=forecast.stand_in_hours, micro_usd=ceil(forecast.stand_in_micro_usd), cost=_span(*usd), time=_span(*ms)
     )
 
 
@@ -207,17 +210,17 @@ def _factors(choice: Choice, expected: Outlook, alone: Outlook) -> tuple[Factors
     """Compare the plan with the same nodes on demand, and with the trainer alone."""
     if not choice.nodes:
         return ()
-    others = {"the same nodes, all on demand": on_demand_outlook(choice), "the trainer alone": alone}
+    baselines = {"the same nodes, all on demand": on_demand_outlook(choice), "the trainer alone": alone}
     return tuple(
         Factors(
             against=name,
-            iterations=expected.iterations / other.iterations,
-            hours_per_iteration=(expected.ms / expected.iterations) / (other.ms / other.iterations),
-            micro_usd_per_hour=(expected.micro_usd / expected.ms) / (other.micro_usd / other.ms),
-            their_micro_usd=other.micro_usd,
-            their_ms=other.ms,
+            iterations=expected.iterations / baseline.iterations,
+            hours_per_iteration=(expected.ms / expected.iterations) / (baseline.ms / baseline.iterations),
+            micro_usd_per_hour=(expected.micro_usd / expected.ms) / (baseline.micro_usd / baseline.ms),
+            their_micro_usd=baseline.micro_usd,
+            their_ms=baseline.ms,
         )
-        for name, other in others.items()
+        for name, baseline in baselines.items()
     )
 
 

@@ -1,9 +1,11 @@
 """A job is resolved once: what its plan, its checks and its launch read agrees, for any fleet, and is quick."""
 
+import re
 from itertools import product
 
 import pytest
 
+from launcher.cli.plan_text import exploration_text
 from launcher.job.resolved import resolve
 from launcher.job.schema import Job
 from launcher.placement.memory import gpu_memory
@@ -73,3 +75,17 @@ def test_a_shipped_model_fits_everywhere_and_is_not_timed():
     assert resolved.have_room
     assert gpu_memory(resolved, 1) == ()
     assert any("nobody has timed shapes on L4" in sentence for sentence in resolved.recipe.never_run)
+
+
+@pytest.mark.parametrize(
+    ("exploration", "sentence"),
+    [
+        ({"mode": "none"}, "exploration none: each prompt's first seeds are trained"),
+        ({"mode": "stale"}, "exploration stale: as many candidates as spot nodes can try"),
+        ({"mode": "stale", "budget": {"candidates": 96}}, r"8 candidates a prompt, .* the 4 .* differ x1.4 as much"),
+        ({"mode": "in-path", "budget": {"candidates": 96}}, r"8 candidates a prompt, .* the 4 .* differ x1.9 as much"),
+    ],
+)
+def test_a_local_plan_names_the_gain_of_counted_candidates(exploration, sentence):
+    """12 prompts of 4 images. V(4 / 8) is 1.86: all of it with current weights, rho^2 of it with old ones."""
+    assert re.search(sentence, exploration_text(resolve(Job(exploration=exploration))))
