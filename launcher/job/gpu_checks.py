@@ -116,8 +116,8 @@ def _check_instance_type(checked: CheckedJob) -> None:
     machines = [
         machine for machine in instance_types(checked.job.clouds) if machine.instance_type == trainer.instance_type
     ]
-    for fitting in machines:
-        if fitting.accelerator.lower() == trainer.accelerator.lower() and fitting.gpus >= trainer.gpus:
+    for machine in machines:
+        if machine.accelerator.lower() == trainer.accelerator.lower() and machine.gpus >= trainer.gpus:
             return
     if machines:
         has = f"{machines[0].accelerator}:{machines[0].gpus}"
