@@ -19,13 +19,12 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from launcher.exit_codes import Failure
 from launcher.job.load import load_job
-from launcher.job.resolved import resolve
+from launcher.job.resolved import resolve_checked
 from launcher.ledger import models
 from launcher.ledger.store import find_run, open_ledger
 from launcher.market.offers import read_catalog
 from launcher.placement.cloud_plan import CloudPlan
 from launcher.placement.plan import Plan, plan_local
-from launcher.placement.ranks import check_ranks
 from launcher.report.build import build_report
 from launcher.report.comparison import Comparison, compare_runs
 from launcher.report.values import Report
@@ -47,10 +46,10 @@ def plan(job: str | Path, **settings: Any) -> Plan | CloudPlan:
     underscores: `budget__max_total="$40"`. Raises Failure if the job is wrong or cannot be planned.
     """
     checked = load_job(Path(job), _fields(settings), environ=os.environ, user_config=config_path())
-    check_ranks(checked)
+    resolved = resolve_checked(checked)
     now_ms = time.time_ns() // 1_000_000
     if checked.job.clouds:
-        return cloud_plan(_ledger(), resolve(checked.job, checked.workdir), home() / "catalogs", now_ms)
+        return cloud_plan(_ledger(), resolved, home() / "catalogs", now_ms)
     return plan_local(
         checked.job, as_you_pay(read_catalog(), checked.job.price_overrides, checked.job.discounts, now_ms)
     )

@@ -6,6 +6,7 @@ knobs at `SAFE` values, with the reason.
 
 from dataclasses import dataclass
 from itertools import product
+from typing import Literal
 
 from engine.schedule.simulate import World, play, start
 from engine.schedule.values import Gpus, Help, Knobs, Rates, Timeline, Work
@@ -54,6 +55,30 @@ def with_early(chosen: Best, rates: Rates, work: Work, gpus: Gpus, shares: tuple
     knobs = chosen.knobs
     allowed = Allowed(units=(knobs.unit,), rows=(knobs.rows,), helps=(knobs.help,), early=shares)
     return best(rates, work, gpus, allowed, chosen)
+
+
+def choose(
+    asked: Help | Literal["auto"],
+    rates: Rates,
+    work: Work,
+    gpus: Gpus,
+    *,
+    units: tuple[int, ...],
+    rows: int,
+    early: float,
+    searched: bool = True,
+    beside: Best | None = None,
+) -> Best:
+    """Return the quickest knobs that a job allows: what a plan prints, and what a trainer does by its own rates.
+
+    asked     `runtime.help`
+    rows      most rows of a training pass
+    early     share of early groups
+    searched  False: play `feedback` where the job would search, because a search takes long to play
+    beside    a choice to start from, as of `best`
+    """
+    helps: tuple[Help, ...] = ("off", "search" if searched else "feedback") if asked == "auto" else (asked,)
+    return best(rates, work, gpus, Allowed(units=units, rows=(rows,), helps=helps, early=(early,)), beside)
 
 
 def best(rates: Rates, work: Work, gpus: Gpus, allowed: Allowed, beside: Best | None = None) -> Best:

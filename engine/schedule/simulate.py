@@ -139,7 +139,7 @@ class World:
 
         `ahead`: the leases of the fixed plan come before any training.
         """
-        knobs = self.knobs if leases_of_help is None else _without_search(self.knobs)
+        knobs = self.knobs if leases_of_help is None else replace(self.knobs, help="feedback")
         leases_left = math.inf if leases_of_help is None else leases_of_help
         if ahead:
             self.help_left, self.help_ahead = leases_of_help, True
@@ -229,11 +229,9 @@ class World:
         fresh = [
             image for image in images_of(self.work, self.batch) if (image.batch, image.group) not in self.begun_early
         ]
-        self.waiting, self.early = deque([*begun, *fresh]), deque(self._early_images())
-
-    def _early_images(self) -> list[Image]:
-        groups = math.floor(self.knobs.early * self.work.groups)
-        return [image for image in images_of(self.work, self.batch + 1) if image.group < groups]
+        early_groups = math.floor(self.knobs.early * self.work.groups)
+        early = [image for image in images_of(self.work, self.batch + 1) if image.group < early_groups]
+        self.waiting, self.early = deque([*begun, *fresh]), deque(early)
 
 
 def images_of(work: Work, batch: int) -> list[Image]:
@@ -256,10 +254,6 @@ def start(work: Work, gpus: Gpus) -> State:
         trained=frozenset(),
         weights_at=0.0,
     )
-
-
-def _without_search(knobs: Knobs) -> Knobs:
-    return Knobs(unit=knobs.unit, rows=knobs.rows, help="feedback", early=knobs.early)
 
 
 def finish(rates: Rates, state: State, knobs: Knobs, leases_of_help: int, ahead: bool) -> float:

@@ -82,6 +82,11 @@ class Work:
     def groups_of_step(self) -> int:
         return self.groups // self.updates
 
+    def unit(self, rows_per_forward: int, ranks: int, asked: int = 0) -> int:
+        """Return the groups that train together: `asked`, or as many whole groups as fit into a pass of each rank."""
+        fit = max(1, rows_per_forward // (self.rows_of_image * self.images)) * ranks
+        return min(self.groups_of_step, asked or fit)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpus:

@@ -3,7 +3,7 @@
     a batch begins -> OpenBatch: its work     rates change by a tenth -> played forward anew -> knobs, expected seconds
     a step is trained, time was spent -> rates measured anew, the figures of the batch
 
-`runtime.help: auto`, `algorithm.unit: auto` and `early.share: auto` are the choice of `engine.schedule.choose.best`.
+`runtime.help: auto`, `algorithm.unit: auto` and `early.share: auto` are the choice of `engine.schedule.choose`.
 Until the rates are known, help is `feedback`, which needs none.
 """
 
@@ -18,7 +18,7 @@ from engine.config import EngineConfig
 from engine.diffusion.sampler import Plan
 from engine.early_config import MOST
 from engine.protocol.request import Manifest
-from engine.schedule.choose import Allowed, Best, best, units_of, with_early
+from engine.schedule.choose import Best, choose, units_of, with_early
 from engine.schedule.simulate import WAITS
 from engine.schedule.values import Gpus, Knobs, Rates, Timeline, Work
 from engine.schedule.values import Help as HelpKind
@@ -87,11 +87,10 @@ class BatchForecast:
             steps=plan.steps,
             in_order=config.algorithm.order == "fixed",
         )
-        fit = max(1, self._trainer.rows_per_forward // max(1, rows * images)) * self.ranks
         self._batch = OpenBatch(
             manifest=manifest,
             work=work,
-            unit=min(work.groups_of_step, manifest.unit or fit),
+            unit=work.unit(self._trainer.rows_per_forward, self.ranks, manifest.unit),
             rows=self._trainer.rows_per_forward,
             place={number: place for place, number in enumerate(in_order)},
             early=min(MOST, (len(manifest.early) + 0.5) / len(in_order)) if manifest.early else 0.0,
@@ -159,9 +158,12 @@ class BatchForecast:
             return unit
         if self._batch is None or self._gpus is None:
             return 0
-        fit = max(1, self._trainer.rows_per_forward // (self._batch.work.rows_of_image * self._batch.work.images))
-        least = self.ranks if self._divides else 1  # each rank trains at least a group of a unit
-        units = tuple(size for size in units_of(self._batch.work) if least <= size <= fit * self.ranks)
+        work, least = (
+            self._batch.work,
+            self.ranks if self._divides else 1,
+        )  # each rank trains at least a group of a unit
+        most = work.unit(self._trainer.rows_per_forward, self.ranks)
+        units = tuple(size for size in units_of(work) if least <= size <= most)
         chosen = self._best(self._gpus, units or (least,))
         return chosen.knobs.unit if chosen.timeline is not None else 0
 
@@ -206,13 +208,12 @@ class BatchForecast:
 
     def _play(self, gpus: Gpus, units: tuple[int, ...], *, early: float) -> Best:
         """Return the quickest knobs with this share of early groups. No timeline: the batch cannot be played."""
-        batch, job = self.batch, self._config.runtime.help
-        helps: tuple[HelpKind, ...] = ("off", "search") if job == "auto" else (job,)
+        batch, asked = self.batch, self._config.runtime.help
         too_large = batch.work.groups * batch.work.images > MOST_LEASES * batch.work.lease
         if too_large or self._config.runtime.sp_degree != 1:
-            return Best(knobs=Knobs(unit=units[0], rows=batch.rows, help=helps[0]), timeline=None, why="not played")
-        allowed = Allowed(units=units, rows=(batch.rows,), helps=helps, early=(early,))
-        return best(self.measured.rates(), batch.work, gpus, allowed)
+            help_: HelpKind = "off" if asked == "auto" else asked
+            return Best(knobs=Knobs(unit=units[0], rows=batch.rows, help=help_), timeline=None, why="not played")
+        return choose(asked, self.measured.rates(), batch.work, gpus, units=units, rows=batch.rows, early=early)
 
     def _check_time(self) -> None:
         """Distrust the rates for the rest of a batch that takes much longer than they promised."""

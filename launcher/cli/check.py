@@ -139,13 +139,11 @@ def _clouds(
 
 
 def _plan(checked: CheckedJob) -> Plan:
-    from launcher.job.resolved import resolve
-    from launcher.placement.ranks import check_ranks
+    from launcher.job.resolved import resolve_checked
     from launcher.services.planning import cloud_plan  # imports numpy and the planner
 
-    check_ranks(checked)
     return cloud_plan(
-        open_ledger(ledger_path(), is_held), resolve(checked.job, checked.workdir), home() / "catalogs", _now_ms()
+        open_ledger(ledger_path(), is_held), resolve_checked(checked), home() / "catalogs", _now_ms()
     ).as_plan()
 
 

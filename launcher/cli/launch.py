@@ -37,15 +37,13 @@ from launcher.exit_codes import BudgetError, ExitCode, Failure
 from launcher.job.checked import CheckedJob, JobError
 from launcher.job.hub import download_model
 from launcher.job.load import load_job
-from launcher.job.resolved import Resolved, resolve
+from launcher.job.resolved import Resolved, resolve_checked
 from launcher.job.schema import Job
 from launcher.ledger.models import LOCAL, Run
 from launcher.market.offers import Offer, read_catalog
 from launcher.money import hourly
 from launcher.placement.cloud_plan import Span, cloud_plan_json
 from launcher.placement.plan import Plan, plan_local
-from launcher.placement.ranks import check_ranks
-from launcher.placement.sharing import check_sp_degree
 from launcher.replay.of_plan import check_deadline
 from launcher.runs.kept_plan import (
     Change,
@@ -240,9 +238,7 @@ def launch(
     if kept is not None:
         refuse_changes(kept.file, kept.plan, job_changes(kept.plan, checked))
     _check_name_is_free(sessions, checked)
-    check_ranks(checked)
-    resolved = resolve(checked.job, checked.workdir)
-    check_sp_degree(checked, resolved.sized)
+    resolved = resolve_checked(checked)
     if service:
         check_service(checked.job, os.environ)
     weights = _find_weights(sessions, checked, out)
@@ -387,7 +383,7 @@ def _plan_here(resolved: Resolved, out: Console, explain: bool, kept: _Kept | No
         plan = replace(plan_local(job, offers), ranks_have_room=resolved.have_room)
         planned = _Planned(plan=plan, printed=plan_dict(plan), screen=tuple(local_screen(job, plan)))
     check_budget(planned.plan)
-    _print_plan(out, planned.screen, plan_lines(job, planned.plan) if explain else ())
+    _print_plan(out, planned.screen, plan_lines(resolved, planned.plan) if explain else ())
     return planned
 
 

@@ -2,14 +2,15 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from engine.algorithm_config import recommended
+from engine.config import CandidateBudget
 from launcher.cli.layout import columns, fitted
+from launcher.job.resolved import Resolved
 from launcher.job.schema import Job
 from launcher.money import dollars, duration, hourly
-from launcher.placement.exploration import exploration_outlook
 from launcher.placement.memory import gib, pool_bytes_of_job
 from launcher.placement.plan import Plan, Slot
 
@@ -22,9 +23,9 @@ def header(job: Job, plan: Plan) -> str:
     return f"{job.infra}: priced as {' and '.join(kinds)} in {plan.region}, nothing was bought"
 
 
-def plan_lines(job: Job, plan: Plan) -> Iterator[str]:
+def plan_lines(resolved: Resolved, plan: Plan) -> Iterator[str]:
     """Return the plan as lines of at most 80 columns."""
-    return fitted(_plan_lines(job, plan))
+    return fitted(_plan_lines(resolved, plan))
 
 
 def place_table(slots: Iterable[tuple[str, Slot]]) -> Iterator[str]:
@@ -51,7 +52,8 @@ def pool_name(equal: Sequence[Slot]) -> str:
     return f"{len(equal)} x {equal[-1].name.rpartition('-')[0]}"
 
 
-def _plan_lines(job: Job, plan: Plan) -> Iterator[str]:
+def _plan_lines(resolved: Resolved, plan: Plan) -> Iterator[str]:
+    job = resolved.job
     yield f"{job.name}: {header(job, plan)}"
     if note := clock_note(job):
         yield note
@@ -75,7 +77,7 @@ def _plan_lines(job: Job, plan: Plan) -> Iterator[str]:
     if job.target:
         yield f"  until {job.target.metric} {job.target.value:g}, or {job.iterations} iterations; how long is not known"
     yield f"  {algorithm_text(job)}"
-    yield f"  {exploration_text(job)}"
+    yield f"  {exploration_text(resolved)}"
     if job.runtime.sp_degree != 1:
         yield f"  {sharing_text(job)}"
     sources = Counter((slot.placement.price_source, slot.placement.price_observed_at) for slot in plan.slots)
@@ -109,34 +111,36 @@ def algorithm_text(job: Job) -> str:
     return f"algorithm {job.algorithm.name}; recommended is {best.name}: {best.reason}"
 
 
-def exploration_text(job: Job) -> str:
+def exploration_text(resolved: Resolved) -> str:
     """Return a sentence on the expected gain of exploration, before any measurement in the run."""
-    mode, outlook = job.exploration.mode, exploration_outlook(job)
+    exploration, recipe = resolved.job.exploration, resolved.recipe
+    mode, keep = exploration.mode, recipe.images_per_prompt
     if mode == "none":
         return (
             "exploration none: each prompt's first seeds are trained, and spot nodes are idle while the trainer trains"
         )
-    if outlook is None:
+    if not isinstance(exploration.budget, CandidateBudget):
         return (
             f"exploration {mode}: as many candidates as spot nodes can try while the trainer trains; how many is known "
             "after the first batches"
         )
-    each, keep = f"{outlook.candidates_per_prompt:g}", outlook.keep
-    if outlook.candidates_per_prompt <= keep:
+    candidates = exploration.budget.candidates / recipe.prompts
+    if candidates <= keep:
         return (
-            f"exploration {mode} chooses nothing: {each} candidates a prompt, of which {keep} are trained; raise "
-            "exploration.budget.candidates"
+            f"exploration {mode} chooses nothing: {candidates:g} candidates a prompt, of which {keep} are trained; "
+            "raise exploration.budget.candidates"
         )
-    if outlook.rho is None:
+    if mode == "in-path":
+        gain = replace(recipe, rho=1.0).gain(candidates)  # candidates are made with current weights
         return (
-            f"exploration {mode}: {each} candidates a prompt, which everybody waits for; the {keep} that are trained "
-            f"should differ x{outlook.gain:.1f} as much"
+            f"exploration {mode}: {candidates:g} candidates a prompt, which everybody waits for; the {keep} that are "
+            f"trained should differ x{gain:.1f} as much"
         )
-    most = "at most " if job.exploration.wait == "idle" else ""
+    most = "at most " if exploration.wait == "idle" else ""
     return (
-        f"exploration {mode}: {most}{each} candidates a prompt, tried on spot nodes while the trainer trains; the "
-        f"{keep} that are trained should differ x{outlook.gain:.1f} as much, if old weights rank seeds with rho "
-        f"{outlook.rho} (assumed; the run measures it)"
+        f"exploration {mode}: {most}{candidates:g} candidates a prompt, tried on spot nodes while the trainer trains; "
+        f"the {keep} that are trained should differ x{recipe.gain(candidates):.1f} as much, if old weights rank seeds "
+        f"with rho {recipe.rho} (assumed; the run measures it)"
     )
 
 

@@ -20,12 +20,11 @@ from launcher.decide.launch_history import MoveRules
 from launcher.exit_codes import ExitCode, Failure
 from launcher.job.checked import CheckedJob, JobError
 from launcher.job.load import load_job
-from launcher.job.resolved import resolve
+from launcher.job.resolved import resolve_checked
 from launcher.ledger.models import Run
 from launcher.ledger.store import open_ledger
 from launcher.money import HOUR_MS, duration
 from launcher.placement.plan import Plan
-from launcher.placement.ranks import check_ranks
 from launcher.replay.readers import read_file
 from launcher.replay.replay import Replayed
 from launcher.replay.simulate import (
@@ -116,10 +115,7 @@ def simulate(
     checked = load_job(job, overrides(flags, settings), environ=os.environ, user_config=config_path())
     if not checked.job.clouds:
         raise JobError(f"{checked.job.name} runs on this machine, which has no market", "name clouds: --infra aws,gcp")
-    check_ranks(checked)
-    on_clouds = cloud_plan(
-        sessions, resolve(checked.job, checked.workdir), home() / "catalogs", time.time_ns() // 1_000_000
-    )
+    on_clouds = cloud_plan(sessions, resolve_checked(checked), home() / "catalogs", time.time_ns() // 1_000_000)
     plan, limit_ms = on_clouds.as_plan(), on_clouds.deadline_ms
     markets = (
         generated_markets(plan, on_clouds.zones, limit_ms)

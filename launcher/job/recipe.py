@@ -128,11 +128,14 @@ class Recipe:
             return 0
         seconds = max(0.0, self.train_seconds - self.guard_seconds - self.sync_seconds)
         fit = floor(spot_gpus * seconds / self.candidate_gpu_seconds)
-        each = (fit if self.max_candidates is None else min(fit, self.max_candidates)) // self.prompts
-        return each if each > self.images_per_prompt else 0
+        of_prompt = (fit if self.max_candidates is None else min(fit, self.max_candidates)) // self.prompts
+        return of_prompt if of_prompt > self.images_per_prompt else 0
 
-    def gain(self, candidates: int) -> float:
-        """Return the gain of the trained rewards as a ratio of variances: 1 + rho^2 (V(keep / candidates) - 1)."""
+    def gain(self, candidates: float) -> float:
+        """Return the gain of the trained rewards as a ratio of variances: 1 + rho^2 (V(keep / candidates) - 1).
+
+        `candidates`: of a prompt.
+        """
         keep = self.images_per_prompt
         return variance_gain(self.rho, selection_gain(keep / candidates)) if candidates > keep else 1.0
 

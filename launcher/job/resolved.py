@@ -17,7 +17,8 @@ from engine.memory.published import EMBEDDED, SizedModel
 from engine.timing.job import JobSeconds, job_seconds, rows_of_an_image
 from engine.timing.ranks import StepWork
 from engine.trainer_ranks import LIMITS, RankLimits, groups_of_step, limits_of
-from launcher.job.checked import JobError
+from launcher.job.checked import CheckedJob, JobError
+from launcher.job.gpu_checks import check_ranks, check_sp_degree
 from launcher.job.recipe import GAIN_EXPONENTS, Recipe
 from launcher.job.schema import Job
 from launcher.market.estimate import Basis, Estimate
@@ -70,6 +71,18 @@ class Resolved:
         if self.sized is None or ranks == self.ranks:
             return self.memory
         return _memory(self.job, self.sized, ranks, self.trainer_usable)
+
+
+def resolve_checked(checked: CheckedJob) -> Resolved:
+    """Return what a job file resolves to.
+
+    Raises JobError, with the line, for ranks or a sequence-parallel degree that the nodes' GPUs do not allow, and as
+    `resolve`.
+    """
+    check_ranks(checked)
+    resolved = resolve(checked.job, checked.workdir)
+    check_sp_degree(checked, resolved.sized)
+    return resolved
 
 
 def resolve(job: Job, workdir: Path | None = None, limits: RankLimits | None = None) -> Resolved:

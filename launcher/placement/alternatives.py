@@ -19,23 +19,23 @@ def fewer_or_more(needs: CloudRequirements, choice: Choice, expected: Outlook) -
     """
     alternatives = []
     for nodes, word in ((choice.nodes - 1, "one node fewer"), (choice.nodes + 1, "one node more")):
-        other = with_nodes(needs, choice.site, nodes)
-        if other is None:
+        choice_beside = with_nodes(needs, choice.site, nodes)
+        if choice_beside is None:
             continue
-        there = outlook(other)
-        few, more = (there, expected) if nodes < choice.nodes else (expected, there)
+        forecast = outlook(choice_beside)
+        few, more = (forecast, expected) if nodes < choice.nodes else (expected, forecast)
         marginal = marginal_node(
             few.ms / HOUR_MS, more.ms / HOUR_MS, few.micro_usd * HOUR_MS / few.ms, more.micro_usd * HOUR_MS / more.ms
         )
         last = f"the last one saves {dollars(marginal.saved)} by ending earlier and costs {dollars(marginal.paid)}"
         counted = f"{nodes} rollout node{'s' if nodes > 1 else ''}" if nodes else "the trainer alone"
-        broken = broken_limits(needs, other.listed_micro_usd_per_hour, there.micro_usd, there.ms)
+        broken = broken_limits(needs, choice_beside.listed_micro_usd_per_hour, forecast.micro_usd, forecast.ms)
         alternatives.append(
             Alternative(
                 what=f"{word}: {counted}",
-                why_not=broken or f"{difference(there.micro_usd, there.ms, expected)}: {last}",
-                micro_usd=there.micro_usd,
-                ms=there.ms,
+                why_not=broken or f"{difference(forecast.micro_usd, forecast.ms, expected)}: {last}",
+                micro_usd=forecast.micro_usd,
+                ms=forecast.ms,
             )
         )
     return tuple(alternatives)
@@ -45,8 +45,8 @@ def with_nodes(needs: CloudRequirements, site: Site, nodes: int) -> Choice | Non
     """Return the cheapest choice with exactly `nodes` rollout nodes, ignoring the caps; None if there is none."""
     if not 0 <= nodes <= needs.max_rollout_nodes:
         return None
-    found = cheapest_choice(needs, (site,), Caps(), just_nodes=nodes)
-    return None if found is None else found.choice
+    cheapest = cheapest_choice(needs, (site,), Caps(), just_nodes=nodes)
+    return None if cheapest is None else cheapest.choice
 
 
 NEAREST = 3
@@ -59,17 +59,19 @@ def elsewhere(
 ) -> tuple[Alternative, ...]:
     """Return the best plan of every site not chosen, cheapest bound first."""
     bounds: Sequence[int | None] = (None,) * len(sites) if found is None else found.at_least_micro_usd
-    others = [(site, bound) for site, bound in zip(sites, bounds, strict=True) if site.trainer != choice.site.trainer]
-    nearest = sorted((bound, number) for number, (_, bound) in enumerate(others) if bound is not None)
+    other_sites = [
+        (site, bound) for site, bound in zip(sites, bounds, strict=True) if site.trainer != choice.site.trainer
+    ]
+    nearest = sorted((bound, number) for number, (_, bound) in enumerate(other_sites) if bound is not None)
     alternatives = []
     for place, (bound, number) in enumerate(nearest):
-        site = others[number][0]
+        site = other_sites[number][0]
         if place < NEAREST:
             alternatives.append(_at_its_best(needs, site, expected))
         else:
             why_not = f"at least {dollars(max(0, bound - expected.micro_usd))} more"
             alternatives.append(Alternative(what=_name(site), why_not=why_not, micro_usd=bound, is_at_least=True))
-    never = [Alternative(what=_name(site), why_not=NOTHING_THERE) for site, bound in others if bound is None]
+    never = [Alternative(what=_name(site), why_not=NOTHING_THERE) for site, bound in other_sites if bound is None]
     return (*alternatives, *never)
 
 
@@ -77,15 +79,15 @@ NOTHING_THERE = "nothing there keeps the limits"
 
 
 def _at_its_best(needs: CloudRequirements, site: Site, expected: Outlook) -> Alternative:
-    found = cheapest_choice(needs, (site,), Caps.of(needs))
-    if found is None:
+    cheapest = cheapest_choice(needs, (site,), Caps.of(needs))
+    if cheapest is None:
         return Alternative(what=_name(site), why_not=NOTHING_THERE)
-    there = outlook(found.choice)
+    forecast = outlook(cheapest.choice)
     return Alternative(
-        what=f"{_name(site)}: {rollout_nodes(found.choice.nodes)}",
-        why_not=difference(there.micro_usd, there.ms, expected),
-        micro_usd=there.micro_usd,
-        ms=there.ms,
+        what=f"{_name(site)}: {rollout_nodes(cheapest.choice.nodes)}",
+        why_not=difference(forecast.micro_usd, forecast.ms, expected),
+        micro_usd=forecast.micro_usd,
+        ms=forecast.ms,
     )
 
 
@@ -103,13 +105,15 @@ def other_policies(needs: CloudRequirements, situation: Situation, expected: Out
         if choice is None:
             alternatives.append(Alternative(what=f"policy {policy}", why_not="nothing it chooses keeps the limits"))
             continue
-        there = outlook(choice)
+        forecast = outlook(choice)
         alternatives.append(
             Alternative(
                 what=f"policy {policy}: {rollout_nodes(choice.nodes)} in {choice.site.name}",
-                why_not=", ".join([difference(there.micro_usd, there.ms, expected), *_broken_rules(needs, choice)]),
-                micro_usd=there.micro_usd,
-                ms=there.ms,
+                why_not=", ".join(
+                    [difference(forecast.micro_usd, forecast.ms, expected), *_broken_rules(needs, choice)]
+                ),
+                micro_usd=forecast.micro_usd,
+                ms=forecast.ms,
             )
         )
     return tuple(alternatives)

@@ -5,13 +5,11 @@ same, because local NVMe may be in use or fail.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from launcher.job.resolved import Resolved
 from launcher.market.side_prices import DISK_GIB
-from launcher.placement.cloud_plan import CloudPlan
-from launcher.placement.options import Option, SiteOptions
-from launcher.placement.plan import PlacementError, Slot
+from launcher.placement.plan import PlacementError
 
 GIB = 1 << 30
 
@@ -79,18 +77,3 @@ def parts_text(parts: Mapping[str, int]) -> str:
     """Return the parts in GB, each rounded up, as `model 54, environment 12`. The largest part comes first."""
     ordered = sorted(parts.items(), key=lambda part: -part[1])
     return ", ".join(f"{name} {-(-count // GIB)}" for name, count in ordered)
-
-
-def with_disk(plan: CloudPlan, disk: BootDisk) -> CloudPlan:
-    """Return the plan with the disk in every node that may be bought."""
-
-    def option(one: Option) -> Option:
-        return replace(one, placement=replace(one.placement, disk_gib=disk.gib))
-
-    def slot(one: Slot) -> Slot:
-        return replace(one, placement=replace(one.placement, disk_gib=disk.gib))
-
-    def site(one: SiteOptions) -> SiteOptions:
-        return replace(one, trainer=tuple(map(option, one.trainer)), rollout=tuple(map(option, one.rollout)))
-
-    return replace(plan, slots=tuple(map(slot, plan.slots)), sites=tuple(map(site, plan.sites)), disk=dict(disk.parts))

@@ -174,8 +174,8 @@ def cost(choice: Choice) -> tuple[int, int]:
     """
     site, recipe = choice.site, choice.site.recipe
     gpus, nodes_micro_usd_per_hour, copies = sums(choice)
-    made = progress(recipe, gpus, recipe.gain_exponent.mean)
-    return paid(recipe, made, site.trainer_micro_usd_per_hour + nodes_micro_usd_per_hour, copies)
+    progress_made = progress(recipe, gpus, recipe.gain_exponent.mean)
+    return paid(recipe, progress_made, site.trainer_micro_usd_per_hour + nodes_micro_usd_per_hour, copies)
 
 
 def paid(recipe: Recipe, made: Progress, micro_usd_per_hour: float, copies: int) -> tuple[int, int]:
@@ -198,18 +198,18 @@ def on_demand_outlook(choice: Choice) -> Outlook:
     """
     recipe = choice.site.recipe
     gpus = GpusAtWork(mean=sum(count * pool.workers for pool, count in choice.pools))
-    made = progress(recipe, gpus, recipe.gain_exponent.mean)
-    return _outlook(recipe, gpus, *paid(recipe, made, choice.maximum_micro_usd_per_hour, sums(choice)[2]))
+    progress_made = progress(recipe, gpus, recipe.gain_exponent.mean)
+    return _outlook(recipe, gpus, *paid(recipe, progress_made, choice.maximum_micro_usd_per_hour, sums(choice)[2]))
 
 
 def _outlook(recipe: Recipe, gpus: GpusAtWork, micro_usd: int, ms: int) -> Outlook:
     candidates = max(recipe.candidates_per_prompt(number) for _, number in gpus.weights)
-    made = progress(recipe, gpus, recipe.gain_exponent.mean)
+    progress_made = progress(recipe, gpus, recipe.gain_exponent.mean)
     return Outlook(
         useful_gpus=gpus.mean,
-        seconds_per_iteration=made.iteration_seconds,
-        iterations=recipe.iterations.mean * made.iterations_share,
-        iterations_share=made.iterations_share,
+        seconds_per_iteration=progress_made.iteration_seconds,
+        iterations=recipe.iterations.mean * progress_made.iterations_share,
+        iterations_share=progress_made.iterations_share,
         candidates_per_prompt=candidates,
         variance_gain=recipe.gain(candidates),
         micro_usd_per_hour=round(micro_usd * HOUR_MS / ms),

@@ -72,9 +72,9 @@ def check_memory(resolved: Resolved) -> None:
     if memory is None:
         return
     trainer, rollout = job.resources.trainer, job.resources.rollout
-    both = [(trainer, memory.trainer, resolved.trainer_usable)]
-    both += [(rollout, memory.rollout, resolved.rollout_usable)] if rollout.num_nodes else []
-    for resources, budget, usable in both:
+    roles = [(trainer, memory.trainer, resolved.trainer_usable)]
+    roles += [(rollout, memory.rollout, resolved.rollout_usable)] if rollout.num_nodes else []
+    for resources, budget, usable in roles:
         if usable is not None and not budget.fitting(usable):
             raise PlacementError(
                 f"resources.{budget.role}.accelerators is {resources.accelerators}, and one {budget.unit} of "
@@ -108,8 +108,8 @@ def gpu_memory(resolved: Resolved, ranks: int) -> tuple[GpuMemory, ...]:
     memory, trainer, rollout = resolved.memory_of(ranks), resolved.job.resources.trainer, resolved.job.resources.rollout
     if memory is None:
         return ()
-    both = [(trainer, memory.trainer, resolved.trainer_usable, ranks)]
-    both += [(rollout, memory.rollout, resolved.rollout_usable, 1)] if rollout.num_nodes else []
+    roles = [(trainer, memory.trainer, resolved.trainer_usable, ranks)]
+    roles += [(rollout, memory.rollout, resolved.rollout_usable, 1)] if rollout.num_nodes else []
     return tuple(
         GpuMemory(
             role=budget.role,
@@ -125,7 +125,7 @@ def gpu_memory(resolved: Resolved, ranks: int) -> tuple[GpuMemory, ...]:
             asked=budget.asked,
             fitting=budget.fitting(usable),
         )
-        for resources, budget, usable, ranks in both
+        for resources, budget, usable, ranks in roles
         if usable is not None
     )
 
@@ -141,11 +141,11 @@ def _remedies(resolved: Resolved, budget: Budget, usable: int) -> Iterator[str]:
         memory = resolve(changed, resolved.workdir).memory
         assert memory is not None, "a shipped model has no memory to compare"
         settings.append((words, memory.trainer if role == "trainer" else memory.rollout))
-    same = [words for words, less in settings if less.fitting(usable)]
-    yield from (f"set {words}" for words in same)
+    on_same_gpu = [words for words, less in settings if less.fitting(usable)]
+    yield from (f"set {words}" for words in on_same_gpu)
     more = _more_gpus(resolved, usable) if role == "trainer" else []
     yield from more
-    if larger or same or more:
+    if larger or on_same_gpu or more:
         return
     for words, less in settings:
         if accelerators := _larger(job, less):

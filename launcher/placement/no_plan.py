@@ -44,13 +44,13 @@ def too_tight(needs: CloudRequirements, sites: Sequence[Site]) -> str:
     }
     ways = []
     for flag, fewer in lifted.items():
-        found = cheapest_choice(needs, sites, fewer) if fewer != caps else None
-        if found is not None:
-            there = outlook(found.choice)
+        cheapest = cheapest_choice(needs, sites, fewer) if fewer != caps else None
+        if cheapest is not None:
+            forecast = outlook(cheapest.choice)
             enough = {
-                "--max-hourly": hourly(found.choice.listed_micro_usd_per_hour),
-                "--max-total": dollars(there.micro_usd),
-                time_flag: duration(there.ms),
+                "--max-hourly": hourly(cheapest.choice.listed_micro_usd_per_hour),
+                "--max-total": dollars(forecast.micro_usd),
+                time_flag: duration(forecast.ms),
             }
             ways.append(f"raise {flag} to {enough[flag]}")
     free = cheapest_choice(needs, sites, Caps())
@@ -59,10 +59,10 @@ def too_tight(needs: CloudRequirements, sites: Sequence[Site]) -> str:
             f"no site has {needs.floor_nodes} rollout nodes, which floor_nodes asks for; lower it, or allow more nodes "
             "(resources.rollout.num_nodes) or on-demand ones (--spot auto)"
         )
-    there = outlook(free.choice)
-    why = broken_limits(needs, free.choice.listed_micro_usd_per_hour, there.micro_usd, there.ms)
+    forecast = outlook(free.choice)
+    why = broken_limits(needs, free.choice.listed_micro_usd_per_hour, forecast.micro_usd, forecast.ms)
     best = (
-        f"the cheapest plan is expected to take {dollars(there.micro_usd)} and {duration(there.ms)} at "
+        f"the cheapest plan is expected to take {dollars(forecast.micro_usd)} and {duration(forecast.ms)} at "
         f"{hourly(free.choice.listed_micro_usd_per_hour)}: {why or 'the policy found nothing within the limits'}"
     )
     remedy = " or ".join(ways) or "raise them together, or ask for fewer iterations (--iterations)"

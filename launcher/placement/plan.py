@@ -18,6 +18,7 @@ from launcher.job.schema import Job
 from launcher.job.sections import NodeResources
 from launcher.market.offers import Offer
 from launcher.market.quality import USABLE
+from launcher.market.side_prices import DISK_GIB
 from launcher.money import HOUR_MS
 from launcher.placement.options import Option, SiteOptions
 from launcher.placement.placement import Placement
@@ -171,9 +172,9 @@ def _slots_in(
     None: the region has no fitting offer for the trainer, or none for the rollout nodes. An offer for rollout nodes
     counts only if the region also sells the instance type on demand, because a slot records the on-demand price.
     """
-    here = [offer for offer in offers if (offer.cloud, offer.region) == region]
-    steady = {offer.instance_type: offer for offer in reversed(_fitting(trainer, Market.ON_DEMAND, here))}
-    of_market = _fitting(trainer, of_trainer, here)
+    in_region = [offer for offer in offers if (offer.cloud, offer.region) == region]
+    steady = {offer.instance_type: offer for offer in reversed(_fitting(trainer, Market.ON_DEMAND, in_region))}
+    of_market = _fitting(trainer, of_trainer, in_region)
     trainer_offers = [offer for offer in of_market if offer.instance_type in steady]
     if not trainer_offers:
         return None
@@ -189,8 +190,8 @@ def _slots_in(
     ]
     if rollout.num_nodes == 0:
         return tuple(slots)
-    on_demand = {offer.instance_type: offer for offer in reversed(_fitting(rollout, Market.ON_DEMAND, here))}
-    priced = [offer for offer in _fitting(rollout, market, here) if offer.instance_type in on_demand]
+    on_demand = {offer.instance_type: offer for offer in reversed(_fitting(rollout, Market.ON_DEMAND, in_region))}
+    priced = [offer for offer in _fitting(rollout, market, in_region) if offer.instance_type in on_demand]
     if not priced:
         return None
     for number, offer in enumerate(_spread(priced, rollout.num_nodes)):
@@ -239,17 +240,19 @@ def number_of_trainer_slot(slot: str) -> int:
     return int(slot.removeprefix("trainer").removeprefix("-") or 0)
 
 
-def slot_of(name: str, role: SlotRole, offer: Offer, on_demand_micro_usd_per_hour: int) -> Slot:
+def slot_of(
+    name: str, role: SlotRole, offer: Offer, on_demand_micro_usd_per_hour: int, disk_gib: int = DISK_GIB
+) -> Slot:
     """Return a slot filled from an offer."""
     return Slot(
         name=name,
         role=role,
-        placement=placement_of(offer),
+        placement=placement_of(offer, disk_gib),
         on_demand_micro_usd_per_hour=on_demand_micro_usd_per_hour,
     )
 
 
-def placement_of(offer: Offer) -> Placement:
+def placement_of(offer: Offer, disk_gib: int = DISK_GIB) -> Placement:
     return Placement(
         cloud=offer.cloud,
         region=offer.region,
@@ -261,6 +264,7 @@ def placement_of(offer: Offer) -> Placement:
         micro_usd_per_hour=offer.micro_usd_per_hour,
         price_source=offer.source,
         price_observed_at=offer.observed_at,
+        disk_gib=disk_gib,
     )
 
 
@@ -269,14 +273,14 @@ def zone_text(offer: Offer) -> str:
 
 
 def _check_known(role: str, resources: NodeResources, offers: Sequence[Offer]) -> None:
-    known = sorted({f"{offer.accelerator}:{offer.gpus}" for offer in offers})
-    wanted = resources.accelerators
-    if wanted.lower() in (name.lower() for name in known):
+    offered = sorted({f"{offer.accelerator}:{offer.gpus}" for offer in offers})
+    accelerators = resources.accelerators
+    if accelerators.lower() in (name.lower() for name in offered):
         return
-    same_gpu = [name for name in known if name.lower().startswith(f"{resources.accelerator.lower()}:")]
-    near = same_gpu or get_close_matches(wanted.upper(), known, n=3, cutoff=0.4)
+    same_gpu = [name for name in offered if name.lower().startswith(f"{resources.accelerator.lower()}:")]
+    near = same_gpu or get_close_matches(accelerators.upper(), offered, n=3, cutoff=0.4)
     hint = f"did you mean {' or '.join(near)}?" if near else "there is no such GPU in it:"
     raise PlacementError(
-        f"resources.{role}.accelerators is {wanted}, which the price catalog does not have; {hint} "
-        f"(it has {', '.join(known)})"
+        f"resources.{role}.accelerators is {accelerators}, which the price catalog does not have; {hint} "
+        f"(it has {', '.join(offered)})"
     )

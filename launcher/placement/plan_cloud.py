@@ -14,6 +14,8 @@ from math import ceil
 from engine.events import Market
 from launcher.exit_codes import BudgetError
 from launcher.job.recipe import Recipe
+from launcher.market.offers import Offer
+from launcher.market.side_prices import DISK_GIB
 from launcher.market.spells import ZoneSpells
 from launcher.money import HOUR_MS
 from launcher.placement.alternatives import elsewhere, fewer_or_more, other_policies, with_nodes
@@ -54,19 +56,21 @@ def plan_cloud(needs: CloudRequirements, market: MarketView) -> CloudPlan:
     if not sites:
         raise PlacementError(nowhere(needs, no_sites))
     situation = Situation(needs=needs, sites=sites)
-    policy, found = build_policy(needs.policy), Ours().search(situation)
-    ours = None if found is None else found.choice
+    policy, cheapest = build_policy(needs.policy), Ours().search(situation)
+    ours = None if cheapest is None else cheapest.choice
     choice = ours if isinstance(policy, Ours) else policy.choose(situation)
     if choice is None:
         raise BudgetError(too_tight(needs, sites))
     expected, alone = outlook(choice), outlook(replace(choice, spot=(0,) * len(choice.spot), on_demand=0))
     good, bad = (cost(replace(choice, site=moved_site(choice.site, end))) for end in ("good", "bad"))
+    ranks = ranks_of_nodes(needs.recipe, choice.site.trainer.gpus)
+    disk_gib = DISK_GIB if needs.disk is None else needs.disk.gib
     return CloudPlan(
         cloud=choice.site.trainer.cloud,
         region=choice.site.trainer.region,
         policy=needs.policy,
-        slots=_slots(choice),
-        trainer=ranks_of_nodes(needs.recipe, choice.site.trainer.gpus),
+        slots=_slots(choice, disk_gib),
+        trainer=ranks,
         pools=tuple(_pool_share(choice.site, pool, count) for pool, count in choice.pools),
         listed_micro_usd_per_hour=choice.listed_micro_usd_per_hour,
         expected_micro_usd_per_hour=expected.micro_usd_per_hour,
@@ -82,11 +86,11 @@ def plan_cloud(needs: CloudRequirements, market: MarketView) -> CloudPlan:
         factors=_factors(choice, expected, alone),
         alternatives=(
             *fewer_or_more(needs, choice, expected),
-            *elsewhere(needs, sites, choice, expected, found),
+            *elsewhere(needs, sites, choice, expected, cheapest),
             *other_policies(needs, situation, expected),
         ),
         left_out=(*dearer_zones(choice), *choice.site.left_out, *no_sites),
-        notes=notes_of(needs, choice),
+        notes=notes_of(needs, choice, ranks),
         max_total_micro_usd=None
         if needs.max_total_micro_usd is None
         else needs.max_total_micro_usd + needs.judge_micro_usd,
@@ -94,9 +98,10 @@ def plan_cloud(needs: CloudRequirements, market: MarketView) -> CloudPlan:
         max_hourly_micro_usd=needs.max_hourly_micro_usd,
         deadline_ms=needs.deadline_ms,
         max_runtime_ms=needs.max_runtime_ms,
-        sites=_site_options(needs, sites, choice),
+        sites=_site_options(needs, sites, choice, disk_gib),
         pace_ms=_pace_ms(choice, expected),
         checkpoint_every=needs.checkpoint_every,
+        disk={} if needs.disk is None else dict(needs.disk.parts),
         zones=_spells(choice.site),
         stand_ins=_stand_ins(needs, choice),
     )
@@ -116,12 +121,14 @@ def _spells(site: Site) -> tuple[ZoneSpells, ...]:
 
 
 def _stand_ins(needs: CloudRequirements, choice: Choice) -> PlanStandIns | None:
-    found, good, bad = (with_stand_ins(needs, choice, end) for end in (None, "good", "bad"))
-    if found is None or good is None or bad is None:
+    forecast, good, bad = (with_stand_ins(needs, choice, end) for end in (None, "good", "bad"))
+    if forecast is None or good is None or bad is None:
         return None
-    usd, ms = zip(*((ceil(one.micro_usd), ceil(one.hours * HOUR_MS)) for one in (found, good, bad)), strict=True)
+    usd, ms = zip(
+        *((ceil(outcome.micro_usd), ceil(outcome.hours * HOUR_MS)) for outcome in (forecast, good, bad)), strict=True
+    )
     return PlanStandIns(
-        hours=found.stand_in_hours, micro_usd=ceil(found.stand_in_micro_usd), cost=_span(*usd), time=_span(*ms)
+        hours=forecast.stand_in_hours, micro_usd=ceil(forecast.stand_in_micro_usd), cost=_span(*usd), time=_span(*ms)
     )
 
 
@@ -203,17 +210,17 @@ def _factors(choice: Choice, expected: Outlook, alone: Outlook) -> tuple[Factors
     """Compare the plan with the same nodes on demand, and with the trainer alone."""
     if not choice.nodes:
         return ()
-    others = {"the same nodes, all on demand": on_demand_outlook(choice), "the trainer alone": alone}
+    baselines = {"the same nodes, all on demand": on_demand_outlook(choice), "the trainer alone": alone}
     return tuple(
         Factors(
             against=name,
-            iterations=expected.iterations / other.iterations,
-            hours_per_iteration=(expected.ms / expected.iterations) / (other.ms / other.iterations),
-            micro_usd_per_hour=(expected.micro_usd / expected.ms) / (other.micro_usd / other.ms),
-            their_micro_usd=other.micro_usd,
-            their_ms=other.ms,
+            iterations=expected.iterations / baseline.iterations,
+            hours_per_iteration=(expected.ms / expected.iterations) / (baseline.ms / baseline.iterations),
+            micro_usd_per_hour=(expected.micro_usd / expected.ms) / (baseline.micro_usd / baseline.ms),
+            their_micro_usd=baseline.micro_usd,
+            their_ms=baseline.ms,
         )
-        for name, other in others.items()
+        for name, baseline in baselines.items()
     )
 
 
@@ -234,10 +241,10 @@ def _pool_share(site: Site, pool: PricedPool, nodes: int) -> PoolShare:
     )
 
 
-def _slots(choice: Choice) -> tuple[Slot, ...]:
+def _slots(choice: Choice, disk_gib: int) -> tuple[Slot, ...]:
     trainer, on_demand = choice.site.planned_trainer, choice.site.trainer.micro_usd_per_hour
     slots = [
-        slot_of(trainer_slot(number), "ranks" if number else "trainer", trainer, on_demand)
+        slot_of(trainer_slot(number), "ranks" if number else "trainer", trainer, on_demand, disk_gib)
         for number in range(choice.site.trainer_nodes)
     ]
     numbers = {Market.SPOT: 0, Market.ON_DEMAND: 0}
@@ -246,11 +253,13 @@ def _slots(choice: Choice) -> tuple[Slot, ...]:
             market = pool.offer.market
             name = f"{'spot' if market is Market.SPOT else 'on-demand'}-{numbers[market]}"
             numbers[market] += 1
-            slots.append(slot_of(name, "rollout", pool.offer, pool.on_demand_micro_usd_per_hour))
+            slots.append(slot_of(name, "rollout", pool.offer, pool.on_demand_micro_usd_per_hour, disk_gib))
     return tuple(slots)
 
 
-def _site_options(needs: CloudRequirements, sites: Sequence[Site], choice: Choice) -> tuple[SiteOptions, ...]:
+def _site_options(
+    needs: CloudRequirements, sites: Sequence[Site], choice: Choice, disk_gib: int
+) -> tuple[SiteOptions, ...]:
     """Return every region with a trainer whose nodes are together within `max_hourly`.
 
     Other clouds come last, because a failover copies the checkpoint to the other cloud.
@@ -268,11 +277,11 @@ def _site_options(needs: CloudRequirements, sites: Sequence[Site], choice: Choic
         is_home = options.place == (home.cloud, home.region)
         return not is_home, options.cloud != home.cloud, sum(cheapest), options.place
 
-    every = (_options_in(place, there, choice) for place, there in by_region.items())
+    every = (_options_in(place, there, choice, disk_gib) for place, there in by_region.items())
     return tuple(sorted(every, key=preference))
 
 
-def _options_in(place: tuple[str, str], there: Sequence[Site], choice: Choice) -> SiteOptions:
+def _options_in(place: tuple[str, str], there: Sequence[Site], choice: Choice, disk_gib: int) -> SiteOptions:
     """Return the options of a region in buying order.
 
     In the planned region the planned trainer comes first, in other regions the cheapest trainer.
@@ -283,21 +292,17 @@ def _options_in(place: tuple[str, str], there: Sequence[Site], choice: Choice) -
     )
     on_spot = {pool.offer: pool for site in there for pool in site.trainer_zones}
     pools = [*there[0].zones, *([there[0].on_demand] if there[0].on_demand is not None else [])]
+
+    def option(offer: Offer, on_demand_micro_usd_per_hour: int) -> Option:
+        placement = placement_of(offer, disk_gib)
+        return Option(placement=placement, on_demand_micro_usd_per_hour=on_demand_micro_usd_per_hour)
+
     return SiteOptions(
         cloud=place[0],
         region=place[1],
         trainer=(
-            *(
-                Option(placement=placement_of(offer), on_demand_micro_usd_per_hour=pool.on_demand_micro_usd_per_hour)
-                for offer, pool in on_spot.items()
-            ),
-            *(
-                Option(placement=placement_of(offer), on_demand_micro_usd_per_hour=offer.micro_usd_per_hour)
-                for offer in trainers
-            ),
+            *(option(offer, pool.on_demand_micro_usd_per_hour) for offer, pool in on_spot.items()),
+            *(option(offer, offer.micro_usd_per_hour) for offer in trainers),
         ),
-        rollout=tuple(
-            Option(placement=placement_of(pool.offer), on_demand_micro_usd_per_hour=pool.on_demand_micro_usd_per_hour)
-            for pool in pools
-        ),
+        rollout=tuple(option(pool.offer, pool.on_demand_micro_usd_per_hour) for pool in pools),
     )

@@ -3,7 +3,7 @@
 from launcher.market.estimate import Basis
 from launcher.money import HOUR_MS, dollars, hourly
 from launcher.placement.forecast import Choice
-from launcher.placement.ranks import TrainerRanks, ranks_of_nodes
+from launcher.placement.ranks import TrainerRanks
 from launcher.placement.requirements import CloudRequirements, LeftOut, Spot
 
 
@@ -11,23 +11,26 @@ def basis_of(needs: CloudRequirements, choice: Choice) -> str:
     """Describe the weakest evidence behind the figures, and the measured part of the evidence."""
     recipe = needs.recipe
     pools = [pool for pool, _ in choice.pools if pool.survival is not None]
-    seen = sum(sum(pool.survival.evidence.ms) for pool in pools if pool.survival is not None)
+    watched_ms = sum(sum(pool.survival.evidence.ms) for pool in pools if pool.survival is not None)
     reclaims = sum(sum(pool.survival.evidence.reclaims) for pool in pools if pool.survival is not None)
     text = (
         f"iterations {recipe.iterations.basis.value}, seconds of an iteration from {recipe.source}; what exploration "
         f"saves {recipe.gain_exponent.basis.value}"
     )
     if pools:
-        watched = f"{reclaims} preemptions in {seen / HOUR_MS:.1f} node-hours of our own" if seen else "none of our own"
+        watched = (
+            f"{reclaims} preemptions in {watched_ms / HOUR_MS:.1f} node-hours of our own"
+            if watched_ms
+            else "none of our own"
+        )
         text += f"; preemptions: {watched}, beside {Basis.PRIOR.value} figures"
     return f"{text}. The interval has every one of them at its good, or its bad, end at once"
 
 
-def notes_of(needs: CloudRequirements, choice: Choice) -> tuple[str, ...]:
+def notes_of(needs: CloudRequirements, choice: Choice, ranks: TrainerRanks) -> tuple[str, ...]:
     """Return notes for the reader: limits of the plan, and parts that were never run."""
     recipe, trainer = needs.recipe, choice.site.trainer
     notes = list(recipe.never_run)
-    ranks = ranks_of_nodes(recipe, trainer.gpus)
     if ranks.ranks != recipe.sampling_gpus:
         notes.append(
             f"the trainer trains on {ranks.ranks} GPU{'s' if ranks.ranks > 1 else ''}, and its seconds are known of "
@@ -39,7 +42,7 @@ def notes_of(needs: CloudRequirements, choice: Choice) -> tuple[str, ...]:
             f"{ranks.basis} ({ranks.source})"
         )
     if ranks.waiting:
-        notes.append(_waiting_ranks(needs, choice, ranks))
+        notes.append(_waiting_ranks(choice, ranks))
     if ranks.nodes > 1:
         notes.append(
             "the network between the trainer's nodes is not in the predicted time; several nodes have never run on GPUs"
@@ -70,7 +73,7 @@ def notes_of(needs: CloudRequirements, choice: Choice) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _waiting_ranks(needs: CloudRequirements, choice: Choice, ranks: TrainerRanks) -> str:
+def _waiting_ranks(choice: Choice, ranks: TrainerRanks) -> str:
     """Return what the ranks cost that wait for rollouts, with every rollout node at work."""
     recipe = choice.site.recipe
     gpus = sum(count * pool.offer.gpus for pool, count in choice.pools)
@@ -102,8 +105,8 @@ def _fewer_ranks(needs: CloudRequirements, ranks: TrainerRanks) -> str:
 
 def dearer_zones(choice: Choice) -> tuple[LeftOut, ...]:
     """Return the zones of the site that the plan does not buy in, with the reason."""
-    taken = [pool.value.micro_usd_per_useful_hour for pool, _ in choice.pools if pool.survival is not None]
-    why = f" beside {hourly(round(max(taken)))} at most where nodes are" if taken else ""
+    bought = [pool.value.micro_usd_per_useful_hour for pool, _ in choice.pools if pool.survival is not None]
+    why = f" beside {hourly(round(max(bought)))} at most where nodes are" if bought else ""
     return tuple(
         LeftOut(
             what=f"{pool.offer.instance_type} in {pool.offer.zone}",

@@ -88,8 +88,8 @@ class Ours:
     """Least expected cost over every number of nodes in every zone."""
 
     def choose(self, situation: Situation) -> Choice | None:
-        found = self.search(situation)
-        return None if found is None else found.choice
+        cheapest = self.search(situation)
+        return None if cheapest is None else cheapest.choice
 
     def search(self, situation: Situation) -> Found | None:
         """Return the best choice with every node running, and the lower bound of each site."""
@@ -116,9 +116,9 @@ def _most_that_fits(situation: Situation, choices: Callable[[int], Iterator[Choi
         return caps.keep(choice.listed_micro_usd_per_hour, *cost(choice))
 
     for nodes in range(needs.max_rollout_nodes, -1, -1):
-        found = next(filter(fits, sorted(choices(nodes), key=_listed)), None)
-        if found is not None:
-            return found
+        choice = next(filter(fits, sorted(choices(nodes), key=_listed)), None)
+        if choice is not None:
+            return choice
     return None
 
 

@@ -34,6 +34,7 @@ from launcher.market.pools import Pool
 from launcher.market.quality import USABLE
 from launcher.market.spells import Spells, ZoneSpells, chance_elsewhere
 from launcher.money import HOUR_MS, hourly
+from launcher.placement.disk import BootDisk
 from launcher.placement.value import DEAR, NodeTerms, SlotValue, cools_until_ms, value_of
 
 HORIZON_MS = 24 * HOUR_MS
@@ -118,13 +119,15 @@ class CloudRequirements:
     """GPUs of a trainer node in the job file. A plan looks for as many GPUs as the engine uses."""
     trainer_on_spot: bool = False
     """True: the trainer is bought on spot. A region that sells it on demand too can bear an outage (waiting.py)."""
+    disk: BootDisk | None = None
+    """Boot disk of every node. None: the least."""
     least_trainer_gpus: int | None = None
     """GPUs of the smallest node on which the job can train. None: `trainer.gpus`. A node with fewer than `trainer.gpus`
     counts where every larger node would have idle GPUs."""
 
 
-def cloud_requirements(resolved: Resolved, policy: str = "ours") -> CloudRequirements:
-    """Return the needs of a job, as the planner's input.
+def cloud_requirements(resolved: Resolved, disk: BootDisk | None = None) -> CloudRequirements:
+    """Return the needs of a job and the disk of its nodes, as the planner's input.
 
     A job without timings needs all rollout nodes that the job file allows, because the number of nodes that pay is
     unknown.
@@ -163,7 +166,7 @@ def cloud_requirements(resolved: Resolved, policy: str = "ours") -> CloudRequire
         judge_micro_usd=job.reward.judge_micro_usd,
         deadline_ms=job.budget.deadline,
         max_runtime_ms=job.budget.max_runtime,
-        policy=policy,
+        disk=disk,
     )
 
 
@@ -195,26 +198,28 @@ def market_view(
     `priors`, `believed_odds`: a cloud's own estimates for some pools.
     """
     offers = tuple(offers)
-    seen = {history.pool: history for history in histories}
+    by_pool = {history.pool: history for history in histories}
     kinds = {pool_of_offer(offer): prior_of(offer.accelerator, offer.gpus) for offer in offers}
     usual = {pool_of_offer(offer): usual_odds(offer.gpus) for offer in offers if offer.market is Market.SPOT}
     priors, believed_odds = priors or {}, usual | dict(believed_odds or {})
     return MarketView(
         offers=offers,
         survival={
-            pool: seen.get(pool, PoolHistory(pool=pool)).survival(
-                priors.get(pool) or prior or kinds.get(pool, POOLED), now_ms, around(pool, seen.values())
+            pool: by_pool.get(pool, PoolHistory(pool=pool)).survival(
+                priors.get(pool) or prior or kinds.get(pool, POOLED), now_ms, around(pool, by_pool.values())
             )
-            for pool in {*seen, *priors, *kinds}
+            for pool in {*by_pool, *priors, *kinds}
         },
         odds={
-            pool: seen.get(pool, PoolHistory(pool=pool)).odds(believed_odds.get(pool, None if pool.zone else ON_DEMAND))
-            for pool in {*seen, *believed_odds}
+            pool: by_pool.get(pool, PoolHistory(pool=pool)).odds(
+                believed_odds.get(pool, None if pool.zone else ON_DEMAND)
+            )
+            for pool in {*by_pool, *believed_odds}
         },
-        cold_start={pool: cold_start(history.cold_starts_ms) for pool, history in seen.items()},
+        cold_start={pool: cold_start(history.cold_starts_ms) for pool, history in by_pool.items()},
         cooling=frozenset(
             pool
-            for pool, history in seen.items()
+            for pool, history in by_pool.items()
             if (cools_until_ms(history.stock_outs_ms, history.last_launch_ms) or now_ms) > now_ms
         ),
         prior=prior,
@@ -315,8 +320,8 @@ def sites_of(needs: CloudRequirements, market: MarketView) -> tuple[tuple[Site, 
         offered = [offer for offer in offered if offer.gpus in sizes]
         trainers = [offer for offer in offered if pool_of_offer(offer) not in market.cooling]
         if not trainers:
-            wanted = f"no trainer with {trainer_text(needs)} on demand"
-            why = f"{wanted} was to be had a moment ago" if offered else f"{wanted} is offered there"
+            missing = f"no trainer with {trainer_text(needs)} on demand"
+            why = f"{missing} was to be had a moment ago" if offered else f"{missing} is offered there"
             left_out.append(LeftOut(what=f"{cloud} {region}", why=why))
             continue
         zones, on_demand, refused = _rollout_nodes(needs, market, offers)
@@ -351,12 +356,12 @@ def _trainer_sizes(needs: CloudRequirements, sold: Collection[int]) -> set[int]:
     The smallest number that is not below the requested number. If some of its GPUs would not train, also the largest
     smaller number whose GPUs all train. The cheaper plan of the two is chosen.
     """
-    wanted = needs.trainer.gpus
-    least = wanted if needs.least_trainer_gpus is None else needs.least_trainer_gpus
-    enough = {min(gpus for gpus in sold if gpus >= wanted)} if any(gpus >= wanted for gpus in sold) else set()
+    gpus_needed = needs.trainer.gpus
+    least = gpus_needed if needs.least_trainer_gpus is None else needs.least_trainer_gpus
+    enough = {min(gpus for gpus in sold if gpus >= gpus_needed)} if any(gpus >= gpus_needed for gpus in sold) else set()
     if any(map(needs.recipe.every_gpu_trains, enough)):
         return enough
-    smaller = [gpus for gpus in sold if least <= gpus < wanted and needs.recipe.every_gpu_trains(gpus)]
+    smaller = [gpus for gpus in sold if least <= gpus < gpus_needed and needs.recipe.every_gpu_trains(gpus)]
     return enough | ({max(smaller)} if smaller else set())
 
 
@@ -402,12 +407,12 @@ def in_one_region(pools: Sequence[PricedPool]) -> list[PricedPool]:
     """
     lowest = min((pool.offer.micro_usd_per_hour for pool in pools), default=0)
     near = [pool for pool in pools if pool.offer.micro_usd_per_hour <= DEAR * lowest]
-    found = []
+    revalued_pools = []
     for pool in pools:
-        others = (1 - other.terms.launch_odds for other in near if other is not pool)
-        terms = replace(pool.terms, elsewhere=chance_elsewhere(1 - pool.terms.launch_odds, others))
-        found.append(revalued(pool, terms))
-    return found
+        no_capacity = (1 - other.terms.launch_odds for other in near if other is not pool)
+        terms = replace(pool.terms, elsewhere=chance_elsewhere(1 - pool.terms.launch_odds, no_capacity))
+        revalued_pools.append(revalued(pool, terms))
+    return revalued_pools
 
 
 def revalued(pool: PricedPool, terms: NodeTerms) -> PricedPool:

@@ -7,10 +7,11 @@ The plan's price counts rollouts as shared without loss, and training after the 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import ceil
 
-from engine.schedule.choose import Allowed, best, with_early
-from engine.schedule.values import Gpus, Help, Rates, Work, lower_bound
+from engine.schedule.choose import choose, with_early
+from engine.schedule.values import Gpus, Rates, Work, lower_bound
 from engine.timing.figures import Figure, Source
 from launcher.job.resolved import Resolved
 from launcher.placement.ranks import TrainerRanks
@@ -97,23 +98,22 @@ def plan_schedule(resolved: Resolved, trainer: TrainerRanks, *, rollout: int) ->
         lease=job.runtime.shape,
         in_order=algorithm.order == "fixed",
     )
-    of_group = rows * recipe.images_per_prompt
-    whole_step = work.groups_of_step
-    unit = min(whole_step, ranks * max(1, algorithm.rows_per_forward // of_group))
-    if isinstance(algorithm.unit, int):
-        unit = min(whole_step, algorithm.unit)
-    pass_rows = ranks * algorithm.rows_per_forward
-    search: Help = "search" if images <= MOST_SEARCHED else "feedback"
-    helps: tuple[Help, ...] = ("off", search) if job.runtime.help == "auto" else (job.runtime.help,)
-    least, *_ = job.early.shares
-    allowed = Allowed(units=(unit,), rows=(pass_rows,), helps=helps, early=(least,))
-    now = with_early(best(rates, work, gpus, allowed), rates, work, gpus, job.early.shares)
+    unit = work.unit(algorithm.rows_per_forward, ranks, algorithm.unit if isinstance(algorithm.unit, int) else 0)
+    quickest = partial(
+        choose,
+        job.runtime.help,
+        rates,
+        work,
+        gpus,
+        rows=ranks * algorithm.rows_per_forward,
+        searched=images <= MOST_SEARCHED,
+    )
+    now = with_early(quickest(units=(unit,), early=job.early.shares[0]), rates, work, gpus, job.early.shares)
     timeline = now.timeline
     assert timeline is not None
     smallest = min(unit, ranks)  # each rank trains at least a group of a unit
     smaller = tuple(dict.fromkeys((unit, *(max(smallest, ceil(unit / part)) for part in (2, 4, 8)), smallest)))
-    early = (now.knobs.early,)
-    better = best(rates, work, gpus, Allowed(units=smaller, rows=(now.knobs.rows,), helps=helps, early=early), now)
+    better = quickest(units=smaller, early=now.knobs.early, beside=now)
     assert better.timeline is not None
     return PlanSchedule(
         rollout_gpus=gpus.rollout,
@@ -123,7 +123,7 @@ def plan_schedule(resolved: Resolved, trainer: TrainerRanks, *, rollout: int) ->
         bubble_share=timeline.bubble_share,
         idle=dict(timeline.idle),
         better_unit=better.knobs.unit,
-        better_rows=ceil(better.knobs.unit / ranks) * of_group,
+        better_rows=ceil(better.knobs.unit / ranks) * rows * recipe.images_per_prompt,
         better_seconds=better.timeline.seconds,
         early_share=now.knobs.early,
         stale_share=timeline.stale_share,

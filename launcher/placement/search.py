@@ -61,8 +61,8 @@ def is_spread(choice: Choice) -> bool:
 
 def is_above_floor(needs: CloudRequirements, choice: Choice) -> bool:
     """Return whether the sum of n_z u_z, plus one for each on-demand node, is at least `floor_nodes`."""
-    there = sum(count * pool.value.useful_share for pool, count in zip(choice.site.zones, choice.spot, strict=True))
-    return there + choice.on_demand >= needs.floor_nodes
+    at_work = sum(count * pool.value.useful_share for pool, count in zip(choice.site.zones, choice.spot, strict=True))
+    return at_work + choice.on_demand >= needs.floor_nodes
 
 
 Part = tuple[int, int, int, int]
@@ -83,32 +83,32 @@ class _Search:
         The bound of a part takes every node to be as useful as the best node.
         """
         most, spot_kinds = self.needs.max_rollout_nodes, self.needs.spot
-        for number, here in enumerate(self.sites):
-            steady = here.site.on_demand if spot_kinds is not Spot.ONLY else None
+        for number, columns in enumerate(self.sites):
+            steady = columns.site.on_demand if spot_kinds is not Spot.ONLY else None
             more_paid, more_listed, steady_share = (
                 (steady.value.micro_usd_per_hour, steady.offer.micro_usd_per_hour, steady.value.useful_share)
                 if steady
                 else (0.0, 0, 0.0)
             )
-            trainer = here.site.trainer_micro_usd_per_hour
-            on_spot = self._fastest_ms(here, here.best_share)
-            with_steady = self._fastest_ms(here, max(here.best_share, steady_share))
-            for spot in range(most + 1 if here.zones and spot_kinds is not Spot.NEVER else 1):
-                paid = (trainer + here.rates.least(0, spot, here.cap(spot))) / SLACK
-                listed = (trainer + here.prices.least(0, spot, here.cap(spot))) / SLACK
+            trainer = columns.site.trainer_micro_usd_per_hour
+            on_spot = self._fastest_ms(columns, columns.best_share)
+            with_steady = self._fastest_ms(columns, max(columns.best_share, steady_share))
+            for spot in range(most + 1 if columns.zones and spot_kinds is not Spot.NEVER else 1):
+                paid = (trainer + columns.rates.least(0, spot, columns.cap(spot))) / SLACK
+                listed = (trainer + columns.prices.least(0, spot, columns.cap(spot))) / SLACK
                 for on_demand in range(most - spot + 1 if steady else 1):
                     ms = with_steady[spot + on_demand] if on_demand else on_spot[spot]
                     bound = int((paid + on_demand * more_paid) * ms / HOUR_MS)
                     nodes = spot + on_demand
-                    wanted = nodes >= self.needs.min_rollout_nodes if just_nodes is None else nodes == just_nodes
-                    if wanted and self.caps.keep(listed + on_demand * more_listed, bound, ms):
+                    is_allowed = nodes >= self.needs.min_rollout_nodes if just_nodes is None else nodes == just_nodes
+                    if is_allowed and self.caps.keep(listed + on_demand * more_listed, bound, ms):
                         yield bound, number, spot, on_demand
 
     def fill(self, part: Part) -> None:
         """Try every distribution of the part's spot nodes over the zones of the site."""
         _, number, spot, on_demand = part
-        here, steady = self.sites[number], self.sites[number].site.on_demand
-        placed = _Placed(0.0, float(here.site.trainer_micro_usd_per_hour), 0.0, 0.0, 0.0)
+        columns, steady = self.sites[number], self.sites[number].site.on_demand
+        placed = _Placed(0.0, float(columns.site.trainer_micro_usd_per_hour), 0.0, 0.0, 0.0)
         if on_demand and steady is not None:
             placed = _Placed(
                 rate=on_demand * steady.value.micro_usd_per_hour,
@@ -122,24 +122,24 @@ class _Search:
     def _fill(self, part: Part, placed: "_Placed", counts: list[int], left: int) -> None:
         """Try every way to put `left` spot nodes into the zones after the first `len(counts)`, cheapest hour first."""
         _, number, spot, on_demand = part
-        here, zone, cap = self.sites[number], len(counts), self.sites[number].cap(spot)
-        bound = self._bound(here, spot, placed, zone, left)
+        columns, zone, cap = self.sites[number], len(counts), self.sites[number].cap(spot)
+        bound = self._bound(columns, spot, placed, zone, left)
         if bound is None or (self.best is not None and bound > self.best[0]):
             return
         if left == 0:
             self._consider(number, counts, on_demand)
             return
         most = min(left, cap)
-        if here.is_like_before[zone]:
+        if columns.is_like_before[zone]:
             most = min(most, counts[-1])  # of two equal zones, the first gets as many nodes or more
-        for count in range(most, max(0, left - cap * (here.zones - zone - 1)) - 1, -1):
+        for count in range(most, max(0, left - cap * (columns.zones - zone - 1)) - 1, -1):
             counts.append(count)
-            self._fill(part, here.more(placed, zone, count), counts, left - count)
+            self._fill(part, columns.more(placed, zone, count), counts, left - count)
             counts.pop()
 
     def _consider(self, number: int, counts: Sequence[int], on_demand: int) -> None:
-        here = self.sites[number]
-        choice = Choice(site=here.site, spot=(*counts, *(0,) * (here.zones - len(counts))), on_demand=on_demand)
+        columns = self.sites[number]
+        choice = Choice(site=columns.site, spot=(*counts, *(0,) * (columns.zones - len(counts))), on_demand=on_demand)
         if not is_above_floor(self.needs, choice):
             return
         micro_usd, ms = cost(choice)
@@ -149,14 +149,14 @@ class _Search:
         if self.best is None or key < self.best:
             self.best, self.choice = key, choice
 
-    def _bound(self, here: "_Columns", spot: int, placed: "_Placed", zone: int, left: int) -> int | None:
+    def _bound(self, columns: "_Columns", spot: int, placed: "_Placed", zone: int, left: int) -> int | None:
         """Return a lower bound in micro-dollars for all choices that begin like `placed`; None if none is allowed.
 
         The bound prices the remaining nodes like the cheapest zones from `zone` on, and takes their usefulness from the
         most useful zones. Spot nodes come and go as is best. Traffic is not counted.
         """
-        cap = here.cap(spot)
-        useful = -here.useless.least(zone, left, cap)
+        cap = columns.cap(spot)
+        useful = -columns.useless.least(zone, left, cap)
         if (placed.there + useful) * SLACK < self.needs.floor_nodes:
             return None
         spot_gpus = spot * self.needs.rollout.workers
@@ -166,25 +166,25 @@ class _Search:
             most=placed.steady + spot_gpus,
         )
         micro_usd, ms = paid(
-            here.recipe,
-            here.quickest(gpus),
-            (here.site.trainer_micro_usd_per_hour + placed.rate + here.rates.least(zone, left, cap)) / SLACK,
+            columns.recipe,
+            columns.quickest(gpus),
+            (columns.site.trainer_micro_usd_per_hour + placed.rate + columns.rates.least(zone, left, cap)) / SLACK,
             0,
         )
-        listed = (placed.listed + here.prices.least(zone, left, cap)) / SLACK
+        listed = (placed.listed + columns.prices.least(zone, left, cap)) / SLACK
         return micro_usd if self.caps.keep(listed, micro_usd - 1, ms - 1) else None
 
-    def _fastest_ms(self, here: "_Columns", share: float) -> list[int]:
+    def _fastest_ms(self, columns: "_Columns", share: float) -> list[int]:
         """Return the shortest time to the target in ms: item n is the time with n rollout nodes.
 
         Each node is at work for `share` of the time.
 
         The result is cached, because many sites have the same values.
         """
-        key = (here.site.trainer.gpus, share)
+        key = (columns.site.trainer.gpus, share)
         if key not in self._least_ms:
             self._least_ms[key] = [
-                paid(here.recipe, here.quickest(self._up_to(nodes, share)), 0.0, 0)[1] - 1
+                paid(columns.recipe, columns.quickest(self._up_to(nodes, share)), 0.0, 0)[1] - 1
                 for nodes in range(self.needs.max_rollout_nodes + 1)
             ]
         return self._least_ms[key]
@@ -220,8 +220,8 @@ class _Columns:
         self.useless = _Column([-pool.value.useful_share for pool in pools])
         self.best_share = max((pool.value.useful_share for pool in pools), default=0.0)
         limits = [pool.on_demand_micro_usd_per_hour for pool in pools]
-        same = list(zip(self.rates.each, self.prices.each, self.useless.each, limits, strict=True))
-        self.is_like_before = [zone > 0 and same[zone] == same[zone - 1] for zone in range(self.zones)]
+        figures = list(zip(self.rates.each, self.prices.each, self.useless.each, limits, strict=True))
+        self.is_like_before = [zone > 0 and figures[zone] == figures[zone - 1] for zone in range(self.zones)]
         self._quickest: dict[GpusAtWork, Progress] = {}
 
     def cap(self, spot: int) -> int:
@@ -231,12 +231,12 @@ class _Columns:
         """Return the sums with `count` more nodes in a zone."""
         if not count:
             return placed
-        there = -count * self.useless.each[zone]
+        at_work = -count * self.useless.each[zone]
         return _Placed(
             placed.rate + count * self.rates.each[zone],
             placed.listed + count * self.prices.each[zone],
-            placed.there + there,
-            placed.gpus + there * self.site.zones[zone].workers,
+            placed.there + at_work,
+            placed.gpus + at_work * self.site.zones[zone].workers,
             placed.steady,
         )
 
@@ -259,6 +259,6 @@ class _Column:
         """Return the least sum for `left` nodes in the zones from `zone` on, with at most `cap` nodes in each."""
         if not left:
             return 0.0
-        full, rest = divmod(left, cap)
+        full, remainder = divmod(left, cap)
         total = self._sums[zone][full] * cap
-        return total + rest * self._least[zone][full] if rest else total
+        return total + remainder * self._least[zone][full] if remainder else total

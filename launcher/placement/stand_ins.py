@@ -132,13 +132,13 @@ class _Run:
 
     def _mean(self, found: Sequence[tuple[float, Forecast]]) -> Forecast:
         """Return the mean. The budget guard buys no stand-in that the budget does not pay."""
-        micro_usd = sum(weight * one.micro_usd for weight, one in found)
-        hours = sum(weight * one.stand_in_hours for weight, one in found)
+        micro_usd = sum(weight * forecast.micro_usd for weight, forecast in found)
+        hours = sum(weight * forecast.stand_in_hours for weight, forecast in found)
         most = self.needs.max_total_micro_usd
         above = 0.0 if most is None else min(max(0.0, micro_usd - most), hours * self.on_demand)
         return Forecast(
             micro_usd=micro_usd - above,
-            hours=sum(weight * one.hours for weight, one in found),
+            hours=sum(weight * forecast.hours for weight, forecast in found),
             stand_in_hours=hours - above / self.on_demand,
             stand_in_micro_usd=hours * self.on_demand - above,
         )
@@ -193,8 +193,10 @@ class _Run:
             for slot in range(self._most_stand_ins())
             for moment in MOMENTS
         ]
-        each = len(MOMENTS) * within
-        return sum(paid_hours for paid_hours, _ in shares) / each, sum(works for _, works in shares) / each
+        hours_of_moments = len(MOMENTS) * within
+        return sum(paid_hours for paid_hours, _ in shares) / hours_of_moments, sum(
+            works for _, works in shares
+        ) / hours_of_moments
 
     def _shares(self, age: float, hours: float) -> tuple[float, float]:
         """Return the hours of an outage, within a run of `hours`, for which a stand-in of this age is paid and works.
@@ -219,8 +221,10 @@ class _Run:
             gained=self.pace[working + 1] - self.pace[working],
             prices=prices,
         )
-        seen = PRIOR_SHARE * PRIOR_SHARE_HOURS + (1 - slots.waits) * before
-        return min(waiting.hours_until_it_pays(seen, PRIOR_SHARE_HOURS + before), self._money_hours(working, before))
+        spot_hours = PRIOR_SHARE * PRIOR_SHARE_HOURS + (1 - slots.waits) * before
+        return min(
+            waiting.hours_until_it_pays(spot_hours, PRIOR_SHARE_HOURS + before), self._money_hours(working, before)
+        )
 
     def _money_hours(self, working: int, before: float) -> float:
         """Return the hours of waiting after which all on demand would cost less. inf: waiting alone makes money."""
@@ -264,9 +268,11 @@ class _Run:
     def _seconds(self, at_work: float, gpus: float) -> float:
         """Return the seconds of an iteration, with the variance that is left if slots work for this share of time."""
         before = self.slots.at_work * (1 - self.slots.at_work)
-        left = at_work * (1 - at_work) / before if before else 0.0
-        there = GpusAtWork(mean=gpus, variance=self.gpus.variance * left, fewest=self.gpus.fewest, most=self.gpus.most)
-        return progress(self.recipe, there, self.exponent).seconds
+        share_left = at_work * (1 - at_work) / before if before else 0.0
+        at_work_gpus = GpusAtWork(
+            mean=gpus, variance=self.gpus.variance * share_left, fewest=self.gpus.fewest, most=self.gpus.most
+        )
+        return progress(self.recipe, at_work_gpus, self.exponent).seconds
 
 
 def _slots_of(choice: Choice) -> _Slots:

@@ -20,7 +20,7 @@ from launcher.market.advice import STALE_MS, cloud_priors
 from launcher.market.offers import Offer, current_catalog
 from launcher.market.sky_catalog import read_sky_catalog, sky_folder
 from launcher.placement.cloud_plan import CloudPlan, OtherTrainer
-from launcher.placement.disk import boot_disk, with_disk
+from launcher.placement.disk import boot_disk
 from launcher.placement.memory import check_memory, check_pool, gpu_memory
 from launcher.placement.plan import PlacementError
 from launcher.placement.plan_cloud import plan_cloud
@@ -71,7 +71,7 @@ def cloud_plan(
     offers, unknown = cloud_offers(sessions, job, catalogs, now_ms, closed)
     market = market_view(offers, histories.values(), now_ms=now_ms, priors=advice.priors, believed_odds=advice.odds)
     try:
-        plan = plan_cloud(cloud_requirements(resolved), market)
+        plan = plan_cloud(cloud_requirements(resolved, disk), market)
     except PlacementError as error:
         named = [f"{cloud} {region}" for cloud in job.clouds for region in job.network.regions(cloud)]
         if not named:
@@ -80,10 +80,10 @@ def cloud_plan(
             f"{error}; the job's network is in {', '.join(named)}, so no other region counts"
         ) from None
     forbidden = [LeftOut(what=f"{cloud} {region}", why=why) for (cloud, region), why in sorted((closed or {}).items())]
-    plan = with_disk(replace(plan, left_out=(*plan.left_out, *forbidden, *_unknown_to_sky(unknown))), disk)
     useful = plan.spot_pays.gpus if plan.pools and plan.spot_pays is not None else 0.0
     schedule = plan_schedule(resolved, plan.trainer, rollout=round(useful))
-    return replace(plan, schedule=schedule, memory=gpu_memory(resolved, plan.trainer.ranks))
+    left_out = (*plan.left_out, *forbidden, *_unknown_to_sky(unknown))
+    return replace(plan, left_out=left_out, schedule=schedule, memory=gpu_memory(resolved, plan.trainer.ranks))
 
 
 def cloud_offers(

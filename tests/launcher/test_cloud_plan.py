@@ -30,7 +30,7 @@ from launcher.market.quality import Quality
 from launcher.market.side_prices import side_micro_usd_per_hour
 from launcher.money import HOUR_MS
 from launcher.placement.cloud_plan import CloudPlan, cloud_plan_json
-from launcher.placement.disk import BootDisk, with_disk
+from launcher.placement.disk import BootDisk
 from launcher.placement.forecast import Caps, Choice, cost, outlook
 from launcher.placement.plan import PlacementError, Plan, plan_json, sites_from, slots_from
 from launcher.placement.plan_cloud import plan_cloud
@@ -400,7 +400,8 @@ def test_the_bound_counts_the_dearest_site_disks_stand_ins_and_stopping():
     longer = plan_cloud(replace(needs, deadline_ms=90 * HOUR_MS, max_runtime_ms=100 * HOUR_MS), view(*EAST, *dear))
     assert bound_of_plan(longer.as_plan(), longer.longest_ms) == at_once * 100 + -(-at_once // 12)
     assert bound_of_plan(plan_cloud(needs, view(*EAST)).as_plan()) is None
-    larger = with_disk(until, BootDisk(gib=830, parts={}))
+    disk = BootDisk(gib=830, parts={})
+    larger = plan_cloud(replace(needs, deadline_ms=100 * HOUR_MS, disk=disk), view(*EAST, *dear))
     at_once += 3 * 2 * 100_000  # 730 GiB more at ten cents a month, for 730 hours
     assert bound_of_plan(larger.as_plan(), until.deadline_ms) == at_once * 100 + -(-at_once // 12)
 

@@ -7,6 +7,7 @@ import pytest
 from launcher.cli.plan_text import pool_text
 from launcher.controller.node_specs import node_spec
 from launcher.job.checked import JobError
+from launcher.job.gpu_checks import degrees_of
 from launcher.job.load import load_job
 from launcher.job.resolved import resolve
 from launcher.placement.forecast import Choice, on_demand_outlook, outlook, sums
@@ -14,7 +15,6 @@ from launcher.placement.memory import check_pool
 from launcher.placement.plan import PlacementError
 from launcher.placement.plan_cloud import plan_cloud
 from launcher.placement.requirements import NodeRequirements, cloud_requirements, sites_of
-from launcher.placement.sharing import degrees_of
 from tests.launcher.made_ledger import HOUR_MS, a_run, a_session
 from tests.launcher.test_cloud_plan import TRAINER, USD, offer, requirements, view
 from tests.model_folders import write_model

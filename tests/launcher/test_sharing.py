@@ -2,10 +2,11 @@
 
 import pytest
 
+from engine.memory.published import EMBEDDED
 from launcher.job.checked import JobError
+from launcher.job.gpu_checks import check_sp_degree, degrees_of
 from launcher.job.load import load_job
 from launcher.job.resolved import resolve
-from launcher.placement.sharing import HEADS, check_sp_degree, degrees_of
 from tests.model_folders import write_model
 
 
@@ -76,7 +77,7 @@ def test_the_launcher_knows_the_heads_of_every_model_that_ships():
     from engine.models.load import load_adapter
     from engine.parallel import ulysses
 
-    assert set(HEADS) == set(SHIPPED)
-    for name, heads in HEADS.items():
+    assert set(EMBEDDED) == set(SHIPPED)
+    for name, architecture in EMBEDDED.items():
         adapter = load_adapter(ModelConfig.model_validate({"name": name}))
-        assert max(ulysses.degrees_of(adapter.transformer)) == heads
+        assert max(ulysses.degrees_of(adapter.transformer)) == architecture.heads

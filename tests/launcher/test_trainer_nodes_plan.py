@@ -15,13 +15,13 @@ from launcher.decide.actions import Buy
 from launcher.decide.launch_history import MoveRules
 from launcher.exit_codes import BudgetError, ExitCode
 from launcher.job.checked import JobError
+from launcher.job.gpu_checks import check_ranks
 from launcher.job.load import load_job
 from launcher.job.resolved import resolve
 from launcher.money import HOUR_MS
 from launcher.placement.cloud_plan import CloudPlan, cloud_plan_json
 from launcher.placement.plan import PlacementError, Plan, plan_json, slots_from
 from launcher.placement.plan_cloud import plan_cloud
-from launcher.placement.ranks import check_ranks
 from launcher.placement.requirements import CloudRequirements, NodeRequirements, cloud_requirements
 from launcher.replay.optimum import optimum
 from launcher.replay.replay import replay

@@ -9,9 +9,10 @@ from engine.memory.job import setting_of, sized_model
 from engine.trainer_ranks import RankLimits, sampling_ranks
 from launcher.controller.node_specs import node_spec
 from launcher.job.checked import JobError
+from launcher.job.gpu_checks import check_ranks
 from launcher.job.load import load_job
 from launcher.job.resolved import resolve
-from launcher.placement.ranks import check_ranks, ranks_of_nodes
+from launcher.placement.ranks import ranks_of_nodes
 from launcher.placement.requirements import cloud_requirements
 from tests.launcher.made_ledger import HOUR_MS, a_run, a_session
 
