@@ -214,7 +214,7 @@ class Launched:
                 raise TimeoutError(f"{self.name}: not within {seconds:.0f} s: {what}; last:\n{last}")
             time.sleep(1.0)
 
-    def trains_on(self, iterations: int = 2, seconds: float = 120) -> None:
+    def trains_on(self, iterations: int = 2, seconds: float = 600) -> None:
         """Wait until the run has trained this many more iterations."""
         goal = self.view().iteration + iterations
         self.until(f"iteration {goal}", lambda: self.view().iteration >= goal, seconds)
