@@ -18,7 +18,7 @@ from launcher.clouds.base import (
 )
 from launcher.clouds.gce_calls import GoogleCalls, errors_named, missing_is_fine
 from launcher.clouds.gce_identity import NodeIdentity
-from launcher.clouds.gce_inventory import PREEMPTED, belongs_to, described, disk_of, end_ms, instance_of, is_end
+from launcher.clouds.gce_inventory import PREEMPTED, belongs_to, described, disk_of, first_end_ms, instance_of, is_end
 from launcher.clouds.gce_named import GoogleNames
 from launcher.clouds.gce_network import RunNetwork
 from launcher.clouds.gce_services import COMPUTE, IAM, Answer
@@ -93,7 +93,7 @@ class GceApi:
         return replace(
             instance,
             state=InstanceState.GONE,
-            ended_ms=end_ms(last, instance.notice_ms) or instance.ended_ms,
+            ended_ms=first_end_ms(last, ends, instance.notice_ms) or instance.ended_ms,
             reason=reason or instance.reason or "Google Cloud does not list it any more",
             reclaimed=bool(preempted) or instance.reclaimed,
         )

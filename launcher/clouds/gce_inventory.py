@@ -4,7 +4,7 @@ Networks, firewalls and service accounts carry no labels; the owner is in their 
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import Any
 
@@ -117,6 +117,18 @@ def end_ms(operation: Mapping[str, Any], notice_ms: int | None) -> int | None:
     if begun_ms is not None and operation["operationType"] == PREEMPTED:
         return begun_ms + (notice_ms or 0) + SHUTDOWN_MS
     return _utc_ms(operation.get("endTime"))
+
+
+def first_end_ms(last: Mapping[str, Any], ends: Iterable[Mapping[str, Any]], notice_ms: int | None) -> int | None:
+    """Return the time at which billing of a VM stopped, if `last` of its `ends` is the one that counts; None: not yet.
+
+    A VM that is deleted in the notice of its preemption ends then, and not at the end of the notice.
+    """
+    ended_ms = end_ms(last, notice_ms)
+    if ended_ms is None or last["operationType"] != PREEMPTED:
+        return ended_ms
+    after = (end_ms(end, None) for end in ends if end.get("insertTime", "") > last.get("insertTime", ""))
+    return min([ended_ms, *(deleted_ms for deleted_ms in after if deleted_ms is not None)])
 
 
 def _utc_ms(text: str | None) -> int | None:

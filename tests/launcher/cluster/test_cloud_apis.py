@@ -555,6 +555,18 @@ def test_gcp_reads_back_the_notice_that_was_granted(gcp, google):
     assert 29_000 < ends[1] <= 30_000
 
 
+def test_a_gcp_machine_that_is_deleted_in_its_notice_ends_then(gcp, google):
+    insert(gcp, more=LONGER)
+    (instance,) = gcp.instances("us-central1", run="run")
+    (found,) = google.gce._instances()
+    google.gce._preempt(found["id"], datetime.now(UTC))
+    gcp.end([instance])
+    ended_ms = gcp.end_of(instance).ended_ms
+    assert gcp.end_of(instance).reclaimed
+    assert abs(ended_ms - time.time() * 1000) < 10_000, "not at the end of the notice, in 150 s"
+    assert ended_ms == google.gce.ended_ms[found["id"]], "as the cloud's own meter"
+
+
 @pytest.mark.parametrize(("spot", "is_known"), [(False, True), (True, False)])
 def test_gcp_refuses_a_notice_with_the_name_of_its_field(gcp, google, spot, is_known):
     if not is_known:
