@@ -50,7 +50,7 @@ def node_spec(
         coordinator_port=run.coordinator_port,
         token=run.token if role == "trainer" else role_token(run.token, role),
         clock=_clock_of(run, is_cloud=is_cloud),
-        engine=job.engine() if is_cloud else job.engine().model_copy(update={"model": run.model}),
+        engine=job.engine() if is_cloud else job.engine().model_copy(update={"model": run.with_whole_path(job.model)}),
         judges_micro_usd=run.max_judges_micro_usd,
         workdir=run.workdir,
         cloud=_cloud(node.cloud) if is_cloud else "local",

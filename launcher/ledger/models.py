@@ -69,11 +69,11 @@ class Run(Base):
 
     @property
     def model(self) -> ModelConfig:
-        """Return the model of the run's job, with the whole path of its folder on this machine.
+        """Return the model of the run's job, with the whole path of its folder on this machine."""
+        return self.with_whole_path(ModelConfig.model_validate(self.job.get("model") or {}))
 
-        A relative `model.path` is relative to the folder of the job file.
-        """
-        model = ModelConfig.model_validate(self.job.get("model") or {})
+    def with_whole_path(self, model: ModelConfig) -> ModelConfig:
+        """Return a model with the whole path of its folder: a relative path is relative to the job file's folder."""
         if model.path is None or self.workdir is None:
             return model
         return model.model_copy(update={"path": str(Path(self.workdir) / model.path)})

@@ -22,7 +22,7 @@ def checked(tmp_path):
             write_model(tmp_path / "weights", fields["model.name"])
         path = tmp_path / "job.yaml"
         path.write_text(f"runtime:\n  sp_degree: {degree}\nresources: {{rollout: {{accelerators: {accelerators}}}}}\n")
-        return load_job(path, fields)
+        return load_job(path, fields, working_folder=tmp_path)
 
     return checked
 
