@@ -1,13 +1,14 @@
 """recovery: how long is a lost spot node missed, and what does each part of replacing it take?
 
-    python -m tests.benchmarks.recovery --json [--places local,aws,gcp] [--runs 5]
+    python -m tests.benchmarks.recovery --json                                      (about 15 minutes)
+    python -m tests.benchmarks.recovery --make trainer --places aws --number 2      (raw figures of lost trainers)
+    python -m tests.benchmarks.recovery --make nodes --runs 5                       (of lost rollout nodes, an hour)
 
 A real run loses one spot node after the other, with and without notice of the cloud. Each time is measured until the
-successor has finished its first request. Then a run loses its spot trainer: `promotion_s` is the time from its end on
-record until the trainer has started again on a node that was up and a worker has asked it for work, and `cold_s` the
-same where no node can take the role (local nodes only). `local`: nodes are processes here. `aws`, `gcp`: fake clouds
-with real hosts (tests/fakes/clouds), through SkyPilot; they boot in a tenth of a second, where a real one takes a
-minute.
+successor has finished its first request. Another run, all on spot, loses its trainer: `promotion_s` is the time from
+its end on record until the trainer has started again on a node that was up and a worker has asked it for work, and
+`cold_s` the same where all nodes were lost at once. `local`: nodes are processes here. `aws`, `gcp`: fake clouds with
+real hosts (tests/fakes/clouds), through SkyPilot; they boot in a tenth of a second, where a real one takes a minute.
 """
 
 import argparse
@@ -20,7 +21,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -33,11 +35,13 @@ from sqlalchemy.orm import Session, sessionmaker
 from engine.events import EngineStarted, IterationDone, NodeSeen, NodeServed, NodeUsage, Phase
 from launcher.decide.facts import ENDS
 from launcher.ledger.models import Node, NodeEvent, ProgressRow
-from launcher.ledger.store import find_run, open_ledger
+from launcher.ledger.node_history import metered_micro_usd, node_records
+from launcher.ledger.store import find_run, open_ledger, progress_of
 from launcher.provision.local import processes
 from launcher.provision.local.provisioner import node_folder
-from launcher.runs.views import run_view
-from tests.benchmarks.page import RESULTS, load_now, publish, spread
+from launcher.runs.views import NodeView, run_view
+from tests.benchmarks.page import RESULTS, commit_now, load_now, origin, publish, spread
+from tests.clouds.planted import holds_token
 from tests.fakes.clouds.world import World, why_not
 
 RUN = "recovery"
@@ -61,7 +65,10 @@ SETUP = ("wait_s", "environment_s", "agent_s")
 LIMITS = {"notice": 2.0, "silent": 30.0}
 """Limit of the p90 of detection and decision together."""
 
-BEFORE = RESULTS / "recovery" / "before.json"
+RAW = RESULTS / "recovery"
+"""Raw figures: nodes.json of lost spot nodes, and trainer-PLACE-N.json of lost trainers."""
+
+BEFORE = RAW / "before.json"
 """Figures of this benchmark on 2026-11-22 (commit 16a1a7c), when every node built its environment."""
 
 NOTICE_SECONDS = {"local": 10.0, "aws": 120.0, "gcp": 25.0}
@@ -99,6 +106,9 @@ class Place(Protocol):
 
     def set_up(self, node: str) -> tuple[float, float, float]:
         """Return the times at which files were on the node, its set-up began and its environment was whole."""
+
+    def has_token(self, node: str) -> bool:
+        """Return whether the node has the run's own token."""
 
 
 @dataclass(kw_only=True)
@@ -138,6 +148,9 @@ class Here:
         spawned = float(json.loads((node_folder(self.folder, node) / "spawned.json").read_text())["at_ms"]) / 1000
         return spawned, spawned, spawned  # nodes share this computer's environment
 
+    def has_token(self, node: str) -> bool:
+        return _token(self) in (node_folder(self.folder, node) / "node.json").read_text()
+
 
 @dataclass(kw_only=True)
 class There:
@@ -161,6 +174,14 @@ class There:
         sent, begun, whole = map(float, found.split())
         print(self.world.on(node, ["cat", "/home/ubuntu/spotrl/set-up.log"]), file=sys.stderr, flush=True)
         return sent, begun, whole
+
+    def has_token(self, node: str) -> bool:
+        return holds_token(self.world, node, _token(self))
+
+
+def _token(place: "Place") -> str:
+    with place.sessions() as session:
+        return find_run(session, RUN).token
 
 
 # --- measuring ----------------------------------------------------------------------------------------
@@ -247,11 +268,11 @@ SPOTRL = (sys.executable, "-m", "launcher.cli.main")
 
 
 @contextmanager
-def here(runtime: str) -> Iterator[Place]:
+def here(job_text: str) -> Iterator[Place]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         job = folder / "job.yaml"
-        job.write_text(JOB.format(run=RUN, infra="local", runtime=runtime, gpu="L40S:1", more=""))
+        job.write_text(job_text)
         environment = {**_environment(), "SPOTRL_HOME": str(folder / "state")}
         subprocess.run([*SPOTRL, "launch", job, "-y", "--detach"], env=environment, check=True, stdout=sys.stderr)
         try:
@@ -262,13 +283,11 @@ def here(runtime: str) -> Iterator[Place]:
 
 
 @contextmanager
-def there(cloud: str, runtime: str, cache: Path | None) -> Iterator[Place]:
+def there(cloud: str, job_text: str, cache: Path | None) -> Iterator[Place]:
     with World(cache=cache).up() as world:
         job, state = world.folder / "job" / "job.yaml", world.folder / "home/state"
         job.parent.mkdir()
-        bucket = {"aws": "s3", "gcp": "gs"}[cloud]
-        more = f"store: {bucket}://spotrl-runs/recovery\nssh_from: 192.0.2.1/32\n"
-        job.write_text(JOB.format(run=RUN, infra=cloud, runtime=runtime, gpu="L4:1", more=more))
+        job.write_text(job_text)
         environment = {"SPOTRL_HOME": str(state)}
         world.run([*SPOTRL, "catalog", "refresh"], env=environment)
         world.run([*SPOTRL, "launch", job, "-y", "--detach"], env=environment)
@@ -280,6 +299,11 @@ def there(cloud: str, runtime: str, cache: Path | None) -> Iterator[Place]:
             world.run([*SPOTRL, "down", RUN], env=environment)
 
 
+def cloud_lines(cloud: str) -> str:
+    """Return the lines of a job that a cloud needs."""
+    return f"store: {'s3' if cloud == 'aws' else 'gs'}://spotrl-runs/recovery\nssh_from: 192.0.2.1/32\n"
+
+
 def _environment() -> dict[str, str]:
     return {**os.environ, "NO_COLOR": "1"}
 
@@ -288,67 +312,149 @@ def _environment() -> dict[str, str]:
 
 SPOT_TRAINER = """\
 resources:
-  trainer: {{accelerators: L40S:1, use_spot: true}}
-  rollout: {{accelerators: {rollout}, use_spot: true, num_nodes: 2}}
+  trainer: {{accelerators: {gpu}, use_spot: true}}
+  rollout: {{accelerators: {gpu}, use_spot: true, num_nodes: 2}}
 """
-ALIKE, OTHER = "L40S:1", "L4:1"
-"""GPUs of rollout nodes that can take the role of the trainer, and of those that cannot."""
 
 
-def trainer_losses(runs: int, rollout: str) -> list[float]:
-    """Return the seconds of each loss of a spot trainer, from its end on record until work goes on."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        job, text = folder / "job.yaml", JOB.format(run=RUN, infra="local", runtime="local", gpu=ALIKE, more="")
-        head, _, tail = text.partition("resources:")
-        job.write_text(head + SPOT_TRAINER.format(rollout=rollout) + "recovery:" + tail.partition("recovery:")[2])
-        environment = {**_environment(), "SPOTRL_HOME": str(folder / "state")}
-        subprocess.run([*SPOTRL, "launch", job, "-y", "--detach"], env=environment, check=True, stdout=sys.stderr)
-        place = Here(sessions=open_ledger(folder / "state/ledger.sqlite"), folder=folder / "state/runs" / RUN)
-        try:
-            return [_lost_trainer(place) for _ in range(runs)]
-        finally:
-            subprocess.run([*SPOTRL, "down", RUN], env=environment, check=True, stdout=sys.stderr)
+def trainer_losses(place: Place, promotions: int, cold: int) -> dict[str, Any]:
+    """Return the seconds of each loss of a spot trainer from its end on record until work goes on, and what must be 0.
+
+    `promotions`: losses of the trainer alone, so that a node that is up takes its role. `cold`: losses of all nodes at
+    once, so that a new node has to.
+    """
+    tokens, seconds = 0, []
+    for number in range(promotions + cold):
+        trainer, others = _at_work(place)
+        tokens += sum(place.has_token(node) for node in others)
+        seconds.append(_lost(place, trainer, others if number >= promotions else []))
+        print(place.name, number, f"{seconds[-1]:.1f} s", file=sys.stderr, flush=True)
+    _at_work(place)
+    return {
+        "place": place.name,
+        "promotion_s": seconds[:promotions],
+        "cold_s": seconds[promotions:],
+        "iterations_doubled": _doubled(place),
+        "usd_over_limit": _over_limit(place),
+        "spot_token_before_promotion": tokens,
+        "commit": commit_now(),
+    }
 
 
-def _lost_trainer(place: Here) -> float:
-    trainer = _wait(place, lambda: _trains(place), "the trainer and both rollout nodes work")
+def spot_trainer_job(infra: str, gpu: str, more: str) -> str:
+    """Return the text of a job with all nodes on spot and alike, and an hourly limit that bears three on demand."""
+    text = JOB.format(run=RUN, infra=infra, runtime="local", gpu=gpu, more=more)
+    head, _, tail = text.replace("max_hourly: $50", "max_hourly: $6").partition("resources:")
+    return head + SPOT_TRAINER.format(gpu=gpu) + "recovery:" + tail.partition("recovery:")[2]
+
+
+def _lost(place: Place, trainer: str, others: Sequence[str]) -> float:
+    """Preempt the trainer's node and these others. Return the seconds from the trainer's end on record to new work.
+
+    Work goes on when a trainer has started again and a worker has asked it for work.
+    """
     starts = len(_rows(place, EngineStarted.KIND))
-    place.lose(trainer, notice=False)
-    ended = _wait(place, lambda: _end_of(place, trainer), f"the end of {trainer} is on record")
+    with ThreadPoolExecutor(max_workers=1 + len(others)) as pool:
+        list(pool.map(lambda node: place.lose(node, notice=False), [trainer, *others]))
+    ended = float(_wait(place, lambda: _end_of(place, trainer), f"the end of {trainer} is on record"))
 
-    def is_back() -> str | None:
+    def back() -> str | None:
         if len(_rows(place, EngineStarted.KIND)) == starts:
             return None
-        nodes = [path.parent.parent for path in place.folder.glob("nodes/*/progress/coordinator.jsonl")]
-        newest = max(nodes, key=lambda node: (node / "agent.json").stat().st_mtime)
-        return "yes" if NodeSeen.KIND in (newest / "progress" / "coordinator.jsonl").read_text() else None
+        reports = place.folder.glob("nodes/*/progress/coordinator.jsonl")
+        newest = max(reports, key=lambda file: (file.parents[1] / "agent.json").stat().st_mtime)
+        return "yes" if NodeSeen.KIND in newest.read_text() else None
 
-    _wait(place, is_back, "the trainer has started and a worker has called", every=0.05)
-    return time.time() - float(ended)
+    _wait(place, back, "the trainer has started and a worker has called", every=0.05)
+    return time.time() - ended
 
 
-def _trains(place: Here) -> str | None:
+def _at_work(place: Place) -> tuple[str, list[str]]:
+    """Wait until three nodes are ready and the trainer has trained. Return the trainer's node and the others."""
+    trainer = _wait(place, lambda: _trains(place), "the trainer and both rollout nodes work")
+    return trainer, [node.name for node in _ready(place) if node.name != trainer]
+
+
+def _ready(place: Place) -> list[NodeView]:
+    return [node for node in run_view(place.sessions, RUN).nodes if node.status == "ready"]
+
+
+def _trains(place: Place) -> str | None:
     """Return the trainer's node once it and two rollout nodes are ready, and a batch was trained since its start."""
-    view = run_view(place.sessions, RUN)
-    ready = [node for node in view.nodes if node.status == "ready"]
+    ready = _ready(place)
     started, done = _rows(place, EngineStarted.KIND), _rows(place, IterationDone.KIND)
     if len(ready) < 3 or not started or not done or done[-1].id < started[-1].id:
         return None
     return next((node.name for node in ready if node.role == "trainer"), None)
 
 
-def _rows(place: Here, kind: str) -> list[ProgressRow]:
+def _rows(place: Place, kind: str) -> list[ProgressRow]:
     with place.sessions() as session:
         rows = select(ProgressRow).where(ProgressRow.kind == kind).order_by(ProgressRow.id)
         return list(session.scalars(rows))
 
 
-def _end_of(place: Here, node: str) -> str | None:
+def _end_of(place: Place, node: str) -> str | None:
     with place.sessions() as session:
         ends = select(NodeEvent).join(Node).where(Node.name == node, NodeEvent.kind.in_(ENDS))
         event = session.scalar(ends.order_by(NodeEvent.id.desc()).limit(1))
         return None if event is None or event.wall_ms is None else str(event.wall_ms / 1000)
+
+
+def _doubled(place: Place) -> int:
+    """Return the iterations that count twice, in what the run was in the end."""
+    with place.sessions() as session:
+        done = progress_of(session, find_run(session, RUN), IterationDone.KIND)
+    numbers = [row.event["iteration"] for row in done]
+    return len(numbers) - len(set(numbers))
+
+
+def _over_limit(place: Place) -> float:
+    """Return the dollars above a limit: of the whole run, or in the hour of its dearest moment."""
+    with place.sessions() as session:
+        run = find_run(session, RUN)
+        spent, nodes = metered_micro_usd(session, run, run.clock.now_ms()), node_records(session, run)
+    billed = [node for node in nodes if "up" in node.happened]
+    hourly = max(
+        sum(
+            other.micro_usd_per_hour + other.beside_micro_usd_per_hour
+            for other in billed
+            if other.happened["up"] <= node.happened["up"]
+            if other.ended_ms is None or other.ended_ms > node.happened["up"]
+        )
+        for node in billed
+    )
+    assert run.max_total_micro_usd is not None
+    assert run.max_hourly_micro_usd is not None
+    return max(0, spent - run.max_total_micro_usd, hourly - run.max_hourly_micro_usd) / 1e6
+
+
+def trainer_at(name: str, promotions: int, cold: int, cache: Path | None) -> dict[str, Any]:
+    """Measure the losses of a spot trainer at one place, with what the measurement was made on."""
+    load = load_now()
+    with (
+        here(spot_trainer_job("local", "L40S:1", ""))
+        if name == "local"
+        else there(name, spot_trainer_job(name, "L4:1", cloud_lines(name)), cache) as place
+    ):
+        return trainer_losses(place, promotions, cold) | origin(load)
+
+
+def trainer_figures(raw: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the keys of the result from the raw figures of all places.
+
+    `promotion_s` and `cold_s`: local the median, on clouds the 95th percentile.
+    """
+    figures: dict[str, Any] = {"promotion_s": {}, "cold_s": {}, "promotion_s_each": {}, "cold_s_each": {}}
+    for place in ("local", "aws", "gcp"):
+        for key in ("promotion_s", "cold_s"):
+            each = [seconds for one in raw if one["place"] == place for seconds in one[key]]
+            if each:
+                figures[f"{key}_each"][place] = each
+                figures[key][place] = statistics.median(each) if place == "local" else p95(each)
+    for key in ("iterations_doubled", "usd_over_limit", "spot_token_before_promotion"):
+        figures[key] = sum(one[key] for one in raw)
+    return figures
 
 
 # --- the page -----------------------------------------------------------------------------------------
@@ -358,23 +464,56 @@ def p90(values: list[float]) -> float:
     return sorted(values)[max(0, -(-9 * len(values) // 10) - 1)]
 
 
+def p95(values: Sequence[float]) -> float:
+    """Return the smallest value that at least 95 % of the values do not exceed."""
+    return sorted(values)[max(0, -(-95 * len(values) // 100) - 1)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="kept for symmetry: the last line always is")
+    parser.add_argument(
+        "--make", choices=["nodes", "trainer", "page"], help="only raw files of --places, or only the page"
+    )
     parser.add_argument("--places", default="local,aws,gcp")
-    parser.add_argument("--runs", type=int, default=5, help="losses of each kind at each place")
-    parser.add_argument("--runtime", choices=["local", "ray"], default="ray")
+    parser.add_argument("--runs", type=int, default=3, help="losses of each kind at each place")
+    parser.add_argument("--number", type=int, default=2, help="of the raw files that --make trainer writes")
+    parser.add_argument("--runtime", choices=["local", "ray"], default="ray", help="of --make nodes")
     parser.add_argument("--cache", type=Path, help="where the hosts' image is kept")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that its nodes end too
-    load = load_now()
-    result: dict[str, object] = {}
-    rows = []
+    load, places = load_now(), []
     for name in options.places.split(","):
         if name != "local" and (reason := why_not()) is not None:
             print(f"{name} is left out: {reason}", file=sys.stderr)
-            continue
-        with here(options.runtime) if name == "local" else there(name, options.runtime, options.cache) as place:
+        else:
+            places.append(name)
+    if options.make == "nodes":
+        write_raw("nodes", nodes_lost(places, options) | origin(load) | {"runs": options.runs, "commit": commit_now()})
+        return
+    for name in places if options.make != "page" else ():
+        # Each cloud takes about seven minutes, so of its figures one file is made again.
+        is_whole = name == "local" or options.make is not None
+        promotions, cold = (options.runs, options.runs) if is_whole else (2, 1)
+        number = options.number if options.make else 1
+        write_raw(f"trainer-{name}-{number}", trainer_at(name, promotions, cold, options.cache))
+    if options.make in (None, "page"):
+        page(options, load)
+
+
+def write_raw(name: str, figures: Mapping[str, Any]) -> None:
+    RAW.mkdir(exist_ok=True)
+    (RAW / f"{name}.json").write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def nodes_lost(places: Sequence[str], options: argparse.Namespace) -> dict[str, Any]:
+    """Measure the losses of spot nodes that roll out."""
+    result: dict[str, Any] = {}
+    rows = []
+    for name in places:
+        gpu, more = ("L40S:1", "") if name == "local" else ("L4:1", cloud_lines(name))
+        text = JOB.format(run=RUN, infra=name, runtime=options.runtime, gpu=gpu, more=more)
+        with here(text) if name == "local" else there(name, text, options.cache) as place:
             for notice in (True, False):
                 manner = "notice" if notice else "silent"
                 found = []
@@ -386,30 +525,39 @@ def main() -> None:
                 rows.append(
                     {"where": f"{name}, {manner}"} | {part: spread([one[part] for one in found]) for part in whole}
                 )
-    if "local" in options.places.split(","):
-        for key, rollout in (("promotion_s", ALIKE), ("cold_s", OTHER)):
-            seconds = trainer_losses(options.runs, rollout)
-            print(key, json.dumps(seconds), file=sys.stderr, flush=True)
-            result[key] = {"local": statistics.median(seconds)}
-            result[f"{key}_each"] = {"local": seconds}
-            text = {"promotion_s": "a node that is up takes its role", "cold_s": "a new node is started"}[key]
-            rows.append({"where": f"local, the trainer: {text}", "uncovered_s": spread(seconds)})
+    return result | {"table": rows}
+
+
+def page(options: argparse.Namespace, load: float) -> None:
+    """Publish the stored figures and those made now."""
+    nodes = json.loads((RAW / "nodes.json").read_text())
+    files = [RAW / "nodes.json", *sorted(RAW.glob("trainer-*.json"))]
+    trainer = trainer_figures([json.loads(file.read_text()) for file in files[1:]])
+    rows = [
+        {"where": f"{place}, the trainer, {words}", "uncovered_s": spread(each)}
+        for key, words in (("promotion_s", "a node that is up takes its role"), ("cold_s", "a new node does"))
+        for place, each in trainer[f"{key}_each"].items()
+    ]
+    of_nodes = {key: value for key, value in nodes.items() if key.startswith(("local", "aws", "gcp"))}
     publish(
         "recovery",
         question="how long is a lost spot node missed, and what does each part of replacing it take?",
-        command=f"python -m tests.benchmarks.recovery --json --runs {options.runs}",
-        result=result,
+        command="python -m tests.benchmarks.recovery --json",
+        result=of_nodes | trainer | {"made_at": {file.stem: json.loads(file.read_text())["commit"] for file in files}},
         runs=options.runs,
         seeds=[0],
         load1=load,
-        rows=rows,
+        rows=[*nodes["table"], *rows],
         text=(
             "Measured: seconds, median (range). All hosts of a fake cloud share the cores of one machine, so what "
             "computes (set-up, imports) takes longer than on machines of their own; what waits for a cloud (boot, API) "
             "takes next to nothing here and a minute or more there. `uncovered_s`: from the old node's end to its "
-            "successor's first finished request. `setup_s` = wait_s + environment_s + agent_s, from the bundle on the "
-            "node to its agent. On fake hosts uv links from a cache that all hosts share; an estimate for CUDA's "
-            "libraries on real disks is in docs/clouds.md.\n\n"
+            "successor's first finished request; of the trainer, from its end on record until a worker has asked the "
+            "next trainer for work. Where a new node becomes the trainer, all nodes were lost at once. `setup_s` = "
+            "wait_s + environment_s + agent_s, from the bundle on the node to its agent. On fake hosts uv links from a "
+            "cache that all hosts share; an estimate for CUDA's libraries on real disks is in docs/clouds.md.\n\n"
+            "Made again in each run: all losses of the trainer on this machine, and of each fake cloud the first file. "
+            f"Other figures are from [recovery/](recovery/); spot nodes that roll out: commit {nodes['commit']}.\n\n"
             f"{before_text(json.loads(BEFORE.read_text('utf-8')))}"
         ),
     )
