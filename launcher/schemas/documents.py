@@ -46,6 +46,8 @@ Schema = dict[str, Any]
 ADDED_LATER = {
     "DryRun": {"warnings"},
     "RunView": {
+        "trainer",
+        "trainer_ms",
         "trouble",
         "learning",
         "on_demand_micro_usd",

@@ -109,12 +109,6 @@ def test_an_ended_node_that_skypilot_still_lists_is_not_released(stage):
     assert not (stage.folder / "nodes" / NODE / "release.json").exists()
 
 
-def test_a_node_on_a_cloud_keeps_its_role(stage):
-    stage.bring_up(NODE)
-    with pytest.raises(NotImplementedError, match=f"{NODE}: a node on a cloud keeps its role"):
-        stage.provisioner.assign(NodeFiles(stage.folder / "nodes" / NODE).spec)
-
-
 # --- a pass -----------------------------------------------------------------------------------------------
 
 
