@@ -65,9 +65,9 @@ def deletes_the_newest(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CheckpointStore, "save", changed(CheckpointStore.save, kept, "kept = self.names()[:keep]"))
 
 
-def counts_an_end_of_an_old_lineage(patch: pytest.MonkeyPatch) -> None:
-    of_newest = "ProgressRow.lineage >= func.coalesce(lineage.scalar_subquery(), 0),\n"
-    patch.setattr(facts_reader, "newest_end", changed(facts_reader.newest_end, of_newest, "\n"))
+def counts_the_end_of_a_trainer_that_was_given_up(patch: pytest.MonkeyPatch) -> None:
+    rule = "end.at_ms < ended_ms.get(end.source, end.at_ms + 1)"
+    patch.setattr(facts_reader, "newest_end", changed(facts_reader.newest_end, rule, "True"))
 
 
 def gives_the_token_before_the_role(patch: pytest.MonkeyPatch) -> None:
@@ -86,7 +86,7 @@ BUGS = (
     has_no_fence,
     deletes_what_its_successor_reads,
     deletes_the_newest,
-    counts_an_end_of_an_old_lineage,
+    counts_the_end_of_a_trainer_that_was_given_up,
     gives_the_token_before_the_role,
     gives_back_without_a_checkpoint,
 )
