@@ -110,7 +110,17 @@ def job_changes(kept: KeptPlan, checked: CheckedJob) -> list[Change]:
     """Return the values of the job that are not as in the plan's file."""
     before, now = dict(flattened(kept.values)), dict(flattened(checked.job.model_dump(mode="json")))
     pairs = {field: (before.get(field, "not there"), now.get(field, "not there")) for field in (before | now)}
+    # The limits of the run are those of the plan: a file that was edited must not lift them.
+    budget, plan = checked.job.budget, kept.plan
+    pairs |= {
+        "the plan's max_total": (_limit(plan.max_total_micro_usd), _limit(budget.max_total)),
+        "the plan's max_hourly": (_limit(plan.max_hourly_micro_usd), _limit(budget.max_hourly)),
+    }
     return [Change(field=field, before=old, now=new) for field, (old, new) in pairs.items() if old != new]
+
+
+def _limit(micro_usd: int | None) -> str:
+    return "no limit" if micro_usd is None else dollars(micro_usd)
 
 
 def at_todays_prices(kept: KeptPlan, offers: Sequence[Offer]) -> tuple[Plan, list[Change]]:

@@ -67,6 +67,19 @@ def test_every_changed_field_of_the_job_is_named_and_nothing_is_started(folder, 
     assert "no plan that this spotrl can read" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("limit", [None, 80_000_000])
+def test_a_file_that_was_edited_lifts_no_limit(folder, capsys, limit):
+    assert run(["launch", "job.yaml", "--dry-run", "--out", "plan.json"]) == ExitCode.OK
+    kept = json.loads((folder / "plan.json").read_text())
+    kept["plan"]["max_total_micro_usd"] = limit
+    (folder / "plan.json").write_text(json.dumps(kept))
+    assert run(["launch", "--plan", "plan.json", "-y", "--detach"]) == ExitCode.PLAN_CHANGED
+    said = capsys.readouterr().err
+    assert f"the plan's max_total: {'no limit' if limit is None else '$80.00'} -> $10.00\n" in said
+    with open_ledger(ledger_path())() as session, pytest.raises(LookupError):
+        find_run(session, "kept")
+
+
 def test_a_strict_dry_run_ends_with_its_own_code_if_there_are_warnings(folder, monkeypatch, capsys):
     assert run(["launch", "job.yaml", "--dry-run", "--json"]) == ExitCode.OK
     assert printed("launch", capsys.readouterr().out)["warnings"] == ["it is odd"]
