@@ -245,15 +245,17 @@ def launch(
     weights_file = None if weights is None else weights.file
     warnings: list[str] = []
     if checked.job.clouds:
-        planned, warnings = _plan_on_clouds(sessions, checked, resolved, out, explain, allow_old_prices, kept)
+        planned, of_plan = _plan_on_clouds(sessions, checked, resolved, out, explain, allow_old_prices, kept)
         with working(out, "Looking for prompts that the model would cut"):
             of_prompts = ask_prompt_warnings(checked)
         _print_warnings(out, of_prompts)
-        warnings += of_prompts
         if not dry_run:
             if closed := _closed_regions(checked, planned.plan, out):
-                planned, _ = _plan_on_clouds(sessions, checked, resolved, out, explain, allow_old_prices, kept, closed)
+                planned, of_plan = _plan_on_clouds(
+                    sessions, checked, resolved, out, explain, allow_old_prices, kept, closed
+                )
             warnings += _check_clouds(checked, planned.plan, out, allow_old_prices, weights_file)
+        warnings = [*of_plan, *of_prompts, *warnings]
     else:
         planned = _plan_here(resolved, out, explain, kept)
         warnings += _check_on_this_machine(checked, out, weights_file)
