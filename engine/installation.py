@@ -90,7 +90,8 @@ def packages_of(extra: str, requirements: Sequence[str] | None = None) -> list[s
         if match is None or match["extra"] != extra:
             continue
         if inner := _OURS.match(package):
-            packages += [each for name in inner["extras"].split(",") for each in packages_of(name, requirements)]
+            for name in inner["extras"].split(","):
+                packages += packages_of(name, requirements)
         else:
             packages.append(package.strip())
     return packages

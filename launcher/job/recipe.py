@@ -5,7 +5,7 @@ K(n) = K(0) gain(n)^-e                             iterations to the target, wit
 
 N: images of an iteration. gamma: GPU-seconds of an image. R: trainer GPUs that sample. T_train: training seconds of one
 GPU over ranks and their efficiency (engine/timing/ranks.py). With spot nodes that come and go, the plan averages T and
-K over time (`launcher.placement.forecast`). Source: research notes papers 6.2 and 6.3.
+K over time (`launcher.placement.forecast`). Closed forms of ours, after Spotlight (arXiv 2606.19004).
 """
 
 from collections.abc import Mapping
@@ -120,7 +120,7 @@ class Recipe:
         return rollout + self.train_seconds + (self.sync_seconds if spot_gpus else 0.0)
 
     def candidates_per_prompt(self, spot_gpus: float) -> int:
-        """Return the whole candidates that fit beside training: E / P of papers 6.2.
+        """Return the whole candidates of a prompt that fit beside training.
 
         0 if the number does not exceed the number of trained images, because exploration then has no choice.
         """

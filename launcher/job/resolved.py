@@ -183,9 +183,7 @@ def _recipe(job: Job, seconds: JobSeconds | None, copy_bytes: int) -> Recipe:
     else:
         gpu = rollout.accelerator
         most = job.iterations * 2
-        of_iterations = (
-            "the job's own number; half and twice, because seeds of digits-ocr needed 22 to 60 (research notes rl 4)"
-        )
+        of_iterations = "the job's own number; half and twice, because seeds of digits-ocr needed 22 to 60"
         measured_on = f"1 {gpu}"
         source = ", ".join(dict.fromkeys(f"{name} {of.basis} ({of.text})" for name, of in seconds.sources))
         rollout_seconds, candidate_seconds = seconds.rollout, seconds.candidate

@@ -20,7 +20,7 @@ from math import exp, expm1, inf, log, sqrt
 
 from launcher.market.estimate import Basis, Estimate
 from launcher.market.evidence import BUCKET_HOURS, BUCKET_STARTS_MS, Evidence, Exposure, Life, weighed
-from launcher.market.pools import NOTES, Pool
+from launcher.market.pools import RECORDED, Pool
 from launcher.money import HOUR_MS
 
 POOLED_HAZARDS = (1.27, 1.09, 0.76, 0.42, 0.21, 0.15, 0.11, 0.06)
@@ -202,7 +202,7 @@ class HazardPrior:
 
 
 POOLED = HazardPrior(
-    curve=HazardCurve(per_hour=POOLED_HAZARDS), reclaims=PRIOR_PREEMPTIONS, basis=Basis.PRIOR, source=NOTES
+    curve=HazardCurve(per_hour=POOLED_HAZARDS), reclaims=PRIOR_PREEMPTIONS, basis=Basis.PRIOR, source=RECORDED
 )
 
 H100 = HazardPrior(
@@ -429,7 +429,7 @@ class LaunchOdds:
     prior: float = TRACE_UPTIME
     prior_launches: float = PRIOR_LAUNCHES
     prior_basis: Basis = Basis.PRIOR
-    prior_source: str = f"{NOTES}: mean share of time with capacity"
+    prior_source: str = f"{RECORDED}: mean share of time with capacity"
     most_learnt: float = MOST_LAUNCHES
 
     @property
@@ -464,7 +464,7 @@ def usual_odds(gpus: int) -> LaunchOdds:
     """Return the share of time with capacity of a spot pool of nodes with so many GPUs, before any evidence."""
     if gpus < 8:
         return LaunchOdds()
-    source = f"{NOTES}: share of time with capacity for eight GPUs"
+    source = f"{RECORDED}: share of time with capacity for eight GPUs"
     return LaunchOdds(prior=EIGHT_GPU_UPTIME, prior_source=source)
 
 
@@ -480,7 +480,7 @@ def cold_start(seen_ms: Iterable[int] = ()) -> Estimate:
     launches = PRIOR_COLD_STARTS + len(observed_ms)
     mean = (PRIOR_COLD_STARTS * COLD_START_MS + sum(observed_ms)) / launches
     spread = Z90 * COLD_START_SPREAD_MS * sqrt(PRIOR_COLD_STARTS / launches)
-    assumed = "research notes cost 4.3 and engine 6"
+    assumed = "assumed: no such node was ever watched"
     return Estimate(
         mean=mean,
         low=max(0.0, mean - spread),

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from launcher.market.estimate import Basis, Estimate
 
-NOTES = "research notes cost 3: nine AWS V100 zones, 2022-23"
+RECORDED = "recorded in nine AWS V100 zones, 2022-23"
 
 
 @dataclass(frozen=True, order=True, kw_only=True, slots=True)
@@ -22,21 +22,21 @@ SAME_ZONE = Estimate(
     low=0.42,
     high=1.0,
     basis=Basis.ASSUMED,
-    source="no lower than the most alike zones of one region (research notes cost 3); the ends are assumed",
+    source="no lower than the most alike zones of one region; the ends are assumed",
 )
 SAME_REGION = Estimate(
     mean=0.42,
     low=0.25,
     high=0.59,
     basis=Basis.PRIOR,
-    source=f"{NOTES}: range over pairs of zones, and its middle",
+    source=f"{RECORDED}: range over pairs of zones, and its middle",
 )
 OTHER_REGION = Estimate(
     mean=0.14,
     low=0.0,
     high=0.25,
     basis=Basis.PRIOR,
-    source=f"{NOTES}: mean; the ends are no correlation, and the least inside one region",
+    source=f"{RECORDED}: mean; the ends are no correlation, and the least inside one region",
 )
 
 
