@@ -25,20 +25,20 @@ _OURS = re.compile(rf"{NAME}\[(?P<extras>[\w,.-]+)\]")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Source:
+class InstallSource:
     """Source of an installation. `place`: a folder or an address; empty if unknown."""
 
     kind: Literal["clone", "folder", "wheel", "repository", "unknown"]
     place: str = ""
 
 
-def source(root: Path = Path(__file__).parent.parent, installed: Distribution | None = None) -> Source:
+def source(root: Path = Path(__file__).parent.parent, installed: Distribution | None = None) -> InstallSource:
     """Return the source of this installation. `root`: the folder of our packages.
 
     `installed`: what is recorded about the installation (PEP 610); None: look it up.
     """
     if (root / "pyproject.toml").is_file():
-        return Source(kind="clone", place=str(root))
+        return InstallSource(kind="clone", place=str(root))
     try:
         record = json.loads((installed or distribution(NAME)).read_text("direct_url.json") or "{}")
     except (PackageNotFoundError, ValueError):
@@ -46,17 +46,17 @@ def source(root: Path = Path(__file__).parent.parent, installed: Distribution | 
     address = str(record.get("url", ""))
     if "vcs_info" in record:
         vcs, commit = record["vcs_info"].get("vcs", "git"), record["vcs_info"].get("commit_id", "")
-        return Source(kind="repository", place=f"{vcs}+{address}@{commit}".removesuffix("@"))
+        return InstallSource(kind="repository", place=f"{vcs}+{address}@{commit}".removesuffix("@"))
     parts = urlsplit(address)
     path = Path(unquote(parts.path))
     if parts.scheme == "file" and path.exists():
-        return Source(kind="folder" if path.is_dir() else "wheel", place=str(path))
+        return InstallSource(kind="folder" if path.is_dir() else "wheel", place=str(path))
     if parts.scheme in ("http", "https"):
-        return Source(kind="wheel", place=address)
-    return Source(kind="unknown")
+        return InstallSource(kind="wheel", place=address)
+    return InstallSource(kind="unknown")
 
 
-def install_command(extra: str, origin: Source | None = None) -> str:
+def install_command(extra: str, origin: InstallSource | None = None) -> str:
     """Return a shell command that installs an extra for this Python. `origin`: None: look it up."""
     origin = origin or source()
     match origin.kind:

@@ -46,7 +46,7 @@ from launcher.placement.cloud_plan import Span, cloud_plan_json
 from launcher.placement.plan import Plan, plan_local
 from launcher.replay.of_plan import check_deadline
 from launcher.runs.kept_plan import (
-    Change,
+    ChangedField,
     KeptPlan,
     at_todays_prices,
     job_changes,
@@ -396,7 +396,7 @@ def _kept_plan(
     plan, changes = at_todays_prices(kept.plan, offers)
     of_nodes = {(slot.placement.cloud, slot.placement.region) for slot in kept.plan.plan.slots}
     shut = [
-        Change(field=" ".join(place), before="open", now=reason)
+        ChangedField(field=" ".join(place), before="open", now=reason)
         for place, reason in closed.items()
         if place in of_nodes
     ]

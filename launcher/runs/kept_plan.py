@@ -36,7 +36,7 @@ class PlanChanged(Failure):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Change:
+class ChangedField:
     """A field of the job or of the plan that is no longer as in the file."""
 
     field: str
@@ -106,7 +106,7 @@ def now_text() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def job_changes(kept: KeptPlan, checked: CheckedJob) -> list[Change]:
+def job_changes(kept: KeptPlan, checked: CheckedJob) -> list[ChangedField]:
     """Return the values of the job that are not as in the plan's file."""
     before, now = dict(flattened(kept.values)), dict(flattened(checked.job.model_dump(mode="json")))
     pairs = {field: (before.get(field, "not there"), now.get(field, "not there")) for field in (before | now)}
@@ -116,14 +116,14 @@ def job_changes(kept: KeptPlan, checked: CheckedJob) -> list[Change]:
         "the plan's max_total": (_limit(plan.max_total_micro_usd), _limit(budget.max_total)),
         "the plan's max_hourly": (_limit(plan.max_hourly_micro_usd), _limit(budget.max_hourly)),
     }
-    return [Change(field=field, before=old, now=new) for field, (old, new) in pairs.items() if old != new]
+    return [ChangedField(field=field, before=old, now=new) for field, (old, new) in pairs.items() if old != new]
 
 
 def _limit(micro_usd: int | None) -> str:
     return "no limit" if micro_usd is None else dollars(micro_usd)
 
 
-def at_todays_prices(kept: KeptPlan, offers: Sequence[Offer]) -> tuple[Plan, list[Change]]:
+def at_todays_prices(kept: KeptPlan, offers: Sequence[Offer]) -> tuple[Plan, list[ChangedField]]:
     """Return the kept plan at the prices of `offers`, and what keeps it from being bought.
 
     Offers for failover that are gone are left out: they were no part of what is bought.
@@ -168,7 +168,9 @@ def at_todays_prices(kept: KeptPlan, offers: Sequence[Offer]) -> tuple[Plan, lis
 
     pairs = [(slot, slot_today(slot)) for slot in kept.plan.slots]
     gone = [
-        Change(field=old.name, before=_node(old.placement), now="not on offer") for old, new in pairs if new is None
+        ChangedField(field=old.name, before=_node(old.placement), now="not on offer")
+        for old, new in pairs
+        if new is None
     ]
     if gone:
         return kept.plan, gone
@@ -177,35 +179,37 @@ def at_todays_prices(kept: KeptPlan, offers: Sequence[Offer]) -> tuple[Plan, lis
     return plan, list(_beyond_bounds(kept, plan))
 
 
-def moved_prices(before: Plan, now: Plan) -> list[Change]:
+def moved_prices(before: Plan, now: Plan) -> list[ChangedField]:
     """Return the nodes whose price is not as before, with both prices."""
     pairs = zip(before.slots, now.slots, strict=True)
     prices = [(old.name, old.placement.micro_usd_per_hour, new.placement.micro_usd_per_hour) for old, new in pairs]
-    return [Change(field=name, before=hourly(old), now=hourly(new)) for name, old, new in prices if old != new]
+    return [ChangedField(field=name, before=hourly(old), now=hourly(new)) for name, old, new in prices if old != new]
 
 
-def _beyond_bounds(kept: KeptPlan, plan: Plan) -> Iterator[Change]:
+def _beyond_bounds(kept: KeptPlan, plan: Plan) -> Iterator[ChangedField]:
     """Yield the figures of today's prices that are above those that the dry run showed."""
     shown, now = kept.plan.maximum_micro_usd_per_hour, plan.maximum_micro_usd_per_hour
     if now > shown:
-        yield Change(field="all nodes on demand", before=f"at most {hourly(shown)}", now=hourly(now))
+        yield ChangedField(field="all nodes on demand", before=f"at most {hourly(shown)}", now=hourly(now))
     most, may_cost = kept.bound_micro_usd, bound_of_plan(plan, kept.longest_ms)
     if most is not None and (may_cost is None or may_cost > most):
-        yield Change(
+        yield ChangedField(
             field="cost", before=f"at most {dollars(most)}", now="no limit" if may_cost is None else dollars(may_cost)
         )
     if kept.expected_micro_usd is not None and kept.high_micro_usd is not None:
         # The same nodes for the same hours: dollars follow the price of all nodes.
         expected = kept.expected_micro_usd * plan.expected_micro_usd_per_hour // kept.plan.expected_micro_usd_per_hour
         if expected > kept.high_micro_usd:
-            yield Change(field="expected cost", before=f"up to {dollars(kept.high_micro_usd)}", now=dollars(expected))
+            yield ChangedField(
+                field="expected cost", before=f"up to {dollars(kept.high_micro_usd)}", now=dollars(expected)
+            )
 
 
 def _node(place: Placement) -> str:
     return f"{place.market.value} {place.cloud} {place.instance_type} in {place.zone}"
 
 
-def refuse_changes(path: Path, kept: KeptPlan, changes: Sequence[Change]) -> None:
+def refuse_changes(path: Path, kept: KeptPlan, changes: Sequence[ChangedField]) -> None:
     """Raise PlanChanged if anything changed, with every change and the command that plans again."""
     if not changes:
         return

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.installation import Source, install_command, packages_of, source
+from engine.installation import InstallSource, install_command, packages_of, source
 
 REQUIRES = (
     "click>=8.1",
@@ -33,7 +33,7 @@ class Installed(Distribution):
         return Path(str(path))
 
 
-def command_of(origin: Source, extra: str = "engine") -> list[str]:
+def command_of(origin: InstallSource, extra: str = "engine") -> list[str]:
     """Return the words behind `install`."""
     words = shlex.split(install_command(extra, origin))
     return words[words.index("install") + 1 :]
