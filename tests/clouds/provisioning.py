@@ -329,7 +329,7 @@ def private(world: World, folder: Path, cloud: str) -> dict:
     return answer
 
 
-def wait_until(holds: Callable[[], bool], seconds: float = 30) -> None:
+def wait_until(holds: Callable[[], bool], seconds: float = 240) -> None:
     until = time.monotonic() + seconds
     while not holds():
         if time.monotonic() > until:

@@ -77,7 +77,7 @@ def on(world, cloud, command):
     return world.on(f"{cloud}-node", ["sh", "-c", f"{given}; cd /home/*/; {command}"])
 
 
-def wait_for(what, seconds=30.0):
+def wait_for(what, seconds=240.0):
     until = time.monotonic() + seconds
     while not what():
         assert time.monotonic() < until, "waited in vain"

@@ -133,7 +133,7 @@ class Site:
         wait_for(lambda: instance.id not in self.world.hosts())
 
 
-def wait_for(holds: Callable[[], bool], seconds: float = 10) -> None:
+def wait_for(holds: Callable[[], bool], seconds: float = 120) -> None:
     until = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < until, f"did not hold within {seconds} s"

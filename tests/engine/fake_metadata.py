@@ -1,5 +1,6 @@
 """Metadata services and Google's Compute API as small servers on loopback; tests set the answers."""
 
+import contextlib
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -31,8 +32,9 @@ class FakeService:
                 self.send_response(code)
                 self.send_header("Content-Length", str(len(body)))
                 self.send_header("ETag", str(abs(hash(text))))
-                self.end_headers()
-                self.wfile.write(body)
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # who asked was killed by its test
+                    self.end_headers()
+                    self.wfile.write(body)
 
             do_GET = do_PUT = do_DELETE = do
 

@@ -72,7 +72,7 @@ class Forked:
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
-    def wait(self, timeout: float = 60.0) -> int:
+    def wait(self, timeout: float = 240.0) -> int:
         until = time.monotonic() + timeout
         while (code := self.poll()) is None:
             if time.monotonic() > until:

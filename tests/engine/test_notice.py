@@ -62,7 +62,7 @@ def note(folder, name="notice.json"):
     return json.loads(path.read_text()) if path.exists() else None
 
 
-def wait_for(what, seconds=60.0):
+def wait_for(what, seconds=240.0):
     until = time.monotonic() + seconds
     while not (found := what()):
         assert time.monotonic() < until, "waited in vain"

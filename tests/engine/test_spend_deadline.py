@@ -203,7 +203,7 @@ def guard_of(node_folder):
     return json.loads((node_folder.folder / "guard.json").read_text())["pid"]
 
 
-def wait_for(what, seconds=60.0):
+def wait_for(what, seconds=240.0):
     until = time.monotonic() + seconds
     while not what():
         assert time.monotonic() < until, "waited in vain"
@@ -238,7 +238,7 @@ def test_a_dead_or_frozen_guard_is_replaced_and_a_second_guard_exits(node_folder
     first = guard_of(node_folder)
     second = Guard(node_folder.folder)
     second.keep_alive()
-    assert second._process.wait(60) == 0
+    assert second._process.wait(240) == 0
     os.kill(first, how)
     wait_for(lambda: guard_of(node_folder) != first)
 

@@ -86,7 +86,7 @@ def test_an_agent_whose_title_cannot_be_set_carries_the_mark_in_its_environment(
     assert processes_of(folder) == [pid]
     assert psutil.Process(pid).environ()[MARK] == str(folder)
     made.stdin.close()
-    assert made.wait(timeout=60) == 0
+    assert made.wait(timeout=240) == 0
     kill_all(folder, None)
 
 
@@ -144,7 +144,7 @@ def test_without_a_controller_no_agent_is_started(tmp_path, starter):
     starter._process.stdin.write(os.fsencode(late / "node.json") + b"\n")
     starter._process.stdin.close()
     os.kill(begun["pid"], signal.SIGCONT)
-    assert starter._process.wait(timeout=60) == 0
+    assert starter._process.wait(timeout=240) == 0
     assert pids_of(late) == []
     assert is_alive(pids_of(running)[0], None)
 
