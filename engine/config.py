@@ -241,8 +241,10 @@ class TargetConfig(Strict):
 class CheckpointConfig(Strict):
     """Checkpoints: the state from which a run continues."""
 
-    every: Positive = 1
-    """Iterations between two checkpoints."""
+    every: Literal["auto"] | Positive = 1
+    """Iterations between two checkpoints. `auto`: after each iteration with LoRA; with full weights
+    sqrt(2 x seconds of a checkpoint x mean life of the trainer's node) of work (Young 1974), at most 64 iterations. The
+    seconds are measured; the life is the plan's."""
     keep: Positive = 3
     """Number of checkpoints kept; older checkpoints are deleted."""
 

@@ -94,6 +94,8 @@ class NodeSpec(Strict):
     """Token of the node. On the trainer's node: the run's token, from which the coordinator derives the token of every
     role. On any other node: the token of the node's role, which allows only the calls of such a node."""
     clock: ClockConfig
+    life_hours: float | None = None
+    """Mean life that the plan expects of the trainer's node on spot, in hours. None: not known, or on demand."""
     engine: EngineConfig
     weights: str = ""
     """Location of the model's folder in the run's bucket (obstore URL). The node downloads the folder to its own disk.

@@ -51,6 +51,7 @@ PURE = {
     "engine.memory.published",
     "engine.memory.scorers",
     "engine.memory.tally",
+    "engine.schedule.cadence",
     "engine.schedule.choose",
     "engine.schedule.decide",
     "engine.schedule.simulate",

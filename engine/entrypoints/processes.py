@@ -24,7 +24,7 @@ from engine.coordinator.open import fund_of, open_coordinator
 from engine.coordinator.rank_nodes import RankNodes
 from engine.coordinator.rights import Rights
 from engine.coordinator.server import CoordinatorServer, Front, bind
-from engine.events import Phase
+from engine.events import Market, Phase
 from engine.models.load import trainable
 from engine.node.build_worker import load_model, make_worker, reward_of_node
 from engine.node.child import SharedHeartbeat, begin
@@ -40,6 +40,7 @@ from engine.storage.checkpoint import CheckpointStore
 from engine.storage.disk import when_there_is_room
 from engine.storage.progress import ProgressLog
 from engine.timing.work import START_SECONDS
+from engine.schedule.cadence import ON_DEMAND_HOURS
 from engine.trainer.context import TrainerContext
 from engine.trainer.loop import Loop
 from engine.trainer.metrics import MetricsLog
@@ -112,6 +113,8 @@ def run_trainer(spec: NodeSpec, heartbeat: SharedHeartbeat, ready: Event) -> Non
         meter=spec.clock.meter(),
         trace=step_trace(spec, "trainer", lambda: 1).stepped,
         watch_lineage=partial(begin_watching, store),
+        life_hours=spec.life_hours
+        or (spec.engine.runtime.hours_to_preemption if spec.market is Market.SPOT else ON_DEMAND_HOURS),
     )
     adapter = load_model(spec, 0, reads_later=_divides(spec))
     purse = CoordinatorPurse(context.transport, worker=f"{spec.node}/trainer", node=spec.node)

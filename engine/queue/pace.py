@@ -48,9 +48,12 @@ class Pace:
         self.step_ms = 0.8 * self.step_ms + 0.2 * step_ms if self.step_ms else step_ms
 
 
-def commit_interval(cost_ms: float, preemption_ms: float, step_ms: float) -> int:
-    """Return the cheapest steps between commits: sqrt(2 c M) / t, at least 1.
+def commit_interval(cost_ms: float, life_ms: float, step_ms: float) -> int:
+    """Return the cheapest number of steps between two commits, or of batches between two checkpoints: sqrt(2 c M) / t.
+
+    `cost_ms`: c, the duration of a commit. `life_ms`: M, the mean time to a loss. `step_ms`: t, the duration of a step.
+    All in milliseconds. The result is at least 1.
 
     Source: J. W. Young, A first order approximation to the optimum checkpoint interval, 1974.
     """
-    return max(1, round(math.sqrt(2 * cost_ms * preemption_ms) / step_ms))
+    return max(1, round(math.sqrt(2 * cost_ms * life_ms) / step_ms))

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import TypeVar
 
-from engine.config import CheckpointConfig
 from engine.events import CheckpointSaved
 from engine.protocol.draft import Draft
 from engine.storage.checkpoint import Checkpoint, Start, checkpoint_name
@@ -72,11 +71,3 @@ class Checkpoints:
             self._reporter.warn(f"the checkpoint store {self._context.store.url}: {text}")
 
         return when_there_is_room(access, warn)
-
-
-def is_due(config: CheckpointConfig, iteration: int, last: int) -> bool:
-    """Return True if a checkpoint is due after batch `iteration`: every `config.every` batches, and at the end.
-
-    `last`: number of the run's last batch.
-    """
-    return iteration % config.every == 0 or iteration == last

@@ -8,6 +8,7 @@ from engine.clock import Clock
 from engine.protocol.request import Work
 from engine.storage.checkpoint import CheckpointStore
 from engine.storage.progress import ProgressLog
+from engine.schedule.cadence import ON_DEMAND_HOURS
 from engine.trainer.metrics import MetricsLog
 from engine.work_clock import NoMeter, WorkMeter
 from engine.worker.transport import Transport
@@ -19,7 +20,7 @@ class TrainerContext:
 
     `outbox`: folder for files of tensors, on the coordinator's disk. `trace`: called after every denoising step of the
     trainer's own rollouts, with the number of finished steps. `watch_lineage`: called with the trainer's lineage once
-    that is settled; ends this process when a newer one is claimed.
+    that is settled; ends this process when a newer one is claimed. `life_hours`: mean life of this node, in hours.
     """
 
     run: str
@@ -34,3 +35,4 @@ class TrainerContext:
     meter: WorkMeter = field(default_factory=NoMeter)
     trace: Callable[[Work, int], None] = lambda work, step: None
     watch_lineage: Callable[[int], None] = lambda lineage: None
+    life_hours: float = ON_DEMAND_HOURS

@@ -148,13 +148,13 @@ class Evaluator:
         target = self._config.target
         return target is not None and held([metrics for _, metrics in self._state.evaluations], target)
 
-    def forget_later(self) -> None:
-        """Withdraw evaluations of versions after the current version. Call at the start of the trainer.
+    def forget_later(self, batches: int) -> None:
+        """Withdraw evaluations of the next `batches` versions. Call at the start of the trainer.
 
         An earlier trainer may have died after it trained those versions, and this trainer may train other ones.
         """
         iteration = self._state.iteration
-        later = range(iteration + 1, iteration + 1 + self._config.checkpoint.every)
+        later = range(iteration + 1, iteration + 1 + batches)
         self._coordinator.withdraw([(Kind.EVALUATE, version) for version in later])
 
     def _record(self, evaluation: OpenEvaluation) -> dict[str, float]:

@@ -31,7 +31,8 @@ from engine.storage.disk import ASK_AGAIN_SECONDS
 from engine.storage.tensor_files import TensorFile
 from engine.trainer.batch_forecast import BatchForecast
 from engine.trainer.batch_schedule import BatchSchedule
-from engine.trainer.checkpoints import Checkpoints, is_due
+from engine.schedule.cadence import Cadence
+from engine.trainer.checkpoints import Checkpoints
 from engine.trainer.context import TrainerContext
 from engine.trainer.coordinator_client import Collected, CoordinatorClient
 from engine.trainer.early_groups import EarlyGroups
@@ -75,6 +76,7 @@ class Loop:
         self.state = TrainerState(config_digest=config_digest(config))
         self.reporter = Reporter(context.progress, context.metrics, self.state)
         self.checkpoints = Checkpoints(context, self.state, self.reporter)
+        self.cadence = Cadence(config, life_hours=context.life_hours)
         start = None if config.model.start is None else self.checkpoints.start()
         self.started_from = "" if start is None else start.text
         self.outbox = Outbox(context.outbox, self.reporter.warn)
@@ -205,6 +207,7 @@ class Loop:
         Raises Superseded if the trainer of another node has claimed a newer lineage.
         """
         self.checkpoints.check_lineage()
+        began_ms, written_ms = self.context.clock.now_ms(), self.usage.total.get(Phase.CHECKPOINT, 0.0)
         self.reports.begin()
         manifest = self.state.next_batch
         rollouts = self._roll_out(manifest)
@@ -254,6 +257,9 @@ class Loop:
         if not self.state.next_batch.early:
             self.model.forget_before()
         self._save(files)
+        cost_ms = self.usage.total[Phase.CHECKPOINT] - written_ms
+        work_ms = self.context.clock.now_ms() - began_ms - cost_ms
+        self.cadence.trained(self.state.iteration, work_ms, None if files is None else cost_ms)
         with self.usage.measure(Phase.SYNC):
             self._publish(weights)
         self.forecast.measured.publish(time.perf_counter() - trained_at)
@@ -288,7 +294,7 @@ class Loop:
             started_from=self.started_from,
         )
         self.reporter.write(started)
-        self.evaluator.forget_later()
+        self.evaluator.forget_later(self.cadence.longest)
         self._publish(self.model.rollout_weights())
         self.context.watch_lineage(self.state.lineage)
 
@@ -359,7 +365,7 @@ class Loop:
         """
         iteration = self.state.iteration + 1
         with self.usage.measure(Phase.CHECKPOINT):
-            if not is_due(self.config.checkpoint, iteration, self.config.iterations):
+            if not self.cadence.is_due(iteration):
                 return None
             files = self.model.files(weights)
             digests = self.checkpoints.write_files(iteration, files)

@@ -50,6 +50,7 @@ def node_spec(
         coordinator_port=run.coordinator_port,
         token=run.token if role == "trainer" else role_token(run.token, role),
         clock=_clock_of(run, is_cloud=is_cloud),
+        life_hours=run.plan.get("trainer_life_hours") if node.market == Market.SPOT and role == "trainer" else None,
         engine=job.engine() if is_cloud else job.engine().model_copy(update={"model": run.with_whole_path(job.model)}),
         judges_micro_usd=run.max_judges_micro_usd,
         workdir=run.workdir,

@@ -297,6 +297,15 @@ class CloudPlan:
         ms, of_forecast = round(self.replays.hours * HOUR_MS), self.forecast_time
         return Span(expected=ms, low=min(ms, of_forecast.low), high=max(ms, of_forecast.high))
 
+    @property
+    def _trainer_life_hours(self) -> float | None:
+        """Return the mean life of the planned trainer's node on spot, in hours. None: on demand."""
+        placement = self.slots[0].placement
+        if placement.market is not Market.SPOT:
+            return None
+        spells = [zone.spells for zone in self.zones if zone.zone == placement.zone]
+        return spells[0].hazards.mean_life() if spells else None
+
     def as_plan(self) -> Plan:
         """Return the plan in the form that the run's controller keeps."""
         return Plan(
@@ -311,6 +320,7 @@ class CloudPlan:
             iterations=self.iterations.expected,
             pace_ms=self.pace_ms,
             checkpoint_every=self.checkpoint_every,
+            trainer_life_hours=self._trainer_life_hours,
             ranks_have_room=self.trainer.waiting == 0,
         )
 

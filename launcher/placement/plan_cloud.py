@@ -12,6 +12,7 @@ from dataclasses import replace
 from math import ceil
 
 from engine.events import Market
+from engine.schedule.cadence import ON_DEMAND_HOURS, batches_between
 from launcher.exit_codes import BudgetError
 from launcher.job.recipe import Recipe
 from launcher.market.offers import Offer
@@ -45,7 +46,14 @@ from launcher.placement.plan import PlacementError, Slot, placement_of, slot_of,
 from launcher.placement.plan_notes import basis_of, dearer_zones, notes_of
 from launcher.placement.policy import Ours, Situation, build_policy
 from launcher.placement.ranks import ranks_of_nodes
-from launcher.placement.requirements import CloudRequirements, MarketView, PricedPool, Site, sites_of
+from launcher.placement.requirements import (
+    CHECKPOINT_BYTES_PER_SECOND,
+    CloudRequirements,
+    MarketView,
+    PricedPool,
+    Site,
+    sites_of,
+)
 from launcher.placement.stand_ins import with_stand_ins
 from launcher.placement.value import square_root_rule
 
@@ -100,7 +108,7 @@ def plan_cloud(needs: CloudRequirements, market: MarketView) -> CloudPlan:
         max_runtime_ms=needs.max_runtime_ms,
         sites=_site_options(needs, sites, choice, disk_gib),
         pace_ms=_pace_ms(choice, expected),
-        checkpoint_every=needs.checkpoint_every,
+        checkpoint_every=_checkpoint_every(needs, choice, expected),
         disk={} if needs.disk is None else dict(needs.disk.parts),
         zones=_spells(choice.site),
         stand_ins=_stand_ins(needs, choice),
@@ -118,6 +126,16 @@ def _spells(site: Site) -> tuple[ZoneSpells, ...]:
         if pool.spells.spells.uptime < kept.spells.uptime:
             by_zone[pool.offer.zone] = pool.spells
     return tuple(by_zone.values())
+
+
+def _checkpoint_every(needs: CloudRequirements, choice: Choice, expected: Outlook) -> int:
+    """Return the iterations between two checkpoints that the trainer will choose, as engine/schedule/cadence.py does."""
+    if not needs.paced_checkpoint_bytes:
+        return needs.checkpoint_every
+    on_spot = choice.site.trainer_zones
+    hours = on_spot[0].terms.hazards.mean_life() if on_spot else ON_DEMAND_HOURS
+    cost_ms = 1000 * needs.paced_checkpoint_bytes / CHECKPOINT_BYTES_PER_SECOND
+    return batches_between(cost_ms, hours * HOUR_MS, 1000 * expected.seconds_per_iteration)
 
 
 def _stand_ins(needs: CloudRequirements, choice: Choice) -> PlanStandIns | None:

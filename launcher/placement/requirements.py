@@ -86,6 +86,13 @@ class NodeRequirements:
         return f"{self.gpus} x {self.accelerator}"
 
 
+CHECKPOINT_BYTES_PER_SECOND = 460e6
+"""Of one process that writes a checkpoint, measured on two cores (tests/benchmarks/results/large_weights.md)."""
+
+STATE_COPIES = 4
+"""Tensors of a checkpoint as large as the trained weights in fp32: weights, both moments, and an average of weights."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CloudRequirements:
     """Needs of a job on the clouds, and its limits."""
@@ -114,6 +121,8 @@ class CloudRequirements:
     lost_work_ms: int = LOST_WORK_MS
     checkpoint_every: int = 1
     """Iterations between two checkpoints."""
+    paced_checkpoint_bytes: int = 0
+    """Bytes of a checkpoint whose interval follows from its seconds and the trainer's life. 0: `checkpoint_every`."""
     policy: str = "ours"
     trainer_gpus_named: int = 0
     """GPUs of a trainer node in the job file. A plan looks for as many GPUs as the engine uses."""
@@ -158,7 +167,10 @@ def cloud_requirements(resolved: Resolved, disk: BootDisk | None = None) -> Clou
         max_rollout_nodes=rollout.num_nodes,
         min_rollout_nodes=min_nodes,
         clouds=job.clouds,
-        checkpoint_every=job.checkpoint.every,
+        checkpoint_every=1 if job.checkpoint.every == "auto" else job.checkpoint.every,
+        paced_checkpoint_bytes=STATE_COPIES * resolved.trained_bytes
+        if job.checkpoint.every == "auto" and job.model.weights == "full"
+        else 0,
         trainer_on_spot=job.trains_on_spot,
         spot=Spot(job.spot) if job.rolls_out_on_spot else Spot.NEVER,
         max_hourly_micro_usd=job.budget.max_hourly,

@@ -226,6 +226,26 @@ def test_a_trainer_whose_role_another_node_took_ends_without_a_word(tmp_path, st
         finish(TINY, tmp_path)
 
 
+def test_with_auto_a_run_of_full_weights_has_few_checkpoints_and_resumes_to_the_same_bits(tmp_path):
+    """A life of a year against checkpoints of milliseconds: only the first batch of a start has one, and the last."""
+    config = TINY.model_copy(
+        update={
+            "model": TINY.model.model_copy(update={"weights": "full"}),
+            "checkpoint": CheckpointConfig(every="auto"),
+            "iterations": 4,
+        }
+    )
+    straight = tmp_path / "straight"
+    assert finish(config, straight).reason == "iterations"
+    saved = [event.iteration for event in progress(straight, "checkpoint_saved")]
+    assert saved[0] == 1
+    assert saved[-1] == 4
+    with pytest.raises(Killed):
+        finish(config, tmp_path / "killed", at=("collect", 12))
+    assert finish(config, tmp_path / "killed").reason == "iterations"
+    assert dict(newest(tmp_path / "killed").files) == dict(newest(straight).files)
+
+
 def test_with_a_checkpoint_every_other_batch_the_lost_batch_is_trained_again_under_a_new_lineage(tmp_path, straight):
     config = TINY.model_copy(update={"checkpoint": CheckpointConfig(every=2)})
     with pytest.raises(Killed):
