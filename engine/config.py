@@ -309,6 +309,10 @@ class RuntimeConfig(Strict):
     `model.weights: full`, each rank holds a part of the weights (FSDP2), and gathers all to sample; only rank 0 does
     if the memory forecast says that the GPUs have no room for that.
     `auto`: 1, because several ranks were only run on CPUs, and never on GPUs."""
+    trainer_nodes: Literal["auto", "elastic", "whole"] = "auto"
+    """What a trainer of several nodes does without one of them. `elastic`: it waits for the node at most 50 s after the
+    node's last sign of life, then trains with the ranks that are there; the node joins after the next checkpoint. LoRA
+    only. `whole`: it waits, so that the number of ranks never changes. `auto`: `elastic` with LoRA, else `whole`."""
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
@@ -373,6 +377,15 @@ class EngineConfig(Strict):
             raise ValueError(
                 "reward.student is set, but no exploration profile has scorer: student; write exploration: {profiles: "
                 "[{name: quick, scorer: student}]}, or leave student out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _all_shards_are_there(self) -> Self:
+        if self.runtime.trainer_nodes == "elastic" and self.model.weights == "full":
+            raise ValueError(
+                "runtime.trainer_nodes is elastic, but model.weights is full: each node has a part of the weights, and "
+                "none can be missing; use runtime.trainer_nodes: whole, or model.weights: lora"
             )
         return self
 

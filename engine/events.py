@@ -127,7 +127,8 @@ class IterationDone:
     batch's rollouts finished by each node. `scores`: mean of each metric of the reward over the rollouts, such as
     the scores of a sum. `schedule`, in wall seconds: seconds (of training the batch, with rollouts, and of the last
     publishing before), waited_seconds, helped_seconds and switch_seconds of the trainer; with known rates
-    expected_seconds and expected_waiting, and expected_stale_share of a job with early groups.
+    expected_seconds and expected_waiting, and expected_stale_share of a job with early groups. `ranks`: of the trainer,
+    which trained the batch.
     """
 
     KIND: ClassVar[str] = "iteration_done"
@@ -143,6 +144,7 @@ class IterationDone:
     made_by: Mapping[str, int] = field(default_factory=dict)
     scores: Mapping[str, float] = field(default_factory=dict)
     schedule: Mapping[str, float] = field(default_factory=dict)
+    ranks: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,7 +13,7 @@ from engine.clock import Clock, ScaledClock
 from engine.config import EngineConfig
 from engine.events import Market
 from engine.strict import Positive, Strict
-from engine.trainer_ranks import NodeOfTrainer, sampling_ranks
+from engine.trainer_ranks import NodeOfTrainer, may_lack_ranks, sampling_ranks
 from engine.work_clock import NoMeter, ProcessMeter, WorkClock, WorkMeter
 
 
@@ -135,6 +135,11 @@ class NodeSpec(Strict):
     def in_trainer(self) -> NodeOfTrainer:
         """Return the place of this node in the trainer."""
         return NodeOfTrainer(number=self.trainer_node, nodes=self.trainer_nodes)
+
+    @property
+    def may_lack_ranks(self) -> bool:
+        """Return True if the trainer may train without one of its nodes (`RuntimeConfig.trainer_nodes`)."""
+        return may_lack_ranks(self.engine)
 
     @property
     def sampling_ranks(self) -> int:

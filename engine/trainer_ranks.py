@@ -81,6 +81,12 @@ def sampling_ranks(config: "EngineConfig", *, have_room: bool) -> int:
     return min(ranks_of(config), limits_of(config.model.weights, have_room=have_room).sampling)
 
 
+def may_lack_ranks(config: "EngineConfig") -> bool:
+    """Return True if a trainer of several nodes trains without one that was lost, and takes it back later."""
+    asked = config.runtime.trainer_nodes
+    return config.model.weights == "lora" if asked == "auto" else asked == "elastic"
+
+
 def worker_of_rank(node: str, rank: int) -> str:
     """Return the name of the worker with which a rank on this node samples."""
     return f"{node}/trainer-rank-{rank}" if rank else f"{node}/trainer"

@@ -6,6 +6,9 @@ The store lives in rank 0's process, so the ranks of an earlier rank 0 can never
 meets each rank once: a second process of a rank tells that the first was lost, marks the store as void, and waits for
 the next entry. Rank 0 ends when its store is void, and the others end with the next entry (rank_watch.py).
 
+A trainer that may lack a node forms its group from the nodes that the entry names: the ranks of another node wait for a
+later entry, and rank 0 begins again after a checkpoint when such a node was heard.
+
 On another node of the trainer, a process copies the entry into its own folder (trainer_nodes.py). The store listens on
 the first node's address then, and on loopback for a trainer of one node (rank_network.py).
 """
@@ -57,17 +60,19 @@ def led_group(spec: NodeSpec, device: torch.device) -> Iterator[RankGroup | None
         yield None
         return
     other_nodes = OtherNodes(spec)
-    other_nodes.wait_for_all()
+    nodes = other_nodes.wait()
     use_network(spec)
     store = serve_store(host_of_store(spec))
-    meeting = RankMeeting(generation=time.time_ns(), port=store.port)
+    meeting = RankMeeting(generation=time.time_ns(), port=store.port, nodes=nodes)
     _tell(spec, meeting)
     # A client of its own, because a client that waits is locked.
     looker = join_store(store.port, host=host_of_store(spec), timeout_seconds=JOIN_SECONDS)
     over = leave_when(lambda: looker.check([VOID]), "it began again")
     deserted = leave_when(other_nodes.are_silent, "its node is silent") if spec.trainer_nodes > 1 else over
     try:
-        yield RankGroup.form(store, 0, ranks, device)
+        group = RankGroup.form(store, 0, ranks * len(nodes) // spec.trainer_nodes, device)
+        group.may_grow = other_nodes.have_come
+        yield group
     finally:
         over.set()
         deserted.set()
@@ -82,19 +87,23 @@ def _tell(spec: NodeSpec, meeting: RankMeeting) -> None:
 def joined_group(spec: NodeSpec, rank: int, device: torch.device) -> RankGroup:
     """Return the group of the present rank 0, and wait for rank 0."""
     use_network(spec)
-    return RankGroup.form(_store(spec, rank), rank, ranks_of(spec.engine), device)
+    store, nodes = _store(spec, rank)
+    of_node = spec.in_trainer.ranks(spec.engine)
+    place = nodes.index(spec.trainer_node) * len(of_node) + of_node.index(rank)
+    return RankGroup.form(store, place, len(nodes) * len(of_node), device)
 
 
-def _store(spec: NodeSpec, rank: int) -> dist.TCPStore:
+def _store(spec: NodeSpec, rank: int) -> tuple[dist.TCPStore, tuple[int, ...]]:
+    """Return the store of the next group with this node, and the numbers of the group's nodes."""
     while True:
         meeting = read_meeting(meeting_file(spec))
-        if meeting.port is not None:
+        if meeting.port is not None and spec.trainer_node in meeting.nodes:
             with contextlib.suppress(RuntimeError):  # an earlier rank 0's store: look again
                 store = join_store(meeting.port, host=host_of_store(spec), timeout_seconds=JOIN_SECONDS)
                 if store.add(f"came/{rank}", 1) == 1:
                     store.set_timeout(timedelta(seconds=LIMIT_SECONDS))
                     leave_when(partial(_is_replaced, spec, meeting), "rank 0 began again")
-                    return store
+                    return store, meeting.nodes
                 store.set(VOID, "")
         time.sleep(LOOK_SECONDS)
 

@@ -1,8 +1,10 @@
 """Hold the nodes of a trainer together, through the coordinator on the first node.
 
     a further node            asks every second: a sign of life; copies the meeting of the ranks into its own folder
-    rank 0, before a group    waits until every further node was heard
-    rank 0, with a group      ends itself when a node is silent for SILENT_SECONDS: the group is torn on all nodes
+    rank 0, before a group    waits until every further node was heard; if the trainer may lack one, only for those that
+                              were heard in the last AWAITED_SECONDS
+    rank 0, with a group      ends itself when a node of it is silent for SILENT_SECONDS: the group is torn on all nodes;
+                              and after a checkpoint, when a node that it lacked was heard
     other ranks               end themselves when rank 0 has begun another group (rank_rendezvous.py)
 
 A killed node closes its connections, and every rank notices at once. A frozen or vanished node closes nothing; then
@@ -32,6 +34,9 @@ SILENT_SECONDS = 10.0
 
 FRESH_SECONDS = 3.0
 """Age of a sign of life with which a node counts as present, before a group is formed."""
+
+AWAITED_SECONDS = 50.0
+"""Silence of a node after which a trainer that may lack it trains without it. A restarted agent is back sooner."""
 
 ANSWER_SECONDS = 2.0
 """Longest wait for the coordinator's answer."""
@@ -93,32 +98,60 @@ class OtherNodes:
     def __init__(self, spec: NodeSpec) -> None:
         self._calls = RankCalls(spec)
         self._numbers = range(1, spec.trainer_nodes)
+        self._may_lack = spec.may_lack_ranks
+        self._members: Sequence[int] = self._numbers
+        """The other nodes of the group."""
 
-    def wait_for_all(self) -> None:
-        """Wait until every other node gives signs of life. A lost node is bought again, which takes any time."""
+    def wait(self) -> tuple[int, ...]:
+        """Wait for the other nodes, and return the numbers of the nodes that form the group, this one first.
+
+        A lost node is bought again, which takes any time: a trainer that may lack it begins without it.
+        """
         reported: list[int] = []
-        while self._numbers and (absent := self.absent(self._calls.ask())):
+        while self._numbers:
+            answer = self._calls.ask()
+            absent = self.absent(answer)
+            if not absent or (self._may_lack and answer is not None and not self.awaited(answer, absent)):
+                self._members = [number for number in self._numbers if number not in absent]
+                if absent:
+                    print(f"trains without the trainer's nodes {absent}", flush=True)
+                break
             if absent != reported:
                 print(f"waits for the trainer's nodes {absent}", flush=True)
                 reported = absent
             time.sleep(SIGN_SECONDS)
+        return (0, *self._members)
 
     def are_silent(self) -> bool:
-        """Return True if a node was silent for too long."""
+        """Return True if a node of the group was silent for too long."""
         answer = self._calls.ask()
         lost = [] if answer is None else self.silent(answer)
         if lost:
             print(f"the trainer's nodes {lost} are silent", flush=True)
         return bool(lost)
 
+    def have_come(self) -> bool:
+        """Return True if a node that the group lacks was heard."""
+        if len(self._members) == len(self._numbers) or (answer := self._calls.ask()) is None:
+            return False
+        absent = self.absent(answer)
+        come = [number for number in self._numbers if number not in self._members and number not in absent]
+        if come:
+            print(f"the trainer's nodes {come} are there", flush=True)
+        return bool(come)
+
     def absent(self, answer: RanksFound | None) -> list[int]:
         """Return the nodes without a fresh sign of life. `answer`: None if the coordinator did not answer."""
         heard_ms = {} if answer is None else answer.heard_ms
         return [number for number in self._numbers if heard_ms.get(number, math.inf) > 1000 * FRESH_SECONDS]
 
+    def awaited(self, answer: RanksFound, absent: Sequence[int]) -> list[int]:
+        """Return those of the absent nodes that were not silent for long yet."""
+        return [number for number in absent if answer.silent_ms(number) < 1000 * AWAITED_SECONDS]
+
     def silent(self, answer: RanksFound) -> list[int]:
-        """Return the nodes that were silent for too long."""
-        return [number for number in self._numbers if answer.silent_ms(number) > 1000 * SILENT_SECONDS]
+        """Return the nodes of the group that were silent for too long."""
+        return [number for number in self._members if answer.silent_ms(number) > 1000 * SILENT_SECONDS]
 
 
 class RankReport:

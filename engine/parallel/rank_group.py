@@ -14,7 +14,7 @@ freezes is killed by the node's agent, with the same effect. LIMIT_SECONDS ends 
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -42,6 +42,8 @@ class RankGroup:
         """
         self._messages, self._tensors = messages, tensors
         self.store, self.device = store, device
+        self.may_grow: Callable[[], bool] = lambda: False
+        """Returns True if a larger group could form: a node that this group lacks is there."""
         self._sent: list[tuple[Any, Tensor]] = []
         """Unfinished sends, with the tensors that must live as long."""
 

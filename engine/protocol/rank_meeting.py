@@ -15,13 +15,15 @@ class RankMeeting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """The meeting place that one rank 0 makes. `port`: of its store; None: no rank 0 waits or trains now.
 
     `generation` names the group: every rank 0 has another. `is_over`: the run is finished, and needs no ranks.
-    `iteration`: newest known weight version, on a node without the trainer's progress.
+    `iteration`: newest known weight version, on a node without the trainer's progress. `nodes`: numbers of the nodes
+    whose ranks form the group; ranks of other nodes wait for a later meeting.
     """
 
     generation: int = 0
     port: int | None = None
     is_over: bool = False
     iteration: int = 0
+    nodes: tuple[int, ...] = ()
 
 
 class RanksFound(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

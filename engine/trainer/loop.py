@@ -22,6 +22,7 @@ from engine.diffusion.sampler import batch_plan
 from engine.events import EngineFinished, EngineStarted, Phase
 from engine.exploration.explorer import Explorer
 from engine.models.adapter import DiTAdapter
+from engine.parallel.communicator import TornGroup
 from engine.parallel.rank_group import RankGroup
 from engine.prompts import PromptSource
 from engine.protocol.request import Kind, Manifest, Score, WeightsKey
@@ -71,6 +72,8 @@ class Loop:
 
         `sampling_ranks`: ranks that sample, from rank 0 on.
         """
+        self.group = group
+        sampling_ranks = min(sampling_ranks, 1 if group is None else group.ranks)
         self.config = config
         self.context = context
         self.state = TrainerState(config_digest=config_digest(config))
@@ -110,7 +113,7 @@ class Loop:
             trace=context.trace,
         )
         self.usage: Usage = self.worker.usage
-        self.reports = IterationReports(self.reporter, self.usage)
+        self.reports = IterationReports(self.reporter, self.usage, ranks=1 if group is None else group.ranks)
         self.coordinator = CoordinatorClient(context.transport, context.node, context.workers_of_node, self.usage)
         self.exploration = SeedExploration(
             config, Explorer(config, context.run), prompts, self.state, self.coordinator, self.reporter, self.schedule
@@ -264,6 +267,8 @@ class Loop:
             self._publish(weights)
         self.forecast.measured.publish(time.perf_counter() - trained_at)
         self.reports.end()
+        if self.group is not None and files is not None and self.group.may_grow():
+            raise TornGroup("begins again with the nodes that are there now")
 
     @property
     def _trained_rewards(self) -> Callable[[Sequence[Score]], tuple[float, ...]]:

@@ -52,9 +52,10 @@ class IterationReports:
     Seconds after an iteration's report count towards the next iteration's report.
     """
 
-    def __init__(self, reporter: Reporter, usage: Usage) -> None:
+    def __init__(self, reporter: Reporter, usage: Usage, *, ranks: int) -> None:
+        """Begin without a batch. `ranks`: of the trainer."""
         self._reporter = reporter
-        self._usage = usage
+        self._usage, self._ranks = usage, ranks
         self._usage_before: dict[str, float] = {}
         self._begun = self._reported = 0.0
         self._unreported_seconds = 0.0
@@ -104,6 +105,7 @@ class IterationReports:
             made_by=dict(rollouts.made_by),
             scores=rollouts.metrics(),
             schedule=dict(schedule),
+            ranks=self._ranks,
         )
         self._reporter.iteration_done(done)
 

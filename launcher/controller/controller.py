@@ -24,6 +24,7 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from engine.clock import Clock
 from engine.node_spec import NodeSpec
+from engine.trainer_ranks import may_lack_ranks
 from launcher.controller.checkpoint_transfer import CheckpointTransfer, copy_checkpoint
 from launcher.controller.cloud_time import CloudTime
 from launcher.controller.engine_client import EngineClient
@@ -458,6 +459,7 @@ def wanted_of(run: Run, job: Job, plan: Plan, clock: Clock) -> Wanted:
         rules=MoveRules.of(job),
         launch_rate=LaunchRate(per_minute=job.recovery.launches_per_minute) if is_cloud else None,
         iteration_ms=plan.iteration_ms,
+        trainer_may_lack=may_lack_ranks(job.engine()),
     )
     return _limited_by_all(own, job.all_runs, run, is_cloud)
 

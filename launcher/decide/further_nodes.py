@@ -6,6 +6,9 @@ A trainer with a missing node trains nothing, but costs money. If its zone lacks
 nodes are given back. If the trainer never was whole, that counts as a refusal, and the rules for a refused trainer
 choose the next place (failover.py). If it was whole, the search starts anew in its region.
 
+A trainer that may lack a node (`Wanted.trainer_may_lack`) and once was whole trains on with the nodes that are there: as
+long as its first node is, the missing node is only asked for again.
+
 Pure: no clock, no I/O.
 """
 
@@ -32,6 +35,18 @@ def missing_trainer_slots(wanted: Wanted, nodes: Sequence[NodeRecord]) -> list[s
     """Return the trainer's slots that have neither a running nor a requested node. A leaving node does not count."""
     held = {node.slot for node in _trainer_nodes(nodes)}
     return [slot.name for slot in wanted.slots if slot.role != "rollout" and slot.name not in held]
+
+
+def trains_without(
+    missing: Sequence[str], live: Sequence[NodeRecord], nodes: Sequence[NodeRecord], wanted: Wanted
+) -> bool:
+    """Return whether a trainer trains on without the nodes of these slots: its first node is there, and it was whole.
+
+    `live`: the live nodes. `nodes`: all that the run had.
+    """
+    if not wanted.trainer_may_lack or "trainer" in missing:
+        return False
+    return all(_was_beside(slot, live, nodes) for slot in missing)
 
 
 def offer_beside(nodes: Sequence[NodeRecord]) -> Option | None:
@@ -80,7 +95,7 @@ def given_back_trainer(facts: Facts, wanted: Wanted, live: Sequence[NodeRecord],
     if not facts.sites:
         return None
     trainer, missing, option = _trainer_nodes(live), missing_trainer_slots(wanted, live), offer_beside(live)
-    if option is None or not missing:
+    if option is None or not missing or trains_without(missing, trainer, facts.nodes, wanted):
         return None
     if tried.is_denied(option):
         why = tried.denials("ranks")

@@ -17,7 +17,12 @@ from launcher.decide.failover import (
     next_trainer,
     site_of_run,
 )
-from launcher.decide.further_nodes import missing_trainer_slots, next_trainer_node, number_of_trainer_nodes
+from launcher.decide.further_nodes import (
+    missing_trainer_slots,
+    next_trainer_node,
+    number_of_trainer_nodes,
+    trains_without,
+)
 from launcher.decide.launch_history import Tried
 from launcher.decide.promotion import SUCCESSOR, may_train, trainer_on_spot, why_not_on_spot, why_on_demand
 from launcher.decide.replacing import stays
@@ -31,7 +36,7 @@ from launcher.placement.price_of_waiting import Prices
 def place_of(slot: Slot, tried: Tried, after: Sequence[NodeRecord], facts: Facts, wanted: Wanted) -> Move:
     """Return the offer to buy for a slot's next node, a wait, or `NothingLeft`.
 
-    Offers above the hourly limit are left out. A trainer of several nodes is whole before rollout nodes are bought.
+    Offers above the hourly limit are left out. A trainer of several nodes is whole before rollout nodes are bought, if it does not train without the missing one.
 
     `after`: the nodes after the actions decided so far.
     """
@@ -47,7 +52,8 @@ def place_of(slot: Slot, tried: Tried, after: Sequence[NodeRecord], facts: Facts
         if slot.placement.market is Market.SPOT:
             return _trainer_on_spot(slot, tried, after, facts, wanted, sites)
         return next_trainer(tried, sites, wanted.rules, facts.now_ms)
-    if trainer_nodes > 1 and missing_trainer_slots(wanted, after):
+    lacking = missing_trainer_slots(wanted, after) if trainer_nodes > 1 else []
+    if lacking and not trains_without(lacking, after, facts.nodes, wanted):
         return Wait(until_ms=None, why="the trainer comes first")
     is_alike = may_train(slot, wanted)
     place = tried.trainer.site if tried.trainer is not None else site_of_run(tried, facts.sites).place

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from engine.algorithm_config import AlgorithmConfig
 from engine.config import EngineConfig, EvaluationConfig, ExplorationConfig, ModelConfig, RuntimeConfig
+from engine.events import IterationDone
 from tests.engine.fleet import Fleet
 from tests.engine.nursery import NurseryFleet
 
@@ -110,6 +112,60 @@ def test_two_nodes_with_a_rank_each_train_what_two_ranks_of_one_node_train(tmp_p
     in_turn = [replace("ranks-1", signal.SIGKILL, "ranks-1-g1")]
     assert trained_by(tmp_path, in_turn, trainer_nodes=2, ends=["ranks-1-g1"]) == calm
     assert "another rank of the trainer was lost" in (tmp_path / "nodes/trainer/logs/trainer.log").read_text()
+
+
+def three_nodes(folder: Path, lost: signal.Signals | None) -> tuple[list[IterationDone], float]:
+    """Train on three nodes with a rank each, lose the third after two batches, and give it back later.
+
+    Returns the batches until all three train again, and the seconds from the loss until two had trained a batch. None:
+    nothing is lost, and there are as many batches as the run has.
+    """
+    algorithm = CONFIG.algorithm.model_copy(update={"updates_per_batch": 1})
+    runtime = RUNTIME.model_copy(update={"trainer_ranks": 3})
+    most = 12 if lost is None else 60
+    config = CONFIG.model_copy(update={"algorithm": algorithm, "runtime": runtime, "iterations": most})
+    fleet, seconds = NurseryFleet(folder, config, trainer_nodes=3), 0.0
+
+    def trained_with(ranks: int, after: int) -> bool:
+        return any(done.ranks == ranks and done.iteration > after for done in fleet.events("iteration_done"))
+
+    try:
+        for node in ("trainer", "ranks-1", "ranks-2", "spot-0"):
+            fleet.start(node)
+        if lost is None:
+            fleet.wait_until_finished(seconds=400)
+            return fleet.events("iteration_done"), seconds
+        fleet.wait_for_iteration(1)
+        fleet.signal_node("ranks-2", lost)
+        began = time.monotonic()
+        fleet.wait_for(lambda: trained_with(2, 1))
+        seconds = time.monotonic() - began
+        fleet.start("ranks-2-g1")
+        newest = fleet.events("iteration_done")[-1].iteration
+        fleet.wait_for(lambda: trained_with(3, newest))
+        return fleet.events("iteration_done"), seconds
+    finally:
+        fleet.close()
+
+
+@pytest.mark.parametrize("lost", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)])
+def test_a_trainer_that_lost_a_node_trains_on_without_it_and_takes_its_successor_in(
+    tmp_path: Path, lost: signal.Signals
+) -> None:
+    """The gradients of two ranks are those of three, but for the order of a sum."""
+    undisturbed, _ = three_nodes(tmp_path / "undisturbed", None)
+    assert {done.ranks for done in undisturbed} == {3}
+    done, _ = three_nodes(tmp_path / "lossy", lost)
+    of_batch = {event.iteration: event for event in done}
+    assert sorted(of_batch) == list(range(len(of_batch))), "no batch is missing"
+    assert [event.iteration for event in done] == sorted(of_batch), "and none was trained twice"
+    ranks = [of_batch[number].ranks for number in sorted(of_batch)]
+    assert ranks == sorted(ranks[: ranks.index(2)], reverse=True) + sorted(ranks[ranks.index(2) :])
+    first = ranks.index(2)
+    assert of_batch[first].health["gradient_norm"] == pytest.approx(
+        undisturbed[first].health["gradient_norm"], rel=1e-4
+    ), "the first batch of two ranks, from weights of three"
+    assert of_batch[first].manifest_digest == undisturbed[first].manifest_digest
 
 
 @pytest.mark.long

@@ -121,6 +121,30 @@ def test_an_earlier_meeting_is_forgotten_even_if_there_is_none(spec):
         assert read_meeting(meeting_file(spec)) == NO_MEETING
 
 
+def test_ranks_of_the_nodes_that_are_there_form_a_group_and_the_others_wait_for_the_next(spec, left, monkeypatch):
+    """Three nodes of a rank each, of which node 1 is away. Then it is there, and the group begins again with it."""
+    nodes, come = [(0, 2)], []
+    others = SimpleNamespace(wait=lambda: nodes[-1], are_silent=lambda: False, have_come=lambda: bool(come))
+    monkeypatch.setattr(rank_rendezvous, "OtherNodes", lambda spec: others)
+    runtime = RuntimeConfig(trainer_ranks=3)
+    first = spec.model_copy(update={"trainer_nodes": 3, "engine": spec.engine.model_copy(update={"runtime": runtime})})
+    away, there = (first.model_copy(update={"role": "ranks", "trainer_node": number}) for number in (1, 2))
+    with ThreadPoolExecutor() as threads:
+        waiting, joined = threads.submit(joined_group, away, 1, CPU), threads.submit(joined_group, there, 2, CPU)
+        with led_group(first, CPU) as group:
+            second = joined.result(SECONDS)
+            assert (group.rank, group.ranks, second.rank, second.ranks) == (0, 2, 1, 2)
+            assert not group.may_grow()
+            come.append(1)
+            assert group.may_grow()
+            assert not waiting.done()
+        forget_ranks(first)
+        nodes.append((0, 1, 2))
+        again = threads.submit(joined_group, there, 2, CPU)
+        with led_group(first, CPU) as group:
+            assert [waiting.result(SECONDS).rank, again.result(SECONDS).rank, group.ranks] == [1, 2, 3]
+
+
 def test_rank_0_names_no_meeting_before_every_node_of_the_trainer_is_there(spec, monkeypatch):
     class Waits(Exception): ...
 
@@ -128,7 +152,7 @@ def test_rank_0_names_no_meeting_before_every_node_of_the_trainer_is_there(spec,
         assert read_meeting(meeting_file(spec)) == NO_MEETING
         raise Waits
 
-    monkeypatch.setattr(rank_rendezvous, "OtherNodes", lambda spec: SimpleNamespace(wait_for_all=wait))
+    monkeypatch.setattr(rank_rendezvous, "OtherNodes", lambda spec: SimpleNamespace(wait=wait))
     with pytest.raises(Waits), led_group(spec, CPU):
         pass
 
@@ -141,7 +165,7 @@ def test_rank_0_of_several_nodes_leaves_when_one_is_silent_and_not_after_the_run
         looked.set()
         return bool(silent)
 
-    others = SimpleNamespace(wait_for_all=lambda: None, are_silent=are_silent)
+    others = SimpleNamespace(wait=lambda: (0, 1), are_silent=are_silent, have_come=lambda: False)
     monkeypatch.setattr(rank_rendezvous, "OtherNodes", lambda spec: others)
     several = spec.model_copy(update={"trainer_nodes": 2})
 

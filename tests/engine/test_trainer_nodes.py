@@ -221,11 +221,66 @@ def test_a_further_node_copies_each_meeting_until_the_run_is_over(tmp_path, scri
 
 def test_rank_0_waits_until_every_further_node_was_heard_and_says_for_which(tmp_path, script, capsys):
     script.answers = [None, found(node_1=0), found(node_1=0), found(node_1=0, node_2=2999)]
-    others = OtherNodes(spec(tmp_path, number=0, nodes=3))
-    others.wait_for_all()
+    others = OtherNodes(with_nodes(spec(tmp_path, number=0, nodes=3), "whole"))
+    assert others.wait() == (0, 1, 2)
     assert script.answers == []
     assert capsys.readouterr().out == "waits for the trainer's nodes [1, 2]\nwaits for the trainer's nodes [2]\n"
-    OtherNodes(spec(tmp_path, number=0, nodes=1)).wait_for_all()
+    assert OtherNodes(spec(tmp_path, number=0, nodes=1)).wait() == (0,)
+
+
+def with_nodes(spec, trainer_nodes):
+    """Return the spec with another `runtime.trainer_nodes`."""
+    runtime = spec.engine.runtime.model_copy(update={"trainer_nodes": trainer_nodes})
+    return spec.model_copy(update={"engine": spec.engine.model_copy(update={"runtime": runtime})})
+
+
+@pytest.mark.parametrize(("asked", "weights", "may"), [("auto", "lora", True), ("auto", "full", False), ("whole", "lora", False)])
+def test_only_lora_may_lack_ranks_unless_the_job_wants_all(tmp_path, asked, weights, may):
+    made = with_nodes(spec(tmp_path, number=0), asked)
+    engine = made.engine.model_copy(update={"model": made.engine.model.model_copy(update={"weights": weights})})
+    assert made.model_copy(update={"engine": engine}).may_lack_ranks is may
+
+
+def test_full_weights_cannot_lack_a_node():
+    with pytest.raises(ValueError, match=r"trainer_nodes is elastic, but model.weights is full.*use .*whole"):
+        EngineConfig(model={"weights": "full"}, runtime=RuntimeConfig(trainer_nodes="elastic"))
+
+
+def test_a_trainer_that_may_lack_a_node_waits_for_it_for_less_than_a_minute(tmp_path, script, capsys):
+    """Node 2 was lost, and node 1 restarts its agent."""
+    script.answers = [
+        None,
+        found(node_1=20_000, node_2=40_000),
+        found(node_1=0, node_2=49_999),
+        found(node_1=0, node_2=50_000),
+    ]
+    others = OtherNodes(spec(tmp_path, number=0, nodes=3))
+    assert others.wait() == (0, 1)
+    said = "waits for the trainer's nodes [1, 2]\nwaits for the trainer's nodes [2]\n"
+    assert capsys.readouterr().out == said + "trains without the trainer's nodes [2]\n"
+    assert script.answers == []
+    silent = RanksFound(meeting=NO_MEETING, heard_ms={1: 0, 2: 99_000}, up_ms=120_000)
+    assert others.silent(silent) == [], "the group does without node 2"
+    assert others.silent(RanksFound(meeting=NO_MEETING, heard_ms={1: 10_001}, up_ms=120_000)) == [1]
+
+
+def test_a_trainer_that_may_lack_nodes_waits_for_those_never_heard_from_the_coordinators_start(tmp_path, script):
+    young = RanksFound(meeting=NO_MEETING, heard_ms={}, up_ms=49_999)
+    script.answers = [young, found()]
+    assert OtherNodes(spec(tmp_path, number=0, nodes=3)).wait() == (0,)
+    assert script.answers == []
+
+
+def test_a_group_may_grow_when_a_node_that_it_lacks_was_heard(tmp_path, script):
+    script.answers = [found(node_1=0, node_2=60_000)]
+    others = OtherNodes(spec(tmp_path, number=0, nodes=3))
+    assert others.wait() == (0, 1)
+    script.answers = [None, found(node_1=0, node_2=60_000), found(node_1=4_000, node_2=100)]
+    assert [others.have_come() for _ in range(3)] == [False, False, True]
+    script.answers = [found(node_1=0, node_2=0)]
+    whole = OtherNodes(spec(tmp_path, number=0, nodes=3))
+    assert whole.wait() == (0, 1, 2)
+    assert whole.have_come() is False, "asked nobody: the group lacks none"
 
 
 def test_rank_0_leaves_for_a_silent_node_and_not_for_a_coordinator_that_does_not_answer(tmp_path, script, capsys):

@@ -169,13 +169,25 @@ _fault(
     "a-group-is-formed-without-a-node",
     "to wait for the nodes of the trainer",
     f"{NODES}rank_0_waits_until_every_further_node_was_heard_and_says_for_which",
-    (trainer_nodes.OtherNodes, "wait_for_all", lambda self: None),
+    (trainer_nodes.OtherNodes, "wait", lambda self: (0, *self._numbers)),
 )
 _fault(
     "a-silent-node-holds-the-trainer-up",
     "that a frozen node closes no connection",
     f"{NODES}rank_0_leaves_for_a_silent_node_and_not_for_a_coordinator_that_does_not_answer",
     _method(trainer_nodes.OtherNodes, "are_silent", "return bool(lost)", "return False"),
+)
+_fault(
+    "a-group-that-lacks-a-node-waits-for-it",
+    "that the other ranks can train meanwhile",
+    f"{NODES}a_trainer_that_may_lack_a_node_waits_for_it_for_less_than_a_minute",
+    _method(trainer_nodes.OtherNodes, "awaited", "answer.silent_ms(number) < 1000 * AWAITED_SECONDS", "True"),
+)
+_fault(
+    "a-node-that-came-back-never-joins",
+    "to ask for nodes that the group lacks",
+    f"{NODES}a_group_may_grow_when_a_node_that_it_lacks_was_heard",
+    _method(trainer_nodes.OtherNodes, "have_come", "number not in self._members and", "number in self._members and"),
 )
 _fault(
     "a-rank-trains-a-whole-unit-alone",
