@@ -71,7 +71,7 @@ from launcher.job.load import all_runs_of
 from launcher.job.schema import Job
 from launcher.job.sections import AllRuns
 from launcher.ledger.accounting import judge_budget
-from launcher.ledger.models import STAND_IN, Node, NodeEvent, Run, TroubleRow
+from launcher.ledger.models import MOVE, STAND_IN, Node, NodeEvent, Run, TroubleRow
 from launcher.ledger.node_history import last_trainer_cloud, node_of, node_records, option_of, unpriced_costs
 from launcher.ledger.store import append_status, current_status, nodes_of, trouble_of
 from launcher.money import duration
@@ -350,6 +350,9 @@ class Controller:
             if action.stand_in:
                 session.flush()
                 self._event(session, node, STAND_IN, node.requested_ms, action.stand_in)
+            if action.move:
+                session.flush()
+                self._event(session, node, MOVE, node.requested_ms, action.move)
         # The intent is durable. After a crash here the node is not `requested`, and the next pass requests the node.
         self._request(action.name)
 
@@ -459,6 +462,7 @@ def wanted_of(run: Run, job: Job, plan: Plan, clock: Clock) -> Wanted:
         rules=MoveRules.of(job),
         launch_rate=LaunchRate(per_minute=job.recovery.launches_per_minute) if is_cloud else None,
         iteration_ms=plan.iteration_ms,
+        moved_bytes=plan.moved_bytes,
         trainer_may_lack=may_lack_ranks(job.engine()),
     )
     return _limited_by_all(own, job.all_runs, run, is_cloud)

@@ -23,8 +23,8 @@ class Enter:
 class Buy:
     """Record the intent in the ledger, then request the node.
 
-    `option`: the offer (zone, instance type, market) to buy. `stand_in`: why the node stands in for missing spot; empty
-    for every other node.
+    `option`: the offer (zone, instance type, market) to buy. `stand_in`: why the node stands in for missing spot;
+    `move`: why the run goes to the node's region; each empty for every other node.
     """
 
     slot: Slot
@@ -33,6 +33,7 @@ class Buy:
     name: str
     reserved_micro_usd: int
     stand_in: str = ""
+    move: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -277,6 +277,8 @@ class Wanted:
     of its judges fits into `all_runs.max_total`. None: no limit, or no paid judge."""
     ends_ms: int | None = None
     """Time at which the run ends, done or not. None: at the deadline."""
+    moved_bytes: int = 0
+    """Bytes that a move to another region carries along: the model for each node, and a checkpoint."""
     trainer_may_lack: bool = False
     """True if a trainer of several nodes trains without one that was lost (`RuntimeConfig.trainer_nodes`)."""
 

@@ -20,6 +20,7 @@ not hang on a pool without capacity, and must not scatter over the world.
   for a trainer has no end of its own: the budget or the deadline ends the run.
 - A trainer on spot is bought by the rules of a rollout slot, and all slots are asked for at once: a node that is up
   takes the role of a lost trainer (promotion.py), so it waits for none.
+- A run with its trainer on spot goes to another region that has spot where that pays (moving.py).
 - Rollout nodes of a region that the run gave up or left are released, because a node without a trainer costs money and
   does no work. So are those of a run that has had no trainer in sight for five minutes.
 - A denial (a quota, a permission) removes the option for the rest of the run. A run fails when no option for the
@@ -87,7 +88,15 @@ class NothingLeft:
     why: str
 
 
-Move = Option | StandIn | Wait | NothingLeft
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Elsewhere:
+    """Buy the trainer in another region, to which the run moves, and why."""
+
+    option: Option
+    why: str
+
+
+Move = Option | StandIn | Elsewhere | Wait | NothingLeft
 
 WhyStandIn = Callable[[Option, Sequence[Option], int], str | None]
 """(stand-in, spot options that lack capacity, time since which all of them do): why to buy the stand-in now, or None to
@@ -260,6 +269,14 @@ def _by_price(preferred: Option, spot: Sequence[Option]) -> tuple[list[Option], 
     most = DEAR * max(lowest, preferred.placement.micro_usd_per_hour)
     cheap = [option for option in spot if option.placement.micro_usd_per_hour <= most]
     return cheap, [option for option in spot if option.placement.micro_usd_per_hour > most]
+
+
+def next_elsewhere(
+    options: Sequence[Elsewhere], tried: Tried, rules: MoveRules, now_ms: int
+) -> Elsewhere | None:
+    """Return the first of these options whose pool is ready to be asked. None: all have refused lately."""
+    ready = (e for e in options if tried.cools_until_ms(e.option, min(rules.cool_down_ms, ASK_MS), ASK_MOST_MS) <= now_ms)
+    return next(ready, None)
 
 
 def back_to_spot(

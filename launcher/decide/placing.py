@@ -12,6 +12,7 @@ from launcher.decide.failover import (
     Wait,
     back_to_spot,
     home_of,
+    next_elsewhere,
     next_rollout,
     next_spot_trainer,
     next_trainer,
@@ -24,6 +25,7 @@ from launcher.decide.further_nodes import (
     trains_without,
 )
 from launcher.decide.launch_history import Tried
+from launcher.decide.moving import options_elsewhere
 from launcher.decide.promotion import SUCCESSOR, may_train, trainer_on_spot, why_not_on_spot, why_on_demand
 from launcher.decide.replacing import stays
 from launcher.decide.run_budget import beside, hourly_of
@@ -36,7 +38,8 @@ from launcher.placement.price_of_waiting import Prices
 def place_of(slot: Slot, tried: Tried, after: Sequence[NodeRecord], facts: Facts, wanted: Wanted) -> Move:
     """Return the offer to buy for a slot's next node, a wait, or `NothingLeft`.
 
-    Offers above the hourly limit are left out. A trainer of several nodes is whole before rollout nodes are bought, if it does not train without the missing one.
+    Offers above the hourly limit are left out. A trainer of several nodes is whole before rollout nodes are bought, or
+    trains without the missing one.
 
     `after`: the nodes after the actions decided so far.
     """
@@ -76,6 +79,10 @@ def _trainer_on_spot(
     spot = [option for option in home_of(tried, sites).trainer if option.placement.market is Market.SPOT]
     refused = {option.place: why_not_on_spot(option, tried, facts, wanted) for option in spot}
     costs_more = next(iter(refused.values()), "") if all(refused.values()) else ""
+    if tried.trainer is None:
+        elsewhere = options_elsewhere(home_of(tried, sites), sites, tried, facts, wanted, after)
+        if (next_site := next_elsewhere(elsewhere, tried, wanted.rules, facts.now_ms)) is not None:
+            return next_site
     why = why_on_demand(facts, wanted) or why_late(facts, wanted) or costs_more
     if why and wanted.rules.on_demand:
         move = next_trainer(tried, [_on_demand_only(site) for site in sites], wanted.rules, facts.now_ms)

@@ -15,7 +15,7 @@ from engine.events import EngineFinished
 from launcher.decide import budget_guard
 from launcher.decide.actions import Action, Buy, Enter, Promote, Release, RepeatPromotion, RepeatRequest, StopEngine
 from launcher.decide.facts import FAILING, FOUND, OVER, Facts, NodeRecord, Stage, Wanted
-from launcher.decide.failover import StandIn, why_idle
+from launcher.decide.failover import Elsewhere, StandIn, why_idle
 from launcher.decide.further_nodes import given_back_trainer
 from launcher.decide.giving_back import nodes_above_hourly_limit, nodes_to_release
 from launcher.decide.known_nodes import KnownNodes
@@ -168,7 +168,7 @@ def _fill(
             refusals.append(f"{slot.name} is not bought: {wanted.launch_rate.per_minute} launches a minute at most")
             break
         placed = place_of(slot, tried, after, facts, wanted)
-        move, why = (placed.option, placed.why) if isinstance(placed, StandIn) else (placed, "")
+        move, why = (placed.option, placed.why) if isinstance(placed, StandIn | Elsewhere) else (placed, "")
         if not isinstance(move, Option):
             refusals += [] if works else [f"{slot.name} is not bought: {move.why}"]
             continue
@@ -193,7 +193,15 @@ def _fill(
             continue
         name = f"{wanted.run}-{slot.name}-g{generation}"
         actions.append(
-            Buy(slot=slot, option=move, generation=generation, name=name, reserved_micro_usd=reserve, stand_in=why)
+            Buy(
+                slot=slot,
+                option=move,
+                generation=generation,
+                name=name,
+                reserved_micro_usd=reserve,
+                stand_in=why if isinstance(placed, StandIn) else "",
+                move=why if isinstance(placed, Elsewhere) else "",
+            )
         )
         bought = _intended(name, slot, move, generation, reserve, facts)
         after.append(bought)

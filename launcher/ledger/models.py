@@ -256,10 +256,14 @@ STAND_IN = "stand_in"
 """Kind of the event of a node that replaces missing spot. It comes with the intent to buy, and says why."""
 
 
+MOVE = "move"
+"""Kind of the event of a trainer that is bought in another region, which has spot. It says why the run goes there."""
+
+
 class NodeEvent(Base):
     """An event of a node, with its evidence.
 
-    stand_in (the node replaces missing spot; the evidence says why), found (the ledger did not know the node: it was
+    stand_in (the node replaces missing spot; the evidence says why), move (the run goes to its region), found (the ledger did not know the node: it was
     restored from a backup), requested (the cloud was called), up (billing starts), ready (its workers called in),
     notice, promoted (it takes the role of the trainer),
     incomplete (the node's trainer never was whole; the evidence says why), releasing (the launcher requested

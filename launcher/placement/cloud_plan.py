@@ -320,6 +320,8 @@ class CloudPlan:
             iterations=self.iterations.expected,
             pace_ms=self.pace_ms,
             checkpoint_every=self.checkpoint_every,
+            # A checkpoint has four of the six copies of the trained weights that are on the disk.
+            moved_bytes=2 * self.disk.get("trained weights", 0) // 3 + len(self.slots) * self.disk.get("model", 0),
             trainer_life_hours=self._trainer_life_hours,
             ranks_have_room=self.trainer.waiting == 0,
         )

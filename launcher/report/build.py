@@ -39,7 +39,7 @@ from launcher.report.resume_command import resume_command
 from launcher.report.savings import NOT_MODELLED, NOT_MODELLED_ON_CLOUDS, saving_against, savings_of
 from launcher.report.schedule import schedule_of
 from launcher.report.sharing import sharing_of
-from launcher.report.stand_ins import stand_in_lines
+from launcher.report.stand_ins import move_lines, stand_in_lines
 from launcher.report.target import dollars_per_gain, smoothed
 from launcher.report.trainer_losses import trainer_losses_of
 from launcher.report.values import SCHEMA, Report, RunFacts
@@ -112,6 +112,7 @@ def _report(session: Session, run: Run, now_ms: int, target_reward: float | None
         preemptions=preemptions,
         stand_ins=stand_in_lines(session, run, costs),
         trainer_losses=trainer_losses_of(session, run, costs, preemptions, end_ms),
+        moves=move_lines(session, run),
         exploration=exploration_of(
             iterations,
             [row.event for row in by_iteration(session, run, Ranked.KIND).values()],

@@ -35,6 +35,7 @@ from launcher.report.words import (
     score,
     short_node,
     span_words,
+    move_words,
     trainer_loss_words,
     trainer_time_words,
 )
@@ -74,6 +75,7 @@ def render_html(report: Report, read: Callable[[str], bytes | None]) -> str:
         resume_label=resume_label(report),
         span=span_words(report),
         trainer_losses=trainer_loss_words(report),
+        moves=move_words(report),
         exploration=exploration_words(report.exploration),
         schedule=schedule_words(report.schedule),
         collectives=collectives_words(report.collectives),

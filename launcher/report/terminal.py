@@ -28,6 +28,7 @@ from launcher.report.words import (
     short_node,
     span_words,
     stand_in_words,
+    move_words,
     trainer_loss_words,
     trainer_time_words,
 )
@@ -79,6 +80,8 @@ def _print(report: Report, console: Console) -> None:
     _preemptions(report, console)
     if lost := trainer_loss_words(report):
         console.print(lost)
+    if moved := move_words(report):
+        console.print(moved)
     if stood := stand_in_words(report):
         console.print(stood)
     console.print(exploration_words(report.exploration))

@@ -282,6 +282,20 @@ class StandInLine:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MoveLine:
+    """A move of the run to another region that has spot.
+
+    `hours`: time of the request, since the start of the run. `minutes`: from the request until the trainer there was
+    ready.
+    """
+
+    node: str
+    hours: float
+    minutes: float
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TrainerLosses:
     """What the preemptions of the trainer cost. Seconds are of the run's clock, dollars those of all nodes."""
 
@@ -346,6 +360,7 @@ class Report:
     stand_ins: tuple[StandInLine, ...] = ()
     """Nodes bought for slots without spot, oldest first."""
     trainer_losses: TrainerLosses | None = None
+    moves: tuple[MoveLine, ...] = ()
     """None: the trainer was never preempted."""
     resume_with: str = ""
     """Command that continues a stopped run; empty for any other run, and for one whose files were removed."""

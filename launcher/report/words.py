@@ -104,6 +104,11 @@ def trainer_loss_words(report: Report) -> str:
     return f"The trainer was lost {times}: {again}, {without} without one ({dollars(lost.without_trainer_micro_usd)})."
 
 
+def move_words(report: Report) -> str:
+    """Return a sentence for each move to another region; empty without any."""
+    return " ".join(f"After {line.hours:.2f} h: {line.why}; it took {line.minutes:.0f} min." for line in report.moves)
+
+
 def resume_label(report: Report) -> str:
     """Return the words before the command that continues the run."""
     return "Go on with it" if report.resume_with == plain_resume(report.run.name) else "Go on with more money"

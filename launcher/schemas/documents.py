@@ -69,6 +69,7 @@ ADDED_LATER = {
         "collectives",
         "trainer_time",
         "trainer_losses",
+        "moves",
         "resume_with",
         "bill",
     },
@@ -256,7 +257,14 @@ def _launch() -> Schema:
         "stand_ins",
     ):
         on_clouds["required"].remove(added_later)
-    for added_later in ("judge_micro_usd", "iterations", "pace_ms", "ranks_have_room"):
+    for added_later in (
+        "judge_micro_usd",
+        "iterations",
+        "pace_ms",
+        "ranks_have_room",
+        "moved_bytes",
+        "trainer_life_hours",
+    ):
         local["required"].remove(added_later)
     added = (
         ("Factors", outputs.FactorsCost),

@@ -307,9 +307,11 @@ def cloud_run(
     sites: Sequence[SiteOptions] = CLOUD_SITES,
     max_total: int | None = 100_000_000,
     max_hourly: int | None = 5_000_000,
+    pace_ms: tuple[int, ...] = (),
+    moved_bytes: int = 0,
     **job_fields: Any,
 ) -> Run:
-    """Create a run that may use all `sites`, on the clock of its controller."""
+    """Create a run that may use all `sites`, on the clock of its controller. `pace_ms`, `moved_bytes`: of its plan."""
     if trainers > 1:
         several = {"resources": {"trainer": {"num_nodes": trainers}}, "runtime": {"trainer_ranks": trainers}}
         job_fields = several | job_fields
@@ -325,6 +327,8 @@ def cloud_run(
         max_hourly_micro_usd=max_hourly,
         money_basis="metered",
         sites=tuple(sites),
+        pace_ms=pace_ms,
+        moved_bytes=moved_bytes,
     )
     create_run(sessions, checked, plan, name)
     with sessions() as session:

@@ -20,7 +20,7 @@ from launcher.decide.facts import PROMOTED, Facts, NodeRecord, Stage, Wanted, pr
 from launcher.decide.node_events import news
 from launcher.decide.node_facts import NodeFact, NodeStatus
 from launcher.decide.reconcile import decide
-from launcher.ledger.models import Node, NodeEvent, ProgressRow
+from launcher.ledger.models import MOVE, Node, NodeEvent, ProgressRow
 from launcher.ledger.node_history import last_trainer_cloud, node_records
 from launcher.market.offers import CLOUDS
 from launcher.money import HOUR_MS
@@ -317,9 +317,21 @@ def test_a_full_disk_ends_no_process_of_the_node_that_is_to_train(sessions, monk
 # --- on simulated clouds -----------------------------------------------------------------------------
 
 
-def cloud_stage(sessions, **fields) -> CloudRun:
-    """Return a run on clouds whose slots are all on spot; the trainer may also be bought on demand."""
-    sites = [replace(site, trainer=(*site.rollout[:-1], *site.trainer)) for site in CLOUD_SITES]
+def cloud_stage(sessions, *, dear: int = 1, **fields) -> CloudRun:
+    """Return a run on clouds whose slots are all on spot; the trainer may also be bought on demand.
+
+    `dear`: prices of other regions over those of the first.
+    """
+
+
+    def priced(option: Option, factor: int) -> Option:
+        rate = factor * option.placement.micro_usd_per_hour
+        return replace(option, placement=replace(option.placement, micro_usd_per_hour=rate))
+
+    sites = []
+    for number, site in enumerate(CLOUD_SITES):
+        rollout = tuple(priced(option, dear if number else 1) for option in site.rollout)
+        sites.append(replace(site, rollout=rollout, trainer=(*rollout[:-1], *site.trainer)))
     stage = CloudRun(sessions, sites=sites, **fields)
     slots = [replace(slot, placement=sites[0].trainer[0].placement) if slot.role == "trainer" else slot
              for slot in stage.controller.wanted.slots]  # fmt: skip
@@ -382,3 +394,67 @@ def test_on_clouds_a_trainer_on_demand_is_given_back_after_a_checkpoint_and_not_
     (promoted,) = trainers(stage)
     assert (promoted.market, steady.name in stage.cloud.released) == (Market.SPOT, True)
     assert promoted.happened[PROMOTED] >= stage.records()[steady.name].happened["released"]
+
+
+PACED = {"pace_ms": (120_000, 90_000, 60_000)}
+"""Iterations of 2 minutes with the trainer alone, of 1 minute with both rollout nodes; 1,000 of them."""
+
+
+def no_spot(*places: str) -> dict[str, str]:
+    return {f"{place}-{zone}": "refuse" for place in places for zone in "ab"}
+
+
+def moves(stage: CloudRun) -> list[str]:
+    """Return the reasons of the run's moves, oldest first."""
+    with stage.sessions() as session:
+        rows = session.scalars(select(NodeEvent).where(NodeEvent.kind == MOVE).order_by(NodeEvent.id))
+        return [event.evidence for event in rows]
+
+
+def test_a_run_whose_region_has_no_spot_goes_where_spot_is_with_its_checkpoint(home):
+    """To another region first, then to the other cloud. Nothing is bought on demand, and the way is written down."""
+    stage = cloud_stage(ledger(home), **PACED)
+    stage.passes(8)
+    stage.cloud.answers = no_spot("gcp/g1/g1")
+    for name in stage.live():
+        stage.cloud.preempt(name)
+    stage.passes(9)
+    assert not moves(stage), "an outage of minutes is waited out"
+    stage.passes(8)
+    assert set(stage.live().values()) == {("gcp", "g2")}
+    assert len(stage.live()) == 3
+    assert stage.carried == [], "a bucket serves all regions of its cloud"
+    [why] = set(moves(stage))
+    assert why.startswith("no spot in gcp g1 for 10m: the run moves to gcp g2, with about $0.00 of traffic")
+    stage.cloud.answers |= no_spot("gcp/g2/g2")
+    for name in stage.live():
+        stage.cloud.preempt(name)
+    stage.passes(30)
+    assert set(stage.live().values()) == {("aws", "e1")}
+    assert len(stage.carried) == 1, "the checkpoint is copied to the bucket of the other cloud"
+    assert {record.market for record in stage.records().values()} == {Market.SPOT}
+
+
+@pytest.mark.parametrize(
+    "reason", ["traffic", "price", "spot is back", "no spot anywhere", "a trainer on demand is planned"]
+)
+def test_a_move_that_does_not_pay_is_not_made(home, reason):
+    stage = cloud_stage(
+        ledger(home), dear=2 if reason == "price" else 1, moved_bytes=10**13 if reason == "traffic" else 0, **PACED
+    )
+    stage.passes(8)
+    others = ("gcp/g2/g2", "aws/e1/e1") if reason == "no spot anywhere" else ()
+    stage.cloud.answers = no_spot("gcp/g1/g1", *others)
+    if reason == "a trainer on demand is planned":
+        slots = [
+            replace(slot, placement=replace(slot.placement, market=Market.ON_DEMAND)) if slot.role == "trainer" else slot
+            for slot in stage.controller.wanted.slots
+        ]
+        stage.controller.wanted = replace(stage.controller.wanted, slots=slots)
+    for name in stage.live():
+        stage.cloud.preempt(name)
+    stage.passes(8)
+    if reason == "spot is back":
+        stage.cloud.answers = {}
+    stage.passes(12)
+    assert {site for site in stage.live().values()} <= {("gcp", "g1")}, moves(stage)
