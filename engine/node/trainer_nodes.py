@@ -1,10 +1,10 @@
 """Hold the nodes of a trainer together, through the coordinator on the first node.
 
     a further node            asks every second: a sign of life; copies the meeting of the ranks into its own folder
-    rank 0, before a group    waits until every further node was heard; if the trainer may lack one, only for those that
-                              were heard in the last AWAITED_SECONDS
-    rank 0, with a group      ends itself when a node of it is silent for SILENT_SECONDS: the group is torn on all nodes;
-                              and after a checkpoint, when a node that it lacked was heard
+    rank 0, before a group    waits until every further node was heard; if the trainer may lack one, only for those
+                              that were heard in the last AWAITED_SECONDS
+    rank 0, with a group      ends itself when a node of it is silent for SILENT_SECONDS, which tears the group on all
+                              nodes; and after a checkpoint, when a node that it lacked was heard
     other ranks               end themselves when rank 0 has begun another group (rank_rendezvous.py)
 
 A killed node closes its connections, and every rank notices at once. A frozen or vanished node closes nothing; then

@@ -21,9 +21,9 @@ def batches_between(cost_ms: float, life_ms: float, work_ms: float) -> int:
 class Cadence:
     """Decides after which batches there is a checkpoint: every so many, or by `auto`; and after the run's last.
 
-    With `auto` and full weights the interval is that of Young's formula, from the seconds of a batch and of a checkpoint
-    since this trainer started, and the mean life of its node. The first batch after a start has a checkpoint, which
-    measures both.
+    With `auto` and full weights the interval is that of Young's formula, from the seconds of a batch and of a
+    checkpoint since this trainer started, and the mean life of its node. The first batch after a start has a
+    checkpoint, which measures both.
     """
 
     def __init__(self, config: EngineConfig, *, life_hours: float) -> None:

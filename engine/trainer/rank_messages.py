@@ -194,16 +194,27 @@ class GatherAll(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Rank 0 needs all weights, to make passes alone. `old`: those of the old policy, if it differs.
 
     `key`, `digest`: the coordinator has the gathered weights under this key, so every rank keeps them, and may sample
-    with them. None: only rank 0 keeps them.
+    with them. `for_evaluation`: every rank keeps them, for `BeginEvaluation`. Neither: only rank 0 keeps them.
     """
 
     old: bool
     key: WeightsKey | None = None
     digest: str = ""
+    for_evaluation: bool = False
 
 
 ShardOrder: TypeAlias = (
-    Start | BeginPasses | TrainRows | TakeStep | Follow | GiveTensor | TakeTensor | GatherAll | LetSample
+    Start
+    | BeginPasses
+    | TrainRows
+    | TakeStep
+    | Follow
+    | GiveTensor
+    | TakeTensor
+    | GatherAll
+    | LetSample
+    | BeginEvaluation
+    | EndEvaluation
 )
 
 

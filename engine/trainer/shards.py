@@ -42,7 +42,9 @@ from engine.parallel.sharding import Measure, Sharding, fill_shard, mesh_of, tor
 from engine.protocol.request import Manifest, WeightsKey
 from engine.storage.tensor_files import Stored
 from engine.trainer.rank_messages import (
+    BeginEvaluation,
     BeginPasses,
+    EndEvaluation,
     Follow,
     GatherAll,
     GiveTensor,
@@ -168,7 +170,20 @@ class Shard:
         if old is not None:
             swap = exchanged(self.trainer.parameters, old)
         with swap:
-            self._sharding.gather_all(keeps=self.group.rank == 0 or order.key is not None)
+            others_keep = order.key is not None or order.for_evaluation
+            self._sharding.gather_all(keeps=self.group.rank == 0 or others_keep)
+
+    def copy_whole(self) -> None:
+        """Overwrite every rank's own gathered copy with that of rank 0, one tensor at a time."""
+        for value in self._sharding.whole.values():
+            flat = value.detach().flatten()
+            self.group.copy_from_first(flat)
+            if self.group.rank:
+                value.detach().copy_(flat.view_as(value))
+
+    def divide(self) -> None:
+        """Free this rank's gathered copy."""
+        self._sharding.divide()
 
     @contextmanager
     def holding(self, data: Stored) -> Iterator[None]:
@@ -259,9 +274,12 @@ class ShardFollower(SamplingRank[ShardOrder]):
         """`usage`: of the rank's time; None: not measured. `stepped`: called after each optimiser step."""
         super().__init__(shard.group, decoded_shard_order, sampler=sampler, usage=usage)
         self._shard, self._stepped = shard, stepped
+        self._evaluates = self._holds_published = False
 
     def _may_sample(self) -> bool:
-        return self._let_sample and self._shard.is_whole
+        if not self._shard.is_whole:
+            return False
+        return self._evaluates or (self._let_sample and self._holds_published)
 
     def _can_wait(self, order: ShardOrder) -> bool:
         return isinstance(order, BeginPasses)
@@ -296,8 +314,17 @@ class ShardFollower(SamplingRank[ShardOrder]):
                 shard.take(order, torch.empty(order.shape, dtype=DTYPES[order.dtype]))
             case GatherAll():
                 shard.gather_all(order)
+                self._holds_published = order.key is not None
                 if order.key is not None:
                     self._sampler.published(order.key, order.digest)
+            case BeginEvaluation():
+                shard.copy_whole()
+                self._sampler.begin_evaluation(order.key, order.digest)
+                self._evaluates = True
+            case EndEvaluation():
+                self._evaluates = False
+                self._sampler.end_evaluation()
+                shard.divide()
             case LetSample():
                 self._let_sample = order.is_on
             case Start():
@@ -380,9 +407,17 @@ class Shards:
         if is_on:
             self._gather_old()
 
-    def evaluating(self, key: WeightsKey, digest: str) -> AbstractContextManager[None]:
-        """Let no other rank take part: a gathered copy of the average on every rank is not built."""
-        return nullcontext()
+    @contextmanager
+    def evaluating(self, key: WeightsKey, digest: str) -> Iterator[None]:
+        """Let the other ranks serve an evaluation inside the context, if they have room. Call inside `holding`."""
+        if not self._all_sample:
+            yield
+            return
+        with self._measure(), self._ordered(BeginEvaluation(key=key, digest=digest)):
+            self._shard.copy_whole()
+        yield
+        with self._ordered(EndEvaluation()):
+            pass
 
     def take_phases(self) -> Mapping[str, float]:
         """Return the milliseconds of the other ranks by phase, added up, since the last call."""
@@ -421,8 +456,8 @@ class Shards:
 
     @contextmanager
     def holding(self, data: Stored) -> Iterator[None]:
-        """Let this rank sample alone with the weights of a file inside the context."""
-        order = GatherAll(old=False)
+        """Let this rank sample with the weights of a file inside the context; `evaluating` shares them."""
+        order = GatherAll(old=False, for_evaluation=self._all_sample)
         with self._ordered(order):
             self._shard.gather_all(order)
         with self._shard.holding(data):

@@ -271,11 +271,11 @@ def _by_price(preferred: Option, spot: Sequence[Option]) -> tuple[list[Option], 
     return cheap, [option for option in spot if option.placement.micro_usd_per_hour > most]
 
 
-def next_elsewhere(
-    options: Sequence[Elsewhere], tried: Tried, rules: MoveRules, now_ms: int
-) -> Elsewhere | None:
+def next_elsewhere(options: Sequence[Elsewhere], tried: Tried, rules: MoveRules, now_ms: int) -> Elsewhere | None:
     """Return the first of these options whose pool is ready to be asked. None: all have refused lately."""
-    ready = (e for e in options if tried.cools_until_ms(e.option, min(rules.cool_down_ms, ASK_MS), ASK_MOST_MS) <= now_ms)
+    ready = (
+        e for e in options if tried.cools_until_ms(e.option, min(rules.cool_down_ms, ASK_MS), ASK_MOST_MS) <= now_ms
+    )
     return next(ready, None)
 
 

@@ -6,8 +6,8 @@ A trainer with a missing node trains nothing, but costs money. If its zone lacks
 nodes are given back. If the trainer never was whole, that counts as a refusal, and the rules for a refused trainer
 choose the next place (failover.py). If it was whole, the search starts anew in its region.
 
-A trainer that may lack a node (`Wanted.trainer_may_lack`) and once was whole trains on with the nodes that are there: as
-long as its first node is, the missing node is only asked for again.
+A trainer that may lack a node (`Wanted.trainer_may_lack`) and once was whole trains on with the nodes that are there:
+as long as its first node is, the missing node is only asked for again.
 
 Pure: no clock, no I/O.
 """

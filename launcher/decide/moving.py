@@ -1,7 +1,7 @@
 """Decide whether a run with its trainer on spot goes to another region, because its own has no spot. Pure.
 
-A move is asked for when no node trains and every spot pool of the home region has refused for `trainer_wait_ms`. It pays if what
-the rest of the outage costs exceeds what the move and the other region's prices cost over the rest of the run:
+A move is asked for when no node trains and every spot pool of the home region has refused for `trainer_wait_ms`. It
+pays if the rest of the outage costs more than the move and the other region's prices over the rest of the run:
 
     rest of the outage x (idle nodes + worth of an hour)  >  work left x dearer fleet + minutes of the move + traffic
 

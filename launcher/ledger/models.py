@@ -263,8 +263,8 @@ MOVE = "move"
 class NodeEvent(Base):
     """An event of a node, with its evidence.
 
-    stand_in (the node replaces missing spot; the evidence says why), move (the run goes to its region), found (the ledger did not know the node: it was
-    restored from a backup), requested (the cloud was called), up (billing starts), ready (its workers called in),
+    stand_in (the node replaces missing spot; the evidence says why), move (the run goes to its region; likewise),
+    found (the ledger did not know the node: it was restored from a backup), requested (the cloud was called), up (billing starts), ready (its workers called in),
     notice, promoted (it takes the role of the trainer),
     incomplete (the node's trainer never was whole; the evidence says why), releasing (the launcher requested
     termination), instance_ended (the VM has ended, and a disk is left).

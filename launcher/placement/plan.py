@@ -75,7 +75,7 @@ class Plan:
     checkpoint_every: int = 1
     """Iterations between two checkpoints. 1 in plans of older versions."""
     moved_bytes: int = 0
-    """Bytes that a move to another region carries along: the model for each node, and a checkpoint. 0 in older plans."""
+    """Bytes that a move to another region carries along: a model for each node, and a checkpoint. 0 in older plans."""
     trainer_life_hours: float | None = None
     """Mean life that the plan expects of a trainer's node on spot, in hours. None: on demand, or not known."""
     ranks_have_room: bool = False

@@ -129,7 +129,7 @@ def _spells(site: Site) -> tuple[ZoneSpells, ...]:
 
 
 def _checkpoint_every(needs: CloudRequirements, choice: Choice, expected: Outlook) -> int:
-    """Return the iterations between two checkpoints that the trainer will choose, as engine/schedule/cadence.py does."""
+    """Return the iterations between two checkpoints that the trainer will choose (engine/schedule/cadence.py)."""
     if not needs.paced_checkpoint_bytes:
         return needs.checkpoint_every
     on_spot = choice.site.trainer_zones

@@ -28,6 +28,7 @@ from launcher.report.words import (
     how_lost,
     learning_words,
     moment,
+    move_words,
     phase_name,
     resume_label,
     saved_percent,
@@ -35,7 +36,6 @@ from launcher.report.words import (
     score,
     short_node,
     span_words,
-    move_words,
     trainer_loss_words,
     trainer_time_words,
 )

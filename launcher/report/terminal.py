@@ -21,6 +21,7 @@ from launcher.report.words import (
     headline,
     learning_words,
     moment,
+    move_words,
     phase_name,
     saving_words,
     score,
@@ -28,7 +29,6 @@ from launcher.report.words import (
     short_node,
     span_words,
     stand_in_words,
-    move_words,
     trainer_loss_words,
     trainer_time_words,
 )

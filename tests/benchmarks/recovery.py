@@ -471,7 +471,11 @@ def cadence_over_closed_form() -> dict[str, float]:
                 lasts = BATCH_S + (WRITE_S if is_due else 0.0)
                 if lasts > until_loss:
                     seconds += until_loss + RESTART_S
-                    batch, cadence, until_loss = saved, Cadence(config, life_hours=1 / an_hour), random.expovariate(hazard)
+                    batch, cadence, until_loss = (
+                        saved,
+                        Cadence(config, life_hours=1 / an_hour),
+                        random.expovariate(hazard),
+                    )
                     continue
                 seconds, until_loss, batch = seconds + lasts, until_loss - lasts, batch + 1
                 cadence.trained(batch, 1000 * BATCH_S, 1000 * WRITE_S if is_due else None)
@@ -636,10 +640,10 @@ def page(options: argparse.Namespace, load: float) -> None:
             + ", ".join(f"{over:.2f} at {hazard}" for hazard, over in cadence.items())
             + " (target 1.3). A batch takes "
             f"{BATCH_S:.0f} s; these seconds are assumed.\n\n"
-            f"A trainer of three nodes with LoRA that lost one trains on: {ranks['ranks_back_s_SIGKILL']:.0f} s after the "
-            f"node was killed and {ranks['ranks_back_s_SIGSTOP']:.0f} s after it was frozen the other two had trained a "
-            f"batch (target 70), with a gradient that differs by {ranks['ranks_gradient_difference']:.0e} from that of "
-            "three.\n\n"
+            f"A trainer of three nodes with LoRA trains on without a lost one: {ranks['ranks_back_s_SIGKILL']:.0f} s "
+            f"after the node was killed, and {ranks['ranks_back_s_SIGSTOP']:.0f} s after it was frozen, the other two "
+            "had trained a batch (target 70), with a gradient that differs by "
+            f"{ranks['ranks_gradient_difference']:.0e} from that of three.\n\n"
             f"{before_text(json.loads(BEFORE.read_text('utf-8')))}"
         ),
     )

@@ -80,7 +80,9 @@ def test_a_run_whose_region_has_no_spot_goes_on_elsewhere_and_trains_the_same_bi
         assert run.instances() == []
         assert check_bill(run, tmp_path)["basis"] == "billed"
         report = run.spotrl("report", run.name).stdout
-        assert re.search(rf"no spot in {cloud} {region} for \d+.*: the run moves to .* of traffic; it took \d+ min", report)
+        assert re.search(
+            rf"no spot in {cloud} {region} for \d+.*: the run moves to .* of traffic; it took \d+ min", report
+        )
     finally:
         world.clear()
         run.spotrl("down", run.name, check=False)

@@ -57,7 +57,7 @@ def test_the_interval_follows_what_is_measured():
     saved(cadence, 1, work_ms=233_000, cost_ms=0)
     assert cadence.is_due(2), "a checkpoint that costs nothing"
     cadence.trained(2, 233_000, 110_000)
-    assert [batch for batch in range(3, 30) if cadence.is_due(batch)][0] == 2 + batches_between(
+    assert next(batch for batch in range(3, 30) if cadence.is_due(batch)) == 2 + batches_between(
         55_000, 10 * HOUR_MS, 233_000
     )
 

@@ -234,7 +234,9 @@ def with_nodes(spec, trainer_nodes):
     return spec.model_copy(update={"engine": spec.engine.model_copy(update={"runtime": runtime})})
 
 
-@pytest.mark.parametrize(("asked", "weights", "may"), [("auto", "lora", True), ("auto", "full", False), ("whole", "lora", False)])
+@pytest.mark.parametrize(
+    ("asked", "weights", "may"), [("auto", "lora", True), ("auto", "full", False), ("whole", "lora", False)]
+)
 def test_only_lora_may_lack_ranks_unless_the_job_wants_all(tmp_path, asked, weights, may):
     made = with_nodes(spec(tmp_path, number=0), asked)
     engine = made.engine.model_copy(update={"model": made.engine.model.model_copy(update={"weights": weights})})

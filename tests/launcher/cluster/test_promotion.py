@@ -323,7 +323,6 @@ def cloud_stage(sessions, *, dear: int = 1, **fields) -> CloudRun:
     `dear`: prices of other regions over those of the first.
     """
 
-
     def priced(option: Option, factor: int) -> Option:
         rate = factor * option.placement.micro_usd_per_hour
         return replace(option, placement=replace(option.placement, micro_usd_per_hour=rate))
@@ -447,7 +446,9 @@ def test_a_move_that_does_not_pay_is_not_made(home, reason):
     stage.cloud.answers = no_spot("gcp/g1/g1", *others)
     if reason == "a trainer on demand is planned":
         slots = [
-            replace(slot, placement=replace(slot.placement, market=Market.ON_DEMAND)) if slot.role == "trainer" else slot
+            replace(slot, placement=replace(slot.placement, market=Market.ON_DEMAND))
+            if slot.role == "trainer"
+            else slot
             for slot in stage.controller.wanted.slots
         ]
         stage.controller.wanted = replace(stage.controller.wanted, slots=slots)
@@ -457,4 +458,4 @@ def test_a_move_that_does_not_pay_is_not_made(home, reason):
     if reason == "spot is back":
         stage.cloud.answers = {}
     stage.passes(12)
-    assert {site for site in stage.live().values()} <= {("gcp", "g1")}, moves(stage)
+    assert set(stage.live().values()) <= {("gcp", "g1")}, moves(stage)
