@@ -53,6 +53,9 @@ GIVE_BACK_GAP_MS = 1_800_000
 forth."""
 
 
+LAST_LOOK_MS = 120_000
+"""Age of the newest refusal at home, in milliseconds, after which a run asks there once more before it moves."""
+
 LOST_HOURS = 0.2
 """Node-hours that a preemption loses: the answer to a launch, and the cold start."""
 
@@ -271,12 +274,25 @@ def _by_price(preferred: Option, spot: Sequence[Option]) -> tuple[list[Option], 
     return cheap, [option for option in spot if option.placement.micro_usd_per_hour > most]
 
 
-def next_elsewhere(options: Sequence[Elsewhere], tried: Tried, rules: MoveRules, now_ms: int) -> Elsewhere | None:
-    """Return the first of these options whose pool is ready to be asked. None: all have refused lately."""
-    ready = (
-        e for e in options if tried.cools_until_ms(e.option, min(rules.cool_down_ms, ASK_MS), ASK_MOST_MS) <= now_ms
-    )
-    return next(ready, None)
+def next_elsewhere(
+    options: Sequence[Elsewhere], home: SiteOptions, tried: Tried, rules: MoveRules, now_ms: int
+) -> Elsewhere | Option | None:
+    """Return the first of these options whose pool is ready to be asked. None: all have refused lately.
+
+    The home region is asked once more first, if its newest refusal is older than `LAST_LOOK_MS`.
+    """
+    longest_ms, first_ms = ASK_MOST_MS, min(rules.cool_down_ms, ASK_MS)
+    ready = [e for e in options if tried.cools_until_ms(e.option, first_ms, longest_ms) <= now_ms]
+    if not ready:
+        return None
+    refused_ms = {
+        option: max((end_text(attempt)[0] for attempt in tried.refused(option)), default=0)
+        for option in home.trainer
+        if option.placement.market is Market.SPOT and not tried.is_denied(option)
+    }
+    if refused_ms and now_ms > max(refused_ms.values()) + LAST_LOOK_MS:
+        return min(refused_ms, key=lambda option: refused_ms[option])
+    return ready[0]
 
 
 def back_to_spot(

@@ -3,7 +3,7 @@
 A move is asked for when no node trains and every spot pool of the home region has refused for `trainer_wait_ms`. It
 pays if the rest of the outage costs more than the move and the other region's prices over the rest of the run:
 
-    rest of the outage x (idle nodes + worth of an hour)  >  work left x dearer fleet + minutes of the move + traffic
+    rest of the outage x (idle nodes + worth of an hour)  >  work left x dearer fleet + restart of idle nodes + traffic
 
 The newest checkpoint is carried along: the next trainer reads it from the bucket, which a move to another cloud copies
 first. After a move the other region is home, so the run comes back only when that has no spot either.
@@ -49,7 +49,8 @@ def options_elsewhere(
     out_hours, left_hours = (facts.now_ms - since_ms) / HOUR_MS, work.left_ms(work.nodes) / HOUR_MS
     rest_hours = expected_rest_hours(out_hours)
     waiting = [node for node in after if node.role == "rollout" and node.is_live and not node.is_leaving]
-    stays = rest_hours * (hourly_of(waiting) + HOUR_WORTH * _fleet(home, wanted))
+    idle = hourly_of(waiting)
+    stays = rest_hours * (idle + HOUR_WORTH * _fleet(home, wanted))
     paying: list[tuple[float, Elsewhere]] = []
     for site in sites:
         open_ones = [option for option in _on_spot(site.trainer) if not tried.is_denied(option)]
@@ -58,7 +59,7 @@ def options_elsewhere(
         per_gb = REGION_MICRO_USD_PER_GB if site.cloud == home.cloud else CLOUD_MICRO_USD_PER_GB
         traffic = wanted.moved_bytes * per_gb / GB
         dearer = left_hours * (_fleet(site, wanted) - _fleet(home, wanted))
-        goes = dearer + CHANGE_HOURS * _fleet(site, wanted) + traffic
+        goes = dearer + CHANGE_HOURS * idle + traffic
         if stays <= goes:
             continue
         why = (
@@ -66,7 +67,7 @@ def options_elsewhere(
             f"{site.cloud} {site.region}, with about {dollars(round(traffic))} of traffic"
         )
         paying += [(goes, Elsewhere(option=option, why=why)) for option in open_ones]
-    return [elsewhere for _, elsewhere in sorted(paying, key=lambda pair: (pair[0], pair[1].option.place))]
+    return [elsewhere for _, elsewhere in sorted(paying, key=lambda pair: pair[0])]  # the plan's order among equals
 
 
 def _on_spot(options: Sequence[Option]) -> list[Option]:

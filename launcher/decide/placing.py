@@ -80,8 +80,9 @@ def _trainer_on_spot(
     refused = {option.place: why_not_on_spot(option, tried, facts, wanted) for option in spot}
     costs_more = next(iter(refused.values()), "") if all(refused.values()) else ""
     if tried.trainer is None:
-        elsewhere = options_elsewhere(home_of(tried, sites), sites, tried, facts, wanted, after)
-        if (next_site := next_elsewhere(elsewhere, tried, wanted.rules, facts.now_ms)) is not None:
+        home = home_of(tried, sites)
+        elsewhere = options_elsewhere(home, sites, tried, facts, wanted, after)
+        if (next_site := next_elsewhere(elsewhere, home, tried, wanted.rules, facts.now_ms)) is not None:
             return next_site
     why = why_on_demand(facts, wanted) or why_late(facts, wanted) or costs_more
     if why and wanted.rules.on_demand:

@@ -264,10 +264,10 @@ class NodeEvent(Base):
     """An event of a node, with its evidence.
 
     stand_in (the node replaces missing spot; the evidence says why), move (the run goes to its region; likewise),
-    found (the ledger did not know the node: it was restored from a backup), requested (the cloud was called), up (billing starts), ready (its workers called in),
-    notice, promoted (it takes the role of the trainer),
-    incomplete (the node's trainer never was whole; the evidence says why), releasing (the launcher requested
-    termination), instance_ended (the VM has ended, and a disk is left).
+    found (the ledger did not know the node: it was restored from a backup), requested (the cloud was called), up
+    (billing starts), ready (its workers called in), notice, promoted (it takes the role of the trainer), incomplete
+    (the node's trainer never was whole; the evidence says why), releasing (the launcher requested termination),
+    instance_ended (the VM has ended, and a disk is left).
     The last event: gone, released, denied or no_capacity. A node whose VM was found alive after that has `up` again,
     and another last event.
     """

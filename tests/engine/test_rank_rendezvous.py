@@ -168,10 +168,11 @@ def test_rank_0_of_several_nodes_leaves_when_one_is_silent_and_not_after_the_run
     others = SimpleNamespace(wait=lambda: (0, 1), are_silent=are_silent, have_come=lambda: False)
     monkeypatch.setattr(rank_rendezvous, "OtherNodes", lambda spec: others)
     several = spec.model_copy(update={"trainer_nodes": 2})
+    other = several.model_copy(update={"role": "ranks", "trainer_node": 1})
 
     def lead():
         with ThreadPoolExecutor() as threads:
-            joined = threads.submit(joined_group, several, 1, CPU)
+            joined = threads.submit(joined_group, other, 1, CPU)
             with led_group(several, CPU):
                 joined.result(SECONDS)
                 assert looked.wait(SECONDS)

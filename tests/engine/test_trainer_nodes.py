@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from engine.algorithm_config import AlgorithmConfig
-from engine.config import EngineConfig, RuntimeConfig
+from engine.config import EngineConfig, ModelConfig, RuntimeConfig
 from engine.coordinator.rank_nodes import RankNodes
 from engine.events import Market, Phase
 from engine.node import trainer_nodes
@@ -41,7 +41,9 @@ class Clock:
 
 def config(ranks):
     return EngineConfig(
-        algorithm=AlgorithmConfig(prompts_per_batch=8, updates_per_batch=1), runtime=RuntimeConfig(trainer_ranks=ranks)
+        model=ModelConfig(weights="lora"),
+        algorithm=AlgorithmConfig(prompts_per_batch=8, updates_per_batch=1),
+        runtime=RuntimeConfig(trainer_ranks=ranks),
     )
 
 

@@ -414,7 +414,7 @@ def test_a_run_whose_region_has_no_spot_goes_where_spot_is_with_its_checkpoint(h
     """To another region first, then to the other cloud. Nothing is bought on demand, and the way is written down."""
     stage = cloud_stage(ledger(home), **PACED)
     stage.passes(8)
-    stage.cloud.answers = no_spot("gcp/g1/g1")
+    stage.cloud.answers = no_spot("gcp/g1/g1", "aws/e1/e1")
     for name in stage.live():
         stage.cloud.preempt(name)
     stage.passes(9)
@@ -425,7 +425,7 @@ def test_a_run_whose_region_has_no_spot_goes_where_spot_is_with_its_checkpoint(h
     assert stage.carried == [], "a bucket serves all regions of its cloud"
     [why] = set(moves(stage))
     assert why.startswith("no spot in gcp g1 for 10m: the run moves to gcp g2, with about $0.00 of traffic")
-    stage.cloud.answers |= no_spot("gcp/g2/g2")
+    stage.cloud.answers = no_spot("gcp/g1/g1", "gcp/g2/g2")
     for name in stage.live():
         stage.cloud.preempt(name)
     stage.passes(30)
