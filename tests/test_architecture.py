@@ -51,7 +51,6 @@ PURE = {
     "engine.memory.published",
     "engine.memory.scorers",
     "engine.memory.tally",
-    "engine.schedule.cadence",
     "engine.schedule.choose",
     "engine.schedule.decide",
     "engine.schedule.simulate",
@@ -61,6 +60,7 @@ PURE = {
     "engine.timing.job",
     "engine.timing.ranks",
     "engine.timing.seconds",
+    "engine.trainer.cadence",
 }
 """Further engine modules for policies and replays: decisions without torch or Ray."""
 

@@ -36,11 +36,11 @@ from engine.node_spec import NodeSpec
 from engine.pool.server import ScoringProcess, listen
 from engine.prompts import prompt_source
 from engine.rewards.load import load_reward_of_job
-from engine.schedule.cadence import ON_DEMAND_HOURS
 from engine.storage.checkpoint import CheckpointStore
 from engine.storage.disk import when_there_is_room
 from engine.storage.progress import ProgressLog
 from engine.timing.work import START_SECONDS
+from engine.trainer.cadence import ON_DEMAND_HOURS
 from engine.trainer.context import TrainerContext
 from engine.trainer.loop import Loop
 from engine.trainer.metrics import MetricsLog

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from engine.clock import Clock
 from engine.protocol.request import Work
-from engine.schedule.cadence import ON_DEMAND_HOURS
 from engine.storage.checkpoint import CheckpointStore
 from engine.storage.progress import ProgressLog
+from engine.trainer.cadence import ON_DEMAND_HOURS
 from engine.trainer.metrics import MetricsLog
 from engine.work_clock import NoMeter, WorkMeter
 from engine.worker.transport import Transport

@@ -27,12 +27,12 @@ from engine.parallel.rank_group import RankGroup
 from engine.prompts import PromptSource
 from engine.protocol.request import Kind, Manifest, Score, WeightsKey
 from engine.rewards.reward import Reward
-from engine.schedule.cadence import Cadence
 from engine.storage.checkpoint import Checkpoint
 from engine.storage.disk import ASK_AGAIN_SECONDS
 from engine.storage.tensor_files import TensorFile
 from engine.trainer.batch_forecast import BatchForecast
 from engine.trainer.batch_schedule import BatchSchedule
+from engine.trainer.cadence import Cadence
 from engine.trainer.checkpoints import Checkpoints
 from engine.trainer.context import TrainerContext
 from engine.trainer.coordinator_client import Collected, CoordinatorClient

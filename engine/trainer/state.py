@@ -117,7 +117,7 @@ def config_digest(config: EngineConfig) -> str:
     }
     if config.reward.pool is not None and not config.reward.pool_gpus:
         unused["reward"] = {**dict.fromkeys(unused["reward"], True), "pool": {"gpus"}}
-    unused["runtime"] = {*_with_defaults(config.runtime, newer["runtime"]), "device", "trainer_ranks"}
+    unused["runtime"] = {*_with_defaults(config.runtime, newer["runtime"]), "device", "trainer_ranks", "trainer_nodes"}
     if config.early == EarlyConfig():
         unused["early"] = True
     job = config.model_dump_json(exclude=unused)

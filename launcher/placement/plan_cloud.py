@@ -12,7 +12,7 @@ from dataclasses import replace
 from math import ceil
 
 from engine.events import Market
-from engine.schedule.cadence import ON_DEMAND_HOURS, batches_between
+from engine.trainer.cadence import ON_DEMAND_HOURS, batches_between
 from launcher.exit_codes import BudgetError
 from launcher.job.recipe import Recipe
 from launcher.market.offers import Offer
@@ -129,7 +129,7 @@ def _spells(site: Site) -> tuple[ZoneSpells, ...]:
 
 
 def _checkpoint_every(needs: CloudRequirements, choice: Choice, expected: Outlook) -> int:
-    """Return the iterations between two checkpoints that the trainer will choose (engine/schedule/cadence.py)."""
+    """Return the iterations between two checkpoints that the trainer will choose (engine/trainer/cadence.py)."""
     if not needs.paced_checkpoint_bytes:
         return needs.checkpoint_every
     on_spot = choice.site.trainer_zones

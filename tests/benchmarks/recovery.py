@@ -36,7 +36,7 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from engine.config import CheckpointConfig, EngineConfig, ModelConfig
 from engine.events import EngineStarted, IterationDone, NodeSeen, NodeServed, NodeUsage, Phase
-from engine.schedule.cadence import Cadence
+from engine.trainer.cadence import Cadence
 from launcher.decide.facts import ENDS
 from launcher.ledger.models import Node, NodeEvent, ProgressRow
 from launcher.ledger.node_history import metered_micro_usd, node_records

@@ -1,11 +1,11 @@
-"""After which batches there is a checkpoint (engine/schedule/cadence.py)."""
+"""After which batches there is a checkpoint (engine/trainer/cadence.py)."""
 
 import math
 
 import pytest
 
 from engine.config import CheckpointConfig, EngineConfig, ModelConfig
-from engine.schedule.cadence import LONGEST_BATCHES, Cadence, batches_between
+from engine.trainer.cadence import LONGEST_BATCHES, Cadence, batches_between
 
 HOUR_MS = 3_600_000
 
