@@ -1,6 +1,6 @@
 """trainer_ranks: do several ranks train what one rank trains, how fast, and what does the loss of a rank cost?
 
-    python -m tests.benchmarks.trainer_ranks --json      15 minutes on two idle cores
+    python -m tests.benchmarks.trainer_ranks --json      18 minutes on two idle cores
 
 Ranks are processes on this machine and use gloo. Four parts:
 
@@ -354,7 +354,7 @@ def _stopped(stops: Path, fleet: NurseryFleet, number: int, loss: Stop) -> dict[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object and write the page")
-    parser.add_argument("--blocks", type=int, default=11)
+    parser.add_argument("--blocks", type=int, default=6)
     parser.add_argument("--without-losses", action="store_true", help="leave out the runs that lose ranks")
     options = parser.parse_args()
     load1 = load_now()

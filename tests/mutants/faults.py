@@ -39,6 +39,20 @@ FOUND, MISSED = "found", "MISSED"
 """The first word of a bug's line."""
 
 
+SKIPPED_CODE = 71
+"""Exit code of the forked process if the test was skipped."""
+
+
+class _Skips:
+    """A plugin of pytest that keeps why a test was skipped."""
+
+    why = ""
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.skipped and isinstance(report.longrepr, tuple):
+            self.why = report.longrepr[2]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Fault(PlantedBug):
     """`found_by`: node id of a test that fails with the bug."""
@@ -59,10 +73,16 @@ class Fault(PlantedBug):
                     # This program has imported plugins' modules before pytest could rewrite them.
                     imported = "ignore::pytest.PytestAssertRewriteWarning"
                     arguments = ["-q", "-x", "-p", "no:cacheprovider", "--timeout", "120", "-W", imported]
-                    code = int(pytest.main([*arguments, "-m", "", self.found_by]))
+                    skips = _Skips()
+                    code = int(pytest.main([*arguments, "-m", "", self.found_by], plugins=[skips]))
+                if code == pytest.ExitCode.OK and skips.why:
+                    print(f"{self.found_by}: {skips.why}", file=sys.stderr, flush=True)
+                    code = SKIPPED_CODE
             finally:
                 os._exit(code)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if code == SKIPPED_CODE:
+            raise RuntimeError(f"{self.found_by} was skipped, which finds nothing; `make tools` installs what it needs")
         if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
             raise RuntimeError(f"{self.found_by} could not be run with {self.name} planted: exit code {code}")
         return code == pytest.ExitCode.TESTS_FAILED
