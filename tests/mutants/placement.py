@@ -11,6 +11,7 @@ from launcher.decide import (
     further_nodes,
     giving_back,
     launch_history,
+    moving,
     placing,
     reconcile,
     replacing,
@@ -34,6 +35,7 @@ GIVING = "tests/launcher/cluster/test_giving_back.py"
 WAITING = "tests/launcher/replay/test_waiting.py"
 WHOLE = "tests/launcher/cluster/test_whole_trainer.py"
 PLACING = "tests/launcher/cluster/test_placing.py"
+PROMOTION = "tests/launcher/cluster/test_promotion.py"
 
 _cooled_until_ms, _next_trainer = launch_history.cooled_until_ms, failover.next_trainer
 _needs_successor, _refusal = replacing.needs_successor, run_budget.budget_refusal
@@ -599,6 +601,72 @@ FAULTS = {
                 ),
             ),
             found_by=f"{PLACES}::test_a_stand_in_is_not_replaced_from_a_pool_that_has_just_preempted_a_node",
+        ),
+        Fault(
+            name="a-run-moves-whatever-the-other-region-costs",
+            forgets="the price of the rest of the run there",
+            patches=(
+                everywhere(
+                    moving.options_elsewhere, changed(moving.options_elsewhere, "if stays <= goes:", "if False:")
+                ),
+            ),
+            found_by=f"{PROMOTION}::test_a_move_that_does_not_pay_is_not_made[price]",
+        ),
+        Fault(
+            name="a-run-moves-whatever-it-carries-along",
+            forgets="the price of traffic",
+            patches=(everywhere(moving.options_elsewhere, changed(moving.options_elsewhere, "+ traffic", "")),),
+            found_by=f"{PROMOTION}::test_a_move_that_does_not_pay_is_not_made[traffic]",
+        ),
+        Fault(
+            name="a-run-leaves-at-the-first-refusal",
+            forgets="that an outage of minutes is waited out",
+            patches=(
+                everywhere(
+                    moving.options_elsewhere,
+                    changed(
+                        moving.options_elsewhere, "facts.now_ms < since_ms + wanted.rules.trainer_wait_ms", "False"
+                    ),
+                ),
+            ),
+            found_by=f"{PROMOTION}::test_a_run_whose_region_has_no_spot_goes_where_spot_is_with_its_checkpoint",
+        ),
+        Fault(
+            name="home-is-not-asked-before-a-move",
+            forgets="that the newest refusal may be old",
+            patches=(
+                everywhere(
+                    failover.next_elsewhere,
+                    changed(failover.next_elsewhere, "now_ms > max(refused_ms.values()) + LAST_LOOK_MS", "False"),
+                ),
+            ),
+            found_by=f"{PROMOTION}::test_a_move_that_does_not_pay_is_not_made[spot is back]",
+        ),
+        Fault(
+            name="a-trainer-that-may-lack-a-node-is-given-back",
+            forgets="that LoRA ranks train without one of them",
+            patches=(
+                everywhere(
+                    further_nodes.trains_without,
+                    changed(further_nodes.trains_without, "if not wanted.trainer_may_lack or", "if True or"),
+                ),
+            ),
+            found_by=f"{WHOLE}::test_a_trainer_that_may_lack_a_node_stays_and_asks_for_it_again",
+        ),
+        Fault(
+            name="a-trainer-that-never-was-whole-stays",
+            forgets="that a place may never hold the whole trainer",
+            patches=(
+                everywhere(
+                    further_nodes.trains_without,
+                    changed(
+                        further_nodes.trains_without,
+                        "return all(_was_beside(slot, live, nodes) for slot in missing)",
+                        "return True",
+                    ),
+                ),
+            ),
+            found_by=f"{WHOLE}::test_a_trainer_that_may_lack_a_node_is_bought_whole_at_first",
         ),
     )
 }
