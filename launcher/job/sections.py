@@ -125,6 +125,11 @@ class Recovery(Strict):
     """True: the machine of the controller stays on, so a lost trainer is replaced at any time. Best kept in the user's
     own config file, on a server; `launch --service` says it for one run. On a machine that sleeps, a run whose trainer
     is on spot stands still from a loss until the machine wakes."""
+    keep_failed: DurationMs | None = None
+    """Time for which a node whose processes failed is kept for a look with `spotrl ssh`, like `30m`; then it ends. It
+    costs money and counts against every limit: it ends earlier if a limit needs its money, and at `spotrl down`. One
+    node of a run is kept at a time, and its successor is bought meanwhile. A run that fails waits for it. None: no
+    node is kept."""
     launches_per_minute: Annotated[int, Field(ge=1, le=600)] = 10
     """Launches per minute, over the whole run. Without the limit, a fault that loses every node at once would buy
     nodes just as fast."""
