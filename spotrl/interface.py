@@ -235,7 +235,7 @@ class Run:
     def resume(self, **limits: str | float) -> "Run":
         """Continue the run from its last checkpoint, as `spotrl resume`, and return it.
 
-        `limits`: the command's options, like `max_total="$60"` or `deadline="6h"`. A run that its budget or its deadline
+        `limits`: the command's options, like `max_total="$60"` or `deadline="6h"`. A run that its budget or deadline
         stopped needs a new one. Raises Failure if the run needs no controller.
         """
         options = [f"--{name.replace('_', '-')}={value}" for name, value in limits.items()]
@@ -314,7 +314,9 @@ def _job_file(job: Job, settings: dict[str, Any]) -> tuple[Path, dict[str, Any]]
 
 def _path_text(value: Any) -> str:
     if not isinstance(value, Path):
-        raise Failure(f"the job holds {value!r}, of type {type(value).__name__}; use text, numbers, lists, dictionaries")
+        raise Failure(
+            f"the job holds {value!r}, of type {type(value).__name__}; use text, numbers, lists, dictionaries"
+        )
     return str(value)
 
 

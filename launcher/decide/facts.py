@@ -45,8 +45,8 @@ INCOMPLETE = "incomplete"
 the node's release, and says why."""
 
 KEPT = "kept"
-"""Kind of the event of a node that failed and whose VM is kept for a look (`recovery.keep_failed`). It costs money until
-its end event."""
+"""Kind of the event of a node that failed and whose VM is kept for a look (`recovery.keep_failed`). It costs money
+until its end event."""
 
 FOUND = "found"
 """Kind of the event of a node that the ledger did not know: the ledger was restored from a backup."""
@@ -166,7 +166,7 @@ class NodeRecord:
             return self
         later = ENDS | {"releasing", INSTANCE_ENDED}
         happened = {kind: at_ms for kind, at_ms in self.happened.items() if kind not in later}
-        return replace(self, happened=happened | {"gone": self.happened[KEPT]})
+        return replace(self, happened=happened | {"gone": self.happened[KEPT]}, reclaimed=False)
 
     @property
     def is_ready(self) -> bool:

@@ -64,7 +64,7 @@ def _left_behind(staying: Sequence[NodeRecord], tried: Tried) -> list[NodeRecord
 def nodes_above_hourly_limit(
     facts: Facts, wanted: Wanted, staying: Sequence[NodeRecord], steps: Steps
 ) -> list[NodeRecord]:
-    """Return the nodes above the hourly limit: kept ones first, then stand-ins, then spot nodes, each the dearest first."""
+    """Return the nodes above the hourly limit: failed ones, then stand-ins, then spot nodes; the dearest first."""
     slots = {slot.name: slot for slot in wanted.slots}
 
     def may_go(node: NodeRecord) -> bool:

@@ -196,7 +196,9 @@ def _fill(
         if refusal is not None and facts.kept:
             failed = [node for node in facts.kept if "releasing" not in node.happened]
             actions += [replace(_release(failed), why=f"{slot.name} needs its money")] if failed else []
-            refusals.append(f"{slot.name} is not bought before the end of {', '.join(node.name for node in facts.kept)}")
+            refusals.append(
+                f"{slot.name} is not bought before the end of {', '.join(node.name for node in facts.kept)}"
+            )
             continue
         if refusal is not None:
             if slot.role != "rollout" and refusal.for_good and not why:

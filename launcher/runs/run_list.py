@@ -17,7 +17,17 @@ from launcher.decide.facts import OVER
 from launcher.harmless import harmless
 from launcher.learning import learns_nothing
 from launcher.ledger.bills import billed_micro_usd
-from launcher.ledger.models import BillingInterval, ControllerLease, Node, NodeEvent, ProgressRow, Removal, Run, RunStatus, TroubleRow
+from launcher.ledger.models import (
+    BillingInterval,
+    ControllerLease,
+    Node,
+    NodeEvent,
+    ProgressRow,
+    Removal,
+    Run,
+    RunStatus,
+    TroubleRow,
+)
 from launcher.ledger.node_history import metered_micro_usd, node_records
 from launcher.ledger.settled import AT_ONCE, judges_micro_usd, unbilled_runs
 from launcher.ledger.store import progress_of
@@ -156,7 +166,9 @@ def _rows(session: Session, ids: Sequence[int], statuses: dict[int, RunStatus]) 
                 is_over=word in OVER,
                 is_open=is_open,
                 is_removed=run.id in removed,
-                lacks_controller=is_open and run.id not in controlled and (word not in OVER or _has_nodes(session, run)),
+                lacks_controller=is_open
+                and run.id not in controlled
+                and (word not in OVER or _has_nodes(session, run)),
             )
         )
     return rows

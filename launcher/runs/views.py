@@ -16,6 +16,7 @@ from engine.events import EngineFinished, Evaluated, IterationDone, Regrouped
 from launcher.controller.lease import is_held
 from launcher.decide.facts import INSTANCE_ENDED, KEPT, OVER, PROMOTED, NodeRecord, Stage
 from launcher.harmless import harmless
+from launcher.job.sections import Recovery
 from launcher.learning import learns_nothing
 from launcher.ledger.accounting import charges_of_run, judge_micro_usd, on_demand_micro_usd
 from launcher.ledger.bills import billed_micro_usd
@@ -269,7 +270,7 @@ def view_of(session: Session, run: Run) -> RunView:
     is_paced = usual_ms is not None and not over
     eta_seconds = sum(seconds) / len(seconds) * (iterations - iteration) if is_paced else None
     charges, judges = charges_of_run(session, run, now_ms), judge_micro_usd(session, run)
-    keep_ms = (run.job.get("recovery") or {}).get("keep_failed") or 0
+    keep_ms = Recovery.model_validate(run.job.get("recovery") or {}).keep_failed or 0
     of_nodes = sum(charge.micro_usd for of_node in charges.values() for charge in of_node)
     promoted = next((record for record in records if record.is_live and PROMOTED in record.happened), None)
     return RunView(
@@ -329,9 +330,7 @@ def _shown(records: Sequence[NodeRecord]) -> list[NodeRecord]:
     return [record for record in records if record.is_live or record.generation == newest[record.slot]]
 
 
-def _node_view(
-    record: NodeRecord, zone: str, groups: Sequence[Sequence[str]], now_ms: int, keep_ms: int
-) -> NodeView:
+def _node_view(record: NodeRecord, zone: str, groups: Sequence[Sequence[str]], now_ms: int, keep_ms: int) -> NodeView:
     since_ms = record.happened.get("up", record.requested_ms)
     ended_ms = record.ended_ms
     status = _node_status(record)

@@ -211,7 +211,9 @@ def figure_ages(browser: Browser, server: Server) -> list[float]:
         ages = []
         for _ in range(AGES):
             page.wait_for_timeout(AGE_GAP_MS)
-            ages.append(page.evaluate("performance.now() - Number(document.querySelector('.age').dataset.readAt)") / 1000)
+            ages.append(
+                page.evaluate("performance.now() - Number(document.querySelector('.age').dataset.readAt)") / 1000
+            )
     page.context.close()
     return ages
 
@@ -348,7 +350,8 @@ def main() -> None:
             "## What it does not show\n\n"
             "The events are made, with the kinds of a real run in about their shares. The trainer is a small network "
             "on one core of the same computer, which also runs the browser. A page waits 50 times as long as its last "
-            "reading took of the server's processor before it reads again, and its figures at the top a second at least."
+            "reading took of the server's processor before it reads again. The figures at the top have a "
+            "reading of their own, with a pause of a second or more."
         ),
     )
 

@@ -363,8 +363,7 @@ _ALL = (
                 run_budget.budget_refusal, changed(run_budget.budget_refusal, "[*after, *facts.kept]", "[*after]")
             ),
         ),
-        found_by="tests/launcher/cluster/test_kept_nodes.py::"
-        "test_a_kept_node_ends_if_its_successor_needs_its_money",
+        found_by="tests/launcher/cluster/test_kept_nodes.py::test_a_kept_node_ends_if_its_successor_needs_its_money",
     ),
     Fault(
         name="every_failed_node_is_kept",

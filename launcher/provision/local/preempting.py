@@ -41,7 +41,9 @@ def order_planned(schedule: PreemptionSchedule, nodes: Sequence[NodeRecords], it
             continue
         held = {slot: _node_in(slot, nodes) for slot in plan.slots}
         on_spot = {
-            slot: node for slot, node in held.items() if node is None or (node.requested() or {}).get("ordinal") is not None
+            slot: node
+            for slot, node in held.items()
+            if node is None or (node.requested() or {}).get("ordinal") is not None
         }
         if any(node is None or node.read("ready.json") is None for node in on_spot.values()):
             continue
@@ -74,7 +76,11 @@ def _node_in(slot: str, nodes: Sequence[NodeRecords]) -> NodeRecords | None:
     newest: tuple[int, NodeRecords] | None = None
     for node in nodes:
         spec, bought_for = node.read("node.json"), NAME.search(node.folder.name)
-        if spec is None or bought_for is None or any(node.read(name) for name in ("ended.json", "reclaim.json", ORDERED)):
+        if (
+            spec is None
+            or bought_for is None
+            or any(node.read(name) for name in ("ended.json", "reclaim.json", ORDERED))
+        ):
             continue
         now, generation = "trainer" if spec["role"] == "trainer" else bought_for[1], int(spec.get("generation", 0))
         if now == slot and (newest is None or generation >= newest[0]):

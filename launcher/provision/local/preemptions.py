@@ -62,7 +62,7 @@ class PreemptionSchedule:
     planned: tuple[PlannedPreemption, ...] = ()
 
     def preemption(self, ordinal: int) -> ScheduledPreemption | None:
-        """Return the preemption of a node by the trace, or None without one. After its end the lifetimes begin again."""
+        """Return the preemption of a node by the trace; None without one. Past its end the lifetimes begin again."""
         if not self.lifetimes_ms:
             return None
         lifetime_ms = self.lifetimes_ms[ordinal % len(self.lifetimes_ms)]
@@ -95,9 +95,7 @@ def preemption_schedule(config: PreemptionConfig) -> PreemptionSchedule | None:
     if config.trace == "none" and not config.at:
         return None
     lifetimes_ms = () if config.trace == "none" else distinct_first(_recorded(TRACES[config.trace]))
-    return PreemptionSchedule(
-        trace=config.trace, lifetimes_ms=lifetimes_ms, notice_ms=config.notice, planned=config.at
-    )
+    return PreemptionSchedule(trace=config.trace, lifetimes_ms=lifetimes_ms, notice_ms=config.notice, planned=config.at)
 
 
 def lifetimes(lines: Iterable[str]) -> tuple[int, ...]:

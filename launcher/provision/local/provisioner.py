@@ -1,8 +1,8 @@
 """The local infra: a node is a process session on this machine, and the node's folder is its disk.
 
 RUN/nodes/NAME/  node.json (NodeSpec)  request.json  spawned.json  agent.json  ready.json  notice.json
-                 money.json  preempted_at.json  reclaim.json  stopped.json  assigned.json  former.json  ending  exits.jsonl
-                 ended.json  logs/  progress/
+                 money.json  preempted_at.json  reclaim.json  stopped.json  assigned.json  former.json  ending
+                 exits.jsonl  ended.json  logs/  progress/
 
 `LocalProvisioner` plays the cloud: it starts nodes, reports their state, and preempts spot nodes by a printed rule. All
 state is in the folders, so any process may continue the work, and a crash between any two lines is repaired by the next

@@ -101,7 +101,6 @@ class KeptRecord(NodeRecord):
 
 
 class ReleaseRecord(NodeRecord):
-
     """The controller has released the node."""
 
     FILE = "release"

@@ -1,6 +1,7 @@
 """A node that is set up: keep its connection and its agent, and end the node after an exit or a long silence.
 
-A failed node may be kept for a while (`recovery.keep_failed`): its VM and connection stay, its agent is not started again.
+A failed node may be kept for a while (`recovery.keep_failed`): its VM and connection stay, and its agent is not started
+again.
 
 A node is lost when the node stops answering although a fresh API call shows the VM running. An API that does not answer
 proves nothing.
@@ -84,7 +85,7 @@ class AgentWatch:
         """
         trainers = []
         for node in self.nodes.all():
-            if node.is_ending or node.files.has("kept"):
+            if node.is_ending or node.files.is_begun("kept"):
                 continue
             now, login = node.files.role, node.files.read(LoginRecord)
             if now is not None and now.role == "trainer" and login is not None:
@@ -100,7 +101,7 @@ class AgentWatch:
             node.agent.link = self.make_link(line, node.files.folder)
             if (stopping := node.files.read(StoppingRecord)) is not None:
                 node.agent.link.notice(stopping.deadline_ms)
-        if node.files.has("kept"):
+        if node.files.is_begun("kept"):
             self._look_after_kept(node)
             return
         self._start_agent(node, login, this_pass.trainer)
@@ -177,7 +178,7 @@ class AgentWatch:
         The guard on the VM still ends it at its spend deadline, and ten minutes after the last call of a controller.
         """
         keep_ms = self.around.purchases.keep_failed_ms
-        if not keep_ms or any(peer.files.has("kept") and not peer.is_ending for peer in self.nodes.all()):
+        if not keep_ms or any(peer.files.is_begun("kept") and not peer.is_ending for peer in self.nodes.all()):
             return False
         node.files.write(KeptRecord(until_ms=self.around.clock.now_ms() + keep_ms, evidence=evidence))
         return True
@@ -185,7 +186,10 @@ class AgentWatch:
     def _look_after_kept(self, node: CloudNode) -> None:
         """End a kept node when its time is over. Its agent is not started again."""
         kept = node.files.read(KeptRecord)
-        if kept is not None and self.around.clock.now_ms() >= kept.until_ms:
+        if kept is None:
+            evidence = "its kept.json cannot be read: a power cut of the launcher's machine?"
+            node.begin_end(EndingRecord(status=NodeStatus.GONE, evidence=evidence))
+        elif self.around.clock.now_ms() >= kept.until_ms:
             node.begin_end(EndingRecord(status=NodeStatus.GONE, evidence=kept.evidence))
 
     def _is_late(self, node: CloudNode) -> bool:

@@ -141,7 +141,7 @@ def test_a_kept_node_is_paid_and_shown_until_it_goes(sessions):
     assert (kept.name, kept.status, kept.is_live) == ("demo-spot-0-g0", "kept", True)
     before = stage.spent()
     stage.passes(10)
-    rates = sum(record.running_micro_usd_per_hour for record in stage.records().values())
+    rates = sum(record.micro_usd_per_hour for record in stage.records().values() if record.is_live)
     assert stage.spent() - before == pytest.approx(rates / 6, rel=1e-4)
     assert "demo-spot-0-g0" in still_running(sessions, "demo")
     stage.passes(16)

@@ -68,8 +68,8 @@ def test_preemptions_at_iterations_are_printed_and_need_no_trace():
     assert rule is not None
     assert rule.preemption(0) is None
     assert rule.describe() == (
-        "Spot nodes are preempted after iteration 3 spot-0: notice + SIGKILL; after iteration 5 trainer, spot-1: silent "
-        "SIGSTOP. A notice comes 2m ahead, on the run's clock."
+        "Spot nodes are preempted after iteration 3 spot-0: notice + SIGKILL; after iteration 5 trainer, spot-1: "
+        "silent SIGSTOP. A notice comes 2m ahead, on the run's clock."
     )
     both = preemption_schedule(PreemptionConfig.model_validate(PLANNED | {"trace": "bamboo-p3"}))
     assert both is not None
@@ -102,7 +102,11 @@ def test_planned_preemptions_take_the_nodes_that_hold_their_slots_once(tmp_path)
     assert order_planned(rule, nodes, lambda: 2)
     assert [record.read(ORDERED) for record in nodes] == [None, None, None]
     assert order_planned(rule, nodes, lambda: 3)
-    assert [record.read(ORDERED) for record in nodes] == [None, {"plan": 0, "slot": "spot-0", "at_ms": clock.at_ms}, None]
+    assert [record.read(ORDERED) for record in nodes] == [
+        None,
+        {"plan": 0, "slot": "spot-0", "at_ms": clock.at_ms},
+        None,
+    ]
     # The successor of spot-0 is left alone, and all nodes of the next plan are taken at the same moment.
     second.folder.joinpath("ready.json").unlink()
     nodes.append(node(tmp_path, "demo-spot-0-g1", clock, generation=1))

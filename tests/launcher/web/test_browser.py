@@ -203,7 +203,18 @@ def test_the_keyboard_reaches_every_control_and_moves_in_a_chart(served, open_pa
     for _ in range(90):
         page.keyboard.press("Tab")
         reached.add(page.evaluate("document.activeElement.id || document.activeElement.className || 'other'"))
-    assert {"home", "stop", "chart", "sheet", "enlarge", "smoothing", "events-filter", "events", "log", "wide"} <= reached
+    assert {
+        "home",
+        "stop",
+        "chart",
+        "sheet",
+        "enlarge",
+        "smoothing",
+        "events-filter",
+        "events",
+        "log",
+        "wide",
+    } <= reached
     page.focus("figure.chart >> nth=0")
     page.keyboard.press("ArrowRight")
     assert "each evaluation 0.4" in page.locator("figure.chart .reading >> nth=0").inner_text()
