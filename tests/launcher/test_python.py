@@ -279,7 +279,7 @@ def test_every_python_example_of_the_docs_is_run_by_a_test():
     assert pages == {*REWARDS, "python.md"}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_notebook_runs(tmp_path, monkeypatch, forked_engine):
     monkeypatch.setenv("SPOTRL_HOME", str(tmp_path / "home"))

@@ -1,5 +1,6 @@
 """A reward as a function: its module on disk scores like the function, and what cannot be written is refused."""
 
+import importlib
 import linecache
 import os
 import subprocess
@@ -97,9 +98,8 @@ def test_a_function_without_a_source_is_refused(tmp_path):
 def test_a_function_of_a_module_beside_the_job_is_imported_from_there(tmp_path, monkeypatch):
     (tmp_path / "beside_the_job.py").write_text("def score(images, prompts):\n    return [0 for _ in prompts]\n")
     monkeypatch.syspath_prepend(tmp_path)
-    import beside_the_job
-
-    assert importable_name(beside_the_job.score, tmp_path) == "beside_the_job:score"
+    score = importlib.import_module("beside_the_job").score
+    assert importable_name(score, tmp_path) == "beside_the_job:score"
     assert [path.name for path in tmp_path.glob("*.py")] == ["beside_the_job.py"]
 
 

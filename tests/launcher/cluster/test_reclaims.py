@@ -77,9 +77,12 @@ def test_preemptions_at_iterations_are_printed_and_need_no_trace():
     assert "after iteration 3 spot-0" in both.describe()
 
 
-@pytest.mark.parametrize("at", [{"iteration": 0, "slots": ["spot-0"]}, {"iteration": 1, "slots": []}])
-def test_a_preemption_needs_a_finished_iteration_and_a_slot(at):
-    with pytest.raises(ValidationError):
+@pytest.mark.parametrize(
+    ("at", "place"),
+    [({"iteration": 0, "slots": ["spot-0"]}, "at.0.iteration"), ({"iteration": 1, "slots": []}, "at.0.slots")],
+)
+def test_a_preemption_needs_a_finished_iteration_and_a_slot(at, place):
+    with pytest.raises(ValidationError, match=place):
         PreemptionConfig.model_validate({"at": [at]})
 
 
