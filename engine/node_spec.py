@@ -47,6 +47,9 @@ class ClockConfig(Strict):
         return WorkClock(path=Path(self.file), origin_ms=self.origin_ms, factor=self.factor) if self.file else None
 
 
+EXIT_FINISHED, EXIT_MONEY = 0, 7
+"""Exit codes of an agent whose work is done, and of one whose spend deadline has come."""
+
 EXIT_UNFIT = 10
 """Exit code of an agent on a machine that cannot be a node. `exit.json` says why, with a cure (self_check.py)."""
 

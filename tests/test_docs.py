@@ -27,7 +27,8 @@ from tests.model_folders import write_model
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = sorted({*DOCS.rglob("*.md"), *ROOT.glob("*.md")})
+SKILL = ROOT / ".claude" / "skills" / "spotrl-run" / "SKILL.md"
+PAGES = sorted({*DOCS.rglob("*.md"), *ROOT.glob("*.md"), SKILL})
 README = (ROOT / "README.md").read_text()
 
 BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
@@ -152,6 +153,24 @@ def test_every_json_output_has_its_schema():
             assert "cleanup" if words[0] in ("reap", "panic") else "-".join(words) in schemas
     for name in schemas:
         assert f"`{name}`" in page
+
+
+def test_the_skill_of_agents_names_keys_and_exit_codes_that_exist():
+    """A table of keys belongs to the output that its heading names."""
+    schemas, text = documents(), SKILL.read_text()
+    of = {
+        "a plan on clouds": schemas["launch"]["$defs"]["CloudPlan"]["properties"],
+        "`status`": schemas["status"]["properties"],
+        "`report`": schemas["report"]["properties"],
+    }
+    for heading, properties in of.items():
+        table = text.partition(f"| keys of {heading} |")[2].partition("\n\n")[0]
+        named = {key for line in table.splitlines()[2:] for key in re.findall("`(\\w+)`", line.split("|")[1])}
+        assert len(named) > 3
+        assert named <= properties.keys()
+    codes = re.findall(r"^\| (\d+) \||exit code (\d+)", text, re.IGNORECASE | re.MULTILINE)
+    assert {int(row or sentence) for row, sentence in codes} <= set(ExitCode)
+    assert f"\nname: {SKILL.parent.name}\n" in text
 
 
 def test_the_documented_exit_codes_are_those_of_the_commands():

@@ -53,7 +53,7 @@ from engine.node.self_termination import terminate_instance
 from engine.node.spend_guard import Guard, TimeLeft, boot_id
 from engine.node.starter import ENVIRONMENT
 from engine.node.trainer_nodes import meeting_file
-from engine.node_spec import EXIT_UNFIT, NodeSpec
+from engine.node_spec import EXIT_FINISHED, EXIT_MONEY, EXIT_UNFIT, NodeSpec
 from engine.protocol.codec import encode, pack
 from engine.protocol.messages import Notice
 from engine.storage.disk import log_to
@@ -78,7 +78,7 @@ TRAINER = "trainer"
 MEETING = "meeting"
 """Name of the same process of a trainer's further node: it copies the meeting of the ranks."""
 
-EXIT_FINISHED, EXIT_BROKEN, EXIT_MONEY, EXIT_REFUSED = 0, 1, 7, 9
+EXIT_BROKEN, EXIT_REFUSED = 1, 9
 
 
 @dataclass

@@ -14,7 +14,14 @@ BARS = "▁▂▃▄▅▆▇█"
 
 ENDED = ("finished", "stopped", "failed")
 
-STATE_STYLES = {"ready": "green", "starting": "yellow", "draining": "magenta", "stopping": "magenta", "lost": "red"}
+STATE_STYLES = {
+    "ready": "green",
+    "starting": "yellow",
+    "draining": "magenta",
+    "stopping": "magenta",
+    "kept": "magenta",
+    "lost": "red",
+}
 """Colour of a node's state. The state is also written, for terminals and people without colours."""
 
 EVENTS, ROOM_FOR_BOTH = 5, 12

@@ -77,6 +77,12 @@ def headline(view: RunView) -> list[str]:
     learning = [f"learns nothing: {view.learning}"] if view.learning else []
     trainer = short_name(view.name, view.trainer)
     trains = [f"{trainer} took the role of the trainer {duration(view.trainer_ms)} ago"] if view.trainer else []
+    kept = [
+        f"{short_name(view.name, node.name)} failed, and is kept for {duration(node.goes_in_ms)} more: "
+        f"spotrl ssh {view.name} {short_name(view.name, node.name)}"
+        for node in view.nodes
+        if node.goes_in_ms is not None
+    ]
     target = f", target {view.target}" if view.target is not None and view.score is None else ""
     eta = "" if view.eta_seconds is None else f", {duration(round(view.eta_seconds * 1000))} left at most"
     return [
@@ -86,6 +92,7 @@ def headline(view: RunView) -> list[str]:
         *learning,
         *more,
         *trains,
+        *kept,
         f"iteration {view.iteration}/{view.iterations}, {score_text(view)}{target}{eta}",
         f"spent {dollars(view.spent_micro_usd)}{limit}, now {hourly(view.micro_usd_per_hour)}"
         + (f"; billed {dollars(view.billed_micro_usd)}" if view.billed_micro_usd is not None else ""),

@@ -180,12 +180,12 @@ class Controller:
         # A controller may have been killed or frozen after it recorded a release, and before it ordered the release.
         recorded = [
             node.name
-            for node in facts.nodes
+            for node in (*facts.nodes, *facts.kept)
             if node.is_live and "releasing" in node.happened and node.name not in self._released
         ]
         if recorded:
             actions.append(Release(nodes=tuple(recorded)))
-        live = {node.name: node for node in facts.nodes if node.is_live}
+        live = {node.name: node for node in (*facts.nodes, *facts.kept) if node.is_live}
         unknown = [name for name, fact in (cloud or {}).items() if _is_unknown(name, fact, live)]
         if unknown:
             log.warning("nobody asked for %s: released", ", ".join(unknown))

@@ -10,7 +10,6 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from engine.clock import Clock
 from launcher.controller.lease import Lease, renew
-from launcher.controller.progress import ProgressFiles
 from launcher.decide.budget_guard import worst_case
 from launcher.decide.current_prices import PriceNow
 from launcher.decide.facts import FOUND, NodeRecord
@@ -25,6 +24,7 @@ from launcher.market.side_prices import MINIMUM_BILLED_MS
 from launcher.money import dollars
 from launcher.placement.plan import Plan
 from launcher.provision.local.provisioner import node_folder
+from launcher.provision.progress import ProgressFiles
 from launcher.storage.store_lease import Spent, StoreLease
 
 log = logging.getLogger(__name__)

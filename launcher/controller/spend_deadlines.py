@@ -55,7 +55,7 @@ class SpendDeadlines:
         deadline_ms = self.deadline_ms(facts, wanted, facts.now_ms)
         if deadline_ms is None or facts.stage in OVER:
             return
-        for node in facts.nodes:
+        for node in (*facts.nodes, *facts.kept):
             armed = self._armed.get(node.name)
             is_earlier = armed is not None and deadline_ms < armed - 1000
             is_later = armed is None or deadline_ms > armed + REARM_MS

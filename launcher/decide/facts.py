@@ -1,7 +1,7 @@
 """The facts of a run, from which every decision is made: nodes, budget, other runs, the plan."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from engine.events import EngineFinished, Market
@@ -43,6 +43,10 @@ INSTANCE_ENDS = ENDS | {INSTANCE_ENDED}
 INCOMPLETE = "incomplete"
 """Kind of the event of a node that is given back because its trainer of several nodes never was whole. It comes before
 the node's release, and says why."""
+
+KEPT = "kept"
+"""Kind of the event of a node that failed and whose VM is kept for a look (`recovery.keep_failed`). It costs money
+until its end event."""
 
 FOUND = "found"
 """Kind of the event of a node that the ledger did not know: the ledger was restored from a backup."""
@@ -152,6 +156,19 @@ class NodeRecord:
         return self.ended_ms is None
 
     @property
+    def is_kept(self) -> bool:
+        """Return True while a failed node's VM is kept."""
+        return self.is_live and KEPT in self.happened
+
+    def as_failed(self) -> "NodeRecord":
+        """Return the record for decisions on slots: a node that was kept ended when it failed, whatever came later."""
+        if KEPT not in self.happened:
+            return self
+        later = ENDS | {"releasing", INSTANCE_ENDED}
+        happened = {kind: at_ms for kind, at_ms in self.happened.items() if kind not in later}
+        return replace(self, happened=happened | {"gone": self.happened[KEPT]}, reclaimed=False)
+
+    @property
     def is_ready(self) -> bool:
         """Return True if the node came up and its workers have called in.
 
@@ -218,7 +235,10 @@ class Facts:
     planned_ms: int
     """The time at which the run was last planned or resumed. Earlier failures do not count."""
     nodes: Sequence[NodeRecord]
+    """All nodes. A kept node counts as ended at its failure (`NodeRecord.as_failed`)."""
     metered: int
+    kept: Sequence[NodeRecord] = ()
+    """Failed nodes whose VMs are kept, and cost money."""
     finished: EngineFinished | None = None
     finished_ms: int = 0
     advances_ms: Sequence[int] = ()

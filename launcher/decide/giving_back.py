@@ -64,7 +64,7 @@ def _left_behind(staying: Sequence[NodeRecord], tried: Tried) -> list[NodeRecord
 def nodes_above_hourly_limit(
     facts: Facts, wanted: Wanted, staying: Sequence[NodeRecord], steps: Steps
 ) -> list[NodeRecord]:
-    """Return the nodes above the hourly limit: stand-ins before spot nodes, and the most expensive first."""
+    """Return the nodes above the hourly limit: failed ones, then stand-ins, then spot nodes; the dearest first."""
     slots = {slot.name: slot for slot in wanted.slots}
 
     def may_go(node: NodeRecord) -> bool:
@@ -72,9 +72,14 @@ def nodes_above_hourly_limit(
             return True
         return node.slot in slots and steps.take(lambda: is_stand_in(node, slots[node.slot], facts), False)
 
-    kept, shed = list(staying), list[NodeRecord]()
+    failed, shed = [node for node in facts.kept if "releasing" not in node.happened], list[NodeRecord]()
+    while wanted.limits.max_hourly is not None and failed:
+        if hourly_of([*staying, *failed]) <= wanted.limits.max_hourly:
+            break
+        shed.append(failed.pop())
+    kept = [*staying, *failed]
     sheddable = sorted(
-        filter(may_go, kept), key=lambda node: (node.market is Market.ON_DEMAND, node.micro_usd_per_hour, node.name)
+        filter(may_go, staying), key=lambda node: (node.market is Market.ON_DEMAND, node.micro_usd_per_hour, node.name)
     )
     while wanted.limits.max_hourly is not None and sheddable and hourly_of(kept) > wanted.limits.max_hourly:
         dearest = sheddable.pop()
@@ -165,4 +170,5 @@ def _exceeds_hourly_limit(slot: Slot, kept: Sequence[NodeRecord], tried: Tried, 
         return False
     rate = move.placement.micro_usd_per_hour + beside(move.placement, facts)
     limits = ((wanted.limits.max_hourly, 0), (wanted.all_runs.max_hourly, facts.others.hourly))
-    return any(limit is not None and hourly_of(kept) + others + rate > limit for limit, others in limits)
+    paid = hourly_of([*kept, *facts.kept])
+    return any(limit is not None and paid + others + rate > limit for limit, others in limits)

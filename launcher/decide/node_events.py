@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from launcher.decide.facts import FOUND, INSTANCE_ENDED, PROMOTED, NodeRecord
+from launcher.decide.facts import FOUND, INSTANCE_ENDED, KEPT, PROMOTED, NodeRecord
 from launcher.decide.node_facts import NodeFact, NodeStatus
 
 UNKNOWN_MS = 600_000
@@ -92,6 +92,8 @@ def _news_of(node: NodeRecord, fact: NodeFact | None, now_ms: int, since_ms: int
     if fact.notice_deadline_ms is not None and "notice" not in node.happened:
         seconds = max(0, fact.notice_deadline_ms - now_ms) // 1000
         yield Note(node=node.name, kind="notice", at_ms=now_ms, evidence=f"preempted in {seconds} s (run's clock)")
+    if up_ms is not None and fact.kept_until_ms is not None and KEPT not in node.happened:
+        yield Note(node=node.name, kind=KEPT, at_ms=max(up_ms, now_ms), evidence=fact.evidence)
     if up_ms is not None and fact.ended_ms is not None and end is None and INSTANCE_ENDED not in node.happened:
         ended_ms = _plausible_ms(up_ms, fact.ended_ms, now_ms)
         yield Note(node=node.name, kind=INSTANCE_ENDED, at_ms=ended_ms, evidence="a disk of it cannot be removed yet")

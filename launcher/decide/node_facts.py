@@ -56,6 +56,7 @@ class NodeFact:
     `tried`: zones that refused the node, `cloud/region/zone`.
     `want`: the order behind the node, from the run's folder. `market`: the capacity type, as the cloud reports.
     `fault`: error of spotrl's own while it looked at the node, so the state is not known.
+    `kept_until_ms`: the node has failed, and its VM is kept until then (run's clock). `evidence` is the failure.
     `login`: the user's login at the cloud has expired, in words with the command; set only if the node needs it now.
     """
 
@@ -78,5 +79,6 @@ class NodeFact:
     tried: tuple[str, ...] = ()
     want: Placement | None = None
     market: Market | None = None
+    kept_until_ms: int | None = None
     fault: str = ""
     login: str = ""

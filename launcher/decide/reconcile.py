@@ -39,15 +39,19 @@ def decide(facts: Facts, wanted: Wanted, steps: Steps | None = None) -> list[Act
     """
     steps = steps or unprotected()
     live = _live(facts.nodes)
+    paid = [*live, *facts.kept]
     if facts.stage in OVER:
-        return [_release(live)] if live else []
-    ends_all: list[Action] = [_release(live)] if live else []
+        return [_release(paid)] if paid else []
+    ends_all: list[Action] = [_release(paid)] if paid else []
     finished = facts.finished
     if finished is not None:
-        return steps.take(lambda: _wind_up(facts, wanted, finished, live), ends_all)
+        return steps.take(lambda: _wind_up(facts, wanted, finished, paid), ends_all)
     if facts.stage in (Stage.STOPPING, Stage.DRAINING):
         return steps.take(lambda: _stop(facts, wanted, live), ends_all)
     stop = limit_reached(facts, wanted, live, steps)
+    if stop is not None and facts.kept and limit_reached(replace(facts, kept=()), wanted, live, steps) is None:
+        failed = [node for node in facts.kept if "releasing" not in node.happened]
+        return [replace(_release(failed), why="the budget needs its money")] if failed else []
     index = steps.take(lambda: _index(facts), None)
     if stop is None and index is not None:
         known, tried, recent = index
@@ -116,7 +120,15 @@ def _wind_up(facts: Facts, wanted: Wanted, finished: EngineFinished, live: Seque
 
 
 def _stop(facts: Facts, wanted: Wanted, live: Sequence[NodeRecord]) -> list[Action]:
-    """Ask the engine to stop, wait `settle_ms`, then release every node."""
+    """Ask the engine to stop, wait `settle_ms`, then release every node.
+
+    A run that fails by itself waits for its kept node, so that a person may look at it, unless a limit is reached.
+    """
+    waits_for_kept = facts.stage is Stage.DRAINING and facts.reason.startswith(FAILING)
+    if not waits_for_kept or limit_reached(facts, wanted, live, unprotected()) is not None:
+        live = [*live, *facts.kept]
+    elif not live and facts.kept:
+        return []
     if not live and facts.reason.startswith(FAILING):
         return [Enter(stage=Stage.FAILED, reason=facts.reason.removeprefix(FAILING))]
     if not live:
@@ -181,6 +193,13 @@ def _fill(
         reserves = sum(budget_guard.worst_case(one, MINIMUM_BILLED_MS) for one in rates)
         # Each amount is rounded up, so that of several nodes may be less than their sum, by as many micro-dollars.
         refusal = budget_refusal(facts, wanted, after, sum(rates), reserves + len(missing))
+        if refusal is not None and facts.kept:
+            failed = [node for node in facts.kept if "releasing" not in node.happened]
+            actions += [replace(_release(failed), why=f"{slot.name} needs its money")] if failed else []
+            refusals.append(
+                f"{slot.name} is not bought before the end of {', '.join(node.name for node in facts.kept)}"
+            )
+            continue
         if refusal is not None:
             if slot.role != "rollout" and refusal.for_good and not why:
                 return [Enter(stage=Stage.DRAINING, reason="budget")]

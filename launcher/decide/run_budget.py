@@ -53,10 +53,11 @@ def budget_refusal(
     """Return the budget limit that buying a node at this rate would break, or None.
 
     The run's own limits are checked first, then the limits across all runs. `after`: the nodes after the actions
-    decided so far.
+    decided so far, without those that are kept.
     """
-    held = reserve_of(after, wanted.allowance_ms, facts.now_ms) + stuck_micro_usd(facts, wanted)
-    hourly_now = hourly_of(after)
+    paid = [*after, *facts.kept]
+    held = reserve_of(paid, wanted.allowance_ms, facts.now_ms) + stuck_micro_usd(facts, wanted)
+    hourly_now = hourly_of(paid)
     new = reserve + budget_guard.worst_case(rate, wanted.allowance_ms)
     own = budget_guard.may_buy(
         metered=facts.metered,
@@ -106,7 +107,8 @@ def reserve_of(live: Sequence[NodeRecord], allowance_ms: int, now_ms: int) -> in
 
 def planned_hourly(facts: Facts, wanted: Wanted) -> int:
     """Return the highest hourly cost for the spend deadline: the whole plan, or the live nodes if more expensive."""
-    return max(_hourly_of_plan(facts, wanted), hourly_of([node for node in facts.nodes if node.is_live]))
+    live = [node for node in facts.nodes if node.is_live]
+    return max(_hourly_of_plan(facts, wanted), hourly_of(live)) + hourly_of(facts.kept)
 
 
 def _hourly_of_plan(facts: Facts, wanted: Wanted) -> int:
@@ -117,7 +119,7 @@ def stuck_micro_usd(facts: Facts, wanted: Wanted) -> int:
     """Return the money held for nodes of this run that the cloud does not end (`held_for_stuck`)."""
     limits = (wanted.limits.max_total, wanted.all_runs.max_total)
     return held_for_stuck(
-        facts.nodes,
+        [*facts.nodes, *facts.kept],
         facts.metered_when_ordered,
         max_total=min((limit for limit in limits if limit is not None), default=None),
         planned_hourly=_hourly_of_plan(facts, wanted),

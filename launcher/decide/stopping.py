@@ -63,14 +63,14 @@ def _first(checks: Sequence[Callable[[], Enter | None]], steps: Steps) -> Enter 
 
 
 def _money_is_used_up(facts: Facts, wanted: Wanted, live: Sequence[NodeRecord]) -> Enter | None:
-    held = reserve_of(live, wanted.allowance_ms, facts.now_ms) + stuck_micro_usd(facts, wanted)
+    held = reserve_of([*live, *facts.kept], wanted.allowance_ms, facts.now_ms) + stuck_micro_usd(facts, wanted)
     if budget_guard.must_drain(metered=facts.metered, reserved=held, max_total=wanted.limits.max_total):
         return Enter(stage=Stage.DRAINING, reason="budget")
     return None
 
 
 def _money_of_all_runs_is_used_up(facts: Facts, wanted: Wanted, live: Sequence[NodeRecord]) -> Enter | None:
-    held = reserve_of(live, wanted.allowance_ms, facts.now_ms) + stuck_micro_usd(facts, wanted)
+    held = reserve_of([*live, *facts.kept], wanted.allowance_ms, facts.now_ms) + stuck_micro_usd(facts, wanted)
     others = facts.others
     if budget_guard.must_drain(
         metered=facts.metered + others.metered, reserved=held + others.reserved, max_total=wanted.all_runs.max_total

@@ -10,7 +10,7 @@ from pydantic import (
 from pydantic import model_validator as model_check
 
 from engine.events import Market
-from engine.strict import Strict
+from engine.strict import Positive, Strict
 from launcher.job.values import DurationMs, KeyName, MicroUsd, MicroUsdPerHour, VariableName
 from launcher.money import duration
 
@@ -125,6 +125,11 @@ class Recovery(Strict):
     """True: the machine of the controller stays on, so a lost trainer is replaced at any time. Best kept in the user's
     own config file, on a server; `launch --service` says it for one run. On a machine that sleeps, a run whose trainer
     is on spot stands still from a loss until the machine wakes."""
+    keep_failed: DurationMs | None = None
+    """Time for which a node whose processes failed is kept for a look with `spotrl ssh`, like `30m`; then it ends. It
+    costs money and counts against every limit: it ends earlier if a limit needs its money, and at `spotrl down`. One
+    node of a run is kept at a time, and its successor is bought meanwhile. A run that fails waits for it. None: no
+    node is kept."""
     launches_per_minute: Annotated[int, Field(ge=1, le=600)] = 10
     """Launches per minute, over the whole run. Without the limit, a fault that loses every node at once would buy
     nodes just as fast."""
@@ -237,6 +242,19 @@ class Logging(Strict):
     """MLflow: `mlflow: {tracking_uri: http://...}`. None: nothing is sent."""
 
 
+class PlannedPreemption(Strict):
+    """A preemption at a fixed point of a run, so at the same point on every machine."""
+
+    iteration: Positive
+    """Finished iterations of the run after which the nodes are taken, all at once, as soon as all of them are ready."""
+    slots: Annotated[tuple[str, ...], Field(min_length=1)]
+    """Slots whose nodes are taken: `trainer`, `spot-0`, `spot-1` and so on. A node on demand is left alone."""
+    notice: bool = False
+    """True: the cloud gives notice, `preemptions.notice` ahead."""
+    signal: Literal["SIGKILL", "SIGSTOP"] = "SIGKILL"
+    """`SIGKILL` closes a node's connections, like a crash. `SIGSTOP` leaves them open, like a lost machine."""
+
+
 class PreemptionConfig(Strict):
     """Preemptions of spot nodes on the local infra (launcher/provision/local/preemptions.py)."""
 
@@ -244,6 +262,8 @@ class PreemptionConfig(Strict):
     """A recorded trace. The n-th spot node bought lives as long as the n-th node removed in the trace."""
     notice: DurationMs = Field(default=120_000, validate_default=False)
     """Time between the notice and the preemption, on the run's clock, for preemptions with a notice."""
+    at: tuple[PlannedPreemption, ...] = ()
+    """Preemptions at fixed points of the run, beside those of the trace."""
     rule: Literal["alternate"] = "alternate"
     """Kinds of preemption take turns: notice + SIGKILL, silent SIGSTOP, silent SIGKILL, notice + SIGSTOP."""
 

@@ -7,7 +7,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from engine.events import Market
-from launcher.decide.facts import ENDS, INSTANCE_ENDS, PROMOTED, NodeRecord, promotion_of
+from launcher.decide.facts import ENDS, INSTANCE_ENDS, KEPT, PROMOTED, NodeRecord, promotion_of
 from launcher.decide.node_events import Note
 from launcher.decide.price_events import Paid
 from launcher.ledger.accounting import charges_of_run, prices_of_run, unpaid_lives
@@ -52,7 +52,7 @@ def node_records(session: Session, run: Run) -> list[NodeRecord]:
             known.pop(PROMOTED, None)
             known.pop("ready", None)
         known.setdefault(event.kind, event.at_ms)
-        if event.kind in ENDS:
+        if event.kind == KEPT or (event.kind in ENDS and KEPT not in known):  # the failure, not what ended the VM later
             evidence[event.node_id] = event.evidence
     taken = set(session.scalars(_PREEMPTED, {"run_id": run.id}))
     prices, is_cloud = prices_of_run(session, run), run.infra != LOCAL

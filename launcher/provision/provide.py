@@ -99,6 +99,7 @@ def provisioner_of(run: Run, job: Job, clock: Clock, check_lease: Callable[[], N
         regions=sorted({site.place for site in sites_from(run.plan)}),
         images=job.image,
         named=job.named,
+        keep_failed_ms=job.recovery.keep_failed or 0,
     )
     return SkyProvisioner(
         purchases,

@@ -12,12 +12,23 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from engine.events import EngineStarted, Evaluated, IterationDone
+from launcher.controller.lease import is_held
 from launcher.decide.facts import OVER
 from launcher.harmless import harmless
 from launcher.learning import learns_nothing
 from launcher.ledger.bills import billed_micro_usd
-from launcher.ledger.models import BillingInterval, Node, NodeEvent, ProgressRow, Removal, Run, RunStatus, TroubleRow
-from launcher.ledger.node_history import metered_micro_usd
+from launcher.ledger.models import (
+    BillingInterval,
+    ControllerLease,
+    Node,
+    NodeEvent,
+    ProgressRow,
+    Removal,
+    Run,
+    RunStatus,
+    TroubleRow,
+)
+from launcher.ledger.node_history import metered_micro_usd, node_records
 from launcher.ledger.settled import AT_ONCE, judges_micro_usd, unbilled_runs
 from launcher.ledger.store import progress_of
 from launcher.report.target import WINDOW, exact_mean, shown_metric
@@ -58,6 +69,8 @@ class RunRow:
     is_open: bool
     """True unless the run is over and each of its nodes has its end and its bill on record."""
     is_removed: bool
+    lacks_controller: bool
+    """True if a run that is not over, or may still have nodes, has no controller."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,6 +133,8 @@ def _rows(session: Session, ids: Sequence[int], statuses: dict[int, RunStatus]) 
     }
     done = {run_id: events[-1] for run_id, events in _newest_events(session, ids, IterationDone.KIND, 1).items()}
     evaluations = _evaluations(session, ids)
+    held = session.scalars(select(ControllerLease).where(ControllerLease.run_id.in_(ids)))
+    controlled = {lease.run_id for lease in held if is_held(lease)}
     rows = []
     for run in _runs(session, ids):
         status = statuses.get(run.id)
@@ -151,6 +166,9 @@ def _rows(session: Session, ids: Sequence[int], statuses: dict[int, RunStatus]) 
                 is_over=word in OVER,
                 is_open=is_open,
                 is_removed=run.id in removed,
+                lacks_controller=is_open
+                and run.id not in controlled
+                and (word not in OVER or _has_nodes(session, run)),
             )
         )
     return rows
@@ -162,6 +180,10 @@ def _runs(session: Session, ids: Sequence[int]) -> Sequence[Any]:
     more = (Run.target_value, Run.max_total_micro_usd, Run.money_basis)
     iterations = func.json_extract(Run.job, "$.iterations").label("iterations")
     return session.execute(select(*shown, *more, iterations).where(Run.id.in_(ids)).order_by(Run.id.desc())).all()
+
+
+def _has_nodes(session: Session, row: Any) -> bool:
+    return any(record.is_live for record in node_records(session, session.get_one(Run, row.id)))
 
 
 def _metered(session: Session, row: Any) -> int:

@@ -23,7 +23,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session, sessionmaker
 
 from launcher.controller.lease import is_given_up, is_held
-from launcher.decide.facts import OVER, Stage
+from launcher.decide.facts import FAILING, OVER, Stage
 from launcher.exit_codes import Failure
 from launcher.job.checked import CheckedJob
 from launcher.ledger.models import LOCAL, ControllerLease, Run
@@ -162,11 +162,17 @@ def _remove_old_code(sessions: sessionmaker[Session], home: Path, code: Path) ->
 
 
 def request_stop(sessions: sessionmaker[Session], run_name: str, reason: str = "asked for by a person") -> None:
-    """Request a stop from the controller. A stopping or finished run stays unchanged."""
+    """Request a stop from the controller. A stopping or finished run stays unchanged.
+
+    A run that fails, and waits for a node that is kept, no longer waits.
+    """
     with writing(sessions) as session:
         run = find_run(session, run_name)
         status = current_status(session, run)
-        if status is None or Stage(status.status) not in OVER | {Stage.STOPPING, Stage.DRAINING}:
+        is_failing = status is not None and status.status == Stage.DRAINING and status.reason.startswith(FAILING)
+        if is_failing and status is not None and any(node.is_kept for node in node_records(session, run)):
+            append_status(session, run, Stage.STOPPING, status.reason, run.clock.now_ms())
+        elif status is None or Stage(status.status) not in OVER | {Stage.STOPPING, Stage.DRAINING}:
             append_status(session, run, Stage.STOPPING, reason, run.clock.now_ms())
 
 

@@ -14,8 +14,9 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from engine.events import EngineFinished, Evaluated, IterationDone, Regrouped
 from launcher.controller.lease import is_held
-from launcher.decide.facts import INSTANCE_ENDED, OVER, PROMOTED, NodeRecord, Stage
+from launcher.decide.facts import INSTANCE_ENDED, KEPT, OVER, PROMOTED, NodeRecord, Stage
 from launcher.harmless import harmless
+from launcher.job.sections import Recovery
 from launcher.learning import learns_nothing
 from launcher.ledger.accounting import charges_of_run, judge_micro_usd, on_demand_micro_usd
 from launcher.ledger.bills import billed_micro_usd
@@ -59,16 +60,18 @@ class NodeView:
     zone: str
     status: str
     """State: asked, starting, ready, draining, stopping; or end: lost (reclaimed), gone, released, denied,
-    no_capacity."""
+    no_capacity. `kept`: failed, and kept for a look."""
     age_ms: int
     micro_usd_per_hour: int
     groups: tuple[tuple[str, ...], ...] = ()
     """Workers that share images now, each group in rank order; empty when the node ended or never had groups."""
+    goes_in_ms: int | None = None
+    """Time until a kept node ends, on the run's clock. None: the node is not kept."""
 
     @property
     def is_live(self) -> bool:
         """Return True if the node has no recorded end. Such a node is billed."""
-        return self.status in ("asked", "starting", "ready", "draining", "stopping")
+        return self.status in ("asked", "starting", "ready", "draining", "stopping", KEPT)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -267,6 +270,7 @@ def view_of(session: Session, run: Run) -> RunView:
     is_paced = usual_ms is not None and not over
     eta_seconds = sum(seconds) / len(seconds) * (iterations - iteration) if is_paced else None
     charges, judges = charges_of_run(session, run, now_ms), judge_micro_usd(session, run)
+    keep_ms = Recovery.model_validate(run.job.get("recovery") or {}).keep_failed or 0
     of_nodes = sum(charge.micro_usd for of_node in charges.values() for charge in of_node)
     promoted = next((record for record in records if record.is_live and PROMOTED in record.happened), None)
     return RunView(
@@ -284,7 +288,8 @@ def view_of(session: Session, run: Run) -> RunView:
         max_total_micro_usd=run.max_total_micro_usd,
         micro_usd_per_hour=sum(record.micro_usd_per_hour for record in records if record.has_instance),
         nodes=tuple(
-            _node_view(record, zones[record.name], groups.get(record.name, ()), now_ms) for record in _shown(records)
+            _node_view(record, zones[record.name], groups.get(record.name, ()), now_ms, keep_ms)
+            for record in _shown(records)
         ),
         last_event=f"{lines[-1].source}: {lines[-1].kind} {lines[-1].text}".strip() if lines else "",
         eta_seconds=eta_seconds,
@@ -325,19 +330,21 @@ def _shown(records: Sequence[NodeRecord]) -> list[NodeRecord]:
     return [record for record in records if record.is_live or record.generation == newest[record.slot]]
 
 
-def _node_view(record: NodeRecord, zone: str, groups: Sequence[Sequence[str]], now_ms: int) -> NodeView:
+def _node_view(record: NodeRecord, zone: str, groups: Sequence[Sequence[str]], now_ms: int, keep_ms: int) -> NodeView:
     since_ms = record.happened.get("up", record.requested_ms)
     ended_ms = record.ended_ms
+    status = _node_status(record)
     return NodeView(
         name=record.name,
         slot=record.slot,
         role=record.role,
         market=record.market,
         zone=zone,
-        status=_node_status(record),
+        status=status,
         age_ms=max(0, (now_ms if ended_ms is None else ended_ms) - since_ms),
         micro_usd_per_hour=record.micro_usd_per_hour,
         groups=tuple(tuple(group) for group in groups) if record.is_live else (),
+        goes_in_ms=max(0, record.happened[KEPT] + keep_ms - now_ms) if status == KEPT else None,
     )
 
 
@@ -351,6 +358,7 @@ def _node_status(record: NodeRecord) -> str:
         "no_capacity",
         INSTANCE_ENDED,
         "releasing",
+        KEPT,
         "notice",
         "ready",
         "up",

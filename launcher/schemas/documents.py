@@ -79,6 +79,7 @@ ADDED_LATER = {
     "PlanReplays": {"trainer"},
     "PolicyResult": {"trainer"},
     "NodeLine": {"taken"},
+    "NodeView": {"goes_in_ms"},
     "PreemptionLine": {"role", "recovered_by"},
     "ResultPreemption": {"role", "recovered_by"},
 }

@@ -22,7 +22,7 @@ from launcher.report.reached import by_iteration
 from launcher.report.values import Report
 from launcher.report.words import clock_words, drift_words, headline
 from launcher.runs.event_lines import Seen, newest_events, newest_seen
-from launcher.runs.views import view_of
+from launcher.runs.views import RunView, view_of
 
 EVENTS_SHOWN = 400
 """Newest events on a page; `spotrl events` prints all of them."""
@@ -45,7 +45,7 @@ def run_page(sessions: sessionmaker[Session], name: str) -> dict[str, Any]:
             "drift": drift_words(report),
             "money_note": report.money_note,
             "clock_note": clock_words(run.clock_factor),
-            "view": asdict(view) | {"is_over": view.status in OVER, "lacks_controller": view.lacks_controller},
+            "view": _shown(view),
             "run": asdict(report.run),
             "target": asdict(report.target),
             "costs": asdict(report.costs),
@@ -63,6 +63,16 @@ def run_page(sessions: sessionmaker[Session], name: str) -> dict[str, Any]:
             "job": report.job_text,
             "provenance": asdict(report.provenance) | {"alike": hardware_by_nodes(report.provenance)},
         }
+
+
+def run_state(sessions: sessionmaker[Session], name: str) -> dict[str, Any]:
+    """Return the figures at the top of a run's page, without its curves. Raises LookupError for an unknown run."""
+    with sessions() as session, reading_once(session):
+        return {"view": _shown(view_of(session, find_run(session, name)))}
+
+
+def _shown(view: RunView) -> dict[str, Any]:
+    return asdict(view) | {"is_over": view.status in OVER, "lacks_controller": view.lacks_controller}
 
 
 def events_after(session: Session, name: str, after: Seen) -> tuple[Seen, list[dict[str, Any]]]:

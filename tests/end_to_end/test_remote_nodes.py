@@ -21,7 +21,7 @@ import pytest
 from engine.config import CandidateBudget, RuntimeConfig
 from engine.events import IterationDone, Market, NodeUsage, ProgressEvent
 from engine.node_spec import ClockConfig, NodeSpec, role_token
-from launcher.controller.progress import ProgressFiles
+from launcher.provision.progress import ProgressFiles
 from launcher.provision.sky.node_link import NodeLink
 from tests.end_to_end.test_survival import CANDIDATES, CONFIG
 from tests.engine.fleet import ALLOWED, TOKEN, free_port

@@ -34,7 +34,13 @@ def test_the_quickstart_job_matches_the_readme(tmp_path):
         2,
     )
     assert (job.budget.max_total, job.budget.max_hourly) == (20_000_000, 10_000_000)
-    assert (job.preemptions.trace, job.preemptions.notice) == ("bamboo-p3", 120_000)
+    assert (job.preemptions.trace, job.preemptions.notice) == ("none", 120_000)
+    assert [(plan.iteration, plan.slots, plan.notice) for plan in job.preemptions.at] == [
+        (3, ("spot-0",), True),
+        (6, ("spot-1",), False),
+        (9, ("trainer",), False),
+        (13, ("trainer", "spot-0", "spot-1"), False),
+    ]
 
 
 def test_the_template_is_a_valid_job():

@@ -1,6 +1,8 @@
 """`import spotrl`: plan, runs, events and reports from Python, also beside a user's own engine.py."""
 
+import ast
 import json
+import linecache
 import os
 import re
 import subprocess
@@ -14,6 +16,7 @@ import spotrl
 from launcher.ledger.models import NodeEvent
 from launcher.ledger.store import open_ledger
 from spotrl import interface
+from spotrl.display import Table
 from spotrl.own_packages import take_own
 from tests.launcher.made_ledger import HOUR_MS, JOB, START_MS, a_run
 
@@ -54,6 +57,45 @@ def test_launch_takes_the_values_that_plan_takes(ledger, monkeypatch):
     assert typed[2:-3] == ["--set", 'early={"share": 0.5}', "--set", "model.path=here", "--set", "name=done"]
 
 
+def test_a_dictionary_is_a_job_with_paths_of_the_working_folder(ledger, monkeypatch):
+    (ledger / "strings.txt").write_text("a\nb\n")
+    monkeypatch.chdir(ledger)
+    job = {"name": "mine", "model": "digits-ocr", "prompts": Path("strings.txt"), "reward": "ocr"}
+    assert spotrl.plan(job, budget__max_total="$7").slots[0].name == "trainer"
+    assert spotrl.plan(ledger / "mine.job.yaml", budget__max_total="$7") == spotrl.plan(job, budget__max_total="$7")
+    with pytest.raises(spotrl.Failure, match=r"mine.job.yaml, line 5: .*strings.text"):
+        spotrl.plan(job | {"prompts": "strings.text"})
+    with pytest.raises(spotrl.Failure, match="of type bytes"):
+        spotrl.plan(job | {"seed": b"1"})
+
+
+def test_a_file_that_a_person_wrote_is_never_replaced(ledger, monkeypatch):
+    monkeypatch.chdir(ledger)
+    own = ledger / "mine.job.yaml"
+    own.write_text("model: shapes\n")
+    with pytest.raises(spotrl.Failure, match="spotrl did not write it"):
+        spotrl.plan({"name": "mine", "model": "digits-ocr"})
+    assert own.read_text() == "model: shapes\n"
+
+
+def test_launch_names_a_reward_that_is_a_function(ledger, monkeypatch):
+    typed = []
+    monkeypatch.setattr(interface, "_command", lambda *words: typed.extend(words) or {"name": "done"})
+    monkeypatch.chdir(ledger)
+
+    def score(images, prompts):
+        return [1.0 for _ in prompts]
+
+    spotrl.launch({"name": "mine", "reward": score})
+    (module,) = ledger.glob("reward_*.py")
+    assert json.loads((ledger / "mine.job.yaml").read_text().partition("\n")[2])["reward"] == f"{module.stem}:score"
+    (ledger / "jobs").mkdir()
+    (ledger / "jobs" / "job.yaml").write_text("model: digits-ocr\n")
+    spotrl.launch("jobs/job.yaml", reward__name=score)
+    assert f"reward.name={module.stem}:score" in typed
+    assert (ledger / "jobs" / module.name).exists()
+
+
 def test_a_job_on_clouds_is_planned_with_cost_and_time(ledger):
     plan = spotrl.plan(QUICKSTART.with_name("sd3_5.yaml"))
     assert isinstance(plan, spotrl.CloudPlan)
@@ -82,6 +124,80 @@ def test_runs_are_compared_by_name_or_as_runs(ledger):
         spotrl.compare("done")
 
 
+def test_waiting_for_a_run_returns_its_state_with_a_line_of_progress(ledger, capsys):
+    assert spotrl.run("done").wait().status == "finished"
+    assert capsys.readouterr().out == "done  finished  iteration 1/10  exact_match 0.500  $1.00  0 nodes\n"
+    spotrl.run("done").wait(progress=False)
+    assert capsys.readouterr().out == ""
+
+
+def test_waiting_for_a_run_without_a_controller_ends_with_the_remedy(ledger, monkeypatch):
+    monkeypatch.setattr(interface, "WITHOUT_CONTROLLER_SECONDS", 0.0)
+    with open_ledger(ledger / "ledger.sqlite")() as session, session.begin():
+        made = a_run(session, "lonely", job={**JOB, "iterations": 10}, folder=str(ledger / "lonely"))
+        made.status("running", 0)
+        made.node("trainer", market="on_demand", rate=1_000_000, up=0)
+    with pytest.raises(spotrl.Failure, match="lonely has no controller"):
+        spotrl.run("lonely").wait(progress=False)
+
+
+def test_metrics_are_a_row_per_iteration_that_a_notebook_draws(ledger):
+    (row,) = table = spotrl.run("done").metrics()
+    assert list(row)[:4] == ["iteration", "hours", "cost/dollars", "reward/mean"]
+    assert (row["iteration"], row["hours"], row["cost/dollars"]) == (0, 0.5, 0.5)
+    assert (row["reward/mean"], row["evaluation/exact_match"]) == (0.5, 0.5)
+    assert "<th>evaluation/exact_match</th>" in table._repr_html_()
+
+
+def test_a_long_table_shows_its_newest_rows_and_no_markup_of_names():
+    drawn = Table({"n": n, "<b>": 0.123456} for n in range(100))._repr_html_()
+    assert "the last 60 of 100 rows" in drawn
+    assert "<td>39</td>" not in drawn
+    assert "<td>40</td>" in drawn
+    assert "<td>0.1235</td>" in drawn
+    assert "<b>" not in drawn
+
+
+def test_a_run_is_drawn_with_its_state(ledger):
+    drawn = spotrl.run("done")._repr_html_()
+    assert "<td>finished (iterations)</td>" in drawn
+    assert "<td>$1.00</td>" in drawn
+    assert "<th>exact_match</th><td>0.500</td>" in drawn
+
+
+def test_images_are_the_first_and_newest_sheet_unless_named(ledger):
+    with open_ledger(ledger / "ledger.sqlite")() as session, session.begin():
+        made = a_run(session, "drawn", job={**JOB, "iterations": 10}, folder=str(ledger / "drawn"))
+        made.status("running", 0)
+        for iteration in (0, 3, 6):
+            file = ledger / "drawn" / "store" / f"{iteration}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(b"\x89PNG%d" % iteration)
+            made.evaluated(iteration, 0.5, 100 + iteration, pictures=file.name)
+    run = spotrl.run("drawn")
+    assert [(image.title, image.png) for image in run.images()] == [
+        ("iteration 0, exact_match 0.500", b"\x89PNG0"),
+        ("iteration 6, exact_match 0.500", b"\x89PNG6"),
+    ]
+    assert [image.png for image in run.images(3)] == [b"\x89PNG3"]
+    assert run.images()._repr_html_().count("data:image/png;base64,") == 2
+    with pytest.raises(LookupError, match="iteration 4; it has: 0, 3, 6"):
+        run.images(4)
+    assert spotrl.run("done").images() == []
+
+
+def test_sample_and_resume_give_their_words_to_the_command(ledger, monkeypatch):
+    typed = []
+    (ledger / "a.png").write_bytes(b"png")
+    answer = {"pictures": [{"prompt": "--77", "seed": 4, "file": str(ledger / "a.png")}]}
+    monkeypatch.setattr(interface, "_command", lambda *words: typed.append(words) or answer)
+    (image,) = spotrl.run("done").sample("--77", seed=4, base=True, to="out")
+    assert (image.title, image.png, image.path) == ("--77, seed 4", b"png", ledger / "a.png")
+    assert typed == [("sample", "--count=1", "--seed=4", "--to=out", "--base", "--json", "--", "done", "--77")]
+    assert spotrl.run("done").resume(max_total="$60", deadline="6h").name == "done"
+    assert typed[1] == ("resume", "done", "--max-total=$60", "--deadline=6h", "--json")
+
+
 def test_following_a_run_that_is_over_ends(ledger):
     assert list(spotrl.run("done").events(follow=True)) == list(spotrl.run("done").events())
 
@@ -92,6 +208,8 @@ def test_what_a_command_refuses_is_a_failure_with_its_sentence(ledger):
         spotrl.launch(QUICKSTART, name="done")
     with pytest.raises(spotrl.Failure, match="checkpoint"):
         spotrl.run("done").weights(ledger / "weights")
+    with pytest.raises(spotrl.Failure, match="done is finished"):
+        spotrl.run("done").resume()
 
 
 def run_beside(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
@@ -161,20 +279,27 @@ def test_every_python_example_of_the_docs_is_run_by_a_test():
     assert pages == {*REWARDS, "python.md"}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_notebook_runs(tmp_path, monkeypatch, forked_engine):
     monkeypatch.setenv("SPOTRL_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("SPOTRL_CONFIG", str(tmp_path / "config.yaml"))
     (tmp_path / "docs").mkdir()
-    (tmp_path / "sky_yamls").symlink_to(ROOT / "sky_yamls")
     monkeypatch.chdir(tmp_path / "docs")
-    names: dict = {}
+    drawn = []
+    names: dict = {"__name__": "__main__"}
     try:
         for cell in json.loads((ROOT / "docs" / "python.ipynb").read_text("utf-8"))["cells"]:
             if cell["cell_type"] == "code":
                 assert cell["outputs"] == [], "outputs of a notebook grow old: clear them"
-                exec(compile("".join(cell["source"]), cell["id"], "exec"), names)
+                # A notebook keeps the source of a cell where Python looks for it.
+                linecache.cache[cell["id"]] = (1, None, cell["source"], cell["id"])
+                code = ast.parse("".join(cell["source"]))
+                shown = code.body.pop() if isinstance(code.body[-1], ast.Expr) else None
+                exec(compile(code, cell["id"], "exec"), names)
+                if shown is not None:
+                    value = eval(compile(ast.Expression(shown.value), cell["id"], "eval"), names)
+                    drawn.append(value._repr_html_() if hasattr(value, "_repr_html_") else repr(value))
     finally:
         left = [run.stop() for run in spotrl.runs()]
     assert left == [[], []]
@@ -182,3 +307,7 @@ def test_the_notebook_runs(tmp_path, monkeypatch, forked_engine):
     assert names["group"].runs == ("notebook-1", "notebook-2")
     assert names["group"].best.low <= names["group"].best.mean <= names["group"].best.high
     assert names["report"].costs.total > 0
+    run_shown, table, sheets, samples = (text for text in drawn if text.startswith("<"))
+    assert "finished" in run_shown
+    assert "<th>evaluation/reward</th>" in table
+    assert (sheets.count("<img"), samples.count("<img")) == (2, 2)

@@ -21,6 +21,7 @@ from launcher.controller.spend_deadlines import SpendDeadlines
 from launcher.decide import budget_guard, node_events, run_budget
 from launcher.decide.facts import Facts, Wanted
 from launcher.ledger.store import writing
+from launcher.provision.sky.watch import AgentWatch
 from launcher.runs import kept_plan, runs
 from launcher.storage.store_lease import StoreLease
 from tests.mutants.faults import Fault
@@ -353,6 +354,22 @@ _ALL = (
             ),
         ),
         found_by="tests/launcher/test_cli.py::test_at_a_terminal_ctrl_c_asks_and_only_an_s_stops",
+    ),
+    Fault(
+        name="a_kept_node_costs_nothing",
+        forgets="that the VM of a failed node is paid while it is kept",
+        patches=(
+            everywhere(
+                run_budget.budget_refusal, changed(run_budget.budget_refusal, "[*after, *facts.kept]", "[*after]")
+            ),
+        ),
+        found_by="tests/launcher/cluster/test_kept_nodes.py::test_a_kept_node_ends_if_its_successor_needs_its_money",
+    ),
+    Fault(
+        name="every_failed_node_is_kept",
+        forgets="that one failed node is kept at a time",
+        patches=((AgentWatch, "_keep", changed(AgentWatch._keep, "any(peer", "all(peer")),),
+        found_by="tests/launcher/cluster/test_sky_provisioner.py::test_one_failed_node_is_kept_at_a_time",
     ),
 )
 

@@ -1,4 +1,4 @@
-"""The schedule by which the local infra preempts its spot nodes: a printed rule, from a recorded trace.
+"""The schedule by which the local infra preempts its spot nodes: a printed rule, from a recorded trace or the job.
 
 Nothing is random: the n-th spot node of a run has the same lifetime in every run. The trace counts the nodes of one
 pool on AWS. The trace has no notices, so notices are scripted. Pure, except for reading the bundled trace.
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
-from launcher.job.sections import PreemptionConfig
+from launcher.job.sections import PlannedPreemption, PreemptionConfig
 from launcher.money import duration
 
 APART_MS = 300_000
@@ -51,14 +51,20 @@ class ScheduledPreemption:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreemptionSchedule:
-    """The preemption schedule of a run's spot nodes, by ordinal: 0 for the first purchase."""
+    """The preemption schedule of a run's spot nodes.
+
+    `lifetimes_ms`: by ordinal, 0 for the first purchase; empty without a trace. `planned`: at fixed iterations.
+    """
 
     trace: str
     lifetimes_ms: tuple[int, ...]
     notice_ms: int
+    planned: tuple[PlannedPreemption, ...] = ()
 
-    def preemption(self, ordinal: int) -> ScheduledPreemption:
-        """Return the preemption of a node. Past the end of the trace the lifetimes begin again."""
+    def preemption(self, ordinal: int) -> ScheduledPreemption | None:
+        """Return the preemption of a node by the trace; None without one. Past its end the lifetimes begin again."""
+        if not self.lifetimes_ms:
+            return None
         lifetime_ms = self.lifetimes_ms[ordinal % len(self.lifetimes_ms)]
         return ScheduledPreemption(
             lifetime_ms=lifetime_ms, notice_ms=self.notice_ms, manner=MANNERS[ordinal % len(MANNERS)]
@@ -66,21 +72,30 @@ class PreemptionSchedule:
 
     def describe(self) -> str:
         """Return the rule as text for the user who starts the run."""
+        planned = [
+            f"after iteration {one.iteration} {', '.join(one.slots)}: "
+            + (f"notice + {one.signal}" if one.notice else f"silent {one.signal}")
+            for one in self.planned
+        ]
+        at_iterations = f"Spot nodes are preempted {'; '.join(planned)}." if planned else ""
+        if not self.lifetimes_ms:
+            return f"{at_iterations} A notice comes {duration(self.notice_ms)} ahead, on the run's clock."
         first = ", ".join(duration(ms) for ms in self.lifetimes_ms[:6])
         return (
             f"The n-th spot node is preempted as long after it was ready as the n-th node removed in the recorded "
             f"trace {self.trace} had lived; removals whose lifetime is within {duration(APART_MS)} of an earlier "
             f"one's are kept for later. First lifetimes: {first}. In turn: notice + SIGKILL, silent SIGSTOP, silent "
             f"SIGKILL, notice + SIGSTOP; a notice comes {duration(self.notice_ms)} ahead. All on the run's clock."
+            + (f" {at_iterations}" if at_iterations else "")
         )
 
 
 def preemption_schedule(config: PreemptionConfig) -> PreemptionSchedule | None:
     """Return the rule for a job. None: the job wants no preemptions."""
-    if config.trace == "none":
+    if config.trace == "none" and not config.at:
         return None
-    lifetimes_ms = distinct_first(_recorded(TRACES[config.trace]))
-    return PreemptionSchedule(trace=config.trace, lifetimes_ms=lifetimes_ms, notice_ms=config.notice)
+    lifetimes_ms = () if config.trace == "none" else distinct_first(_recorded(TRACES[config.trace]))
+    return PreemptionSchedule(trace=config.trace, lifetimes_ms=lifetimes_ms, notice_ms=config.notice, planned=config.at)
 
 
 def lifetimes(lines: Iterable[str]) -> tuple[int, ...]:

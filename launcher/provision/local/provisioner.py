@@ -1,8 +1,8 @@
 """The local infra: a node is a process session on this machine, and the node's folder is its disk.
 
 RUN/nodes/NAME/  node.json (NodeSpec)  request.json  spawned.json  agent.json  ready.json  notice.json
-                 money.json  reclaim.json  stopped.json  assigned.json  former.json  ending  exits.jsonl
-                 ended.json  logs/  progress/
+                 money.json  preempted_at.json  reclaim.json  stopped.json  assigned.json  former.json  ending
+                 exits.jsonl  ended.json  logs/  progress/
 
 `LocalProvisioner` plays the cloud: it starts nodes, reports their state, and preempts spot nodes by a printed rule. All
 state is in the folders, so any process may continue the work, and a crash between any two lines is repaired by the next
@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from engine.clock import Clock, boot_ms
-from engine.events import Market
+from engine.events import IterationDone, Market
 from engine.node_spec import NodeSpec
 from engine.work_clock import WorkClock
 from launcher.decide.node_facts import NodeFact, NodeStatus
@@ -26,8 +26,9 @@ from launcher.provision.local import processes
 from launcher.provision.local.agent_starter import AGENT, AgentStarter
 from launcher.provision.local.node_end import ASSIGNED, FORMER, end_node, find_end
 from launcher.provision.local.node_records import NodeRecords
-from launcher.provision.local.preempting import preempt_when_due
+from launcher.provision.local.preempting import order_planned, planned_for, preempt_when_due
 from launcher.provision.local.preemptions import PreemptionSchedule
+from launcher.provision.progress import ProgressFiles
 
 START_SECONDS = 3.0
 """Work gets so far ahead of a starting node, in seconds of the reference machine. So a node is replaced while the run
@@ -62,6 +63,9 @@ class LocalProvisioner:
         """
         self._folder, self._clock, self._schedule, self._boot = folder, clock, schedule, boot
         self._starter = AgentStarter(folder / "starter.log", agent)
+        self._progress, self._iterations = ProgressFiles(), 0
+        self._is_planned = schedule is not None and bool(schedule.planned)
+        """True while a preemption at a fixed iteration is left."""
 
     # --- calls of the controller ---------------------------------------------------------------------
 
@@ -112,6 +116,8 @@ class LocalProvisioner:
     def observe(self) -> Sequence[NodeFact]:
         """Return the state of every node of this run. Also plays the cloud: due spot nodes are preempted here."""
         now_ms = self._clock.now_ms()
+        if self._schedule is not None and self._is_planned:
+            self._is_planned = order_planned(self._schedule, self._nodes(), self._finished_iterations)
         observed = [(node, fact) for node in self._nodes() if (fact := self._observe(node)) is not None]
         if isinstance(self._clock, WorkClock):
             self._keep_clock(
@@ -194,10 +200,18 @@ class LocalProvisioner:
         if request is None:
             return None  # an interrupted request; a repeated request completes the files
         fact = node.fact_of_running(request)
-        ordinal = request.get("ordinal")
-        if self._schedule is None or ordinal is None or fact.ready_ms is None:
+        if self._schedule is None or fact.ready_ms is None:
             return fact
-        return preempt_when_due(node, self._schedule.preemption(ordinal), fact)
+        planned = planned_for(node, self._schedule, fact)
+        return fact if planned is None else preempt_when_due(node, planned, fact)
+
+    def _finished_iterations(self) -> int:
+        """Return the number of iterations that the run has finished, as its trainers report them."""
+        for node in self._nodes():
+            for line in self._progress.read(node.folder):
+                if isinstance(line.event, IterationDone):
+                    self._iterations = max(self._iterations, line.event.iteration + 1)
+        return self._iterations
 
     def _find_end(self, node: NodeRecords) -> NodeFact | None:
         return find_end(node, are_nodes_preempted=self._schedule is not None)

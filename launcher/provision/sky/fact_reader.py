@@ -9,7 +9,7 @@ from launcher.provision.sky.inventory import CloudInventory
 from launcher.provision.sky.launches import Launches
 from launcher.provision.sky.outcome import Failed
 from launcher.provision.sky.phase import Phase, phase_of
-from launcher.provision.sky.records import EndedRecord, EndingRecord, LaunchRecord
+from launcher.provision.sky.records import EndedRecord, EndingRecord, KeptRecord, LaunchRecord
 from launcher.provision.sky.regions import Regions
 from launcher.provision.sky.surroundings import Surroundings
 
@@ -46,11 +46,11 @@ class FactReader:
             status, evidence = NodeStatus.UNKNOWN, login
         if not evidence and not node.is_ready and (region := node.region) is not None:
             evidence = self.regions.missing_rules.get(region, "")
-        ending = node.files.read(EndingRecord)
+        ending, kept = node.files.read(EndingRecord), node.files.read(KeptRecord)
         return NodeFact(
             name=node.name,
             status=status,
-            evidence=(ending.evidence if ending is not None else "") or evidence,
+            evidence=next((record.evidence for record in (ending, kept) if record is not None), "") or evidence,
             started_ms=instance.launched_ms if instance is not None else None,
             ended_ms=ending.vm_ended_ms if ending is not None else None,
             disks_ms=ending.disks_ms if ending is not None else None,
@@ -62,6 +62,7 @@ class FactReader:
             zone=instance.zone if instance is not None else None,
             instance_type=instance.instance_type if instance is not None else None,
             want=node.files.want,
+            kept_until_ms=None if kept is None else kept.until_ms,
             login=login,
         )
 

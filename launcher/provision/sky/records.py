@@ -18,6 +18,7 @@ FileName = Literal[
     "seen",
     "login",
     "stopping",
+    "kept",
     "release",
     "ending",
     "ended",
@@ -88,6 +89,15 @@ class SeenRecord(NodeRecord):
     FILE = "seen"
 
     at_ms: int
+
+
+class KeptRecord(NodeRecord):
+    """The node has failed, and its VM is kept for a look. `until_ms`: its end at the latest, on the run's clock."""
+
+    FILE = "kept"
+
+    until_ms: int
+    evidence: str
 
 
 class ReleaseRecord(NodeRecord):

@@ -31,6 +31,8 @@ class Purchases:
     regions: Sequence[tuple[str, str]]
     weights: Mapping[str, str] = field(default_factory=dict)
     images: Mapping[str, str] = field(default_factory=dict)
+    keep_failed_ms: int = 0
+    """Time for which a failed node is kept."""
     named: Callable[[str, str], Named] = lambda cloud, region: NOTHING_NAMED
     """The identity and network named in the job, by cloud and region."""
 

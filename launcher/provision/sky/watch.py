@@ -1,5 +1,8 @@
 """A node that is set up: keep its connection and its agent, and end the node after an exit or a long silence.
 
+A failed node may be kept for a while (`recovery.keep_failed`): its VM and connection stay, and its agent is not started
+again.
+
 A node is lost when the node stops answering although a fresh API call shows the VM running. An API that does not answer
 proves nothing.
 """
@@ -9,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from engine.node_spec import EXIT_UNFIT
+from engine.node_spec import EXIT_FINISHED, EXIT_MONEY, EXIT_UNFIT
 from launcher.clouds.base import Instance
 from launcher.decide.node_facts import NodeStatus
 from launcher.provision.sky.background_tasks import BackgroundTasks
@@ -19,7 +22,7 @@ from launcher.provision.sky.inventory import CloudInventory
 from launcher.provision.sky.launches import autostop_minutes
 from launcher.provision.sky.node_book import NodeBook
 from launcher.provision.sky.node_link import Login
-from launcher.provision.sky.records import EndingRecord, ExitRecord, LoginRecord, StoppingRecord
+from launcher.provision.sky.records import EndingRecord, ExitRecord, KeptRecord, LoginRecord, StoppingRecord
 from launcher.provision.sky.regions import Regions
 from launcher.provision.sky.surroundings import Surroundings
 
@@ -82,7 +85,7 @@ class AgentWatch:
         """
         trainers = []
         for node in self.nodes.all():
-            if node.is_ending:
+            if node.is_ending or node.files.is_begun("kept"):
                 continue
             now, login = node.files.role, node.files.read(LoginRecord)
             if now is not None and now.role == "trainer" and login is not None:
@@ -98,6 +101,9 @@ class AgentWatch:
             node.agent.link = self.make_link(line, node.files.folder)
             if (stopping := node.files.read(StoppingRecord)) is not None:
                 node.agent.link.notice(stopping.deadline_ms)
+        if node.files.is_begun("kept"):
+            self._look_after_kept(node)
+            return
         self._start_agent(node, login, this_pass.trainer)
         if self._has_exited(node) or self._is_late(node):
             return
@@ -161,8 +167,30 @@ class AgentWatch:
             node.begin_end(EndingRecord(status=NodeStatus.DENIED, evidence=str(exited.text)))
             return True
         text = f": {exited.text}" if exited.text else ""
-        node.begin_end(EndingRecord(status=NodeStatus.GONE, evidence=f"its agent exited with code {exited.code}{text}"))
+        evidence = f"its agent exited with code {exited.code}{text}"
+        if exited.code in (EXIT_FINISHED, EXIT_MONEY) or not self._keep(node, evidence):
+            node.begin_end(EndingRecord(status=NodeStatus.GONE, evidence=evidence))
         return True
+
+    def _keep(self, node: CloudNode, evidence: str) -> bool:
+        """Keep the VM of a failed node, if the job asks for it and no other node is kept. Return whether it is kept.
+
+        The guard on the VM still ends it at its spend deadline, and ten minutes after the last call of a controller.
+        """
+        keep_ms = self.around.purchases.keep_failed_ms
+        if not keep_ms or any(peer.files.is_begun("kept") and not peer.is_ending for peer in self.nodes.all()):
+            return False
+        node.files.write(KeptRecord(until_ms=self.around.clock.now_ms() + keep_ms, evidence=evidence))
+        return True
+
+    def _look_after_kept(self, node: CloudNode) -> None:
+        """End a kept node when its time is over. Its agent is not started again."""
+        kept = node.files.read(KeptRecord)
+        if kept is None:
+            evidence = "its kept.json cannot be read: a power cut of the launcher's machine?"
+            node.begin_end(EndingRecord(status=NodeStatus.GONE, evidence=evidence))
+        elif self.around.clock.now_ms() >= kept.until_ms:
+            node.begin_end(EndingRecord(status=NodeStatus.GONE, evidence=kept.evidence))
 
     def _is_late(self, node: CloudNode) -> bool:
         """End the node if its workers have not called in after `READY_SECONDS`. Return True if the node was ended.
@@ -178,7 +206,8 @@ class AgentWatch:
         if waited < READY_SECONDS:
             return False
         evidence = f"its workers did not call in within {READY_SECONDS:.0f} s"
-        node.begin_end(EndingRecord(status=NodeStatus.GONE, evidence=evidence, ask_rules=True))
+        if not self._keep(node, evidence):
+            node.begin_end(EndingRecord(status=NodeStatus.GONE, evidence=evidence, ask_rules=True))
         return True
 
     def _doubt(self, node: CloudNode, instance: Instance | None, this_pass: Pass) -> None:

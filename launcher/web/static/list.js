@@ -4,6 +4,7 @@ import { h } from "./dom.js";
 import { follow, read } from "./server.js";
 
 const STEP = 200;
+const ALARM_MS = 10000;  // between two readings of the list without a change
 
 export function keepList(onState) {
   const place = document.getElementById("runs");
@@ -40,6 +41,8 @@ export function keepList(onState) {
     }
   }
 
+  // A controller that dies writes nothing, so no change tells of it.
+  setInterval(() => { if (!document.hidden) timer ??= setTimeout(load, 0); }, ALARM_MS);
   filter.addEventListener("input", () => { clearTimeout(timer); timer = setTimeout(load, 100); });
   watchMore();
   if (filter.value || !place.querySelector("[role=status]")) load();  // the ledger was locked when the page was made

@@ -5,9 +5,16 @@ import { dollars, duration, h, hourly, moment, score, short, table } from "./dom
 import { follow, read, withToken } from "./server.js";
 
 const REDRAW_MS = 2000;
-const PAUSE = 50;  // A page takes at most a 50th of the time to read: a long run's page is read less often.
+const STATE_MS = 1000;
+const OLD_MS = 5000;  // figures older than this are marked
+const PAUSE = 50;  // Reading takes at most a 50th of the time of one core: a long run's page is read less often. The server tells its processor time.
 const EVENTS_KEPT = 400;
 const NODES_SHOWN = 20;
+const LIVE = new Set(["asked", "starting", "ready", "draining", "stopping", "kept"]);
+const SECTIONS = {
+  "h-images": "Images", "h-curves": "Curves", "h-nodes": "Nodes", "h-events": "Events", "h-logs": "Logs",
+  "h-costs": "Where the dollars went", "h-plan": "The plan beside what happened", "h-more": "Where the numbers come from",
+};
 const HEALTH = {
   kl: "KL to the reference", reference_distance: "Distance to the reference", clip_share: "Clip share",
   gradient_norm: "Gradient norm", ratio_max: "Largest importance ratio", staleness: "Staleness",
@@ -19,13 +26,19 @@ const AXES = {
   iterations: { name: "iterations", of: (point) => point.iteration, format: (x) => String(Number(x.toPrecision(4))) },
 };
 
+// An exponential mean: each value takes the share `weight` of the mean before it. Gaps stay gaps.
+function smoothed(ys, weight) {
+  let mean = null;
+  return ys.map((y) => (y == null ? null : (mean = mean == null ? y : weight * mean + (1 - weight) * y)));
+}
+
 export function showRun(main, name, onState) {
   new RunPage(main, name, onState).start();
 }
 
 class RunPage {
   constructor(main, name, onState) {
-    Object.assign(this, { main, name, onState, page: null, axis: "dollars", timer: null, charts: {}, events: [], seen: [] });
+    Object.assign(this, { main, name, onState, page: null, axis: "dollars", smoothing: 0, timer: null, charts: {}, events: [], seen: [], readAt: 0 });
   }
 
   start() {
@@ -39,12 +52,14 @@ class RunPage {
     const begun = performance.now();
     try {
       const page = await read("api/runs/" + encodeURIComponent(this.name));
-      this.pause = Math.max(REDRAW_MS, PAUSE * (performance.now() - begun));
+      this.pause = Math.max(REDRAW_MS, PAUSE * page.cpu_ms);
+      this.readAt = begun;
       const isFirst = this.page === null;
       this.page = page;
       if (isFirst) this.build();
       this.draw();
       this.onState("live");
+      if (!this.isKept && this.isLive()) this.keepState();
       if (isFirst) follow(`api/runs/${encodeURIComponent(this.name)}/changes`, () => this.seen, (news) => this.onNews(news), this.onState);
       this.due = performance.now() + 5 * this.pause;
       if (!page.view.is_over) this.timer ??= setTimeout(() => this.load(), 5 * this.pause);
@@ -54,6 +69,40 @@ class RunPage {
       if (error.status === 403) return;  // another token: no reading will succeed
       if (error.status === 0 || error.status === 503) this.timer ??= setTimeout(() => this.load(), REDRAW_MS);
     }
+  }
+
+  // Read the figures at the top, which is cheap, about every second. The whole page follows at its own pace.
+  async keepState() {
+    this.isKept = true;
+    let pause = STATE_MS;
+    const begun = performance.now();
+    try {
+      const { view, cpu_ms } = await read(`api/runs/${encodeURIComponent(this.name)}/state`);
+      pause = Math.max(STATE_MS, PAUSE * cpu_ms);
+      const ends = view.is_over && !this.page.view.is_over;
+      this.page.view = view;
+      this.readAt = begun;
+      this.drawHead();
+      if (ends) this.load();
+    } catch (error) {
+      this.onState(error.message);
+      if (error.status === 403) return;
+    }
+    this.isKept = this.isLive();
+    if (this.isKept) setTimeout(() => this.keepState(), pause);
+  }
+
+  isLive() {
+    const { view } = this.page;
+    return !view.is_over || view.nodes.some((node) => LIVE.has(node.status));
+  }
+
+  drawAge() {
+    const age = performance.now() - this.readAt;
+    const isOver = this.page.view.is_over;
+    this.age.textContent = isOver ? "" : age < OLD_MS ? `figures ${Math.round(age / 1000)} s old` : `these figures are ${duration(age)} old`;
+    this.age.classList.toggle("alarm", !isOver && age >= OLD_MS);
+    this.age.dataset.readAt = this.readAt;
   }
 
   onNews(news) {
@@ -70,30 +119,35 @@ class RunPage {
   build() {
     const section = (id, title, ...children) => h("section", { "aria-labelledby": id }, h("h2", { id }, title), ...children);
     this.head = h("div", {});
+    this.age = h("small", { class: "age" });
+    setInterval(() => this.drawAge(), 500);
     this.dialog = this.buildDialog();
     this.axes = h("fieldset", { class: "axes" }, h("legend", {}, "Curves over"), Object.keys(AXES).map((axis) =>
-      h("label", {}, h("input", { type: "radio", name: "axis", value: axis, checked: axis === this.axis, onchange: () => { this.axis = axis; this.drawCharts(); } }), axis)));
+      h("label", {}, h("input", { type: "radio", name: "axis", value: axis, checked: axis === this.axis, onchange: () => { this.axis = axis; this.drawCharts(); } }), axis)),
+      h("label", {}, "Smoothing ", h("input", { type: "range", id: "smoothing", min: 0, max: 0.95, step: 0.05, value: 0, oninput: (event) => { this.smoothing = Number(event.target.value); this.drawCharts(); } })));
     this.curves = h("div", { class: "charts" });
     this.still = h("p", { class: "note" });
     this.rate = new LineChart("Spend rate", { y: hourly });
     this.line = h("div", { class: "timeline" });
     this.idle = h("div", {});
     this.sheets = this.buildSheets();
+    this.large = this.buildLarge();
     this.list = h("ol", { class: "events", tabindex: "0", "aria-label": "Events, newest first" });
     this.filter = h("input", { type: "search", id: "events-filter", oninput: () => this.drawEvents() });
     this.logs = this.buildLogs();
     this.costs = h("div", { class: "pair" });
     this.plan = h("div", {});
     this.more = h("div", {});
-    this.main.replaceChildren(this.head, this.dialog,
-      section("h-curves", "Curves", this.axes, this.curves, this.still),
-      section("h-nodes", "Nodes", h("ul", { class: "key" }, h("li", { class: "demand" }, "on demand"), h("li", { class: "spot" }, "spot"), h("li", { class: "taken" }, "preemption")), this.line, this.rate.figure, this.idle),
-      section("h-images", "Images", this.sheets.place),
-      section("h-events", "Events", h("p", {}, h("label", { for: "events-filter" }, "Source, kind or text contains "), this.filter), this.list),
-      section("h-logs", "Logs", this.logs.place),
-      section("h-costs", "Where the dollars went", this.costs),
-      section("h-plan", "The plan beside what happened", this.plan),
-      section("h-more", "Where the numbers come from", this.more));
+    const contents = h("nav", { class: "contents", "aria-label": "On this page" }, Object.entries(SECTIONS).map(([id, title]) => h("a", { href: "#" + id }, title)));
+    this.main.replaceChildren(this.head, this.dialog, this.large, contents,
+      section("h-images", SECTIONS["h-images"], this.sheets.place),
+      section("h-curves", SECTIONS["h-curves"], this.axes, this.curves, this.still),
+      section("h-nodes", SECTIONS["h-nodes"], h("ul", { class: "key" }, h("li", { class: "demand" }, "on demand"), h("li", { class: "spot" }, "spot"), h("li", { class: "taken" }, "preemption")), this.line, this.rate.figure, this.idle),
+      section("h-events", SECTIONS["h-events"], h("p", {}, h("label", { for: "events-filter" }, "Source, kind or text contains "), this.filter), this.list),
+      section("h-logs", SECTIONS["h-logs"], this.logs.place),
+      section("h-costs", SECTIONS["h-costs"], this.costs),
+      section("h-plan", SECTIONS["h-plan"], this.plan),
+      section("h-more", SECTIONS["h-more"], this.more));
     this.events = this.page.events;
     this.seen = this.page.ids;  // of the list: a page that is read again is newer, and its events are not added
   }
@@ -107,18 +161,21 @@ class RunPage {
   }
 
   drawHead() {
+    if (String(getSelection()) && this.head.contains(getSelection().anchorNode)) return;  // a command is being copied
     const { view, page } = { view: this.page.view, page: this.page };
-    const running = page.nodes.filter((node) => node.running).length;
+    const running = view.nodes.filter((node) => LIVE.has(node.status)).length;
+    const kept = view.nodes.filter((node) => node.goes_in_ms != null);
     const saved = page.saved.find((one) => one.saved_micro_usd != null);
     const facts = [
       ["Spent", dollars(view.spent_micro_usd), view.max_total_micro_usd == null ? "no limit" : "of " + dollars(view.max_total_micro_usd)],
       ["Now", hourly(view.micro_usd_per_hour), running === 1 ? "1 node" : `${running} nodes`],
-      [view.score == null && view.reward != null ? "reward in training" : view.metric, score(view.score ?? view.reward), view.target == null ? "no target" : "target " + view.target],
+      [view.score == null && view.reward != null ? "reward in training" : view.metric, score(view.score ?? view.reward),
+        (view.score == null ? "" : "mean of the last three evaluations; ") + (view.target == null ? "no target" : "target " + view.target)],
       ...(view.learning ? [["Learning", "nothing", view.learning]] : []),
       ["Iteration", `${view.iteration}/${view.iterations}`, view.eta_seconds == null ? "" : duration(view.eta_seconds * 1000) + " left at most"],
       ...(view.trainer ? [["Trainer", short(this.name, view.trainer), `took the role ${duration(view.trainer_ms)} ago`]] : []),
       ["Time", duration(view.elapsed_ms), view.clock_factor === 1 ? "" : `clock x${view.clock_factor}, ${duration(view.wall_seconds * 1000)} by the wall`],
-      ["Preemptions", String(page.preemptions.length), dollars(page.preemptions.reduce((sum, line) => sum + line.micro_usd, 0)) + " lost"],
+      ["Preemptions", String(view.preemptions), dollars(page.preemptions.reduce((sum, line) => sum + line.micro_usd, 0)) + " lost"],
       ["Saved", saved ? dollars(saved.saved_micro_usd) : "–", saved ? "against " + saved.against : ""],
     ];
     const stop = view.is_over ? null : h("button", { type: "button", class: "stop", onclick: () => this.dialog.showModal() }, "Drain and stop…");
@@ -128,13 +185,15 @@ class RunPage {
       : h("p", {}, view.resume_with ? "Go on with more money: " : "Go on with it: ", h("code", { class: "command" }, view.resume_with || `spotrl resume ${this.name}`));
     const focused = document.activeElement?.classList.contains("stop");
     this.head.replaceChildren(
-      h("div", { class: "title" }, h("h1", {}, this.name), h("span", { class: "state " + view.status }, view.status + (view.reason ? ": " + view.reason : "")), stop ?? ""),
+      h("div", { class: "title" }, h("h1", {}, this.name), h("span", { class: "state " + view.status }, view.status + (view.reason ? ": " + view.reason : "")), this.age, stop ?? ""),
       h("p", { class: "verdict" }, page.headline, " ", page.drift), trouble ?? "", errors, again ?? "",
+      ...kept.map((node) => h("p", { role: "status" }, `${short(this.name, node.name)} failed, and is kept for ${duration(node.goes_in_ms)} more: `, h("code", { class: "command" }, `spotrl ssh ${this.name} ${short(this.name, node.name)}`))),
       h("progress", { max: view.iterations, value: view.iteration, "aria-label": `iteration ${view.iteration} of ${view.iterations}` }),
       this.inside(view),
       h("dl", { class: "facts" }, facts.map(([term, value, note]) => h("div", {}, h("dt", {}, term), h("dd", {}, value, h("small", {}, note))))),
       h("p", { class: "note" }, `Money is ${page.money_note}. ${page.clock_note}`));
     if (focused) this.head.querySelector(".stop")?.focus();
+    this.drawAge();
     if (view.is_over && this.dialog.open) this.dialog.close();
   }
 
@@ -181,7 +240,11 @@ class RunPage {
     const { page } = this;
     const axis = AXES[this.axis];
     const { curve, iterations } = page;
-    const over = (points, series) => ({ xs: points.map(axis.of), xName: axis.name, xFormat: axis.format, series });
+    const ofIterations = (name, ys) => over(iterations, this.smoothing
+      ? [{ name: `${name}, smoothed by ${this.smoothing.toFixed(2)}`, ys: smoothed(ys, this.smoothing) }, { name: "each iteration", ys, kind: "dots" }]
+      : [{ name, ys }]);
+    const over = (points, series) => ({
+ xs: points.map(axis.of), xName: axis.name, xFormat: axis.format, series });
     const health = Object.entries(HEALTH).filter(([key]) => iterations.some((row) => row.health[key] != null));
     const moves = ([key]) => new Set(iterations.map((row) => row.health[key])).size > 1;
     const drawn = [
@@ -189,14 +252,14 @@ class RunPage {
         { name: "mean of the last three", ys: curve.map((point) => point.smoothed) },
         { name: "each evaluation", ys: curve.map((point) => point.score), kind: "dots" },
       ]), target: page.target.value }],
-      [this.chart("reward", "Reward of the trained batch"), over(iterations, [{ name: "reward", ys: iterations.map((row) => row.reward) }])],
+      [this.chart("reward", "Reward of the trained batch"), ofIterations("reward", iterations.map((row) => row.reward))],
       ...health.filter(moves).map(([key, title]) => [this.chart(key, title),
-        over(iterations, [{ name: title.toLowerCase(), ys: iterations.map((row) => row.health[key] ?? null) }])]),
+        ofIterations(title.toLowerCase(), iterations.map((row) => row.health[key] ?? null))]),
       ...(iterations.some((row) => row.shares) ? [[this.chart("shares", "Trainer's time with the queue, % of an iteration"), over(iterations, [
         { name: "waits for the queue", ys: iterations.map((row) => row.shares ? 100 * row.shares.waiting : null) },
         { name: "helps with rollouts", ys: iterations.map((row) => row.shares ? 100 * row.shares.helping : null) },
       ])]] : []),
-      [this.chart("seconds", "Wall seconds of an iteration"), over(iterations, [{ name: "seconds", ys: iterations.map((row) => row.seconds) }])],
+      [this.chart("seconds", "Wall seconds of an iteration"), ofIterations("seconds", iterations.map((row) => row.seconds))],
     ];
     drawn.forEach(([chart, data]) => chart.draw(data));
     this.still.textContent = health.filter((one) => !moves(one)).map(([key, title]) => `${title}: ${iterations[0].health[key]} in every iteration.`).join(" ");
@@ -204,35 +267,60 @@ class RunPage {
     timeline(this.line, page);
   }
 
+  // Two evaluations side by side: the first and the newest, until a slider is moved.
   buildSheets() {
-    const slider = h("input", { type: "range", id: "sheet", min: 0, max: 0, value: 0, oninput: () => { this.pinned = Number(slider.value) < Number(slider.max); this.showSheet(); } });
-    const label = h("p", { id: "sheet-label", "aria-live": "polite" });
-    const image = h("img", { alt: "" });
-    image.addEventListener("error", () => { if (image.getAttribute("src")) { label.textContent += ": this sheet is in no store any more"; image.hidden = true; } });
     const none = h("p", {}, "No evaluation has kept an image sheet yet.");
-    const box = h("div", { hidden: true }, h("p", {}, h("label", { for: "sheet" }, "Evaluation "), slider), label, image);
-    return { place: h("div", {}, none, box), slider, label, image, none, box };
+    const panes = [this.buildPane("before", "sheet-before", "sheet-before-label"), this.buildPane("now", "sheet", "sheet-label")];
+    const box = h("div", { hidden: true, class: "sheets" }, panes.map((pane) => pane.place));
+    return { place: h("div", {}, none, box), panes, none, box };
+  }
+
+  buildPane(title, id, labelId) {
+    const pane = { pinned: false, isLast: title === "now" };
+    pane.slider = h("input", { type: "range", id, min: 0, max: 0, value: 0, oninput: () => { pane.pinned = !pane.isLast || Number(pane.slider.value) < Number(pane.slider.max); this.showSheet(pane); } });
+    pane.label = h("p", { id: labelId, "aria-live": "polite" });
+    pane.image = h("img", { alt: "" });
+    pane.image.addEventListener("error", () => { if (pane.image.getAttribute("src")) { pane.label.textContent += ": this sheet is in no store any more"; pane.enlarge.hidden = true; } });
+    pane.enlarge = h("button", { type: "button", class: "enlarge", "aria-label": `Enlarge the images of ${title}`, onclick: () => this.showLarge(pane.image) }, pane.image);
+    pane.place = h("div", {}, h("p", {}, h("label", { for: id }, title === "now" ? "Now " : "Before "), pane.slider), pane.label, pane.enlarge);
+    return pane;
+  }
+
+  buildLarge() {
+    const image = h("img", { alt: "" });
+    const dialog = h("dialog", { class: "large", "aria-label": "Enlarged images", onclick: () => dialog.close() }, image,
+      h("p", { class: "buttons" }, h("button", { type: "button" }, "Close")));
+    return dialog;
+  }
+
+  showLarge(image) {
+    const large = this.large.querySelector("img");
+    large.src = image.src;
+    large.alt = image.alt;
+    this.large.showModal();
   }
 
   drawSheets() {
-    const { slider, none, box } = this.sheets;
+    const { panes, none, box } = this.sheets;
     const count = this.page.sheets.length;
     none.hidden = count > 0;
     box.hidden = count === 0;
-    slider.max = Math.max(0, count - 1);
-    if (!this.pinned) slider.value = slider.max;
-    if (count) this.showSheet();
+    panes[0].place.hidden = count < 2;
+    for (const pane of panes) {
+      pane.slider.max = Math.max(0, count - 1);
+      if (!pane.pinned) pane.slider.value = pane.isLast ? pane.slider.max : 0;
+      if (count) this.showSheet(pane);
+    }
   }
 
-  showSheet() {
-    const { slider, label, image } = this.sheets;
+  showSheet({ slider, label, image, enlarge }) {
     const sheet = this.page.sheets[Number(slider.value)];
     const path = withToken(`api/runs/${encodeURIComponent(this.name)}/sheets/${sheet.iteration}`);
     const text = `iteration ${sheet.iteration}, ${this.page.target.metric} ${score(sheet.score)}, ${sheet.prompts} prompts`;
     slider.setAttribute("aria-valuetext", text);
     if (image.getAttribute("src") === path) return;
     label.textContent = text;
-    image.hidden = false;
+    enlarge.hidden = false;
     image.alt = `Images of the held-out prompts at ${text}`;
     image.src = path;
   }

@@ -108,6 +108,7 @@ class SimulatedCloud:
         self.really: dict[str, tuple[str, str]] = {}
         self.up: dict[str, int] = {}
         self.assigned: dict[str, int] = {}
+        self.kept: dict[str, tuple[str, int]] = {}
         self.tidies, self.stays_untidy, self.is_down = 0, False, False
 
     def request(self, want: Placement, spec: NodeSpec) -> None:
@@ -190,6 +191,10 @@ class SimulatedCloud:
             )
             self.requested.setdefault(name, (placement(), None, self.clock.now_ms()))  # type: ignore[arg-type]
 
+    def fail(self, name: str, evidence: str, keep_ms: int) -> None:
+        """Let a node's processes fail, and keep its VM for `keep_ms`."""
+        self.kept[name] = evidence, self.clock.now_ms() + keep_ms
+
     def live(self) -> list[str]:
         """Return the nodes that are billed or pending."""
         return [name for name in self.requested if self._fact(name).status in (NodeStatus.UP, NodeStatus.PENDING)]
@@ -242,12 +247,18 @@ class SimulatedCloud:
             return self.ended[name]
         if up_ms is None or answer == "late":
             return NodeFact(name=name, status=NodeStatus.PENDING)
+        evidence, kept_until_ms = self.kept.get(name, ("", None))
+        if kept_until_ms is not None and self.clock.now_ms() >= kept_until_ms:
+            self.end(name, evidence)
+            return self.ended[name]
         zone, instance_type = self.really.get(
             name, (self.zone_of.get(name) or want.zone_name or f"{want.region}-a", want.instance_type)
         )
         return NodeFact(
             name=name,
             status=NodeStatus.UP,
+            evidence=evidence,
+            kept_until_ms=kept_until_ms,
             started_ms=up_ms,
             ready_ms=self._ready_ms(name, up_ms),
             role="" if self.requested[name][1] is None else self.requested[name][1].role,

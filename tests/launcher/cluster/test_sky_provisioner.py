@@ -299,6 +299,7 @@ class Stage:
         self.exit_code: int | None = None
         self.set_up_log = ""
         self.images: dict[str, str] = {}
+        self.keep_failed_ms = 0
         self.named = NOTHING_NAMED
         self.taken_over = False
         self.address = "203.0.113.7/32"
@@ -325,6 +326,7 @@ class Stage:
                 weights={"aws": "s3://bucket/runs/weights/w1"},
                 images=self.images,
                 named=lambda cloud, region: self.named,
+                keep_failed_ms=self.keep_failed_ms,
             ),
             sky=self.sky,
             clouds={"aws": self.cloud},
@@ -967,6 +969,71 @@ def test_an_agent_that_exits_ends_its_node(stage):
     fact = stage.passes(8)[TRAINER]
     assert (fact.status, fact.evidence) == (NodeStatus.GONE, "its agent exited with code 0: finished")
     assert stage.cloud.ended == ["i-1"]
+
+
+@pytest.fixture
+def keeping(stage):
+    """Return a run whose failed nodes are kept for half an hour."""
+    stage.keep_failed_ms = 1_800_000
+    stage.process()
+    return stage
+
+
+FAILURE = "its agent exited with code 1: no such model"
+
+
+def test_a_failed_node_is_kept_for_a_look_and_then_ended(keeping):
+    keeping.bring_up(TRAINER)
+    keeping.bring_up(NODE)
+    keeping.links[NODE].shows("exit", code=1, text="no such model", at_ms=keeping.time.ms)
+    fact = keeping.passes(8)[NODE]
+    assert (fact.status, fact.evidence) == (NodeStatus.UP, FAILURE)
+    assert 1_790_000 < fact.kept_until_ms - keeping.time.ms <= 1_800_000
+    keeping.process()
+    assert keeping.passes(1200, step=1)[NODE].kept_until_ms == fact.kept_until_ms
+    assert keeping.links[NODE].specs == [], "its agent is not started again"
+    assert keeping.cloud.ended == []
+    fact = keeping.passes(620, step=1)[NODE]
+    assert (fact.status, fact.evidence) == (NodeStatus.GONE, FAILURE)
+    assert keeping.cloud.ended == ["i-2"]
+
+
+def test_one_failed_node_is_kept_at_a_time(keeping):
+    for name in (NODE, "run-rollout-1-g0"):
+        keeping.bring_up(name)
+        keeping.links[name].shows("exit", code=1, text="no such model", at_ms=keeping.time.ms)
+        facts = keeping.passes(8)
+    assert facts[NODE].kept_until_ms is not None
+    assert facts["run-rollout-1-g0"].status is NodeStatus.GONE
+    assert keeping.cloud.ended == ["i-2"]
+
+
+def test_a_kept_node_ends_when_it_is_released(keeping):
+    keeping.bring_up(NODE)
+    keeping.links[NODE].shows("exit", code=1, text="no such model", at_ms=keeping.time.ms)
+    keeping.passes(8)
+    keeping.provisioner.rearm(NODE, keeping.time.ms + 60_000)
+    assert keeping.links[NODE].rearmed_ms == [60_000], "its guard hears of the money that is left"
+    keeping.provisioner.release([NODE])
+    assert keeping.passes(8)[NODE].status is NodeStatus.GONE
+    assert keeping.cloud.ended == ["i-1"]
+
+
+def test_a_kept_trainer_is_no_address_for_the_other_nodes(keeping):
+    keeping.bring_up(TRAINER)
+    keeping.links[TRAINER].shows("exit", code=1, text="no such model", at_ms=keeping.time.ms)
+    keeping.passes(8)
+    keeping.request()
+    keeping.passes(1)
+    keeping.sky.finish(NODE)
+    keeping.passes(5)
+    assert keeping.links[NODE].specs == []
+
+
+def test_a_node_whose_work_is_done_is_not_kept(keeping):
+    keeping.bring_up(NODE)
+    keeping.links[NODE].shows("exit", code=0, text="finished", at_ms=keeping.time.ms)
+    assert keeping.passes(8)[NODE].status is NodeStatus.GONE
 
 
 def test_a_released_name_is_never_launched(stage):

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.ledger.models import TroubleRow
+from launcher.controller.lease import this_process
+from launcher.ledger.models import ControllerLease, TroubleRow
 from launcher.ledger.store import find_run, open_ledger
 from launcher.report.build import build_report
 from launcher.report.comparison import compare_runs
@@ -199,10 +200,21 @@ def test_the_keyboard_reaches_every_control_and_moves_in_a_chart(served, open_pa
     page = open_page(served.page + VIEWS["run"])
     ready(page, "run")
     reached = set()
-    for _ in range(60):
+    for _ in range(90):
         page.keyboard.press("Tab")
         reached.add(page.evaluate("document.activeElement.id || document.activeElement.className || 'other'"))
-    assert {"home", "stop", "chart", "sheet", "events-filter", "events", "log", "wide"} <= reached
+    assert {
+        "home",
+        "stop",
+        "chart",
+        "sheet",
+        "enlarge",
+        "smoothing",
+        "events-filter",
+        "events",
+        "log",
+        "wide",
+    } <= reached
     page.focus("figure.chart >> nth=0")
     page.keyboard.press("ArrowRight")
     assert "each evaluation 0.4" in page.locator("figure.chart .reading >> nth=0").inner_text()
@@ -210,15 +222,70 @@ def test_the_keyboard_reaches_every_control_and_moves_in_a_chart(served, open_pa
 
 def test_the_slider_shows_every_sheet_and_names_a_lost_one(served, open_page):
     page = open_page(served.page + VIEWS["run"])
-    page.wait_for_selector("img:not([hidden])")
+    now = "#sheet-label + .enlarge"
+    page.wait_for_selector(now)
     assert "iteration 6" in page.locator("#sheet-label").inner_text()
-    page.wait_for_function("document.querySelector('img').naturalWidth == 8")
+    page.wait_for_function(f"document.querySelector('{now} img').naturalWidth == 8")
     page.focus("#sheet")
     page.keyboard.press("ArrowLeft")
     page.wait_for_selector("#sheet-label:has-text('in no store any more')")
     page.keyboard.press("Home")
-    page.wait_for_selector("img:not([hidden])")
+    page.wait_for_selector(now)
     assert "iteration 0" in page.locator("#sheet-label").inner_text()
+
+
+def test_the_first_and_the_newest_images_are_side_by_side_and_enlarged_by_a_click(served, open_page):
+    page = open_page(served.page + VIEWS["run"])
+    page.wait_for_selector("#sheet-before-label:has-text('iteration 0')")
+    before, now = (page.locator(f"#{name} + .enlarge").bounding_box() for name in ("sheet-before-label", "sheet-label"))
+    assert before["y"] == pytest.approx(now["y"], abs=2)
+    assert before["x"] + before["width"] <= now["x"]
+    page.click("#sheet-before-label + .enlarge")
+    page.wait_for_selector("dialog.large[open] img[alt*='iteration 0']")
+    page.keyboard.press("Escape")
+    page.wait_for_selector("dialog.large", state="hidden")
+    page.click("#sheet-label + .enlarge")
+    page.click("dialog.large >> text=Close")
+    page.wait_for_selector("dialog.large", state="hidden")
+
+
+def test_figures_are_read_every_second_and_their_age_is_shown(served, open_page):
+    page = open_page(served.page + VIEWS["run"])
+    ready(page, "run")
+    for _ in range(3):
+        with page.expect_response("**/api/runs/live/state"):
+            pass
+    page.wait_for_selector(".age:has-text('s old')")
+    page.route("**/api/runs/live/state*", lambda route: None)  # the server no longer answers
+    page.route("**/api/runs/live?*", lambda route: None)
+    page.wait_for_selector(".age.alarm:has-text('these figures are')")
+
+
+def test_the_contents_lead_to_each_section_and_smoothing_draws_a_mean(served, open_page):
+    page = open_page(served.page + VIEWS["run"])
+    ready(page, "run")
+    targets = [link.get_attribute("href") for link in page.locator(".contents a").all()]
+    assert targets == [f"#{heading.get_attribute('id')}" for heading in page.locator("section h2").all()]
+    page.click(".contents >> text=Logs")
+    assert page.evaluate("document.getElementById('h-logs').getBoundingClientRect().top") < 200
+    assert page.locator("li:has-text('smoothed by')").count() == 0
+    page.fill("#smoothing", "0.5")
+    page.wait_for_selector("li:has-text('reward, smoothed by 0.50')")
+
+
+def test_a_run_whose_controller_died_is_an_alarm_in_the_open_list(served, open_page):
+    with served.add() as made:
+        lease = ControllerLease(run_id=made.run.id, epoch=1, holder=this_process(), pid=os.getpid())
+        lease.expires_wall_ms = 2**52
+        made.session.add(lease)
+    page = open_page(served.page)
+    page.wait_for_selector("#link.live")
+    assert page.locator("strong.alarm").count() == 0
+    with served.add() as made:
+        made.session.get(ControllerLease, made.run.id).expires_wall_ms = 1  # nothing else is written
+    page.wait_for_selector("strong.alarm:has-text('no controller: spotrl resume live')")
+    page.click("td >> text=live")
+    page.wait_for_selector("[role=alert]:has-text('No controller manages this run')")
 
 
 def test_a_wrong_token_is_told_and_shows_nothing(served, open_page):

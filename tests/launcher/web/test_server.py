@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import event, insert, select
 
 from engine.events import Judged
-from launcher.ledger.models import ProgressRow, TroubleRow
+from launcher.ledger.models import Node, NodeEvent, ProgressRow, Run, TroubleRow
 from launcher.ledger.store import find_run, open_read_only
 from launcher.runs.event_lines import newest_seen
 from launcher.runs.run_list import COUNT, run_list
@@ -125,6 +125,32 @@ def test_a_run_in_trouble_says_so_in_the_list_and_on_its_page_until_a_pass_succe
     assert fresh.get("/api/runs/live").json()["view"]["trouble"] == "KeyError: 'up'"
     write("")
     assert "in trouble" not in fresh.get("/api/list").json()["html"] + httpx.get(f"{fresh.page}&run=live").text
+
+
+def test_the_figures_of_a_run_are_read_without_its_curves(served):
+    state, page = (served.get(f"/api/runs/live{part}").json() for part in ("/state", ""))
+    assert state.keys() == {"view", "cpu_ms"}
+    same = {"name", "status", "iteration", "score", "is_over", "lacks_controller"}
+    assert {key: state["view"][key] for key in same} == {key: page["view"][key] for key in same}
+    assert 0 < state["cpu_ms"] < page["cpu_ms"]
+    assert served.get("/api/runs/nobody/state").status_code == 404
+
+
+def test_the_list_and_the_page_agree_on_runs_without_a_controller(fresh):
+    def lacking() -> set[str]:
+        with fresh.sessions() as session:
+            rows = {row.name for row in run_list(session).rows if row.lacks_controller}
+            assert rows == {run.name for run in session.scalars(select(Run)) if view_of(session, run).lacks_controller}
+            return rows
+
+    assert lacking() == {"live"}
+    with fresh.add() as made:
+        made.status("failed", HOUR_MS)
+    assert lacking() == {"live"}, "its trainer may still run"
+    with fresh.add() as made:
+        for node in made.session.scalars(select(Node).where(Node.run_id == made.run.id)):
+            made.session.add(NodeEvent(node_id=node.id, at_ms=made.run.created_ms + HOUR_MS, kind="gone"))
+    assert lacking() == set()
 
 
 def test_a_part_of_the_list_is_drawn_by_the_server_and_the_rest_is_asked_for(fresh):
