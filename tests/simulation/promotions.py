@@ -115,7 +115,7 @@ class Trainer:
     def __init__(self, schedule: "Schedule", node: str) -> None:
         self.schedule, self.node = schedule, node
         self.lineage = 0
-        self.is_frozen = self.is_killed = self.is_over = self.is_superseded = False
+        self.is_frozen = self.is_killed = self.is_over = self.has_exited = False
         self._go, self._back = threading.Lock(), threading.Lock()
         self._go.acquire()
         self._back.acquire()
@@ -147,7 +147,7 @@ class Trainer:
         except Killed:
             pass
         except Superseded:
-            self.is_superseded = True
+            self.has_exited = True
         except BaseException as error:
             # One that was given up while it read may find its checkpoint deleted by its successors.
             if self.schedule.claimed <= self.lineage:
@@ -186,6 +186,7 @@ class Trainer:
             schedule.saved.append((self.lineage, done))
             schedule.saved_ms = schedule.now_ms
         schedule.tell(self, EngineFinished(reason="iterations", iteration=done))
+        self.has_exited = True  # the run may go on: a trainer that was given up may have claimed a newer lineage
 
     def _checkpoint(self, iteration: int, weights: bytes) -> Checkpoint:
         return replace(
@@ -193,7 +194,7 @@ class Trainer:
         )
 
 
-NOBODY = SimpleNamespace(is_superseded=False)
+NOBODY = SimpleNamespace(has_exited=False)
 
 
 @dataclass
@@ -253,7 +254,7 @@ class Schedule:
             if "releasing" in node.happened:
                 if self.chance(0.5):
                     self.end(node, "released")
-            elif self.trainers.get((node.name, node.generation), NOBODY).is_superseded:
+            elif self.trainers.get((node.name, node.generation), NOBODY).has_exited:
                 self.end(node, "gone")  # its agent gives the node up
             elif ("notice" in node.happened and self.chance(0.5)) or (not is_calm and self.chance(self.hazard)):
                 self.end(node, "gone")
