@@ -29,6 +29,7 @@ from engine.rewards.reward import Reward
 from engine.storage.checkpoint import Checkpoint
 from engine.storage.disk import ASK_AGAIN_SECONDS
 from engine.storage.tensor_files import TensorFile
+from engine.timing.utilisation import possible_images_a_second
 from engine.trainer.batch_forecast import BatchForecast
 from engine.trainer.batch_schedule import BatchSchedule
 from engine.trainer.checkpoints import Checkpoints, is_due
@@ -108,7 +109,10 @@ class Loop:
             trace=context.trace,
         )
         self.usage: Usage = self.worker.usage
-        self.reports = IterationReports(self.reporter, self.usage)
+        device = torch.device(self.model.device)
+        gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        possible = possible_images_a_second(config, gpu)
+        self.reports = IterationReports(self.reporter, self.usage, possible_images_a_second=possible)
         self.coordinator = CoordinatorClient(context.transport, context.node, context.workers_of_node, self.usage)
         self.exploration = SeedExploration(
             config, Explorer(config, context.run), prompts, self.state, self.coordinator, self.reporter, self.schedule
@@ -246,6 +250,7 @@ class Loop:
             self.forecast.figures(),
             self.state.unlearned,
             self.ranks.take_phases(),
+            self.batch_schedule.gpus(),
         )
         self.state.iteration += 1
         unit = self.forecast.unit()
