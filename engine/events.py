@@ -123,12 +123,13 @@ class IterationDone:
     ratio_max, clip_share, kl and dlogp_abs_mean, or velocity_change, positive_loss, negative_loss and
     reference_distance (engine/algorithm). Where workers merge adapters: worker_dlogp_abs_mean and worker_dlogp_abs_max,
     the distance of their log-probs from the trainer's. With several LoRA ranks: idle_gpu_share and
-    collective_gpu_share, the shares of all ranks' time without work and in collectives. `made_by`: number of the
-    batch's rollouts finished by each node. `scores`: mean of each metric of the reward over the rollouts, such as
-    the scores of a sum. `schedule`, in wall seconds: seconds (of training the batch, with rollouts, and of the last
-    publishing before), waited_seconds, helped_seconds and switch_seconds of the trainer; with known rates
-    expected_seconds and expected_waiting, and expected_stale_share of a job with early groups. `ranks`: of the trainer,
-    which trained the batch.
+    collective_gpu_share, the shares of all ranks' time without work and in collectives. images_per_gpu_second: of the
+    trained images by the wall seconds of all GPUs; mfu: the share of their arithmetic, on a GPU with a known peak.
+    `made_by`: number of the batch's rollouts finished by each node. `scores`: mean of each metric of the reward over
+    the rollouts, such as the scores of a sum. `schedule`, in wall seconds: seconds (of training the batch, with
+    rollouts, and of the last publishing before), waited_seconds, helped_seconds and switch_seconds of the trainer; with
+    known rates expected_seconds and expected_waiting, and expected_stale_share of a job with early groups. `ranks`: of
+    the trainer, which trained the batch.
     """
 
     KIND: ClassVar[str] = "iteration_done"

@@ -384,16 +384,19 @@ class Transaction:
                 if result is None:
                     return False
                 more, health = result
-                for gradient, part in zip(gradients, more, strict=True):
-                    if part is not None:
-                        gradient.add_(part)
+                added(gradients, more)
                 summed_health.add(health)
         if self._sum is not None:
             self._sum.add(gradients)
             self.health.add(summed_health)
             return True
+        later: list[tuple[Tensor, Tensor]] = []
         for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                later.append((parameter.grad, gradient))
+        added([total for total, _ in later], [part for _, part in later])
         self.health.add(summed_health)
         return True
 
@@ -427,6 +430,13 @@ class Transaction:
         if not is_finite(total, health):
             return None
         return torch.autograd.grad(total, list(trainer.parameters.values()), allow_unused=True), health
+
+
+def added(sums: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    """Add gradients to their sums in place, in a few kernels. None: nothing to add."""
+    pairs = [(total, part) for total, part in zip(sums, gradients, strict=True) if part is not None]
+    if pairs:
+        torch._foreach_add_([total for total, _ in pairs], [part for _, part in pairs])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,8 @@
     working  what the backward pass needs beside it at its largest moment
 
 Gradient checkpointing keeps the input of each block alone and computes the block again when the backward pass reaches
-it. One block at a time is then complete in memory, so that block is part of `working`. Guidance without a distilled
+it, but for the last block, which is kept. One block at a time is then complete in memory, so that block is part of
+`working`. Guidance without a distilled
 input computes two branches, with and without the prompt, and keeps both.
 
 Source of every count: the backward formulas, layer by layer (`tally.py`, `blocks.py`). `python -m
@@ -83,19 +84,22 @@ def activations(
     is_checkpointed: bool,
     is_guided: bool,
     doubles_guidance: bool = False,
+    kept_blocks: int = 1,
 ) -> Activations:
     """Return the bytes of one row.
 
     `is_guided`: the sampler's guidance is not 1. `doubles_guidance`: both branches are one batch, so the backward pass
-    works on both at once.
+    works on both at once. `kept_blocks`: last blocks that checkpointing does not compute again.
     """
     image, text = image_tokens(architecture, size), text_tokens(architecture.family, size)
     blocks = list(_blocks(architecture, training, image, text))
     kept = _outside(architecture, training, image, text).kept
     working = max(tally.widest for tally, _ in blocks)
     if is_checkpointed:
-        kept += sum(inputs for _, inputs in blocks)
-        working += max(tally.kept for tally, _ in blocks)
+        # The last blocks' tensors are gone before another block is complete.
+        last = [tally.kept for tally, _ in blocks[len(blocks) - kept_blocks :]]
+        kept += sum(inputs for _, inputs in blocks[: len(blocks) - kept_blocks]) + sum(last)
+        working += max(0, max(tally.kept for tally, _ in blocks) - sum(last))
     else:
         kept += sum(tally.kept for tally, _ in blocks)
     branches = branches_of(architecture, is_guided=is_guided)

@@ -81,7 +81,7 @@ def single_block(t: Tally, a: Architecture, tokens: int) -> None:
     t.linear(tokens, a.width, a.mlp_width)
     t.gelu(tokens, a.mlp_width)
     # HunyuanVideo cuts image and text apart and joins them again: another tensor than the feed-forward reads.
-    is_same = a.family == "flux"
+    is_same = a.family == "flux" and t.training.is_full  # without its gradient, the feed-forward keeps nothing
     t.linear(tokens, a.width, a.width, a.width, a.width, adapted=True, kept_before=is_same)
     _head_norms(t, a, tokens)
     t.attention(tokens, tokens, a.width, a.heads)

@@ -176,6 +176,7 @@ def trainer_budget(model: SizedModel, setting: Setting) -> Budget:
                 "weights in bf16": converted,
                 "VAE": model.vae_bytes,
                 "trained weights in fp32" if training.is_full else "adapters": masters,
+                "adapters in bf16": HALF * counts.adapters if training.has_half_layers else 0,
                 "optimiser": MOMENTS * trained,
                 "average, old policy": copies * trained,
                 "gradients": setting.gradient_sets * trained,

@@ -3,9 +3,8 @@
 A block of the network is described once, as its layers in the order of its forward pass (`blocks.py`). Each method of
 `Tally` is one kind of layer and follows that layer's backward formula: the tensors that the formula needs are kept.
 
-Two facts decide most of it. A layer whose weights are frozen keeps no input, because only the gradient of its input is
-needed. An adapter computes in fp32, so it copies its layer's input to fp32 and keeps the copy: one copy for each
-adapter, also where several layers read the same input.
+A layer whose weights are frozen keeps no input, because only the gradient of its input is needed. Adapters keep their
+layer's input, once where several layers read the same one.
 
 Counts are per row (one image at one step). Parameters are never counted as kept: they are in memory anyway.
 """
@@ -28,10 +27,18 @@ class Training:
     """Rank of the low-rank adapters, whose numbers are fp32. None: every weight is trained."""
     compute_bytes: int = HALF
     """Bytes of a number of the forward pass: 2 for bf16, 4 for fp32."""
+    adapter_bytes: int = HALF
+    """Bytes of a number of an adapter's pass beside half-precision weights. 4: peft's own layers, which copy each input
+    to fp32, and diffusers' own norms, as the engine had until 2026-11-29."""
 
     @property
     def is_full(self) -> bool:
         return self.rank is None
+
+    @property
+    def has_half_layers(self) -> bool:
+        """Return True with the layers of `engine/models/half_layers.py`."""
+        return self.rank is not None and self.compute_bytes == self.adapter_bytes == HALF
 
 
 class Tally:
@@ -70,10 +77,10 @@ class Tally:
         elif adapted and training.rank is not None:
             self.adapter_parameters += sum(training.rank * (inputs + output) for output in outputs)
             self.adapted_parameters += sum(inputs * output for output in outputs)
-            self.kept += len(outputs) * tokens * training.rank * FP32
-            bytes_each = FP32
-            # A tensor that is fp32 already is not copied.
-            copies = len(outputs) if size != FP32 else int(not kept_before)
+            bytes_each = max(size, training.adapter_bytes)
+            self.kept += len(outputs) * tokens * training.rank * bytes_each
+            # A tensor that has the adapter's format already is not copied.
+            copies = len(outputs) if size != bytes_each else int(not kept_before)
         self.kept += copies * tokens * inputs * bytes_each
         self.widest = max(self.widest, tokens * inputs * (size + (bytes_each if adapted else size)))
 
@@ -99,7 +106,7 @@ class Tally:
         size = self.training.compute_bytes
         self.parameters += weights
         self.kept += tokens * (width * size + groups * FP32)
-        if kind == "diffusers":
+        if kind == "diffusers" and not self.training.has_half_layers:
             self.kept += tokens * width * (FP32 if size != FP32 else 0)
             self.kept += tokens * width * size if self.training.is_full else 0
 

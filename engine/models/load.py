@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from engine.config import SHIPPED, ModelConfig
 from engine.model_folder import ModelFolder, model_folder
 from engine.models.adapter import DiTAdapter
+from engine.models.half_layers import compute_in_half
 from engine.models.weights import exchanged, set_weights
 from engine.storage.tensor_files import Stored
 
@@ -120,6 +121,8 @@ def freeze_but_trained(adapter: DiTAdapter, config: ModelConfig) -> None:
     # In half precision, an update of 1e-4 would be lost in rounding. Frozen weights keep their dtype.
     for parameter in trainable(adapter).values():
         parameter.data = parameter.data.float()
+    if config.weights == "lora":
+        compute_in_half(transformer)
 
 
 def compute_in_bfloat16(transformer: nn.Module) -> None:
@@ -152,13 +155,20 @@ def computing_dtype(transformer: nn.Module) -> torch.dtype | None:
     return dtype
 
 
-def recompute_blocks(transformer: nn.Module) -> None:
+def recompute_blocks(transformer: nn.Module, *, keeps: int = 1) -> None:
     """Turn on gradient checkpointing: a pass with gradients keeps the inputs of blocks, and runs each block twice.
 
-    A pass without gradients does not change. Raises ValueError if the transformer's class has no checkpointing.
+    The last `keeps` blocks are not run again: the backward pass begins with them, when a recomputed block would be
+    complete in memory too. A pass without gradients does not change. Raises ValueError if the transformer's class has
+    no checkpointing.
     """
+    lists = [child for child in transformer.children() if isinstance(child, nn.ModuleList)]
+    blocks = [block for blocks in lists for block in blocks]
+    kept = {id(block) for block in blocks[len(blocks) - keeps :]}
 
     def block(module: nn.Module, *args: object) -> object:
+        if id(module) in kept:
+            return module(*args)
         # Nothing in a block draws random numbers, because modules are in eval mode. diffusers' own function saves and
         # restores the process's random state around every block, which threads that train side by side would share.
         return checkpoint(module.__call__, *args, use_reentrant=False, preserve_rng_state=False)

@@ -222,9 +222,9 @@ class SD3Attention:
             return self._stock(attn, hidden_states, encoder_hidden_states, attention_mask, **more)
         from diffusers.models.attention_dispatch import dispatch_attention_fn
 
-        query, key, value = _heads(attn, hidden_states, "to_q", "to_k", "to_v", attn.norm_q, attn.norm_k)
+        query, key, value = heads_of(attn, hidden_states, "to_q", "to_k", "to_v", attn.norm_q, attn.norm_k)
         if encoder_hidden_states is not None:
-            text = _heads(
+            text = heads_of(
                 attn,
                 encoder_hidden_states,
                 "add_q_proj",
@@ -245,7 +245,7 @@ class SD3Attention:
         return image, text_attended if attn.context_pre_only else attn.to_add_out(text_attended)
 
 
-def _heads(
+def heads_of(
     attn: Any, x: Tensor, to_query: str, to_key: str, to_value: str, norm_query: Any, norm_key: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x [B, S, C] -> query, key, value [B, S, H, D], normalised if the model normalises them."""

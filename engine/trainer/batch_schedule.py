@@ -119,6 +119,11 @@ class BatchSchedule:
         self._let_ranks_sample(is_on=self._config.runtime.help != "off" or not self._rollout_gpus(outlook))
         return outlook
 
+    def gpus(self) -> int:
+        """Return the number of GPUs of the open batch: the trainer's ranks, and live rollout workers."""
+        outlook = self._coordinator.look_ahead(self._forecast.batch.manifest.batch)
+        return self._forecast.ranks + len(self._rollout_gpus(outlook))
+
     def _rollout_gpus(self, outlook: Outlook) -> list[str]:
         """Return the names of the live rollout workers. Ranks of the trainer are none."""
         workers = {*(lease.worker for lease in outlook.leases), *outlook.idle}

@@ -30,6 +30,7 @@ from engine.rewards.reward import Reward
 from engine.storage.checkpoint import Checkpoint
 from engine.storage.disk import ASK_AGAIN_SECONDS
 from engine.storage.tensor_files import TensorFile
+from engine.timing.utilisation import possible_images_a_second
 from engine.trainer.batch_forecast import BatchForecast
 from engine.trainer.batch_schedule import BatchSchedule
 from engine.trainer.cadence import Cadence
@@ -113,7 +114,14 @@ class Loop:
             trace=context.trace,
         )
         self.usage: Usage = self.worker.usage
-        self.reports = IterationReports(self.reporter, self.usage, ranks=1 if group is None else group.ranks)
+        device = torch.device(self.model.device)
+        gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        self.reports = IterationReports(
+            self.reporter,
+            self.usage,
+            ranks=1 if group is None else group.ranks,
+            possible_images_a_second=possible_images_a_second(config, gpu),
+        )
         self.coordinator = CoordinatorClient(context.transport, context.node, context.workers_of_node, self.usage)
         self.exploration = SeedExploration(
             config, Explorer(config, context.run), prompts, self.state, self.coordinator, self.reporter, self.schedule
@@ -252,6 +260,7 @@ class Loop:
             self.forecast.figures(),
             self.state.unlearned,
             self.ranks.take_phases(),
+            self.batch_schedule.gpus(),
         )
         self.state.iteration += 1
         unit = self.forecast.unit()

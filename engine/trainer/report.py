@@ -52,8 +52,14 @@ class IterationReports:
     Seconds after an iteration's report count towards the next iteration's report.
     """
 
-    def __init__(self, reporter: Reporter, usage: Usage, *, ranks: int) -> None:
-        """Begin without a batch. `ranks`: of the trainer."""
+    def __init__(
+        self, reporter: Reporter, usage: Usage, *, ranks: int, possible_images_a_second: float | None = None
+    ) -> None:
+        """Begin without a batch. `ranks`: of the trainer.
+
+        `possible_images_a_second`: of a GPU that computes at its peak all the time; None: not known.
+        """
+        self._possible = possible_images_a_second
         self._reporter = reporter
         self._usage, self._ranks = usage, ranks
         self._usage_before: dict[str, float] = {}
@@ -73,11 +79,12 @@ class IterationReports:
         schedule: Mapping[str, float],
         unlearned: int,
         other_ranks_ms: Mapping[str, float],
+        gpus: int,
     ) -> None:
         """Report a trained batch. rewards [P, K]: rewards of the finite groups. `explored`: number of candidates.
 
         `schedule`: of the event. `unlearned`: batches in a row that taught nothing. `other_ranks_ms`: milliseconds of
-        the other ranks by phase; empty: there are none, or they report no times.
+        the other ranks by phase; empty: there are none, or they report no times. `gpus`: of trainer and workers.
         """
         stale_share = len(rollouts.early) / len(manifest.groups)
         spent = dict(self._usage.total)
@@ -101,6 +108,7 @@ class IterationReports:
                 UNLEARNED: float(unlearned),
                 **early_figures(stale_share, health),
                 **gpu_shares,
+                **throughput(sum(rollouts.made_by.values()), wall_seconds * gpus, self._possible),
             },
             made_by=dict(rollouts.made_by),
             scores=rollouts.metrics(),
@@ -130,6 +138,19 @@ def gpu_time(phase_ms: Mapping[str, float], whole_ms: float, others_ms: Mapping[
         "idle_gpu_share": (own_idle + others_ms.get(Phase.IDLE, 0.0)) / whole,
         "collective_gpu_share": collective / whole,
     }
+
+
+def throughput(images: int, gpu_seconds: float, possible_images_a_second: float | None) -> dict[str, float]:
+    """Return the images of a batch by the GPU time of its iteration.
+
+    gpu_seconds               wall seconds of all GPUs, idle ones too
+    possible_images_a_second  of a GPU at its peak; None: not known
+    images_per_gpu_second     images that were sampled and trained
+    mfu                       share of the GPUs' arithmetic that they used (engine/timing/utilisation.py), if known
+    """
+    rate = images / gpu_seconds if gpu_seconds > 0 else 0.0
+    share = {} if possible_images_a_second is None else {"mfu": rate / possible_images_a_second}
+    return {"images_per_gpu_second": rate, **share}
 
 
 def early_figures(stale_share: float, health: Sequence[Health]) -> dict[str, float]:

@@ -41,6 +41,7 @@ from launcher.report.schedule import schedule_of
 from launcher.report.sharing import sharing_of
 from launcher.report.stand_ins import move_lines, stand_in_lines
 from launcher.report.target import dollars_per_gain, smoothed
+from launcher.report.throughput import throughput_of
 from launcher.report.trainer_losses import trainer_losses_of
 from launcher.report.values import SCHEMA, Report, RunFacts
 from launcher.without_secrets import without_secrets
@@ -68,6 +69,7 @@ def _report(session: Session, run: Run, now_ms: int, target_reward: float | None
     preemptions = preemption_lines(session, run, costs)
     images = images_of(session, run, target.metric)
     started = progress_of(session, run, EngineStarted.KIND)
+    devices = str(started[-1].event.get("devices", "")) if started else ""
     iterations = [row.event for row in by_iteration(session, run, IterationDone.KIND).values()]
     saved = [savings_of(costs, preemptions)]
     if against is not None:
@@ -95,7 +97,7 @@ def _report(session: Session, run: Run, now_ms: int, target_reward: float | None
             code_version=run.code_version,
             lock_digest=run.lock_digest,
             seeds=(run.seed,),
-            devices=str(started[-1].event.get("devices", "")) if started else "",
+            devices=devices,
             started_from=str(started[-1].event.get("started_from", "")) if started else "",
         ),
         money_basis=basis,
@@ -134,6 +136,7 @@ def _report(session: Session, run: Run, now_ms: int, target_reward: float | None
         schedule=schedule_of(iterations),
         collectives=collectives_of(iterations, costs.by_phase.get(Phase.COLLECTIVE, 0), run.clock_factor),
         trainer_time=trainer_time_of(costs.nodes),
+        throughput=throughput_of(run, iterations, costs.nodes, nodes_of(session, run), devices),
         resume_with=resume_command(session, run, status, now_ms),
         bill=bill,
     )

@@ -19,6 +19,7 @@ from launcher.report.provenance import hardware_by_nodes
 from launcher.report.ranks import collectives_words
 from launcher.report.schedule import schedule_words
 from launcher.report.sharing import sharing_words
+from launcher.report.throughput import throughput_words
 from launcher.report.values import Pictures, Report
 from launcher.report.words import (
     age,
@@ -80,6 +81,7 @@ def render_html(report: Report, read: Callable[[str], bytes | None]) -> str:
         schedule=schedule_words(report.schedule),
         collectives=collectives_words(report.collectives),
         trainer_time=trainer_time_words(report.trainer_time),
+        throughput=throughput_words(report.throughput),
         sharing=sharing_words(report.sharing),
         reward=_figure(reward_chart(report)) if report.curve else None,
         scores=_figure(scores_chart(report)) if report.scores else None,

@@ -13,6 +13,7 @@ from launcher.report.provenance import Provenance, hardware_by_nodes
 from launcher.report.ranks import collectives_words
 from launcher.report.schedule import schedule_words
 from launcher.report.sharing import sharing_words
+from launcher.report.throughput import throughput_words
 from launcher.report.values import Factors, Report, Saving
 from launcher.report.words import (
     age,
@@ -91,6 +92,8 @@ def _print(report: Report, console: Console) -> None:
         console.print(collectives_words(report.collectives))
     if report.trainer_time is not None:
         console.print(trainer_time_words(report.trainer_time))
+    if report.throughput is not None:
+        console.print(throughput_words(report.throughput))
     if report.sharing is not None:
         console.print(sharing_words(report.sharing))
     _compared(report, console)

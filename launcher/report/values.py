@@ -15,6 +15,7 @@ from launcher.report.ranks import Collectives, TrainerTime
 from launcher.report.schedule import ScheduleResult
 from launcher.report.sharing import Sharing
 from launcher.report.target import Gain
+from launcher.report.throughput import Throughput
 
 SCHEMA = 1
 """Version of the report's JSON. A new field keeps the version; a changed or removed field increments the version."""
@@ -355,6 +356,8 @@ class Report:
     """Collectives of the trainer's ranks; None for a trainer with one rank."""
     trainer_time: TrainerTime | None = None
     """Time of every GPU of the trainer, by phase; None if no node of the trainer was seen."""
+    throughput: Throughput | None = None
+    """Images per GPU-second and MFU; None before the first trained iteration."""
     provenance: Provenance
     """Commands, git commits, hardware and versions behind the run, and the wall time of its end."""
     stand_ins: tuple[StandInLine, ...] = ()

@@ -68,6 +68,7 @@ ADDED_LATER = {
         "stand_ins",
         "collectives",
         "trainer_time",
+        "throughput",
         "trainer_losses",
         "moves",
         "resume_with",

@@ -45,7 +45,9 @@ from engine.memory.published import (
 from engine.memory.tally import Training
 from engine.model_folder import ImageSize
 from engine.models.flux import FLUX_LORA_TARGETS, FluxAdapter
+from engine.models.half_layers import compute_in_half
 from engine.models.hunyuan_video import HUNYUAN_VIDEO_LORA_TARGETS, HunyuanVideoAdapter
+from engine.models.load import recompute_blocks
 from engine.models.qwen_image import QWEN_LORA_TARGETS, QwenImageAdapter
 from engine.models.sd3 import SD3_LORA_TARGETS, SD3Adapter
 from engine.models.text import EncodedText
@@ -256,8 +258,9 @@ def cases_of(model: PublishedModel, training: Training) -> Iterator[Case]:
 
 def pass_of(model: PublishedModel, transformer: Any, size: ImageSize, is_checkpointed: bool) -> int:
     """Return the bytes that autograd keeps of a pass with guidance, of all its rows."""
+    compute_in_half(transformer)
     if is_checkpointed:
-        transformer.enable_gradient_checkpointing()
+        recompute_blocks(transformer)
     transformer.train(is_checkpointed)
     adapter = sized(model, transformer, size)
     x = torch.empty(ROWS, *adapter.latent_shape(), device="meta")

@@ -23,7 +23,7 @@ def keep_inputs_of_blocks(transformer, keep):
     transformer.enable_gradient_checkpointing(counted)
 
 
-def pass_of(family, weights, *, recomputes):
+def pass_of(family, weights, *, recomputes, keeps=0):
     """Return the gradients of one pass, and the bytes that the pass keeps for its backward pass."""
     torch.manual_seed(0)
     adapter = family.build()
@@ -35,7 +35,7 @@ def pass_of(family, weights, *, recomputes):
         return tensor
 
     if recomputes:
-        recompute_blocks(adapter.transformer)
+        recompute_blocks(adapter.transformer, keeps=keeps)
         keep_inputs_of_blocks(adapter.transformer, keep)
     parameters = trainable(adapter)
     for parameter in parameters.values():
@@ -62,6 +62,16 @@ def test_gradients_are_the_same_bits_and_less_than_half_is_kept(name, weights):
     assert kept < without / 2
 
 
+@pytest.mark.parametrize("name", LARGE)
+def test_the_last_block_is_kept_and_gives_the_same_bits(name):
+    expected, without = pass_of(LARGE[name], "lora", recomputes=False)
+    _, fewest = pass_of(LARGE[name], "lora", recomputes=True)
+    found, kept = pass_of(LARGE[name], "lora", recomputes=True, keeps=1)
+    assert fewest < kept < without
+    same = [(found[key], gradient) for key, gradient in expected.items() if gradient is not None]
+    assert all(torch.equal(one, other) for one, other in same)
+
+
 def test_a_pass_without_gradients_runs_every_block_once():
     adapter = FAMILIES["qwen-image"].build()
     recompute_blocks(adapter.transformer)
@@ -73,6 +83,19 @@ def test_a_pass_without_gradients_runs_every_block_once():
     assert len(runs) == 1
     adapter.velocity(x, sigma, adapter.encode(["12"]), 1.0).sum().backward()
     assert len(runs) == 1 + 2  # forward, and again for the backward pass
+
+
+def test_the_last_block_runs_once_in_a_pass_with_gradients():
+    """It runs right before the backward pass begins, when its tensors would be made again at once."""
+    adapter = FAMILIES["flux-dev"].build()
+    recompute_blocks(adapter.transformer)
+    runs = []
+    for name in ("transformer_blocks", "single_transformer_blocks"):
+        for block in getattr(adapter.transformer, name):
+            block.register_forward_pre_hook(lambda module, *_: runs.append(type(module).__name__))
+    x, sigma = torch.randn(1, *adapter.latent_shape()), torch.tensor([0.5])
+    adapter.velocity(x, sigma, adapter.encode(["12"]), 1.0).sum().backward()
+    assert runs == ["FluxTransformerBlock", "FluxSingleTransformerBlock", "FluxTransformerBlock"]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 from engine.diffusion.trajectory import Trajectory
 from engine.protocol.request import Finished, Group, Kind, Manifest, Score
 from engine.trainer.coordinator_client import Collected
-from engine.trainer.report import gpu_time
+from engine.trainer.report import gpu_time, throughput
 from engine.trainer.rollouts import Rollouts
 
 MANIFEST = Manifest(
@@ -77,3 +77,9 @@ def test_the_idle_share_is_of_all_gpus_of_the_trainer():
     shares = gpu_time(own, 10_000, {"training": 5000, "idle": 2000, "collective": 3000})
     assert shares == pytest.approx({"idle_gpu_share": (4000 + 2000) / 20_000, "collective_gpu_share": 4000 / 20_000})
     assert gpu_time(own, 10_000, {}) == {}
+
+
+def test_images_per_gpu_second_count_idle_gpus_and_mfu_is_left_out_where_it_is_not_known():
+    assert throughput(24, 4 * 30.0, 0.5) == pytest.approx({"images_per_gpu_second": 0.2, "mfu": 0.4})
+    assert throughput(24, 120.0, None) == pytest.approx({"images_per_gpu_second": 0.2})
+    assert throughput(0, 0.0, None) == {"images_per_gpu_second": 0.0}

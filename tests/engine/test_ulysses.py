@@ -49,6 +49,8 @@ from tests.benchmarks.sp_parity import (
     switch_ms,
 )
 from tests.engine.test_families import FAMILIES as ADAPTERS
+from tests.engine.test_half_layers import model as half_model
+from tests.engine.test_half_layers import velocity_of as half_velocity
 
 PAIR, EVERYONE = (0, 1), (0, 1, 2, 3)
 THREE = (0, 1, 2)
@@ -241,6 +243,27 @@ def half_difference(member: Member, family: str) -> tuple[float, float]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_autocast_differs_only_by_its_rounding(ranks, family):
     for output, gradient in ranks.run(PAIR, half_difference, family):
+        assert output <= 4 * BF16
+        assert gradient <= 8 * BF16
+
+
+def half_layers_difference(member: Member, name: str) -> tuple[float, float]:
+    """Compare a pass of a model as it is loaded: adapters and layers of `engine/models/half_layers.py`."""
+    adapter = half_model(name)
+    ulysses = Ulysses(adapter.transformer)
+
+    def passes(group: SPGroup | None) -> tuple[Tensor, Tensor]:
+        ulysses.use(group)
+        output, gradients = both_passes(adapter.transformer, lambda: half_velocity(adapter, name), group)
+        return output, torch.cat([gradient.reshape(-1) for gradient in gradients.values()])
+
+    (output, gradient), (shared, whole) = passes(None), passes(member.group_of(2))
+    return float((shared - output).norm() / output.norm()), float((whole - gradient).norm() / gradient.norm())
+
+
+@pytest.mark.parametrize("name", ["qwen-image", "sd3", "flux-schnell", "wan", "hunyuan-video"])
+def test_layers_beside_half_precision_weights_differ_only_by_their_rounding(ranks, name):
+    for output, gradient in ranks.run(PAIR, half_layers_difference, name):
         assert output <= 4 * BF16
         assert gradient <= 8 * BF16
 
