@@ -9,8 +9,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from engine.algorithm_config import AlgorithmConfig, recommended
+from engine.algorithm_config import FACTS, AlgorithmConfig, recommended
 from engine.early_config import EarlyConfig, why_not_early
+from engine.model_config import BOTH_BRANCHES
 from engine.model_config import GUIDANCE as GUIDANCE
 from engine.model_config import SHIPPED as SHIPPED
 from engine.model_config import VIDEO as VIDEO
@@ -63,8 +64,9 @@ class SamplerConfig(Strict):
     guidance: Annotated[float, Field(ge=1.0)] = 1.0
     """Guidance scale as in the model's diffusers pipeline; 1 computes no unconditional branch. The default is 1 for
     shipped models, and the published value for the others: 4 for qwen-image (norm of each token kept), 4.5 for sd3 (no
-    skip-layer guidance), 5 for wan. FLUX.1-dev and HunyuanVideo take the scale as an input of the network, 3.5 and 6,
-    and compute no unconditional branch."""
+    skip-layer guidance), 5 for wan. With diffusion-nft the default is 1 for these too, as DiffusionNFT publishes:
+    training replaces guidance, and every pass costs half. FLUX.1-dev and HunyuanVideo take the scale as an input of the
+    network, 3.5 and 6, and compute no unconditional branch."""
     window: WindowConfig | None = None
     """Window of stochastic steps. None: every step but the final one is stochastic, and all are trained."""
     noise: Literal[1] = 1
@@ -460,7 +462,7 @@ class EngineConfig(Strict):
     @model_validator(mode="after")
     def _early_groups_are_of_use(self) -> Self:
         full = self.model.compile == "on" and self.model.weights == "full"
-        why = why_not_early(algorithm=self.algorithm.name, exploration=self.exploration.mode, compiles_full=full)
+        why = why_not_early(algorithm=self.algorithm, exploration=self.exploration.mode, compiles_full=full)
         if self.early.share == "auto" and why is not None:
             self.__dict__["early"] = self.early.model_copy(update={"share": 0.0})
         elif self.early.share and why is not None:
@@ -468,27 +470,42 @@ class EngineConfig(Strict):
         return self
 
     @model_validator(mode="after")
-    def _diffusion_nft_rolls_out_with_the_ode(self) -> Self:
+    def _image_training_rolls_out_with_the_ode(self) -> Self:
         """Set the default of `sampler.noise_level` that fits the algorithm."""
-        if self.algorithm.name == "diffusion-nft" and "noise_level" not in self.sampler.model_fields_set:
+        if self.algorithm.image_training is not None and "noise_level" not in self.sampler.model_fields_set:
             # The model is frozen once it is made; a validator before the fields would turn off strict JSON mode.
             self.__dict__["sampler"] = self.sampler.model_copy(update={"noise_level": 0.0})
         return self
 
     @model_validator(mode="after")
     def _guidance_is_as_published(self) -> Self:
-        """Set the default of `sampler.guidance` that fits the model."""
-        if self.model.name in GUIDANCE and "guidance" not in self.sampler.model_fields_set:
-            self.__dict__["sampler"] = self.sampler.model_copy(update={"guidance": GUIDANCE[self.model.name]})
+        """Set the default of `sampler.guidance` that fits the model and the algorithm.
+
+        Algorithms that train images publish guidance 1, so training replaces guidance, and a pass computes one branch.
+        A network that takes the scale as an input keeps the model's: it was never trained without, and has one branch.
+        """
+        if self.model.name not in GUIDANCE or "guidance" in self.sampler.model_fields_set:
+            return self
+        if self.algorithm.image_training is not None and self.model.name in BOTH_BRANCHES:
+            return self
+        self.__dict__["sampler"] = self.sampler.model_copy(update={"guidance": GUIDANCE[self.model.name]})
         return self
 
     @model_validator(mode="after")
     def _there_is_something_to_train(self) -> Self:
-        if self.algorithm.name == "diffusion-nft":
+        trained, steps = self.algorithm.image_training, self.sampler.steps
+        if trained is not None:
             if self.sampler.window is not None:
                 raise ValueError(
-                    "sampler.window is set, but diffusion-nft trains on noised images and not on denoising steps; "
-                    "leave window out, or use algorithm.name: flow-grpo"
+                    f"sampler.window is set, but {self.algorithm.name} trains on noised images and not on denoising "
+                    "steps; leave window out, or use algorithm.name: flow-grpo"
+                )
+            pool = trained.levels.pool(steps)
+            if trained.levels.count is not None and trained.levels.count > pool:
+                which = "levels" if trained.levels.out_of == "all" else "levels in the noisier half"
+                raise ValueError(
+                    f"algorithm.{FACTS[self.algorithm.name].section}.levels.count is {trained.levels.count}, but a "
+                    f"rollout of {steps} steps has {pool} {which}; use {pool} or fewer, or levels: {{from: all}}"
                 )
         elif self.sampler.noise_level == 0:
             raise ValueError(

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from engine.algorithm_config import AlgorithmConfig
 from engine.strict import Positive, Strict
 
 MOST = 0.5
@@ -37,15 +38,15 @@ class EarlyConfig(Strict):
         return AUTO_SHARES if isinstance(self.share, str) else (self.share,)
 
 
-def why_not_early(*, algorithm: str, exploration: str, compiles_full: bool) -> str | None:
+def why_not_early(*, algorithm: AlgorithmConfig, exploration: str, compiles_full: bool) -> str | None:
     """Return the reason why a job may not have early groups, and what to do instead. None: it may.
 
     `compiles_full`: `model.compile` is on, and all weights are trained.
     """
     off = "leave early.share out"
-    if algorithm == "diffusion-nft":
+    if algorithm.image_training is not None:
         return (
-            "algorithm.name is diffusion-nft, whose loss compares with the weights that made a rollout, and the "
+            f"algorithm.name is {algorithm.name}, whose loss compares with the weights that made a rollout, and the "
             f"trainer no longer has those of an early group; {off}, or use flow-grpo or grpo-guard"
         )
     if exploration == "in-path":

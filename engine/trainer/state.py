@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.algorithm.advantages import RunningStd
+from engine.algorithm_config import FACTS
 from engine.config import SHIPPED, EngineConfig
 from engine.drift import Look
 from engine.early_config import EarlyConfig
@@ -120,6 +121,9 @@ def config_digest(config: EngineConfig) -> str:
     unused["runtime"] = {*_with_defaults(config.runtime, newer["runtime"]), "device", "trainer_ranks"}
     if config.early == EarlyConfig():
         unused["early"] = True
+    if config.algorithm.image_training is not None:
+        # Older checkpoints trained all noise levels, which is no longer the default.
+        unused["algorithm"].discard(FACTS[config.algorithm.name].section)
     job = config.model_dump_json(exclude=unused)
     return hashlib.sha256(job.encode()).hexdigest()[:16]
 

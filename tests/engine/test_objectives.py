@@ -6,13 +6,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.algorithm.diffusion_nft import FIRST_NOISE, DiffusionNft, nft_losses, reward_share
+from engine.algorithm.diffusion_nft import (
+    FIRST_NOISE,
+    DiffusionNft,
+    drawn_levels,
+    nft_losses,
+    noised_rows,
+    reward_share,
+)
 from engine.algorithm.flow_grpo import clipped_loss
 from engine.algorithm.grpo_guard import normalised_ratio, step_weights
 from engine.algorithm.objective import FinishedGroup, Rows
 from engine.algorithm.old_policy import OldPolicy, decay_of
 from engine.algorithm.transaction import Trainer
-from engine.algorithm_config import AlgorithmConfig, DiffusionNftConfig, GrpoGuardConfig
+from engine.algorithm_config import AlgorithmConfig, DiffusionNftConfig, GrpoGuardConfig, LevelsConfig
 from engine.config import EngineConfig, ModelConfig, SamplerConfig
 from engine.diffusion.noise import noise, noise_rows
 from engine.diffusion.sampler import advance, batch_plan, initial, log_prob, policy, step_coefficients
@@ -20,6 +27,8 @@ from engine.diffusion.trajectory import Trajectory
 from engine.models.load import ReferencePolicy, load_adapter, trainable
 from engine.models.weights import get_weights, set_weights
 from engine.protocol.request import Group, Manifest
+from engine.trainer.model import TrainedModel
+from engine.trainer.outbox import Outbox
 
 pytestmark = pytest.mark.usefixtures("one_layer")
 
@@ -226,24 +235,25 @@ def test_the_share_of_the_reward_is_a_half_for_the_mean_and_1_for_the_clip():
     assert reward_share(torch.tensor([-9.0, -5.0, 0.0, 2.5, 5.0, 9.0]), 5.0).tolist() == [0, 0, 0.5, 0.75, 1, 1]
 
 
-def nft_rows(model, config, groups):
-    """The rows of all groups as one forward pass, made without the code under test."""
+def nft_rows(model, config, groups, levels: int):
+    """The rows of all groups at the first levels, as one forward pass, made without the code under test."""
     adapter, _, _ = model
     plan = batch_plan(config, 0)
-    conditioning = adapter.encode([g.prompt for g in groups for _ in g.seeds for _ in range(plan.steps)])
+    conditioning = adapter.encode([g.prompt for g in groups for _ in g.seeds for _ in range(levels)])
     images, noises, sigmas = [], [], []
     for group in groups:
         for seed, trajectory in zip(group.seeds, group.trajectories, strict=True):
-            for level, sigma in enumerate(plan.sigmas[:-1]):
+            for level, sigma in enumerate(plan.sigmas[:levels]):
                 images.append(trajectory.x)
                 noises.append(torch.from_numpy(noise(seed, FIRST_NOISE + level, tuple(trajectory.x.shape))))
                 sigmas.append(sigma)
     return conditioning, torch.stack(images), torch.stack(noises), torch.tensor(sigmas)
 
 
-@pytest.mark.parametrize("weight", [0.0, 0.5])
-def test_an_nft_update_is_the_mean_of_the_published_losses(model, weight):
-    config = config_of("diffusion-nft", diffusion_nft={"beta": 0.5, "reference_weight": weight})
+@pytest.mark.parametrize(("weight", "source", "levels"), [(0.0, "all", 3), (0.5, "all", 3), (0.0, "noisier", 2)])
+def test_an_nft_update_is_the_mean_of_the_published_losses(model, weight, source, levels):
+    nft = {"beta": 0.5, "reference_weight": weight, "levels": {"from": source}}
+    config = config_of("diffusion-nft", diffusion_nft=nft)
     manifest, groups = rolled_out(model, config)
     adapter, parameters, first = model
     reference = ReferencePolicy.of(adapter) if weight else None
@@ -258,7 +268,7 @@ def test_an_nft_update_is_the_mean_of_the_published_losses(model, weight):
     mine = {name: gradient.clone() for name, gradient in gradients(trainer).items()}
 
     trainer.optimizer.zero_grad(set_to_none=True)
-    conditioning, x0, e, sigma = nft_rows(model, config, groups)
+    conditioning, x0, e, sigma = nft_rows(model, config, groups, levels)
     s = sigma.view(-1, 1, 1)
     xt = (1 - s) * x0 + s * e
     now = get_weights(parameters)
@@ -269,7 +279,7 @@ def test_an_nft_update_is_the_mean_of_the_published_losses(model, weight):
     v = adapter.velocity(xt, sigma, conditioning, 1.0)
     rewards = torch.tensor(REWARDS)
     advantage = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, correction=0, keepdim=True) + 1e-4)
-    r = reward_share(advantage.flatten(), 5.0).repeat_interleave(3)
+    r = reward_share(advantage.flatten(), 5.0).repeat_interleave(levels)
     loss = published_nft_loss(v, v_old, x0, xt, sigma, r, 0.5, 5.0)
     loss = loss + weight * (v - v_old).square().flatten(1).mean(dim=1)  # the reference is the first weights too
     loss.mean().backward()
@@ -357,9 +367,40 @@ def test_the_noise_of_training_is_no_denoising_steps_noise():
     )
     rows = objective.rows(group, torch.tensor([1.0]), plan)
     used = {row.tobytes() for row in rows["target"].numpy()}
-    assert len(used) == plan.steps
+    assert len(used) == objective.rows_per_image(plan) == 2
     assert not used & {noise(7, step, (4, 2)).tobytes() for step in range(plan.steps + 1)}
     assert torch.allclose(rows["x"], rows["sigma"].view(-1, 1, 1) * rows["target"])
+
+
+def test_levels_are_the_noisier_half_or_all_or_drawn_for_each_image():
+    seeds = tuple(range(40))
+    assert drawn_levels(seeds, LevelsConfig(), 8).unique(dim=0).tolist() == [[0, 1, 2, 3]]
+    assert drawn_levels(seeds, LevelsConfig(), 5).unique(dim=0).tolist() == [[0, 1, 2]]
+    assert drawn_levels(seeds, LevelsConfig(out_of="all"), 3).unique(dim=0).tolist() == [[0, 1, 2]]
+    drawn = drawn_levels(seeds, LevelsConfig(count=2), 8)
+    assert drawn.shape == (40, 2)
+    assert sorted(drawn.unique().tolist()) == [0, 1, 2, 3]
+    assert (drawn[:, 0] < drawn[:, 1]).all(), "drawn without replacement, the noisiest first"
+    assert drawn_levels(seeds[7:9], LevelsConfig(count=2), 8).equal(drawn[7:9]), "a function of the seed alone"
+
+
+def test_rows_of_drawn_levels_have_the_noise_of_their_level():
+    group = FinishedGroup(
+        prompt="1234",
+        seeds=(7, 8),
+        trajectories=tuple(Trajectory.begin(torch.full((4, 2), value)) for value in (1.0, 2.0)),
+        rewards=(0.0, 1.0),
+    )
+    plan = batch_plan(config_of("diffusion-nft").model_copy(update={"sampler": SamplerConfig(steps=8)}), 0)
+    levels = LevelsConfig(count=3, out_of="all")
+    rows, chosen = noised_rows(group, levels, plan), drawn_levels(group.seeds, levels, plan.steps)
+    for row in range(6):
+        image, level = row // 3, int(chosen[row // 3, row % 3])
+        e = torch.from_numpy(noise(group.seeds[image], FIRST_NOISE + level, (4, 2)))
+        clean, s = group.trajectories[image].x, plan.sigmas[level]
+        assert rows["sigma"][row] == pytest.approx(s)
+        assert rows["x"][row].allclose((1 - s) * clean + s * e, atol=1e-6)
+        assert rows["target"][row].allclose(e - clean, atol=1e-6)
 
 
 # --- the old policy
@@ -452,9 +493,30 @@ def test_weights_of_early_groups_do_not_follow_an_averaged_old_policy():
 
 
 def test_the_published_schedules_of_the_old_policy():
-    assert [decay_of("none", batch) for batch in (0, 500)] == [0.0, 0.0]
-    assert [decay_of("gradual", batch) for batch in (0, 100, 500, 900)] == pytest.approx([0.0, 0.1, 0.5, 0.5])
-    assert [decay_of("late", batch) for batch in (0, 75, 79, 500)] == pytest.approx([0.0, 0.0, 0.03, 0.999])
+    assert [decay_of("none", steps) for steps in (0, 500)] == [0.0, 0.0]
+    assert [decay_of("gradual", steps) for steps in (0, 100, 500, 900)] == pytest.approx([0.0, 0.1, 0.5, 0.5])
+    assert [decay_of("late", steps) for steps in (0, 75, 79, 500)] == pytest.approx([0.0, 0.0, 0.03, 0.999])
+
+
+def test_the_schedules_of_the_old_policy_count_optimiser_steps(model, tmp_path):
+    """At two steps a batch, `late` begins after batch 37, as in the public code, and not after batch 75."""
+    adapter, parameters, first = model
+    set_weights(parameters, first)
+    algorithm = config_of("diffusion-nft", diffusion_nft={"old_policy_decay": "late"}).algorithm
+    assert algorithm.updates_per_batch == 2
+    trained = TrainedModel(adapter, algorithm, None, Outbox(tmp_path / "outbox", print))
+    name, parameter = next(iter(parameters.items()))
+    for batch, kept in ((36, 0.0), (37, 0.0075), (99, 0.0075 * 125)):
+        old = trained.trainer.old
+        old.advance(0.0)
+        old.keep()
+        before = parameter.detach().clone()
+        nudge(parameters)
+        trained.follow(batch)
+        now = parameter.detach() if old.tensors is None else old.tensors[name]
+        assert torch.allclose(now, kept * before + (1 - kept) * parameter.detach(), atol=1e-7)
+        assert old.differs == (kept > 0)
+    set_weights(parameters, first)
 
 
 # --- settings that make no sense
@@ -470,6 +532,14 @@ def test_the_published_schedules_of_the_old_policy():
         ({"algorithm": {"name": "flow-grpo", "grpo_guard": {"clip_range": 1}}}, "use name: grpo-guard"),
         ({"algorithm": {"name": "diffusion-nft", "diffusion_nft": {"old_policy_decay": "x"}}}, "'gradual' or 'late'"),
         ({"algorithm": {"name": "diffusion-nft", "diffusion_nft": {"beta": 0}}}, "greater than 0"),
+        (
+            {"algorithm": {"name": "diffusion-nft", "diffusion_nft": {"levels": {"count": 5}}}},
+            r"a rollout of 8 steps has 4 levels in the noisier half; use 4 or fewer, or levels: \{from: all\}",
+        ),
+        (
+            {"algorithm": {"name": "diffusion-nft", "diffusion_nft": {"levels": {"count": 9, "from": "all"}}}},
+            "a rollout of 8 steps has 8 levels; use 8 or fewer",
+        ),
         ({"algorithm": "grpo"}, "flow-grpo"),
     ],
 )
@@ -489,6 +559,20 @@ def test_nft_rolls_out_with_the_ode_unless_the_job_says_otherwise():
     again = EngineConfig.model_validate_json(made.model_dump_json())
     assert again == made
     assert EngineConfig().sampler.noise_level == 0.7
+
+
+@pytest.mark.parametrize(("name", "guidance"), [("qwen-image", 4.0), ("sd3", 4.5), ("wan", 5.0)])
+def test_nft_replaces_guidance_unless_the_job_says_otherwise(name, guidance):
+    def made(**more) -> EngineConfig:
+        return EngineConfig.model_validate({"model": {"name": name, "path": "there"}, **more})
+
+    nft = {"name": "diffusion-nft"}
+    assert made().sampler.guidance == guidance
+    assert made(algorithm=nft).sampler.guidance == 1.0
+    assert made(algorithm={"name": "auto"}).sampler.guidance == 1.0
+    assert made(algorithm=nft, sampler={"guidance": 2.0}).sampler.guidance == 2.0
+    distilled = EngineConfig.model_validate({"model": {"name": "flux", "path": "there"}, "algorithm": nft})
+    assert distilled.sampler.guidance == 3.5, "the network takes the scale as an input"
 
 
 def test_rows_can_be_cut():

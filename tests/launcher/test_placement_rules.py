@@ -467,8 +467,10 @@ def test_seconds_follow_the_gpu_the_size_and_the_algorithm():
     assert on_l40s.rollout_gpu_seconds > 1.5 * on_h100.rollout_gpu_seconds
     large = cost({"name": "flux", "height": 1024, "width": 1024}, "H100")
     assert large.rollout_gpu_seconds > 3 * cost({"name": "flux"}, "H100").rollout_gpu_seconds
-    nft = cost({"name": "flux"}, "H100", algorithm={"name": "diffusion-nft"})
-    assert nft.train_seconds > cost({"name": "flux"}, "H100", algorithm={"name": "flow-grpo"}).train_seconds
+    flow = cost({"name": "flux"}, "H100", algorithm={"name": "flow-grpo"})
+    all_levels = {"name": "diffusion-nft", "diffusion_nft": {"levels": {"from": "all"}}}
+    assert cost({"name": "flux"}, "H100", algorithm=all_levels).train_seconds > flow.train_seconds
+    assert cost({"name": "flux"}, "H100", algorithm={"name": "diffusion-nft"}).train_seconds < flow.train_seconds
 
 
 def test_an_untimed_recipe_is_planned_as_configured_and_marked_a_guess():
