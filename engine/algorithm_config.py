@@ -8,7 +8,7 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from engine.strict import BelowOne, Positive, Strict
 
-AlgorithmName = Literal["flow-grpo", "grpo-guard", "diffusion-nft"]
+AlgorithmName = Literal["flow-grpo", "grpo-guard", "flow-dppo", "diffusion-nft", "awm"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,7 +26,9 @@ class AlgorithmFacts:
 FACTS: Mapping[str, AlgorithmFacts] = {
     "flow-grpo": AlgorithmFacts(section=None, trains_images=False),
     "grpo-guard": AlgorithmFacts(section="grpo_guard", trains_images=False),
+    "flow-dppo": AlgorithmFacts(section="flow_dppo", trains_images=False),
     "diffusion-nft": AlgorithmFacts(section="diffusion_nft", trains_images=True),
+    "awm": AlgorithmFacts(section="awm", trains_images=True),
 }
 
 
@@ -55,6 +57,15 @@ class GrpoGuardConfig(Strict):
     clip_range: Annotated[float, Field(gt=0.0)] = 2e-6
     """Clip range of GRPO-Guard's ratio, in the place of `algorithm.clip_range`. verl-omni publishes 2e-6 for Qwen-Image
     at 512 x 512 pixels. The ratio is nearer to 1 in larger latents: use 2.5e-4 for digits-ocr."""
+
+
+class FlowDppoConfig(Strict):
+    """Settings of `algorithm.name: flow-dppo` (arXiv 2606.11025)."""
+
+    kl_limit: Annotated[float, Field(gt=0.0)] = 1e-5
+    """Divergence of a step from the weights that made the rollout, above which the step is trained only back towards
+    those weights. It takes the place of `algorithm.clip_range`. UniRL and verl-omni publish 1e-5 for SD3.5 and
+    Qwen-Image at 512 x 512 pixels. Small latents need more: use 1e-3 for digits-ocr."""
 
 
 class LevelsConfig(Strict):
@@ -91,7 +102,7 @@ class ImageTrainingConfig(Strict):
     publishes all three; a larger share is slower and steadier."""
     reference_weight: Annotated[float, Field(ge=0.0)] = 0.0
     """Weight of the mean squared distance from the base model's velocity; 0 computes no distance. DiffusionNFT uses
-    1e-4."""
+    1e-4, AWM 1e-4 to 3e-3."""
 
 
 class DiffusionNftConfig(ImageTrainingConfig):
@@ -102,18 +113,39 @@ class DiffusionNftConfig(ImageTrainingConfig):
     reward. The paper uses 1, and 0.1 for text in images."""
 
 
+class AwmConfig(ImageTrainingConfig):
+    """Settings of `algorithm.name: awm` (arXiv 2509.25050)."""
+
+    weighting: Literal["ghuber", "uniform"] = "ghuber"
+    """Log-likelihood of an image at a noise level s, from the mean squared error m of the velocity. `uniform`: -m.
+    `ghuber`: -s m^power / power, which the authors train with."""
+    power: Annotated[float, Field(gt=0.0, le=1.0)] = 0.25
+    """Power of the error with `weighting: ghuber`. The authors use .25."""
+    clip_range: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Clip range of the ratio of likelihoods, in the place of `algorithm.clip_range`. The authors use 1."""
+    old_weight: Annotated[float, Field(ge=0.0)] = 1.0
+    """Weight of the mean squared distance from the old policy's velocity. The authors use 1, with an average of earlier
+    weights whose share of old weights grows by .001 an optimiser step, up to .3."""
+
+
 class AlgorithmConfig(Strict):
     """Training algorithm, with the settings that all algorithms share (docs/algorithms.md)."""
 
-    name: Literal["auto", "flow-grpo", "grpo-guard", "diffusion-nft"] = "flow-grpo"
+    name: Literal["auto", "flow-grpo", "grpo-guard", "flow-dppo", "diffusion-nft", "awm"] = "flow-grpo"
     """Training algorithm. `auto`: the algorithm that docs/algorithms.md recommends for the model. `flow-grpo`: clipped
     policy gradient of the denoising steps (arXiv 2505.05470). `grpo-guard`: the same with ratios and gradients of equal
-    size at every step. `diffusion-nft`: trains on noised final images, without log-probs, and rolls out with the ODE
-    and without guidance unless `sampler.noise_level` and `sampler.guidance` say otherwise."""
+    size at every step. `flow-dppo`: the same with a limit on the divergence in the place of the clip. `diffusion-nft`:
+    trains on noised final images, without log-probs, and rolls out with the ODE and without guidance unless
+    `sampler.noise_level` and `sampler.guidance` say otherwise. `awm`: the same with likelihoods weighted by the
+    advantage."""
     grpo_guard: GrpoGuardConfig = GrpoGuardConfig()
     """Settings of grpo-guard."""
+    flow_dppo: FlowDppoConfig = FlowDppoConfig()
+    """Settings of flow-dppo."""
     diffusion_nft: DiffusionNftConfig = DiffusionNftConfig()
     """Settings of diffusion-nft."""
+    awm: AwmConfig = AwmConfig()
+    """Settings of awm."""
     prompts_per_batch: Positive = 12
     """Prompts trained in one iteration. `updates_per_batch` must divide the number."""
     images_per_prompt: int = 4
@@ -129,13 +161,13 @@ class AlgorithmConfig(Strict):
     """Clip range of the importance ratio of flow-grpo: the loss clips the ratio to 1 - `clip_range` .. 1 +
     `clip_range`."""
     advantage_clip: Annotated[float, Field(gt=0.0)] = 5.0
-    """Largest absolute value of an advantage; larger advantages are clipped. diffusion-nft divides by the value
-    too, so a smaller value also lets the weights move further from the old policy."""
+    """Largest absolute value of an advantage; larger advantages are clipped. diffusion-nft and awm divide by the value
+    too. With diffusion-nft a smaller value also lets the weights move further from the old policy."""
     gradient_clip: Annotated[float, Field(gt=0.0)] = 1.0
     """Largest norm of the gradient of an optimiser step; larger gradients are scaled down."""
     kl_beta: Annotated[float, Field(ge=0.0)] = 0.0
-    """Weight of the KL divergence from the base model; 0 computes no divergence. Not for diffusion-nft, which
-    has `diffusion_nft.reference_weight`."""
+    """Weight of the KL divergence from the base model; 0 computes no divergence. Not for diffusion-nft and awm, which
+    have `reference_weight`."""
     kl_form: Literal["flow-grpo", "gaussian"] = "flow-grpo"
     """Formula of the KL divergence. `gaussian`: the exact divergence between the two transitions of a step.
     `flow-grpo`: the published form, which multiplies the exact divergence by the step's length in noise levels. With 8
@@ -146,7 +178,7 @@ class AlgorithmConfig(Strict):
     """AdamW's weight decay. Flow-GRPO publishes 1e-4."""
     std: Literal["group", "batch", "ema"] = "group"
     """Divisor of advantages: the standard deviation of the group, of the batch, or of earlier batches. `batch` is the
-    global std that DiffusionNFT publishes; no group trains before all rewards of the batch are known. `group` is
+    global std that DiffusionNFT and AWM publish; no group trains before all rewards of the batch are known. `group` is
     what Flow-Factory uses for DiffusionNFT."""
     std_correction: Literal[0, 1] = 0
     """Divisor of a group's variance: the group size (0, as Flow-GRPO) or the size minus 1 (1, as DanceGRPO)."""

@@ -53,7 +53,7 @@ class SamplerConfig(Strict):
     steps: Annotated[int, Field(ge=2)] = 8
     """Denoising steps of a rollout."""
     noise_level: Annotated[float, Field(ge=0.0)] = 0.7
-    """Noise added by a stochastic step; 0 makes every step an Euler step, which is the default with diffusion-nft. Each
+    """Noise added by a stochastic step; 0 makes every step an Euler step, which is the default with diffusion-nft and awm. Each
     sampler has its own scale, so change sampler and level together. flow-sde, `a`: 0.7 or 0.8,
     and 1.2 with Qwen-Image. dance-sde, `eta`: 0.25 to 0.3; the noise does not fade towards the image. cps, `eta`: 0.7;
     the maximum 1 replaces all of the noise."""
@@ -64,7 +64,7 @@ class SamplerConfig(Strict):
     guidance: Annotated[float, Field(ge=1.0)] = 1.0
     """Guidance scale as in the model's diffusers pipeline; 1 computes no unconditional branch. The default is 1 for
     shipped models, and the published value for the others: 4 for qwen-image (norm of each token kept), 4.5 for sd3 (no
-    skip-layer guidance), 5 for wan. With diffusion-nft the default is 1 for these too, as DiffusionNFT publishes:
+    skip-layer guidance), 5 for wan. With diffusion-nft and awm the default is 1 for these too, as both publish:
     training replaces guidance, and every pass costs half. FLUX.1-dev and HunyuanVideo take the scale as an input of the
     network, 3.5 and 6, and compute no unconditional branch."""
     window: WindowConfig | None = None

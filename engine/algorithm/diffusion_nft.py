@@ -69,22 +69,17 @@ class DiffusionNft:
 
     def constants(self, adapter: DiTAdapter, plan: Plan, rows: Rows) -> Mapping[str, Tensor]:
         """Return the velocities [R, *S] of the old policy, `old`, and of the reference, `reference`, if used."""
-        with self._old.active():
-            velocities = {"old": adapter.velocity(rows["x"], rows["sigma"], rows.conditioning, plan.guidance)}
-        if self._reference is not None:
-            with self._reference.active():
-                velocities["reference"] = adapter.velocity(rows["x"], rows["sigma"], rows.conditioning, plan.guidance)
-        return velocities
+        return fixed_velocities(self._old, self._reference, adapter, plan, rows)
 
     def losses(self, adapter: DiTAdapter, plan: Plan, rows: Rows) -> RowLosses:
         velocity = adapter.velocity(rows["x"], rows["sigma"], rows.conditioning, plan.guidance)
         positive, negative = nft_losses(velocity, rows["old"], rows["target"], rows["sigma"], self._nft.beta)
         share = rows["share"]
         loss = self._clip / self._nft.beta * (share * positive + (1.0 - share) * negative)
-        change = _mean_square(velocity.detach() - rows["old"])
+        change = mean_square(velocity.detach() - rows["old"])
         distance = torch.zeros_like(change)
         if "reference" in rows.tensors:
-            difference = _mean_square(velocity - rows["reference"])
+            difference = mean_square(velocity - rows["reference"])
             loss, distance = loss + self._nft.reference_weight * difference, difference.detach()
         return RowLosses(
             loss=loss,
@@ -113,6 +108,18 @@ def noised_rows(group: FinishedGroup, levels: LevelsConfig, plan: Plan) -> dict[
     clean = images.repeat_interleave(chosen.shape[1], dim=0)
     s = _beside(sigma, clean)
     return {"x": (1.0 - s) * clean + s * noise, "target": noise - clean, "sigma": sigma}
+
+
+def fixed_velocities(
+    old: OldPolicy, reference: ReferencePolicy | None, adapter: DiTAdapter, plan: Plan, rows: Rows
+) -> dict[str, Tensor]:
+    """Return the velocities [R, *S] of the old policy, `old`, and of the reference, `reference`, if there is one."""
+    with old.active():
+        velocities = {"old": adapter.velocity(rows["x"], rows["sigma"], rows.conditioning, plan.guidance)}
+    if reference is not None:
+        with reference.active():
+            velocities["reference"] = adapter.velocity(rows["x"], rows["sigma"], rows.conditioning, plan.guidance)
+    return velocities
 
 
 def drawn_levels(seeds: Sequence[int], levels: LevelsConfig, steps: int) -> Tensor:
@@ -149,10 +156,11 @@ def nft_losses(velocity: Tensor, old: Tensor, target: Tensor, sigma: Tensor, bet
 def _weighted(error: Tensor) -> Tensor:
     """Return the mean square of each row's error, divided by its mean absolute error: [R, *S] -> [R]."""
     size = error.detach().abs().flatten(1).mean(dim=1).clamp(min=LEAST_ERROR)
-    return _mean_square(error) / size
+    return mean_square(error) / size
 
 
-def _mean_square(values: Tensor) -> Tensor:
+def mean_square(values: Tensor) -> Tensor:
+    """Return the mean square of each row: [R, *S] -> [R]."""
     return values.square().flatten(1).mean(dim=1)
 
 

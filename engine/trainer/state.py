@@ -98,7 +98,7 @@ def config_digest(config: EngineConfig) -> str:
         },
         "evaluation": {"on_the_way", "wait"},
         "exploration": {"wait", "keep"},
-        "algorithm": {"grpo_guard", "diffusion_nft", "unit", "stop_without_learning"},
+        "algorithm": {"grpo_guard", "flow_dppo", "diffusion_nft", "awm", "unit", "stop_without_learning"},
         "reward": {
             "frames",
             "http",

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from math import floor
 from typing import Literal
 
-from engine.algorithm_config import AlgorithmName
+from engine.algorithm_config import FACTS, AlgorithmName
 from engine.exploration.value import selection_gain, variance_gain
 from engine.timing.ranks import StepWork
 from engine.trainer_ranks import ONE, Asked, RankLimits
@@ -38,6 +38,15 @@ GAIN_EXPONENTS: Mapping[AlgorithmName, Estimate] = {
 }
 """What exploration saves, by algorithm. The means of flow-grpo and grpo-guard are below what digits-ocr gave, because
 another model may gain less. The mean of diffusion-nft is what digits-ocr gave."""
+
+
+def gain_exponent(name: AlgorithmName) -> Estimate:
+    """Return what exploration saves. An algorithm that was not measured counts as one that trains the same rows."""
+    if name in GAIN_EXPONENTS:
+        return GAIN_EXPONENTS[name]
+    like: AlgorithmName = "diffusion-nft" if FACTS[name].trains_images else "flow-grpo"
+    measured = GAIN_EXPONENTS[like]
+    return replace(measured, source=f"{name} was not measured and counts as {like}: {measured.source}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

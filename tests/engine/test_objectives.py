@@ -1,4 +1,4 @@
-"""The losses of GRPO-Guard and DiffusionNFT equal the published formulas, written out here plainly."""
+"""The losses of all algorithms but Flow-GRPO equal the published formulas, written out here plainly."""
 
 import math
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from engine.algorithm.awm import matching_log_prob
 from engine.algorithm.diffusion_nft import (
     FIRST_NOISE,
     DiffusionNft,
@@ -14,7 +15,8 @@ from engine.algorithm.diffusion_nft import (
     noised_rows,
     reward_share,
 )
-from engine.algorithm.flow_grpo import clipped_loss
+from engine.algorithm.flow_dppo import dppo_losses
+from engine.algorithm.flow_grpo import clipped_loss, outside
 from engine.algorithm.grpo_guard import normalised_ratio, step_weights
 from engine.algorithm.objective import FinishedGroup, Rows
 from engine.algorithm.old_policy import OldPolicy, decay_of
@@ -195,6 +197,210 @@ def test_guard_has_ratio_1_before_the_first_update(model):
     after = trainer.begin(manifest, 1, batch_plan(config, 0))
     after.add(1, groups[1])
     assert after.commit().summary()["ratio_max"] > 1.0
+
+
+# --- Flow-DPPO
+
+
+def published_dppo_loss(
+    new: Tensor, old: Tensor, mean: Tensor, old_mean: Tensor, std: Tensor, advantage: Tensor, threshold: float
+) -> Tensor:
+    """Flow-DPPO's loss (arXiv 2606.11025) as UniRL and verl-omni compute it, from log-probs and means, per row."""
+    ratio = torch.exp(new - old)
+    kl = ((mean - old_mean) ** 2 / (2 * std.view(-1, 1, 1) ** 2)).mean(dim=(1, 2))
+    is_far = ~(kl < threshold)
+    removed = (is_far & (ratio > 1.0) & (advantage > 0)) | (is_far & (ratio < 1.0) & (advantage < 0))
+    return torch.where(removed, torch.zeros_like(ratio), -advantage * ratio)
+
+
+def test_flow_dppo_equals_the_published_formula_to_1e_12_in_double_precision():
+    generator = torch.Generator().manual_seed(0)
+    mean, old_mean, e = (torch.randn(40, 7, 3, generator=generator, dtype=torch.float64) for _ in range(3))
+    mean = old_mean + 0.05 * torch.rand(40, 1, 1, generator=generator, dtype=torch.float64) * mean
+    std = torch.rand(40, generator=generator, dtype=torch.float64) + 0.1
+    advantage = torch.randn(40, generator=generator, dtype=torch.float64)
+    next_x = old_mean + std.view(-1, 1, 1) * e
+    mean.requires_grad_()
+    published = published_dppo_loss(
+        log_prob(next_x, mean, std), log_prob(next_x, old_mean, std), mean, old_mean, std, advantage, 1e-3
+    )
+    ours, ratio, divergence, is_masked = dppo_losses(mean, next_x, std, e, advantage, 1e-3)
+    assert torch.allclose(ours, published, rtol=1e-12, atol=1e-12)
+    is_far = divergence >= 1e-3
+    assert 0 < int(is_masked.sum()) < int(is_far.sum()) < 40, "near rows, far ones that lead away, far ones that return"
+    assert torch.equal(is_masked, is_far & ((ratio - 1) * advantage > 0))
+    (mine,) = torch.autograd.grad(ours.sum(), mean, retain_graph=True)
+    (theirs,) = torch.autograd.grad(published.sum(), mean)
+    assert torch.allclose(mine, theirs, rtol=1e-10, atol=1e-12)
+    assert not mine[is_masked].any()
+
+
+def test_a_flow_dppo_update_is_the_mean_of_the_published_losses(model):
+    """The trainer knows the old means from the noise alone. The published form stores them."""
+    config = config_of("flow-dppo", flow_dppo={"kl_limit": 1e-6})
+    manifest, groups = rolled_out(model, config)
+    adapter, parameters, first = model
+    trainer = trainer_of(model, config)
+    plan = batch_plan(config, 0)
+    nudge(parameters)
+    manifest = Manifest(**{**manifest.to_dict(), "groups": manifest.groups, "minibatches": ((0, 1),)})
+    step = trainer.begin(manifest, 0, plan)
+    for number, group in enumerate(groups):
+        step.add(number, group)
+    mine = {name: gradient.clone() for name, gradient in gradients(trainer).items()}
+    masked = step.health.summary()["clip_share"]
+    trainer.optimizer.zero_grad(set_to_none=True)
+
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    x, next_x = (torch.cat([t.latents[part] for t in trajectories]) for part in (slice(-1), slice(1, None)))
+    at = torch.tensor(plan.trained_steps).repeat(len(trajectories))
+    conditioning = adapter.encode([g.prompt for g in groups for _ in g.seeds for _ in plan.trained_steps])
+    now = get_weights(parameters)
+    set_weights(parameters, first)
+    with torch.no_grad():
+        old_mean, std = policy(adapter, plan, conditioning, x, at)
+    set_weights(parameters, now)
+    mean, _ = policy(adapter, plan, conditioning, x, at)
+    rewards = torch.tensor(REWARDS)
+    advantage = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, correction=0, keepdim=True) + 1e-4)
+    advantage = advantage.flatten().repeat_interleave(len(plan.trained_steps))
+    loss = published_dppo_loss(
+        log_prob(next_x, mean, std), log_prob(next_x, old_mean, std), mean, old_mean, std, advantage, 1e-6
+    )
+    assert 0 < masked < 1
+    assert masked == pytest.approx(float((loss == 0).float().mean() - (advantage == 0).float().mean()))
+    loss.mean().backward()
+    assert_close(mine, gradients(trainer), relative=1e-3)  # the published log-probs cancel in fp32
+    step.abort()
+    set_weights(parameters, first)
+
+
+def test_flow_dppo_masks_nothing_before_the_first_update(model):
+    config = config_of("flow-dppo", updates_per_batch=2, prompts_per_batch=2)
+    manifest, groups = rolled_out(model, config)
+    trainer = trainer_of(model, config)
+    step = trainer.begin(manifest, 0, batch_plan(config, 0))
+    step.add(0, groups[0])
+    summary = step.commit().summary()
+    assert (summary["ratio_mean"], summary["clip_share"]) == (pytest.approx(1.0, abs=1e-6), 0.0)
+    assert summary["old_kl_max"] < 1e-9
+    after = trainer.begin(manifest, 1, batch_plan(config, 0))
+    after.add(1, groups[1])
+    assert after.commit().summary()["old_kl"] > 1e-9
+
+
+# --- AWM
+
+
+def published_awm_loss(
+    v: Tensor,
+    v_old: Tensor,
+    v_ema: Tensor,
+    v_ref: Tensor,
+    x0: Tensor,
+    e: Tensor,
+    t: Tensor,
+    advantage: Tensor,
+    *,
+    power: float | None,
+    clip: float,
+    ema_beta: float,
+    beta: float,
+) -> Tensor:
+    """The loss of the authors' code (arXiv 2509.25050) per row: exp_first, advantage_max 1, kl_weight Uniform.
+
+    `power`: of the generalised Huber weighting. None: uniform weighting.
+    """
+
+    def log_prob_of(velocity: Tensor) -> Tensor:
+        log_prob = (-((velocity.double() - (e - x0).double()) ** 2)).mean(dim=tuple(range(1, x0.dim())))
+        if power is None:
+            return log_prob
+        eps = torch.tensor(1e-10, dtype=torch.float64)
+        return -(torch.pow(-log_prob + eps, power) - torch.pow(eps, power)) * t / power
+
+    advantage = torch.clamp(advantage, -5.0, 5.0) / 5.0 * 1.0
+    ratio = torch.exp(log_prob_of(v) - log_prob_of(v_old).detach())
+    policy_loss = torch.maximum(-advantage * ratio, -advantage * torch.clamp(ratio, 1.0 - clip, 1.0 + clip))
+    kl, ema_kl = (((v - other) ** 2).mean(dim=tuple(range(1, x0.dim()))) for other in (v_ref, v_ema))
+    return policy_loss + beta * kl + ema_beta * ema_kl
+
+
+@pytest.mark.parametrize(("weighting", "power"), [("ghuber", 0.25), ("ghuber", 0.5), ("uniform", None)])
+def test_awms_likelihood_equals_the_published_one_and_so_does_its_gradient(weighting, power):
+    generator = torch.Generator().manual_seed(0)
+    v, v_old, x0, e = (torch.randn(6, 24, 16, generator=generator, dtype=torch.float64) for _ in range(4))
+    t = torch.rand(6, generator=generator, dtype=torch.float64)
+    advantage = 3 * torch.randn(6, generator=generator, dtype=torch.float64)
+    v = (v_old + 0.05 * v).requires_grad_()
+    settings = {"power": power, "clip": 0.02, "ema_beta": 0.0, "beta": 0.0}
+    published = published_awm_loss(v, v_old, v_old, v_old, x0, e, t, advantage, **settings)
+    new, old = (matching_log_prob(one, e - x0, t, weighting, power or 1.0) for one in (v, v_old))
+    ratio = (new - old).exp()
+    assert 0 < int(outside(ratio, 0.02).sum()) < 6
+    ours = clipped_loss(ratio, (advantage / 5).clamp(-1, 1), 0.02)
+    assert torch.allclose(ours, published, rtol=1e-10)
+    (mine,) = torch.autograd.grad(ours.sum(), v, retain_graph=True)
+    (theirs,) = torch.autograd.grad(published.sum(), v)
+    assert torch.allclose(mine, theirs, rtol=1e-8)
+
+
+@pytest.mark.parametrize(("weighting", "weight"), [("ghuber", 0.0), ("uniform", 0.5)])
+def test_an_awm_update_is_the_mean_of_the_published_losses(model, weighting, weight):
+    awm = {"weighting": weighting, "reference_weight": weight, "old_weight": 0.7, "levels": {"from": "all"}}
+    config = config_of("awm", awm=awm)
+    manifest, groups = rolled_out(model, config)
+    adapter, parameters, first = model
+    trainer = trainer_of(model, config, ReferencePolicy.of(adapter) if weight else None)
+    trainer.old.keep()
+    nudge(parameters)
+    manifest = Manifest(**{**manifest.to_dict(), "groups": manifest.groups, "minibatches": ((0, 1),)})
+    step = trainer.begin(manifest, 0, batch_plan(config, 0))
+    for number, group in enumerate(groups):
+        step.add(number, group)
+    mine = {name: gradient.clone() for name, gradient in gradients(trainer).items()}
+    assert step.planned_rows == 18
+
+    trainer.optimizer.zero_grad(set_to_none=True)
+    conditioning, x0, e, sigma = nft_rows(model, config, groups, 3)
+    s = sigma.view(-1, 1, 1)
+    xt = (1 - s) * x0 + s * e
+    now = get_weights(parameters)
+    set_weights(parameters, first)
+    with torch.no_grad():
+        v_old = adapter.velocity(xt, sigma, conditioning, 1.0)
+    set_weights(parameters, now)
+    v = adapter.velocity(xt, sigma, conditioning, 1.0)
+    rewards = torch.tensor(REWARDS)
+    advantage = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, correction=0, keepdim=True) + 1e-4)
+    power = 0.25 if weighting == "ghuber" else None
+    loss = published_awm_loss(
+        *(v, v_old, v_old, v_old, x0, e, sigma, advantage.flatten().repeat_interleave(3)),
+        power=power,
+        clip=1.0,
+        ema_beta=0.7,
+        beta=weight,
+    )
+    loss.mean().backward()
+    assert_close(mine, gradients(trainer), relative=1e-4)
+    step.abort()
+    set_weights(parameters, first)
+
+
+def test_awm_has_ratio_1_before_the_first_update_and_rolls_out_as_nft(model):
+    config = config_of("awm", updates_per_batch=2, prompts_per_batch=2)
+    assert (config.sampler.noise_level, batch_plan(config, 0).records) == (0.0, False)
+    manifest, groups = rolled_out(model, config)
+    trainer = trainer_of(model, config)
+    plan = batch_plan(config, 0)
+    step = trainer.begin(manifest, 0, plan)
+    assert step.planned_rows == 6
+    step.add(0, groups[0])
+    first = step.commit().summary()
+    assert (first["ratio_mean"], first["velocity_change"]) == (pytest.approx(1.0, abs=1e-6), 0.0)
+    after = trainer.begin(manifest, 1, plan)
+    after.add(1, groups[1])
+    assert after.commit().summary()["velocity_change"] > 0.0
 
 
 # --- DiffusionNFT
@@ -528,6 +734,10 @@ def test_the_schedules_of_the_old_policy_count_optimiser_steps(model, tmp_path):
         ({"algorithm": {"name": "diffusion-nft", "kl_beta": 0.1}}, "reference_weight"),
         ({"algorithm": {"name": "diffusion-nft"}, "sampler": {"window": {"size": 2}}}, "leave window out"),
         ({"algorithm": {"name": "grpo-guard"}, "sampler": {"noise_level": 0}}, "leaves no random step for grpo-guard"),
+        ({"algorithm": {"name": "flow-dppo"}, "sampler": {"noise_level": 0}}, "leaves no random step for flow-dppo"),
+        ({"algorithm": {"name": "awm", "kl_beta": 0.1}}, "awm.reference_weight"),
+        ({"algorithm": {"name": "awm"}, "early": {"share": 0.25}}, "awm, whose loss compares with the weights that"),
+        ({"algorithm": {"name": "diffusion-nft", "awm": {"power": 1}}}, "use name: awm"),
         ({"algorithm": {"name": "flow-grpo", "diffusion_nft": {"beta": 1}}}, "use name: diffusion-nft"),
         ({"algorithm": {"name": "flow-grpo", "grpo_guard": {"clip_range": 1}}}, "use name: grpo-guard"),
         ({"algorithm": {"name": "diffusion-nft", "diffusion_nft": {"old_policy_decay": "x"}}}, "'gradual' or 'late'"),

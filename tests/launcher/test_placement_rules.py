@@ -493,8 +493,11 @@ def test_a_job_may_insist_on_rollout_nodes():
 def test_exploration_saves_less_with_diffusion_nft():
     by_name = {
         name: resolve(Job(**QWEN | {"algorithm": {"name": name}})).recipe.gain_exponent
-        for name in ("flow-grpo", "grpo-guard", "diffusion-nft", "auto")
+        for name in ("flow-grpo", "grpo-guard", "flow-dppo", "diffusion-nft", "awm", "auto")
     }
+    for name, like in (("flow-dppo", "flow-grpo"), ("awm", "diffusion-nft")):
+        assert by_name[name].mean == by_name[like].mean
+        assert by_name[name].source.startswith(f"{name} was not measured and counts as {like}: assumed")
     assert by_name["diffusion-nft"].mean < by_name["grpo-guard"].mean
     assert by_name["auto"] == by_name["diffusion-nft"]
 
