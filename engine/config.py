@@ -53,9 +53,9 @@ class SamplerConfig(Strict):
     steps: Annotated[int, Field(ge=2)] = 8
     """Denoising steps of a rollout."""
     noise_level: Annotated[float, Field(ge=0.0)] = 0.7
-    """Noise added by a stochastic step; 0 makes every step an Euler step, which is the default with diffusion-nft and awm. Each
-    sampler has its own scale, so change sampler and level together. flow-sde, `a`: 0.7 or 0.8,
-    and 1.2 with Qwen-Image. dance-sde, `eta`: 0.25 to 0.3; the noise does not fade towards the image. cps, `eta`: 0.7;
+    """Noise added by a stochastic step; 0 makes every step an Euler step, which is the default with diffusion-nft and
+    awm. Each sampler has its own scale, so change sampler and level together. flow-sde, `a`: 0.7 or 0.8, and 1.2 with
+    Qwen-Image. dance-sde, `eta`: 0.25 to 0.3; the noise does not fade towards the image. cps, `eta`: 0.7;
     the maximum 1 replaces all of the noise."""
     shift: Literal["auto"] | Annotated[float, Field(gt=0.0)] = "auto"
     """Timestep shift of the flow-matching schedule. `auto`: the noise levels of the model's diffusers pipeline, from

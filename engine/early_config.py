@@ -23,9 +23,9 @@ class EarlyConfig(Strict):
 
     share: Annotated[float, Field(ge=0.0, le=MOST)] | Literal["auto"] = 0.0
     """Largest share of a batch's groups that is sampled one weight version early; 0 turns early groups off. Not for
-    diffusion-nft, awm, `exploration.mode: in-path`, and `model.compile: on` with `weights: full`. `auto`: the share that
-    makes an iteration shortest by the rates measured in the run, up to 0.5; 0 where none makes it 2 % shorter, for jobs
-    that may have no early groups, before the rates are known, and with `sp_degree` above 1."""
+    diffusion-nft, awm, `exploration.mode: in-path`, and `model.compile: on` with `weights: full`. `auto`: the share
+    that makes an iteration shortest by the rates measured in the run, up to 0.5; 0 where none makes it 2 % shorter, for
+    jobs that may have no early groups, before the rates are known, and with `sp_degree` above 1."""
     min_pool: Positive | None = None
     """Candidates that every prompt of the next batch needs before its early groups are chosen. None: twice
     `algorithm.images_per_prompt`. Without exploration no candidate is needed."""

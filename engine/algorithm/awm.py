@@ -1,8 +1,8 @@
 """Advantage Weighted Matching: the flow-matching loss as a likelihood (arXiv 2509.25050).
 
-A row is an (image, noise level) pair, as with DiffusionNFT: x_s = (1 - s) x0 + s e, and v* = e - x0 is the velocity that
-leads back to the image. How well a velocity matches is the log-likelihood of the image, by which the policy gradient of
-PPO is computed:
+A row is an (image, noise level) pair, as with DiffusionNFT: x_s = (1 - s) x0 + s e, and v* = e - x0 is the velocity
+that leads back to the image. How well a velocity matches is the log-likelihood of the image, by which the policy
+gradient of PPO is computed:
 
     m(v) = mean (v - v*)^2
     log p(v) = -s (m^power - c) / power      `weighting: ghuber`, with m + 1e-10 for m, and c = 1e-10^power
@@ -108,5 +108,5 @@ def matching_log_prob(
     if weighting == "uniform":
         return -error
     # In double precision, as published: the ratio shows the digits that a power in single precision loses.
-    grown = (error.double() + LEAST_SQUARE).pow(power) - LEAST_SQUARE**power
+    grown: Tensor = (error.double() + LEAST_SQUARE).pow(power) - LEAST_SQUARE**power
     return (-sigma.double() * grown / power).to(error.dtype)

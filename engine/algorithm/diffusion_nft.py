@@ -29,7 +29,7 @@ from engine.models.adapter import DiTAdapter
 from engine.models.load import ReferencePolicy
 
 FIRST_NOISE = 1 << 32
-"""Noise number of the noisiest level. Denoising steps use the numbers from 0 up, so training noise is never a step's."""
+"""Noise number of the noisiest level. Denoising steps use the numbers from 0 up: training noise is never a step's."""
 
 LEVEL_DRAW = FIRST_NOISE - 1
 """Noise number of the draw of an image's levels."""
