@@ -65,7 +65,7 @@ class FlowDppoConfig(Strict):
     kl_limit: Annotated[float, Field(gt=0.0)] = 1e-5
     """Divergence of a step from the weights that made the rollout, above which the step is trained only back towards
     those weights. It takes the place of `algorithm.clip_range`. UniRL and verl-omni publish 1e-5 for SD3.5 and
-    Qwen-Image at 512 x 512 pixels. Small latents need more: use 1e-3 for digits-ocr."""
+    Qwen-Image at 512 x 512 pixels."""
 
 
 class LevelsConfig(Strict):
