@@ -155,6 +155,11 @@ class ExplorationConfig(Strict):
     keep: Literal["variance", "extremes"] = "variance"
     """Rule for the seeds that are trained. `variance`: the seeds with the largest variance of rewards. `extremes`: as
     many best as worst seeds, as in Sol-RL."""
+    trains: Literal["auto", "candidates", "rollouts"] = "auto"
+    """Images that are trained, with mode `stale`. `candidates`: the chosen candidates themselves, whose final latents
+    come back with their rewards; a prompt with too few candidates is rolled out. Only for algorithms that train images
+    (diffusion-nft, awm), and for one exact profile: float32, all steps, scored by the reward. `rollouts`: the chosen
+    seeds, rolled out again with the newest weights. `auto`: candidates where that is possible, else rollouts."""
     policy: Literal["uniform", "greedy", "ucb", "bayes"] = "uniform"
     """Rule for the prompt of the next candidates (engine/exploration/planner.py). Every policy but `uniform` gives more
     candidates to prompts with more different rewards. A larger share pays with strict rewards and with
@@ -458,6 +463,38 @@ class EngineConfig(Strict):
             name = recommended(self.model.name).name
             self.__dict__["algorithm"] = self.algorithm.model_copy(update={"name": name})
         return self
+
+    @model_validator(mode="after")
+    def _candidates_may_be_trained(self) -> Self:
+        """Replace `exploration.trains: auto`. Raises ValueError for candidates that cannot be trained."""
+        exploration = self.exploration
+        if exploration.trains == "rollouts":
+            return self
+        why = self._why_not_candidates()
+        if exploration.trains == "auto":
+            trains = "candidates" if why is None else "rollouts"
+            self.__dict__["exploration"] = exploration.model_copy(update={"trains": trains})
+        elif why is not None:
+            raise ValueError(f"exploration.trains is candidates, but {why}; or use trains: rollouts")
+        return self
+
+    def _why_not_candidates(self) -> str | None:
+        """Return the reason why candidates cannot be trained, and what to do. None: they can."""
+        exploration, profile = self.exploration, self.exploration.profiles[0]
+        if exploration.mode != "stale":
+            return f"exploration.mode is {exploration.mode}, which trains its rollouts; use mode: stale"
+        if self.algorithm.image_training is None:
+            return (
+                f"algorithm.name is {self.algorithm.name}, which needs the steps of a rollout with the newest weights; "
+                "use diffusion-nft or awm"
+            )
+        if len(exploration.profiles) > 1:
+            return f"there are {len(exploration.profiles)} exploration profiles; use a single one"
+        if profile.scorer != "reward":
+            return f"profile {profile.name!r} scores with the student; what is trained needs scorer: reward"
+        if profile.dtype != "float32" or profile.steps not in (None, self.sampler.steps):
+            return f"profile {profile.name!r} is not exact; what is trained needs dtype: float32 and all steps"
+        return None
 
     @model_validator(mode="after")
     def _early_groups_are_of_use(self) -> Self:

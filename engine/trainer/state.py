@@ -121,6 +121,8 @@ def config_digest(config: EngineConfig) -> str:
     unused["runtime"] = {*_with_defaults(config.runtime, newer["runtime"]), "device", "trainer_ranks"}
     if config.early == EarlyConfig():
         unused["early"] = True
+    if config.exploration.trains != "candidates":
+        unused["exploration"].add("trains")
     if config.algorithm.image_training is not None:
         # Older checkpoints trained all noise levels, which is no longer the default.
         unused["algorithm"].discard(FACTS[config.algorithm.name].section)

@@ -209,6 +209,7 @@ def _recipe(job: Job, seconds: JobSeconds | None, copy_bytes: int) -> Recipe:
             mean=job.iterations, low=job.iterations / 2, high=most, basis=Basis.ASSUMED, source=of_iterations
         ),
         explores=job.exploration.mode == "stale",
+        trains_candidates=job.exploration.trains == "candidates",
         rho=ASSUMED_RHO,
         gain_exponent=gain_exponent(algorithm.name),
         copy_bytes=copy_bytes,

@@ -77,7 +77,7 @@ class Layout:
         return f"{self.px} px, {self.ranks} rank{'s' if self.ranks > 1 else ''} + {self.spot}"
 
     def recipe(self) -> Recipe:
-        """Return the planner's recipe of Qwen-Image with DiffusionNFT, with guidance and all noise levels."""
+        """Return the recipe of Qwen-Image with DiffusionNFT: guidance, all noise levels, and a second rollout."""
         nodes = {
             "trainer": {"accelerators": f"H100:{self.ranks}"},
             "rollout": {"accelerators": "H100:1", "use_spot": True, "num_nodes": self.spot},
@@ -100,7 +100,11 @@ class Layout:
                 "diffusion_nft": ALL_LEVELS,  # as the runs whose iterations count
             },
             sampler={"steps": 10, "guidance": 4},
-            exploration={"mode": "stale", "budget": {"seconds": "auto", "max_candidates": 4096}},
+            exploration={
+                "mode": "stale",
+                "trains": "rollouts",
+                "budget": {"seconds": "auto", "max_candidates": 4096},
+            },
             runtime={"trainer_ranks": self.ranks},
             resources=nodes,
             budget={"max_total": "$4,000"},

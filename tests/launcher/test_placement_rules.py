@@ -355,6 +355,23 @@ def test_no_gain_if_no_more_candidates_fit_than_are_trained(more):
     assert recipe.gain(0) == recipe.iterations_share(0, 0.5) == 1
 
 
+def test_trained_candidates_leave_no_image_to_roll_out():
+    """302 candidates a GPU fit beside 253 s of training, at 4 x 107 / 512 s each: one GPU makes 302 of 512 images."""
+    again, trained = verl_omni(), replace(verl_omni(), trains_candidates=True)
+    assert again.seconds(1) == pytest.approx(512 * 107 * 4 / 512 / 5 + 253)
+    assert trained.seconds(1) == pytest.approx((512 - 302) * 107 * 4 / 512 / 5 + 253)
+    assert trained.seconds(2) == pytest.approx(253)
+    assert trained.seconds(0) == again.seconds(0) == 360
+    assert replace(trained, explores=False).seconds(2) == again.seconds(2)
+
+
+def test_a_job_trains_candidates_where_its_algorithm_and_profile_allow():
+    nft = {"algorithm": {"name": "diffusion-nft"}}
+    assert resolve(Job(**QWEN | nft)).recipe.trains_candidates
+    assert not resolve(Job(**QWEN)).recipe.trains_candidates
+    assert not resolve(Job(**QWEN | nft | {"exploration": {"trains": "rollouts"}})).recipe.trains_candidates
+
+
 def test_another_trainer_type_scales_the_training_time():
     on_all = verl_omni(limits=RankLimits(most=8, sampling=8))
     assert on_all.on(8).seconds(0) == pytest.approx(180)
