@@ -9,8 +9,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from engine.algorithm_config import AlgorithmConfig, recommended
+from engine.algorithm_config import FACTS, AlgorithmConfig, recommended
 from engine.early_config import EarlyConfig, why_not_early
+from engine.model_config import BOTH_BRANCHES
 from engine.model_config import GUIDANCE as GUIDANCE
 from engine.model_config import SHIPPED as SHIPPED
 from engine.model_config import VIDEO as VIDEO
@@ -52,9 +53,9 @@ class SamplerConfig(Strict):
     steps: Annotated[int, Field(ge=2)] = 8
     """Denoising steps of a rollout."""
     noise_level: Annotated[float, Field(ge=0.0)] = 0.7
-    """Noise added by a stochastic step; 0 makes every step an Euler step, which is the default with diffusion-nft. Each
-    sampler has its own scale, so change sampler and level together. flow-sde, `a`: 0.7 or 0.8,
-    and 1.2 with Qwen-Image. dance-sde, `eta`: 0.25 to 0.3; the noise does not fade towards the image. cps, `eta`: 0.7;
+    """Noise added by a stochastic step; 0 makes every step an Euler step, which is the default with diffusion-nft and
+    awm. Each sampler has its own scale, so change sampler and level together. flow-sde, `a`: 0.7 or 0.8, and 1.2 with
+    Qwen-Image. dance-sde, `eta`: 0.25 to 0.3; the noise does not fade towards the image. cps, `eta`: 0.7;
     the maximum 1 replaces all of the noise."""
     shift: Literal["auto"] | Annotated[float, Field(gt=0.0)] = "auto"
     """Timestep shift of the flow-matching schedule. `auto`: the noise levels of the model's diffusers pipeline, from
@@ -63,8 +64,9 @@ class SamplerConfig(Strict):
     guidance: Annotated[float, Field(ge=1.0)] = 1.0
     """Guidance scale as in the model's diffusers pipeline; 1 computes no unconditional branch. The default is 1 for
     shipped models, and the published value for the others: 4 for qwen-image (norm of each token kept), 4.5 for sd3 (no
-    skip-layer guidance), 5 for wan. FLUX.1-dev and HunyuanVideo take the scale as an input of the network, 3.5 and 6,
-    and compute no unconditional branch."""
+    skip-layer guidance), 5 for wan. With diffusion-nft and awm the default is 1 for these too, as both publish:
+    training replaces guidance, and every pass costs half. FLUX.1-dev and HunyuanVideo take the scale as an input of the
+    network, 3.5 and 6, and compute no unconditional branch."""
     window: WindowConfig | None = None
     """Window of stochastic steps. None: every step but the final one is stochastic, and all are trained."""
     noise: Literal[1] = 1
@@ -153,6 +155,11 @@ class ExplorationConfig(Strict):
     keep: Literal["variance", "extremes"] = "variance"
     """Rule for the seeds that are trained. `variance`: the seeds with the largest variance of rewards. `extremes`: as
     many best as worst seeds, as in Sol-RL."""
+    trains: Literal["auto", "candidates", "rollouts"] = "auto"
+    """Images that are trained, with mode `stale`. `candidates`: the chosen candidates themselves, whose final latents
+    come back with their rewards; a prompt with too few candidates is rolled out. Only for algorithms that train images
+    (diffusion-nft, awm), and for one exact profile: float32, all steps, scored by the reward. `rollouts`: the chosen
+    seeds, rolled out again with the newest weights. `auto`: candidates where that is possible, else rollouts."""
     policy: Literal["uniform", "greedy", "ucb", "bayes"] = "uniform"
     """Rule for the prompt of the next candidates (engine/exploration/planner.py). Every policy but `uniform` gives more
     candidates to prompts with more different rewards. A larger share pays with strict rewards and with
@@ -473,9 +480,41 @@ class EngineConfig(Strict):
         return self
 
     @model_validator(mode="after")
+    def _candidates_may_be_trained(self) -> Self:
+        """Replace `exploration.trains: auto`. Raises ValueError for candidates that cannot be trained."""
+        exploration = self.exploration
+        if exploration.trains == "rollouts":
+            return self
+        why = self._why_not_candidates()
+        if exploration.trains == "auto":
+            trains = "candidates" if why is None else "rollouts"
+            self.__dict__["exploration"] = exploration.model_copy(update={"trains": trains})
+        elif why is not None:
+            raise ValueError(f"exploration.trains is candidates, but {why}; or use trains: rollouts")
+        return self
+
+    def _why_not_candidates(self) -> str | None:
+        """Return the reason why candidates cannot be trained, and what to do. None: they can."""
+        exploration, profile = self.exploration, self.exploration.profiles[0]
+        if exploration.mode != "stale":
+            return f"exploration.mode is {exploration.mode}, which trains its rollouts; use mode: stale"
+        if self.algorithm.image_training is None:
+            return (
+                f"algorithm.name is {self.algorithm.name}, which needs the steps of a rollout with the newest weights; "
+                "use diffusion-nft or awm"
+            )
+        if len(exploration.profiles) > 1:
+            return f"there are {len(exploration.profiles)} exploration profiles; use a single one"
+        if profile.scorer != "reward":
+            return f"profile {profile.name!r} scores with the student; what is trained needs scorer: reward"
+        if profile.dtype != "float32" or profile.steps not in (None, self.sampler.steps):
+            return f"profile {profile.name!r} is not exact; what is trained needs dtype: float32 and all steps"
+        return None
+
+    @model_validator(mode="after")
     def _early_groups_are_of_use(self) -> Self:
         full = self.model.compile == "on" and self.model.weights == "full"
-        why = why_not_early(algorithm=self.algorithm.name, exploration=self.exploration.mode, compiles_full=full)
+        why = why_not_early(algorithm=self.algorithm, exploration=self.exploration.mode, compiles_full=full)
         if self.early.share == "auto" and why is not None:
             self.__dict__["early"] = self.early.model_copy(update={"share": 0.0})
         elif self.early.share and why is not None:
@@ -483,27 +522,42 @@ class EngineConfig(Strict):
         return self
 
     @model_validator(mode="after")
-    def _diffusion_nft_rolls_out_with_the_ode(self) -> Self:
+    def _image_training_rolls_out_with_the_ode(self) -> Self:
         """Set the default of `sampler.noise_level` that fits the algorithm."""
-        if self.algorithm.name == "diffusion-nft" and "noise_level" not in self.sampler.model_fields_set:
+        if self.algorithm.image_training is not None and "noise_level" not in self.sampler.model_fields_set:
             # The model is frozen once it is made; a validator before the fields would turn off strict JSON mode.
             self.__dict__["sampler"] = self.sampler.model_copy(update={"noise_level": 0.0})
         return self
 
     @model_validator(mode="after")
     def _guidance_is_as_published(self) -> Self:
-        """Set the default of `sampler.guidance` that fits the model."""
-        if self.model.name in GUIDANCE and "guidance" not in self.sampler.model_fields_set:
-            self.__dict__["sampler"] = self.sampler.model_copy(update={"guidance": GUIDANCE[self.model.name]})
+        """Set the default of `sampler.guidance` that fits the model and the algorithm.
+
+        Algorithms that train images publish guidance 1, so training replaces guidance, and a pass computes one branch.
+        A network that takes the scale as an input keeps the model's: it was never trained without, and has one branch.
+        """
+        if self.model.name not in GUIDANCE or "guidance" in self.sampler.model_fields_set:
+            return self
+        if self.algorithm.image_training is not None and self.model.name in BOTH_BRANCHES:
+            return self
+        self.__dict__["sampler"] = self.sampler.model_copy(update={"guidance": GUIDANCE[self.model.name]})
         return self
 
     @model_validator(mode="after")
     def _there_is_something_to_train(self) -> Self:
-        if self.algorithm.name == "diffusion-nft":
+        trained, steps = self.algorithm.image_training, self.sampler.steps
+        if trained is not None:
             if self.sampler.window is not None:
                 raise ValueError(
-                    "sampler.window is set, but diffusion-nft trains on noised images and not on denoising steps; "
-                    "leave window out, or use algorithm.name: flow-grpo"
+                    f"sampler.window is set, but {self.algorithm.name} trains on noised images and not on denoising "
+                    "steps; leave window out, or use algorithm.name: flow-grpo"
+                )
+            pool = trained.levels.pool(steps)
+            if trained.levels.count is not None and trained.levels.count > pool:
+                which = "levels" if trained.levels.out_of == "all" else "levels in the noisier half"
+                raise ValueError(
+                    f"algorithm.{FACTS[self.algorithm.name].section}.levels.count is {trained.levels.count}, but a "
+                    f"rollout of {steps} steps has {pool} {which}; use {pool} or fewer, or levels: {{from: all}}"
                 )
         elif self.sampler.noise_level == 0:
             raise ValueError(

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from engine.algorithm_config import AlgorithmConfig
 from engine.strict import Positive, Strict
 
 MOST = 0.5
@@ -22,9 +23,9 @@ class EarlyConfig(Strict):
 
     share: Annotated[float, Field(ge=0.0, le=MOST)] | Literal["auto"] = 0.0
     """Largest share of a batch's groups that is sampled one weight version early; 0 turns early groups off. Not for
-    diffusion-nft, `exploration.mode: in-path`, and `model.compile: on` with `weights: full`. `auto`: the share that
-    makes an iteration shortest by the rates measured in the run, up to 0.5; 0 where none makes it 2 % shorter, for jobs
-    that may have no early groups, before the rates are known, and with `sp_degree` above 1."""
+    diffusion-nft, awm, `exploration.mode: in-path`, and `model.compile: on` with `weights: full`. `auto`: the share
+    that makes an iteration shortest by the rates measured in the run, up to 0.5; 0 where none makes it 2 % shorter, for
+    jobs that may have no early groups, before the rates are known, and with `sp_degree` above 1."""
     min_pool: Positive | None = None
     """Candidates that every prompt of the next batch needs before its early groups are chosen. None: twice
     `algorithm.images_per_prompt`. Without exploration no candidate is needed."""
@@ -37,15 +38,15 @@ class EarlyConfig(Strict):
         return AUTO_SHARES if isinstance(self.share, str) else (self.share,)
 
 
-def why_not_early(*, algorithm: str, exploration: str, compiles_full: bool) -> str | None:
+def why_not_early(*, algorithm: AlgorithmConfig, exploration: str, compiles_full: bool) -> str | None:
     """Return the reason why a job may not have early groups, and what to do instead. None: it may.
 
     `compiles_full`: `model.compile` is on, and all weights are trained.
     """
     off = "leave early.share out"
-    if algorithm == "diffusion-nft":
+    if algorithm.image_training is not None:
         return (
-            "algorithm.name is diffusion-nft, whose loss compares with the weights that made a rollout, and the "
+            f"algorithm.name is {algorithm.name}, whose loss compares with the weights that made a rollout, and the "
             f"trainer no longer has those of an early group; {off}, or use flow-grpo or grpo-guard"
         )
     if exploration == "in-path":

@@ -13,6 +13,9 @@ SHIPPED = {"digits-ocr": "digits", "shapes": "shapes"}
 GUIDANCE = {"qwen-image": 4.0, "sd3": 4.5, "flux": 3.5, "wan": 5.0, "hunyuan-video": 6.0}
 """Published guidance of each family that does not ship: of the model card, or the default of the diffusers pipeline."""
 
+BOTH_BRANCHES = ("qwen-image", "sd3", "wan")
+"""Families whose guidance computes an unconditional branch. The networks of the others take the scale as an input."""
+
 VIDEO = ("wan", "hunyuan-video")
 """Models that generate videos."""
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import SHIPPED, ModelConfig, SamplerConfig
+from engine.model_config import BOTH_BRANCHES
 from engine.model_parts import FolderError as FolderError
 from engine.model_parts import check_files, check_parts, read_json
 from engine.noise_schedule import ModelSchedule, ScheduleError, Spacing, model_schedule
@@ -45,12 +46,9 @@ FAMILIES: Mapping[str, Family] = {
     "hunyuan-video": Family(size=ImageSize(320, 512, 33, text_tokens=256), spacing="even"),
 }
 
-
-BOTH_BRANCHES = ("qwen-image", "sd3", "wan")
-"""Families with classifier-free guidance, whose distilled models have the same configuration as the others."""
-
 DISTILLED = re.compile(r"turbo|lightning|distill?ed|distill|schnell|fastwan|causvid", re.IGNORECASE)
-"""Words in the names of models that were distilled for guidance 1, such as SD3.5-large-turbo."""
+"""Words in the names of models that were distilled for guidance 1, such as SD3.5-large-turbo. Their configuration is
+that of the models that were not."""
 
 
 @dataclass(frozen=True)

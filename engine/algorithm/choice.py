@@ -2,7 +2,9 @@
 
 from typing import assert_never
 
+from engine.algorithm.awm import Awm
 from engine.algorithm.diffusion_nft import DiffusionNft
+from engine.algorithm.flow_dppo import FlowDppo
 from engine.algorithm.flow_grpo import FlowGrpo
 from engine.algorithm.grpo_guard import GrpoGuard
 from engine.algorithm.objective import Objective
@@ -25,8 +27,12 @@ def objective_of(
             return FlowGrpo(config, reference, own)
         case "grpo-guard":
             return GrpoGuard(config, reference, own)
+        case "flow-dppo":
+            return FlowDppo(config, reference, own)
         case "diffusion-nft":
             return DiffusionNft(config, old, reference)
+        case "awm":
+            return Awm(config, old, reference)
         case "auto":
             raise ValueError("algorithm.name is auto; EngineConfig replaces it by the recommended algorithm")
         case _:

@@ -11,24 +11,28 @@ network learns from it what to do more (high reward) and what to do less (low re
 
 with x0+ = x_s - s v+, x0- = x_s - s v-, and w the mean absolute error of each, held constant. v_old is the velocity of
 the weights that made the rollout (`old_policy.py`). Rollouts need no trajectory and no log-prob, so every sampler will
-do; the default is the ODE, as published. The noise e is a function of (seed, level): repeated runs are bit-identical.
+do; the default is the ODE, as published. The levels of an image and the noise e are functions of (seed, level):
+repeated runs are bit-identical.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from engine.algorithm.objective import FinishedGroup, RowLosses, Rows
 from engine.algorithm.old_policy import OldPolicy
-from engine.algorithm_config import AlgorithmConfig
+from engine.algorithm_config import AlgorithmConfig, LevelsConfig
 from engine.diffusion.noise import noise_rows
 from engine.diffusion.sampler import Plan
 from engine.models.adapter import DiTAdapter
 from engine.models.load import ReferencePolicy
 
 FIRST_NOISE = 1 << 32
-"""Noise number of the first level. Denoising steps use the numbers from 0 up, so training noise is never a step's."""
+"""Noise number of the noisiest level. Denoising steps use the numbers from 0 up: training noise is never a step's."""
+
+LEVEL_DRAW = FIRST_NOISE - 1
+"""Noise number of the draw of an image's levels."""
 
 LEAST_ERROR = 1e-5
 """Lower limit of the adaptive weight, as published."""
@@ -56,46 +60,26 @@ class DiffusionNft:
         self.trains_equal_rewards = self._reference is not None
 
     def rows_per_image(self, plan: Plan) -> int:
-        return plan.steps
+        return self._nft.levels.of_image(plan.steps)
 
     def rows(self, group: FinishedGroup, advantages: Tensor, plan: Plan) -> Mapping[str, Tensor]:
-        """Return a row for every image and noise level of the plan.
-
-        Tensors: x and target [R, *S], sigma and share [R]; target is v*, share is r.
-        """
-        images = torch.stack([trajectory.x for trajectory in group.trajectories]).float()
-        levels = torch.tensor(plan.sigmas[:-1], dtype=torch.float32)
-        shape = tuple(images.shape[1:])
-        noise = torch.stack([noise_rows(group.seeds, FIRST_NOISE + k, shape) for k in range(plan.steps)], dim=1)
-        sigma = levels.repeat(len(images))
-        clean = images.repeat_interleave(plan.steps, dim=0)
-        noise = noise.flatten(0, 1)
-        s = _beside(sigma, clean)
-        return {
-            "x": (1.0 - s) * clean + s * noise,
-            "target": noise - clean,
-            "sigma": sigma,
-            "share": reward_share(advantages, self._clip).repeat_interleave(plan.steps),
-        }
+        """Return `noised_rows` with r, the share of the reward, `share` [R]."""
+        share = reward_share(advantages, self._clip).repeat_interleave(self.rows_per_image(plan))
+        return {**noised_rows(group, self._nft.levels, plan), "share": share}
 
     def constants(self, adapter: DiTAdapter, plan: Plan, rows: Rows) -> Mapping[str, Tensor]:
         """Return the velocities [R, *S] of the old policy, `old`, and of the reference, `reference`, if used."""
-        with self._old.active():
-            velocities = {"old": adapter.velocity(rows["x"], rows["sigma"], rows.conditioning, plan.guidance)}
-        if self._reference is not None:
-            with self._reference.active():
-                velocities["reference"] = adapter.velocity(rows["x"], rows["sigma"], rows.conditioning, plan.guidance)
-        return velocities
+        return fixed_velocities(self._old, self._reference, adapter, plan, rows)
 
     def losses(self, adapter: DiTAdapter, plan: Plan, rows: Rows) -> RowLosses:
         velocity = adapter.velocity(rows["x"], rows["sigma"], rows.conditioning, plan.guidance)
         positive, negative = nft_losses(velocity, rows["old"], rows["target"], rows["sigma"], self._nft.beta)
         share = rows["share"]
         loss = self._clip / self._nft.beta * (share * positive + (1.0 - share) * negative)
-        change = _mean_square(velocity.detach() - rows["old"])
+        change = mean_square(velocity.detach() - rows["old"])
         distance = torch.zeros_like(change)
         if "reference" in rows.tensors:
-            difference = _mean_square(velocity - rows["reference"])
+            difference = mean_square(velocity - rows["reference"])
             loss, distance = loss + self._nft.reference_weight * difference, difference.detach()
         return RowLosses(
             loss=loss,
@@ -107,6 +91,46 @@ class DiffusionNft:
             },
             largest={"velocity_change_max": change},
         )
+
+
+def noised_rows(group: FinishedGroup, levels: LevelsConfig, plan: Plan) -> dict[str, Tensor]:
+    """Return a row for every image and each of its noise levels, image by image, the noisiest level first.
+
+    x, target  [R, *S]  x_s and v* of the module docstring
+    sigma      [R]
+    """
+    images = torch.stack([trajectory.x for trajectory in group.trajectories]).float()
+    chosen = drawn_levels(group.seeds, levels, plan.steps)
+    shape, pool = tuple(images.shape[1:]), levels.pool(plan.steps)
+    noise = torch.stack([noise_rows(group.seeds, FIRST_NOISE + k, shape) for k in range(pool)], dim=1)
+    noise = noise[torch.arange(len(images))[:, None], chosen].flatten(0, 1)  # [K, pool, *S] -> [R, *S]
+    sigma = torch.tensor(plan.sigmas[:-1], dtype=torch.float32)[chosen].flatten()
+    clean = images.repeat_interleave(chosen.shape[1], dim=0)
+    s = _beside(sigma, clean)
+    return {"x": (1.0 - s) * clean + s * noise, "target": noise - clean, "sigma": sigma}
+
+
+def fixed_velocities(
+    old: OldPolicy, reference: ReferencePolicy | None, adapter: DiTAdapter, plan: Plan, rows: Rows
+) -> dict[str, Tensor]:
+    """Return the velocities [R, *S] of the old policy, `old`, and of the reference, `reference`, if there is one."""
+    with old.active():
+        velocities = {"old": adapter.velocity(rows["x"], rows["sigma"], rows.conditioning, plan.guidance)}
+    if reference is not None:
+        with reference.active():
+            velocities["reference"] = adapter.velocity(rows["x"], rows["sigma"], rows.conditioning, plan.guidance)
+    return velocities
+
+
+def drawn_levels(seeds: Sequence[int], levels: LevelsConfig, steps: int) -> Tensor:
+    """Return the noise levels of each image, as indices into a plan's levels: long [K, L], ascending in each row.
+
+    Where fewer levels are trained than there are to choose from, each image draws its own, without replacement.
+    """
+    pool, count = levels.pool(steps), levels.of_image(steps)
+    if count == pool:
+        return torch.arange(pool).expand(len(seeds), pool)
+    return noise_rows(seeds, LEVEL_DRAW, (pool,)).argsort(dim=1)[:, :count].sort(dim=1).values
 
 
 def reward_share(advantages: Tensor, clip: float) -> Tensor:
@@ -132,10 +156,11 @@ def nft_losses(velocity: Tensor, old: Tensor, target: Tensor, sigma: Tensor, bet
 def _weighted(error: Tensor) -> Tensor:
     """Return the mean square of each row's error, divided by its mean absolute error: [R, *S] -> [R]."""
     size = error.detach().abs().flatten(1).mean(dim=1).clamp(min=LEAST_ERROR)
-    return _mean_square(error) / size
+    return mean_square(error) / size
 
 
-def _mean_square(values: Tensor) -> Tensor:
+def mean_square(values: Tensor) -> Tensor:
+    """Return the mean square of each row: [R, *S] -> [R]."""
     return values.square().flatten(1).mean(dim=1)
 
 

@@ -38,8 +38,8 @@ from engine.models.adapter import DiTAdapter
 from engine.models.load import ReferencePolicy
 
 
-class GrpoGuard:
-    """The objective of GRPO-Guard. With `kl_beta` above 0, a KL term holds the weights near `reference`."""
+class NoiseObjective:
+    """What objectives share that know the old policy's mean from the noise of a step. Their losses differ."""
 
     records_trajectory = True
     needs_log_probs = False
@@ -50,9 +50,6 @@ class GrpoGuard:
         """Create the objective. `own`: computes the means at the rollout again; None: they follow from the noise."""
         self._config = config
         self._own = own
-        agree = {} if own is None else AGREE
-        self.neutral: Mapping[str, float] = {"ratio_mean": 1.0, "ratio_max": 1.0, "clip_share": 0.0, "kl": 0.0, **agree}
-        self._clip_range = config.grpo_guard.clip_range
         self._reference = reference
         self.trains_equal_rewards = config.kl_beta > 0
 
@@ -70,15 +67,34 @@ class GrpoGuard:
         means = reference_means(self._config, self._reference, adapter, plan, rows)
         return {**means, **own_means(self._own, adapter, plan, rows)}
 
+    def noise_of(self, rows: Rows, mean: Tensor, std: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the noise that was added to the old policy's mean, and named figures [R] of how far workers differ.
+
+        mean  [R, *S]  of the trained policy      std  [R]
+        """
+        if self._own is None:
+            return rows["noise"], {}
+        noise = (rows["next_x"] - old_mean(rows, mean)) / std.view((-1,) + (1,) * (mean.dim() - 1))
+        # Log-probs of one step differ by their squares only.
+        squares = noise.square() - rows["noise"].square()
+        return noise, {"worker_dlogp_abs": (squares / 2.0).flatten(1).mean(dim=1).abs()}
+
+
+class GrpoGuard(NoiseObjective):
+    """The objective of GRPO-Guard. With `kl_beta` above 0, a KL term holds the weights near `reference`."""
+
+    def __init__(
+        self, config: AlgorithmConfig, reference: ReferencePolicy | None = None, own: OldPolicy | None = None
+    ) -> None:
+        """See `NoiseObjective`."""
+        super().__init__(config, reference, own)
+        agree = {} if own is None else AGREE
+        self.neutral: Mapping[str, float] = {"ratio_mean": 1.0, "ratio_max": 1.0, "clip_share": 0.0, "kl": 0.0, **agree}
+        self._clip_range = config.grpo_guard.clip_range
+
     def losses(self, adapter: DiTAdapter, plan: Plan, rows: Rows) -> RowLosses:
         mean, std = policy(adapter, plan, rows.conditioning, rows["x"], rows["step"])
-        noise, apart = rows["noise"], {}
-        if self._own is not None:
-            scale = std.view((-1,) + (1,) * (mean.dim() - 1))
-            noise = (rows["next_x"] - old_mean(rows, mean)) / scale
-            # Log-probs of one step differ by their squares only.
-            squares = noise.square() - rows["noise"].square()
-            apart = {"worker_dlogp_abs": (squares / 2.0).flatten(1).mean(dim=1).abs()}
+        noise, apart = self.noise_of(rows, mean, std)
         ratio = normalised_ratio(mean, rows["next_x"], std, noise)
         weight = torch.tensor(step_weights(plan), device=mean.device)[rows["step"]]
         loss = weight * clipped_loss(ratio, rows["advantage"], self._clip_range)

@@ -76,7 +76,8 @@ def figures_of(objective: Objective, batch: Rows, losses: RowLosses) -> Health:
     )
     if EARLY in batch.tensors:
         health.early_rows = float(batch[EARLY].sum())
-        health.early_outside = float(losses.means["clip_share"][batch[EARLY]].sum())
+        if "clip_share" in losses.means:
+            health.early_outside = float(losses.means["clip_share"][batch[EARLY]].sum())
     return health
 
 

@@ -2,7 +2,8 @@
 
     finished group -> rows (image x step, or image x noise level) -> constants, without gradient -> losses
 
-Every algorithm is one file with one class: `flow_grpo.py`, `grpo_guard.py`, `diffusion_nft.py`. A row never depends on
+Every algorithm is one file with one class: `flow_grpo.py`, `grpo_guard.py`, `flow_dppo.py`, `diffusion_nft.py` and
+`awm.py`. What the launcher must know of it is a row of `FACTS` (engine/algorithm_config.py). A row never depends on
 another row, and losses are returned unreduced: the update fixes the divisor before the first loss arrives (invariant
 4).
 """

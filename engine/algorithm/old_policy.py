@@ -22,19 +22,19 @@ from torch import Tensor, nn
 from engine.models.weights import exchanged
 
 
-def decay_of(schedule: Literal["none", "gradual", "late"], batch: int) -> float:
+def decay_of(schedule: Literal["none", "gradual", "late"], steps: int) -> float:
     """Return the share of the old policy's weights that is kept after a batch (DiffusionNFT, arXiv 2509.16117).
 
-    batch    number of the batch, from 0
+    steps    optimiser steps of the run so far, those of the batch included, as DiffusionNFT's public code counts
     returns  0 to below 1
     """
     match schedule:
         case "none":
             return 0.0
         case "gradual":
-            return min(0.001 * batch, 0.5)
+            return min(0.001 * steps, 0.5)
         case "late":
-            return min(0.0075 * max(0, batch - 75), 0.999)
+            return min(0.0075 * max(0, steps - 75), 0.999)
         case _:
             assert_never(schedule)
 

@@ -70,7 +70,7 @@ from engine.protocol.messages import (
     WorkerDied,
 )
 from engine.protocol.records import WeightsPublished, stored
-from engine.protocol.request import WeightsKey
+from engine.protocol.request import Kind, WeightsKey
 from engine.queue.pace import Rules
 from engine.queue.queue import Queue
 from engine.storage.judge_fund import JudgeFund
@@ -259,6 +259,8 @@ class Coordinator:
                 self.log.record_and_apply(stored(order), now_ms)
             case Explore():
                 self.log.record_and_apply(stored(order), now_ms)
+                if order.order.latents and not self.queue.wanted(Kind.TRAIN):
+                    self.exploration.begin_training_phase(now_ms)  # the batch was explored: no rollout of it is missing
                 self._workers.deal(now_ms)
             case BeginLineage() | Withdraw():
                 self.log.record_and_apply(stored(order), now_ms)

@@ -85,6 +85,7 @@ class ExplorationDesk:
             shape=order.shape if order.counted is not None else min(order.shape, len(requests)),
             dtype=order.dtype,
             scorer=order.scorer,
+            latents=order.latents,
         )
 
     def _candidates_that_fit(self, nodes: Sequence[str], pending: int, now_ms: int) -> int:

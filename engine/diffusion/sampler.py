@@ -96,9 +96,9 @@ def rollout_plan(config: SamplerConfig, run_seed: int, batch: int, schedule: Mod
 
 
 def batch_plan(config: EngineConfig, batch: int, schedule: ModelSchedule = EVEN) -> Plan:
-    """Return the plan of a batch of the job. With diffusion-nft a rollout records its final latent only."""
+    """Return the plan of a batch of the job. Where images are trained, a rollout records its final latent only."""
     plan = rollout_plan(config.sampler, config.seed, batch, schedule)
-    return replace(plan, records=config.algorithm.name != "diffusion-nft")
+    return replace(plan, records=config.algorithm.image_training is None)
 
 
 def preview_plan(plan: Plan, steps: int) -> Plan:

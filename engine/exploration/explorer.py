@@ -65,7 +65,8 @@ class Explorer:
         waits = exploration.wait == "all"
         counted = budget.candidates if isinstance(budget, CandidateBudget) and waits else None
         per_prompt = self._each(prompts)
-        explores = self.monitor.explores(batch) and not self.rest.rests(batch)
+        trains = exploration.trains == "candidates"
+        explores = trains or (self.monitor.explores(batch) and not self.rest.rests(batch))
         if exploration.mode != "stale" or per_prompt <= keep or not explores:
             return None
         profile = self.bandit.choose(batch)
@@ -91,6 +92,7 @@ class Explorer:
             dtype=profile.dtype,
             scorer=profile.scorer,
             pool=None if pool is None or counted is not None else min(pool, most),
+            latents=trains,
             priors={prompt: self.beliefs[prompt] for prompt in prompts if prompt in self.beliefs},
         )
 
@@ -122,7 +124,7 @@ class Explorer:
             self._stale = self.monitor.admit(scored, version=batch, sampler=signature)
             self._visits[batch] = (self.bandit.choose(batch).name, gpu_seconds)
             self._remember(order, results)
-            if order.counted is None:  # a budget that is waited for depends on no idle time
+            if order.counted is None and not order.latents:  # a budget that is waited for depends on no idle time
                 self.rest.explored(batch, (prompt for prompt, _ in self._stale), keep=order.keep)
         return choose_groups(
             prompts,
@@ -152,6 +154,8 @@ class Explorer:
 
         Candidates of early groups are left out, as in `judge`.
         """
+        if self._config.exploration.trains == "candidates":
+            return ()  # nothing is ranked for a second rollout
         chosen = {(group.prompt, seed) for group in manifest.groups for seed in group.seeds}
         early = {manifest.groups[number].prompt for number in manifest.early}
         unselected = [candidate for candidate in self._stale if candidate not in chosen and candidate[0] not in early]
@@ -176,7 +180,7 @@ class Explorer:
         Return the ranking report; None: the batch was not explored. Early groups are left out: their rewards come from
         the same weights as the stale rewards.
         """
-        if not self._stale:
+        if not self._stale or self._config.exploration.trains == "candidates":
             return None
         visits = [
             Visit(

@@ -112,7 +112,7 @@ def setting_of(config: EngineConfig, ranks: int = 1, rollout_gpus: int = 1) -> S
         images=max(config.runtime.shape, config.evaluation.shape, *exploring),
         ranks=ranks,
         communicators=_communicators(config, rollout_gpus),
-        keeps_reference=algorithm.kl_beta > 0 or algorithm.diffusion_nft.reference_weight > 0,
+        keeps_reference=algorithm.keeps_reference,
         sums_exactly=algorithm.order == "exact",
     )
 

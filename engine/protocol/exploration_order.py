@@ -48,4 +48,6 @@ class ExplorationOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     pool: int | None = None
     """Candidates of each prompt from which early groups are chosen. Once every prompt has as many, no more are tried
     before the early rollouts are submitted. None: no early groups are chosen."""
+    latents: bool = False
+    """True: the final latent of each candidate comes back, because the chosen candidates are trained."""
     priors: Mapping[str, Belief] = msgspec.field(default_factory=dict)

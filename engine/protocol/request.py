@@ -192,6 +192,8 @@ class Work(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="work"
     images: tuple[bool, ...] = msgspec.field(default=(), name="images")
     """For each attempt: True if the finished image must be sent back."""
     scorer: Scorer = "reward"
+    latents: bool = False
+    """True: the final latents must be sent back, although the images are candidates."""
     no_score: tuple[str, ...] = ()
     """For each attempt: why its image gets no score and the scorer is not called; "": the image is scored. Empty: all
     images are scored."""
@@ -269,8 +271,8 @@ class Score:
 class Finished:
     """The result of a finished request.
 
-    `trajectory`: name of the stored trajectory of a train request. For any other request: name of the stored image if
-    the image was wanted, else None.
+    `trajectory`: name of the stored trajectory of a train request, or of a candidate that may be trained. For any other
+    request: name of the stored image if the image was wanted, else None.
     `node`: the node that made the image, as recorded by the coordinator.
     """
 

@@ -14,7 +14,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     """A set of requests that share weights and sampler plan, as submitted by the trainer.
 
     `sampler` is the plan as JSON (engine/diffusion/sampler.py). `steps` is the plan's number of denoising steps.
-    `images` is the number of leading requests whose finished image is sent back. All requests have the same kind.
+    `images` is the number of leading requests whose finished image is sent back. `latents`: the final latents of
+    candidates are sent back. All requests have the same kind.
     Raises ValueError if the scorer is the student and the kind is not exploration: training and reports use the reward.
     """
 
@@ -26,6 +27,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     images: int = msgspec.field(default=0, name="images")
     scorer: Scorer = "reward"
+    latents: bool = False
 
     @property
     def request_class(self) -> str:

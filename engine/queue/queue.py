@@ -476,6 +476,7 @@ class Queue:
             commit_every=self.commits.steps_between(of, lease.first_step),
             images=tuple(entry.attempt.request in of.shown for entry in entries),
             scorer=of.task.scorer,
+            latents=of.task.latents,
             no_score=self._hangs[of.task.scorer].reasons([entry.attempt.request for entry in entries]),
         )
 

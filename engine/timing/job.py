@@ -68,17 +68,17 @@ def job_seconds(
 
 
 def rows_of_an_image(config: EngineConfig) -> int:
-    """Return the training rows of an image: its trained steps, or with diffusion-nft a row for each noise level."""
-    sampler = config.sampler
-    if config.algorithm.name == "diffusion-nft":
-        return sampler.steps
+    """Return the training rows of an image: its trained steps, or the noise levels at which the image is trained."""
+    sampler, images = config.sampler, config.algorithm.image_training
+    if images is not None:
+        return images.levels.of_image(sampler.steps)
     return sampler.steps - 1 if sampler.window is None else sampler.window.size
 
 
 def _row_seconds(config: EngineConfig, sized: SizedModel, gpu: str, branches: int, rows: int | None) -> float:
     """Return the seconds of a row in a training pass: with gradients, and without under other weights.
 
-    The old policy computes every row with diffusion-nft. With the other algorithms and adapters, it computes the rows
+    The old policy computes every row where images are trained. Elsewhere, with adapters, it computes the rows
     after the first optimiser step of a batch (engine/algorithm/choice.py). A reference policy computes every row.
     """
     algorithm, is_full = config.algorithm, config.model.weights == "full"
@@ -86,8 +86,8 @@ def _row_seconds(config: EngineConfig, sized: SizedModel, gpu: str, branches: in
     trained = step_seconds(sized, count, gpu, branches=branches, is_full=is_full) / count
     updates = algorithm.updates_per_batch
     after_first_step = 0.0 if is_full else (updates - 1) / updates
-    old = 1.0 if algorithm.name == "diffusion-nft" else after_first_step
-    reference = float(algorithm.kl_beta > 0 or algorithm.diffusion_nft.reference_weight > 0)
+    old = after_first_step if algorithm.image_training is None else 1.0
+    reference = float(algorithm.keeps_reference)
     beside = unmerged_seconds(sized, 1, gpu, branches=branches) / (UNMERGED.value if is_full else 1.0)
     return trained + (old + reference) * beside
 

@@ -97,8 +97,15 @@ class BatchForecast:
             begun=self.batch.begun if goes_on else time.monotonic(),
         )
         self._distrusts = False
+        if self._trains_candidates:
+            self._chosen = self._chosen_for = None  # no schedule is played, and that of an earlier batch does not count
         if not goes_on:
             self._spent = defaultdict(float)
+
+    @property
+    def _trains_candidates(self) -> bool:
+        """Return True if groups of the open batch are candidates, whose images are there when the batch opens."""
+        return bool(self.batch.manifest.early) and self._config.exploration.trains == "candidates"
 
     @property
     def batch(self) -> OpenBatch:
@@ -210,7 +217,7 @@ class BatchForecast:
         """Return the quickest knobs with this share of early groups. No timeline: the batch cannot be played."""
         batch, asked = self.batch, self._config.runtime.help
         too_large = batch.work.groups * batch.work.images > MOST_LEASES * batch.work.lease
-        if too_large or self._config.runtime.sp_degree != 1:
+        if too_large or self._trains_candidates or self._config.runtime.sp_degree != 1:
             help_: HelpKind = "off" if asked == "auto" else asked
             return Best(knobs=Knobs(unit=units[0], rows=batch.rows, help=help_), timeline=None, why="not played")
         return choose(asked, self.measured.rates(), batch.work, gpus, units=units, rows=batch.rows, early=early)

@@ -1,18 +1,18 @@
 """The trainer's checkpoints. While the store is full or away the run waits: continuing would risk finished work."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from engine.events import CheckpointSaved
 from engine.protocol.draft import Draft
 from engine.storage.checkpoint import Checkpoint, Start, checkpoint_name
 from engine.storage.disk import when_there_is_room
-from engine.storage.tensor_files import TensorFile
+from engine.storage.tensor_files import Stored, TensorFile
 from engine.trainer.context import TrainerContext
 from engine.trainer.report import Reporter
 from engine.trainer.state import TrainerState
 
-Stored = TypeVar("Stored")
+Value = TypeVar("Value")
 
 
 class Checkpoints:
@@ -52,7 +52,7 @@ class Checkpoints:
         """Make a draft durable."""
         self._patiently(lambda: self._context.store.put_draft(draft))
 
-    def write_files(self, iteration: int, files: dict[str, TensorFile]) -> dict[str, str]:
+    def write_files(self, iteration: int, files: Mapping[str, TensorFile | Stored]) -> dict[str, str]:
         """Write the large files of the checkpoint after `iteration` batches. Returns their digests."""
         name = checkpoint_name(self._state.lineage, iteration)
         return self._patiently(lambda: self._context.store.write_files(name, files))
@@ -66,7 +66,7 @@ class Checkpoints:
         path = f"checkpoints/{checkpoint.name}"
         self._reporter.write(CheckpointSaved(iteration=checkpoint.iteration, path=path, digest=digest))
 
-    def _patiently(self, access: Callable[[], Stored]) -> Stored:
+    def _patiently(self, access: Callable[[], Value]) -> Value:
         def warn(text: str) -> None:
             self._reporter.warn(f"the checkpoint store {self._context.store.url}: {text}")
 

@@ -18,6 +18,7 @@ from engine.noise_schedule import ModelSchedule
 from engine.prompts import PromptSource
 from engine.protocol.exploration_order import ExplorationOrder
 from engine.protocol.request import Finished, Kind, Manifest
+from engine.trainer.candidates import CandidateImages
 from engine.trainer.coordinator_client import CoordinatorClient
 from engine.trainer.report import Reporter
 from engine.trainer.rollouts import Rollouts
@@ -49,6 +50,10 @@ class SeedExploration:
         self._warned_at: float | None = None
         """The value of `CoordinatorClient.alone_since` for which a warning was written."""
         self._has_told_of_rest = False
+        self._latents: dict[str, bytes] = {}
+        """Final latents of the collected candidates by name, where candidates are trained."""
+        self.images = CandidateImages()
+        """Images of the next manifest's early groups, where candidates are trained."""
 
     def order(self, batch: int, *, pool: int | None) -> ExplorationOrder | None:
         """Order exploration of a batch's candidates with the current weights.
@@ -74,10 +79,11 @@ class SeedExploration:
         return order
 
     def collect(self, order: ExplorationOrder | None) -> list[Finished]:
-        """Return the explored candidates.
+        """Return the explored candidates. Those that may be trained are kept with their images (`next_manifest`).
 
         Waits for a counted budget while a spot node is live, but not for an idle-time budget.
         """
+        self._latents = {}
         if order is None:
             return []
         results: list[Finished] = []
@@ -86,6 +92,7 @@ class SeedExploration:
             wait = order.counted is not None and not self._is_alone()
             collected = self._coordinator.collect(Kind.EXPLORE, order.batch, len(results), wait=wait, poisoned=poisoned)
             results += collected.results
+            self._latents |= collected.blobs
             poisoned += len(collected.poisoned)
             if order.counted is None or not collected.to_come:
                 return results
@@ -130,8 +137,9 @@ class SeedExploration:
             order, self._prompts.batch(batch), candidates, batch=batch, gpu_seconds=max(0.0, spent)
         )
         self._tell_of_rest(batch)
+        images, self._latents = CandidateImages.of(candidates, self._latents), {}
         share = len(groups) // algorithm.updates_per_batch
-        return Manifest(
+        manifest = Manifest(
             run=run,
             lineage=self._state.lineage,
             batch=batch,
@@ -141,6 +149,9 @@ class SeedExploration:
             minibatches=tuple(tuple(range(i, i + share)) for i in range(0, len(groups), share)),
             unit=unit,
         )
+        manifest = images.with_early_groups(manifest)
+        self.images = images.only(manifest)
+        return manifest
 
     def _tell_of_rest(self, batch: int) -> None:
         """Report the first rest of exploration. No warning: training goes on, and the user need not act."""

@@ -34,10 +34,13 @@ from engine.timing.utilisation import possible_images_a_second
 from engine.trainer.batch_forecast import BatchForecast
 from engine.trainer.batch_schedule import BatchSchedule
 from engine.trainer.cadence import Cadence
+from engine.trainer.candidates import FILE as CANDIDATES
+from engine.trainer.candidates import CandidateImages, CandidateRollouts
 from engine.trainer.checkpoints import Checkpoints
 from engine.trainer.context import TrainerContext
 from engine.trainer.coordinator_client import Collected, CoordinatorClient
 from engine.trainer.early_groups import EarlyGroups
+from engine.trainer.early_rollouts import EarlyRollouts
 from engine.trainer.ending import Stopped, Unhealthy
 from engine.trainer.evaluator import Evaluator
 from engine.trainer.exploration import SeedExploration
@@ -268,6 +271,9 @@ class Loop:
         self.state.next_batch = self.early.merge(fresh)
         if not self.state.next_batch.early:
             self.model.forget_before()
+        if files is not None and len(self.exploration.images):
+            images = {CANDIDATES: self.exploration.images.stored()}
+            files |= self.checkpoints.write_files(self.state.iteration, images)
         self._save(files)
         cost_ms = self.usage.total[Phase.CHECKPOINT] - written_ms
         work_ms = self.context.clock.now_ms() - began_ms - cost_ms
@@ -295,8 +301,10 @@ class Loop:
             unit = self.forecast.unit()
             self.state.next_batch = self.exploration.next_manifest(self.context.run, None, (), unit=unit)
         manifest = self.state.next_batch
-        # The coordinator of another lineage has no old weights: its early groups are made anew, whole.
-        early = manifest.early if manifest.lineage == self.state.lineage else ()
+        # The coordinator of another lineage has no old weights: its early groups are made anew, whole. Images of
+        # candidates are in the checkpoint.
+        has_images = len(self.exploration.images) > 0
+        early = manifest.early if has_images or manifest.lineage == self.state.lineage else ()
         self.state.next_batch = replace(manifest, run=self.context.run, lineage=self.state.lineage, early=early)
         if not early:
             self.model.forget_before()
@@ -320,6 +328,7 @@ class Loop:
         self.memory.restore()
         if checkpoint.exploration:
             self.exploration.explorer.restore(checkpoint.exploration)
+        self.exploration.images = CandidateImages.restored(checkpoint.files.get(CANDIDATES))
         if not self.model.restore(checkpoint.files, checkpoint.iteration):
             self.reporter.warn(
                 f"checkpoint {checkpoint.iteration} has no old policy; the trained weights make the next rollouts, and "
@@ -362,6 +371,12 @@ class Loop:
             text = f"batch {manifest.batch}: early groups of {prompts} cannot be completed"
             self.reporter.warn(f"{text}; they are made anew with version {weights}")
 
+        early: CandidateRollouts | EarlyRollouts | None
+        if len(self.exploration.images):
+            early = CandidateRollouts(manifest, self.exploration.images)
+        else:
+            any_degrees = not self.model.trainer.objective.needs_log_probs
+            early = self.early.rollouts(manifest, remake, any_degrees=any_degrees)
         return Rollouts(
             manifest,
             collect,
@@ -369,7 +384,7 @@ class Loop:
             own_log_probs=lambda prompt, trajectory: self.model.own_log_probs(prompt, trajectory, plan),
             old_policy=self.model.old_policy,
             trained=self._trained_rewards,
-            early=self.early.rollouts(manifest, remake, any_degrees=not self.model.trainer.objective.needs_log_probs),
+            early=early,
         )
 
     def _write_files(self, weights: TensorFile) -> dict[str, str] | None:

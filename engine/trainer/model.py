@@ -89,11 +89,11 @@ class TrainedModel:
         `early_follows`: the next batch may have early groups. If their log-probs are the trainer's to compute, it keeps
         the weights that made them, until the next call or `forget_before`.
         """
-        decay = decay_of(self._algorithm.diffusion_nft.old_policy_decay, batch)
+        decay = self._old_decay(batch)
         if self._shards is not None:
-            self._shards.follow(decay)
+            self._shards.follow(batch, decay)
             return
-        self.average.follow()
+        self.average.follow(batch)
         self.trainer.old.advance(decay, keeps_before=early_follows and self.trainer.computes_log_probs)
 
     def forget_before(self) -> None:
@@ -166,7 +166,16 @@ class TrainedModel:
         return self._needs_no_old(iteration)
 
     def _needs_no_old(self, iteration: int) -> bool:
-        return iteration == 0 or decay_of(self._algorithm.diffusion_nft.old_policy_decay, iteration - 1) == 0
+        return iteration == 0 or self._old_decay(iteration - 1) == 0
+
+    def _old_decay(self, batch: int) -> float:
+        """Return the share of the old policy's weights that is kept after a batch.
+
+        Steps count as planned: a step that was skipped for a gradient that is not finite counts too.
+        """
+        trained = self._algorithm.image_training
+        steps = (batch + 1) * self._algorithm.updates_per_batch
+        return 0.0 if trained is None else decay_of(trained.old_policy_decay, steps)
 
     @contextmanager
     def exchanged(self, file: TensorFile) -> Iterator[None]:

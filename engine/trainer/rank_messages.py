@@ -171,6 +171,7 @@ class TakeStep(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Follow(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The batch is trained: average and old policy move. `decay`: of the old policy."""
 
+    batch: int
     decay: float
 
 

@@ -7,6 +7,6 @@ from engine.models.load import ReferencePolicy
 
 def reference_of(adapter: DiTAdapter, algorithm: AlgorithmConfig, *, is_started: bool) -> ReferencePolicy | None:
     """Return the model as reference, if the loss has a term that holds the weights near it (`ReferencePolicy.of`)."""
-    if algorithm.kl_beta > 0 or algorithm.diffusion_nft.reference_weight > 0:
+    if algorithm.keeps_reference:
         return ReferencePolicy.of(adapter, is_started=is_started)
     return None

@@ -16,6 +16,7 @@ from engine.algorithm.objective import FinishedGroup
 from engine.config import RewardConfig
 from engine.diffusion.trajectory import Trajectory
 from engine.protocol.request import Finished, Manifest, Score, Work
+from engine.trainer.candidates import CandidateRollouts
 from engine.trainer.coordinator_client import Collected
 from engine.trainer.early_rollouts import EarlyRollouts
 from engine.worker.worker import Worker
@@ -44,7 +45,7 @@ class Rollouts:
         own_log_probs: OwnLogProbs,
         old_policy: OldPolicy,
         trained: Callable[[Sequence[Score]], tuple[float, ...]] | None = None,
-        early: EarlyRollouts | None = None,
+        early: EarlyRollouts | CandidateRollouts | None = None,
     ) -> None:
         """Start without results. `worker`: the trainer's own worker, which samples while no group can be trained.
 

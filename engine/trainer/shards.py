@@ -142,9 +142,9 @@ class Shard:
         health.gradient_norm = float("nan") if norm is None else norm
         return health
 
-    def follow(self, decay: float) -> None:
+    def follow(self, batch: int, decay: float) -> None:
         self._sharding.divide()
-        self.average.follow()
+        self.average.follow(batch)
         self.trainer.old.advance(decay)
 
     def give(self, order: GiveTensor) -> Tensor:
@@ -307,7 +307,7 @@ class ShardFollower(SamplingRank[ShardOrder]):
                 shard.group.send(0, encoded(share))
                 shard.group.finish_sending()
             case Follow():
-                shard.follow(order.decay)
+                shard.follow(order.batch, order.decay)
             case GiveTensor():
                 shard.give(order)
             case TakeTensor():
@@ -386,10 +386,10 @@ class Shards:
             self._phase_ms.update(share.phase_ms)
         return [*own, *(share.health for share in shares)]
 
-    def follow(self, decay: float) -> None:
+    def follow(self, batch: int, decay: float) -> None:
         self._published = None
-        with self._ordered(Follow(decay=decay)):
-            self._shard.follow(decay)
+        with self._ordered(Follow(batch=batch, decay=decay)):
+            self._shard.follow(batch, decay)
 
     def published(self, key: WeightsKey, digest: str) -> None:
         """Gather the old policy's weights, for the other ranks to sample with."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.algorithm.advantages import RunningStd
+from engine.algorithm_config import FACTS
 from engine.config import SHIPPED, EngineConfig
 from engine.drift import Look
 from engine.early_config import EarlyConfig
@@ -97,7 +98,7 @@ def config_digest(config: EngineConfig) -> str:
         },
         "evaluation": {"on_the_way", "wait"},
         "exploration": {"wait", "keep"},
-        "algorithm": {"grpo_guard", "diffusion_nft", "unit", "stop_without_learning"},
+        "algorithm": {"grpo_guard", "flow_dppo", "diffusion_nft", "awm", "unit", "stop_without_learning"},
         "reward": {
             "frames",
             "http",
@@ -120,6 +121,11 @@ def config_digest(config: EngineConfig) -> str:
     unused["runtime"] = {*_with_defaults(config.runtime, newer["runtime"]), "device", "trainer_ranks", "trainer_nodes"}
     if config.early == EarlyConfig():
         unused["early"] = True
+    if config.exploration.trains != "candidates":
+        unused["exploration"].add("trains")
+    if config.algorithm.image_training is not None:
+        # Older checkpoints trained all noise levels, which is no longer the default.
+        unused["algorithm"].discard(FACTS[config.algorithm.name].section)
     job = config.model_dump_json(exclude=unused)
     return hashlib.sha256(job.encode()).hexdigest()[:16]
 

@@ -183,7 +183,7 @@ class ScoringQueue:
         results, blobs = [], {}
         for i, (attempt, score) in enumerate(zip(work.attempts, scores, strict=True)):
             name = None
-            if attempt.request.kind in TRAINED:
+            if attempt.request.kind in TRAINED or work.latents:
                 name = blob_name(attempt.request, sampled.trajectories[i].step)
                 blobs[name] = sampled.trajectories[i].to_bytes()
             elif work.images[i] and images is not None:

@@ -120,9 +120,10 @@ def exploration_text(resolved: Resolved) -> str:
             "exploration none: each prompt's first seeds are trained, and spot nodes are idle while the trainer trains"
         )
     if not isinstance(exploration.budget, CandidateBudget):
+        trained = ", and the chosen ones are trained as they are" if recipe.trains_candidates else ""
         return (
-            f"exploration {mode}: as many candidates as spot nodes can try while the trainer trains; how many is known "
-            "after the first batches"
+            f"exploration {mode}: as many candidates as spot nodes can try while the trainer trains{trained}; how many "
+            "is known after the first batches"
         )
     candidates = exploration.budget.candidates / recipe.prompts
     if candidates <= keep:
@@ -137,6 +138,12 @@ def exploration_text(resolved: Resolved) -> str:
             f"trained should differ x{gain:.1f} as much"
         )
     most = "at most " if exploration.wait == "idle" else ""
+    if recipe.trains_candidates:
+        gain = replace(recipe, rho=1.0).gain(candidates)
+        return (
+            f"exploration {mode}: {most}{candidates:g} candidates a prompt, made on spot nodes while the trainer "
+            f"trains; the {keep} that differ most, x{gain:.1f} as much, are trained as they are, with no rollout"
+        )
     return (
         f"exploration {mode}: {most}{candidates:g} candidates a prompt, tried on spot nodes while the trainer trains; "
         f"the {keep} that are trained should differ x{recipe.gain(candidates):.1f} as much, if old weights rank seeds "

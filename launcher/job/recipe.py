@@ -1,11 +1,12 @@
 """The recipe of a job: the figures of its iterations that are known before the run, and what follows from them. Pure.
 
-T(n) = N gamma / (R + n) + T_train + t_sync        seconds of an iteration with n spot GPUs at work
+T(n) = (N - M) gamma / (R + n) + T_train + t_sync  seconds of an iteration with n spot GPUs at work
 K(n) = K(0) gain(n)^-e                             iterations to the target, with n spot GPUs all the time
 
-N: images of an iteration. gamma: GPU-seconds of an image. R: trainer GPUs that sample. T_train: training seconds of one
-GPU over ranks and their efficiency (engine/timing/ranks.py). With spot nodes that come and go, the plan averages T and
-K over time (`launcher.placement.forecast`). Closed forms of ours, after Spotlight (arXiv 2606.19004).
+N: images of an iteration. M: those of them that were candidates, made beside training. gamma: GPU-seconds of an
+image. R: trainer GPUs that sample. T_train: training seconds of one GPU over ranks and their efficiency
+(engine/timing/ranks.py). With spot nodes that come and go, the plan averages T and K over time
+(`launcher.placement.forecast`). Closed forms of ours, after Spotlight (arXiv 2606.19004).
 """
 
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from dataclasses import dataclass, replace
 from math import floor
 from typing import Literal
 
-from engine.algorithm_config import AlgorithmName
+from engine.algorithm_config import FACTS, AlgorithmName
 from engine.exploration.value import selection_gain, variance_gain
 from engine.timing.ranks import StepWork
 from engine.trainer_ranks import ONE, Asked, RankLimits
@@ -40,6 +41,15 @@ GAIN_EXPONENTS: Mapping[AlgorithmName, Estimate] = {
 another model may gain less. The mean of diffusion-nft is what digits-ocr gave."""
 
 
+def gain_exponent(name: AlgorithmName) -> Estimate:
+    """Return what exploration saves. An algorithm that was not measured counts as one that trains the same rows."""
+    if name in GAIN_EXPONENTS:
+        return GAIN_EXPONENTS[name]
+    like: AlgorithmName = "diffusion-nft" if FACTS[name].trains_images else "flow-grpo"
+    measured = GAIN_EXPONENTS[like]
+    return replace(measured, source=f"{name} was not measured and counts as {like}: {measured.source}")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
     """Figures of a job's iterations known before the run."""
@@ -64,6 +74,8 @@ class Recipe:
     """Iterations to the target, without exploration."""
     explores: bool
     """True if spot nodes try seeds while the trainer trains."""
+    trains_candidates: bool = False
+    """True: candidates made beside training are trained as they are, and not rolled out again."""
     rho: float
     """Correlation between an image's reward with old weights and the reward of the same seed with new weights."""
     gain_exponent: Estimate
@@ -116,19 +128,25 @@ class Recipe:
     def seconds(self, spot_gpus: float) -> float:
         """Return T in seconds with so many GPUs at work. 107 GPU-s x 4, R = 4: 53.5 s with 4 GPUs, and training."""
         images = self.prompts * self.images_per_prompt
+        if self.trains_candidates:
+            images -= min(images, self._candidates(spot_gpus))
         rollout = images * self.rollout_gpu_seconds / (self.sampling_gpus + spot_gpus)
         return rollout + self.train_seconds + (self.sync_seconds if spot_gpus else 0.0)
+
+    def _candidates(self, spot_gpus: float) -> int:
+        """Return the whole candidates that fit beside training."""
+        if not self.explores:
+            return 0
+        seconds = max(0.0, self.train_seconds - self.guard_seconds - self.sync_seconds)
+        fit = floor(spot_gpus * seconds / self.candidate_gpu_seconds)
+        return fit if self.max_candidates is None else min(fit, self.max_candidates)
 
     def candidates_per_prompt(self, spot_gpus: float) -> int:
         """Return the whole candidates of a prompt that fit beside training.
 
         0 if the number does not exceed the number of trained images, because exploration then has no choice.
         """
-        if not self.explores:
-            return 0
-        seconds = max(0.0, self.train_seconds - self.guard_seconds - self.sync_seconds)
-        fit = floor(spot_gpus * seconds / self.candidate_gpu_seconds)
-        of_prompt = (fit if self.max_candidates is None else min(fit, self.max_candidates)) // self.prompts
+        of_prompt = self._candidates(spot_gpus) // self.prompts
         return of_prompt if of_prompt > self.images_per_prompt else 0
 
     def gain(self, candidates: float) -> float:

@@ -19,7 +19,7 @@ from engine.timing.ranks import StepWork
 from engine.trainer_ranks import LIMITS, RankLimits, groups_of_step, limits_of
 from launcher.job.checked import CheckedJob, JobError
 from launcher.job.gpu_checks import check_ranks, check_sp_degree
-from launcher.job.recipe import GAIN_EXPONENTS, Recipe
+from launcher.job.recipe import Recipe, gain_exponent
 from launcher.job.schema import Job
 from launcher.market.estimate import Basis, Estimate
 from launcher.market.instance_types import instance_types
@@ -209,8 +209,9 @@ def _recipe(job: Job, seconds: JobSeconds | None, copy_bytes: int) -> Recipe:
             mean=job.iterations, low=job.iterations / 2, high=most, basis=Basis.ASSUMED, source=of_iterations
         ),
         explores=job.exploration.mode == "stale",
+        trains_candidates=job.exploration.trains == "candidates",
         rho=ASSUMED_RHO,
-        gain_exponent=GAIN_EXPONENTS[algorithm.name],
+        gain_exponent=gain_exponent(algorithm.name),
         copy_bytes=copy_bytes,
         measured_on=measured_on,
         source=source,

@@ -67,7 +67,7 @@ class PlanSchedule:
 
 
 def plan_schedule(resolved: Resolved, trainer: TrainerRanks, *, rollout: int) -> PlanSchedule | None:
-    """Return the schedule of a job. None: no usable rates, or more than `MOST_IMAGES` images.
+    """Return the schedule of a job. None: no usable rates, more than `MOST_IMAGES` images, or candidates are trained.
 
     `trainer`: the work of its GPUs. `rollout`: rollout GPUs at work.
     """
@@ -87,8 +87,8 @@ def plan_schedule(resolved: Resolved, trainer: TrainerRanks, *, rollout: int) ->
         launch=Figure(value=gather, source=source),
         publish=Figure(value=recipe.sync_seconds, source=source),
     )
-    if images > MOST_IMAGES or rates.problems():
-        return None
+    if images > MOST_IMAGES or rates.problems() or (recipe.trains_candidates and rollout):
+        return None  # groups of candidates are there when a batch opens, which no schedule plays
     work = Work(
         groups=recipe.prompts,
         images=recipe.images_per_prompt,

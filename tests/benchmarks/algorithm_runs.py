@@ -30,6 +30,7 @@ from engine.prompts import PromptSource, held_out_digits, prompt_source
 from engine.protocol.request import Stream, seed_of
 from engine.rewards.load import load_reward
 from engine.rewards.ocr import OcrReward
+from engine.timing.job import rows_of_an_image
 from engine.trainer.state import config_digest
 from tests.benchmarks.page import ROOT, processor
 from tests.benchmarks.readers import drawn, exact_or_none
@@ -202,8 +203,8 @@ def passes_of(config: EngineConfig, explored: int) -> int:
     """Return the network passes of an iteration: rollouts, candidates, control rollouts, training."""
     plan = batch_plan(config, 0)
     images = PROMPTS * IMAGES
-    trained = plan.steps if config.algorithm.name == "diffusion-nft" else len(plan.trained_steps)
-    gradient = 4 if config.algorithm.name == "diffusion-nft" else 3  # the old policy's velocity is a pass more
+    trained = rows_of_an_image(config)
+    gradient = 3 if config.algorithm.image_training is None else 4  # the old policy's velocity is a pass more
     controls = round(max(0, explored - images) * config.exploration.random_fraction)
     rolled_out = CANDIDATES if config.exploration.mode == "in-path" else images
     return (rolled_out + explored + controls) * plan.steps + images * trained * gradient

@@ -51,10 +51,13 @@ from tests.benchmarks.page import RESULTS, load_now, publish
 RAW = RESULTS / "algorithms"
 """Raw files of the runs, by arm and seed."""
 
+ALL_LEVELS: Mapping[str, Any] = {"levels": {"from": "all"}}
+"""The noise levels of the stored runs of DiffusionNFT. The default is now the noisier half."""
+
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "flow-grpo": {"name": "flow-grpo", "learning_rate": 2e-4, "clip_range": 1e-3},
     "grpo-guard": {"name": "grpo-guard", "learning_rate": 2e-4, "grpo_guard": {"clip_range": 2.5e-4}},
-    "diffusion-nft": {"name": "diffusion-nft", "learning_rate": 4e-4, "diffusion_nft": {"beta": 0.1}},
+    "diffusion-nft": {"name": "diffusion-nft", "learning_rate": 4e-4, "diffusion_nft": {"beta": 0.1, **ALL_LEVELS}},
 }
 """Settings of each algorithm, chosen by `--tune`."""
 
@@ -66,7 +69,9 @@ TRIED: Mapping[str, Sequence[Mapping[str, Any]]] = {
         {"learning_rate": rate, "grpo_guard": {"clip_range": clip}} for rate in RATES for clip in (1e-4, 2.5e-4)
     ],
     "diffusion-nft": [
-        {"learning_rate": rate, "diffusion_nft": {"beta": beta}} for rate in (1e-4, 2e-4, 4e-4) for beta in (0.1, 0.3)
+        {"learning_rate": rate, "diffusion_nft": {"beta": beta, **ALL_LEVELS}}
+        for rate in (1e-4, 2e-4, 4e-4)
+        for beta in (0.1, 0.3)
     ],
 }
 """Settings tried for each algorithm: the same number, on the same tuning seeds, for the same iterations."""

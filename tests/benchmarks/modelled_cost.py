@@ -42,6 +42,7 @@ from launcher.replay.baselines import all_on_demand
 from launcher.replay.readers import read_folder
 from launcher.replay.replay import Policy, Replayed, replay
 from launcher.replay.trace import PoolTrace, Trace
+from tests.benchmarks.algorithms import ALL_LEVELS
 from tests.benchmarks.page import RESULTS, ROOT, load_now, publish
 from tests.benchmarks.replay import FITTED_ON, ON_DEMAND, spot_price
 
@@ -76,7 +77,7 @@ class Layout:
         return f"{self.px} px, {self.ranks} rank{'s' if self.ranks > 1 else ''} + {self.spot}"
 
     def recipe(self) -> Recipe:
-        """Return the planner's recipe of Qwen-Image with the recommended algorithm."""
+        """Return the recipe of Qwen-Image with DiffusionNFT: guidance, all noise levels, and a second rollout."""
         nodes = {
             "trainer": {"accelerators": f"H100:{self.ranks}"},
             "rollout": {"accelerators": "H100:1", "use_spot": True, "num_nodes": self.spot},
@@ -92,9 +93,18 @@ class Layout:
                 "height": self.px,
                 "width": self.px,
             },
-            algorithm={"name": "auto", "prompts_per_batch": 32, "images_per_prompt": 16},
+            algorithm={
+                "name": "diffusion-nft",
+                "prompts_per_batch": 32,
+                "images_per_prompt": 16,
+                "diffusion_nft": ALL_LEVELS,  # as the runs whose iterations count
+            },
             sampler={"steps": 10, "guidance": 4},
-            exploration={"mode": "stale", "budget": {"seconds": "auto", "max_candidates": 4096}},
+            exploration={
+                "mode": "stale",
+                "trains": "rollouts",
+                "budget": {"seconds": "auto", "max_candidates": 4096},
+            },
             runtime={"trainer_ranks": self.ranks},
             resources=nodes,
             budget={"max_total": "$4,000"},

@@ -66,7 +66,7 @@ class Arm:
 
 def _remedies() -> dict[str, Arm]:
     nft = dict(SETTINGS["diffusion-nft"])
-    larger = {**nft, "diffusion_nft": {"beta": 0.3}}
+    larger = {**nft, "diffusion_nft": {**nft["diffusion_nft"], "beta": 0.3}}
     slower = {**nft, "learning_rate": nft["learning_rate"] / 2}
     return {
         "old policy of the rollout": Arm(algorithm=nft, share=REMEDIED, old="generating"),

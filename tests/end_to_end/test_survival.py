@@ -47,6 +47,15 @@ BESIDE = CONFIG.model_copy(
 )
 """Every batch has two optimiser steps, and the evaluation of the version before it runs beside it."""
 
+TRAINED = EngineConfig(
+    iterations=ITERATIONS,
+    algorithm=BESIDE.algorithm,
+    exploration=CONFIG.exploration.model_copy(update={"trains": "candidates"}),
+    evaluation=CONFIG.evaluation,
+    runtime=CONFIG.runtime,
+)
+"""Every batch but the first is the chosen candidates of the batch before it, without a rollout."""
+
 Disturbance = Callable[[Fleet], None]
 
 
@@ -71,6 +80,9 @@ def watched(
         assert fleet.wait_until_finished().reason == "iterations", fleet.logs()
         explored = [event.explored for event in fleet.events("iteration_done") if event.iteration < ITERATIONS - 1]
         assert set(explored) == {CANDIDATES}
+        if config.exploration.trains == "candidates":
+            stale = [event.health["staleness"] for event in fleet.events("iteration_done") if event.iteration]
+            assert set(stale) == {1.0}, stale
         newest = CheckpointStore(f"file://{folder}/store").newest()
         assert newest is not None
         assert newest.iteration == ITERATIONS
@@ -135,6 +147,32 @@ def test_losing_every_process_in_turn_keeps_batches_and_weights(
         agent("spot-1", number),
     ]
     assert trained_by(tmp_path, in_turn) == undisturbed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)], ids=["SIGKILL", "SIGSTOP"]
+)
+def test_losses_change_no_bit_of_trained_candidates(tmp_path: Path, number: signal.Signals) -> None:
+    """Coordinator, worker, trainer, spot nodes, trainer's node: in one run. No batch but the first is rolled out.
+
+    The trainer's node takes the journal with the candidates along. The checkpoint has the images of its manifest.
+    """
+
+    def lose_trainer(fleet: Fleet) -> None:
+        fleet.signal_node("trainer", signal.SIGKILL)
+        fleet.start("trainer-g2")
+
+    in_turn = [
+        process("trainer", "coordinator", number),
+        process("spot-0", "worker-0", number),
+        process("trainer", "trainer", number),
+        whole_node("spot-0", number, noticed=False),
+        whole_node("spot-0-successor", number, noticed=True),
+        lose_trainer,
+    ]
+    calm = trained_by(tmp_path / "calm", [], TRAINED)
+    assert trained_by(tmp_path / "disturbed", in_turn, TRAINED) == calm
 
 
 @pytest.mark.long

@@ -7,6 +7,7 @@ import pytest
 from engine.prompts import held_out_digits, prompt_source
 from tests.benchmarks.algorithm_runs import CAP, Arm, Run, Tuning, config_of, crossing, from_json, passes_of, to_json
 from tests.benchmarks.algorithms import (
+    ALL_LEVELS,
     ARMS,
     SETTINGS,
     TRIED,
@@ -61,11 +62,14 @@ def test_a_raw_file_holds_the_whole_run():
 
 
 def test_network_passes_count_rollouts_candidates_controls_and_gradients():
-    flow, nft = (config_of(Arm(algorithm={"name": name}), 1, 10) for name in ("flow-grpo", "diffusion-nft"))
+    all_levels = {"name": "diffusion-nft", "diffusion_nft": ALL_LEVELS}
+    flow, nft = (config_of(Arm(algorithm=algorithm), 1, 10) for algorithm in ({"name": "flow-grpo"}, all_levels))
     assert passes_of(flow, explored=0) == 48 * 8 + 48 * 7 * 3
     assert passes_of(nft, explored=0) == 48 * 8 + 48 * 8 * 4
     assert passes_of(nft, explored=144) == (48 + 144 + 4) * 8 + 48 * 8 * 4
-    in_path = config_of(Arm(algorithm={"name": "diffusion-nft"}, mode="in-path"), 1, 10)
+    half = config_of(Arm(algorithm={"name": "diffusion-nft"}), 1, 10)
+    assert passes_of(half, explored=0) == 48 * 8 + 48 * 4 * 4
+    in_path = config_of(Arm(algorithm=all_levels, mode="in-path"), 1, 10)
     assert passes_of(in_path, explored=0) == 144 * 8 + 48 * 8 * 4
 
 

@@ -273,14 +273,16 @@ def test_name_and_number_of_spot_workers_change_no_bit(tmp_path, straight):
 ALGORITHMS = {
     "diffusion-nft": {},
     "diffusion-nft-averaged": {"diffusion_nft": {"old_policy_decay": "gradual"}},
+    "awm": {},
     "grpo-guard": {"grpo_guard": {"clip_range": 1e-3}},
+    "flow-dppo": {"flow_dppo": {"kl_limit": 1e-3}},
 }
 
 
 def with_algorithm(key):
     job = TINY.model_dump(mode="json", by_alias=True)
     job["algorithm"] |= {"name": key.removesuffix("-averaged"), **ALGORITHMS[key]}
-    if key.startswith("diffusion-nft"):
+    if key.startswith(("diffusion-nft", "awm")):
         job["sampler"].pop("noise_level")
     return EngineConfig.model_validate(job)
 

@@ -1,4 +1,4 @@
-"""The losses of GRPO-Guard and DiffusionNFT equal the published formulas, written out here plainly."""
+"""The losses of all algorithms but Flow-GRPO equal the published formulas, written out here plainly."""
 
 import math
 
@@ -6,13 +6,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.algorithm.diffusion_nft import FIRST_NOISE, DiffusionNft, nft_losses, reward_share
-from engine.algorithm.flow_grpo import clipped_loss
+from engine.algorithm.awm import matching_log_prob
+from engine.algorithm.diffusion_nft import (
+    FIRST_NOISE,
+    DiffusionNft,
+    drawn_levels,
+    nft_losses,
+    noised_rows,
+    reward_share,
+)
+from engine.algorithm.flow_dppo import dppo_losses
+from engine.algorithm.flow_grpo import clipped_loss, outside
 from engine.algorithm.grpo_guard import normalised_ratio, step_weights
 from engine.algorithm.objective import FinishedGroup, Rows
 from engine.algorithm.old_policy import OldPolicy, decay_of
 from engine.algorithm.transaction import Trainer
-from engine.algorithm_config import AlgorithmConfig, DiffusionNftConfig, GrpoGuardConfig
+from engine.algorithm_config import AlgorithmConfig, DiffusionNftConfig, GrpoGuardConfig, LevelsConfig
 from engine.config import EngineConfig, ModelConfig, SamplerConfig
 from engine.diffusion.noise import noise, noise_rows
 from engine.diffusion.sampler import advance, batch_plan, initial, log_prob, policy, step_coefficients
@@ -20,6 +29,8 @@ from engine.diffusion.trajectory import Trajectory
 from engine.models.load import ReferencePolicy, load_adapter, trainable
 from engine.models.weights import get_weights, set_weights
 from engine.protocol.request import Group, Manifest
+from engine.trainer.model import TrainedModel
+from engine.trainer.outbox import Outbox
 
 pytestmark = pytest.mark.usefixtures("one_layer")
 
@@ -188,6 +199,211 @@ def test_guard_has_ratio_1_before_the_first_update(model):
     assert after.commit().summary()["ratio_max"] > 1.0
 
 
+# --- Flow-DPPO
+
+
+def published_dppo_loss(
+    new: Tensor, old: Tensor, mean: Tensor, old_mean: Tensor, std: Tensor, advantage: Tensor, threshold: float
+) -> Tensor:
+    """Flow-DPPO's loss (arXiv 2606.11025) as UniRL and verl-omni compute it, from log-probs and means, per row."""
+    ratio = torch.exp(new - old)
+    kl = ((mean - old_mean) ** 2 / (2 * std.view(-1, 1, 1) ** 2)).mean(dim=(1, 2))
+    is_far = ~(kl < threshold)
+    removed = (is_far & (ratio > 1.0) & (advantage > 0)) | (is_far & (ratio < 1.0) & (advantage < 0))
+    return torch.where(removed, torch.zeros_like(ratio), -advantage * ratio)
+
+
+def test_flow_dppo_equals_the_published_formula_to_1e_12_in_double_precision():
+    generator = torch.Generator().manual_seed(0)
+    mean, old_mean, e = (torch.randn(40, 7, 3, generator=generator, dtype=torch.float64) for _ in range(3))
+    mean = old_mean + 0.05 * torch.rand(40, 1, 1, generator=generator, dtype=torch.float64) * mean
+    std = torch.rand(40, generator=generator, dtype=torch.float64) + 0.1
+    advantage = torch.randn(40, generator=generator, dtype=torch.float64)
+    next_x = old_mean + std.view(-1, 1, 1) * e
+    mean.requires_grad_()
+    published = published_dppo_loss(
+        log_prob(next_x, mean, std), log_prob(next_x, old_mean, std), mean, old_mean, std, advantage, 1e-3
+    )
+    ours, ratio, divergence, is_masked = dppo_losses(mean, next_x, std, e, advantage, 1e-3)
+    assert torch.allclose(ours, published, rtol=1e-12, atol=1e-12)
+    is_far = divergence >= 1e-3
+    assert 0 < int(is_masked.sum()) < int(is_far.sum()) < 40, "near rows, far ones that lead away, far ones that return"
+    assert torch.equal(is_masked, is_far & ((ratio - 1) * advantage > 0))
+    (mine,) = torch.autograd.grad(ours.sum(), mean, retain_graph=True)
+    (theirs,) = torch.autograd.grad(published.sum(), mean)
+    assert torch.allclose(mine, theirs, rtol=1e-10, atol=1e-12)
+    assert not mine[is_masked].any()
+
+
+def test_a_flow_dppo_update_is_the_mean_of_the_published_losses(model):
+    """The trainer knows the old means from the noise alone. The published form stores them."""
+    config = config_of("flow-dppo", flow_dppo={"kl_limit": 1e-6})
+    manifest, groups = rolled_out(model, config)
+    adapter, parameters, first = model
+    trainer = trainer_of(model, config)
+    plan = batch_plan(config, 0)
+    nudge(parameters)
+    manifest = Manifest(**{**manifest.to_dict(), "groups": manifest.groups, "minibatches": ((0, 1),)})
+    step = trainer.begin(manifest, 0, plan)
+    for number, group in enumerate(groups):
+        step.add(number, group)
+    mine = {name: gradient.clone() for name, gradient in gradients(trainer).items()}
+    masked = step.health.summary()["clip_share"]
+    trainer.optimizer.zero_grad(set_to_none=True)
+
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    x, next_x = (torch.cat([t.latents[part] for t in trajectories]) for part in (slice(-1), slice(1, None)))
+    at = torch.tensor(plan.trained_steps).repeat(len(trajectories))
+    conditioning = adapter.encode([g.prompt for g in groups for _ in g.seeds for _ in plan.trained_steps])
+    now = get_weights(parameters)
+    set_weights(parameters, first)
+    with torch.no_grad():
+        old_mean, std = policy(adapter, plan, conditioning, x, at)
+    set_weights(parameters, now)
+    mean, _ = policy(adapter, plan, conditioning, x, at)
+    rewards = torch.tensor(REWARDS)
+    advantage = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, correction=0, keepdim=True) + 1e-4)
+    advantage = advantage.flatten().repeat_interleave(len(plan.trained_steps))
+    loss = published_dppo_loss(
+        log_prob(next_x, mean, std), log_prob(next_x, old_mean, std), mean, old_mean, std, advantage, 1e-6
+    )
+    assert 0 < masked < 1
+    assert masked == pytest.approx(float((loss == 0).float().mean() - (advantage == 0).float().mean()))
+    loss.mean().backward()
+    assert_close(mine, gradients(trainer), relative=1e-3)  # the published log-probs cancel in fp32
+    step.abort()
+    set_weights(parameters, first)
+
+
+def test_flow_dppo_masks_nothing_before_the_first_update(model):
+    config = config_of("flow-dppo", updates_per_batch=2, prompts_per_batch=2)
+    manifest, groups = rolled_out(model, config)
+    trainer = trainer_of(model, config)
+    step = trainer.begin(manifest, 0, batch_plan(config, 0))
+    step.add(0, groups[0])
+    summary = step.commit().summary()
+    assert (summary["ratio_mean"], summary["clip_share"]) == (pytest.approx(1.0, abs=1e-6), 0.0)
+    assert summary["old_kl_max"] < 1e-9
+    after = trainer.begin(manifest, 1, batch_plan(config, 0))
+    after.add(1, groups[1])
+    assert after.commit().summary()["old_kl"] > 1e-9
+
+
+# --- AWM
+
+
+def published_awm_loss(
+    v: Tensor,
+    v_old: Tensor,
+    v_ema: Tensor,
+    v_ref: Tensor,
+    x0: Tensor,
+    e: Tensor,
+    t: Tensor,
+    advantage: Tensor,
+    *,
+    power: float | None,
+    clip: float,
+    ema_beta: float,
+    beta: float,
+) -> Tensor:
+    """The loss of the authors' code (arXiv 2509.25050) per row: exp_first, advantage_max 1, kl_weight Uniform.
+
+    `power`: of the generalised Huber weighting. None: uniform weighting.
+    """
+
+    def log_prob_of(velocity: Tensor) -> Tensor:
+        log_prob = (-((velocity.double() - (e - x0).double()) ** 2)).mean(dim=tuple(range(1, x0.dim())))
+        if power is None:
+            return log_prob
+        eps = torch.tensor(1e-10, dtype=torch.float64)
+        return -(torch.pow(-log_prob + eps, power) - torch.pow(eps, power)) * t / power
+
+    advantage = torch.clamp(advantage, -5.0, 5.0) / 5.0 * 1.0
+    ratio = torch.exp(log_prob_of(v) - log_prob_of(v_old).detach())
+    policy_loss = torch.maximum(-advantage * ratio, -advantage * torch.clamp(ratio, 1.0 - clip, 1.0 + clip))
+    kl, ema_kl = (((v - other) ** 2).mean(dim=tuple(range(1, x0.dim()))) for other in (v_ref, v_ema))
+    return policy_loss + beta * kl + ema_beta * ema_kl
+
+
+@pytest.mark.parametrize(("weighting", "power"), [("ghuber", 0.25), ("ghuber", 0.5), ("uniform", None)])
+def test_awms_likelihood_equals_the_published_one_and_so_does_its_gradient(weighting, power):
+    generator = torch.Generator().manual_seed(0)
+    v, v_old, x0, e = (torch.randn(6, 24, 16, generator=generator, dtype=torch.float64) for _ in range(4))
+    t = torch.rand(6, generator=generator, dtype=torch.float64)
+    advantage = 3 * torch.randn(6, generator=generator, dtype=torch.float64)
+    v = (v_old + 0.5 * v).requires_grad_()
+    new, old = (matching_log_prob(one, e - x0, t, weighting, power or 1.0) for one in (v, v_old))
+    ratio = (new - old).exp()
+    clip = float((ratio.detach() - 1).abs().median())
+    assert 0 < int(outside(ratio, clip).sum()) < 6
+    settings = {"power": power, "clip": clip, "ema_beta": 0.0, "beta": 0.0}
+    published = published_awm_loss(v, v_old, v_old, v_old, x0, e, t, advantage, **settings)
+    ours = clipped_loss(ratio, (advantage / 5).clamp(-1, 1), clip)
+    assert torch.allclose(ours, published, rtol=1e-10)
+    (mine,) = torch.autograd.grad(ours.sum(), v, retain_graph=True)
+    (theirs,) = torch.autograd.grad(published.sum(), v)
+    assert torch.allclose(mine, theirs, rtol=1e-8)
+
+
+@pytest.mark.parametrize(("weighting", "weight"), [("ghuber", 0.0), ("uniform", 0.5)])
+def test_an_awm_update_is_the_mean_of_the_published_losses(model, weighting, weight):
+    awm = {"weighting": weighting, "reference_weight": weight, "old_weight": 0.7, "levels": {"from": "all"}}
+    config = config_of("awm", awm=awm)
+    manifest, groups = rolled_out(model, config)
+    adapter, parameters, first = model
+    trainer = trainer_of(model, config, ReferencePolicy.of(adapter) if weight else None)
+    trainer.old.keep()
+    nudge(parameters)
+    manifest = Manifest(**{**manifest.to_dict(), "groups": manifest.groups, "minibatches": ((0, 1),)})
+    step = trainer.begin(manifest, 0, batch_plan(config, 0))
+    for number, group in enumerate(groups):
+        step.add(number, group)
+    mine = {name: gradient.clone() for name, gradient in gradients(trainer).items()}
+    assert step.planned_rows == 18
+
+    trainer.optimizer.zero_grad(set_to_none=True)
+    conditioning, x0, e, sigma = nft_rows(model, config, groups, 3)
+    s = sigma.view(-1, 1, 1)
+    xt = (1 - s) * x0 + s * e
+    now = get_weights(parameters)
+    set_weights(parameters, first)
+    with torch.no_grad():
+        v_old = adapter.velocity(xt, sigma, conditioning, 1.0)
+    set_weights(parameters, now)
+    v = adapter.velocity(xt, sigma, conditioning, 1.0)
+    rewards = torch.tensor(REWARDS)
+    advantage = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, correction=0, keepdim=True) + 1e-4)
+    power = 0.25 if weighting == "ghuber" else None
+    loss = published_awm_loss(
+        *(v, v_old, v_old, v_old, x0, e, sigma, advantage.flatten().repeat_interleave(3)),
+        power=power,
+        clip=1.0,
+        ema_beta=0.7,
+        beta=weight,
+    )
+    loss.mean().backward()
+    assert_close(mine, gradients(trainer), relative=1e-4)
+    step.abort()
+    set_weights(parameters, first)
+
+
+def test_awm_has_ratio_1_before_the_first_update_and_rolls_out_as_nft(model):
+    config = config_of("awm", updates_per_batch=2, prompts_per_batch=2)
+    assert (config.sampler.noise_level, batch_plan(config, 0).records) == (0.0, False)
+    manifest, groups = rolled_out(model, config)
+    trainer = trainer_of(model, config)
+    plan = batch_plan(config, 0)
+    step = trainer.begin(manifest, 0, plan)
+    assert step.planned_rows == 6
+    step.add(0, groups[0])
+    first = step.commit().summary()
+    assert (first["ratio_mean"], first["velocity_change"]) == (pytest.approx(1.0, abs=1e-6), 0.0)
+    after = trainer.begin(manifest, 1, plan)
+    after.add(1, groups[1])
+    assert after.commit().summary()["velocity_change"] > 0.0
+
+
 # --- DiffusionNFT
 
 
@@ -226,24 +442,25 @@ def test_the_share_of_the_reward_is_a_half_for_the_mean_and_1_for_the_clip():
     assert reward_share(torch.tensor([-9.0, -5.0, 0.0, 2.5, 5.0, 9.0]), 5.0).tolist() == [0, 0, 0.5, 0.75, 1, 1]
 
 
-def nft_rows(model, config, groups):
-    """The rows of all groups as one forward pass, made without the code under test."""
+def nft_rows(model, config, groups, levels: int):
+    """The rows of all groups at the first levels, as one forward pass, made without the code under test."""
     adapter, _, _ = model
     plan = batch_plan(config, 0)
-    conditioning = adapter.encode([g.prompt for g in groups for _ in g.seeds for _ in range(plan.steps)])
+    conditioning = adapter.encode([g.prompt for g in groups for _ in g.seeds for _ in range(levels)])
     images, noises, sigmas = [], [], []
     for group in groups:
         for seed, trajectory in zip(group.seeds, group.trajectories, strict=True):
-            for level, sigma in enumerate(plan.sigmas[:-1]):
+            for level, sigma in enumerate(plan.sigmas[:levels]):
                 images.append(trajectory.x)
                 noises.append(torch.from_numpy(noise(seed, FIRST_NOISE + level, tuple(trajectory.x.shape))))
                 sigmas.append(sigma)
     return conditioning, torch.stack(images), torch.stack(noises), torch.tensor(sigmas)
 
 
-@pytest.mark.parametrize("weight", [0.0, 0.5])
-def test_an_nft_update_is_the_mean_of_the_published_losses(model, weight):
-    config = config_of("diffusion-nft", diffusion_nft={"beta": 0.5, "reference_weight": weight})
+@pytest.mark.parametrize(("weight", "source", "levels"), [(0.0, "all", 3), (0.5, "all", 3), (0.0, "noisier", 2)])
+def test_an_nft_update_is_the_mean_of_the_published_losses(model, weight, source, levels):
+    nft = {"beta": 0.5, "reference_weight": weight, "levels": {"from": source}}
+    config = config_of("diffusion-nft", diffusion_nft=nft)
     manifest, groups = rolled_out(model, config)
     adapter, parameters, first = model
     reference = ReferencePolicy.of(adapter) if weight else None
@@ -258,7 +475,7 @@ def test_an_nft_update_is_the_mean_of_the_published_losses(model, weight):
     mine = {name: gradient.clone() for name, gradient in gradients(trainer).items()}
 
     trainer.optimizer.zero_grad(set_to_none=True)
-    conditioning, x0, e, sigma = nft_rows(model, config, groups)
+    conditioning, x0, e, sigma = nft_rows(model, config, groups, levels)
     s = sigma.view(-1, 1, 1)
     xt = (1 - s) * x0 + s * e
     now = get_weights(parameters)
@@ -269,7 +486,7 @@ def test_an_nft_update_is_the_mean_of_the_published_losses(model, weight):
     v = adapter.velocity(xt, sigma, conditioning, 1.0)
     rewards = torch.tensor(REWARDS)
     advantage = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, correction=0, keepdim=True) + 1e-4)
-    r = reward_share(advantage.flatten(), 5.0).repeat_interleave(3)
+    r = reward_share(advantage.flatten(), 5.0).repeat_interleave(levels)
     loss = published_nft_loss(v, v_old, x0, xt, sigma, r, 0.5, 5.0)
     loss = loss + weight * (v - v_old).square().flatten(1).mean(dim=1)  # the reference is the first weights too
     loss.mean().backward()
@@ -357,9 +574,40 @@ def test_the_noise_of_training_is_no_denoising_steps_noise():
     )
     rows = objective.rows(group, torch.tensor([1.0]), plan)
     used = {row.tobytes() for row in rows["target"].numpy()}
-    assert len(used) == plan.steps
+    assert len(used) == objective.rows_per_image(plan) == 2
     assert not used & {noise(7, step, (4, 2)).tobytes() for step in range(plan.steps + 1)}
     assert torch.allclose(rows["x"], rows["sigma"].view(-1, 1, 1) * rows["target"])
+
+
+def test_levels_are_the_noisier_half_or_all_or_drawn_for_each_image():
+    seeds = tuple(range(40))
+    assert drawn_levels(seeds, LevelsConfig(), 8).unique(dim=0).tolist() == [[0, 1, 2, 3]]
+    assert drawn_levels(seeds, LevelsConfig(), 5).unique(dim=0).tolist() == [[0, 1, 2]]
+    assert drawn_levels(seeds, LevelsConfig(out_of="all"), 3).unique(dim=0).tolist() == [[0, 1, 2]]
+    drawn = drawn_levels(seeds, LevelsConfig(count=2), 8)
+    assert drawn.shape == (40, 2)
+    assert sorted(drawn.unique().tolist()) == [0, 1, 2, 3]
+    assert (drawn[:, 0] < drawn[:, 1]).all(), "drawn without replacement, the noisiest first"
+    assert drawn_levels(seeds[7:9], LevelsConfig(count=2), 8).equal(drawn[7:9]), "a function of the seed alone"
+
+
+def test_rows_of_drawn_levels_have_the_noise_of_their_level():
+    group = FinishedGroup(
+        prompt="1234",
+        seeds=(7, 8),
+        trajectories=tuple(Trajectory.begin(torch.full((4, 2), value)) for value in (1.0, 2.0)),
+        rewards=(0.0, 1.0),
+    )
+    plan = batch_plan(config_of("diffusion-nft").model_copy(update={"sampler": SamplerConfig(steps=8)}), 0)
+    levels = LevelsConfig(count=3, out_of="all")
+    rows, chosen = noised_rows(group, levels, plan), drawn_levels(group.seeds, levels, plan.steps)
+    for row in range(6):
+        image, level = row // 3, int(chosen[row // 3, row % 3])
+        e = torch.from_numpy(noise(group.seeds[image], FIRST_NOISE + level, (4, 2)))
+        clean, s = group.trajectories[image].x, plan.sigmas[level]
+        assert rows["sigma"][row] == pytest.approx(s)
+        assert rows["x"][row].allclose((1 - s) * clean + s * e, atol=1e-6)
+        assert rows["target"][row].allclose(e - clean, atol=1e-6)
 
 
 # --- the old policy
@@ -452,9 +700,30 @@ def test_weights_of_early_groups_do_not_follow_an_averaged_old_policy():
 
 
 def test_the_published_schedules_of_the_old_policy():
-    assert [decay_of("none", batch) for batch in (0, 500)] == [0.0, 0.0]
-    assert [decay_of("gradual", batch) for batch in (0, 100, 500, 900)] == pytest.approx([0.0, 0.1, 0.5, 0.5])
-    assert [decay_of("late", batch) for batch in (0, 75, 79, 500)] == pytest.approx([0.0, 0.0, 0.03, 0.999])
+    assert [decay_of("none", steps) for steps in (0, 500)] == [0.0, 0.0]
+    assert [decay_of("gradual", steps) for steps in (0, 100, 500, 900)] == pytest.approx([0.0, 0.1, 0.5, 0.5])
+    assert [decay_of("late", steps) for steps in (0, 75, 79, 500)] == pytest.approx([0.0, 0.0, 0.03, 0.999])
+
+
+def test_the_schedules_of_the_old_policy_count_optimiser_steps(model, tmp_path):
+    """At two steps a batch, `late` begins after batch 37, as in the public code, and not after batch 75."""
+    adapter, parameters, first = model
+    set_weights(parameters, first)
+    algorithm = config_of("diffusion-nft", diffusion_nft={"old_policy_decay": "late"}).algorithm
+    assert algorithm.updates_per_batch == 2
+    trained = TrainedModel(adapter, algorithm, None, Outbox(tmp_path / "outbox", print))
+    name, parameter = next(iter(parameters.items()))
+    for batch, kept in ((36, 0.0), (37, 0.0075), (99, 0.0075 * 125)):
+        old = trained.trainer.old
+        old.advance(0.0)
+        old.keep()
+        before = parameter.detach().clone()
+        nudge(parameters)
+        trained.follow(batch)
+        now = parameter.detach() if old.tensors is None else old.tensors[name]
+        assert torch.allclose(now, kept * before + (1 - kept) * parameter.detach(), atol=1e-7)
+        assert old.differs == (kept > 0)
+    set_weights(parameters, first)
 
 
 # --- settings that make no sense
@@ -466,10 +735,22 @@ def test_the_published_schedules_of_the_old_policy():
         ({"algorithm": {"name": "diffusion-nft", "kl_beta": 0.1}}, "reference_weight"),
         ({"algorithm": {"name": "diffusion-nft"}, "sampler": {"window": {"size": 2}}}, "leave window out"),
         ({"algorithm": {"name": "grpo-guard"}, "sampler": {"noise_level": 0}}, "leaves no random step for grpo-guard"),
+        ({"algorithm": {"name": "flow-dppo"}, "sampler": {"noise_level": 0}}, "leaves no random step for flow-dppo"),
+        ({"algorithm": {"name": "awm", "kl_beta": 0.1}}, "awm.reference_weight"),
+        ({"algorithm": {"name": "awm"}, "early": {"share": 0.25}}, "awm, whose loss compares with the weights that"),
+        ({"algorithm": {"name": "diffusion-nft", "awm": {"power": 1}}}, "use name: awm"),
         ({"algorithm": {"name": "flow-grpo", "diffusion_nft": {"beta": 1}}}, "use name: diffusion-nft"),
         ({"algorithm": {"name": "flow-grpo", "grpo_guard": {"clip_range": 1}}}, "use name: grpo-guard"),
         ({"algorithm": {"name": "diffusion-nft", "diffusion_nft": {"old_policy_decay": "x"}}}, "'gradual' or 'late'"),
         ({"algorithm": {"name": "diffusion-nft", "diffusion_nft": {"beta": 0}}}, "greater than 0"),
+        (
+            {"algorithm": {"name": "diffusion-nft", "diffusion_nft": {"levels": {"count": 5}}}},
+            r"a rollout of 8 steps has 4 levels in the noisier half; use 4 or fewer, or levels: \{from: all\}",
+        ),
+        (
+            {"algorithm": {"name": "diffusion-nft", "diffusion_nft": {"levels": {"count": 9, "from": "all"}}}},
+            "a rollout of 8 steps has 8 levels; use 8 or fewer",
+        ),
         ({"algorithm": "grpo"}, "flow-grpo"),
     ],
 )
@@ -489,6 +770,21 @@ def test_nft_rolls_out_with_the_ode_unless_the_job_says_otherwise():
     again = EngineConfig.model_validate_json(made.model_dump_json())
     assert again == made
     assert EngineConfig().sampler.noise_level == 0.7
+
+
+@pytest.mark.parametrize(("name", "guidance"), [("qwen-image", 4.0), ("sd3", 4.5), ("wan", 5.0)])
+def test_nft_replaces_guidance_unless_the_job_says_otherwise(name, guidance):
+    def made(**more) -> EngineConfig:
+        reward = {"name": "ocr", "frames": 3} if name == "wan" else {"name": "ocr"}
+        return EngineConfig.model_validate({"model": {"name": name, "path": "there"}, "reward": reward, **more})
+
+    nft = {"name": "diffusion-nft"}
+    assert made().sampler.guidance == guidance
+    assert made(algorithm=nft).sampler.guidance == 1.0
+    assert made(algorithm={"name": "auto"}).sampler.guidance == 1.0
+    assert made(algorithm=nft, sampler={"guidance": 2.0}).sampler.guidance == 2.0
+    distilled = EngineConfig.model_validate({"model": {"name": "flux", "path": "there"}, "algorithm": nft})
+    assert distilled.sampler.guidance == 3.5, "the network takes the scale as an input"
 
 
 def test_rows_can_be_cut():

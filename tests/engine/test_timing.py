@@ -114,9 +114,30 @@ def test_the_seconds_of_a_job_are_those_of_its_passes():
     assert job_seconds(job, sized, trainer="H100", rollout="T4") is None
 
 
+def test_half_of_the_levels_and_no_guidance_take_a_quarter_of_the_seconds():
+    def seconds(**more) -> float:
+        job = Job.model_validate({**VERL, "algorithm": {"name": "diffusion-nft", **more}, "sampler": {"steps": 10}})
+        return job_seconds(job, sized_model(job.model), trainer="H100", rollout="H100").train
+
+    everything = Job.model_validate(
+        {
+            **VERL,
+            "algorithm": {"name": "diffusion-nft", "diffusion_nft": {"levels": {"from": "all"}}},
+            "sampler": {"steps": 10, "guidance": 4},
+        }
+    )
+    both = job_seconds(everything, sized_model(everything.model), trainer="H100", rollout="H100").train
+    assert seconds(diffusion_nft={"levels": {"from": "all"}}) == pytest.approx(both / 2, rel=0.02)
+    assert seconds() == pytest.approx(both / 4, rel=0.02)
+
+
 def test_rows_of_an_image_follow_the_algorithm_and_the_window():
     job = Job.model_validate(VERL)
     assert rows_of_an_image(job) == 2
     nft = Job.model_validate({**VERL, "algorithm": {"name": "diffusion-nft"}, "sampler": {"steps": 10}})
-    assert rows_of_an_image(nft) == 10
+    assert rows_of_an_image(nft) == 5
+    for levels, rows in (({"from": "all"}, 10), ({"count": 2}, 2), ({"count": 7, "from": "all"}, 7)):
+        algorithm = {"name": "diffusion-nft", "diffusion_nft": {"levels": levels}}
+        chosen = Job.model_validate({**VERL, "algorithm": algorithm, "sampler": {"steps": 10}})
+        assert rows_of_an_image(chosen) == rows
     assert rows_of_an_image(Job.model_validate({**VERL, "sampler": {"steps": 10}})) == 9

@@ -540,8 +540,22 @@ def test_the_average_moves_towards_the_live_weights_by_its_share(model):
     before = average.tensors[name].clone()
     with torch.no_grad():
         parameter.add_(1.0)
-    average.follow()
+    average.follow(500)
     assert torch.allclose(average.tensors[name], before + 0.25, atol=1e-6)
+
+
+def test_the_average_warms_up_as_published(model):
+    """min((1 + n) / (10 + n), decay), with n the number of the move: flow_grpo's EMAModuleWrapper."""
+    trainer = trainer_of(model)
+    average = Average(trainer.parameters, 0.7)
+    name, parameter = next(iter(trainer.parameters.items()))
+    wanted = average.tensors[name].clone()
+    for batch, kept in enumerate((2 / 11, 3 / 12, 4 / 13)):
+        with torch.no_grad():
+            parameter.add_(1.0)
+        wanted = kept * wanted + (1 - kept) * parameter.detach()
+        average.follow(batch)
+        assert torch.allclose(average.tensors[name], wanted, atol=1e-6)
 
 
 def test_log_probs_that_the_trainer_computes_again_are_those_of_the_rollout(model, groups):

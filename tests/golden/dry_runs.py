@@ -110,7 +110,9 @@ def dry_run(job: Mapping[str, Any]) -> dict[str, Any]:
     last = stdout.getvalue().replace(folder, "FOLDER").strip().splitlines()[-1:]
     document = json.loads(last[0]) if last and last[0].startswith("{") else None
     is_planned = document is not None and "plan" in document
-    said = "" if is_planned else stderr.getvalue().replace(folder, "FOLDER")
+    # A slow machine is told of the work under way. That is no part of the answer.
+    lines = stderr.getvalue().replace(folder, "FOLDER").splitlines(keepends=True)
+    said = "" if is_planned else "".join(line for line in lines if not line.startswith("Planning: "))
     return {"exit_code": exit_code, "document": document, "refusal": said}
 
 

@@ -355,6 +355,23 @@ def test_no_gain_if_no_more_candidates_fit_than_are_trained(more):
     assert recipe.gain(0) == recipe.iterations_share(0, 0.5) == 1
 
 
+def test_trained_candidates_leave_no_image_to_roll_out():
+    """302 candidates a GPU fit beside 253 s of training, at 4 x 107 / 512 s each: one GPU makes 302 of 512 images."""
+    again, trained = verl_omni(), replace(verl_omni(), trains_candidates=True)
+    assert again.seconds(1) == pytest.approx(512 * 107 * 4 / 512 / 5 + 253)
+    assert trained.seconds(1) == pytest.approx((512 - 302) * 107 * 4 / 512 / 5 + 253)
+    assert trained.seconds(2) == pytest.approx(253)
+    assert trained.seconds(0) == again.seconds(0) == 360
+    assert replace(trained, explores=False).seconds(2) == again.seconds(2)
+
+
+def test_a_job_trains_candidates_where_its_algorithm_and_profile_allow():
+    nft = {"algorithm": {"name": "diffusion-nft"}}
+    assert resolve(Job(**QWEN | nft)).recipe.trains_candidates
+    assert not resolve(Job(**QWEN)).recipe.trains_candidates
+    assert not resolve(Job(**QWEN | nft | {"exploration": {"trains": "rollouts"}})).recipe.trains_candidates
+
+
 def test_another_trainer_type_scales_the_training_time():
     on_all = verl_omni(limits=RankLimits(most=8, sampling=8))
     assert on_all.on(8).seconds(0) == pytest.approx(180)
@@ -467,8 +484,10 @@ def test_seconds_follow_the_gpu_the_size_and_the_algorithm():
     assert on_l40s.rollout_gpu_seconds > 1.5 * on_h100.rollout_gpu_seconds
     large = cost({"name": "flux", "height": 1024, "width": 1024}, "H100")
     assert large.rollout_gpu_seconds > 3 * cost({"name": "flux"}, "H100").rollout_gpu_seconds
-    nft = cost({"name": "flux"}, "H100", algorithm={"name": "diffusion-nft"})
-    assert nft.train_seconds > cost({"name": "flux"}, "H100", algorithm={"name": "flow-grpo"}).train_seconds
+    flow = cost({"name": "flux"}, "H100", algorithm={"name": "flow-grpo"})
+    all_levels = {"name": "diffusion-nft", "diffusion_nft": {"levels": {"from": "all"}}}
+    assert cost({"name": "flux"}, "H100", algorithm=all_levels).train_seconds > flow.train_seconds
+    assert cost({"name": "flux"}, "H100", algorithm={"name": "diffusion-nft"}).train_seconds < flow.train_seconds
 
 
 def test_an_untimed_recipe_is_planned_as_configured_and_marked_a_guess():
@@ -491,8 +510,11 @@ def test_a_job_may_insist_on_rollout_nodes():
 def test_exploration_saves_less_with_diffusion_nft():
     by_name = {
         name: resolve(Job(**QWEN | {"algorithm": {"name": name}})).recipe.gain_exponent
-        for name in ("flow-grpo", "grpo-guard", "diffusion-nft", "auto")
+        for name in ("flow-grpo", "grpo-guard", "flow-dppo", "diffusion-nft", "awm", "auto")
     }
+    for name, like in (("flow-dppo", "flow-grpo"), ("awm", "diffusion-nft")):
+        assert by_name[name].mean == by_name[like].mean
+        assert by_name[name].source.startswith(f"{name} was not measured and counts as {like}: assumed")
     assert by_name["diffusion-nft"].mean < by_name["grpo-guard"].mean
     assert by_name["auto"] == by_name["diffusion-nft"]
 

@@ -89,3 +89,12 @@ def test_a_shipped_model_fits_everywhere_and_is_not_timed():
 def test_a_local_plan_names_the_gain_of_counted_candidates(exploration, sentence):
     """12 prompts of 4 images. V(4 / 8) is 1.86: all of it with current weights, rho^2 of it with old ones."""
     assert re.search(sentence, exploration_text(resolve(Job(exploration=exploration))))
+
+
+def test_a_plan_says_where_candidates_are_trained_as_they_are():
+    def text(**exploration) -> str:
+        return exploration_text(resolve(Job(algorithm={"name": "diffusion-nft"}, exploration=exploration)))
+
+    assert "while the trainer trains, and the chosen ones are trained as they are;" in text()
+    assert re.search(r"the 4 that differ most, x1.9 as much, are trained as they are", text(budget={"candidates": 96}))
+    assert "trained as they are" not in text(trains="rollouts")

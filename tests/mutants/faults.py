@@ -29,6 +29,7 @@ AREAS = (
     "scores",
     "early",
     "ranks",
+    "learning",
     "clouds",
     "secrets",
     "safety",
