@@ -105,6 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kept = json.loads((folder / RAW).read_text("utf-8")) if (folder / RAW).exists() else {}
     if given.page:
         write_page(folder, kept, [])
+        (folder / RAW).write_text(json.dumps(with_missing(kept), indent=1) + "\n", "utf-8")
         return 0
     if not given.narrow and not torch.cuda.is_available():
         print("there is no CUDA GPU here; `--narrow` tries every part on the CPU, without a figure that counts")
@@ -116,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     told = list(changes(kept, now))
     for change in told:
         print(change)
-    (folder / RAW).write_text(json.dumps(now, indent=1) + "\n", "utf-8")
+    (folder / RAW).write_text(json.dumps(with_missing(now), indent=1) + "\n", "utf-8")
     write_page(folder, now, told)
     print(f"{len(PARTS) - len(missing)} of {len(PARTS)} parts are measured or not for this machine; {folder / PAGE}")
     for name in missing:
@@ -176,7 +177,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
     """Yield a line for each figure that changed by more than `TOLD` since the last measurement on such a device."""
     for check, figures in now.items():
         old = before.get(check)
-        if old is None or old.get("device") != figures.get("device"):
+        if not isinstance(old, Mapping) or old.get("device") != figures.get("device"):
             continue
         was = dict(_numbers(old))
         for path, value in _numbers(figures):
@@ -191,6 +192,11 @@ def _numbers(figures: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, 
             yield from _numbers(value, f"{path}{name}, ")
         elif name in NAMED and isinstance(value, int | float):
             yield f"{path}{name}", float(value)
+
+
+def with_missing(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the raw figures with the names of the parts that have none."""
+    return {**raw, "not_run": [part.name for part in PARTS if part.name not in raw]}
 
 
 def write_page(folder: Path, raw: Mapping[str, Any], told: Sequence[str]) -> None:
@@ -226,8 +232,7 @@ def write_page(folder: Path, raw: Mapping[str, Any], told: Sequence[str]) -> Non
             lines += ["", f"## {name}", "", "| case | figure |", "| --- | --- |", *rows]
     if told:
         lines += ["", f"Changed by more than {TOLD:.0%} since the last measurement: {'; '.join(told)}."]
-    if measured:
-        lines += ["", f"Raw figures: [{RAW}]({RAW})."]
+    lines += ["", f"Raw figures: [{RAW}]({RAW})."]
     (folder / PAGE).write_text("\n".join(lines) + "\n", "utf-8")
 
 
