@@ -140,6 +140,18 @@ test-gpu: env tools
 gpu-wheels: env
 	$(BIN)/python -m tests.gpu.wheels .whl $(if $(HAVE),--have $(HAVE)) --python $(or $(GPU_PYTHON),3.12)
 
+# Everything that no page of a GPU has, in the order of its value: 25 minutes at most, and again to go on. Needs no package
+# index: without a `.venv`, the wheels of `make gpu-wheels` are unpacked. PROOF=--narrow tries all of it on the CPU.
+.PHONY: gpu-proof
+gpu-proof:
+ifneq ($(wildcard $(BIN)/python),)
+	$(BIN)/python -m tests.gpu.proof $(PROOF)
+else
+	@if test -d .whl && ! test -d .whl/site; then \
+	  $(PYTHON) -m pip install --quiet --no-index --no-deps --target .whl/site .whl/*.whl; fi
+	PYTHONPATH=.whl/site:. $(PYTHON) -m tests.gpu.proof $(PROOF)
+endif
+
 # Much of it waits for what takes minutes by itself, so that two of them fill two cores. Each has a world of its own.
 test-clouds: env tools
 	@$(MAKE) --no-print-directory --jobs 2 test-clouds-run test-clouds-parts

@@ -94,16 +94,17 @@ def activations(
     image, text = image_tokens(architecture, size), text_tokens(architecture.family, size)
     blocks = list(_blocks(architecture, training, image, text))
     kept = _outside(architecture, training, image, text).kept
-    working = max(tally.widest for tally, _ in blocks)
+    working, last = max(tally.widest for tally, _ in blocks), 0
     if is_checkpointed:
-        # The last blocks' tensors are gone before another block is complete.
-        last = [tally.kept for tally, _ in blocks[len(blocks) - kept_blocks :]]
-        kept += sum(inputs for _, inputs in blocks[: len(blocks) - kept_blocks]) + sum(last)
-        working += max(0, max(tally.kept for tally, _ in blocks) - sum(last))
+        kept += sum(inputs for _, inputs in blocks)
+        # The last blocks' tensors, of the last branch, are gone before another block is complete.
+        last = sum(tally.kept - inputs for tally, inputs in blocks[len(blocks) - kept_blocks :])
+        working += max(0, max(tally.kept for tally, _ in blocks) - last)
     else:
         kept += sum(tally.kept for tally, _ in blocks)
     branches = branches_of(architecture, is_guided=is_guided)
-    return Activations(kept=branches * kept, working=(branches if doubles_guidance else 1) * working)
+    at_once = branches if doubles_guidance else 1
+    return Activations(kept=branches * kept + at_once * last, working=at_once * working)
 
 
 def branches_of(architecture: Architecture, *, is_guided: bool) -> int:

@@ -5,7 +5,7 @@
 peft computes the adapter in fp32: it copies every input to fp32, and casts, scales, adds and casts back every output.
 Here a pass rounds A and B once, all layers together, and each layer is three matrix products, of which the last adds
 to the first. The backward pass has five products and gives fp32 gradients. Rounding is that of bf16, as everywhere else
-in the pass: `tests/engine/test_half_adapters.py` holds the bound against fp32. Workers that merge adapters get them
+in the pass: `tests/engine/test_half_layers.py` holds the bound against fp32. Workers that merge adapters get them
 rounded to bf16 too (`merge.py`).
 
 The promises: a pass with gradients gives the bits of a pass without; a layer's gradient has the bits of any other pass

@@ -22,6 +22,7 @@ from engine.config import SHIPPED, ModelConfig
 from engine.model_folder import ModelFolder, model_folder
 from engine.models.adapter import DiTAdapter
 from engine.models.half_layers import compute_in_half
+from engine.models.text import COMES_LAST
 from engine.models.weights import exchanged, set_weights
 from engine.storage.tensor_files import Stored
 
@@ -159,15 +160,15 @@ def recompute_blocks(transformer: nn.Module, *, keeps: int = 1) -> None:
     """Turn on gradient checkpointing: a pass with gradients keeps the inputs of blocks, and runs each block twice.
 
     The last `keeps` blocks are not run again: the backward pass begins with them, when a recomputed block would be
-    complete in memory too. A pass without gradients does not change. Raises ValueError if the transformer's class has
-    no checkpointing.
+    complete in memory too. Of two branches of guidance that holds for the second. A pass without gradients does not
+    change. Raises ValueError if the transformer's class has no checkpointing.
     """
     lists = [child for child in transformer.children() if isinstance(child, nn.ModuleList)]
     blocks = [block for blocks in lists for block in blocks]
     kept = {id(block) for block in blocks[len(blocks) - keeps :]}
 
     def block(module: nn.Module, *args: object) -> object:
-        if id(module) in kept:
+        if id(module) in kept and COMES_LAST.get():
             return module(*args)
         # Nothing in a block draws random numbers, because modules are in eval mode. diffusers' own function saves and
         # restores the process's random state around every block, which threads that train side by side would share.

@@ -5,6 +5,7 @@ Folders of real weights use the encoder of their diffusers pipeline (`encode_pro
 """
 
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,6 +18,9 @@ from engine.parallel.communicator import SPGroup
 
 SMALLEST_NORM = 1e-12
 """A guided velocity below this norm is not scaled up further: 0 / 0 would be NaN in value and gradient."""
+
+COMES_LAST: ContextVar[bool] = ContextVar("comes_last", default=True)
+"""False in a pass of the network that another pass of the same rows follows, before their backward pass."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,12 @@ def guided(
         doubled = {name: torch.cat((value, repeated[name])) for name, value in conditioning.items()}
         conditional, unconditional = branch(torch.cat((x, x)), torch.cat((sigma, sigma)), doubled).chunk(2)
     else:
-        conditional, unconditional = branch(x, sigma, conditioning), branch(x, sigma, repeated)
+        token = COMES_LAST.set(False)
+        try:
+            conditional = branch(x, sigma, conditioning)
+        finally:
+            COMES_LAST.reset(token)
+        unconditional = branch(x, sigma, repeated)
     combined = unconditional + guidance * (conditional - unconditional)
     return at_norm(combined, conditional) if keeps_norm else combined
 

@@ -1,6 +1,6 @@
 """training_row: how many kernels does a training row launch, how many bytes does it move, and what do our layers save?
 
-    python -m tests.benchmarks.training_row --json      about four minutes on one core, no GPU
+    python -m tests.benchmarks.training_row --json      about five minutes on one idle core, no GPU
 
 A row is one image at one step: the forward pass with guidance, the loss of Flow-GRPO, the backward pass with recomputed
 blocks, and its part of the sum of gradients. The real diffusers classes with their published sizes lie on torch's meta

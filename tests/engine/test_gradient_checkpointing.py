@@ -98,6 +98,17 @@ def test_the_last_block_runs_once_in_a_pass_with_gradients():
     assert runs == ["FluxTransformerBlock", "FluxSingleTransformerBlock", "FluxTransformerBlock"]
 
 
+def test_of_two_branches_of_guidance_the_last_block_of_the_second_is_kept():
+    """That of the first would be one block more in memory while the second branch is computed."""
+    adapter = FAMILIES["sd3"].build()
+    recompute_blocks(adapter.transformer)
+    runs = []
+    adapter.transformer.transformer_blocks[-1].register_forward_pre_hook(lambda *_: runs.append(1))
+    x, sigma = torch.randn(1, *adapter.latent_shape()), torch.tensor([0.5])
+    adapter.velocity(x, sigma, adapter.encode(["12"]), 2.0).sum().backward()
+    assert len(runs) == 2 + 1
+
+
 @pytest.mark.parametrize(
     ("name", "setting", "recomputes"),
     [

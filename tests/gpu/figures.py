@@ -24,6 +24,9 @@ from tests.benchmarks.page import RESULTS, ROOT
 
 GPU_JSON = RESULTS / "gpu.json"
 
+NARROW = {"device": "cpu, narrow models"}
+"""Device of figures that only show that a measurement runs."""
+
 LINES_VARIABLE = "SPOTRL_GPU_FIGURES"
 """Environment variable with the file of the lines. Without it: `test-results/gpu.jsonl`."""
 
@@ -82,11 +85,32 @@ def _origin(device: Mapping[str, Any]) -> dict[str, Any]:
     return {"date": time.strftime("%Y-%m-%d"), "commit": commit(), **device}
 
 
+def keep_done(check: str, seconds: float, device: Mapping[str, Any]) -> None:
+    """Append the line of a check that has measured all of its cases."""
+    _append({"check": check, "done_s": round(seconds, 1), **_origin(device)})
+
+
+def lines_of(check: str, device: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the lines of a check that this commit wrote on a device of this kind.
+
+    A line that was cut off, because its process was killed, counts as absent.
+    """
+    file, lines = lines_file(), []
+    for text in file.read_text("utf-8").splitlines() if file.exists() else ():
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError:
+            continue
+    origin = {"commit": commit(), "device": device["device"]}
+    return [line for line in lines if line["check"] == check and origin.items() <= line.items()]
+
+
 def _append(line: Mapping[str, Any]) -> None:
     file = lines_file()
     file.parent.mkdir(parents=True, exist_ok=True)
+    is_torn = file.exists() and file.read_bytes()[-1:] not in (b"", b"\n")  # its writer was killed
     with file.open("a", encoding="utf-8") as out:
-        out.write(json.dumps(line) + "\n")
+        out.write("\n" * is_torn + json.dumps(line) + "\n")
         out.flush()
         os.fsync(out.fileno())  # the machine may end at any moment
 
@@ -95,10 +119,15 @@ def folded(lines: Iterable[Mapping[str, Any]], kept: Mapping[str, Any]) -> dict[
     """Return the figures by check, sorted. Lines of a check replace all its earlier figures in `kept`."""
     found: dict[str, Any] = {}
     for line in lines:
-        origin = {name: part for name, part in line.items() if name not in ("check", "case", "value", "error")}
+        origin = {
+            name: part for name, part in line.items() if name not in ("check", "case", "value", "error", "done_s")
+        }
         figures = found.setdefault(line["check"], {})
         if "error" in line:
             figures["error"] = line["error"]
+        elif "done_s" in line:
+            figures["done_s"] = line["done_s"]
+            figures.pop("error", None)  # of a run before
         elif line["case"]:
             *path, last = line["case"]
             at = figures

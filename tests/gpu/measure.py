@@ -2,44 +2,71 @@
 
     python -m tests.gpu.measure                  lists the checks in their order
     python -m tests.gpu.measure NAME             runs one; lines go to the file of figures.py
+    python -m tests.gpu.measure NAME --narrow    the same on the CPU, with a narrow model of the same classes
 
-Every figure is kept as soon as it is measured. A number of rows that does not fit is kept as "out of memory". The same
-functions run on the CPU with narrow models. Weights and inputs are random: seconds and bytes do not depend on them.
+Every figure is kept as soon as it is measured, and a check that is run again goes on with the cases that it has no
+figure of (of this commit, on this device). A number of rows that does not fit is kept as "out of memory". Weights and
+inputs are random: seconds and bytes do not depend on them.
 """
 
+import json
 import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+from unittest.mock import patch
 
 import torch
+from diffusers import AutoencoderKLQwenImage, SD3Transformer2DModel
 
 from engine.algorithm.objective import FinishedGroup
 from engine.algorithm.transaction import DoesNotFit
 from engine.algorithm_config import AlgorithmConfig
-from engine.config import ModelConfig, SamplerConfig, WindowConfig
+from engine.clock import ScaledClock
+from engine.config import (
+    EngineConfig,
+    EvaluationConfig,
+    ExplorationConfig,
+    ModelConfig,
+    RuntimeConfig,
+    SamplerConfig,
+    WindowConfig,
+)
 from engine.diffusion.sampler import Plan, rollout_plan
 from engine.diffusion.trajectory import Trajectory
+from engine.entrypoints.inproc import build_inproc
+from engine.events import Phase
+from engine.model_folder import ImageSize
 from engine.models.compiled import compile_blocks
 from engine.models.load import compute_in_bfloat16, freeze_but_trained, recompute_blocks, trainable
 from engine.models.merge import MergedAdapters
-from engine.models.weights import get_weights, set_weights
+from engine.models.weights import get_weights, read_tensors, set_weights, write_tensors
 from engine.out_of_memory import free_memory, is_out_of_memory
-from engine.protocol.request import Group, Manifest
+from engine.protocol.request import Group, Manifest, Score
+from engine.timing.seconds import published_at
+from engine.timing.utilisation import peak_of, rollout_operations, training_operations
 from engine.trainer.model import TrainedModel
 from engine.trainer.outbox import Outbox
 from tests.gpu.device import GIB
-from tests.gpu.figures import describe_device, keep_figure
-from tests.gpu.published import MODELS, Random
+from tests.gpu.figures import NARROW, describe_device, keep_figure, lines_of
+from tests.gpu.published import MODELS, TEXT_TOKENS, Random
 
-Keep = Callable[[Sequence[str], object], None]
-"""Stores the figures of one case: (path of keys, value)."""
+
+class Keep(Protocol):
+    """Stores the figures of one case: (path of keys, value)."""
+
+    def __call__(self, case: Sequence[str], value: object) -> None: ...
+
+    def has(self, case: Sequence[str]) -> bool:
+        """Return True if the case was measured before."""
+
 
 OUT_OF_MEMORY = "out of memory"
 RUNS = 3
@@ -54,8 +81,13 @@ ROWS = {"512 px": (1, 2, 4, 8, 16), "1280 px": (1, 2, 4)}
 BATCHES = {"512 px": (1, 4, 8, 16, 32), "1280 px": (1, 2, 4, 8)}
 UNGUIDED = 4
 """Images that are also measured without guidance."""
+PLAIN_ROWS = (1, 4, 16)
 COMPILED = (16, 4)
 FAMILY_ROWS = (1, 4)
+
+RECIPE_ITERATIONS, RECIPE_PROMPTS, RECIPE_IMAGES = 3, 2, 16
+ROOM_FOR_TWO_GIB = 130
+"""Memory of a GPU that holds the 20 B twice, and a training pass of 16 rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +148,12 @@ def timed_if_it_fits(once: Callable[[], object], device: str, rows: int) -> obje
         return OUT_OF_MEMORY
     finally:
         free_memory()
+
+
+def keep_timed(keep: Keep, case: Sequence[str], once: Callable[[], object], device: str, rows: int) -> None:
+    """Measure a case and keep its figures, unless it was measured before."""
+    if not keep.has(case):
+        keep(case, timed_if_it_fits(once, device, rows))
 
 
 # --- the engine's step
@@ -205,8 +243,22 @@ def step_20b(size: str, scale: Scale, keep: Keep, *, with_encoder: bool = False)
     numbers = model.published.text_encoder_parameters if with_encoder else 0
     held = torch.empty(min(numbers, 1000) if scale.is_narrow else numbers, dtype=torch.bfloat16, device=scale.device)
     for rows in scale.few(ROWS[size]):
-        keep([f"rows {rows}"], timed_if_it_fits(step.once(adapter, rows), scale.device, images_of(rows)))
+        keep_timed(keep, [f"rows {rows}"], step.once(adapter, rows), scale.device, images_of(rows))
     del held
+
+
+def plain_step_20b(scale: Scale, keep: Keep) -> None:
+    """Measure steps of the 20 B with peft's and diffusers' own layers, as the engine had before `half_layers.py`.
+
+    Beside "20 B engine step, 512 px", the figures tell what the engine's layers gain on a GPU.
+    """
+    model = MODELS["20 B"]
+    transformer = scale.transformer(model)
+    adapter = scale.adapter(model, transformer, "512 px")
+    with patch("engine.models.load.compute_in_half"):
+        step = EngineStep.of(transformer, adapter, LORA, model.guidance)
+    for rows in scale.few(PLAIN_ROWS):
+        keep_timed(keep, [f"rows {rows}"], step.once(adapter, rows), scale.device, images_of(rows))
 
 
 # --- rollout passes
@@ -232,7 +284,7 @@ def keep_passes(way: str, adapter: Any, numbers: Sequence[int], guidance: float,
         for passes, doubles in (("two passes", False), ("one doubled pass", True)):
             adapter.doubles_guidance = doubles
             once = pass_of(adapter, scale.device, images, guidance)
-            keep([way, passes, f"images {images}"], timed_if_it_fits(once, scale.device, images))
+            keep_timed(keep, [way, passes, f"images {images}"], once, scale.device, images)
 
 
 def passes_20b(size: str, scale: Scale, keep: Keep) -> None:
@@ -250,7 +302,7 @@ def passes_20b(size: str, scale: Scale, keep: Keep) -> None:
             keep(["merge_s"], time.perf_counter() - begun)
         keep_passes(way, adapter, numbers, model.guidance, scale, keep)
         once = pass_of(adapter, scale.device, UNGUIDED, 1.0)
-        keep([way, "no guidance", f"images {UNGUIDED}"], timed_if_it_fits(once, scale.device, UNGUIDED))
+        keep_timed(keep, [way, "no guidance", f"images {UNGUIDED}"], once, scale.device, UNGUIDED)
 
 
 def compiled_20b(scale: Scale, keep: Keep) -> None:
@@ -296,10 +348,9 @@ def family(name: str, scale: Scale, keep: Keep) -> None:
     for size, adapter in adapters.items():
         for rows in scale.few(FAMILY_ROWS):
             once = pass_of(adapter, scale.device, rows, model.guidance)
-            keep([size, "pass", f"images {rows}"], timed_if_it_fits(once, scale.device, rows))
+            keep_timed(keep, [size, "pass", f"images {rows}"], once, scale.device, rows)
         for rows in scale.few(FAMILY_ROWS):
-            figures = timed_if_it_fits(step.once(adapter, rows), scale.device, images_of(rows))
-            keep([size, "step", f"rows {rows}"], figures)
+            keep_timed(keep, [size, "step", f"rows {rows}"], step.once(adapter, rows), scale.device, images_of(rows))
 
 
 PRECISIONS = {"fp32": ("highest", False), "TF32": ("high", False), "bf16 with fp32 master weights": ("highest", True)}
@@ -339,7 +390,140 @@ def precisions(scale: Scale, keep: Keep) -> None:
     for size, adapter in adapters.items():
         for name in PRECISIONS:
             with precision(name, transformer):
-                keep([size, name, "step"], timed_if_it_fits(step.once(adapter, 1), scale.device, images_of(1)))
+                keep_timed(keep, [size, name, "step"], step.once(adapter, 1), scale.device, images_of(1))
+
+
+# --- a whole run, and a change of role
+
+
+def recipe(scale: Scale, keep: Keep) -> None:
+    """Run three iterations of the published recipe of verl-omni: rollout, decoding, scoring, training, publishing.
+
+    The 20 B at 512 px, 10 steps of which 2 are trained, guidance 4, LoRA of rank 64; two of its 32 prompts, so that an
+    iteration takes a minute. One process makes everything: the trainer's own rollouts, through adapters beside the
+    weights. Where the GPU has room for the model twice, a rollout worker with merged adapters makes them. The score is
+    the brightness of the image.
+    """
+    model, of_a_prompt = MODELS["20 B"], 2 if scale.is_narrow else RECIPE_IMAGES
+    images = RECIPE_PROMPTS * of_a_prompt
+    gib = torch.cuda.get_device_properties(0).total_memory // GIB if scale.device == "cuda" else 0
+    workers = int(scale.is_narrow or gib >= ROOM_FOR_TWO_GIB)
+    config = EngineConfig(
+        iterations=RECIPE_ITERATIONS,
+        sampler=SamplerConfig(steps=10, noise_level=1.2, shift=1.0, guidance=1.0, window=WindowConfig(size=2)),
+        algorithm=AlgorithmConfig(
+            name="flow-grpo",
+            prompts_per_batch=RECIPE_PROMPTS,
+            images_per_prompt=of_a_prompt,
+            rows_per_forward=16,
+            learning_rate=1e-5,
+        ),
+        exploration=ExplorationConfig(mode="none"),
+        evaluation=EvaluationConfig(prompts=1, every=RECIPE_ITERATIONS, steps=1, shape=1),
+        runtime=RuntimeConfig(
+            name="inproc", shape=of_a_prompt, device=scale.device, help="off" if workers else "greedy"
+        ),
+    )
+    config = config.model_copy(
+        update={"model": LORA, "sampler": config.sampler.model_copy(update={"guidance": model.guidance})}
+    )
+
+    def make_adapter() -> Any:
+        torch.manual_seed(0)
+        transformer = scale.transformer(model)
+        adapter = model.over(
+            transformer, "512 px", is_narrow=scale.is_narrow, vae=random_vae(scale.device, is_narrow=scale.is_narrow)
+        )
+        freeze_but_trained(adapter, LORA)
+        recompute_blocks(transformer)
+        return adapter
+
+    def reward(finished: torch.Tensor, prompts: Sequence[str]) -> list[Score]:
+        return [Score(reward=float(image.float().mean()), metrics={}) for image in finished]
+
+    with tempfile.TemporaryDirectory() as folder:
+        begun = time.perf_counter()
+        run = build_inproc(
+            config,
+            Path(folder),
+            run="recipe",
+            clock=ScaledClock(origin_ms=0),
+            reward=reward,
+            workers=workers,
+            make_adapter=make_adapter,
+        )
+        finish(scale.device)
+        keep(["models_s"], time.perf_counter() - begun)
+        run.loop.run()
+        lines = [
+            json.loads(line)
+            for file in (Path(folder) / "progress").glob("*.jsonl")
+            for line in file.read_text("utf-8").splitlines()
+        ]
+    events = [line["event"] for line in lines if line["kind"] == "iteration_done"]
+    spent: Counter[str] = Counter()
+    for line in lines:
+        if line["kind"] == "node_usage":
+            spent.update(line["event"]["phase_ms"])
+    sized = published_at("Qwen-Image", ImageSize(512, 512, text_tokens=TEXT_TOKENS))
+    peak = peak_of(torch.cuda.get_device_name()) if scale.device == "cuda" else None
+    work = {Phase.ROLLOUT: rollout_operations(config, sized), Phase.TRAINING: training_operations(config, sized)}
+    for event in events:
+        keep(["iterations", str(event["iteration"])], {"s": event["wall_seconds"], "images": images})
+    for phase, ms in spent.items():
+        rate = images * len(events) / (ms / 1000)
+        figures = {"s_an_iteration": ms / 1000 / len(events), "images_per_gpu_second": rate}
+        if peak is not None and phase in work:
+            figures["mfu"] = rate * work[Phase(phase)] / peak
+        keep(["phases", phase], figures)
+    seconds = statistics.median([event["wall_seconds"] for event in events][1:])
+    whole: dict[str, object] = {"images_per_gpu_second": images / seconds, "merged": bool(workers)}
+    if peak is not None:
+        whole["mfu"] = images / seconds * sum(work.values()) / peak
+    keep(["whole"], whole)
+
+
+def random_vae(device: str, *, is_narrow: bool) -> Any:
+    """Return Qwen-Image's autoencoder with random weights in bf16."""
+    narrow = {"base_dim": 4, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1} if is_narrow else {}
+    return AutoencoderKLQwenImage(**narrow).to(device, torch.bfloat16)
+
+
+def promotion(scale: Scale, keep: Keep) -> None:
+    """Measure what a worker's GPU does between its last lease and its first as the trainer, in a fresh process.
+
+    CUDA begins; SD3.5-medium's transformer is read from a folder (the file is in the page cache); a trainer is created;
+    a checkpoint's tensors are read; the first lease is sampled.
+    """
+    begun = time.perf_counter()
+    torch.zeros(1, device=scale.device)
+    finish(scale.device)
+    keep(["cuda_start_s"], time.perf_counter() - begun)
+    model = MODELS["SD3.5-medium"]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        scale.transformer(model).save_pretrained(folder / "transformer")
+        free_memory()
+        begun = time.perf_counter()
+        transformer = SD3Transformer2DModel.from_pretrained(folder / "transformer", torch_dtype=torch.bfloat16)
+        transformer.to(scale.device).eval()
+        finish(scale.device)
+        keep(["base_load_s"], time.perf_counter() - begun)
+        keep(["base_bytes"], sum(file.stat().st_size for file in (folder / "transformer").glob("*.safetensors")))
+        adapter = scale.adapter(model, transformer, "512 px")
+        step = EngineStep.of(transformer, adapter, LORA, model.guidance)
+        step.once(adapter, 2)()
+        stored = write_tensors(folder / "optimizer", step.model.trainer.optimizer_state())
+        begun = time.perf_counter()
+        step.model.trainer.load_optimizer_state(read_tensors(stored.open(), scale.device))
+        finish(scale.device)
+        keep(["checkpoint_read_s"], time.perf_counter() - begun)
+        begun = time.perf_counter()
+        once = pass_of(adapter, scale.device, 4, model.guidance)
+        for _ in range(10):
+            once()
+        finish(scale.device)
+        keep(["first_lease_s"], time.perf_counter() - begun)
 
 
 # --- the checks
@@ -367,6 +551,8 @@ CHECKS = (
         gib=75,
         seconds=180,
     ),
+    Check(name="20 B recipe, 512 px", measure=recipe, gib=75, seconds=420),
+    Check(name="20 B step with peft's own layers, 512 px", measure=plain_step_20b, gib=75, seconds=150),
     Check(name="20 B rollout passes, 1280 px", measure=partial(passes_20b, "1280 px"), gib=75, seconds=240),
     Check(name="20 B engine step, 1280 px", measure=partial(step_20b, "1280 px"), gib=75, seconds=180),
     Check(name="FLUX.1 passes and steps", measure=partial(family, "FLUX.1"), gib=40, seconds=150),
@@ -376,28 +562,45 @@ CHECKS = (
     Check(name="SD3.5-medium, all weights, by precision", measure=precisions, gib=75, seconds=180),
     Check(name="20 B compiled passes, 512 px", measure=compiled_20b, gib=75, seconds=300),
     Check(name="20 B adapters sent and loaded", measure=weights_20b, gib=60, seconds=120),
+    Check(name="SD3.5-medium, a worker becomes the trainer", measure=promotion, gib=24, seconds=120),
 )
 """All measurements, those first that answer most."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """List the checks, or run one on the GPU."""
+    """List the checks, or run one on the GPU, or with `--narrow` on the CPU."""
     by_name = {check.name: check for check in CHECKS}
-    if not arguments:
+    names = [argument for argument in arguments if argument != "--narrow"]
+    if not names:
         print(*by_name, sep="\n")
         return 0
-    name = arguments[0]
+    name = names[0]
     if name not in by_name:
         print(f"there is no check {name!r}; the checks are:", *by_name, sep="\n")
         return 2
-    device = describe_device()
-    by_name[name].measure(Scale(), lambda case, value: _keep(name, case, value, device))
+    scale = Scale()
+    if "--narrow" in arguments:
+        scale = Scale(device="cpu", is_narrow=True)
+        torch.set_num_threads(1)  # narrow layers take longest to wait for another thread
+    device = describe_device() | (NARROW if scale.is_narrow else {})
+    by_name[name].measure(scale, KeptFigures(name, device))
     return 0
 
 
-def _keep(name: str, case: Sequence[str], value: object, device: dict[str, Any]) -> None:
-    keep_figure(name, case, value, device)
-    print(f"{name}, {', '.join(case)}: {value}", flush=True)
+class KeptFigures:
+    """`Keep` that writes the figures of a check to the file of figures.py."""
+
+    def __init__(self, check: str, device: dict[str, Any]) -> None:
+        self._check, self._device = check, device
+        self._measured = {tuple(line["case"]) for line in lines_of(check, device) if "case" in line}
+
+    def __call__(self, case: Sequence[str], value: object) -> None:
+        keep_figure(self._check, case, value, self._device)
+        self._measured.add(tuple(case))
+        print(f"{self._check}, {', '.join(case)}: {value}", flush=True)
+
+    def has(self, case: Sequence[str]) -> bool:
+        return tuple(case) in self._measured
 
 
 if __name__ == "__main__":

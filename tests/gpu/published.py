@@ -60,8 +60,8 @@ class Random:
             torch.set_default_dtype(usual)
         return transformer.eval().to(device)
 
-    def over(self, transformer: nn.Module, size: str, *, is_narrow: bool = False) -> Any:
-        """Return our adapter for one size over the transformer. Its text is random."""
+    def over(self, transformer: nn.Module, size: str, *, is_narrow: bool = False, vae: nn.Module | None = None) -> Any:
+        """Return our adapter for one size over the transformer. Its text is random. `vae`: None: it decodes nothing."""
         sizes, device = transformer.config, next(transformer.parameters()).device
         width = sizes.get("joint_attention_dim", sizes.get("text_dim"))
         latent = tuple(min(4, side) for side in self.latents[size]) if is_narrow else self.latents[size]
@@ -72,7 +72,7 @@ class Random:
             pooled = torch.randn(len(prompts), sizes.get("pooled_projection_dim", 1), device=device)
             return EncodedText(hidden, torch.ones(shape, dtype=torch.bool, device=device), pooled)
 
-        return self.adapter(transformer, nn.Identity(), encode, latent)
+        return self.adapter(transformer, vae or nn.Identity(), encode, latent)
 
 
 IMAGES = {"512 px": (64, 64), "1024 px": (128, 128)}

@@ -97,11 +97,7 @@ def test_a_pass_with_guidance_counts_twice_and_a_lora_row_as_two_passes():
 
 @pytest.mark.parametrize(("gpu", "tera"), [
     ("H100", 989), ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H200", 989), ("A100-80GB", 312),
-    ("NVIDIA A100-SXM4-80GB", 312),
-    ("NVIDIA A10G", 70),
-    ("A10", 125),
-    ("NVIDIA L40S", 362),
-    ("cpu", None),
+    ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA A10G", 70), ("A10", 125), ("NVIDIA L40S", 362), ("cpu", None),
     ("T4", None),
 ])  # fmt: skip
 def test_a_gpu_has_its_peak_by_the_catalogs_and_by_the_drivers_name(gpu, tera):
