@@ -24,7 +24,7 @@ def test_the_quickstart_job_matches_the_readme(tmp_path):
     assert (job.name, job.infra, job.iterations, job.clock_factor) == ("quickstart", "local", 45, "auto")
     assert (job.algorithm.prompts_per_batch, job.algorithm.images_per_prompt) == (12, 4)
     assert (job.algorithm.name, job.sampler.steps, job.sampler.noise_level) == ("diffusion-nft", 8, 0.0)
-    assert job.exploration.budget == CandidateBudget(candidates=144)
+    assert job.exploration.budget == CandidateBudget(candidates=72, patience_seconds=120)
     assert (job.target.metric, job.target.value, job.target.evaluations) == ("exact_match", 0.95, 3)
     assert (job.evaluation.prompts, job.evaluation.every) == (512, 3)
     assert (job.resources.trainer.use_spot, job.resources.rollout.use_spot) == (True, True)
