@@ -62,7 +62,7 @@ def test_the_printed_memory_adds_up(dry_run):
         assert table["rows, images of a pass"] == 8 <= table["as many would fit"]
     assert trainer["a pass"] == pytest.approx(8 * trainer["each row, each image"], rel=0.01)
     filled = sum(trainer[name] for name in PARTS) + trainer["as many would fit"] * trainer["each row, each image"]
-    assert trainer["usable"] - trainer["each row, each image"] < filled <= trainer["usable"] + 0.2
+    assert trainer["usable"] - trainer["each row, each image"] < filled <= trainer["usable"] + 0.35
 
 
 def test_the_memory_of_the_20_b_model_is_recomputed_by_hand(dry_run):

@@ -132,7 +132,11 @@ def test_the_figures_of_a_run_are_read_without_its_curves(served):
     assert state.keys() == {"view", "cpu_ms"}
     same = {"name", "status", "iteration", "score", "is_over", "lacks_controller"}
     assert {key: state["view"][key] for key in same} == {key: page["view"][key] for key in same}
-    assert 0 < state["cpu_ms"] < page["cpu_ms"]
+    # The first calls read what later ones have already, and a busy machine delays some: the least of five.
+    spent = {
+        part: min(served.get(f"/api/runs/live{part}").json()["cpu_ms"] for _ in range(5)) for part in ("/state", "")
+    }
+    assert 0 < spent["/state"] < spent[""]
     assert served.get("/api/runs/nobody/state").status_code == 404
 
 
