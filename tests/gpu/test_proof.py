@@ -19,7 +19,7 @@ SCRIPT = """
 import json, os, signal, sys, time
 file, check, cases, mode = sys.argv[1:]
 origin = json.loads(os.environ["ORIGIN"])
-lines = [json.loads(line) for line in open(file)] if os.path.exists(file) else []
+lines = [json.loads(line) for line in open(file) if line.endswith("}\\n")] if os.path.exists(file) else []
 done = {tuple(line["case"]) for line in lines if line["check"] == check and "case" in line}
 for case in cases.split():
     if (case,) in done:
