@@ -178,7 +178,10 @@ class Agent:
         if self.on_cloud and self.spec.digest:  # only on a machine that our set-up made into a node
             print(use_local_disk(self.folder), flush=True)
         if self.on_cloud:
-            threading.Thread(target=self._watch_coordinator, daemon=True, name="coordinator").start()
+            # A client loads certificates, under a lock that a process forked meanwhile would keep for ever: not in the
+            # thread.
+            client = httpx.Client(timeout=5.0, trust_env=False)
+            threading.Thread(target=self._watch_coordinator, args=(client,), daemon=True, name="coordinator").start()
         has = hardware()
         ready = self._prepare()
         ready_sent = False
@@ -352,23 +355,24 @@ class Agent:
         self.noticed_ms = deadline_ms
         self.drain.set()
         print(f"notice: this node will be gone at {deadline_ms}", flush=True)
-        threading.Thread(target=self._send_notice, args=(deadline_ms,), daemon=True).start()
+        client = httpx.Client(timeout=1.0, trust_env=False)
+        threading.Thread(target=self._send_notice, args=(client, deadline_ms), daemon=True).start()
 
-    def _send_notice(self, deadline_ms: int) -> None:
+    def _send_notice(self, client: httpx.Client, deadline_ms: int) -> None:
         call = pack(encode(Notice(node=self.spec.node, deadline_ms=deadline_ms)))
         url, headers = self._coordinator("call")
         while self.noticed_ms == deadline_ms:
             with contextlib.suppress(httpx.HTTPError):
-                httpx.post(url, content=call, headers=headers, timeout=1.0, trust_env=False).raise_for_status()
+                client.post(url, content=call, headers=headers).raise_for_status()
                 return
             time.sleep(NOTICE_AGAIN_SECONDS)
 
-    def _watch_coordinator(self) -> None:
+    def _watch_coordinator(self, client: httpx.Client) -> None:
         """Record each answer of the run's coordinator for the guard. A frozen coordinator gives none."""
         url, headers = self._coordinator("health")
         while True:
             with contextlib.suppress(httpx.HTTPError):
-                httpx.get(url, headers=headers, timeout=5.0, trust_env=False).raise_for_status()
+                client.get(url, headers=headers).raise_for_status()
                 touch(self.folder / LAST_ANSWER)
             time.sleep(min(COORDINATOR_SECONDS, limit_seconds() / 4))
 

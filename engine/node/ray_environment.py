@@ -25,6 +25,7 @@ def ray_environment(spec: NodeSpec) -> dict[str, str]:
     everywhere = {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "RAY_worker_niceness": "0",  # Ray's 15 starves coordinator and workers beside a trainer that uses every core
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": hashlib.sha256(f"ray {spec.rollout_token}".encode()).hexdigest(),
     }

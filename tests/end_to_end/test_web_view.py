@@ -90,7 +90,7 @@ def test_a_live_run_is_watched_and_stopped_in_the_browser(bench: Bench, forked_e
             page.wait_for_selector(".events li:has-text('iteration 2')")
             page.wait_for_selector(".inside progress")
             page.wait_for_selector(".stretch.spot")
-            page.wait_for_selector("img:not([hidden])")
+            page.wait_for_selector("img[src]:visible")
             looked_at(page, "live-run")
         page.wait_for_selector("#link.trouble")
         seen = re.findall(r"iteration (\d+):", page.locator(".events").inner_text())

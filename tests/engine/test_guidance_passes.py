@@ -73,7 +73,7 @@ def job(**model):
     return EngineConfig(model=ModelConfig(name="qwen-image", path="none", weights="lora", **model))
 
 
-def test_a_doubled_batch_works_on_twice_the_rows_and_keeps_as_much():
+def test_a_doubled_batch_works_on_twice_the_rows_and_keeps_the_last_block_of_both_branches():
     one, two = setting_of(job(guidance_passes="one")), setting_of(job())
     assert denoising_bytes(QWEN_IMAGE.at(SIZE), one) == 2 * denoising_bytes(QWEN_IMAGE.at(SIZE), two)
     assert denoising_bytes(FLUX_1_DEV.at(SIZE), one) == denoising_bytes(FLUX_1_DEV.at(SIZE), two)
@@ -88,7 +88,7 @@ def test_a_doubled_batch_works_on_twice_the_rows_and_keeps_as_much():
             doubles_guidance=doubles,
         )
 
-    assert row(True).kept == row(False).kept
+    assert row(False).kept < row(True).kept < 1.2 * row(False).kept, "with two passes, that of the second alone"
     assert row(True).working == 2 * row(False).working
     assert row(True, is_guided=False) == row(False, is_guided=False)
 
