@@ -180,7 +180,7 @@ test-clouds-everything-aws test-clouds-everything-gcp:
 # What seldom happens, to runs and to single nodes. Both halves take most of an hour: `.ci/nightly` runs them. They
 # run one after the other: eight nodes set up at once take so long on two cores that runs come to their deadlines.
 FAULTS_OF_RUNS := tests/clouds/test_faults.py
-FAULTS_OF_PARTS := tests/clouds/test_quota.py tests/clouds/test_bastion.py tests/clouds/test_trainer_nodes.py tests/clouds/test_spot_trainer.py
+FAULTS_OF_PARTS := tests/clouds/test_quota.py tests/clouds/test_bastion.py tests/clouds/test_trainer_nodes.py tests/clouds/test_spot_trainer.py tests/clouds/test_moves.py
 
 test-clouds-faults: env tools
 	@$(MAKE) --no-print-directory test-clouds-faults-runs

@@ -52,7 +52,7 @@ def undisturbed(world: World) -> Iterator[Launched]:
     run.spotrl("down", run.name, check=False)
 
 
-@pytest.mark.parametrize("to", [pytest.param("region", marks=pytest.mark.long), "cloud"])
+@pytest.mark.parametrize("to", ["region", "cloud"])
 def test_a_run_whose_region_has_no_spot_goes_on_elsewhere_and_trains_the_same_bits(
     world: World, undisturbed: Launched, tmp_path: Path, to: str
 ) -> None:
