@@ -127,7 +127,7 @@ _bug(
     "agent_keeps_a_notice_to_itself",
     "agent",
     "engine.node.agent",
-    "        threading.Thread(target=self._send_notice, args=(deadline_ms,), daemon=True).start()",
+    "        threading.Thread(target=self._send_notice, args=(client, deadline_ms), daemon=True).start()",
     "        pass",
     forgets="to send a preemption notice to the coordinator",
     found_by=[f"{CLOUD_TESTS}::test_a_preemption_notice_drains_the_node_and_reaches_the_coordinator"],
