@@ -8,8 +8,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session, sessionmaker
 
 from launcher.cli.layout import print_table, print_text
-from launcher.cli.output_file import check_output
-from launcher.cli.report import say_written
+from launcher.cli.output_file import check_output, say_written
 from launcher.ledger.models import Run
 from launcher.ledger.store import find_run
 from launcher.money import dollars, hourly

@@ -6,6 +6,7 @@ file. `ctx.obj` is the ledger (a sessionmaker), opened when a command runs. A co
 """
 
 import ast
+import gc
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -83,6 +84,7 @@ class CommandFolder(click.Group):
             return None
         stem = cmd_name.replace("-", "_")
         module = import_module(f"launcher.cli.{stem}")
+        gc.freeze()  # modules stay; a list of thousands of runs would look through them again and again
         command = getattr(module, stem, None) or getattr(module, f"{stem}_")
         assert isinstance(command, click.Command), f"launcher/cli/{stem}.py has no command {stem}"
         return command

@@ -8,13 +8,12 @@ import click
 from sqlalchemy.orm import Session, sessionmaker
 
 from launcher.cli.number import Number
-from launcher.cli.output_file import check_output
+from launcher.cli.output_file import check_output, say_written
 from launcher.cli.run_argument import run_argument
 from launcher.ledger.models import Removal, Run
 from launcher.ledger.store import find_run
-from launcher.money import dollars
 from launcher.report.build import build_report
-from launcher.report.focus import FocusFile, write_focus
+from launcher.report.focus import write_focus
 from launcher.report.tables import write_tables
 from launcher.report.terminal import a_console, print_report
 from launcher.storage.stores import StoreError, read_object, run_stores
@@ -88,13 +87,6 @@ def report(
         click.echo(json.dumps(built.to_dict(), indent=2, allow_nan=False))
     else:
         print_report(built, a_console())
-
-
-def say_written(file: FocusFile) -> None:
-    """Print what a file of FOCUS rows holds, and what it cannot hold."""
-    click.echo(f"wrote {file.path}: {file.rows} rows, {dollars(file.micro_usd)}", err=True)
-    for note in file.notes:
-        click.echo(note, err=True)
 
 
 def image_reader(run: Run) -> Callable[[str], bytes | None]:
