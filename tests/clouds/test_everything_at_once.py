@@ -131,7 +131,12 @@ class HalfAnHour:
         self.run.trains_on()
 
     def finish(self) -> None:
-        """Open the target while ends fail again; the run ends by itself."""
+        """Open the target while ends fail again; the run ends by itself.
+
+        Every preempted node has ended by then. EC2 may call an instance preempted that spotrl ordered to end at the
+        same time, and may bill it: the ledger bills each that was ordered to end, and the fake cloud would not.
+        """
+        self.until("no preempted node is left", lambda: len(self.run.ready("rollout")) == 1, BACK_SECONDS)
         self.world.fault("ends_fail", self.cloud, seconds=60)
 
         def finished() -> bool:
