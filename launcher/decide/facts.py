@@ -142,9 +142,10 @@ class NodeRecord:
 
     @property
     def ended_ms(self) -> int | None:
-        for kind in ENDS:
-            if kind in self.happened:
-                return self.happened[kind]
+        if not self.is_live:
+            for kind in ENDS:
+                if kind in self.happened:
+                    return self.happened[kind]
         return None
 
     @property
@@ -153,7 +154,7 @@ class NodeRecord:
 
         A node without a recorded end is billed, so the node counts as running.
         """
-        return self.ended_ms is None
+        return ENDS.isdisjoint(self.happened)
 
     @property
     def is_kept(self) -> bool:
@@ -183,7 +184,7 @@ class NodeRecord:
     @property
     def is_ordered_to_end(self) -> bool:
         """Return True if the launcher ordered the node's end and the cloud still bills the VM, or may bill it."""
-        return self.has_instance and "releasing" in self.happened
+        return "releasing" in self.happened and self.has_instance
 
     @property
     def was_refused(self) -> bool:

@@ -11,9 +11,9 @@ from launcher.decide.placing import place_of
 from launcher.decide.promotion import (
     SAVED_MS,
     SUCCESSOR,
+    LossOfTrainer,
     may_train,
     trainer_that_stands_in,
-    why_not_on_spot,
     why_on_demand,
 )
 from launcher.decide.replacing import is_stand_in, needs_successor
@@ -141,10 +141,11 @@ def _given_back_trainer(facts: Facts, wanted: Wanted, kept: Sequence[NodeRecord]
     if released_ms and facts.now_ms < max(released_ms) + GIVE_BACK_GAP_MS:
         return []
     alike = {slot.name for slot in wanted.slots if may_train(slot, wanted)} | {SUCCESSOR}
+    loss = LossOfTrainer.of(facts, wanted)
     is_there = any(
         node.slot in alike and node.market is Market.SPOT and _has_settled(node, facts, tried)
         for node in kept
-        if node.wanted is not None and not why_not_on_spot(node.wanted, tried, facts, wanted)
+        if node.wanted is not None and not (loss and loss.why_not_on_spot(node.wanted, tried, facts.now_ms))
     )
     return [trainer] if is_there else []
 

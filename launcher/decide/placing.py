@@ -26,7 +26,7 @@ from launcher.decide.further_nodes import (
 )
 from launcher.decide.launch_history import Tried
 from launcher.decide.moving import options_elsewhere
-from launcher.decide.promotion import SUCCESSOR, may_train, trainer_on_spot, why_not_on_spot, why_on_demand
+from launcher.decide.promotion import SUCCESSOR, LossOfTrainer, may_train, trainer_on_spot, why_on_demand
 from launcher.decide.replacing import stays
 from launcher.decide.run_budget import beside, hourly_of
 from launcher.decide.waiting import may_risk_spot, price_of, why_late, why_stand_in, why_trainer_stand_in
@@ -77,7 +77,10 @@ def _trainer_on_spot(
 ) -> Move:
     """Return the next trainer of a plan with its trainer on spot: on spot, or on demand where spot does not pay."""
     spot = [option for option in home_of(tried, sites).trainer if option.placement.market is Market.SPOT]
-    refused = {option.place: why_not_on_spot(option, tried, facts, wanted) for option in spot}
+    loss = LossOfTrainer.of(facts, wanted)
+    refused = {
+        option.place: "" if loss is None else loss.why_not_on_spot(option, tried, facts.now_ms) for option in spot
+    }
     costs_more = next(iter(refused.values()), "") if all(refused.values()) else ""
     if tried.trainer is None:
         home = home_of(tried, sites)

@@ -13,7 +13,7 @@ Pure: no clock, no I/O.
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from engine.events import Market
 from launcher.decide.facts import PROMOTED, STEADY_ITERATIONS, Facts, NodeRecord, Wanted
@@ -146,30 +146,42 @@ def restart_ms(facts: Facts, wanted: Wanted) -> float:
     return (sum(waits) + PRIOR_LOSSES * prior) / (len(waits) + PRIOR_LOSSES)
 
 
-def why_not_on_spot(option: Option, tried: Tried, facts: Facts, wanted: Wanted) -> str:
-    """Return why a pool's losses of a trainer cost more than its spot price saves. Empty: they cost less.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossOfTrainer:
+    """What a loss of a trainer on spot costs, in micro-dollars.
 
-    losses an hour x ((work since a checkpoint + restart) x price of the fleet + change x price of a node)
-        >= on demand - spot
-
-    A run that needs nodes on demand to be in time makes good what it loses at their price. 1.4 preemptions an hour,
-    iterations of 10 minutes, a restart of 90 s, and seven nodes of $88 on demand: $118 an hour.
+    (work since a checkpoint + restart) x price of the fleet + change x price of a node. A run that needs nodes on
+    demand to be in time makes good what it loses at their price.
     """
-    work, trainer = facts.work, trainer_on_spot(wanted)
-    if work is None or trainer is None:
-        return ""
-    lost_ms = work.lost_ms + restart_ms(facts, wanted)
-    is_tight = needs_on_demand(facts, wanted, work)
-    prices = {
-        slot.name: slot.on_demand_micro_usd_per_hour if is_tight else slot.placement.micro_usd_per_hour
-        for slot in wanted.slots
-    }
-    losses = tried.hazard_per_hour(option, facts.now_ms)
-    costs = losses * (lost_ms * sum(prices.values()) + CHANGE_MS * prices[trainer.name]) / HOUR_MS
-    saves = option.on_demand_micro_usd_per_hour - option.placement.micro_usd_per_hour
-    if costs < saves:
-        return ""
-    return (
-        f"{losses:.1f} preemptions an hour in {option.placement.zone} would cost {dollars(round(costs))} an hour, and "
-        f"spot saves {dollars(round(saves))}"
-    )
+
+    micro_usd: float
+
+    @classmethod
+    def of(cls, facts: Facts, wanted: Wanted) -> "LossOfTrainer | None":
+        """Return the cost of a loss now. None: the trainer is on demand, or the plan predicts no iteration times."""
+        work, trainer = facts.work, trainer_on_spot(wanted)
+        if work is None or trainer is None:
+            return None
+        is_tight = needs_on_demand(facts, wanted, work)
+        prices = {
+            slot.name: slot.on_demand_micro_usd_per_hour if is_tight else slot.placement.micro_usd_per_hour
+            for slot in wanted.slots
+        }
+        lost_ms = work.lost_ms + restart_ms(facts, wanted)
+        return cls(micro_usd=(lost_ms * sum(prices.values()) + CHANGE_MS * prices[trainer.name]) / HOUR_MS)
+
+    def why_not_on_spot(self, option: Option, tried: Tried, now_ms: int) -> str:
+        """Return why a pool's losses of a trainer cost more than its spot price saves. Empty: they cost less.
+
+        losses an hour x cost of a loss >= on demand - spot. 1.4 preemptions an hour, iterations of 10 minutes, a
+        restart of 90 s, and seven nodes of $88 on demand: $118 an hour.
+        """
+        losses = tried.hazard_per_hour(option, now_ms)
+        costs = losses * self.micro_usd
+        saves = option.on_demand_micro_usd_per_hour - option.placement.micro_usd_per_hour
+        if costs < saves:
+            return ""
+        return (
+            f"{losses:.1f} preemptions an hour in {option.placement.zone} would cost {dollars(round(costs))} an hour, "
+            f"and spot saves {dollars(round(saves))}"
+        )

@@ -70,6 +70,8 @@ def _money_is_used_up(facts: Facts, wanted: Wanted, live: Sequence[NodeRecord]) 
 
 
 def _money_of_all_runs_is_used_up(facts: Facts, wanted: Wanted, live: Sequence[NodeRecord]) -> Enter | None:
+    if wanted.all_runs.max_total is None:
+        return None
     held = reserve_of([*live, *facts.kept], wanted.allowance_ms, facts.now_ms) + stuck_micro_usd(facts, wanted)
     others = facts.others
     if budget_guard.must_drain(

@@ -12,7 +12,7 @@ facts of the past and answers actions.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil, floor
 from random import Random
@@ -25,6 +25,7 @@ from launcher.decide.launch_history import jitter
 from launcher.decide.work_left import WorkLeft
 from launcher.market.hazard import COLD_START_MS
 from launcher.money import HOUR_MS
+from launcher.placement.plan import Slot
 from launcher.placement.price_of_waiting import RESTART_MS
 from launcher.placement.requirements import LOST_WORK_MS
 from launcher.replay.trace import PoolTrace, Trace
@@ -68,6 +69,10 @@ class Instance:
 
     def works_at(self, at_ms: int) -> bool:
         return self.ended_ms is None and self.ready_ms is not None and self.ready_ms <= at_ms
+
+    def stays_at(self, at_ms: int) -> bool:
+        """Return whether the node works, and neither a notice nor a release ends it."""
+        return self.works_at(at_ms) and self.notice_ms is None and self.releasing_ms is None
 
 
 @dataclass(kw_only=True)
@@ -213,6 +218,13 @@ class World:
         nodes = [i for i in self._live.values() if i.record.role == "rollout" and i.works_at(self.now_ms)]
         spot = sum(i.record.market is Market.SPOT for i in nodes)
         return len({i.record.slot for i in nodes}), spot, len(nodes) - spot
+
+    def is_whole(self, slots: Sequence[Slot]) -> bool:
+        """Return whether each slot has one node that works, of the planned capacity type, and that stays."""
+        if len(self._live) != len(slots):
+            return False
+        markets = {i.record.slot: i.record.market for i in self._live.values() if i.stays_at(self.now_ms)}
+        return all(markets.get(slot.name) is slot.placement.market for slot in slots)
 
     def _next_save_ms(self) -> int | None:
         """Return the time of the next checkpoint of a trainer on demand: a spot node may take its role then."""

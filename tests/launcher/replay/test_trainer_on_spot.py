@@ -170,7 +170,9 @@ def test_losses_that_cost_more_than_spot_saves_keep_the_trainer_on_demand(lost, 
         allowance_ms=0,
         settle_ms=0,
     )
-    why = promotion.why_not_on_spot(offered, Tried(attempts), facts, wanted)
+    loss = promotion.LossOfTrainer.of(facts, wanted)
+    assert loss is not None
+    why = loss.why_not_on_spot(offered, Tried(attempts), facts.now_ms)
     assert bool(why) == is_refused
     if is_refused:
         assert why == "2.4 preemptions an hour in us-test-1a would cost $68.63 an hour, and spot saves $40.00"
