@@ -1,12 +1,12 @@
 """The recipe of a job: the figures of its iterations that are known before the run, and what follows from them. Pure.
 
-T(n) = (N - M) gamma / (R + n) + T_train + t_sync  seconds of an iteration with n spot GPUs at work
+T(n) = (N - M) gamma / (R s + n) + T_train + t_sync  seconds of an iteration with n spot GPUs at work
 K(n) = K(0) gain(n)^-e                             iterations to the target, with n spot GPUs all the time
 
 N: images of an iteration. M: those of them that were candidates, made beside training. gamma: GPU-seconds of an
-image. R: trainer GPUs that sample. T_train: training seconds of one GPU over ranks and their efficiency
-(engine/timing/ranks.py). With spot nodes that come and go, the plan averages T and K over time
-(`launcher.placement.forecast`). Closed forms of ours, after Spotlight (arXiv 2606.19004).
+image on a rollout GPU. R: trainer GPUs that sample, each s times as quick as a rollout GPU. T_train: training seconds
+of one GPU over ranks and their efficiency (engine/timing/ranks.py). With spot nodes that come and go, the plan averages
+T and K over time (`launcher.placement.forecast`). Closed forms of ours, after Spotlight (arXiv 2606.19004).
 """
 
 from collections.abc import Mapping
@@ -59,8 +59,10 @@ class Recipe:
     """Trained images per prompt."""
     sampling_gpus: int
     """GPUs of the trainer that sample while they have no group to train. R."""
+    sampling_speed: float = 1.0
+    """Images that a GPU of the trainer samples while a rollout GPU samples one. s."""
     rollout_gpu_seconds: float
-    """GPU-seconds of a trained image. gamma."""
+    """GPU-seconds of a trained image on a rollout GPU. gamma."""
     candidate_gpu_seconds: float
     """GPU-seconds of an explored candidate; less than a rollout's with fewer steps or bfloat16."""
     train_seconds: float
@@ -130,7 +132,7 @@ class Recipe:
         images = self.prompts * self.images_per_prompt
         if self.trains_candidates:
             images -= min(images, self._candidates(spot_gpus))
-        rollout = images * self.rollout_gpu_seconds / (self.sampling_gpus + spot_gpus)
+        rollout = images * self.rollout_gpu_seconds / (self.sampling_gpus * self.sampling_speed + spot_gpus)
         return rollout + self.train_seconds + (self.sync_seconds if spot_gpus else 0.0)
 
     def _candidates(self, spot_gpus: float) -> int:

@@ -108,13 +108,16 @@ def resolve(job: Job, workdir: Path | None = None, limits: RankLimits | None = N
     rows = algorithm.rows_per_forward
     if memory is not None and usable is not None:
         rows = min(rows, max(1, memory.trainer.fitting(usable)))
-    seconds = None
+    seconds, trainer_speed = None, 1.0
     if sized is not None:
         seconds = job_seconds(job, sized, trainer=trainer.accelerator, rollout=rollout.accelerator, rows=rows)
+        if seconds is not None and trainer.accelerator != rollout.accelerator:
+            alone = job_seconds(job, sized, trainer=trainer.accelerator, rollout=trainer.accelerator, rows=rows)
+            trainer_speed = 1.0 if alone is None else seconds.rollout / alone.rollout
     rows_of_image = rows_of_an_image(job)
     rows_of_group = rows_of_image * algorithm.images_per_prompt
     trained = trained_bytes(job.model, EMBEDDED[job.model.name] if sized is None else sized.architecture)
-    recipe = _recipe(job, seconds, sent_bytes(job.model, trained))
+    recipe = _recipe(job, seconds, sent_bytes(job.model, trained), trainer_speed)
     step = StepWork(
         groups=groups,
         group_seconds=recipe.train_seconds / recipe.prompts,
@@ -160,10 +163,10 @@ def _memory(job: Job, sized: SizedModel, ranks: int, usable: int | None) -> JobM
     )
 
 
-def _recipe(job: Job, seconds: JobSeconds | None, copy_bytes: int) -> Recipe:
+def _recipe(job: Job, seconds: JobSeconds | None, copy_bytes: int, trainer_speed: float) -> Recipe:
     """Return the recipe of a job on one GPU from the seconds of its images, or a guess of a minute an iteration.
 
-    The trainer helps with rollouts at the speed of a rollout GPU.
+    `trainer_speed`: as of `Recipe`.
     """
     trainer, rollout, algorithm = job.resources.trainer, job.resources.rollout, job.algorithm
     assert algorithm.name != "auto", "EngineConfig replaces auto by the recommended algorithm"
@@ -201,6 +204,7 @@ def _recipe(job: Job, seconds: JobSeconds | None, copy_bytes: int) -> Recipe:
         prompts=prompts,
         images_per_prompt=algorithm.images_per_prompt,
         sampling_gpus=1,
+        sampling_speed=trainer_speed,
         rollout_gpu_seconds=rollout_seconds,
         candidate_gpu_seconds=candidate_seconds,
         train_seconds=train_seconds,

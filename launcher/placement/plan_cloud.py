@@ -110,21 +110,26 @@ def plan_cloud(needs: CloudRequirements, market: MarketView) -> CloudPlan:
         pace_ms=_pace_ms(choice, expected),
         checkpoint_every=_checkpoint_every(needs, choice, expected),
         disk={} if needs.disk is None else dict(needs.disk.parts),
-        zones=_spells(choice.site),
+        zones=_spells(choice.site, sites),
         stand_ins=_stand_ins(needs, choice),
     )
 
 
-def _spells(site: Site) -> tuple[ZoneSpells, ...]:
-    """Return the spells of capacity of the site's zones, for rollout nodes and for a trainer on spot.
+def _spells(home: Site, sites: Sequence[Site]) -> tuple[ZoneSpells, ...]:
+    """Return the spells of capacity of the zones where a run may have spot nodes, the plan's region first.
 
-    A zone has one kind of spell in a replay: that of the nodes for which it has capacity less often.
+    Only a trainer on spot goes elsewhere for lack of spot (launcher/decide/moving.py). A zone has one kind of spell in
+    a replay: that of the nodes for which it has capacity less often.
     """
-    by_zone = {pool.offer.zone: pool.spells for pool in site.zones}
-    for pool in site.trainer_zones:
-        kept = by_zone.setdefault(pool.offer.zone, pool.spells)
-        if pool.spells.spells.uptime < kept.spells.uptime:
-            by_zone[pool.offer.zone] = pool.spells
+    by_zone: dict[tuple[str, str, str], ZoneSpells] = {}
+    for site in (home, *(sites if home.trainer_zones else ())):
+        for pool in site.zones:
+            by_zone.setdefault((site.trainer.cloud, site.trainer.region, pool.offer.zone), pool.spells)
+        for pool in site.trainer_zones:
+            zone = (site.trainer.cloud, site.trainer.region, pool.offer.zone)
+            kept = by_zone.setdefault(zone, pool.spells)
+            if pool.spells.spells.uptime < kept.spells.uptime:
+                by_zone[zone] = pool.spells
     return tuple(by_zone.values())
 
 
@@ -202,7 +207,7 @@ def _nodes_without_exploring(recipe: Recipe, site: Site) -> float:
         recipe.train_seconds / 3600,
         site.trainer_micro_usd_per_hour,
         min(rates),
-        assist_nodes=recipe.sampling_gpus / gpus,
+        assist_nodes=recipe.sampling_gpus * recipe.sampling_speed / gpus,
     )
 
 
