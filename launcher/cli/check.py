@@ -140,11 +140,12 @@ def _clouds(
 
 def _plan(checked: CheckedJob) -> Plan:
     from launcher.job.resolved import resolve_checked
+    from launcher.services.fleets import with_fleet_chosen
     from launcher.services.planning import cloud_plan  # imports numpy and the planner
 
-    return cloud_plan(
-        open_ledger(ledger_path(), is_held), resolve_checked(checked), home() / "catalogs", _now_ms()
-    ).as_plan()
+    sessions, catalogs, now_ms = open_ledger(ledger_path(), is_held), home() / "catalogs", _now_ms()
+    checked, _ = with_fleet_chosen(sessions, checked, catalogs, now_ms)
+    return cloud_plan(sessions, resolve_checked(checked), catalogs, now_ms).as_plan()
 
 
 def _now_ms() -> int:

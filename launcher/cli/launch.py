@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import click
 from rich.console import Console
@@ -43,6 +43,7 @@ from launcher.ledger.models import LOCAL, Run
 from launcher.market.offers import Offer, read_catalog
 from launcher.money import hourly
 from launcher.placement.cloud_plan import Span, cloud_plan_json
+from launcher.placement.fleets import with_kept_fleet
 from launcher.placement.plan import Plan, plan_local
 from launcher.replay.of_plan import check_deadline
 from launcher.runs.kept_plan import (
@@ -59,8 +60,15 @@ from launcher.runs.kept_plan import (
 from launcher.runs.runs import release_seconds, start_controller
 from launcher.runs.service import check_service, start_service
 from launcher.runs.start import StartWeights, find_start, send_start
+from launcher.services.fleets import Fleets, Goal, fleets_json, plan_of_fleet, with_fleet_chosen
 from launcher.services.own_prices import as_you_pay
-from launcher.services.planning import cloud_offers, cloud_plan, plan_with_other_trainer, with_replays
+from launcher.services.planning import (
+    cloud_offers,
+    cloud_plan,
+    current_market,
+    plan_with_other_trainer,
+    with_replays,
+)
 from launcher.settings import config_path, home, runs_folder
 from launcher.whole_file import whole_file
 
@@ -108,6 +116,15 @@ class Warned(Failure):
     metavar="FIELD=VALUE",
     help="Set a field of the job, like checkpoint.every=2. Repeatable. A path is relative to the working folder.",
 )
+@click.option(
+    "--minimize",
+    type=click.Choice(["cost", "time"]),
+    default="cost",
+    show_default=True,
+    help="On clouds, for a job that leaves its GPUs open. cost: buy the cheapest plan that is in time. time: buy the "
+    "quickest within the budget.",
+)
+@click.option("--choose", type=int, metavar="N", help="Buy the plan with this number of those that are shown.")
 @click.option(
     "--allow-old-prices",
     is_flag=True,
@@ -169,6 +186,8 @@ def launch(
     /,
     job: Path | None,
     settings: tuple[str, ...],
+    minimize: Literal["cost", "time"],
+    choose: int | None,
     allow_old_prices: bool,
     yes: bool,
     dry_run: bool,
@@ -236,8 +255,17 @@ def launch(
     if not checked.lines:
         raise JobError("it is empty", "`spotrl init` writes one with comments", file=job)
     if kept is not None:
+        checked = checked.with_job(with_kept_fleet(checked.job, kept.plan.values))
         refuse_changes(kept.file, kept.plan, job_changes(kept.plan, checked))
     _check_name_is_free(sessions, checked)
+    opened, fleets = checked, None
+    if checked.job.chooses_fleet:
+        checked, fleets = _chosen_fleet(sessions, opened, out, minimize, choose)
+    elif choose is not None or minimize != "cost":
+        raise click.UsageError(
+            "--minimize and --choose are for a job on clouds that leaves its GPUs open; leave out resources, or name "
+            "several kinds in resources.trainer.accelerators"
+        )
     resolved = resolve_checked(checked)
     if service:
         check_service(checked.job, os.environ)
@@ -245,14 +273,17 @@ def launch(
     weights_file = None if weights is None else weights.file
     warnings: list[str] = []
     if checked.job.clouds:
-        planned, of_plan = _plan_on_clouds(sessions, checked, resolved, out, explain, allow_old_prices, kept)
+        planned, of_plan = _plan_on_clouds(sessions, checked, resolved, out, explain, allow_old_prices, kept, fleets)
         with working(out, "Looking for prompts that the model would cut"):
             of_prompts = ask_prompt_warnings(checked)
         _print_warnings(out, of_prompts)
         if not dry_run:
             if closed := _closed_regions(checked, planned.plan, out):
+                if fleets is not None:
+                    checked, fleets = _chosen_fleet(sessions, opened, out, minimize, choose, closed)
+                    resolved = resolve_checked(checked)
                 planned, of_plan = _plan_on_clouds(
-                    sessions, checked, resolved, out, explain, allow_old_prices, kept, closed
+                    sessions, checked, resolved, out, explain, allow_old_prices, kept, fleets, closed
                 )
             warnings += _check_clouds(checked, planned.plan, out, allow_old_prices, weights_file)
         warnings = [*of_plan, *of_prompts, *warnings]
@@ -341,11 +372,13 @@ def _plan_on_clouds(
     explain: bool,
     allow_old_prices: bool,
     kept: _Kept | None,
+    fleets: Fleets | None,
     closed: Mapping[tuple[str, str], str] | None = None,
 ) -> tuple[_Planned, list[str]]:
     """Plan the nodes to buy, or take the kept plan, and print the plan. Return it with its warnings.
 
-    `explain`: print all that the plan rests on too. `closed`: (cloud, region) that the plan leaves out, with reasons.
+    `explain`: print all that the plan rests on too. `fleets`: those that the job's own was chosen from. `closed`:
+    (cloud, region) that the plan leaves out, with reasons.
     """
     job, now_ms = checked.job, time.time_ns() // 1_000_000
     more: Iterable[str] = ()
@@ -356,14 +389,20 @@ def _plan_on_clouds(
     else:
         whole = (sessions, resolved, catalogs, now_ms, closed)
         with working(out, "Planning: prices of all regions, then replays on generated markets"):
-            on_clouds = with_replays(cloud_plan(*whole), job, plan_with_other_trainer(*whole))
+            other = plan_with_other_trainer(*whole)
+            if fleets is None:
+                on_clouds = with_replays(cloud_plan(*whole), job, other)
+            else:
+                on_clouds = plan_of_fleet(fleets, current_market(sessions, job, catalogs, now_ms, closed), job, other)
         warnings = list(plan_warnings(checked, on_clouds.slots, now_ms, allow_old_prices))
         plan, printed = on_clouds.as_plan(), cloud_plan_json(on_clouds)
+        if fleets is not None:
+            printed["fleets"] = fleets_json(fleets)
         printed["bound_micro_usd"] = bound_of_plan(plan, on_clouds.longest_ms)
         planned = _Planned(
             plan=plan,
             printed=printed,
-            screen=tuple(cloud_screen(job, on_clouds, len(warnings))),
+            screen=tuple(cloud_screen(job, on_clouds, len(warnings), fleets)),
             longest_ms=on_clouds.longest_ms,
             cost=on_clouds.quoted_cost,
         )
@@ -373,6 +412,20 @@ def _plan_on_clouds(
     if kept is None:
         check_deadline(on_clouds, job.budget.deadline_confidence)
     return planned, warnings
+
+
+def _chosen_fleet(
+    sessions: sessionmaker[Session],
+    opened: CheckedJob,
+    out: Console,
+    goal: Goal,
+    choose: int | None,
+    closed: Mapping[tuple[str, str], str] | None = None,
+) -> tuple[CheckedJob, Fleets | None]:
+    """Choose the fleet of a job that leaves its GPUs open. `closed`: as of `_plan_on_clouds`."""
+    with working(out, "Comparing fleets: forecasts of all, then replays of the best"):
+        now_ms = time.time_ns() // 1_000_000
+        return with_fleet_chosen(sessions, opened, home() / "catalogs", now_ms, closed, goal, choose)
 
 
 def _plan_here(resolved: Resolved, out: Console, explain: bool, kept: _Kept | None) -> _Planned:

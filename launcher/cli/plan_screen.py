@@ -20,6 +20,7 @@ from launcher.market.offers import TOO_OLD, age_of
 from launcher.money import HOUR_MS, dollars, duration, hourly
 from launcher.placement.cloud_plan import Alternative, CloudPlan, Factors, PlanReplays, Span
 from launcher.placement.plan import Plan, Slot
+from launcher.services.fleets import Fleets
 
 POOLS_SHOWN = 3
 ALTERNATIVES_SHOWN = 4
@@ -31,8 +32,11 @@ ALTERNATIVE_COLUMNS = COLUMNS - 24
 MORE = "More: --explain"
 
 
-def cloud_screen(job: Job, plan: CloudPlan, warnings: int) -> Iterator[str]:
-    """Return the plan of a job on clouds as lines of at most 80 columns. `warnings`: their number."""
+def cloud_screen(job: Job, plan: CloudPlan, warnings: int, fleets: Fleets | None = None) -> Iterator[str]:
+    """Return the plan of a job on clouds as lines of at most 80 columns.
+
+    `warnings`: their number. `fleets`: those that the job's own was chosen from; None: the job names it.
+    """
     yield _cut(f"{job.name}: {_money(plan.quoted_cost)}, {_time(plan.quoted_time)}")
     goal = f"to {job.target.metric} {job.target.value:g}" if job.target else f"for {job.iterations} iterations"
     yield _cut(f"  {_largest(plan)}; {goal} in {plan.cloud} {plan.region}")
@@ -47,7 +51,10 @@ def cloud_screen(job: Job, plan: CloudPlan, warnings: int) -> Iterator[str]:
         yield _cut(f"  {replays_text(plan.replays)}")
     of_trainer = list(trainer_text(plan))
     yield from map(_cut, of_trainer)
-    yield from _alternatives(plan.alternatives, ALTERNATIVES_SHOWN - len(of_trainer))
+    if fleets is None:
+        yield from _alternatives(plan.alternatives, ALTERNATIVES_SHOWN - len(of_trainer))
+    else:
+        yield from fleet_table(fleets)
     yield _cut(f"  {len(plan.notes)} things of this were never run or are assumed. {MORE}")
 
 
@@ -155,6 +162,25 @@ def saving(micro_usd: int, factors: Factors) -> str:
     share = f"{dollars(abs(saved))} ({abs(saved) / factors.their_micro_usd:.0%})"
     theirs = f"{factors.against}: {dollars(factors.their_micro_usd)}, {duration(factors.their_ms)}"
     return f"saves {share} against {theirs}" if saved > 0 else f"costs {share} more than {theirs}"
+
+
+def fleet_table(fleets: Fleets) -> Iterator[str]:
+    """Yield the cheapest plan, the cheapest in time and the quickest, each once, with what an hour saved costs."""
+    names: dict[int, list[str]] = {}
+    plans = (("cheapest", fleets.cheapest), ("in time", fleets.in_time), ("quickest", fleets.quickest))
+    for name, row in (*plans, ("chosen", fleets.chosen)):
+        if row is not None:
+            names.setdefault(row.number, []).append(name)
+    rows = [("plans, by replays", "cost", "time")]
+    for row in fleets.front:
+        if row.number in names:
+            name = _cut(f"{row.number} {', '.join(names[row.number])}: {row.text}", ALTERNATIVE_COLUMNS)
+            rows.append((name, f"${row.replays.usd:,.2f}", duration(round(row.replays.hours * HOUR_MS))))
+    yield from columns(rows, words=1)
+    if fleets.usd_per_hour_saved is not None:
+        yield f"  an hour saved costs ${fleets.usd_per_hour_saved:,.2f}: --minimize time, or --choose N"
+    if fleets.why_trainer_on_demand:
+        yield _cut(f"  no plan has its trainer on spot: {fleets.why_trainer_on_demand}")
 
 
 def _alternatives(alternatives: Sequence[Alternative], shown: int) -> Iterator[str]:

@@ -44,6 +44,7 @@ from launcher.replay.simulate import (
 )
 from launcher.replay.trace import Trace, TraceRefused
 from launcher.runs.replayed_run import write_replayed
+from launcher.services.fleets import with_fleet_chosen
 from launcher.services.planning import cloud_plan
 from launcher.settings import config_path, home, ledger_path, simulations_path
 from launcher.web.simulations import Kept, keep
@@ -115,7 +116,9 @@ def simulate(
     checked = load_job(job, overrides(flags, settings), environ=os.environ, user_config=config_path())
     if not checked.job.clouds:
         raise JobError(f"{checked.job.name} runs on this machine, which has no market", "name clouds: --infra aws,gcp")
-    on_clouds = cloud_plan(sessions, resolve_checked(checked), home() / "catalogs", time.time_ns() // 1_000_000)
+    catalogs, now_ms = home() / "catalogs", time.time_ns() // 1_000_000
+    checked, _ = with_fleet_chosen(sessions, checked, catalogs, now_ms)
+    on_clouds = cloud_plan(sessions, resolve_checked(checked), catalogs, now_ms)
     plan, limit_ms = on_clouds.as_plan(), on_clouds.deadline_ms
     markets = (
         generated_markets(plan, on_clouds.zones, limit_ms)

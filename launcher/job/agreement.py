@@ -108,6 +108,16 @@ def resources_are_where_infra_is(job: "Job") -> None:
             )
 
 
+def this_machine_has_one_kind_of_node(job: "Job") -> None:
+    for role in ("trainer", "rollout"):
+        kinds = getattr(job.resources, role).kinds
+        if not job.clouds and len(kinds) > 1:
+            raise ValueError(
+                f"resources.{role}.accelerators names {len(kinds)} nodes to choose from, {', '.join(kinds)}, but infra "
+                f"is local, where nothing is bought; use one, like {kinds[0]}, or name clouds in infra"
+            )
+
+
 def trainer_nodes_can_be_had(job: "Job") -> None:
     """Allow several trainer nodes only with the runtime that starts them, and with as many ranks on each."""
     field, nodes = "resources.trainer.num_nodes", job.resources.trainer.num_nodes
@@ -186,6 +196,7 @@ CHECKS: tuple[Callable[["Job"], None], ...] = (
     judges_leave_money_for_nodes,
     the_target_can_be_reached,
     resources_are_where_infra_is,
+    this_machine_has_one_kind_of_node,
     trainer_nodes_can_be_had,
     the_store_is_where_infra_is,
     resources_are_where_the_network_is,

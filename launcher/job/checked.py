@@ -1,7 +1,9 @@
 """A job that can run, and the error of a job that cannot."""
 
+import hashlib
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher.exit_codes import ExitCode, Failure
@@ -23,6 +25,12 @@ class JobError(Failure):
         super().__init__(f"{place}{found}; {remedy}")
 
 
+def digest_of(job: Job) -> str:
+    """Return the digest of a job. Two files with the same meaning have the same digest."""
+    canonical = json.dumps(job.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckedJob:
     """A job that can run: every default filled in, and the origin of each value."""
@@ -32,12 +40,16 @@ class CheckedJob:
     """Origin of each dotted field: `--max-total`, `SPOTRL_BUDGET__MAX_TOTAL`, `quickstart.yaml, line 12` or
     `default`."""
     digest: str
-    """Digest of the checked job. Two files with the same meaning have the same digest."""
+    """As of `digest_of`."""
     text: str
     path: Path
     workdir: Path
     """Folder of the job file. The user's reward module and prompt files are looked up here."""
     lines: Mapping[FieldPath, int]
+
+    def with_job(self, job: Job) -> "CheckedJob":
+        """Return the job with other values, which a plan has chosen."""
+        return replace(self, job=job, digest=digest_of(job))
 
     def error(self, field: str, found: str, remedy: str) -> JobError:
         """Return a `JobError` for a fault found after loading, such as a reward that raises.

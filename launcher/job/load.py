@@ -4,7 +4,6 @@ All checks run before any purchase. A job that does not load raises a single `Jo
 value found and the allowed values. Nothing has been started by then, and the error repeats no secret.
 """
 
-import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +17,7 @@ from pydantic import (
 
 from engine.model_folder import FolderError, check_folder
 from engine.prompt_set import Metadata, PromptFileError, add_tested, prompt_paths, read_prompts
-from launcher.job.checked import CheckedJob, JobError
+from launcher.job.checked import CheckedJob, JobError, digest_of
 from launcher.job.hub import NotFromHub, cached_model, download_command, hub_id
 from launcher.job.layers import Layer, environment_layer, flag_layer, merged, read
 from launcher.job.paths import paths_seen_from
@@ -73,7 +72,7 @@ def load_job(
     checked = CheckedJob(
         job=job,
         origins=_origins(job, layers),
-        digest=_digest(job),
+        digest=digest_of(job),
         text=job_file.text,
         path=path or Path("job.yaml"),
         workdir=workdir,
@@ -137,11 +136,6 @@ def _origins(job: Job, layers: Sequence[Layer]) -> dict[str, str]:
         ".".join(map(str, place)): next((layer.origin(place) for layer in layers if layer.has(place)), "default")
         for place in leaves(job.model_dump(mode="json"), ())
     }
-
-
-def _digest(job: Job) -> str:
-    canonical = json.dumps(job.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
-    return hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest()
 
 
 def _check_gpus(checked: CheckedJob) -> None:
@@ -233,7 +227,7 @@ def _with_model_of_hub(checked: CheckedJob, fetch: Callable[[str], Path] | None)
     if folder is None:
         return checked
     job = checked.job.model_copy(update={"model": model.model_copy(update={"path": str(folder)})})
-    return replace(checked, job=job, digest=_digest(job))
+    return checked.with_job(job)
 
 
 def _check_files(checked: CheckedJob) -> None:

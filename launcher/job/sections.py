@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     Field,
+    ValidatorFunctionWrapHandler,
     field_validator,
 )
 from pydantic import model_validator as model_check
@@ -15,17 +16,24 @@ from launcher.job.values import DurationMs, KeyName, MicroUsd, MicroUsdPerHour, 
 from launcher.money import duration
 
 
-def _names_of(value: Any) -> list[str]:
-    """Return the kinds of GPU in `{H100: 4, A100: 4}`, `[H100:4, A100:4]` or `H100:4,A100:4`."""
-    parts = value if isinstance(value, dict | list) else re.split(r"[,+|\s]+", value) if isinstance(value, str) else ()
-    return list(dict.fromkeys(str(part).partition(":")[0].strip() for part in parts if str(part).strip()))
+def _kinds_of(value: Any) -> list[str]:
+    """Return the nodes that `{H100: 4, A100: 4}`, `[H100:4, A100:4]` or `H100:4,A100:4` names, each as `NAME:COUNT`."""
+    if isinstance(value, dict):
+        kinds = [f"{name}:{count}" for name, count in value.items()]
+    elif isinstance(value, list | tuple):
+        kinds = [kind for part in value for kind in _kinds_of(part)]
+    else:
+        kinds = [kind for kind in re.split(r"[,|\s]+", value) if kind] if isinstance(value, str) else [repr(value)]
+    return list(dict.fromkeys(kind if ":" in kind else f"{kind}:1" for kind in kinds))
 
 
 class NodeResources(Strict):
     """Requirements for the nodes of one role. The fields follow SkyPilot's `resources`."""
 
     accelerators: str = "L4:1"
-    """`NAME:COUNT` of one node; `L4` and `{L4: 1}` are accepted too."""
+    """`NAME:COUNT` of one node; `L4` and `{L4: 1}` are accepted too. On clouds also several to choose from, like
+    `[H100:8, A100-80GB:8]`, kept as `H100:8,A100-80GB:8`; without the field, the plan of a run on clouds chooses among
+    all (launcher/placement/fleets.py)."""
     infra: str | None = None
     """Cloud, region and zone: `aws`, `aws/us-east-2` or `aws/us-east-2/use2-az3`. None: the cheapest place."""
     instance_type: str | None = None
@@ -45,18 +53,10 @@ class NodeResources(Strict):
     @field_validator("accelerators", mode="before")
     @classmethod
     def _one_way_to_write_it(cls, value: Any) -> Any:
-        names = _names_of(value)
-        if len(names) > 1:
-            raise ValueError(
-                f"accelerators is {value!r}, which names {len(names)} kinds of GPU; use one kind, like "
-                f"{names[0]}:8, because all GPUs of a role are equal: the ranks of a trainer wait for the slowest"
-            )
-        if isinstance(value, dict) and len(value) == 1:
-            name, count = next(iter(value.items()))
-            value = f"{name}:{count}"
-        if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z][A-Za-z0-9-]*(:[1-9]\d?)?", value):
+        kinds = _kinds_of(value)
+        if not kinds or not all(re.fullmatch(r"[A-Za-z][A-Za-z0-9-]*:[1-9]\d?", kind) for kind in kinds):
             raise ValueError(f"accelerators is {value!r}; write the GPU and how many a node has, like L4:1 or H100:8")
-        return value if ":" in value else f"{value}:1"
+        return ",".join(kinds)
 
     @field_validator("infra")
     @classmethod
@@ -72,13 +72,24 @@ class NodeResources(Strict):
         return self
 
     @property
+    def kinds(self) -> tuple[str, ...]:
+        """Return the nodes to choose from, each as `NAME:COUNT`."""
+        return tuple(self.accelerators.split(","))
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether the plan of a run on clouds chooses the GPUs: the job names none, or several."""
+        is_given = "accelerators" in self.model_fields_set or self.instance_type is not None
+        return bool(self.num_nodes) and (not is_given or len(self.kinds) > 1)
+
+    @property
     def accelerator(self) -> str:
-        return self.accelerators.partition(":")[0]
+        return self.kinds[0].partition(":")[0]
 
     @property
     def gpus(self) -> int:
         """Return the number of GPUs of one node."""
-        return int(self.accelerators.partition(":")[2])
+        return int(self.kinds[0].partition(":")[2])
 
 
 class Resources(Strict):
@@ -93,10 +104,14 @@ class Resources(Strict):
     """Boot disk of every node on a real cloud, in GB as clouds count them (2**30 bytes). None: from the model, the
     prompts and the trained weights, at least 100. A size that cannot hold the run is refused."""
 
-    @field_validator("rollout", mode="before")
+    @field_validator("rollout", mode="wrap")
     @classmethod
-    def _rollout_is_spot_by_default(cls, value: Any) -> Any:
-        return {"use_spot": True, "num_nodes": 2} | value if isinstance(value, dict) else value
+    def _rollout_is_spot_by_default(cls, value: Any, build: ValidatorFunctionWrapHandler) -> Any:
+        if not isinstance(value, dict):
+            return build(value)
+        resources = build({"use_spot": True, "num_nodes": 2} | value)
+        resources.model_fields_set.intersection_update(value)  # the defaults of rollout nodes are not given
+        return resources
 
     @field_validator("rollout")
     @classmethod

@@ -271,7 +271,11 @@ class Caps:
         return cls(
             max_hourly_micro_usd=needs.max_hourly_micro_usd,
             max_total_micro_usd=needs.max_total_micro_usd,
-            deadline_ms=needs.max_runtime_ms if needs.deadline_ms is None else needs.deadline_ms,
+            deadline_ms=None
+            if needs.replays_decide
+            else needs.max_runtime_ms
+            if needs.deadline_ms is None
+            else needs.deadline_ms,
         )
 
     def keep(self, listed_micro_usd_per_hour: float, micro_usd: int, ms: int) -> bool:

@@ -123,6 +123,8 @@ class CloudRequirements:
     """Iterations between two checkpoints."""
     paced_checkpoint_bytes: int = 0
     """Bytes of a checkpoint whose interval follows from its seconds and the trainer's life. 0: `checkpoint_every`."""
+    replays_decide: bool = False
+    """True: whether a plan meets its deadline is left to its replays, which buy nodes on demand when late."""
     policy: str = "ours"
     trainer_gpus_named: int = 0
     """GPUs of a trainer node in the job file. A plan looks for as many GPUs as the engine uses."""

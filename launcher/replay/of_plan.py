@@ -7,6 +7,7 @@ from launcher.decide.launch_history import MoveRules
 from launcher.exit_codes import BudgetError
 from launcher.money import HOUR_MS, duration
 from launcher.placement.cloud_plan import CloudPlan, PlanReplays, TrainerOnSpot
+from launcher.replay.replay import QUIET_MS
 from launcher.replay.simulate import INTERVAL, Simulated, TrainerMeans, generated_markets, simulate, work_of
 
 MOST_STARTS, LEAST_STARTS, NODE_HOURS = 30, 3, 360
@@ -27,10 +28,13 @@ STEP_MS = 600_000
 """A deadline that would be enough is named in steps of ten minutes."""
 
 
-def replays_of(plan: CloudPlan, rules: MoveRules, confidence: float) -> PlanReplays | None:
+def replays_of(
+    plan: CloudPlan, rules: MoveRules, confidence: float, starts: int | None = None, quiet_ms: int = QUIET_MS
+) -> PlanReplays | None:
     """Replay a plan, and return what came of it. None: the plan predicts no iteration times, or takes too long.
 
-    `confidence`: share of the starts that should meet the deadline.
+    `confidence`: share of the starts that should meet the deadline. `starts`: of the replays; None: as many as two
+    seconds hold, and more if they would refuse the plan. `quiet_ms`: as of `replay`.
     """
     bought = plan.as_plan()
     if not bought.pace_ms:
@@ -42,20 +46,22 @@ def replays_of(plan: CloudPlan, rules: MoveRules, confidence: float) -> PlanRepl
         return None
     ends_ms = plan.longest_ms if deadline_ms is None else ROOM * max(deadline_ms, round(ideal_ms))
 
-    def replayed(starts: int) -> Simulated:
+    def replayed(number: int) -> Simulated:
         return simulate(
             bought,
             rules,
             generated_markets(bought, plan.zones, deadline_ms),
-            starts=min(MOST_STARTS, max(LEAST_STARTS, starts)),
+            starts=number,
             deadline_ms=deadline_ms,
             ends_ms=ends_ms,
             longest_ms=ends_ms or ROOM * round(work.left_ms(0)),
+            quiet_ms=quiet_ms,
         )
 
-    found = replayed(round(NODE_HOURS * HOUR_MS / (ideal_ms * (1 + work.nodes))))
-    if deadline_ms is not None and not _meets(found, confidence):
-        found = replayed(IN_DOUBT * found.starts)
+    fitting = round(NODE_HOURS * HOUR_MS / (ideal_ms * (1 + work.nodes)))
+    found = replayed(starts or min(MOST_STARTS, max(LEAST_STARTS, fitting)))
+    if starts is None and deadline_ms is not None and not _meets(found, confidence):
+        found = replayed(min(MOST_STARTS, IN_DOUBT * found.starts))
     (ours,) = found.policies
     met = None if deadline_ms is None else found.starts - ours.misses
     low, high = (None, None) if met is None else wilson(met, found.starts)

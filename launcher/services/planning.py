@@ -4,7 +4,7 @@ The only place where the ledger and the tables meet the pure planner; `spotrl la
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sqlalchemy.orm import Session, sessionmaker
@@ -24,7 +24,7 @@ from launcher.placement.disk import boot_disk
 from launcher.placement.memory import check_memory, check_pool, gpu_memory
 from launcher.placement.plan import PlacementError
 from launcher.placement.plan_cloud import plan_cloud
-from launcher.placement.requirements import LeftOut, cloud_requirements, market_view
+from launcher.placement.requirements import LeftOut, MarketView, cloud_requirements, market_view
 from launcher.placement.schedule import plan_schedule
 from launcher.replay.of_plan import replays_of
 from launcher.services.on_offer import on_offer
@@ -37,14 +37,51 @@ def with_replays(plan: CloudPlan, job: Job, other: CloudPlan | None = None) -> C
 
     `other`: the plan with the trainer of the other capacity type, to compare with.
     """
-    confidence, rules = job.budget.deadline_confidence, MoveRules.of(job)
-    plan = replace(plan, replays=replays_of(plan, rules, confidence))
-    theirs = None if other is None else replays_of(other, rules, confidence)
-    if other is None or theirs is None or plan.replays is None:
+    plan = replace(plan, replays=replays_of(plan, MoveRules.of(job), job.budget.deadline_confidence))
+    return plan if other is None else with_other_trainer(plan, job, other)
+
+
+def with_other_trainer(plan: CloudPlan, job: Job, other: CloudPlan, starts: int | None = None) -> CloudPlan:
+    """Return a plan with its replays and those of the plan with the trainer of the other capacity type.
+
+    `starts`: of the other plan's replays, as of `replays_of`.
+    """
+    theirs = replays_of(other, MoveRules.of(job), job.budget.deadline_confidence, starts)
+    if theirs is None or plan.replays is None:
         return plan
     market = other.slots[0].placement.market
     compared = OtherTrainer(market=market, why_not=job.why_trainer_on_demand, usd=theirs.usd, hours=theirs.hours)
     return replace(plan, other_trainer=compared)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CurrentMarket:
+    """All that a plan knows of the clouds now."""
+
+    view: MarketView
+    unknown: Sequence[Offer]
+    """Offers that SkyPilot does not know."""
+    closed: Mapping[tuple[str, str], str]
+    """(cloud, region) in which no node may be bought, with the reason."""
+
+
+def current_market(
+    sessions: sessionmaker[Session],
+    job: Job,
+    catalogs: Path,
+    now_ms: int,
+    closed: Mapping[tuple[str, str], str] | None = None,
+) -> CurrentMarket:
+    """Return the offers that a job may buy, with what the ledger has seen of their pools. `closed`: as of the result.
+
+    Raises CatalogError if the catalog fails.
+    """
+    with sessions() as session:
+        histories = pool_histories(session, now_ms)
+        advice = cloud_priors(capacity_advice(session, since_ms=now_ms - STALE_MS), now_ms)
+    offers, unknown = cloud_offers(sessions, job, catalogs, now_ms, closed)
+    view = market_view(offers, histories.values(), now_ms=now_ms, priors=advice.priors, believed_odds=advice.odds)
+    return CurrentMarket(view=view, unknown=unknown, closed=closed or {})
 
 
 def cloud_plan(
@@ -56,22 +93,27 @@ def cloud_plan(
 ) -> CloudPlan:
     """Return the plan of a job at current prices.
 
-    `closed`: (cloud, region) in which no node may be bought, with the reason.
+    `closed`: as of `CurrentMarket`. Raises as `plan_in`, and CatalogError if the catalog fails.
+    """
+    return plan_in(current_market(sessions, resolved.job, catalogs, now_ms, closed), resolved)
+
+
+def plan_in(
+    market: CurrentMarket, resolved: Resolved, *, replays_decide: bool = False, with_schedule: bool = True
+) -> CloudPlan:
+    """Return the plan of a job in a market. `replays_decide`: as of `CloudRequirements`.
+
+    `with_schedule`: False leaves out the plan's schedule and memory, which take most of its time.
 
     Raises PlacementError if no offer fits the job, its model does not fit the GPUs, or the run does not fit the disk
-    that the job names; BudgetError if no offer fits the limits; CatalogError if the catalog fails.
+    that the job names; BudgetError if no offer fits the limits.
     """
     job, folder = resolved.job, resolved.folder
     check_memory(resolved)
     check_pool(resolved)
     disk = boot_disk(resolved, bytes_of(folder) if folder is not None and folder.is_dir() else None)
-    with sessions() as session:
-        histories = pool_histories(session, now_ms)
-        advice = cloud_priors(capacity_advice(session, since_ms=now_ms - STALE_MS), now_ms)
-    offers, unknown = cloud_offers(sessions, job, catalogs, now_ms, closed)
-    market = market_view(offers, histories.values(), now_ms=now_ms, priors=advice.priors, believed_odds=advice.odds)
     try:
-        plan = plan_cloud(cloud_requirements(resolved, disk), market)
+        plan = plan_cloud(replace(cloud_requirements(resolved, disk), replays_decide=replays_decide), market.view)
     except PlacementError as error:
         named = [f"{cloud} {region}" for cloud in job.clouds for region in job.network.regions(cloud)]
         if not named:
@@ -79,11 +121,13 @@ def cloud_plan(
         raise PlacementError(
             f"{error}; the job's network is in {', '.join(named)}, so no other region counts"
         ) from None
-    forbidden = [LeftOut(what=f"{cloud} {region}", why=why) for (cloud, region), why in sorted((closed or {}).items())]
+    forbidden = [LeftOut(what=f"{cloud} {region}", why=why) for (cloud, region), why in sorted(market.closed.items())]
+    plan = replace(plan, left_out=(*plan.left_out, *forbidden, *_unknown_to_sky(market.unknown)))
+    if not with_schedule:
+        return plan
     useful = plan.spot_pays.gpus if plan.pools and plan.spot_pays is not None else 0.0
     schedule = plan_schedule(resolved, plan.trainer, rollout=round(useful))
-    left_out = (*plan.left_out, *forbidden, *_unknown_to_sky(unknown))
-    return replace(plan, left_out=left_out, schedule=schedule, memory=gpu_memory(resolved, plan.trainer.ranks))
+    return replace(plan, schedule=schedule, memory=gpu_memory(resolved, plan.trainer.ranks))
 
 
 def cloud_offers(
@@ -95,7 +139,7 @@ def cloud_offers(
 ) -> tuple[tuple[Offer, ...], list[Offer]]:
     """Return the offers that a job on clouds may buy, at current prices, and those that SkyPilot does not know.
 
-    `closed`: as in `cloud_plan`. Raises CatalogError if the catalog fails.
+    `closed`: as of `CurrentMarket`. Raises CatalogError if the catalog fails.
     """
     with sessions() as session:
         latest = latest_prices(session, clouds=job.clouds)

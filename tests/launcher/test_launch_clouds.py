@@ -150,10 +150,6 @@ def test_a_job_that_cannot_be_planned_is_refused_with_a_remedy(launch, arguments
             ("resources.trainer.instance_type=p5.4xlarge", "resources.trainer.accelerators=H100:4"),
             ("is H100:4, and resources.trainer.instance_type p5.4xlarge has H100:1", "use accelerators: H100:1"),
         ),
-        (
-            ("resources.trainer.accelerators={H100: 4, A100: 4}",),
-            ("names 2 kinds of GPU; use one kind, like H100:8", "wait for the slowest"),
-        ),
     ],
 )
 def test_ranks_that_no_node_has_are_refused_before_a_plan_and_a_purchase(launch, settings, words):

@@ -86,9 +86,15 @@ def test_ranks_that_this_version_does_not_start_are_refused(checked):
         check_ranks(checked(2), RankLimits(most=1))
 
 
-@pytest.mark.parametrize("value", ["{H100: 4, A100: 4}", "['H100:4', 'A100:4']", "'H100:4,A100:4'", "H100:4+L4:1"])
-def test_mixed_gpus_of_a_trainer_are_refused(checked, value):
-    with pytest.raises(JobError, match=r"names 2 kinds of GPU; use one kind, like H100:8, because .* the slowest"):
+@pytest.mark.parametrize("value", ["{H100: 4, A100: 4}", "['H100:4', 'A100:4']", "'H100:4,A100:4'"])
+def test_several_kinds_of_gpus_are_to_choose_from(checked, value):
+    trainer = checked("auto", value).job.resources.trainer
+    assert (trainer.kinds, trainer.is_open) == (("H100:4", "A100:4"), True)
+
+
+@pytest.mark.parametrize("value", ["H100:4+L4:1", "['H100:4', 8]", "{}", "[]"])
+def test_what_names_no_gpus_is_refused(checked, value):
+    with pytest.raises(JobError, match=r"write the GPU and how many a node has, like L4:1 or H100:8"):
         checked("auto", value)
 
 

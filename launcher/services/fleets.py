@@ -1,0 +1,310 @@
+"""Choose the fleet of a job that leaves its GPUs open: the cheapest, the cheapest in time, and the quickest.
+
+candidates (launcher/placement/fleets.py) -> shortlist -> replays -> the three plans, and the front behind them
+
+Every dollar and hour that is compared or shown is a mean of replays on generated markets, with the decisions of a live
+run: stand-ins, losses and lateness count. The shortlist is first replayed a few times, and then its best more often.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+from pathlib import Path
+from typing import Literal
+
+from sqlalchemy.orm import Session, sessionmaker
+
+from launcher.decide.launch_history import MoveRules
+from launcher.exit_codes import BudgetError
+from launcher.job.agreement import why_never_on_spot
+from launcher.job.checked import CheckedJob
+from launcher.job.resolved import Resolved
+from launcher.job.schema import ASLEEP, Job
+from launcher.money import HOUR_MS, MICRO, duration, hourly
+from launcher.placement.cloud_plan import CloudPlan, PlanReplays
+from launcher.placement.fleets import Candidate, Fleet, candidates, is_spot_open, shortlist, text_of
+from launcher.placement.plan import PlacementError
+from launcher.replay.of_plan import replays_of
+from launcher.replay.replay import QUIET_MS
+from launcher.services.planning import CurrentMarket, current_market, plan_in, with_other_trainer
+
+Goal = Literal["cost", "time"]
+
+FIRST_STARTS, STARTS = 3, 8
+"""Replays of each fleet of the shortlist, and of the best of each kind: cheapest, in time, quickest."""
+
+FIRST_QUIET_MS = 12 * 60_000
+"""Time between two passes of the first replays in which nothing happened: coarser, and a third of the time."""
+
+NOT_SEARCHED = (
+    "not searched: trainers of several nodes, rollout nodes of two kinds or in a second region, other algorithms"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FleetRow:
+    """A fleet with its plan, and what its replays came to."""
+
+    number: int
+    """For `--choose`, from 1."""
+    fleet: Fleet
+    resolved: Resolved
+    """The job with the fleet's resources."""
+    plan: CloudPlan
+    replays: PlanReplays
+    in_time: bool
+    """True if enough of its replays meet the deadline, or without a deadline."""
+    why_not: str
+    """Why this is not the cheapest plan in time. Empty: it is."""
+
+    @property
+    def text(self) -> str:
+        """Return the fleet's nodes and region as text."""
+        nodes = sum(slot.role == "rollout" for slot in self.plan.slots)
+        return f"{text_of(self.fleet, nodes)}, {self.plan.cloud} {self.plan.region}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fleets:
+    """The three plans of a job, and the front: the fleets of which none is both cheaper and quicker."""
+
+    cheapest: FleetRow
+    in_time: FleetRow | None
+    """None: no fleet meets the deadline, or the job has none."""
+    quickest: FleetRow
+    chosen: FleetRow
+    front: tuple[FleetRow, ...]
+    usd_per_hour_saved: float | None
+    """Dollars of each hour by which the quickest plan is earlier than the chosen one. None: it is the same."""
+    why_trainer_on_demand: str
+    """Why no fleet has its trainer on spot. Empty: some do."""
+    fleets: int
+    """Fleets compared by forecast."""
+    replayed: int
+    seconds: float
+    """Processor seconds of the search."""
+
+
+def choose_fleet(checked: CheckedJob, market: CurrentMarket, goal: Goal = "cost", choose: int | None = None) -> Fleets:
+    """Return the fleets of a job that leaves its GPUs open, and the one to buy.
+
+    goal    cost: the cheapest in time. time: the quickest within the budget
+    choose  number of a row of the front, instead
+    raises  PlacementError: no GPU on offer can run the job, or no row has the number. BudgetError: nothing is within
+            the budget, or in time; it names what would be
+    """
+    began = time.process_time()
+    job = checked.job
+    every, unfit = candidates(job, checked.workdir, market.view.offers, market.view)
+    if not every:
+        raise _nothing_fits(checked, market, [refusal.why for refusal in unfit])
+    budget = job.nodes_max_total
+    deadline_hours = None if job.budget.deadline is None else job.budget.deadline / HOUR_MS
+    listed = shortlist(every, None if budget is None else budget / MICRO, deadline_hours)
+    first = [row for candidate in listed if (row := _first_row(candidate, market)) is not None]
+    finalists = {id(ranked[0]): ranked[0] for ranked in _rankings(first, job) if ranked}
+    rows = [_row(row.fleet, row.resolved, row.plan, STARTS) or row for row in finalists.values()]
+    if not rows:
+        raise BudgetError(_too_tight(job, every))
+    affordable = [row for row in rows if budget is None or row.replays.usd <= budget / MICRO]
+    if not affordable:
+        least = min(row.replays.usd for row in rows)
+        raise BudgetError(
+            f"the cheapest fleet takes ${least:,.2f} by its replays, and budget.max_total leaves "
+            f"${(budget or 0) / MICRO:,.2f} for nodes; use --max-total {least * 1.1:,.0f} or more"
+        )
+    by_dollars, by_hours, timely = _rankings(affordable, job)
+    front = _front(affordable, timely[0] if timely else None, job)
+    by_plan = {id(row.plan): row for row in front}
+    cheapest, quickest = by_plan[id(by_dollars[0].plan)], by_plan[id(by_hours[0].plan)]
+    in_time = by_plan[id(timely[0].plan)] if timely and deadline_hours is not None else None
+    chosen = quickest if goal == "time" else in_time or cheapest
+    if choose is not None:
+        if not 1 <= choose <= len(front):
+            raise PlacementError(
+                f"--choose is {choose}, and the plans have the numbers 1 to {len(front)}; use one of these"
+            )
+        chosen = front[choose - 1]
+    if deadline_hours is not None and in_time is None and choose is None:
+        asked, takes = (duration(round(hours * HOUR_MS)) for hours in (deadline_hours, quickest.replays.hours))
+        raise BudgetError(
+            f"no fleet within the budget is in time for the deadline of {asked}: the quickest takes {takes} and "
+            f"${quickest.replays.usd:,.2f} ({quickest.text}); use a longer --deadline, more --max-total, or --choose "
+            f"{quickest.number}"
+        )
+    saved = chosen.replays.hours - quickest.replays.hours
+    return Fleets(
+        cheapest=cheapest,
+        in_time=in_time,
+        quickest=quickest,
+        chosen=chosen,
+        front=tuple(front),
+        usd_per_hour_saved=(quickest.replays.usd - chosen.replays.usd) / saved if saved > 0 else None,
+        why_trainer_on_demand=_why_on_demand(job),
+        fleets=len(every),
+        replayed=len(listed),
+        seconds=time.process_time() - began,
+    )
+
+
+def with_fleet_chosen(
+    sessions: sessionmaker[Session],
+    checked: CheckedJob,
+    catalogs: Path,
+    now_ms: int,
+    closed: Mapping[tuple[str, str], str] | None = None,
+    goal: Goal = "cost",
+    choose: int | None = None,
+) -> tuple[CheckedJob, Fleets | None]:
+    """Return the job with its fleet chosen, and the fleets. A job that names its GPUs is returned as it is, with None.
+
+    The arguments are those of `current_market` and `choose_fleet`; raises as both.
+    """
+    if not checked.job.chooses_fleet:
+        return checked, None
+    market = current_market(sessions, checked.job, catalogs, now_ms, closed)
+    fleets = choose_fleet(checked, market, goal, choose)
+    return checked.with_job(fleets.chosen.resolved.job), fleets
+
+
+def plan_of_fleet(fleets: Fleets, market: CurrentMarket, job: Job, other: CloudPlan | None) -> CloudPlan:
+    """Return the whole plan of the chosen fleet, with the replays that it was chosen by.
+
+    `other`: the plan with the trainer of the other capacity type, to compare with.
+    """
+    row = fleets.chosen
+    plan = replace(plan_in(market, row.resolved, replays_decide=True), replays=row.replays)
+    return plan if other is None else with_other_trainer(plan, job, other, STARTS)
+
+
+def fleets_json(fleets: Fleets) -> dict[str, object]:
+    """Return the three plans, the chosen one and the front, for --json. Dollars and hours are means of replays."""
+
+    def number(row: FleetRow | None) -> int | None:
+        return None if row is None else row.number
+
+    return {
+        "cheapest": number(fleets.cheapest),
+        "in_time": number(fleets.in_time),
+        "quickest": number(fleets.quickest),
+        "chosen": number(fleets.chosen),
+        "usd_per_hour_saved": fleets.usd_per_hour_saved,
+        "compared": fleets.fleets,
+        "replayed": fleets.replayed,
+        "not_searched": NOT_SEARCHED,
+        "front": [
+            {
+                "number": row.number,
+                "nodes": row.text,
+                "trainer": row.fleet.trainer,
+                "trainer_on_spot": row.fleet.trainer_on_spot,
+                "rollout": row.fleet.rollout,
+                "rollout_nodes": sum(slot.role == "rollout" for slot in row.plan.slots),
+                "usd": row.replays.usd,
+                "usd_low": row.replays.usd_low,
+                "usd_high": row.replays.usd_high,
+                "hours": row.replays.hours,
+                "starts": row.replays.starts,
+                "met": row.replays.met,
+                "why_not": row.why_not,
+            }
+            for row in fleets.front
+        ],
+    }
+
+
+def _first_row(candidate: Candidate, market: CurrentMarket) -> FleetRow | None:
+    """Return a row of few, coarse replays. None: no plan, or no replay, carries the fleet to its target."""
+    try:
+        plan = plan_in(market, candidate.resolved, replays_decide=True, with_schedule=False)
+    except (PlacementError, BudgetError):
+        return None
+    return _row(candidate.fleet, candidate.resolved, plan, FIRST_STARTS, FIRST_QUIET_MS)
+
+
+def _row(fleet: Fleet, resolved: Resolved, plan: CloudPlan, starts: int, quiet_ms: int = QUIET_MS) -> FleetRow | None:
+    job = resolved.job
+    confidence = job.budget.deadline_confidence
+    replays = replays_of(plan, MoveRules.of(job), confidence, starts, quiet_ms)
+    if replays is None or replays.enough_ms is None:
+        return None
+    in_time = replays.met is None or replays.met >= confidence * replays.starts
+    return FleetRow(
+        number=0,
+        fleet=fleet,
+        resolved=resolved,
+        plan=replace(plan, replays=replays),
+        replays=replays,
+        in_time=in_time,
+        why_not="",
+    )
+
+
+def _rankings(rows: Sequence[FleetRow], job: Job) -> tuple[list[FleetRow], list[FleetRow], list[FleetRow]]:
+    """Return the rows by dollars, those within the budget by hours, and those in time by dollars."""
+    budget = job.nodes_max_total
+    by_dollars = sorted(rows, key=lambda row: (row.replays.usd, row.replays.hours))
+    within = [row for row in rows if budget is None or row.replays.usd <= budget / MICRO]
+    by_hours = sorted(within, key=lambda row: (row.replays.hours, row.replays.usd))
+    return by_dollars, by_hours, [row for row in by_dollars if row.in_time]
+
+
+def _front(rows: Sequence[FleetRow], best: FleetRow | None, job: Job) -> list[FleetRow]:
+    """Return the rows of which none is both cheaper and quicker, cheapest first, with numbers and reasons."""
+    kept: list[FleetRow] = []
+    for row in sorted(rows, key=lambda row: (row.replays.usd, row.replays.hours)):
+        if not kept or row.replays.hours < kept[-1].replays.hours or row is best:
+            kept.append(row)
+    return [
+        replace(row, number=number, why_not="" if row is best else _why_not(row, best, job))
+        for number, row in enumerate(kept, 1)
+    ]
+
+
+def _why_not(row: FleetRow, best: FleetRow | None, job: Job) -> str:
+    if not row.in_time and job.budget.deadline is not None:
+        met = f"{row.replays.met} of {row.replays.starts} replays"
+        return f"past the deadline of {duration(job.budget.deadline)} ({met} meet it)"
+    if best is None:
+        return ""
+    return f"${row.replays.usd - best.replays.usd:,.2f} more than the cheapest in time"
+
+
+def _why_on_demand(job: Job) -> str:
+    if not is_spot_open(job):
+        return ""
+    refusal = why_never_on_spot(job)
+    if refusal is not None:
+        return refusal[0]
+    return "" if job.recovery.controller_stays_up else ASLEEP
+
+
+def _nothing_fits(checked: CheckedJob, market: CurrentMarket, reasons: Sequence[str]) -> PlacementError | BudgetError:
+    """Return the error of a job without candidates: the hourly limit is too low, or no GPU on offer can run it."""
+    job = checked.job
+    unlimited = job.model_copy(update={"budget": job.budget.model_copy(update={"max_hourly": None})})
+    dearer, _ = candidates(unlimited, checked.workdir, market.view.offers, market.view)
+    if job.budget.max_hourly is not None and dearer:
+        least = min(dearer, key=lambda candidate: candidate.choice.listed_micro_usd_per_hour)
+        micro_usd = least.choice.listed_micro_usd_per_hour
+        return BudgetError(
+            f"no fleet is within budget.max_hourly {hourly(job.budget.max_hourly)}; the cheapest hour is that of "
+            f"{text_of(least.fleet, least.choice.nodes)}, {hourly(micro_usd)}; use --max-hourly "
+            f"{ceil(micro_usd / MICRO)}"
+        )
+    example = f", for example: {reasons[-1]}" if reasons else ""
+    return PlacementError(
+        f"no GPU that {job.infra} offers and the job allows can run it{example}; `spotrl catalog show` lists all"
+    )
+
+
+def _too_tight(job: Job, every: Sequence[Candidate]) -> str:
+    cheapest = min(every, key=lambda candidate: candidate.usd)
+    limits = {"--max-total": job.budget.max_total, "--deadline": job.budget.deadline}
+    given = " or ".join(flag for flag, limit in limits.items() if limit is not None) or "--max-hourly"
+    return (
+        "no fleet reaches the target within the limits; the cheapest by forecast, "
+        f"{text_of(cheapest.fleet, cheapest.choice.nodes)}, takes ${cheapest.usd:,.2f} and {cheapest.hours:.0f} h; "
+        f"raise {given}"
+    )

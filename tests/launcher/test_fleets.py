@@ -1,0 +1,206 @@
+"""The fleet of a job that leaves its GPUs open: which are compared, which is chosen, and what is refused."""
+
+import json
+import shutil
+from dataclasses import replace
+from importlib.resources import files
+
+import pytest
+import yaml
+
+from launcher.cli.main import run
+from launcher.exit_codes import BudgetError, ExitCode
+from launcher.job.load import load_job
+from launcher.job.resolved import resolve
+from launcher.market.offers import read_catalog
+from launcher.placement import fleets
+from launcher.placement.memory import check_memory
+from launcher.placement.plan import PlacementError
+from launcher.placement.plan_cloud import plan_cloud
+from launcher.placement.requirements import cloud_requirements, market_view
+from launcher.services import fleets as service
+from launcher.services.fleets import choose_fleet
+from launcher.services.planning import CurrentMarket
+
+NOW_MS = 1_795_348_800_000
+OFFERS = read_catalog()
+MARKET = CurrentMarket(view=market_view(OFFERS, now_ms=NOW_MS), unknown=(), closed={})
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Return a folder with the example of Qwen-Image without its resources, for a trainer that may be on spot."""
+    monkeypatch.setenv("SPOTRL_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("SPOTRL_CONFIG", str(tmp_path / "config.yaml"))
+    monkeypatch.setattr(service, "STARTS", 2)
+    monkeypatch.setattr(service, "FIRST_STARTS", 1)
+    for name in ("qwen_image_ocr_prompts.txt", "qwen_image_ocr_test_prompts.txt"):
+        shutil.copy(str(files("sky_yamls") / name), tmp_path / name)
+    job = yaml.safe_load((files("sky_yamls") / "qwen_image_ocr.yaml").read_text())
+    del job["resources"]
+    job["runtime"]["name"], job["checkpoint"]["every"] = "local", "auto"
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
+    return tmp_path
+
+
+@pytest.fixture
+def checked(folder):
+    def checked(**fields):
+        return load_job(folder / "job.yaml", {"recovery.controller_stays_up": True, **fields})
+
+    return checked
+
+
+def compared(job_file):
+    return fleets.candidates(job_file.job, job_file.workdir, OFFERS, MARKET.view)
+
+
+# --- what is compared -----------------------------------------------------------------------------------
+
+
+def test_the_candidates_are_those_of_trying_every_job(checked):
+    """For each fleet and number of nodes, the plan of a job that names them costs as much."""
+    job_file = checked(**{"resources.trainer.accelerators": "[H100:8, A100-80GB:8]", "resources.rollout.num_nodes": 2})
+    candidates, _ = compared(job_file)
+    tried = {}
+    for trainer in ("H100:8", "A100-80GB:8"):
+        for on_spot in (False, True):
+            for rollout in sorted({f"{offer.accelerator}:{offer.gpus}" for offer in OFFERS}):
+                for nodes in (0, 1, 2):
+                    fleet = fleets.Fleet(trainer=trainer, trainer_on_spot=on_spot, rollout=rollout if nodes else None)
+                    try:
+                        resolved = resolve(fleets.with_fleet(job_file.job, fleet, nodes), job_file.workdir)
+                        check_memory(resolved)
+                        needs = replace(cloud_requirements(resolved), replays_decide=True, min_rollout_nodes=nodes)
+                        plan = plan_cloud(replace(needs, deadline_ms=None), MARKET.view)
+                    except (PlacementError, BudgetError, ValueError):
+                        continue
+                    tried[trainer, on_spot, fleet.rollout, nodes] = plan.cost.expected
+    ours = {candidate.key: fleets.outlook(candidate.choice).micro_usd for candidate in candidates}
+    assert ours == tried
+    assert len(ours) > 30
+
+
+def test_what_cannot_hold_the_model_is_not_compared(checked):
+    candidates, unfit = compared(checked())
+    small = {"L4", "T4", "A10G", "L40S"}
+    assert not {candidate.fleet.trainer.partition(":")[0] for candidate in candidates} & small
+    assert small <= {refusal.fleet.trainer.partition(":")[0] for refusal in unfit}
+
+
+def test_a_given_field_is_kept(checked):
+    given = {
+        "resources.trainer.accelerators": "H100:4",
+        "resources.trainer.use_spot": False,
+        "resources.rollout.num_nodes": 1,
+    }
+    candidates, _ = compared(checked(**given))
+    assert {candidate.fleet.trainer for candidate in candidates} == {"H100:4"}
+    assert not any(candidate.fleet.trainer_on_spot for candidate in candidates)
+    assert {candidate.choice.nodes for candidate in candidates} == {0, 1}
+
+
+def test_the_trainer_is_on_spot_only_where_it_can_be_replaced(checked):
+    stays, sleeps = (compared(checked(**{"recovery.controller_stays_up": up}))[0] for up in (True, False))
+    assert {candidate.fleet.trainer_on_spot for candidate in stays} == {True, False}
+    assert {candidate.fleet.trainer_on_spot for candidate in sleeps} == {False}
+
+
+def test_the_trainer_alone_costs_as_much_beside_any_rollout_gpu(checked):
+    costs = set()
+    for rollout in ("H100:8", "A100-80GB:8", "B200:8"):
+        fields = {"resources.trainer.accelerators": "H100:8", "resources.rollout.accelerators": rollout}
+        needs = cloud_requirements(resolve(checked(**fields).job))
+        plan = plan_cloud(replace(needs, max_rollout_nodes=0, deadline_ms=None), MARKET.view)
+        costs.add(plan.cost.expected)
+    assert len(costs) == 1
+
+
+# --- what is chosen -------------------------------------------------------------------------------------
+
+
+def test_the_three_plans_are_replayed_and_the_cheapest_in_time_is_chosen(checked):
+    found = choose_fleet(checked(), MARKET)
+    assert found.chosen == found.in_time
+    assert found.cheapest.replays.usd <= found.in_time.replays.usd
+    assert found.quickest.replays.hours <= found.in_time.replays.hours
+    assert [row.number for row in found.front] == list(range(1, len(found.front) + 1))
+    assert found.chosen.resolved.job.resources.trainer.accelerators == found.chosen.fleet.trainer
+    assert not found.chosen.resolved.job.chooses_fleet, "the chosen job is a job like any other"
+    quickest = choose_fleet(checked(), MARKET, "time")
+    assert quickest.chosen.number == quickest.quickest.number
+    assert quickest.usd_per_hour_saved is None
+
+
+def test_a_front_of_one_fleet(checked):
+    fields = {"resources.trainer.accelerators": "[H100:8, L4:1]", "resources.trainer.use_spot": True}
+    found = choose_fleet(checked(**fields, **{"resources.rollout.num_nodes": 0}), MARKET)
+    assert (len(found.front), found.fleets, found.chosen.fleet.trainer) == (1, 1, "H100:8")
+    assert found.cheapest == found.in_time == found.quickest
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "words"),
+    [
+        ({"budget.deadline": "2h"}, BudgetError, r"no fleet .* in time for the deadline of 2h: the quickest takes"),
+        (
+            {"budget.max_total": 60},
+            BudgetError,
+            r"the cheapest by forecast, .*, takes \$.*; raise --max-total or",
+        ),
+        ({"budget.max_hourly": 1}, BudgetError, r"the cheapest hour is that of .* on spot alone, .* --max-hourly 3"),
+        (
+            {"resources.trainer.accelerators": "[L4:1, T4:1]"},
+            PlacementError,
+            r"no GPU .* and the job allows can run it",
+        ),
+        (
+            {"resources.trainer.accelerators": "[NOSUCH:8, L4:1]"},
+            PlacementError,
+            r"no GPU .* the job allows can run it",
+        ),
+    ],
+)
+def test_what_no_fleet_can_do_is_refused_with_what_would_be_enough(checked, fields, error, words):
+    with pytest.raises(error, match=words):
+        choose_fleet(checked(**fields), MARKET)
+
+
+def test_a_number_that_no_plan_has_is_refused(checked):
+    with pytest.raises(PlacementError, match=r"--choose is 99, and the plans have the numbers 1 to \d+"):
+        choose_fleet(checked(), MARKET, choose=99)
+
+
+# --- commands -------------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_shows_the_plans_on_one_screen_and_keeps_the_chosen(folder, capsys):
+    arguments = ["--dry-run", "--set", "recovery.controller_stays_up=true"]
+    assert run(["launch", str(folder / "job.yaml"), *arguments, "--out", str(folder / "plan.json")]) == ExitCode.OK
+    screen, _, _ = capsys.readouterr().out.partition("  !! store")
+    assert max(map(len, screen.splitlines())) <= 80
+    assert len(screen.splitlines()) <= 24
+    assert "1 cheapest" in screen
+    assert "quickest" in screen
+    assert run(["launch", "--plan", str(folder / "plan.json"), "--dry-run"]) == ExitCode.OK
+    assert screen.splitlines()[0] in capsys.readouterr().out
+
+
+def test_the_front_is_in_the_json(folder, capsys):
+    arguments = ["--dry-run", "--json", "--choose", "1", "--set", "recovery.controller_stays_up=true"]
+    assert run(["launch", str(folder / "job.yaml"), *arguments]) == ExitCode.OK
+    printed = json.loads(capsys.readouterr().out)["plan"]["fleets"]
+    assert printed["chosen"] == 1
+    assert {"number", "nodes", "usd", "hours", "why_not"} <= printed["front"][0].keys()
+
+
+def test_several_kinds_on_this_machine_are_refused(folder, capsys):
+    arguments = ["--infra", "local", "--dry-run", "--set", "resources.trainer.accelerators=[H100:8, L4:1]"]
+    assert run(["launch", str(folder / "job.yaml"), *arguments]) == ExitCode.INVALID_JOB
+    assert "names 2 nodes to choose from, H100:8, L4:1, but infra is local" in " ".join(capsys.readouterr().err.split())
+
+
+def test_choosing_is_refused_for_a_job_that_names_its_gpus(folder, capsys):
+    named = ["--set", "resources.trainer.accelerators=H100:8", "--set", "resources.rollout.num_nodes=0"]
+    assert run(["launch", str(folder / "job.yaml"), "--dry-run", "--choose", "1", *named]) == ExitCode.USAGE
+    assert "for a job on clouds that leaves its GPUs open" in " ".join(capsys.readouterr().err.split())
