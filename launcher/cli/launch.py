@@ -67,6 +67,7 @@ from launcher.services.planning import (
     cloud_plan,
     current_market,
     plan_with_other_trainer,
+    plans_that_buy_when_late,
     with_replays,
 )
 from launcher.settings import config_path, home, runs_folder
@@ -389,11 +390,14 @@ def _plan_on_clouds(
     else:
         whole = (sessions, resolved, catalogs, now_ms, closed)
         with working(out, "Planning: prices of all regions, then replays on generated markets"):
+            market = current_market(sessions, job, catalogs, now_ms, closed)
             other = plan_with_other_trainer(*whole)
             if fleets is None:
-                on_clouds = with_replays(cloud_plan(*whole), job, other)
+                by_spot = cloud_plan(*whole)
+                tighter = [late for late in plans_that_buy_when_late(market, resolved) if late.slots != by_spot.slots]
+                on_clouds = with_replays(by_spot, job, other, tighter)
             else:
-                on_clouds = plan_of_fleet(fleets, current_market(sessions, job, catalogs, now_ms, closed), job, other)
+                on_clouds = plan_of_fleet(fleets, market, job, other)
         warnings = list(plan_warnings(checked, on_clouds.slots, now_ms, allow_old_prices))
         plan, printed = on_clouds.as_plan(), cloud_plan_json(on_clouds)
         if fleets is not None:

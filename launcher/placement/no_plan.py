@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from launcher.money import dollars, duration, hourly
-from launcher.placement.forecast import Caps, outlook
-from launcher.placement.requirements import CloudRequirements, LeftOut, Site, trainer_text
+from launcher.placement.forecast import Caps, on_demand_outlook, outlook
+from launcher.placement.requirements import CloudRequirements, LeftOut, Site, Spot, trainer_text
 from launcher.placement.search import cheapest_choice
 
 
@@ -50,7 +50,7 @@ def too_tight(needs: CloudRequirements, sites: Sequence[Site]) -> str:
             enough = {
                 "--max-hourly": hourly(cheapest.choice.listed_micro_usd_per_hour),
                 "--max-total": dollars(forecast.micro_usd),
-                time_flag: duration(forecast.ms),
+                time_flag: duration(_shortest_ms(needs, sites, fewer)),
             }
             ways.append(f"raise {flag} to {enough[flag]}")
     free = cheapest_choice(needs, sites, Caps())
@@ -67,6 +67,17 @@ def too_tight(needs: CloudRequirements, sites: Sequence[Site]) -> str:
     )
     remedy = " or ".join(ways) or "raise them together, or ask for fewer iterations (--iterations)"
     return f"no plan reaches the target within the limits; {best}; {remedy}"
+
+
+def _shortest_ms(needs: CloudRequirements, sites: Sequence[Site], caps: Caps) -> int:
+    """Return the time of the quickest plan within the caps; late runs buy nodes on demand, where the job allows it."""
+    choices = [
+        found.choice
+        for nodes in range(needs.max_rollout_nodes + 1)
+        if (found := cheapest_choice(needs, sites, caps, just_nodes=nodes)) is not None
+    ]
+    late = [on_demand_outlook(choice).ms for choice in choices if needs.spot is not Spot.ONLY]
+    return min([outlook(choice).ms for choice in choices] + late)
 
 
 def nowhere(needs: CloudRequirements, no_sites: Sequence[LeftOut]) -> str:

@@ -19,7 +19,7 @@ from launcher.ledger.prices import capacity_advice, latest_prices
 from launcher.market.advice import STALE_MS, cloud_priors
 from launcher.market.offers import Offer, current_catalog
 from launcher.market.sky_catalog import read_sky_catalog, sky_folder
-from launcher.placement.cloud_plan import CloudPlan, OtherTrainer
+from launcher.placement.cloud_plan import CloudPlan, OtherTrainer, PlanReplays
 from launcher.placement.disk import boot_disk
 from launcher.placement.memory import check_memory, check_pool, gpu_memory
 from launcher.placement.plan import PlacementError
@@ -27,18 +27,36 @@ from launcher.placement.plan_cloud import plan_cloud
 from launcher.placement.requirements import LeftOut, MarketView, cloud_requirements, market_view
 from launcher.placement.schedule import plan_schedule
 from launcher.replay.of_plan import replays_of
+from launcher.replay.simulate import work_of
 from launcher.services.on_offer import on_offer
 from launcher.services.own_prices import as_you_pay
 from launcher.storage.weights import bytes_of
 
+LATE_PLANS = 2
+"""Most plans that buy nodes on demand when late, beside the one that is in time by spot alone."""
 
-def with_replays(plan: CloudPlan, job: Job, other: CloudPlan | None = None) -> CloudPlan:
+
+def with_replays(
+    plan: CloudPlan, job: Job, other: CloudPlan | None = None, tighter: Sequence[CloudPlan] = ()
+) -> CloudPlan:
     """Return the plan of a job with its replays on generated markets: dollars, hours, and how often it is in time.
 
-    `other`: the plan with the trainer of the other capacity type, to compare with.
+    other    the plan with the trainer of the other capacity type, to compare with
+    tighter  plans that buy nodes on demand when late; the cheapest of all that are often enough in time is returned
     """
-    plan = replace(plan, replays=replays_of(plan, MoveRules.of(job), job.budget.deadline_confidence))
+    rules, confidence = MoveRules.of(job), job.budget.deadline_confidence
+    plan = replace(plan, replays=replays_of(plan, rules, confidence))
+    for late in tighter:
+        theirs = replays_of(late, rules, confidence)
+        if theirs is None or not _is_in_time(theirs, confidence):
+            continue
+        if plan.replays is None or not _is_in_time(plan.replays, confidence) or theirs.usd < plan.replays.usd:
+            plan = replace(late, replays=theirs)
     return plan if other is None else with_other_trainer(plan, job, other)
+
+
+def _is_in_time(replays: PlanReplays, confidence: float) -> bool:
+    return replays.met is None or replays.met >= confidence * replays.starts
 
 
 def with_other_trainer(plan: CloudPlan, job: Job, other: CloudPlan, starts: int | None = None) -> CloudPlan:
@@ -93,17 +111,56 @@ def cloud_plan(
 ) -> CloudPlan:
     """Return the plan of a job at current prices.
 
-    `closed`: as of `CurrentMarket`. Raises as `plan_in`, and CatalogError if the catalog fails.
+    If no plan is in time by its spot nodes alone, the plan is one that buys nodes on demand when late
+    (`plans_that_buy_when_late`). `closed`: as of `CurrentMarket`. Raises as `plan_in`, and CatalogError if the
+    catalog fails.
     """
-    return plan_in(current_market(sessions, resolved.job, catalogs, now_ms, closed), resolved)
+    market = current_market(sessions, resolved.job, catalogs, now_ms, closed)
+    try:
+        return plan_in(market, resolved)
+    except BudgetError:
+        tighter = plans_that_buy_when_late(market, resolved)
+        if not tighter:
+            raise
+        return tighter[0]
+
+
+def plans_that_buy_when_late(market: CurrentMarket, resolved: Resolved) -> list[CloudPlan]:
+    """Return plans that are in time if all their nodes work, with as few rollout nodes as that takes, and one more.
+
+    A late run buys nodes on demand in place of spot: the replays tell whether it is in time, and for how much. Empty:
+    no deadline, no stand-ins on demand, or no such plan.
+    """
+    job = resolved.job
+    deadline_ms = job.budget.deadline
+    plans: list[CloudPlan] = []
+    if deadline_ms is None or job.spot != "auto":
+        return plans
+    for nodes in range(max(1, job.resources.rollout.min_nodes or 0), job.resources.rollout.num_nodes + 1):
+        try:
+            plan = plan_in(market, resolved, late_nodes=nodes)
+        except (PlacementError, BudgetError):
+            continue
+        if plan.pace_ms and work_of(plan.as_plan()).left_ms(nodes) <= deadline_ms:
+            plans.append(plan)
+        if len(plans) == LATE_PLANS:
+            break
+    return plans
 
 
 def plan_in(
-    market: CurrentMarket, resolved: Resolved, *, replays_decide: bool = False, with_schedule: bool = True
+    market: CurrentMarket,
+    resolved: Resolved,
+    *,
+    replays_decide: bool = False,
+    late_nodes: int | None = None,
+    with_schedule: bool = True,
 ) -> CloudPlan:
-    """Return the plan of a job in a market. `replays_decide`: as of `CloudRequirements`.
+    """Return the plan of a job in a market.
 
-    `with_schedule`: False leaves out the plan's schedule and memory, which take most of its time.
+    replays_decide  as of `CloudRequirements`
+    late_nodes      just so many rollout nodes, whatever the time by spot alone
+    with_schedule   False leaves out the plan's schedule and memory, which take most of its time
 
     Raises PlacementError if no offer fits the job, its model does not fit the GPUs, or the run does not fit the disk
     that the job names; BudgetError if no offer fits the limits.
@@ -113,7 +170,10 @@ def plan_in(
     check_pool(resolved)
     disk = boot_disk(resolved, bytes_of(folder) if folder is not None and folder.is_dir() else None)
     try:
-        plan = plan_cloud(replace(cloud_requirements(resolved, disk), replays_decide=replays_decide), market.view)
+        needs = replace(cloud_requirements(resolved, disk), replays_decide=replays_decide)
+        if late_nodes is not None:
+            needs = replace(needs, replays_decide=True, min_rollout_nodes=late_nodes, max_rollout_nodes=late_nodes)
+        plan = plan_cloud(needs, market.view)
     except PlacementError as error:
         named = [f"{cloud} {region}" for cloud in job.clouds for region in job.network.regions(cloud)]
         if not named:
