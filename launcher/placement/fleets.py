@@ -11,6 +11,7 @@ or of two regions, and other algorithms.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,9 @@ MOST_NODES = 4
 CHEAP, QUICK, TIMELY = 6, 3, 4
 """Fleets of a shortlist: those with the lowest forecast of dollars, those with the lowest of hours within the budget,
 and, with a deadline, the cheapest whose forecast is within it."""
+
+HOPELESS = 2
+"""A fleet whose forecast is this many times the deadline is not replayed: it would be late in every start."""
 
 LATE = 0.85
 """Share of the deadline that the forecast of a fleet may take to count as in time: replays are later than it."""
@@ -233,9 +237,10 @@ def forecast(needs: CloudRequirements, choice: Choice) -> tuple[float, float]:
 
 def shortlist(fleets: Sequence[Candidate], max_usd: float | None, deadline_hours: float | None) -> list[Candidate]:
     """Return the candidates to replay: the cheapest, the cheapest in time, and the quickest within the budget."""
-    by_dollars = sorted(fleets, key=lambda candidate: (candidate.usd, candidate.hours))
+    hours = inf if deadline_hours is None else HOPELESS * deadline_hours
+    by_dollars = sorted((c for c in fleets if c.hours <= hours), key=lambda c: (c.usd, c.hours))
     by_hours = sorted(
-        (candidate for candidate in fleets if max_usd is None or candidate.usd <= max_usd),
+        (candidate for candidate in by_dollars if max_usd is None or candidate.usd <= max_usd),
         key=lambda candidate: (candidate.hours, candidate.usd),
     )
     timely = [c for c in by_dollars if deadline_hours is not None and c.hours <= LATE * deadline_hours]

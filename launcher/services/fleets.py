@@ -25,14 +25,18 @@ from launcher.money import HOUR_MS, MICRO, duration, hourly
 from launcher.placement.cloud_plan import CloudPlan, PlanReplays
 from launcher.placement.fleets import Candidate, Fleet, candidates, is_spot_open, shortlist, text_of
 from launcher.placement.plan import PlacementError
-from launcher.replay.of_plan import replays_of
+from launcher.replay.of_plan import LEAST_STARTS, replays_of
 from launcher.replay.replay import QUIET_MS
 from launcher.services.planning import CurrentMarket, current_market, plan_in, with_other_trainer
 
 Goal = Literal["cost", "time"]
 
 FIRST_STARTS, STARTS = 3, 8
-"""Replays of each fleet of the shortlist, and of the best of each kind: cheapest, in time, quickest."""
+"""Most replays of each fleet of the shortlist, and of the best of each kind: cheapest, in time, quickest."""
+
+HOURS_OF_START = 20
+"""Hours of a run up to which it gets all of these replays. Of a run that takes twice as long, half as many differ as
+little from their mean, and take as much time."""
 
 FIRST_QUIET_MS = 12 * 60_000
 """Time between two passes of the first replays in which nothing happened: coarser, and a third of the time."""
@@ -86,19 +90,21 @@ class Fleets:
     """Processor seconds of the search."""
 
 
-def choose_fleet(checked: CheckedJob, market: CurrentMarket, goal: Goal = "cost", choose: int | None = None) -> Fleets:
+def choose_fleet(
+    job: Job, market: CurrentMarket, workdir: Path | None = None, goal: Goal = "cost", choose: int | None = None
+) -> Fleets:
     """Return the fleets of a job that leaves its GPUs open, and the one to buy.
 
-    goal    cost: the cheapest in time. time: the quickest within the budget
-    choose  number of a row of the front, instead
-    raises  PlacementError: no GPU on offer can run the job, or no row has the number. BudgetError: nothing is within
+    workdir  folder of the job file, where the model's folder may be
+    goal     cost: the cheapest in time. time: the quickest within the budget
+    choose   number of a row of the front, instead
+    raises   PlacementError: no GPU on offer can run the job, or no row has the number. BudgetError: nothing is within
             the budget, or in time; it names what would be
     """
     began = time.process_time()
-    job = checked.job
-    every, unfit = candidates(job, checked.workdir, market.view.offers, market.view)
+    every, unfit = candidates(job, workdir, market.view.offers, market.view)
     if not every:
-        raise _nothing_fits(checked, market, [refusal.why for refusal in unfit])
+        raise _nothing_fits(job, workdir, market, [refusal.why for refusal in unfit])
     budget = job.nodes_max_total
     deadline_hours = None if job.budget.deadline is None else job.budget.deadline / HOUR_MS
     listed = shortlist(every, None if budget is None else budget / MICRO, deadline_hours)
@@ -164,7 +170,7 @@ def with_fleet_chosen(
     if not checked.job.chooses_fleet:
         return checked, None
     market = current_market(sessions, checked.job, catalogs, now_ms, closed)
-    fleets = choose_fleet(checked, market, goal, choose)
+    fleets = choose_fleet(checked.job, market, checked.workdir, goal, choose)
     return checked.with_job(fleets.chosen.resolved.job), fleets
 
 
@@ -226,7 +232,8 @@ def _first_row(candidate: Candidate, market: CurrentMarket) -> FleetRow | None:
 def _row(fleet: Fleet, resolved: Resolved, plan: CloudPlan, starts: int, quiet_ms: int = QUIET_MS) -> FleetRow | None:
     job = resolved.job
     confidence = job.budget.deadline_confidence
-    replays = replays_of(plan, MoveRules.of(job), confidence, starts, quiet_ms)
+    fewer = ceil(starts * HOURS_OF_START * HOUR_MS / max(plan.time.expected, HOURS_OF_START * HOUR_MS))
+    replays = replays_of(plan, MoveRules.of(job), confidence, max(LEAST_STARTS, fewer), quiet_ms)
     if replays is None or replays.enough_ms is None:
         return None
     in_time = replays.met is None or replays.met >= confidence * replays.starts
@@ -280,11 +287,12 @@ def _why_on_demand(job: Job) -> str:
     return "" if job.recovery.controller_stays_up else ASLEEP
 
 
-def _nothing_fits(checked: CheckedJob, market: CurrentMarket, reasons: Sequence[str]) -> PlacementError | BudgetError:
+def _nothing_fits(
+    job: Job, workdir: Path | None, market: CurrentMarket, reasons: Sequence[str]
+) -> PlacementError | BudgetError:
     """Return the error of a job without candidates: the hourly limit is too low, or no GPU on offer can run it."""
-    job = checked.job
     unlimited = job.model_copy(update={"budget": job.budget.model_copy(update={"max_hourly": None})})
-    dearer, _ = candidates(unlimited, checked.workdir, market.view.offers, market.view)
+    dearer, _ = candidates(unlimited, workdir, market.view.offers, market.view)
     if job.budget.max_hourly is not None and dearer:
         least = min(dearer, key=lambda candidate: candidate.choice.listed_micro_usd_per_hour)
         micro_usd = least.choice.listed_micro_usd_per_hour

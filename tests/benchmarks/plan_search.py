@@ -31,6 +31,7 @@ from launcher.job.checked import JobError
 from launcher.job.load import load_job
 from launcher.job.resolved import resolve
 from launcher.job.schema import Job
+from launcher.job.sections import Resources
 from launcher.market.hazard import prior_of, usual_odds
 from launcher.market.offers import Offer, read_catalog
 from launcher.market.spells import Spells, ZoneSpells
@@ -42,8 +43,9 @@ from launcher.placement.requirements import cloud_requirements, market_view
 from launcher.replay.generator import generate
 from launcher.replay.replay import Replayed, replay
 from launcher.replay.simulate import generated_markets, simulate, work_of
+from launcher.services.fleets import choose_fleet
 from launcher.services.on_offer import on_offer
-from launcher.services.planning import with_replays
+from launcher.services.planning import CurrentMarket, with_replays
 from tests.benchmarks.every_fleet import GPUS, Estimated, Shop, Work, best, plan_of
 from tests.benchmarks.page import RESULTS, ROOT, load_now, origin, publish
 
@@ -279,8 +281,13 @@ def with_named_nodes(job: Job, offers: Sequence[Offer]) -> Chosen:
 
 
 def with_any_fleet(job: Job, offers: Sequence[Offer]) -> Chosen:
-    """Return the plan that the product's search of fleets chooses. Until there is one: that with the named nodes."""
-    return with_named_nodes(job, offers)
+    """Return the plan that the product's search of fleets chooses for the job without its resources."""
+    runtime = job.runtime.model_copy(update={"trainer_ranks": "auto"})
+    opened = job.model_copy(update={"resources": Resources(), "runtime": runtime})
+    market = CurrentMarket(view=market_view(offers, now_ms=NOW_MS), unknown=(), closed={})
+    fleets = choose_fleet(opened, market)
+    rows = tuple(Row(name=row.text, usd=row.replays.usd, plan=row.plan) for row in fleets.front)
+    return Chosen(plan=fleets.chosen.plan, seconds=fleets.seconds, rows=rows)
 
 
 def _row(name: str, plan: CloudPlan) -> Row:

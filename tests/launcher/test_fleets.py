@@ -120,21 +120,21 @@ def test_the_trainer_alone_costs_as_much_beside_any_rollout_gpu(checked):
 
 
 def test_the_three_plans_are_replayed_and_the_cheapest_in_time_is_chosen(checked):
-    found = choose_fleet(checked(), MARKET)
+    found = choose_fleet(checked().job, MARKET)
     assert found.chosen == found.in_time
     assert found.cheapest.replays.usd <= found.in_time.replays.usd
     assert found.quickest.replays.hours <= found.in_time.replays.hours
     assert [row.number for row in found.front] == list(range(1, len(found.front) + 1))
     assert found.chosen.resolved.job.resources.trainer.accelerators == found.chosen.fleet.trainer
     assert not found.chosen.resolved.job.chooses_fleet, "the chosen job is a job like any other"
-    quickest = choose_fleet(checked(), MARKET, "time")
+    quickest = choose_fleet(checked().job, MARKET, goal="time")
     assert quickest.chosen.number == quickest.quickest.number
     assert quickest.usd_per_hour_saved is None
 
 
 def test_a_front_of_one_fleet(checked):
     fields = {"resources.trainer.accelerators": "[H100:8, L4:1]", "resources.trainer.use_spot": True}
-    found = choose_fleet(checked(**fields, **{"resources.rollout.num_nodes": 0}), MARKET)
+    found = choose_fleet(checked(**fields, **{"resources.rollout.num_nodes": 0}).job, MARKET)
     assert (len(found.front), found.fleets, found.chosen.fleet.trainer) == (1, 1, "H100:8")
     assert found.cheapest == found.in_time == found.quickest
 
@@ -163,12 +163,12 @@ def test_a_front_of_one_fleet(checked):
 )
 def test_what_no_fleet_can_do_is_refused_with_what_would_be_enough(checked, fields, error, words):
     with pytest.raises(error, match=words):
-        choose_fleet(checked(**fields), MARKET)
+        choose_fleet(checked(**fields).job, MARKET)
 
 
 def test_a_number_that_no_plan_has_is_refused(checked):
     with pytest.raises(PlacementError, match=r"--choose is 99, and the plans have the numbers 1 to \d+"):
-        choose_fleet(checked(), MARKET, choose=99)
+        choose_fleet(checked().job, MARKET, choose=99)
 
 
 # --- commands -------------------------------------------------------------------------------------------
