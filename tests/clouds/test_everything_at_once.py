@@ -136,7 +136,7 @@ class HalfAnHour:
         Every preempted node has ended by then. EC2 may call an instance preempted that spotrl ordered to end at the
         same time, and may bill it: the ledger bills each that was ordered to end, and the fake cloud would not.
         """
-        self.until("no preempted node is left", lambda: len(self.run.ready("rollout")) == 1, BACK_SECONDS)
+        self.until("no preempted node is left", self.is_whole, BACK_SECONDS)
         self.world.fault("ends_fail", self.cloud, seconds=60)
 
         def finished() -> bool:
@@ -149,6 +149,9 @@ class HalfAnHour:
 
         self.wait("the target is reached", finished, 900)
         self.wait("the run is over", lambda: self.run.view().status in ("finished", "failed", "stopped"), 900)
+
+    def is_whole(self) -> bool:
+        return sum(node.is_live for node in self.run.records().values()) == len(self.run.ready()) == 2
 
     def others(self, lost: str) -> bool:
         return any(node.name != lost for node in self.run.ready("rollout"))
