@@ -12,6 +12,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import NormalDist
 
 from engine.events import Market
@@ -375,48 +376,59 @@ def spot_time(shop: Shop, kind: Kind, regions: Sequence[Place]) -> SpotTime:
 def estimate(work: Work, shop: Shop, fleet: Fleet) -> Estimated | None:
     """Return the expected hours and dollars of a fleet, or None if it cannot be done within the limits.
 
-    A fleet that is late on spot is on demand for as much of the time as the deadline needs.
+    A fleet that is late on spot has its trainer on demand for as much of the time as the deadline needs, and if that is
+    not enough every node.
     """
     home = fleet.regions[0]
     steady = shop.steady(home, fleet.trainer)
     if steady is None:
         return None
     iterations, seconds = pace(work, fleet)
-    trainer_price, rollout_price = shop.price(home, fleet.trainer), 0
-    rollout_steady = 0
+    trainer, trainer_steady = shop.price(home, fleet.trainer), steady.micro_usd_per_hour
+    rollout = rollout_steady = 0
     at_work, rollouts_at_hand = 1.0, 1.0
     if fleet.rollout is not None:
-        rollout_price = shop.price(home, fleet.rollout)
-        dear = shop.on_demand_price(home, shop.kinds[home][fleet.rollout][0])
-        rollout_steady = rollout_price if dear is None else dear
+        cheapest = shop.kinds[home][fleet.rollout][0]
+        rollout = cheapest.micro_usd_per_hour
+        rollout_steady = shop.on_demand_price(home, cheapest) or rollout
         if fleet.rollout.market is Market.SPOT:
             spot = spot_time(shop, fleet.rollout, (home,))
             at_work, rollouts_at_hand = spot.at_work(COLD_HOURS), spot.at_hand
-    if work.max_hourly is not None and trainer_price + fleet.nodes * rollout_price > work.max_hourly:
+    if work.max_hourly is not None and trainer + fleet.nodes * rollout > work.max_hourly:
         return None
     per_hour = 3600 * (
         rollouts_at_hand / _between(seconds, fleet.nodes * at_work / rollouts_at_hand)
         + (1 - rollouts_at_hand) / seconds[0]
     )
-    hours, at_hand = iterations / per_hour + COLD_HOURS, 1.0
+    hours = iterations / per_hour + COLD_HOURS
+    rollouts = fleet.nodes * rollouts_at_hand * rollout
+    ways = [(hours, hours * (trainer_steady + rollouts))]
     if fleet.trainer.market is Market.SPOT:
         kinds = [(kind.gpu, kind.gpus) for kind in (fleet.trainer, fleet.rollout) if kind is not None]
         change = PROMOTED_HOURS if len(kinds) == 2 and kinds[0] == kinds[1] else COLD_HOURS
         spot = spot_time(shop, fleet.trainer, fleet.regions)
-        at_hand = spot.at_hand
-        hours = _hours_with_losses(work, iterations / per_hour, iterations, spot.life_hours, change) / at_hand
-    on_demand_hours = iterations * seconds[-1] / 3600 + COLD_HOURS
-    on_demand_usd = on_demand_hours * (steady.micro_usd_per_hour + fleet.nodes * rollout_steady) / 1e6
-    usd = hours * (at_hand * trainer_price + fleet.nodes * rollouts_at_hand * rollout_price) / 1e6
-    deadline = math.inf if work.deadline_ms is None else work.deadline_ms / HOUR_MS
-    if hours > deadline:
-        if on_demand_hours > deadline:
-            return None
-        usd += (hours - deadline) / (hours - on_demand_hours) * (on_demand_usd - usd)
-        hours = deadline
-    if work.max_total is not None and usd * 1e6 > work.max_total:
+        hours = _hours_with_losses(work, iterations / per_hour, iterations, spot.life_hours, change) / spot.at_hand
+        ways.insert(0, (hours, hours * (spot.at_hand * trainer + rollouts)))
+    hours = iterations * seconds[-1] / 3600 + COLD_HOURS
+    ways.append((hours, hours * (trainer_steady + fleet.nodes * rollout_steady)))
+    hours, micro_usd = _in_time(ways, math.inf if work.deadline_ms is None else work.deadline_ms / HOUR_MS)
+    if micro_usd == math.inf or (work.max_total is not None and micro_usd > work.max_total):
         return None
-    return Estimated(fleet=fleet, usd=usd, hours=hours)
+    return Estimated(fleet=fleet, usd=micro_usd / 1e6, hours=hours)
+
+
+def _in_time(ways: Sequence[tuple[float, float]], deadline: float) -> tuple[float, float]:
+    """Return the hours and dollars of the first way that is in time, mixed with the way before it; else infinite ones.
+
+    ways  (hours, dollars), each quicker than the one before
+    """
+    if ways[0][0] <= deadline:
+        return ways[0]
+    for (slow, cheap), (quick, dear) in pairwise(ways):
+        if quick <= deadline:
+            weight = min(1.0, (slow - deadline) / (slow - quick)) if slow > quick else 1.0
+            return deadline, cheap + weight * (dear - cheap)
+    return math.inf, math.inf
 
 
 def _hours_with_losses(work: Work, hours: float, iterations: float, life_hours: float, change_hours: float) -> float:
@@ -437,7 +449,8 @@ def _between(seconds: Sequence[float], nodes: float) -> float:
 def best(work: Work, shop: Shop, count: int) -> tuple[list[Estimated], int]:
     """Return the cheapest fleets of the grid by the closed form, and the number of fleets that were compared.
 
-    Fleets that are much alike are left out (`SAME_KINDS`, `SAME_NODES`): their replays would be, too.
+    Half of them have their trainer on spot, and half on demand. Fleets that are much alike are left out (`SAME_KINDS`,
+    `SAME_NODES`): their replays would be, too.
     """
     compared = 0
     possible: list[Estimated] = []
@@ -451,10 +464,11 @@ def best(work: Work, shop: Shop, count: int) -> tuple[list[Estimated], int]:
     kept: list[Estimated] = []
     alike: Counter[object] = Counter()
     for estimated in sorted(possible, key=lambda each: (each.usd, each.hours, str(each.fleet))):
-        kinds = (estimated.fleet.trainer, estimated.fleet.rollout)
-        numbers = (*kinds, estimated.fleet.nodes)
-        if len(kept) < count and alike[kinds] < SAME_KINDS and alike[numbers] < SAME_NODES:
-            alike.update([kinds, numbers])
+        fleet = estimated.fleet
+        kinds = (fleet.trainer, fleet.rollout)
+        most = {fleet.trainer.market: count // 2, kinds: SAME_KINDS, (*kinds, fleet.nodes): SAME_NODES}
+        if all(alike[name] < number for name, number in most.items()):
+            alike.update(most.keys())
             kept.append(estimated)
     return kept, compared
 
