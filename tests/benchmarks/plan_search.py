@@ -27,7 +27,6 @@ from typing import Any
 from engine.events import Market
 from launcher.decide.launch_history import MoveRules
 from launcher.exit_codes import BudgetError
-from launcher.job.checked import JobError
 from launcher.job.load import load_job
 from launcher.job.resolved import resolve
 from launcher.job.schema import Job
@@ -37,6 +36,7 @@ from launcher.market.offers import Offer, read_catalog
 from launcher.market.spells import Spells, ZoneSpells
 from launcher.money import HOUR_MS
 from launcher.placement.cloud_plan import CloudPlan
+from launcher.placement.memory import check_memory
 from launcher.placement.plan import PlacementError, Plan
 from launcher.placement.plan_cloud import plan_cloud
 from launcher.placement.requirements import cloud_requirements, market_view
@@ -359,10 +359,11 @@ def trainer_alone(offers: Sequence[Offer]) -> dict[str, dict[str, float]]:
                 "resources.rollout.num_nodes": 1,
                 "resources.rollout.min_nodes": 1,
             }
-            job = Case(file=file, deadline="90d").job(changed)
+            resolved = resolve(Case(file=file, deadline="90d").job(changed))
             try:
-                plan = plan_cloud(cloud_requirements(resolve(job)), market_view(offers, now_ms=NOW_MS))
-            except (PlacementError, BudgetError, JobError):
+                check_memory(resolved)
+                plan = plan_cloud(cloud_requirements(resolved), market_view(offers, now_ms=NOW_MS))
+            except (PlacementError, BudgetError):
                 continue
             for factors in plan.factors:
                 if factors.against == "the trainer alone":
