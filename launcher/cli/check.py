@@ -24,7 +24,7 @@ from launcher.job.load import load_job
 from launcher.job.values import Infra
 from launcher.ledger.models import LOCAL
 from launcher.ledger.store import open_ledger
-from launcher.market.offers import CLOUDS
+from launcher.market.offers import CLOUDS, current_catalog
 from launcher.placement.plan import Plan
 from launcher.settings import config_path, home, ledger_path, runs_folder
 
@@ -143,7 +143,7 @@ def _plan(checked: CheckedJob) -> Plan:
     from launcher.services.planning import cloud_plan  # imports numpy and the planner
 
     return cloud_plan(
-        open_ledger(ledger_path(), is_held), resolve_checked(checked), home() / "catalogs", _now_ms()
+        open_ledger(ledger_path(), is_held), resolve_checked(checked), current_catalog(home() / "catalogs"), _now_ms()
     ).as_plan()
 
 

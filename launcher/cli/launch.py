@@ -30,6 +30,7 @@ from launcher.cli.follow import Follow, can_ask, start_and_follow
 from launcher.cli.output_file import check_output
 from launcher.cli.plan_screen import cloud_screen, local_screen, plan_warnings, warning_lines
 from launcher.cli.plan_text import plan_dict, plan_lines
+from launcher.cli.price_option import prices_option
 from launcher.cli.progress_words import working
 from launcher.cli.typed import typed
 from launcher.decide.run_budget import bound_of_plan
@@ -40,7 +41,7 @@ from launcher.job.load import load_job
 from launcher.job.resolved import Resolved, resolve_checked
 from launcher.job.schema import Job
 from launcher.ledger.models import LOCAL, Run
-from launcher.market.offers import Offer, read_catalog
+from launcher.market.offers import Offer, Prices, current_catalog, read_catalog
 from launcher.money import hourly
 from launcher.placement.cloud_plan import Span, cloud_plan_json
 from launcher.placement.plan import Plan, plan_local
@@ -113,6 +114,7 @@ class Warned(Failure):
     is_flag=True,
     help="On clouds: buy even if a price is older than 24 hours (spot) or 30 days (on-demand), or has no known date.",
 )
+@prices_option
 @click.option("-y", "--yes", is_flag=True, help="Skip the confirmation before the start.")
 @click.option("--dry-run", is_flag=True, help="Check the job and show the plan; start nothing.")
 @click.option(
@@ -170,6 +172,7 @@ def launch(
     job: Path | None,
     settings: tuple[str, ...],
     allow_old_prices: bool,
+    prices: Prices,
     yes: bool,
     dry_run: bool,
     explain: bool,
@@ -208,6 +211,8 @@ def launch(
         raise click.UsageError("--service is for a run that is left alone; add --detach")
     if out_file is not None and (not dry_run or plan_file is not None):
         raise click.UsageError("--out writes the plan of a dry run; add --dry-run, and leave out --plan")
+    if prices is Prices.RECORDED and not dry_run:
+        raise click.UsageError("--prices recorded shows what a plan would have cost; add --dry-run, or leave it out")
     out = Console(stderr=as_json)
     fields = overrides(flags, settings) | ({"recovery.controller_stays_up": True} if service else {})
     kept = None if plan_file is None else _Kept(file=plan_file, plan=read_kept_plan(plan_file))
@@ -245,14 +250,14 @@ def launch(
     weights_file = None if weights is None else weights.file
     warnings: list[str] = []
     if checked.job.clouds:
-        planned, of_plan = _plan_on_clouds(sessions, checked, resolved, out, explain, allow_old_prices, kept)
+        planned, of_plan = _plan_on_clouds(sessions, checked, resolved, out, explain, allow_old_prices, kept, prices)
         with working(out, "Looking for prompts that the model would cut"):
             of_prompts = ask_prompt_warnings(checked)
         _print_warnings(out, of_prompts)
         if not dry_run:
             if closed := _closed_regions(checked, planned.plan, out):
                 planned, of_plan = _plan_on_clouds(
-                    sessions, checked, resolved, out, explain, allow_old_prices, kept, closed
+                    sessions, checked, resolved, out, explain, allow_old_prices, kept, prices, closed
                 )
             warnings += _check_clouds(checked, planned.plan, out, allow_old_prices, weights_file)
         warnings = [*of_plan, *of_prompts, *warnings]
@@ -341,20 +346,22 @@ def _plan_on_clouds(
     explain: bool,
     allow_old_prices: bool,
     kept: _Kept | None,
+    prices: Prices = Prices.NEWEST,
     closed: Mapping[tuple[str, str], str] | None = None,
 ) -> tuple[_Planned, list[str]]:
     """Plan the nodes to buy, or take the kept plan, and print the plan. Return it with its warnings.
 
-    `explain`: print all that the plan rests on too. `closed`: (cloud, region) that the plan leaves out, with reasons.
+    `explain`: print all that the plan rests on too. `prices`: which shipped prices count. `closed`: (cloud, region)
+    that the plan leaves out, with reasons.
     """
     job, now_ms = checked.job, time.time_ns() // 1_000_000
     more: Iterable[str] = ()
-    catalogs = home() / "catalogs"
+    catalog = current_catalog(home() / "catalogs", prices)
     if kept is not None:
-        planned = _kept_plan(kept, cloud_offers(sessions, job, catalogs, now_ms, closed)[0], closed or {})
+        planned = _kept_plan(kept, cloud_offers(sessions, job, catalog, now_ms, closed)[0], closed or {})
         warnings = list(plan_warnings(checked, planned.plan.slots, now_ms, allow_old_prices))
     else:
-        whole = (sessions, resolved, catalogs, now_ms, closed)
+        whole = (sessions, resolved, catalog, now_ms, closed)
         with working(out, "Planning: prices of all regions, then replays on generated markets"):
             on_clouds = with_replays(cloud_plan(*whole), job, plan_with_other_trainer(*whole))
         warnings = list(plan_warnings(checked, on_clouds.slots, now_ms, allow_old_prices))
@@ -363,7 +370,7 @@ def _plan_on_clouds(
         planned = _Planned(
             plan=plan,
             printed=printed,
-            screen=tuple(cloud_screen(job, on_clouds, len(warnings))),
+            screen=tuple(cloud_screen(job, on_clouds, len(warnings), now_ms)),
             longest_ms=on_clouds.longest_ms,
             cost=on_clouds.quoted_cost,
         )

@@ -5,7 +5,6 @@ The only place where the ledger and the tables meet the pure planner; `spotrl la
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from sqlalchemy.orm import Session, sessionmaker
 
@@ -17,7 +16,7 @@ from launcher.job.schema import Job
 from launcher.ledger.exposure import pool_histories
 from launcher.ledger.prices import capacity_advice, latest_prices
 from launcher.market.advice import STALE_MS, cloud_priors
-from launcher.market.offers import Offer, current_catalog
+from launcher.market.offers import Catalog, Offer
 from launcher.market.sky_catalog import read_sky_catalog, sky_folder
 from launcher.placement.cloud_plan import CloudPlan, OtherTrainer
 from launcher.placement.disk import boot_disk
@@ -50,16 +49,16 @@ def with_replays(plan: CloudPlan, job: Job, other: CloudPlan | None = None) -> C
 def cloud_plan(
     sessions: sessionmaker[Session],
     resolved: Resolved,
-    catalogs: Path,
+    catalog: Catalog,
     now_ms: int,
     closed: Mapping[tuple[str, str], str] | None = None,
 ) -> CloudPlan:
-    """Return the plan of a job at current prices.
+    """Return the plan of a job at the catalog's prices, and later ones of the ledger.
 
     `closed`: (cloud, region) in which no node may be bought, with the reason.
 
     Raises PlacementError if no offer fits the job, its model does not fit the GPUs, or the run does not fit the disk
-    that the job names; BudgetError if no offer fits the limits; CatalogError if the catalog fails.
+    that the job names; BudgetError if no offer fits the limits.
     """
     job, folder = resolved.job, resolved.folder
     check_memory(resolved)
@@ -68,7 +67,7 @@ def cloud_plan(
     with sessions() as session:
         histories = pool_histories(session, now_ms)
         advice = cloud_priors(capacity_advice(session, since_ms=now_ms - STALE_MS), now_ms)
-    offers, unknown = cloud_offers(sessions, job, catalogs, now_ms, closed)
+    offers, unknown = cloud_offers(sessions, job, catalog, now_ms, closed)
     market = market_view(offers, histories.values(), now_ms=now_ms, priors=advice.priors, believed_odds=advice.odds)
     try:
         plan = plan_cloud(cloud_requirements(resolved, disk), market)
@@ -89,17 +88,17 @@ def cloud_plan(
 def cloud_offers(
     sessions: sessionmaker[Session],
     job: Job,
-    catalogs: Path,
+    catalog: Catalog,
     now_ms: int,
     closed: Mapping[tuple[str, str], str] | None = None,
 ) -> tuple[tuple[Offer, ...], list[Offer]]:
     """Return the offers that a job on clouds may buy, at current prices, and those that SkyPilot does not know.
 
-    `closed`: as in `cloud_plan`. Raises CatalogError if the catalog fails.
+    `closed`: as in `cloud_plan`.
     """
     with sessions() as session:
         latest = latest_prices(session, clouds=job.clouds)
-    listed = on_offer(current_catalog(catalogs).all_offers(), latest, now_ms)
+    listed = on_offer(catalog.all_offers(), latest, now_ms)
     allowed = [offer for offer in listed if (offer.cloud, offer.region) not in (closed or {})]
     reached = [offer for offer in allowed if job.network.reaches(offer.cloud, offer.region)]
     sky = read_sky_catalog(sky_folder(), job.clouds, now_ms)
@@ -111,7 +110,7 @@ def cloud_offers(
 def plan_with_other_trainer(
     sessions: sessionmaker[Session],
     resolved: Resolved,
-    catalogs: Path,
+    catalog: Catalog,
     now_ms: int,
     closed: Mapping[tuple[str, str], str] | None = None,
 ) -> CloudPlan | None:
@@ -125,7 +124,7 @@ def plan_with_other_trainer(
     trainer = job.resources.trainer.model_copy(update={"use_spot": not job.trains_on_spot})
     flipped = job.model_copy(update={"resources": job.resources.model_copy(update={"trainer": trainer})})
     try:
-        return cloud_plan(sessions, replace(resolved, job=flipped), catalogs, now_ms, closed)
+        return cloud_plan(sessions, replace(resolved, job=flipped), catalog, now_ms, closed)
     except (PlacementError, BudgetError):
         return None
 
