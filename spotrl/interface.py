@@ -26,7 +26,7 @@ from launcher.job.load import load_job
 from launcher.job.resolved import resolve_checked
 from launcher.ledger import models
 from launcher.ledger.store import find_run, open_ledger
-from launcher.market.offers import read_catalog
+from launcher.market.offers import current_catalog, read_catalog
 from launcher.money import dollars
 from launcher.placement.cloud_plan import CloudPlan
 from launcher.placement.plan import Plan, plan_local
@@ -70,7 +70,7 @@ def plan(job: Job, **settings: Any) -> Plan | CloudPlan:
     resolved = resolve_checked(checked)
     now_ms = time.time_ns() // 1_000_000
     if checked.job.clouds:
-        return cloud_plan(_ledger(), resolved, home() / "catalogs", now_ms)
+        return cloud_plan(_ledger(), resolved, current_catalog(home() / "catalogs"), now_ms)
     return plan_local(
         checked.job, as_you_pay(read_catalog(), checked.job.price_overrides, checked.job.discounts, now_ms)
     )

@@ -211,6 +211,13 @@ SPEED: Mapping[str, Figure] = {
     "L40S": Figure(value=0.40, source=_published(f"{ELASTIC_FLUX}: 16 s where an H100 takes 6.46 s")),
     "B200": Figure(value=1.47, source=_published(f"{ELASTIC_FLUX}: 4.4 s where an H100 takes 6.46 s")),
     "H20": Figure(value=0.287, source=_published(f"{XDIT_VIDEO}: 6639 s where an H100 takes 1904 s")),
+    "RTXPRO6000": Figure(
+        value=0.5,
+        source=_assumed(
+            "peak of 500 TFLOP/s over the 989 of an H100, and 1.6 TB/s of its memory over 3.35; by the peak an A100 "
+            "would be .32, an L40S .37 and a B200 2.3, where .42, .40 and 1.47 are published"
+        ),
+    ),
     "L4": Figure(value=0.12, source=_assumed("peak of 121 TFLOP/s over the 989 of an H100")),
     "A10": Figure(value=0.13, source=_assumed("peak of 125 TFLOP/s over the 989 of an H100")),
     "A10G": Figure(value=0.07, source=_assumed("peak of 70 TFLOP/s over the 989 of an H100")),
@@ -239,6 +246,8 @@ _NVLINK_4, _NVLINK_3 = (
     for gpu, rate in (("H100 SXM", 900), ("A100 SXM", 600))
 )
 
+_PCIE_5 = _published("NVIDIA's data sheet: PCIe Gen5 x16, 128 GB/s, half of it in each direction; no NVLink")
+
 _PCIE = _published("NVIDIA's data sheet: PCIe Gen4 x16, 64 GB/s, half of it in each direction; no NVLink")
 
 LINK_BYTES_PER_SECOND: Mapping[str, Figure] = {
@@ -250,6 +259,7 @@ LINK_BYTES_PER_SECOND: Mapping[str, Figure] = {
     "A100-80GB": Figure(value=300e9, source=_NVLINK_3),
     "B200": Figure(value=900e9, source=_published("NVIDIA's data sheet of the B200: NVLink 1.8 TB/s")),
     "L40S": Figure(value=32e9, source=_PCIE),
+    "RTXPRO6000": Figure(value=64e9, source=_PCIE_5),
     "L4": Figure(value=32e9, source=_PCIE),
     "A10": Figure(value=32e9, source=_PCIE),
     "A10G": Figure(value=32e9, source=_PCIE),

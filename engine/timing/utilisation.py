@@ -31,6 +31,7 @@ PEAKS: Mapping[str, Figure] = {
     "A100-80GB": Figure(value=312e12, source=_sheet("A100")),
     "A100": Figure(value=312e12, source=_sheet("A100")),
     "L40S": Figure(value=362e12, source=_sheet("L40S")),
+    "RTXPRO6000": Figure(value=500e12, source=_sheet("RTX PRO 6000 Blackwell Server Edition, rounded")),
     "L4": Figure(value=121e12, source=_sheet("L4")),
     "A10G": Figure(value=70e12, source=_sheet("A10G")),
     "A10": Figure(value=125e12, source=_sheet("A10")),

@@ -13,6 +13,7 @@ import click
 from sqlalchemy.orm import Session, sessionmaker
 
 from launcher.cli.layout import print_table, print_text
+from launcher.cli.price_option import prices_option
 from launcher.exit_codes import ExitCode
 from launcher.market.offers import (
     CLOUDS,
@@ -21,6 +22,7 @@ from launcher.market.offers import (
     Catalog,
     CatalogError,
     Offer,
+    Prices,
     age_of,
     age_text,
     current_catalog,
@@ -71,8 +73,9 @@ def now_ms() -> int:
 @click.option("--gpu", help="GPU type, like H100 (default: all).")
 @click.option("--market", type=click.Choice(["spot", "on_demand"]), help="Capacity type (default: both).")
 @click.option("--shipped", is_flag=True, help="Show the tables shipped with spotrl instead of the refreshed tables.")
+@prices_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def show(cloud: str | None, gpu: str | None, market: str | None, shipped: bool, as_json: bool) -> None:
+def show(cloud: str | None, gpu: str | None, market: str | None, shipped: bool, prices: Prices, as_json: bool) -> None:
     """Show offers with the price, and the price's quality, source and age.
 
     \b
@@ -80,7 +83,7 @@ def show(cloud: str | None, gpu: str | None, market: str | None, shipped: bool, 
       spotrl catalog show --gpu H100 --market spot
       spotrl catalog show --cloud gcp --json
     """
-    found = shipped_catalog() if shipped else current_catalog(tables_folder())
+    found = shipped_catalog(prices) if shipped else current_catalog(tables_folder(), prices)
     offers = [
         offer
         for offer in found.all_offers()
@@ -260,11 +263,13 @@ def validate(folder: Path | None, reseal: bool, as_json: bool) -> int:
 def diff(old: str, new: str, as_json: bool) -> None:
     """Show the changes from table set OLD to NEW.
 
-    OLD and NEW are `shipped`, `current` or a folder (default: `shipped` and `current`).
+    OLD and NEW are `recorded`, `shipped`, `current` or a folder (default: `shipped` and `current`). `recorded`: the
+    shipped prices of the recorded markets.
 
     \b
     Example:
       spotrl catalog diff
+      spotrl catalog diff recorded shipped
       spotrl catalog diff shipped my-tables
     """
     found = changes(_tables(old).all_offers(), _tables(new).all_offers())
@@ -276,8 +281,8 @@ def diff(old: str, new: str, as_json: bool) -> None:
 
 
 def _tables(name: str) -> Catalog:
-    if name == "shipped":
-        return shipped_catalog()
+    if name in ("recorded", "shipped"):
+        return shipped_catalog(Prices.RECORDED if name == "recorded" else Prices.NEWEST)
     return current_catalog(tables_folder()) if name == "current" else read_folder(Path(name))
 
 

@@ -24,7 +24,7 @@ from launcher.job.load import load_job
 from launcher.job.values import Infra
 from launcher.ledger.models import LOCAL
 from launcher.ledger.store import open_ledger
-from launcher.market.offers import CLOUDS
+from launcher.market.offers import CLOUDS, current_catalog
 from launcher.placement.plan import Plan
 from launcher.settings import config_path, home, ledger_path, runs_folder
 
@@ -143,9 +143,9 @@ def _plan(checked: CheckedJob) -> Plan:
     from launcher.services.fleets import with_fleet_chosen
     from launcher.services.planning import cloud_plan  # imports numpy and the planner
 
-    sessions, catalogs, now_ms = open_ledger(ledger_path(), is_held), home() / "catalogs", _now_ms()
-    checked, _ = with_fleet_chosen(sessions, checked, catalogs, now_ms)
-    return cloud_plan(sessions, resolve_checked(checked), catalogs, now_ms).as_plan()
+    sessions, catalog, now_ms = open_ledger(ledger_path(), is_held), current_catalog(home() / "catalogs"), _now_ms()
+    checked, _ = with_fleet_chosen(sessions, checked, catalog, now_ms)
+    return cloud_plan(sessions, resolve_checked(checked), catalog, now_ms).as_plan()
 
 
 def _now_ms() -> int:

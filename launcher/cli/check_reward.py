@@ -83,12 +83,13 @@ def check_reward(
 def _micro_usd_per_gpu_hour(sessions: sessionmaker[Session], checked: CheckedJob) -> float:
     """Return the price of a GPU of the plan's first rollout node; of the trainer, if there is none."""
     from launcher.job.resolved import resolve_checked
+    from launcher.market.offers import current_catalog
     from launcher.services.fleets import with_fleet_chosen
     from launcher.services.planning import cloud_plan  # imports numpy and the planner
 
-    now_ms = time.time_ns() // 1_000_000
-    checked, _ = with_fleet_chosen(sessions, checked, home() / "catalogs", now_ms)
-    plan = cloud_plan(sessions, resolve_checked(checked), home() / "catalogs", now_ms).as_plan()
+    catalog, now_ms = current_catalog(home() / "catalogs"), time.time_ns() // 1_000_000
+    checked, _ = with_fleet_chosen(sessions, checked, catalog, now_ms)
+    plan = cloud_plan(sessions, resolve_checked(checked), catalog, now_ms).as_plan()
     slots = [slot for slot in plan.slots if slot.role == "rollout"] or list(plan.slots)
     return slots[0].placement.micro_usd_per_hour / slots[0].placement.gpus
 

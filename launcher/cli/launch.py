@@ -30,6 +30,7 @@ from launcher.cli.follow import Follow, can_ask, start_and_follow
 from launcher.cli.output_file import check_output
 from launcher.cli.plan_screen import cloud_screen, local_screen, plan_warnings, warning_lines
 from launcher.cli.plan_text import plan_dict, plan_lines
+from launcher.cli.price_option import prices_option
 from launcher.cli.progress_words import working
 from launcher.cli.typed import typed
 from launcher.decide.run_budget import bound_of_plan
@@ -40,7 +41,7 @@ from launcher.job.load import load_job
 from launcher.job.resolved import Resolved, resolve_checked
 from launcher.job.schema import Job
 from launcher.ledger.models import LOCAL, Run
-from launcher.market.offers import Offer, read_catalog
+from launcher.market.offers import Offer, Prices, current_catalog, read_catalog
 from launcher.money import hourly
 from launcher.placement.cloud_plan import Span, cloud_plan_json
 from launcher.placement.fleets import with_kept_fleet
@@ -131,6 +132,7 @@ class Warned(Failure):
     is_flag=True,
     help="On clouds: buy even if a price is older than 24 hours (spot) or 30 days (on-demand), or has no known date.",
 )
+@prices_option
 @click.option("-y", "--yes", is_flag=True, help="Skip the confirmation before the start.")
 @click.option("--dry-run", is_flag=True, help="Check the job and show the plan; start nothing.")
 @click.option(
@@ -190,6 +192,7 @@ def launch(
     minimize: Literal["cost", "time"],
     choose: int | None,
     allow_old_prices: bool,
+    prices: Prices,
     yes: bool,
     dry_run: bool,
     explain: bool,
@@ -228,6 +231,8 @@ def launch(
         raise click.UsageError("--service is for a run that is left alone; add --detach")
     if out_file is not None and (not dry_run or plan_file is not None):
         raise click.UsageError("--out writes the plan of a dry run; add --dry-run, and leave out --plan")
+    if prices is Prices.RECORDED and not dry_run:
+        raise click.UsageError("--prices recorded shows what a plan would have cost; add --dry-run, or leave it out")
     out = Console(stderr=as_json)
     fields = overrides(flags, settings) | ({"recovery.controller_stays_up": True} if service else {})
     kept = None if plan_file is None else _Kept(file=plan_file, plan=read_kept_plan(plan_file))
@@ -261,7 +266,7 @@ def launch(
     _check_name_is_free(sessions, checked)
     opened, fleets = checked, None
     if checked.job.chooses_fleet:
-        checked, fleets = _chosen_fleet(sessions, opened, out, minimize, choose)
+        checked, fleets = _chosen_fleet(sessions, opened, out, prices, minimize, choose)
     elif choose is not None or minimize != "cost":
         raise click.UsageError(
             "--minimize and --choose are for a job on clouds that leaves its GPUs open; leave out resources, or name "
@@ -274,17 +279,19 @@ def launch(
     weights_file = None if weights is None else weights.file
     warnings: list[str] = []
     if checked.job.clouds:
-        planned, of_plan = _plan_on_clouds(sessions, checked, resolved, out, explain, allow_old_prices, kept, fleets)
+        planned, of_plan = _plan_on_clouds(
+            sessions, checked, resolved, out, explain, allow_old_prices, kept, prices, fleets
+        )
         with working(out, "Looking for prompts that the model would cut"):
             of_prompts = ask_prompt_warnings(checked)
         _print_warnings(out, of_prompts)
         if not dry_run:
             if closed := _closed_regions(checked, planned.plan, out):
                 if fleets is not None:
-                    checked, fleets = _chosen_fleet(sessions, opened, out, minimize, choose, closed)
+                    checked, fleets = _chosen_fleet(sessions, opened, out, prices, minimize, choose, closed)
                     resolved = resolve_checked(checked)
                 planned, of_plan = _plan_on_clouds(
-                    sessions, checked, resolved, out, explain, allow_old_prices, kept, fleets, closed
+                    sessions, checked, resolved, out, explain, allow_old_prices, kept, prices, fleets, closed
                 )
             warnings += _check_clouds(checked, planned.plan, out, allow_old_prices, weights_file)
         warnings = [*of_plan, *of_prompts, *warnings]
@@ -373,24 +380,25 @@ def _plan_on_clouds(
     explain: bool,
     allow_old_prices: bool,
     kept: _Kept | None,
+    prices: Prices,
     fleets: Fleets | None,
     closed: Mapping[tuple[str, str], str] | None = None,
 ) -> tuple[_Planned, list[str]]:
     """Plan the nodes to buy, or take the kept plan, and print the plan. Return it with its warnings.
 
-    `explain`: print all that the plan rests on too. `fleets`: those that the job's own was chosen from. `closed`:
-    (cloud, region) that the plan leaves out, with reasons.
+    `explain`: print all that the plan rests on too. `prices`: which shipped prices count. `fleets`: those that the
+    job's own was chosen from. `closed`: (cloud, region) that the plan leaves out, with reasons.
     """
     job, now_ms = checked.job, time.time_ns() // 1_000_000
     more: Iterable[str] = ()
-    catalogs = home() / "catalogs"
+    catalog = current_catalog(home() / "catalogs", prices)
     if kept is not None:
-        planned = _kept_plan(kept, cloud_offers(sessions, job, catalogs, now_ms, closed)[0], closed or {})
+        planned = _kept_plan(kept, cloud_offers(sessions, job, catalog, now_ms, closed)[0], closed or {})
         warnings = list(plan_warnings(checked, planned.plan.slots, now_ms, allow_old_prices))
     else:
-        whole = (sessions, resolved, catalogs, now_ms, closed)
+        whole = (sessions, resolved, catalog, now_ms, closed)
         with working(out, "Planning: prices of all regions, then replays on generated markets"):
-            market = current_market(sessions, job, catalogs, now_ms, closed)
+            market = current_market(sessions, job, catalog, now_ms, closed)
             other = plan_with_other_trainer(*whole)
             if fleets is None:
                 by_spot = cloud_plan(*whole)
@@ -406,7 +414,7 @@ def _plan_on_clouds(
         planned = _Planned(
             plan=plan,
             printed=printed,
-            screen=tuple(cloud_screen(job, on_clouds, len(warnings), fleets)),
+            screen=tuple(cloud_screen(job, on_clouds, len(warnings), now_ms, fleets)),
             longest_ms=on_clouds.longest_ms,
             cost=on_clouds.quoted_cost,
         )
@@ -422,14 +430,15 @@ def _chosen_fleet(
     sessions: sessionmaker[Session],
     opened: CheckedJob,
     out: Console,
+    prices: Prices,
     goal: Goal,
     choose: int | None,
     closed: Mapping[tuple[str, str], str] | None = None,
 ) -> tuple[CheckedJob, Fleets | None]:
     """Choose the fleet of a job that leaves its GPUs open. `closed`: as of `_plan_on_clouds`."""
     with working(out, "Comparing fleets: forecasts of all, then replays of the best"):
-        now_ms = time.time_ns() // 1_000_000
-        return with_fleet_chosen(sessions, opened, home() / "catalogs", now_ms, closed, goal, choose)
+        catalog, now_ms = current_catalog(home() / "catalogs", prices), time.time_ns() // 1_000_000
+        return with_fleet_chosen(sessions, opened, catalog, now_ms, closed, goal, choose)
 
 
 def _plan_here(resolved: Resolved, out: Console, explain: bool, kept: _Kept | None) -> _Planned:

@@ -16,7 +16,7 @@ from launcher.cli.plan_text import clock_note, header, judges_text, pool_name, p
 from launcher.decide.run_budget import bound_of_plan
 from launcher.job.checked import CheckedJob
 from launcher.job.schema import ASLEEP, Job
-from launcher.market.offers import TOO_OLD, age_of
+from launcher.market.offers import TOO_OLD, age_of, dates_text
 from launcher.money import HOUR_MS, dollars, duration, hourly
 from launcher.placement.cloud_plan import Alternative, CloudPlan, Factors, PlanReplays, Span
 from launcher.placement.plan import Plan, Slot
@@ -32,7 +32,7 @@ ALTERNATIVE_COLUMNS = COLUMNS - 24
 MORE = "More: --explain"
 
 
-def cloud_screen(job: Job, plan: CloudPlan, warnings: int, fleets: Fleets | None = None) -> Iterator[str]:
+def cloud_screen(job: Job, plan: CloudPlan, warnings: int, now_ms: int, fleets: Fleets | None = None) -> Iterator[str]:
     """Return the plan of a job on clouds as lines of at most 80 columns.
 
     `warnings`: their number. `fleets`: those that the job's own was chosen from; None: the job names it.
@@ -47,6 +47,7 @@ def cloud_screen(job: Job, plan: CloudPlan, warnings: int, fleets: Fleets | None
     yield from pool_table(plan.slots)
     for factors in plan.factors:
         yield _cut(f"  {saving(plan.quoted_cost.expected, factors)}")
+    yield _cut(f"  {dates_text((slot.placement.price_observed_at for slot in plan.slots), now_ms)}")
     if plan.replays is not None:
         yield _cut(f"  {replays_text(plan.replays)}")
     of_trainer = list(trainer_text(plan))

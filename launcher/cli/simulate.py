@@ -16,6 +16,7 @@ from sqlalchemy.orm import Session, sessionmaker
 from launcher.cli.launch import overrides
 from launcher.cli.layout import print_table, print_text
 from launcher.cli.output_file import check_output
+from launcher.cli.price_option import prices_option
 from launcher.decide.launch_history import MoveRules
 from launcher.exit_codes import ExitCode, Failure
 from launcher.job.checked import CheckedJob, JobError
@@ -23,6 +24,7 @@ from launcher.job.load import load_job
 from launcher.job.resolved import resolve_checked
 from launcher.ledger.models import Run
 from launcher.ledger.store import open_ledger
+from launcher.market.offers import Prices, current_catalog
 from launcher.money import HOUR_MS, duration
 from launcher.placement.plan import Plan
 from launcher.replay.readers import read_file
@@ -64,6 +66,7 @@ STARTS = 30
 @click.option("--deadline", help="Deadline of the run, like 12h30m.")
 @click.option("--max-total", help="Maximum cost of the run, like 40.")
 @click.option("--max-hourly", help="Maximum price of the nodes per hour, like 4.")
+@prices_option
 @click.option("--set", "settings", multiple=True, metavar="FIELD=VALUE", help="Any field of the job. May be repeated.")
 @click.option(
     "--html", type=click.Path(dir_okay=False, path_type=Path), help="Write a page with a chart of the fleet over time."
@@ -87,6 +90,7 @@ def simulate(
     deadline: str | None,
     max_total: str | None,
     max_hourly: str | None,
+    prices: Prices,
     settings: tuple[str, ...],
     html: Path | None,
     ledger: Path | None,
@@ -116,9 +120,9 @@ def simulate(
     checked = load_job(job, overrides(flags, settings), environ=os.environ, user_config=config_path())
     if not checked.job.clouds:
         raise JobError(f"{checked.job.name} runs on this machine, which has no market", "name clouds: --infra aws,gcp")
-    catalogs, now_ms = home() / "catalogs", time.time_ns() // 1_000_000
-    checked, _ = with_fleet_chosen(sessions, checked, catalogs, now_ms)
-    on_clouds = cloud_plan(sessions, resolve_checked(checked), catalogs, now_ms)
+    catalog, now_ms = current_catalog(home() / "catalogs", prices), time.time_ns() // 1_000_000
+    checked, _ = with_fleet_chosen(sessions, checked, catalog, now_ms)
+    on_clouds = cloud_plan(sessions, resolve_checked(checked), catalog, now_ms)
     plan, limit_ms = on_clouds.as_plan(), on_clouds.deadline_ms
     markets = (
         generated_markets(plan, on_clouds.zones, limit_ms)

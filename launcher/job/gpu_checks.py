@@ -2,6 +2,7 @@
 
 from engine.memory.published import EMBEDDED, SizedModel
 from engine.parallel.worker_group import Degrees, allowed_degrees
+from engine.timing.seconds import known_speed
 from engine.trainer_ranks import LIMITS, RankLimits, groups_of_step, ranks_of_each_node
 from launcher.job.checked import CheckedJob
 from launcher.job.schema import Job
@@ -55,6 +56,23 @@ def check_sp_degree(checked: CheckedJob, sized: SizedModel | None) -> None:
         f"{job.model.name}",
         f"{remedy}: every worker of a group takes whole heads",
     )
+
+
+def check_timings(checked: CheckedJob) -> None:
+    """Raise JobError for a GPU of cloud nodes on which nobody timed the job's model: hours and dollars are unknown."""
+    job = checked.job
+    if not job.clouds or job.model.name in EMBEDDED:
+        return
+    for role, resources in (("trainer", job.resources.trainer), ("rollout", job.resources.rollout)):
+        if known_speed(resources.accelerator) is None:
+            field = f"resources.{role}.accelerators"
+            sold = {machine.accelerator for machine in instance_types(job.clouds)}
+            raise checked.error(
+                field,
+                f"{field} is {resources.accelerators}, a GPU without timings: hours and dollars of {job.model.name} on "
+                "it would be a guess",
+                f"use one of {', '.join(sorted(name for name in sold if known_speed(name) is not None))}",
+            )
 
 
 def check_ranks(checked: CheckedJob, limits: RankLimits | None = None) -> None:

@@ -26,7 +26,7 @@ from launcher.job.schema import PROMPTS, Job
 from launcher.job.sections import AllRuns
 from launcher.job.yaml_file import Field as FieldPath
 from launcher.job.yaml_file import YamlFile
-from launcher.market.instance_types import LEAST_CAPABILITY, instance_types, is_too_old
+from launcher.market.instance_types import COMPUTE_CAPABILITY, LEAST_CAPABILITY, instance_types, is_too_old
 
 
 def load_job(
@@ -139,18 +139,25 @@ def _origins(job: Job, layers: Sequence[Layer]) -> dict[str, str]:
 
 
 def _check_gpus(checked: CheckedJob) -> None:
-    """Raise JobError for GPUs too old for the torch build of cloud nodes.
+    """Raise JobError for GPUs of cloud nodes that nobody sells, or that are too old for torch.
 
     On the local infra a GPU is only a row of the price tables.
     """
     job = checked.job
+    sold = {machine.accelerator for machine in instance_types(job.clouds)}
+    usable = sorted(name for name in sold if not is_too_old(name))
     for role, resources in (("trainer", job.resources.trainer), ("rollout", job.resources.rollout)):
-        if job.clouds and is_too_old(resources.accelerator):
-            usable = sorted(
-                {machine.accelerator for machine in instance_types(job.clouds) if not is_too_old(machine.accelerator)}
+        if not job.clouds:
+            continue
+        field, gpu = f"resources.{role}.accelerators", resources.accelerator
+        if gpu.lower() not in {name.lower() for name in (*sold, *COMPUTE_CAPABILITY)}:
+            raise checked.error(
+                field,
+                f"{field} is {resources.accelerators}, and spotrl knows no such GPU on {' or '.join(job.clouds)}",
+                f"use one of {', '.join(usable)}",
             )
+        if is_too_old(gpu):
             major, minor = LEAST_CAPABILITY
-            field = f"resources.{role}.accelerators"
             raise checked.error(
                 field,
                 f"{field} is {resources.accelerators}, a GPU older than compute capability {major}.{minor}: the torch "

@@ -18,7 +18,7 @@ from engine.timing.job import JobSeconds, job_seconds, rows_of_an_image
 from engine.timing.ranks import StepWork
 from engine.trainer_ranks import LIMITS, RankLimits, groups_of_step, limits_of
 from launcher.job.checked import CheckedJob, JobError
-from launcher.job.gpu_checks import check_ranks, check_sp_degree
+from launcher.job.gpu_checks import check_ranks, check_sp_degree, check_timings
 from launcher.job.recipe import Recipe, gain_exponent
 from launcher.job.schema import Job
 from launcher.market.estimate import Basis, Estimate
@@ -79,6 +79,7 @@ def resolve_checked(checked: CheckedJob) -> Resolved:
     Raises JobError, with the line, for ranks or a sequence-parallel degree that the nodes' GPUs do not allow, and as
     `resolve`.
     """
+    check_timings(checked)
     check_ranks(checked)
     resolved = resolve(checked.job, checked.workdir)
     check_sp_degree(checked, resolved.sized)

@@ -6,7 +6,8 @@ from the counts of a row (cores, memory, GPUs, local SSD).
 Sources. AWS: `DescribeInstanceTypes` as recorded in moto 5.2.5, checked 2026-11-22. moto lacks p3.2xlarge to
 p3.16xlarge, whose rows come from the EC2 user guide (general knowledge, not re-checked). GCP: "Accelerator-optimized
 machine family" (docs.cloud.google.com/compute/docs/accelerator-optimized-machines, a stored copy of 2026) for A2, A3
-and A4; G2 and N1 from the same guide's neighbours (general knowledge, not re-checked).
+and A4; G2 and N1 from the same guide's neighbours (general knowledge, not re-checked). G4: the machine series' table in
+Cyclenerd/google-cloud-compute-machine-types, issue 46 (2026-04-28).
 """
 
 from collections.abc import Collection, Mapping
@@ -103,6 +104,11 @@ INSTANCE_TYPES: tuple[InstanceType, ...] = (
     _aws("g6e.2xlarge", "L40S", 1, 8, 64, 48, 450),
     _aws("g6e.12xlarge", "L40S", 4, 48, 384, 48, 3800),
     _aws("g6e.48xlarge", "L40S", 8, 192, 1536, 48, 7600),
+    _aws("g7e.2xlarge", "RTXPRO6000", 1, 8, 64, 96, 1900),
+    _aws("g7e.4xlarge", "RTXPRO6000", 1, 16, 128, 96, 1900),
+    _aws("g7e.12xlarge", "RTXPRO6000", 2, 48, 512, 96, 3800),
+    _aws("g7e.24xlarge", "RTXPRO6000", 4, 96, 1024, 96, 7600),
+    _aws("g7e.48xlarge", "RTXPRO6000", 8, 192, 2048, 96, 15200),
     _aws("p4d.24xlarge", "A100", 8, 96, 1152, 40, 8000),
     _aws("p4de.24xlarge", "A100-80GB", 8, 96, 1152, 80, 8000),
     _aws("p5.4xlarge", "H100", 1, 16, 256, 80, 3800),
@@ -117,8 +123,13 @@ INSTANCE_TYPES: tuple[InstanceType, ...] = (
     _gcp("n1-highmem-32+T4:4", "T4", 4, 32, 208, 16),
     _gcp("g2-standard-4", "L4", 1, 4, 16, 24),
     _gcp("g2-standard-8", "L4", 1, 8, 32, 24),
+    _gcp("g2-standard-24", "L4", 2, 24, 96, 24),
     _gcp("g2-standard-48", "L4", 4, 48, 192, 24),
     _gcp("g2-standard-96", "L4", 8, 96, 384, 24),
+    _gcp("g4-standard-48", "RTXPRO6000", 1, 48, 180, 96),
+    _gcp("g4-standard-96", "RTXPRO6000", 2, 96, 360, 96),
+    _gcp("g4-standard-192", "RTXPRO6000", 4, 192, 720, 96),
+    _gcp("g4-standard-384", "RTXPRO6000", 8, 384, 1440, 96),
     _gcp("a2-highgpu-1g", "A100", 1, 12, 85, 40),
     _gcp("a2-highgpu-2g", "A100", 2, 24, 170, 40),
     _gcp("a2-highgpu-4g", "A100", 4, 48, 340, 40),
@@ -152,6 +163,7 @@ COMPUTE_CAPABILITY: Mapping[str, tuple[int, int]] = {
     "H100": (9, 0),
     "H200": (9, 0),
     "B200": (10, 0),
+    "RTXPRO6000": (12, 0),
 }
 """Compute capability by accelerator, from NVIDIA's table (developer.nvidia.com/cuda-gpus; general knowledge, not
 re-checked)."""

@@ -109,29 +109,60 @@ class Catalog:
         return tuple(offer for name in TABLES for offer in self.offers.get(name, ()))
 
 
+class Prices(StrEnum):
+    """Which of the shipped prices count. A table that was refreshed has one set of prices."""
+
+    NEWEST = "newest"
+    """The newest price that was published with its date, else the recorded one."""
+    RECORDED = "recorded"
+    """Prices of the time of the recorded markets (October 2025 to 2026), for replays of those markets."""
+
+
+NEWER = "newest"
+"""Folder of the shipped tables with the prices that were published later, and with later instance types."""
+
+
 @cache
-def shipped_catalog() -> Catalog:
+def shipped_catalog(prices: Prices = Prices.RECORDED) -> Catalog:
     """Return the tables that ship with spotrl. Raises CatalogError."""
-    return read_folder(files("catalogs"), "shipped with spotrl")
+    recorded = read_folder(files("catalogs"), "shipped with spotrl")
+    if prices is Prices.RECORDED:
+        return recorded
+    newer = read_folder(files("catalogs") / NEWER)
+    return Catalog(
+        place=recorded.place,
+        offers={name: _with_newer(offers, newer.offers.get(name, ())) for name, offers in recorded.offers.items()},
+        tables={**recorded.tables, **{f"{NEWER}/{name}": table for name, table in newer.tables.items()}},
+    )
+
+
+def _with_newer(recorded: tuple[Offer, ...], newer: tuple[Offer, ...]) -> tuple[Offer, ...]:
+    """Return the rows of both. A newer price of an instance type in a region replaces all recorded ones there."""
+
+    def product(offer: Offer) -> tuple[str, str]:
+        return offer.region, offer.instance_type
+
+    replaced = {product(offer) for offer in newer}
+    return (*(offer for offer in recorded if product(offer) not in replaced), *newer)
 
 
 @cache
 def read_catalog() -> tuple[Offer, ...]:
-    """Return every offer of the tables that ship with spotrl; prices of the local infra. Raises CatalogError."""
+    """Return every recorded offer that ships with spotrl; prices of the local infra. Raises CatalogError."""
     return shipped_catalog().all_offers()
 
 
-def current_catalog(folder: Path) -> Catalog:
+def current_catalog(folder: Path, prices: Prices = Prices.NEWEST) -> Catalog:
     """Return the tables refreshed into `folder`, and the shipped table for each table not refreshed.
 
     Raises CatalogError.
     """
-    shipped = shipped_catalog()
+    shipped = shipped_catalog(prices)
     if not (folder / MANIFEST).exists():
         return shipped
     own = read_folder(folder)
     return Catalog(
-        place=own.place if own.tables.keys() >= shipped.tables.keys() else f"{own.place}, else {shipped.place}",
+        place=own.place if own.tables.keys() >= set(TABLES) else f"{own.place}, else {shipped.place}",
         offers={**shipped.offers, **own.offers},
         tables={**shipped.tables, **own.tables},
     )
@@ -371,6 +402,26 @@ def age_text(observed_at: str, now_ms: int) -> str:
     if at_ms > now_ms + SKEW_MS:
         return f"dated in the future ({observed_at})"
     return f"{duration(max(0, now_ms - at_ms))} old"
+
+
+OLD_FIGURE_MS = 90 * DAY_MS
+"""Age in milliseconds of a price above which a figure made of it says so. Assumed: Google may change a spot price
+daily, and one of H100 rose by a fifth within three months of 2026."""
+
+
+def dates_text(observed_at: Iterable[str], now_ms: int) -> str:
+    """Return the dates of the prices of a figure: `prices of 2026-07-20 to 2026-08-03, older than 90 days`.
+
+    A text in place of a date is named first.
+    """
+    texts = list(dict.fromkeys(observed_at))
+    days = sorted({text[:10] for text in texts if time_ms(text) is not None})
+    undated = [text for text in texts if time_ms(text) is None]
+    named = " and ".join([*undated, *([" to ".join(dict.fromkeys((days[0], days[-1])))] if days else [])])
+    oldest_ms = min(filter(None, map(time_ms, texts)), default=None)
+    if oldest_ms is not None and now_ms - oldest_ms > OLD_FIGURE_MS:
+        return f"prices of {named}, older than 90 days"
+    return f"prices of {named}{', perhaps older than 90 days' if undated else ''}"
 
 
 def without_expired(offers: Iterable[Offer], now_ms: int) -> tuple[Offer, ...]:

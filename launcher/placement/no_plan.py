@@ -1,8 +1,10 @@
 """Error texts for a job that no plan fits. The texts name the broken limits, and limits that a plan would meet."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from launcher.market.offers import Offer
+from launcher.market.quality import USABLE
 from launcher.money import dollars, duration, hourly
 from launcher.placement.forecast import Caps, on_demand_outlook, outlook
 from launcher.placement.requirements import CloudRequirements, LeftOut, Site, Spot, trainer_text
@@ -55,9 +57,11 @@ def too_tight(needs: CloudRequirements, sites: Sequence[Site]) -> str:
             ways.append(f"raise {flag} to {enough[flag]}")
     free = cheapest_choice(needs, sites, Caps())
     if free is None:
+        least = max(needs.min_rollout_nodes, needs.floor_nodes)
         return (
-            f"no site has {needs.floor_nodes} rollout nodes, which floor_nodes asks for; lower it, or allow more nodes "
-            "(resources.rollout.num_nodes) or on-demand ones (--spot auto)"
+            f"no region with a trainer of {trainer_text(needs)} sells the {least} rollout nodes of {needs.rollout} "
+            "that the job needs at least; take another GPU (resources.rollout.accelerators), allow on-demand nodes "
+            "(--spot auto) or fewer nodes (resources.rollout.min_nodes), or loosen resources.rollout.infra"
         )
     forecast = outlook(free.choice)
     why = broken_limits(needs, free.choice.listed_micro_usd_per_hour, forecast.micro_usd, forecast.ms)
@@ -78,6 +82,28 @@ def _shortest_ms(needs: CloudRequirements, sites: Sequence[Site], caps: Caps) ->
     ]
     late = [on_demand_outlook(choice).ms for choice in choices if needs.spot is not Spot.ONLY]
     return min([outlook(choice).ms for choice in choices] + late)
+
+
+def not_sold(needs: CloudRequirements, offers: Iterable[Offer]) -> str | None:
+    """Return the error text for a GPU without a usable price on the job's clouds, or for a size of node not sold."""
+    clouds = " or ".join(needs.clouds)
+    usable = [offer for offer in offers if offer.cloud in needs.clouds and offer.quality in USABLE]
+    nodes = {"trainer": needs.trainer} | ({"rollout": needs.rollout} if needs.max_rollout_nodes else {})
+    for role, node in nodes.items():
+        field = f"resources.{role}.accelerators"
+        sizes = sorted({offer.gpus for offer in usable if offer.accelerator.lower() == node.accelerator.lower()})
+        if usable and not sizes:
+            known = ", ".join(sorted({offer.accelerator for offer in usable}))
+            return (
+                f"{field} is {node.accelerator}, and no price of it is known on {clouds}: prices are known of {known}; "
+                "take one of these, or ask the clouds (`spotrl catalog refresh`)"
+            )
+        if role == "rollout" and sizes and node.gpus not in sizes:
+            return (
+                f"{field} is {node.accelerator}:{node.gpus}, and no such node is sold on {clouds}: nodes with this GPU "
+                f"have {' or '.join(map(str, sizes))}; take one of these numbers"
+            )
+    return None
 
 
 def nowhere(needs: CloudRequirements, no_sites: Sequence[LeftOut]) -> str:

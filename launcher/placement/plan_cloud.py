@@ -40,7 +40,7 @@ from launcher.placement.forecast import (
     share_at_work,
     sums,
 )
-from launcher.placement.no_plan import nowhere, too_tight
+from launcher.placement.no_plan import not_sold, nowhere, too_tight
 from launcher.placement.options import Option, SiteOptions
 from launcher.placement.plan import PlacementError, Slot, placement_of, slot_of, trainer_slot, zone_text
 from launcher.placement.plan_notes import basis_of, dearer_zones, notes_of
@@ -60,6 +60,8 @@ from launcher.placement.value import square_root_rule
 
 def plan_cloud(needs: CloudRequirements, market: MarketView) -> CloudPlan:
     """Make the plan. Raises PlacementError if no offer fits the job, and BudgetError if no plan fits the limits."""
+    if why := not_sold(needs, market.offers):
+        raise PlacementError(why)
     sites, no_sites = sites_of(needs, market)
     if not sites:
         raise PlacementError(nowhere(needs, no_sites))

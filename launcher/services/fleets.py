@@ -21,6 +21,7 @@ from launcher.job.agreement import why_never_on_spot
 from launcher.job.checked import CheckedJob
 from launcher.job.resolved import Resolved
 from launcher.job.schema import ASLEEP, Job
+from launcher.market.offers import Catalog
 from launcher.money import HOUR_MS, MICRO, duration, hourly
 from launcher.placement.cloud_plan import CloudPlan, PlanReplays
 from launcher.placement.fleets import Candidate, Fleet, candidates, is_spot_open, shortlist, text_of
@@ -157,7 +158,7 @@ def choose_fleet(
 def with_fleet_chosen(
     sessions: sessionmaker[Session],
     checked: CheckedJob,
-    catalogs: Path,
+    catalog: Catalog,
     now_ms: int,
     closed: Mapping[tuple[str, str], str] | None = None,
     goal: Goal = "cost",
@@ -169,7 +170,7 @@ def with_fleet_chosen(
     """
     if not checked.job.chooses_fleet:
         return checked, None
-    market = current_market(sessions, checked.job, catalogs, now_ms, closed)
+    market = current_market(sessions, checked.job, catalog, now_ms, closed)
     fleets = choose_fleet(checked.job, market, checked.workdir, goal, choose)
     return checked.with_job(fleets.chosen.resolved.job), fleets
 

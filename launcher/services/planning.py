@@ -5,7 +5,6 @@ The only place where the ledger and the tables meet the pure planner; `spotrl la
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from sqlalchemy.orm import Session, sessionmaker
 
@@ -17,7 +16,7 @@ from launcher.job.schema import Job
 from launcher.ledger.exposure import pool_histories
 from launcher.ledger.prices import capacity_advice, latest_prices
 from launcher.market.advice import STALE_MS, cloud_priors
-from launcher.market.offers import Offer, current_catalog
+from launcher.market.offers import Catalog, Offer
 from launcher.market.sky_catalog import read_sky_catalog, sky_folder
 from launcher.placement.cloud_plan import CloudPlan, OtherTrainer, PlanReplays
 from launcher.placement.disk import boot_disk
@@ -86,18 +85,15 @@ class CurrentMarket:
 def current_market(
     sessions: sessionmaker[Session],
     job: Job,
-    catalogs: Path,
+    catalog: Catalog,
     now_ms: int,
     closed: Mapping[tuple[str, str], str] | None = None,
 ) -> CurrentMarket:
-    """Return the offers that a job may buy, with what the ledger has seen of their pools. `closed`: as of the result.
-
-    Raises CatalogError if the catalog fails.
-    """
+    """Return the offers that a job may buy, and what the ledger has seen of their pools. `closed`: as of the result."""
     with sessions() as session:
         histories = pool_histories(session, now_ms)
         advice = cloud_priors(capacity_advice(session, since_ms=now_ms - STALE_MS), now_ms)
-    offers, unknown = cloud_offers(sessions, job, catalogs, now_ms, closed)
+    offers, unknown = cloud_offers(sessions, job, catalog, now_ms, closed)
     view = market_view(offers, histories.values(), now_ms=now_ms, priors=advice.priors, believed_odds=advice.odds)
     return CurrentMarket(view=view, unknown=unknown, closed=closed or {})
 
@@ -105,17 +101,16 @@ def current_market(
 def cloud_plan(
     sessions: sessionmaker[Session],
     resolved: Resolved,
-    catalogs: Path,
+    catalog: Catalog,
     now_ms: int,
     closed: Mapping[tuple[str, str], str] | None = None,
 ) -> CloudPlan:
-    """Return the plan of a job at current prices.
+    """Return the plan of a job at the catalog's prices, and later ones of the ledger.
 
     If no plan is in time by its spot nodes alone, the plan is one that buys nodes on demand when late
-    (`plans_that_buy_when_late`). `closed`: as of `CurrentMarket`. Raises as `plan_in`, and CatalogError if the
-    catalog fails.
+    (`plans_that_buy_when_late`). `closed`: as of `CurrentMarket`. Raises as `plan_in`.
     """
-    market = current_market(sessions, resolved.job, catalogs, now_ms, closed)
+    market = current_market(sessions, resolved.job, catalog, now_ms, closed)
     try:
         return plan_in(market, resolved)
     except BudgetError:
@@ -193,17 +188,17 @@ def plan_in(
 def cloud_offers(
     sessions: sessionmaker[Session],
     job: Job,
-    catalogs: Path,
+    catalog: Catalog,
     now_ms: int,
     closed: Mapping[tuple[str, str], str] | None = None,
 ) -> tuple[tuple[Offer, ...], list[Offer]]:
     """Return the offers that a job on clouds may buy, at current prices, and those that SkyPilot does not know.
 
-    `closed`: as of `CurrentMarket`. Raises CatalogError if the catalog fails.
+    `closed`: as of `CurrentMarket`.
     """
     with sessions() as session:
         latest = latest_prices(session, clouds=job.clouds)
-    listed = on_offer(current_catalog(catalogs).all_offers(), latest, now_ms)
+    listed = on_offer(catalog.all_offers(), latest, now_ms)
     allowed = [offer for offer in listed if (offer.cloud, offer.region) not in (closed or {})]
     reached = [offer for offer in allowed if job.network.reaches(offer.cloud, offer.region)]
     sky = read_sky_catalog(sky_folder(), job.clouds, now_ms)
@@ -215,7 +210,7 @@ def cloud_offers(
 def plan_with_other_trainer(
     sessions: sessionmaker[Session],
     resolved: Resolved,
-    catalogs: Path,
+    catalog: Catalog,
     now_ms: int,
     closed: Mapping[tuple[str, str], str] | None = None,
 ) -> CloudPlan | None:
@@ -229,7 +224,7 @@ def plan_with_other_trainer(
     trainer = job.resources.trainer.model_copy(update={"use_spot": not job.trains_on_spot})
     flipped = job.model_copy(update={"resources": job.resources.model_copy(update={"trainer": trainer})})
     try:
-        return cloud_plan(sessions, replace(resolved, job=flipped), catalogs, now_ms, closed)
+        return cloud_plan(sessions, replace(resolved, job=flipped), catalog, now_ms, closed)
     except (PlacementError, BudgetError):
         return None
 

@@ -17,7 +17,15 @@ from launcher.exit_codes import ExitCode, Failure
 from launcher.ledger.prices import record_prices
 from launcher.ledger.store import open_ledger, writing
 from launcher.market.gpuhunt_prices import fetch_gpuhunt, version_ms
-from launcher.market.offers import CatalogError, Offer, current_catalog, read_catalog, read_folder, shipped_catalog
+from launcher.market.offers import (
+    CatalogError,
+    Offer,
+    Prices,
+    current_catalog,
+    read_catalog,
+    read_folder,
+    shipped_catalog,
+)
 from launcher.market.prices import Fetched, PricePoint, RawPrice
 from launcher.market.quality import Quality
 from launcher.services import refresh as refresh_module
@@ -272,7 +280,7 @@ def test_refresh_writes_cloud_prices_to_the_users_home_and_lists_changes(run):
     assert set(own.tables) == {"aws_on_demand", "aws_spot"}
     (spot,) = [offer for offer in own.offers["aws_spot"] if offer.quality is Quality.OK]
     assert (spot.zone_id, spot.source, spot.observed_at) == ("use2-az1", "aws fake", "2026-11-22T12:00:00+00:00")
-    assert current_catalog(run.folder).offers["gcp_spot"] == shipped_catalog().offers["gcp_spot"]
+    assert current_catalog(run.folder).offers["gcp_spot"] == shipped_catalog(Prices.NEWEST).offers["gcp_spot"]
 
 
 def test_a_dry_run_writes_nothing(run):
@@ -344,8 +352,15 @@ def test_show_prints_price_age_source_and_verdict(run):
     assert "aws fake: 0ms old" in text
     _, text = run("show", "--shipped", "--json")
     shown = printed("catalog-show", text)
-    assert len(shown["offers"]) == len(read_catalog())
+    assert len(shown["offers"]) == len(shipped_catalog(Prices.NEWEST).all_offers())
     assert {offer["age"] for offer in shown["offers"]} == {"unknown", "expired"}
+    _, text = run("show", "--shipped", "--prices", "recorded", "--json")
+    assert len(printed("catalog-show", text)["offers"]) == len(read_catalog())
+
+
+def test_diff_shows_how_prices_moved_since_they_were_recorded(run):
+    _, text = run("diff", "recorded", "shipped")
+    assert "~ aws use2-az3 p5en.48xlarge spot: $16.09/h -> $26.57/h (+65.1 %), unverified" in text
 
 
 def test_show_lists_what_exists_when_nothing_matches(run):

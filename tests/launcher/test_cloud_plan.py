@@ -497,8 +497,13 @@ def test_the_remedy_named_in_a_refusal_works():
 
 
 def test_a_gpu_that_no_cloud_sells_is_refused_with_the_searched_places():
-    with pytest.raises(PlacementError, match=r"4 x B200 or more on demand \(looked in gcp east\)"):
+    many = replace(requirements().trainer, gpus=9)
+    with pytest.raises(PlacementError, match=r"9 x \w+ or more on demand \(looked in gcp east\)"):
+        plan_cloud(requirements(trainer=many), view(*EAST))
+    with pytest.raises(PlacementError, match=r"trainer.accelerators is B200, and no price of it is known on .*gcp"):
         plan_cloud(requirements(trainer=NodeRequirements(accelerator="B200", gpus=4)), view(*EAST))
+    with pytest.raises(PlacementError, match=r"rollout.accelerators is \w+:7, and no such node is sold .* have 1"):
+        plan_cloud(requirements(rollout=replace(requirements().rollout, gpus=7)), view(*EAST))
     with pytest.raises(PlacementError, match="spotrl catalog refresh"):
         plan_cloud(requirements(clouds=("aws",)), view(*EAST))
 

@@ -8,6 +8,7 @@ from launcher.job.load import load_job
 from launcher.job.resolved import resolve
 from launcher.job.schema import Job
 from launcher.ledger.store import open_ledger
+from launcher.market.offers import current_catalog
 from launcher.placement.plan import PlacementError
 from launcher.services.planning import cloud_plan
 
@@ -110,9 +111,10 @@ H100 = (
 
 def test_a_plan_uses_only_regions_of_the_network(load, tmp_path):
     sessions, now_ms = open_ledger(tmp_path / "ledger.sqlite"), 1_795_348_800_000
+    catalog = current_catalog(tmp_path / "catalogs")
 
     def regions(text, clouds=CLOUDS, **more):
-        plan = cloud_plan(sessions, resolve(load(text + H100, clouds)), tmp_path / "catalogs", now_ms, **more).as_plan()
+        plan = cloud_plan(sessions, resolve(load(text + H100, clouds)), catalog, now_ms, **more).as_plan()
         return {site.region for site in plan.sites if site.cloud == "aws" and site.trainer}
 
     assert "us-east-1" in regions("")

@@ -125,7 +125,17 @@ def test_nothing_is_bought_at_an_outdated_price(launch):
         (("--max-total", "10"), ExitCode.REFUSED_BY_BUDGET, "max_total $10.00"),
         (("--deadline", "1h"), ExitCode.REFUSED_BY_BUDGET, "the deadline of 1h"),
         (("--infra", "azure"), ExitCode.INVALID_JOB, "use local"),
-        (("--set", "resources.trainer.accelerators=H300:4"), ExitCode.INVALID_JOB, "offers a trainer with 1 x H300"),
+        (
+            ("--set", "resources.trainer.accelerators=H300:4"),
+            ExitCode.INVALID_JOB,
+            "H300:4, and spotrl knows no such GPU on aws or gcp",
+        ),
+        (("--set", "resources.trainer.accelerators=T4:1"), ExitCode.INVALID_JOB, "a GPU without timings: hours"),
+        (
+            ("--infra", "gcp", "--set", "resources.rollout.accelerators=L40S:8"),
+            ExitCode.INVALID_JOB,
+            "no price of it is known on gcp: prices are known of A100, A100-80GB, H100, H200, L4, RTXPRO6000",
+        ),
     ],
 )
 def test_a_job_that_cannot_be_planned_is_refused_with_a_remedy(launch, arguments, code, words):
@@ -238,7 +248,7 @@ def test_a_gpu_that_torch_cannot_use_is_refused_with_an_alternative(launch):
     assert code == ExitCode.INVALID_JOB
     assert "resources.rollout.accelerators is V100:1, a GPU older than compute capability 7.5" in text
     assert "driver (535, and CUDA 13 needs 580)" in text
-    assert "use one of A100, A100-80GB, A10G, B200, H100, H200, L4, L40S, T4" in text
+    assert "use one of A100, A100-80GB, A10G, B200, H100, H200, L4, L40S, RTXPRO6000, T4" in text
 
 
 def test_the_dry_run_takes_seconds_and_loads_no_sdk(launch):

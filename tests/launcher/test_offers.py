@@ -15,15 +15,18 @@ from engine.events import Market
 from launcher.market.instance_types import instance_type_of
 from launcher.market.offers import (
     COLUMNS,
+    NEWER,
     TABLES,
     Age,
     CatalogError,
     Offer,
+    Prices,
     age_of,
     age_text,
     as_row,
     buyable,
     current_catalog,
+    dates_text,
     key,
     parse_offers,
     read_catalog,
@@ -32,6 +35,7 @@ from launcher.market.offers import (
     shipped_catalog,
     without_expired,
 )
+from launcher.market.prices import time_ms
 from launcher.market.quality import USABLE, Quality, judge
 
 HOUR_MS = 3_600_000
@@ -69,10 +73,11 @@ def test_shipped_tables_match_their_manifest():
     assert {name: len(offers) for name, offers in catalog.offers.items()} == {
         name: table.rows for name, table in catalog.tables.items()
     }
+    assert set(shipped_catalog(Prices.NEWEST).tables) == {*TABLES, *(f"{NEWER}/{name}" for name in TABLES)}
 
 
 def test_shipped_rows_are_known_instance_types():
-    for offer in read_catalog():
+    for offer in {*read_catalog(), *shipped_catalog(Prices.NEWEST).all_offers()}:
         known_type = instance_type_of(offer.cloud, offer.instance_type)
         assert known_type is not None
         assert (offer.accelerator, offer.gpus, offer.gpu_mem_gib) == (
@@ -110,7 +115,57 @@ def test_shipped_verdicts_follow_the_rules_and_claim_no_cloud_query():
 
 
 def test_nothing_may_be_bought_at_shipped_prices():
-    assert {age_of(o.observed_at, o.market, NOW_MS) for o in read_catalog()} <= {Age.UNKNOWN, Age.EXPIRED}
+    for prices in Prices:
+        offers = shipped_catalog(prices).all_offers()
+        assert {age_of(o.observed_at, o.market, NOW_MS) for o in offers} <= {Age.UNKNOWN, Age.EXPIRED}
+
+
+def test_newer_prices_replace_recorded_ones_and_keep_the_rest():
+    recorded = {key(offer): offer for offer in read_catalog()}
+    newest = {key(offer): offer for offer in shipped_catalog(Prices.NEWEST).all_offers()}
+    assert len(newest) == len(shipped_catalog(Prices.NEWEST).all_offers()), "a product is listed once"
+    assert recorded.keys() - newest.keys() == {
+        ("gcp", "us-east4", "us-east4", "a3-highgpu-8g", "spot"),
+        ("gcp", "us-east5", "us-east5", "a2-ultragpu-2g", "spot"),
+        ("gcp", "us-east5", "us-east5", "a2-ultragpu-8g", "spot"),
+    }, "prices of a region that each zone has now"
+    us_east_2 = ("aws", "us-east-2", "use2-az3", "p5en.48xlarge", "spot")
+    assert (recorded[us_east_2].micro_usd_per_hour, newest[us_east_2].micro_usd_per_hour) == (16_090_000, 26_571_400)
+    unchanged = ("aws", "us-east-2", "use2-az3", "p5.48xlarge", "spot")
+    assert newest[unchanged] == recorded[unchanged], "nobody published a newer one"
+    assert "RTXPRO6000" in {offer.accelerator for offer in newest.values()}
+    assert judge(newest.values()) == tuple(newest.values()), "verdicts follow the rules for all rows together"
+
+
+def test_every_newer_price_has_a_date_and_a_source():
+    rows = [offer for key_of, offer in newer_rows().items() if offer != recorded_rows().get(key_of)]
+    assert all(offer.source for offer in rows)
+    undated = {(offer.instance_type, offer.observed_at) for offer in rows if time_ms(offer.observed_at) is None}
+    assert undated == {
+        ("p6-b200.48xlarge", "May 2026"),
+        ("a3-ultragpu-8g", "snapshot H2-2025..2026"),
+    }, "the sources name no day"
+
+
+def recorded_rows():
+    return {key(offer): offer for offer in read_catalog()}
+
+
+def newer_rows():
+    return {key(offer): offer for offer in shipped_catalog(Prices.NEWEST).all_offers()}
+
+
+@pytest.mark.parametrize(
+    ("dates", "text"),
+    [
+        (["2026-11-20", "2026-11-20"], "prices of 2026-11-20"),
+        (["2026-11-20", "2026-07-20T08:00:00Z"], "prices of 2026-07-20 to 2026-11-20, older than 90 days"),
+        (["May 2026", "2026-11-20"], "prices of May 2026 and 2026-11-20, perhaps older than 90 days"),
+        (["snapshot"], "prices of snapshot, perhaps older than 90 days"),
+    ],
+)
+def test_a_figure_names_the_dates_of_its_prices(dates, text):
+    assert dates_text(dates, NOW_MS) == text
 
 
 def test_catalog_prices_equal_those_of_the_table():
@@ -232,8 +287,9 @@ def test_refreshed_tables_precede_shipped_ones(tmp_path, folder):
     manifest(folder, tables={"gcp_spot": raw["tables"]["gcp_spot"]})
     found = current_catalog(folder)
     assert found.place == f"{folder}, else shipped with spotrl"
-    assert found.offers["aws_spot"] == shipped_catalog().offers["aws_spot"]
-    assert current_catalog(tmp_path / "none") is shipped_catalog()
+    assert found.offers["aws_spot"] == shipped_catalog(Prices.NEWEST).offers["aws_spot"]
+    assert current_catalog(tmp_path / "none") is shipped_catalog(Prices.NEWEST)
+    assert current_catalog(tmp_path / "none", Prices.RECORDED) is shipped_catalog(Prices.RECORDED)
 
 
 # --- offers that can be bought -----------------------------------------------------------------------

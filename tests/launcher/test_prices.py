@@ -238,7 +238,7 @@ def test_launch_odds_are_between_0_and_1_and_an_uptime_is_above_0(kind, value, i
 
 def test_every_gpu_family_is_known_and_every_instance_type_once():
     assert {known_type.accelerator for known_type in INSTANCE_TYPES} == {
-        *("V100", "T4", "L4", "A10G", "L40S", "A100", "A100-80GB", "H100", "H200", "B200")
+        *("V100", "T4", "L4", "A10G", "L40S", "A100", "A100-80GB", "H100", "H200", "B200", "RTXPRO6000")
     }
     assert len({(known_type.cloud, known_type.instance_type) for known_type in INSTANCE_TYPES}) == len(INSTANCE_TYPES)
 

@@ -36,6 +36,7 @@ class Sku:
 HOSTS = {
     "n1": "N1 Predefined Instance",
     "g2": "G2 Instance",
+    "g4": "G4 Instance",
     "a2": "A2 Instance",
     "a3-highgpu": "A3 Instance",
     "a3-ultragpu": "A3Ultra Instance",
@@ -50,6 +51,7 @@ GPUS = {
     "A100-80GB": "Nvidia Tesla A100 80GB GPU",
     "H100": "Nvidia H100 80GB GPU",
     "H200": "H200 141GB GPU",
+    "RTXPRO6000": "RTX 6000 96GB",
 }
 
 WHOLE = {"B200": "A4 Nvidia B200 (1 gpu slice)"}
