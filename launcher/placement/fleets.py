@@ -35,7 +35,7 @@ from launcher.placement.value import life_hours
 MOST_NODES = 4
 """Most rollout nodes of a fleet, for a job that names no number."""
 
-CHEAP, QUICK, TIMELY = 6, 3, 4
+CHEAP, QUICK, TIMELY = 5, 2, 3
 """Fleets of a shortlist: those with the lowest forecast of dollars, those with the lowest of hours within the budget,
 and, with a deadline, the cheapest whose forecast is within it."""
 

@@ -86,14 +86,12 @@ def replay(
     longest_ms: int = LONGEST_MS,
     policy: Policy = decide,
     gpus_a_place: int | None = None,
-    quiet_ms: int = QUIET_MS,
 ) -> Replayed:
     """Run a plan from `start_ms` of the trace.
 
     `deadline_ms`: time to be done by; `ends_ms`: time at which the run ends, done or not, None: at the deadline;
     `longest_ms`: time at which the replay ends. All are on the run's clock, which starts at 0. `gpus_a_place`: GPUs of
-    the nodes that the trace counts, None: a node of the plan takes one place of the trace. `quiet_ms`: time between two
-    passes in which nothing happened to a node; a longer one is quicker and coarser.
+    the nodes that the trace counts, None: a node of the plan takes one place of the trace.
     """
     trainers = sum(slot.role != "rollout" for slot in plan.slots)
     world = World(
@@ -117,11 +115,11 @@ def replay(
         launch_rate=LaunchRate(),
     )
     last_ms = min(longest_ms, trace.end_ms - start_ms)
-    stage, reason, passed_ms = Stage.PLANNED, "", -quiet_ms
+    stage, reason, passed_ms = Stage.PLANNED, "", -QUIET_MS
     happened = True
     stand_ins: dict[str, str] = {}
     while world.finished_ms is None and world.now_ms < last_ms and stage not in OVER:
-        due_ms = passed_ms + (max(WHOLE_MS, quiet_ms) if world.is_whole(plan.slots) else quiet_ms)
+        due_ms = passed_ms + (WHOLE_MS if world.is_whole(plan.slots) else QUIET_MS)
         if happened or world.now_ms >= min(due_ms, due_ms if ends_ms is None else ends_ms):
             passed_ms = world.now_ms
             facts = Facts(

@@ -18,7 +18,7 @@ from launcher.money import HOUR_MS, duration
 from launcher.placement.plan import PlacementError, Plan
 from launcher.replay.baselines import BASELINES, TRAINER_POLICIES
 from launcher.replay.generator import describe, generate
-from launcher.replay.replay import LONGEST_MS, QUIET_MS, Policy, Replayed, replay
+from launcher.replay.replay import LONGEST_MS, Policy, Replayed, replay
 from launcher.replay.trace import Trace
 
 POLICIES: Mapping[str, Policy] = {"ours": decide, **BASELINES, **TRAINER_POLICIES}
@@ -161,11 +161,10 @@ def simulate(
     longest_ms: int = LONGEST_MS,
     seconds: float | None = None,
     keep: Keep | None = None,
-    quiet_ms: int = QUIET_MS,
 ) -> Simulated:
     """Return the results of each policy on the same starts.
 
-    `deadline_ms`, `ends_ms`, `longest_ms`, `quiet_ms`: as of `replay`. `seconds`: begin no further start after
+    `deadline_ms`, `ends_ms`, `longest_ms`: as of `replay`. `seconds`: begin no further start after
     this processor time. `keep`: called with each replay.
     """
     work, (market_of, what) = work_of(plan), markets
@@ -187,7 +186,6 @@ def simulate(
                 ends_ms=ends_ms,
                 longest_ms=longest_ms,
                 policy=POLICIES[name],
-                quiet_ms=quiet_ms,
             )
             found[name].append(result)
             if keep is not None:

@@ -9,7 +9,7 @@ run: stand-ins, losses and lateness count. The shortlist is first replayed a few
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, sqrt
 from pathlib import Path
 from typing import Literal
 
@@ -27,20 +27,20 @@ from launcher.placement.cloud_plan import CloudPlan, PlanReplays
 from launcher.placement.fleets import Candidate, Fleet, candidates, is_spot_open, shortlist, text_of
 from launcher.placement.plan import PlacementError
 from launcher.replay.of_plan import LEAST_STARTS, replays_of
-from launcher.replay.replay import QUIET_MS
 from launcher.services.planning import CurrentMarket, current_market, plan_in, with_other_trainer
 
 Goal = Literal["cost", "time"]
 
-FIRST_STARTS, STARTS = 3, 8
+FIRST_STARTS, STARTS = 4, 10
 """Most replays of each fleet of the shortlist, and of the best of each kind: cheapest, in time, quickest."""
 
 HOURS_OF_START = 20
 """Hours of a run up to which it gets all of these replays. Of a run that takes twice as long, half as many differ as
 little from their mean, and take as much time."""
 
-FIRST_QUIET_MS = 12 * 60_000
-"""Time between two passes of the first replays in which nothing happened: coarser, and a third of the time."""
+FINALISTS = 2
+"""Fleets of each kind that are replayed more often. The dollars of single starts differ by a factor of 2, so few starts
+alone rank badly: the finalists are the best by the geometric mean of their forecast and their first replays."""
 
 NOT_SEARCHED = (
     "not searched: trainers of several nodes, rollout nodes of two kinds or in a second region, other algorithms"
@@ -53,15 +53,22 @@ class FleetRow:
 
     number: int
     """For `--choose`, from 1."""
-    fleet: Fleet
-    resolved: Resolved
-    """The job with the fleet's resources."""
+    candidate: Candidate
     plan: CloudPlan
     replays: PlanReplays
     in_time: bool
     """True if enough of its replays meet the deadline, or without a deadline."""
     why_not: str
     """Why this is not the cheapest plan in time. Empty: it is."""
+
+    @property
+    def fleet(self) -> Fleet:
+        return self.candidate.fleet
+
+    @property
+    def resolved(self) -> Resolved:
+        """Return the job with the fleet's resources."""
+        return self.candidate.resolved
 
     @property
     def text(self) -> str:
@@ -110,8 +117,9 @@ def choose_fleet(
     deadline_hours = None if job.budget.deadline is None else job.budget.deadline / HOUR_MS
     listed = shortlist(every, None if budget is None else budget / MICRO, deadline_hours)
     first = [row for candidate in listed if (row := _first_row(candidate, market)) is not None]
-    finalists = {id(ranked[0]): ranked[0] for ranked in _rankings(first, job) if ranked}
-    rows = [_row(row.fleet, row.resolved, row.plan, STARTS) or row for row in finalists.values()]
+    rankings = _rankings(first, job, with_forecast=True)
+    finalists = {id(row): row for ranked in rankings for row in ranked[:FINALISTS]}
+    rows = [_row(row.candidate, row.plan, STARTS) or row for row in finalists.values()]
     if not rows:
         raise BudgetError(_too_tight(job, every))
     affordable = [row for row in rows if budget is None or row.replays.usd <= budget / MICRO]
@@ -227,21 +235,20 @@ def _first_row(candidate: Candidate, market: CurrentMarket) -> FleetRow | None:
         plan = plan_in(market, candidate.resolved, replays_decide=True, with_schedule=False)
     except (PlacementError, BudgetError):
         return None
-    return _row(candidate.fleet, candidate.resolved, plan, FIRST_STARTS, FIRST_QUIET_MS)
+    return _row(candidate, plan, FIRST_STARTS)
 
 
-def _row(fleet: Fleet, resolved: Resolved, plan: CloudPlan, starts: int, quiet_ms: int = QUIET_MS) -> FleetRow | None:
-    job = resolved.job
+def _row(candidate: Candidate, plan: CloudPlan, starts: int) -> FleetRow | None:
+    job = candidate.resolved.job
     confidence = job.budget.deadline_confidence
     fewer = ceil(starts * HOURS_OF_START * HOUR_MS / max(plan.time.expected, HOURS_OF_START * HOUR_MS))
-    replays = replays_of(plan, MoveRules.of(job), confidence, max(LEAST_STARTS, fewer), quiet_ms)
+    replays = replays_of(plan, MoveRules.of(job), confidence, max(LEAST_STARTS, fewer))
     if replays is None or replays.enough_ms is None:
         return None
     in_time = replays.met is None or replays.met >= confidence * replays.starts
     return FleetRow(
         number=0,
-        fleet=fleet,
-        resolved=resolved,
+        candidate=candidate,
         plan=replace(plan, replays=replays),
         replays=replays,
         in_time=in_time,
@@ -249,10 +256,19 @@ def _row(fleet: Fleet, resolved: Resolved, plan: CloudPlan, starts: int, quiet_m
     )
 
 
-def _rankings(rows: Sequence[FleetRow], job: Job) -> tuple[list[FleetRow], list[FleetRow], list[FleetRow]]:
-    """Return the rows by dollars, those within the budget by hours, and those in time by dollars."""
+def _rankings(
+    rows: Sequence[FleetRow], job: Job, *, with_forecast: bool = False
+) -> tuple[list[FleetRow], list[FleetRow], list[FleetRow]]:
+    """Return the rows by dollars, those within the budget by hours, and those in time by dollars.
+
+    `with_forecast`: dollars are the geometric mean of replays and forecast.
+    """
     budget = job.nodes_max_total
-    by_dollars = sorted(rows, key=lambda row: (row.replays.usd, row.replays.hours))
+
+    def usd(row: FleetRow) -> float:
+        return sqrt(row.replays.usd * row.candidate.usd) if with_forecast else row.replays.usd
+
+    by_dollars = sorted(rows, key=lambda row: (usd(row), row.replays.hours))
     within = [row for row in rows if budget is None or row.replays.usd <= budget / MICRO]
     by_hours = sorted(within, key=lambda row: (row.replays.hours, row.replays.usd))
     return by_dollars, by_hours, [row for row in by_dollars if row.in_time]
