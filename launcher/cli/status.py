@@ -15,6 +15,7 @@ from launcher.cli.run_argument import run_argument
 from launcher.ledger.store import find_run
 from launcher.money import dollars, duration, hourly
 from launcher.report.sharing import groups_text
+from launcher.report.words import point_words
 from launcher.runs.event_lines import EventLine, event_lines
 from launcher.runs.runs import still_running
 from launcher.runs.views import RunView, run_view, short_name
@@ -94,6 +95,7 @@ def headline(view: RunView) -> list[str]:
         *trains,
         *kept,
         f"iteration {view.iteration}/{view.iterations}, {score_text(view)}{target}{eta}",
+        *([point] if (point := point_words(view.point, view.metric)) else []),
         f"spent {dollars(view.spent_micro_usd)}{limit}, now {hourly(view.micro_usd_per_hour)}"
         + (f"; billed {dollars(view.billed_micro_usd)}" if view.billed_micro_usd is not None else ""),
         _time(view),

@@ -464,6 +464,8 @@ def wanted_of(run: Run, job: Job, plan: Plan, clock: Clock) -> Wanted:
         iteration_ms=plan.iteration_ms,
         moved_bytes=plan.moved_bytes,
         trainer_may_lack=may_lack_ranks(job.engine()),
+        micro_usd_per_point=job.stop.usd_per_point,
+        metric=run.target_metric or "",
     )
     return _limited_by_all(own, job.all_runs, run, is_cloud)
 

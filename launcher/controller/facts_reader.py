@@ -15,15 +15,18 @@ from launcher.decide.clock_doubt import Doubt
 from launcher.decide.current_prices import PriceNow, repriced
 from launcher.decide.facts import OVER, STEADY_ITERATIONS, Facts, NodeRecord, Others, Stage
 from launcher.decide.node_facts import NodeFact, NodeStatus
+from launcher.decide.point_cost import Scored
 from launcher.decide.run_budget import held_for_stuck, hourly_micro_usd, reserved_micro_usd
 from launcher.decide.work_left import WorkLeft
 from launcher.job.schema import Job
-from launcher.ledger.accounting import judge_budget, judge_micro_usd, spent_micro_usd
+from launcher.ledger.accounting import charges_of_run, judge_budget, judge_micro_usd, spent_micro_usd
 from launcher.ledger.models import LOCAL, Node, NodeEvent, ProgressRow, Run, RunStatus
 from launcher.ledger.node_history import metered_at, node_records
 from launcher.ledger.settled import settled_micro_usd
 from launcher.ledger.store import current_status
 from launcher.placement.plan import Plan
+from launcher.report.reached import evaluations_of
+from launcher.report.target import smoothed
 from launcher.services.prices_now import prices_now
 
 PRICE_SECONDS = 60.0
@@ -140,7 +143,17 @@ class FactsReader:
             doubt=doubt,
             sites=self._sites if is_plain else tuple(repriced(site, self.prices) for site in self._sites),
             work=None if is_plain else self._work(),
+            scores=() if is_plain else self._scores(session, now_ms),
         )
+
+    def _scores(self, session: Session, now_ms: int) -> Sequence[Scored]:
+        """Return all evaluations of a job with a limit on the cost of a point; empty for any other job."""
+        target = self._job.target
+        if self._job.stop.usd_per_point is None or target is None:
+            return ()
+        charges = charges_of_run(session, self._run, now_ms).values()
+        of_nodes = (charge for of_node in charges for charge in of_node)
+        return smoothed(evaluations_of(session, self._run, target.metric, of_nodes))
 
     def _work(self) -> WorkLeft | None:
         """Return the work left. A run past the expected iterations counts on all iterations that its job allows."""

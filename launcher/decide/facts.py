@@ -9,6 +9,7 @@ from launcher.decide import budget_guard
 from launcher.decide.clock_doubt import Doubt
 from launcher.decide.failover import LaunchRate
 from launcher.decide.launch_history import MoveRules
+from launcher.decide.point_cost import Scored
 from launcher.decide.work_left import WorkLeft
 from launcher.market.side_prices import disk_micro_usd_per_hour, side_micro_usd_per_hour
 from launcher.placement.options import Option, SiteOptions
@@ -60,6 +61,9 @@ STEADY_ITERATIONS = 3
 
 FAILING = "failed: "
 """Prefix of the reason of a run that drains after a failure. The run becomes `failed` once all its nodes are gone."""
+
+FINISHING = "finished: "
+"""Prefix of the reason of a run that drains because it no longer pays. The run becomes `finished`, as at its target."""
 
 YOUNG_MS = 300_000
 """Age in ms below which an ended node counts as died young. A node that ended within 5 minutes of being ready, or was
@@ -262,6 +266,8 @@ class Facts:
     bought and nothing is given back: no order would reach the cloud."""
     sites: Sequence[SiteOptions] = ()
     """The candidate sites with their current prices. Empty: each slot is bought as the plan says."""
+    scores: Sequence[Scored] = ()
+    """All evaluations, oldest first. Empty: the job has no limit on the cost of a point."""
     work: WorkLeft | None = None
     """The work left. None: the plan predicts no iteration times (the local infra, plans of older versions)."""
 
@@ -300,6 +306,10 @@ class Wanted:
     """Time at which the run ends, done or not. None: at the deadline."""
     moved_bytes: int = 0
     """Bytes that a move to another region carries along: the model for each node, and a checkpoint."""
+    micro_usd_per_point: int | None = None
+    """Most micro-dollars for +.01 of the smoothed target metric (`stop.usd_per_point`). None: no limit."""
+    metric: str = ""
+    """The target metric."""
     trainer_may_lack: bool = False
     """True if a trainer of several nodes trains without one that was lost (`RuntimeConfig.trainer_nodes`)."""
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from engine.events import EngineFinished
 from launcher.decide import budget_guard
 from launcher.decide.actions import Action, Buy, Enter, Promote, Release, RepeatPromotion, RepeatRequest, StopEngine
-from launcher.decide.facts import FAILING, FOUND, OVER, Facts, NodeRecord, Stage, Wanted
+from launcher.decide.facts import FAILING, FINISHING, FOUND, OVER, Facts, NodeRecord, Stage, Wanted
 from launcher.decide.failover import Elsewhere, StandIn, why_idle
 from launcher.decide.further_nodes import given_back_trainer
 from launcher.decide.giving_back import nodes_above_hourly_limit, nodes_to_release
@@ -113,6 +113,8 @@ def _wind_up(facts: Facts, wanted: Wanted, finished: EngineFinished, live: Seque
     match finished.reason:
         case "target" | "iterations":
             return [Enter(stage=Stage.FINISHED, reason=finished.reason)]
+        case "stopped" if facts.reason.startswith(FINISHING):
+            return [Enter(stage=Stage.FINISHED, reason=facts.reason.removeprefix(FINISHING))]
         case "stopped":
             return [Enter(stage=Stage.STOPPED, reason=facts.reason or finished.text or "stopped")]
         case _:
@@ -131,6 +133,8 @@ def _stop(facts: Facts, wanted: Wanted, live: Sequence[NodeRecord]) -> list[Acti
         return []
     if not live and facts.reason.startswith(FAILING):
         return [Enter(stage=Stage.FAILED, reason=facts.reason.removeprefix(FAILING))]
+    if not live and facts.reason.startswith(FINISHING):
+        return [Enter(stage=Stage.FINISHED, reason=facts.reason.removeprefix(FINISHING))]
     if not live:
         return [Enter(stage=Stage.STOPPED, reason=facts.reason)]
     settling = facts.now_ms < facts.stage_ms + wanted.settle_ms

@@ -1,19 +1,21 @@
-"""Decide whether a run must stop: budget, deadline, standstill, nodes that keep failing in the same way."""
+"""Decide whether a run must stop: budget, deadline, cost of a point, standstill, nodes that keep failing alike."""
 
 import re
 from collections.abc import Callable, Sequence
 
 from launcher.decide import budget_guard
 from launcher.decide.actions import Enter
-from launcher.decide.facts import FAILING, Facts, NodeRecord, Stage, Wanted
+from launcher.decide.facts import FAILING, FINISHING, Facts, NodeRecord, Stage, Wanted
 from launcher.decide.failover import (
     NothingLeft,
     next_trainer,
 )
 from launcher.decide.launch_history import Tried
+from launcher.decide.point_cost import too_dear
 from launcher.decide.run_budget import judges_refusal, reserve_of, stuck_micro_usd
 from launcher.decide.steps import Steps
-from launcher.money import duration
+from launcher.job.agreement import IN_A_ROW
+from launcher.money import dollars, duration
 from launcher.placement.plan import Slot
 
 TRAINER_TRIES = 5
@@ -32,12 +34,16 @@ prediction covers neither."""
 
 
 def limit_reached(facts: Facts, wanted: Wanted, live: Sequence[NodeRecord], steps: Steps) -> Enter | None:
-    """Return the action that ends a run at one of its limits: money, judges, time. Each limit is a step of its own."""
+    """Return the action that ends a run at one of its limits: money, judges, time, cost of a point.
+
+    Each limit is a step of its own.
+    """
     limits = (
         lambda: _money_is_used_up(facts, wanted, live),
         lambda: _money_of_all_runs_is_used_up(facts, wanted, live),
         lambda: _judges_do_not_fit(facts, wanted),
         lambda: _time_is_up(facts, wanted),
+        lambda: _point_is_too_dear(facts, wanted),
     )
     return _first(limits, steps)
 
@@ -90,6 +96,18 @@ def _time_is_up(facts: Facts, wanted: Wanted) -> Enter | None:
     if wanted.last_ms is None or facts.now_ms < wanted.last_ms:
         return None
     return Enter(stage=Stage.DRAINING, reason="deadline" if wanted.last_ms == wanted.deadline_ms else "max_runtime")
+
+
+def _point_is_too_dear(facts: Facts, wanted: Wanted) -> Enter | None:
+    limit = wanted.micro_usd_per_point
+    micro_usd = None if limit is None else too_dear(facts.scores, limit)
+    if limit is None or micro_usd is None:
+        return None
+    reason = (
+        f"{FINISHING}a point (+.01 of {wanted.metric}) costs {dollars(micro_usd)}, above stop.usd_per_point "
+        f"{dollars(limit)}, at {IN_A_ROW} evaluations in a row"
+    )
+    return Enter(stage=Stage.DRAINING, reason=reason)
 
 
 def _no_trainer(facts: Facts, wanted: Wanted, tried: Tried) -> Enter | None:

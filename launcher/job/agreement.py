@@ -9,9 +9,17 @@ from typing import TYPE_CHECKING
 
 from engine.config import DRIFT
 from engine.reward_config import LOCAL_MODELS
+from launcher.money import dollars
 
 if TYPE_CHECKING:
     from launcher.job.schema import Job
+
+LEAST_EVALUATIONS = 6
+"""Evaluations needed for the cost of a point (launcher/decide/point_cost.py): two smoothed scores of three evaluations
+each without a common one."""
+
+IN_A_ROW = 3
+"""Evaluations in a row at which a point costs too much before a run ends: as many as a smoothed score has."""
 
 SELF_CONTAINED = ("ocr", "ocr_strict", "ocr_smooth", "shapes", "shapes_strict")
 """Scorers without settings, models or servers of their own."""
@@ -94,6 +102,24 @@ def the_target_can_be_reached(job: "Job") -> None:
         raise ValueError(
             f"target.evaluations is {job.target.evaluations}, but {job.iterations} iterations with one "
             f"evaluation every {job.evaluation.every} make {possible}; use fewer, or more iterations"
+        )
+
+
+def a_point_can_be_priced(job: "Job") -> None:
+    if job.stop.usd_per_point is None:
+        return
+    field = f"stop.usd_per_point is {dollars(job.stop.usd_per_point)} for +.01 of score"
+    if job.target is None:
+        raise ValueError(
+            f"{field}, but the job has no target, whose metric is the score; add one, like target: {{metric: "
+            "exact_match, value: 0.9}, or leave stop out"
+        )
+    possible, least = job.iterations // job.evaluation.every + 1, LEAST_EVALUATIONS + IN_A_ROW - 1
+    if possible < least:
+        raise ValueError(
+            f"{field}, which takes at least {least} evaluations, but {job.iterations} iterations with one evaluation "
+            f"every {job.evaluation.every} make {possible}; use a smaller evaluation.every, more iterations, or leave "
+            "stop out"
         )
 
 
@@ -195,6 +221,7 @@ CHECKS: tuple[Callable[["Job"], None], ...] = (
     ray_gives_workers_every_gpu,
     judges_leave_money_for_nodes,
     the_target_can_be_reached,
+    a_point_can_be_priced,
     resources_are_where_infra_is,
     this_machine_has_one_kind_of_node,
     trainer_nodes_can_be_had,

@@ -30,6 +30,7 @@ from launcher.job.sections import (
     PriceOverride,
     Recovery,
     Resources,
+    Stop,
 )
 from launcher.job.values import Cidr, Infra, RunName, VariableNames
 from launcher.market.offers import CLOUDS
@@ -67,6 +68,8 @@ class Job(EngineConfig):
     how the trainer is bought."""
     budget: Budget = Budget()
     """Spending limits of the run. A run on clouds needs `max_total` and `max_hourly`."""
+    stop: Stop = Stop()
+    """End of a run that has stopped paying: the dollars that +.01 of score may cost."""
     price_overrides: tuple[PriceOverride, ...] = ()
     """The user's real prices, which replace list prices; best kept in the user's own config file."""
     discounts: tuple[Discount, ...] = ()

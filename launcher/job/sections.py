@@ -12,7 +12,7 @@ from pydantic import model_validator as model_check
 
 from engine.events import Market
 from engine.strict import Positive, Strict
-from launcher.job.values import DurationMs, KeyName, MicroUsd, MicroUsdPerHour, VariableName
+from launcher.job.values import DurationMs, KeyName, MicroUsd, MicroUsdPerHour, MicroUsdPerPoint, VariableName
 from launcher.money import duration
 
 
@@ -191,6 +191,16 @@ class Budget(Strict):
     def longest_ms(self) -> int | None:
         """Return the time after which the run ends, done or not, in milliseconds. None: no limit."""
         return self.deadline if self.max_runtime is None else self.max_runtime
+
+
+class Stop(Strict):
+    """Ends of a run that is no longer worth its money. The run ends as at its target, with the status `finished`."""
+
+    usd_per_point: MicroUsdPerPoint | None = None
+    """Most dollars for a point, which is +.01 of the smoothed target metric (the mean of the last three evaluations):
+    `50` ends a run in which a point costs more than $50. It takes evidence: the last point, and even a favourable
+    forecast for the next, cost more at three evaluations in a row, and after at least eight evaluations. Dollars are
+    those of nodes. Needs `target`. None: no such end."""
 
 
 def runtime_problem(max_runtime: tuple[str, int | None], deadline: tuple[str, int | None]) -> str | None:

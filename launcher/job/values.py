@@ -29,6 +29,12 @@ def _some_price(micro_usd: int) -> int:
     return micro_usd
 
 
+def _some_money_per_point(micro_usd: int) -> int:
+    if micro_usd <= 0:
+        raise ValueError(f"{dollars(micro_usd)} for a point (+.01 of score) ends every run; use more than $0, like $50")
+    return micro_usd
+
+
 def _some_time(ms: int) -> int:
     if ms <= 0:
         raise ValueError("0s is no time at all; use a second or more")
@@ -57,6 +63,15 @@ MicroUsdPerHour = Annotated[
     _written_as(["string", "number"], "$1.25/h"),
 ]
 """A rate, written `$40/h`. Micro-dollars per hour (integer) in the code."""
+
+MicroUsdPerPoint = Annotated[
+    int,
+    BeforeValidator(lambda value: parse_money(str(value))),
+    AfterValidator(_some_money_per_point),
+    PlainSerializer(exact_dollars),
+    _written_as(["string", "number"], "$50"),
+]
+"""An amount for +.01 of score, written `$50`. Micro-dollars (integer) in the code."""
 
 DurationMs = Annotated[
     int,

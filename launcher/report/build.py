@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from sqlalchemy.orm import Session
 
 from engine.events import EngineStarted, Evaluated, IterationDone, Phase, Ranked, Regrouped
+from launcher.decide.point_cost import point_cost
 from launcher.ledger.accounting import run_costs
 from launcher.ledger.models import LOCAL, Run
 from launcher.ledger.store import current_status, nodes_of, progress_of, reading_once
@@ -107,6 +108,7 @@ def _report(session: Session, run: Run, now_ms: int, target_reward: float | None
         curve=tuple(moment_of(run, point) for point in smoothed(curve)),
         drift=drift_points(session, run),
         scores=score_points(session, run, costs),
+        point=point_cost(smoothed(curve)),
         gains=dollars_per_gain(curve, step=max(0.01, climb_of(curve)[0] / GAINS)),
         micro_usd_per_hundredth=per_hundredth(curve),
         extras=extra_lines(session, run, costs, now_ms),

@@ -1,13 +1,13 @@
 """The target and the curve of a run: scores, moments, guards, drift."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from sqlalchemy.orm import Session
 
 from engine.config import DRIFT
 from engine.events import Evaluated, IterationDone
 from engine.reward_config import RewardConfig
-from launcher.ledger.accounting import RunCosts
+from launcher.ledger.accounting import Charge, RunCosts
 from launcher.ledger.models import ProgressRow, Run
 from launcher.ledger.store import progress_of
 from launcher.money import HOUR_MS
@@ -71,6 +71,21 @@ def target_of(
         ),
         curve,
     )
+
+
+def evaluations_of(session: Session, run: Run, metric: str, charges: Iterable[Charge]) -> list[Evaluation]:
+    """Return the evaluations of a run, with the micro-dollars of `charges` until each."""
+    paid = list(charges)
+    return [
+        Evaluation(
+            iteration=iteration,
+            at_ms=row.at_ms,
+            score=row.event["metrics"][metric],
+            micro_usd=sum(charge.until(row.at_ms) for charge in paid),
+        )
+        for iteration, row in by_iteration(session, run, Evaluated.KIND).items()
+        if metric in row.event["metrics"]
+    ]
 
 
 def guard_limits(run: Run) -> Limits:

@@ -24,6 +24,7 @@ from launcher.report.words import (
     moment,
     move_words,
     phase_name,
+    point_words,
     saving_words,
     score,
     seconds,
@@ -60,6 +61,8 @@ def _print(report: Report, console: Console) -> None:
         console.print(learning, style="yellow")
     if saved := saving_words(report):
         console.print(saved)
+    if point := point_words(report.point, target.metric):
+        console.print(point)
     if drifted := drift_words(report):
         console.print(drifted)
     if target.first is not None and target.first != target.confirmed:

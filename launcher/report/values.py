@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from launcher.decide.point_cost import NOT_EVALUATED, PointCost
 from launcher.ledger.accounting import Charge, TakenRole
 from launcher.report.bill import Bill
 from launcher.report.exploration import Exploration
@@ -367,6 +368,8 @@ class Report:
     """None: the trainer was never preempted."""
     resume_with: str = ""
     """Command that continues a stopped run; empty for any other run, and for one whose files were removed."""
+    point: PointCost = NOT_EVALUATED
+    """Dollars of the last +.01 of score, and a forecast for the next."""
     bill: Bill | None = None
     """What the clouds billed, beside what was metered; None if no imported bill names the run."""
 

@@ -1,5 +1,6 @@
 """Sentences and number formats of the report, shared by the terminal and the HTML page."""
 
+from launcher.decide.point_cost import PointCost
 from launcher.learning import learns_nothing
 from launcher.money import dollars, duration
 from launcher.report.ranks import TrainerTime
@@ -45,6 +46,25 @@ def bill_words(report: Report) -> list[str]:
     if missing:
         lines.append(f"The imported bill does not cover the whole life of {', '.join(missing)}.")
     return lines
+
+
+def point_words(point: PointCost, metric: str) -> str:
+    """Return a sentence on the cost of the last point and the forecast for the next; empty before an evaluation."""
+    if not point.evaluations:
+        return ""
+    last = f"The last +.01 of {metric}"
+    since = dollars(point.since_gain_micro_usd or 0)
+    if point.last_micro_usd is not None:
+        last += f" cost {dollars(point.last_micro_usd)}"
+        last += f", of it {since} since the best score" if point.since_gain_micro_usd else ""
+    else:
+        last += f": -, {point.why_no_last}"
+        last += f", {since} since the best score" if point.since_gain_micro_usd else ""
+    if point.next_micro_usd is None:
+        return f"{last}." if point.why_no_next == point.why_no_last else f"{last}; the next: -, {point.why_no_next}."
+    low, high = dollars(point.next_low_micro_usd or 0), point.next_high_micro_usd
+    spread = f"{low} or more" if high is None else f"{low} to {dollars(high)}"
+    return f"{last}; the next: about {dollars(point.next_micro_usd)} ({spread})."
 
 
 def learning_words(report: Report) -> str:

@@ -15,6 +15,7 @@ from sqlalchemy.orm import Session, sessionmaker
 from engine.events import EngineFinished, Evaluated, IterationDone, Regrouped
 from launcher.controller.lease import is_held
 from launcher.decide.facts import INSTANCE_ENDED, KEPT, OVER, PROMOTED, NodeRecord, Stage
+from launcher.decide.point_cost import NOT_EVALUATED, PointCost, point_cost
 from launcher.harmless import harmless
 from launcher.job.sections import Recovery
 from launcher.learning import learns_nothing
@@ -43,8 +44,9 @@ from launcher.ledger.store import (
     writing,
 )
 from launcher.provision.local.provisioner import node_folder
+from launcher.report.reached import evaluations_of
 from launcher.report.resume_command import resume_with_more
-from launcher.report.target import Evaluation, best, shown_metric, smoothed
+from launcher.report.target import best, shown_metric, smoothed
 from launcher.runs.event_lines import newest_events
 
 LOOKED_BACK = 200
@@ -130,6 +132,8 @@ class RunView:
     """Time since `trainer` took the role, on the run's clock."""
     billed_micro_usd: int | None = None
     """What the clouds billed, as far as bills were imported; None without one. Limits rest on `spent_micro_usd`."""
+    point: PointCost = NOT_EVALUATED
+    """Dollars of the last +.01 of `score`, and a forecast for the next."""
 
     @property
     def lacks_controller(self) -> bool:
@@ -195,7 +199,7 @@ def _marks(session: Session) -> dict[int, str]:
             billed.scalar_subquery(),
         )
     )
-    shape = ",".join(field.name for field in (*fields(RunView), *fields(NodeView)))
+    shape = ",".join(field.name for field in (*fields(RunView), *fields(NodeView), *fields(PointCost)))
     code = hashlib.sha256(f"{version('spotrl')} {shape}".encode()).hexdigest()[:16]
     return {run_id: f"{code} {' '.join(map(str, facts))}" for run_id, *facts in rows}
 
@@ -253,11 +257,8 @@ def view_of(session: Session, run: Run) -> RunView:
     done = progress_of(session, run, IterationDone.KIND)
     evaluated = progress_of(session, run, Evaluated.KIND)
     metric = shown_metric(run.target_metric, (name for row in evaluated for name in row.event["metrics"]))
-    curve = [
-        Evaluation(iteration=row.event["iteration"], at_ms=row.at_ms, score=row.event["metrics"][metric], micro_usd=0)
-        for row in evaluated
-        if metric in row.event["metrics"]
-    ]
+    charges, judges = charges_of_run(session, run, now_ms), judge_micro_usd(session, run)
+    curve = evaluations_of(session, run, metric, (charge for of_node in charges.values() for charge in of_node))
     points, peak = smoothed(curve), best(curve)
     iterations = int(run.job["iterations"])
     iteration = done[-1].event["iteration"] + 1 if done else 0
@@ -269,7 +270,6 @@ def view_of(session: Session, run: Run) -> RunView:
     usual_ms = (pace[-1] - pace[0]) / (len(pace) - 1) if len(pace) > 1 else None
     is_paced = usual_ms is not None and not over
     eta_seconds = sum(seconds) / len(seconds) * (iterations - iteration) if is_paced else None
-    charges, judges = charges_of_run(session, run, now_ms), judge_micro_usd(session, run)
     keep_ms = Recovery.model_validate(run.job.get("recovery") or {}).keep_failed or 0
     of_nodes = sum(charge.micro_usd for of_node in charges.values() for charge in of_node)
     promoted = next((record for record in records if record.is_live and PROMOTED in record.happened), None)
@@ -313,6 +313,7 @@ def view_of(session: Session, run: Run) -> RunView:
         trainer_ms=0 if promoted is None else max(0, until_ms - promoted.happened[PROMOTED]),
         billed_micro_usd=billed_micro_usd(session, [run.id]).get(run.id),
         resume_with=resume_with_more(run, status.reason, of_nodes) if status.status == Stage.STOPPED else "",
+        point=point_cost(points),
     )
 
 

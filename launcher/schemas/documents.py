@@ -58,6 +58,7 @@ ADDED_LATER = {
         "missed_deadline",
         "resume_with",
         "billed_micro_usd",
+        "point",
     },
     "Report": {
         "learning",
@@ -73,6 +74,7 @@ ADDED_LATER = {
         "moves",
         "resume_with",
         "bill",
+        "point",
     },
     "ComparedRun": {"billed_micro_usd"},
     "RewardCheck": {"warnings"},

@@ -20,7 +20,7 @@ from launcher.report.build import build_report
 from launcher.report.provenance import hardware_by_nodes
 from launcher.report.reached import by_iteration
 from launcher.report.values import Report
-from launcher.report.words import clock_words, drift_words, headline
+from launcher.report.words import clock_words, drift_words, headline, point_words
 from launcher.runs.event_lines import Seen, newest_events, newest_seen
 from launcher.runs.views import RunView, view_of
 
@@ -72,7 +72,8 @@ def run_state(sessions: sessionmaker[Session], name: str) -> dict[str, Any]:
 
 
 def _shown(view: RunView) -> dict[str, Any]:
-    return asdict(view) | {"is_over": view.status in OVER, "lacks_controller": view.lacks_controller}
+    shown = {"is_over": view.status in OVER, "lacks_controller": view.lacks_controller}
+    return asdict(view) | shown | {"point_text": point_words(view.point, view.metric)}
 
 
 def events_after(session: Session, name: str, after: Seen) -> tuple[Seen, list[dict[str, Any]]]:

@@ -5,7 +5,8 @@ python tests/launcher/fake_agent.py node.json
 It does no work that moves the run's clock, which therefore runs by the wall. It takes the lock, records its pid, starts
 a child and reports ready. A trainer answers on the coordinator's port,
 writes a progress line per iteration and continues from the number in the store. Received calls are in `calls.jsonl`.
-In the environment: FAKE_SECONDS per iteration, FAKE_TROUBLE = crash (exit 1 at once) | crash-ready | deaf.
+In the environment: FAKE_SECONDS per iteration, FAKE_BEST score that is never exceeded, FAKE_TROUBLE = crash (exit 1 at
+once) | crash-ready | deaf.
 """
 
 import fcntl
@@ -35,6 +36,10 @@ trouble = os.environ.get("FAKE_TROUBLE", "")
 stopping = threading.Event()
 of_controller = hmac.new(spec["token"].encode(), b"controller", "sha256").hexdigest()
 """Token as in engine.node_spec.role_token, which takes a second to import."""
+
+
+def score(iteration):
+    return min(iteration / 100, float(os.environ.get("FAKE_BEST", "inf")))
 
 
 def write(name, value):
@@ -104,7 +109,7 @@ def train():
         part.write_text(str(iteration + 1))
         part.replace(checkpoint)
         iteration += 1
-        reports.report("evaluated", iteration=iteration, metrics={"exact_match": iteration / 100}, prompts=8)
+        reports.report("evaluated", iteration=iteration, metrics={"exact_match": score(iteration)}, prompts=8)
     reports.report("engine_finished", reason="iterations", iteration=iteration, text="")
 
 

@@ -179,6 +179,13 @@ def test_a_job_is_named_by_its_file(tmp_path):
         ("target: {value: 0.5, guards: [{metric: drift}]}", 1, "target.guards.0.max", "is missing"),
         ("target: {value: 0.5, evaluations: 99}", 1, "target.evaluations", "make 14"),
         ("target:\n  metric: exact_match", 1, "target.value", "is missing"),
+        # the cost of a point
+        ("stop: {usd_per_point: 0}", 1, "stop.usd_per_point", "$0.00 for a point (+.01 of score) ends every run"),
+        ("stop: {usd_per_point: -5}", 1, "stop.usd_per_point", "use more than $0, like $50"),
+        ("stop: {usd_per_point: much}", 1, "stop.usd_per_point", "write it like $40"),
+        ("stop: {usd_per_point: 50}", 1, "stop.usd_per_point", "but the job has no target"),
+        ("stop: {usd_per_point: 50}\ntarget: {value: 0.5}\niterations: 20", 1, "stop.usd_per_point",
+         "takes at least 8 evaluations"),
         # files
         ("prompts: nofile.txt", 1, "prompts", "there is no file"),
         ("prompts: /prompts.txt", 1, "prompts", "in the folder of the job file"),

@@ -4,15 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from launcher.report.target import Evaluation, best, crossing, dollars_per_gain, smoothed
-
-
-def a_curve(*scores: float) -> list[Evaluation]:
-    """Return a curve with one evaluation per dollar and iteration."""
-    return [
-        Evaluation(iteration=number, at_ms=number, score=score, micro_usd=number * 1_000_000)
-        for number, score in enumerate(scores)
-    ]
+from launcher.report.target import best, crossing, dollars_per_gain, smoothed
+from tests.launcher.a_curve import a_curve
 
 
 def test_a_score_is_smoothed_over_its_last_three_evaluations():

@@ -18,7 +18,7 @@ from launcher.controller.controller import Controller
 from launcher.controller.lease import renew
 from launcher.controller.recorder import Recorder
 from launcher.controller.spend_deadlines import SpendDeadlines
-from launcher.decide import budget_guard, node_events, run_budget
+from launcher.decide import budget_guard, node_events, point_cost, run_budget, stopping
 from launcher.decide.facts import Facts, Wanted
 from launcher.ledger.store import writing
 from launcher.provision.sky.watch import AgentWatch
@@ -364,6 +364,24 @@ _ALL = (
             ),
         ),
         found_by="tests/launcher/cluster/test_kept_nodes.py::test_a_kept_node_ends_if_its_successor_needs_its_money",
+    ),
+    Fault(
+        name="a_point_may_cost_anything",
+        forgets="that a run may be told to end when +.01 of score costs too much",
+        patches=((stopping, "_point_is_too_dear", _nothing),),
+        found_by="tests/launcher/cluster/test_reconcile.py::test_a_run_whose_point_costs_too_much_finishes",
+    ),
+    Fault(
+        name="noise_ends_a_run",
+        forgets="that a score rises by chance and then stays for a while: it needs the forecast too",
+        patches=((point_cost, "slope_of", lambda points: point_cost.Slope(per_micro_usd=0.0, error=0.0)),),
+        found_by="tests/launcher/test_point_cost.py::test_noise_ends_no_run_whose_points_cost_half_the_limit",
+    ),
+    Fault(
+        name="one_dear_evaluation_ends_a_run",
+        forgets="that a point must cost too much at several evaluations in a row",
+        patches=((point_cost, "IN_A_ROW", 1),),
+        found_by="tests/launcher/test_point_cost.py::test_a_run_ends_at_the_third_evaluation_in_a_row_above_the_limit",
     ),
     Fault(
         name="every_failed_node_is_kept",

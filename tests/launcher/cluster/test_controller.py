@@ -12,14 +12,18 @@ from sqlalchemy import select
 
 from engine.events import Capacity, Market, NodeState
 from engine.node_spec import NodeSpec, role_token
+from launcher.cli.follow import exit_code
+from launcher.cli.status import headline
 from launcher.controller import controller as controller_module
 from launcher.controller.controller import Controller
 from launcher.controller.lease import LEASE_MS, take_lease
 from launcher.controller.node_specs import node_spec
+from launcher.exit_codes import ExitCode
 from launcher.job.schema import Job
 from launcher.ledger.models import Node, Preemption, ProgressRow, Run, RunStatus
 from launcher.ledger.node_history import node_records
 from launcher.ledger.store import current_status, nodes_of
+from launcher.money import dollars
 from launcher.provision.local.processes import processes_of
 from launcher.provision.local.provisioner import LocalProvisioner, node_folder, nodes_folder
 from launcher.runs.runs import request_stop, still_running
@@ -93,6 +97,25 @@ def test_a_run_buys_nodes_trains_and_releases_everything(sessions):
     assert view.micro_usd_per_hour == 0
     assert view.spent_micro_usd > 0
     assert {node.status for node in view.nodes} <= {"gone", "released"}
+
+
+def test_a_run_that_stopped_paying_finishes(sessions, monkeypatch):
+    monkeypatch.setenv("FAKE_BEST", "0.05")
+    stop, target = {"usd_per_point": "$0.01"}, {"metric": "exact_match", "value": 0.9}
+    run = made_run(sessions, spot=1, iterations=100_000, stop=stop, target=target)
+    run_until_over(sessions, run, controller_of(sessions, run))
+    status, reason = status_of(sessions, run)
+    assert (status, reason.partition(" costs ")[0]) == ("finished", "a point (+.01 of exact_match)")
+    assert "above stop.usd_per_point $0.01, at 3 evaluations in a row" in reason
+    assert_consistent(sessions, run)
+    view = run_view(sessions, run.name)
+    assert exit_code(view) is ExitCode.OK
+    assert view.score == pytest.approx(0.05)
+    assert 10_000 < view.point.last_micro_usd < view.spent_micro_usd
+    assert f"The last +.01 of exact_match cost {dollars(view.point.last_micro_usd)}, of it " in "\n".join(
+        headline(view)
+    )
+    assert view.point.why_no_next == "the last 8 evaluations show no rise"
 
 
 def test_the_engine_gets_capacity_snapshots(sessions, monkeypatch):

@@ -8,7 +8,7 @@ from engine.events import EngineFinished, Market
 from launcher.decide.actions import Buy, Enter, Release, RepeatRequest, StopEngine
 from launcher.decide.budget_guard import Limits, worst_case
 from launcher.decide.current_prices import Price, PriceNow
-from launcher.decide.facts import FAILING, Facts, NodeRecord, Stage, Wanted
+from launcher.decide.facts import FAILING, FINISHING, Facts, NodeRecord, Stage, Wanted
 from launcher.decide.node_events import HARDWARE_CHARACTERS, UNKNOWN_MS, news
 from launcher.decide.node_facts import NodeFact, NodeStatus
 from launcher.decide.price_events import paid
@@ -16,6 +16,7 @@ from launcher.decide.reconcile import decide
 from launcher.decide.replacing import wait_ms
 from launcher.decide.stopping import TRAINER_TRIES
 from launcher.market.side_prices import side_micro_usd_per_hour
+from tests.launcher.a_curve import points
 from tests.launcher.cluster.stage import SPOT_RATE, TRAINER_RATE, cloud_option, cloud_site, cloud_slots, slots
 
 NOW = 10_000_000
@@ -258,6 +259,24 @@ def test_with_a_maximum_runtime_the_deadline_is_a_goal():
     assert decide(nodes, wanted(deadline_ms=NOW - 1, ends_ms=NOW)) == [
         Enter(stage=Stage.DRAINING, reason="max_runtime")
     ]
+
+
+def test_a_run_whose_point_costs_too_much_finishes():
+    limit = {"micro_usd_per_point": 50_000_000, "metric": "exact_match"}
+    flat = points(*[0.5] * 12, dollars=10)
+    nodes = facts(up("trainer"), up("spot-0"), scores=flat)
+    assert decide(nodes, wanted()) == []
+    assert decide(replace(nodes, scores=flat[:8]), wanted(**limit)) == []  # the first $50, three times, are needed
+    [drain] = decide(nodes, wanted(**limit))
+    words = "a point (+.01 of exact_match) costs $110.00, above stop.usd_per_point $50.00, at 3 evaluations in a row"
+    assert drain == Enter(stage=Stage.DRAINING, reason=FINISHING + words)
+    assert decide(facts(up("trainer"), stage=Stage.DRAINING, reason=drain.reason), wanted()) == [
+        StopEngine(reason=drain.reason)
+    ]
+    finished = EngineFinished(reason="stopped", iteration=3, text=drain.reason)
+    gone = facts(up("trainer", gone=NOW), stage=Stage.DRAINING, reason=drain.reason)
+    for ended in (gone, replace(gone, finished=finished, finished_ms=NOW)):
+        assert decide(ended, wanted()) == [Enter(stage=Stage.FINISHED, reason=words)]
 
 
 @pytest.mark.parametrize("stage", [Stage.STOPPING, Stage.DRAINING])
