@@ -44,7 +44,7 @@ from launcher.ledger.models import LOCAL, Run
 from launcher.market.offers import Offer, Prices, current_catalog, read_catalog
 from launcher.money import hourly
 from launcher.placement.cloud_plan import Span, cloud_plan_json
-from launcher.placement.fleets import with_kept_fleet
+from launcher.placement.fleets import chooses_fleet, with_kept_fleet
 from launcher.placement.plan import Plan, plan_local
 from launcher.replay.of_plan import check_deadline
 from launcher.runs.kept_plan import (
@@ -265,7 +265,7 @@ def launch(
         refuse_changes(kept.file, kept.plan, job_changes(kept.plan, checked))
     _check_name_is_free(sessions, checked)
     opened, fleets = checked, None
-    if checked.job.chooses_fleet:
+    if chooses_fleet(checked.job):
         checked, fleets = _chosen_fleet(sessions, opened, out, prices, minimize, choose)
     elif choose is not None or minimize != "cost":
         raise click.UsageError(

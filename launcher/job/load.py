@@ -146,23 +146,27 @@ def _check_gpus(checked: CheckedJob) -> None:
     job = checked.job
     sold = {machine.accelerator for machine in instance_types(job.clouds)}
     usable = sorted(name for name in sold if not is_too_old(name))
-    for role, resources in (("trainer", job.resources.trainer), ("rollout", job.resources.rollout)):
-        if not job.clouds:
-            continue
-        field, gpu = f"resources.{role}.accelerators", resources.accelerator
+    kinds = [
+        (role, kind)
+        for role, resources in (("trainer", job.resources.trainer), ("rollout", job.resources.rollout))
+        for kind in resources.kinds
+        if job.clouds
+    ]
+    for role, kind in kinds:
+        field, gpu = f"resources.{role}.accelerators", kind.partition(":")[0]
         if gpu.lower() not in {name.lower() for name in (*sold, *COMPUTE_CAPABILITY)}:
             raise checked.error(
                 field,
-                f"{field} is {resources.accelerators}, and spotrl knows no such GPU on {' or '.join(job.clouds)}",
+                f"{field} is {kind}, and spotrl knows no such GPU on {' or '.join(job.clouds)}",
                 f"use one of {', '.join(usable)}",
             )
         if is_too_old(gpu):
             major, minor = LEAST_CAPABILITY
             raise checked.error(
                 field,
-                f"{field} is {resources.accelerators}, a GPU older than compute capability {major}.{minor}: the torch "
-                "of nodes is built for CUDA 13 and has no code for it, nor does SkyPilot's image for it have the "
-                "driver (535, and CUDA 13 needs 580)",
+                f"{field} is {kind}, a GPU older than compute capability {major}.{minor}: the torch of nodes is built "
+                "for CUDA 13 and has no code for it, nor does SkyPilot's image for it have the driver (535, and CUDA "
+                "13 needs 580)",
                 f"use one of {', '.join(usable)}",
             )
 

@@ -15,7 +15,6 @@ from pydantic import (
 from pydantic import model_validator as model_check
 
 from engine.config import EngineConfig
-from engine.memory.published import EMBEDDED
 from launcher.job.agreement import CHECKS, why_never_on_spot
 from launcher.job.bucket_names import SCHEMES, problem_with_store
 from launcher.job.company import Identity, Named, Network, named_in
@@ -24,7 +23,6 @@ from launcher.job.sections import (
     Budget,
     Discount,
     Logging,
-    NodeResources,
     Notifications,
     PreemptionConfig,
     PriceOverride,
@@ -161,19 +159,6 @@ class Job(EngineConfig):
     def clouds(self) -> tuple[str, ...]:
         """Return the clouds to buy from, in the order of `infra`; empty on the local infra."""
         return () if self.infra == "local" else tuple(self.infra.split(","))
-
-    @property
-    def chooses_fleet(self) -> bool:
-        """Return whether the plan chooses GPUs: on clouds, of a job that names several kinds, or none.
-
-        Nobody timed the models that ship with spotrl, so a job with one of them that names none gets the default.
-        """
-        roles = (self.resources.trainer, self.resources.rollout)
-        return bool(self.clouds) and any(role.is_open and self.may_choose(role) for role in roles)
-
-    def may_choose(self, role: NodeResources) -> bool:
-        """Return whether a plan may choose a role's GPUs beyond the default, or among those that the job names."""
-        return len(role.kinds) > 1 or self.model.name not in EMBEDDED
 
     @property
     def factor(self) -> float:

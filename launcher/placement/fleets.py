@@ -22,6 +22,7 @@ from launcher.job.checked import JobError
 from launcher.job.resolved import Resolved, resolve
 from launcher.job.schema import Job
 from launcher.job.sections import NodeResources
+from launcher.market.instance_types import is_too_old
 from launcher.market.offers import Offer
 from launcher.money import HOUR_MS
 from launcher.placement.forecast import Caps, Choice, outlook
@@ -83,9 +84,24 @@ class Unfit:
     why: str
 
 
+def chooses_fleet(job: Job) -> bool:
+    """Return whether the plan chooses GPUs: on clouds, of a job that names several kinds, or none.
+
+    Nobody timed the models that ship with spotrl, so a job with one of them that names none gets the default.
+    """
+    roles = (job.resources.trainer, job.resources.rollout)
+    return bool(job.clouds) and any(role.is_open and _may_choose(job, role) for role in roles)
+
+
+def _may_choose(job: Job, role: NodeResources) -> bool:
+    """Return whether a plan may choose a role's GPUs beyond the default, or among those that the job names."""
+    return len(role.kinds) > 1 or job.model.name not in EMBEDDED
+
+
 def fleets_of(job: Job, offers: Iterable[Offer]) -> Iterator[Fleet]:
     """Yield the fleets that a job on clouds leaves open, of the GPUs on offer there. A given field is kept."""
     offered = sorted({(offer.accelerator, offer.gpus) for offer in offers if offer.cloud in job.clouds})
+    offered = [(accelerator, gpus) for accelerator, gpus in offered if not is_too_old(accelerator)]
     sold = tuple(f"{accelerator}:{gpus}" for accelerator, gpus in offered)
     trainer, rollout = job.resources.trainer, job.resources.rollout
     may_be_on_spot = why_never_on_spot(job) is None
@@ -112,7 +128,7 @@ def is_spot_open(job: Job) -> bool:
 
 def _kinds(job: Job, role: NodeResources, sold: Sequence[str]) -> Sequence[str]:
     is_given = "accelerators" in role.model_fields_set or role.instance_type is not None
-    return role.kinds if is_given or not job.may_choose(role) else sold
+    return role.kinds if is_given or not _may_choose(job, role) else sold
 
 
 def most_nodes(job: Job) -> int:
@@ -149,7 +165,7 @@ def with_fleet(job: Job, fleet: Fleet, nodes: int) -> Job:
 
 def with_kept_fleet(job: Job, values: Mapping[str, Any]) -> Job:
     """Return a job that leaves its GPUs open with the fleet of a kept plan. `values`: those of the kept job."""
-    if not job.chooses_fleet:
+    if not chooses_fleet(job):
         return job
     kept, resources = values["resources"], job.resources
     trainer = {name: kept["trainer"][name] for name in ("accelerators", "use_spot")}
@@ -238,6 +254,7 @@ def forecast(needs: CloudRequirements, choice: Choice) -> tuple[float, float]:
 def shortlist(fleets: Sequence[Candidate], max_usd: float | None, deadline_hours: float | None) -> list[Candidate]:
     """Return the candidates to replay: the cheapest, the cheapest in time, and the quickest within the budget."""
     hours = inf if deadline_hours is None else HOPELESS * deadline_hours
+    hours = max(hours, min(candidate.hours for candidate in fleets))
     by_dollars = sorted((c for c in fleets if c.hours <= hours), key=lambda c: (c.usd, c.hours))
     by_hours = sorted(
         (candidate for candidate in by_dollars if max_usd is None or candidate.usd <= max_usd),

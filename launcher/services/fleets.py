@@ -24,7 +24,7 @@ from launcher.job.schema import ASLEEP, Job
 from launcher.market.offers import Catalog
 from launcher.money import HOUR_MS, MICRO, duration, hourly
 from launcher.placement.cloud_plan import CloudPlan, PlanReplays
-from launcher.placement.fleets import Candidate, Fleet, candidates, is_spot_open, shortlist, text_of
+from launcher.placement.fleets import Candidate, Fleet, candidates, chooses_fleet, is_spot_open, shortlist, text_of
 from launcher.placement.plan import PlacementError
 from launcher.replay.of_plan import LEAST_STARTS, replays_of
 from launcher.services.planning import CurrentMarket, current_market, plan_in, with_other_trainer
@@ -176,7 +176,7 @@ def with_fleet_chosen(
 
     The arguments are those of `current_market` and `choose_fleet`; raises as both.
     """
-    if not checked.job.chooses_fleet:
+    if not chooses_fleet(checked.job):
         return checked, None
     market = current_market(sessions, checked.job, catalog, now_ms, closed)
     fleets = choose_fleet(checked.job, market, checked.workdir, goal, choose)

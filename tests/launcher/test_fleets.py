@@ -6,10 +6,11 @@ from dataclasses import replace
 from importlib.resources import files
 
 import pytest
-import yaml
+from ruamel.yaml import YAML
 
 from launcher.cli.main import run
 from launcher.exit_codes import BudgetError, ExitCode
+from launcher.job.checked import JobError
 from launcher.job.load import load_job
 from launcher.job.resolved import resolve
 from launcher.market.offers import read_catalog
@@ -36,10 +37,10 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(service, "FIRST_STARTS", 1)
     for name in ("qwen_image_ocr_prompts.txt", "qwen_image_ocr_test_prompts.txt"):
         shutil.copy(str(files("sky_yamls") / name), tmp_path / name)
-    job = yaml.safe_load((files("sky_yamls") / "qwen_image_ocr.yaml").read_text())
+    job = YAML(typ="safe").load((files("sky_yamls") / "qwen_image_ocr.yaml").read_text())
     del job["resources"]
     job["runtime"]["name"], job["checkpoint"]["every"] = "local", "auto"
-    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
+    YAML(typ="safe").dump(job, tmp_path / "job.yaml")
     return tmp_path
 
 
@@ -126,7 +127,7 @@ def test_the_three_plans_are_replayed_and_the_cheapest_in_time_is_chosen(checked
     assert found.quickest.replays.hours <= found.in_time.replays.hours
     assert [row.number for row in found.front] == list(range(1, len(found.front) + 1))
     assert found.chosen.resolved.job.resources.trainer.accelerators == found.chosen.fleet.trainer
-    assert not found.chosen.resolved.job.chooses_fleet, "the chosen job is a job like any other"
+    assert not fleets.chooses_fleet(found.chosen.resolved.job), "the chosen job is a job like any other"
     quickest = choose_fleet(checked().job, MARKET, goal="time")
     assert quickest.chosen.number == quickest.quickest.number
     assert quickest.usd_per_hour_saved is None
@@ -154,16 +155,22 @@ def test_a_front_of_one_fleet(checked):
             PlacementError,
             r"no GPU .* and the job allows can run it",
         ),
-        (
-            {"resources.trainer.accelerators": "[NOSUCH:8, L4:1]"},
-            PlacementError,
-            r"no GPU .* the job allows can run it",
-        ),
     ],
 )
 def test_what_no_fleet_can_do_is_refused_with_what_would_be_enough(checked, fields, error, words):
     with pytest.raises(error, match=words):
         choose_fleet(checked(**fields).job, MARKET)
+
+
+def test_a_gpu_that_nobody_knows_is_refused_among_several(checked):
+    with pytest.raises(JobError, match=r"is NOSUCH:8, and spotrl knows no such GPU on aws or gcp; use one of A100"):
+        checked(**{"resources.trainer.accelerators": "[L4:1, NOSUCH:8]"})
+
+
+def test_a_gpu_that_torch_cannot_use_is_not_compared(checked):
+    offered = fleets.fleets_of(checked().job, OFFERS)
+    assert any(offer.accelerator == "V100" for offer in OFFERS)
+    assert not any("V100" in f"{fleet.trainer} {fleet.rollout}" for fleet in offered)
 
 
 def test_a_number_that_no_plan_has_is_refused(checked):

@@ -110,10 +110,10 @@ def test_rows_that_do_not_fit_are_named_and_the_plan_takes_fewer(dry_run):
 
 @pytest.mark.parametrize(("settings", "words"), [
     (["resources.trainer.accelerators=L4:1"], ["resources.trainer.accelerators is L4:1", "one row of Qwen-Image",
-                                               "transformer 38.1", "take A100-80GB or H100 or H200 or B200"]),
+                                               "transformer 38.1", "take A100-80GB or H100 or RTXPRO6000 or H200 or"]),
     (["resources.rollout.accelerators=A10G:1"], ["resources.rollout.accelerators is A10G:1", "one image of Qwen"]),
     (["model.checkpointing='off'", "model.height=768", "model.width=768"],
-     ["a row 33.8", "take H200 or B200 or set model.checkpointing: on"]),
+     ["a row 33.8", "take RTXPRO6000 or H200 or B200 or set model.checkpointing: on"]),
     (["algorithm.rows_per_forward=1", *LIMITS], []),
     (["model.checkpointing='off'", "model.height=1280", "model.width=1280"], ["set model.checkpointing: on"]),
     (["model.weights=full"], ["set model.weights: lora"]),
