@@ -400,7 +400,10 @@ def plan_of_a_model(tmp_path, monkeypatch, capsys):
             }
             rows = [",".join(pool) for pool in sorted(pools) if not lacks(cloud, *pool)]
             file.write_text("\n".join(["InstanceType,Region,AvailabilityZone", *rows, ""]))
-        assert run(["launch", str(tmp_path / "qwen_image_ocr.yaml"), "--dry-run", "--explain"]) == ExitCode.OK
+        assert (
+            run(["launch", str(tmp_path / "qwen_image_ocr.yaml"), "--dry-run", "--explain", "--prices", "recorded"])
+            == ExitCode.OK
+        )
         return " ".join(capsys.readouterr().out.split())
 
     listed = buyable(read_catalog())
