@@ -37,6 +37,7 @@ from launcher.report.values import Report
 from launcher.runs.event_lines import EventLine, Seen, new_events
 from launcher.runs.runs import bring_down, release_seconds, still_running
 from launcher.runs.views import RunView, run_view
+from launcher.services.fleets import with_fleet_chosen
 from launcher.services.own_prices import as_you_pay
 from launcher.services.planning import cloud_plan
 from launcher.settings import config_path, home, ledger_path
@@ -67,10 +68,12 @@ def plan(job: Job, **settings: Any) -> Plan | CloudPlan:
     """
     file, fields = _job_file(job, settings)
     checked = load_job(file, fields, environ=os.environ, user_config=config_path())
-    resolved = resolve_checked(checked)
     now_ms = time.time_ns() // 1_000_000
     if checked.job.clouds:
-        return cloud_plan(_ledger(), resolved, current_catalog(home() / "catalogs"), now_ms)
+        catalog = current_catalog(home() / "catalogs")
+        checked, _ = with_fleet_chosen(_ledger(), checked, catalog, now_ms)
+        return cloud_plan(_ledger(), resolve_checked(checked), catalog, now_ms)
+    resolve_checked(checked)
     return plan_local(
         checked.job, as_you_pay(read_catalog(), checked.job.price_overrides, checked.job.discounts, now_ms)
     )

@@ -27,6 +27,7 @@ from launcher.checks.ready import check_clouds, check_here, check_job, check_nam
 from launcher.cli.cloud_plan_text import cloud_plan_lines
 from launcher.cli.confirm import confirm
 from launcher.cli.follow import Follow, can_ask, start_and_follow
+from launcher.cli.layout import fitted
 from launcher.cli.output_file import check_output
 from launcher.cli.plan_screen import cloud_screen, local_screen, plan_warnings, warning_lines
 from launcher.cli.plan_text import plan_dict, plan_lines
@@ -61,7 +62,7 @@ from launcher.runs.kept_plan import (
 from launcher.runs.runs import release_seconds, start_controller
 from launcher.runs.service import check_service, start_service
 from launcher.runs.start import StartWeights, find_start, send_start
-from launcher.services.fleets import Fleets, Goal, fleets_json, plan_of_fleet, with_fleet_chosen
+from launcher.services.fleets import Fleets, Goal, fleet_lines, fleets_json, plan_of_fleet, with_fleet_chosen
 from launcher.services.own_prices import as_you_pay
 from launcher.services.planning import (
     cloud_offers,
@@ -229,6 +230,8 @@ def launch(
         raise click.UsageError("--detach leaves the run alone; it takes neither --on-exit down, --result nor --html")
     if service and not detach:
         raise click.UsageError("--service is for a run that is left alone; add --detach")
+    if prices is Prices.RECORDED and not dry_run:
+        raise click.UsageError("--prices recorded is to compare with, and not to buy by; add --dry-run")
     if out_file is not None and (not dry_run or plan_file is not None):
         raise click.UsageError("--out writes the plan of a dry run; add --dry-run, and leave out --plan")
     if prices is Prices.RECORDED and not dry_run:
@@ -419,6 +422,8 @@ def _plan_on_clouds(
             cost=on_clouds.quoted_cost,
         )
         more = cloud_plan_lines(job, on_clouds, now_ms) if explain else ()
+        if explain and fleets is not None:
+            more = (*more, *fitted(fleet_lines(fleets)))
     _print_plan(out, planned.screen, more)
     _print_plan(out, warning_lines(checked, warnings))
     if kept is None:

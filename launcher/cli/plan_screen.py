@@ -167,15 +167,15 @@ def saving(micro_usd: int, factors: Factors) -> str:
 
 def fleet_table(fleets: Fleets) -> Iterator[str]:
     """Yield the cheapest plan, the cheapest in time and the quickest, each once, with what an hour saved costs."""
-    names: dict[int, list[str]] = {}
-    plans = (("cheapest", fleets.cheapest), ("in time", fleets.in_time), ("quickest", fleets.quickest))
-    for name, row in (*plans, ("chosen", fleets.chosen)):
+    names: dict[int, list[str]] = {fleets.chosen.number: []}
+    for name, row in (("cheapest", fleets.cheapest), ("in time", fleets.in_time), ("quickest", fleets.quickest)):
         if row is not None:
             names.setdefault(row.number, []).append(name)
-    rows = [("plans, by replays", "cost", "time")]
+    rows = [(f"plans, by replays; this is {fleets.chosen.number}", "cost", "time")]
     for row in fleets.front:
         if row.number in names:
-            name = _cut(f"{row.number} {', '.join(names[row.number])}: {row.text}", ALTERNATIVE_COLUMNS)
+            label = ", ".join(names[row.number]) or "chosen"
+            name = _cut(f"{row.number} {label}: {row.nodes}", ALTERNATIVE_COLUMNS)
             rows.append((name, f"${row.replays.usd:,.2f}", duration(round(row.replays.hours * HOUR_MS))))
     yield from columns(rows, words=1)
     if fleets.usd_per_hour_saved is not None:

@@ -45,7 +45,7 @@ class NodeResources(Strict):
     says why."""
     num_nodes: Annotated[int, Field(ge=0, le=64)] = 1
     """Number of nodes. Of the trainer: 1, or up to as many as it has ranks, which `runtime.trainer_ranks` names and the
-    nodes share equally. For rollout nodes: the maximum, default 2."""
+    nodes share equally. For rollout nodes: the maximum; default 2, or 4 where the plan chooses the GPUs."""
     min_nodes: Annotated[int, Field(ge=0, le=64)] | None = None
     """Minimum number of rollout nodes, bought even if the plan expects no saving. None: the plan decides; a model
     without timings gets all of `num_nodes`."""

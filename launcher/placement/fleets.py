@@ -71,9 +71,8 @@ class Candidate:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Return what tells two candidates apart: their nodes, whatever GPU an absent rollout node would have."""
-        rollout = self.fleet.rollout if self.choice.nodes else None
-        return (self.fleet.trainer, self.fleet.trainer_on_spot, rollout, self.choice.nodes)
+        """Return what tells two candidates apart."""
+        return (self.fleet.trainer, self.fleet.trainer_on_spot, self.fleet.rollout, self.choice.nodes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -204,11 +203,7 @@ def candidates(
         fitting += _in_regions(job, fleet, resolved, most, in_view)
     if any(candidate.resolved.seconds is not None for candidate in fitting):
         fitting = [candidate for candidate in fitting if candidate.resolved.seconds is not None]
-    return list({candidate.key: candidate for candidate in sorted(fitting, key=_price_last)}.values()), unfit
-
-
-def _price_last(candidate: Candidate) -> float:
-    return -candidate.usd
+    return fitting, unfit
 
 
 def _in_regions(job: Job, fleet: Fleet, resolved: Resolved, most: int, market: MarketView) -> Iterator[Candidate]:

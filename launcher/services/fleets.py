@@ -7,9 +7,9 @@ run: stand-ins, losses and lateness count. The shortlist is first replayed a few
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import ceil, sqrt
+from math import ceil, inf, sqrt
 from pathlib import Path
 from typing import Literal
 
@@ -26,7 +26,7 @@ from launcher.money import HOUR_MS, MICRO, duration, hourly
 from launcher.placement.cloud_plan import CloudPlan, PlanReplays
 from launcher.placement.fleets import Candidate, Fleet, candidates, chooses_fleet, is_spot_open, shortlist, text_of
 from launcher.placement.plan import PlacementError
-from launcher.replay.of_plan import LEAST_STARTS, replays_of
+from launcher.replay.of_plan import LEAST_STARTS, LONGEST_IDEAL_MS, replays_of
 from launcher.services.planning import CurrentMarket, current_market, plan_in, with_other_trainer
 
 Goal = Literal["cost", "time"]
@@ -62,6 +62,10 @@ class FleetRow:
     """Why this is not the cheapest plan in time. Empty: it is."""
 
     @property
+    def key(self) -> tuple[object, ...]:
+        return self.candidate.key
+
+    @property
     def fleet(self) -> Fleet:
         return self.candidate.fleet
 
@@ -71,10 +75,14 @@ class FleetRow:
         return self.candidate.resolved
 
     @property
+    def nodes(self) -> str:
+        """Return the fleet's nodes as text."""
+        return text_of(self.fleet, self.candidate.choice.nodes)
+
+    @property
     def text(self) -> str:
         """Return the fleet's nodes and region as text."""
-        nodes = sum(slot.role == "rollout" for slot in self.plan.slots)
-        return f"{text_of(self.fleet, nodes)}, {self.plan.cloud} {self.plan.region}"
+        return f"{self.nodes}, {self.plan.cloud} {self.plan.region}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,8 +114,8 @@ def choose_fleet(
     workdir  folder of the job file, where the model's folder may be
     goal     cost: the cheapest in time. time: the quickest within the budget
     choose   number of a row of the front, instead
-    raises   PlacementError: no GPU on offer can run the job, or no row has the number. BudgetError: nothing is within
-            the budget, or in time; it names what would be
+    raises   PlacementError: no GPU on offer can run the job, or no row has the number
+             BudgetError: nothing is within the budget, or in time; it names what would be
     """
     began = time.process_time()
     every, unfit = candidates(job, workdir, market.view.offers, market.view)
@@ -117,44 +125,32 @@ def choose_fleet(
     deadline_hours = None if job.budget.deadline is None else job.budget.deadline / HOUR_MS
     listed = shortlist(every, None if budget is None else budget / MICRO, deadline_hours)
     first = [row for candidate in listed if (row := _first_row(candidate, market)) is not None]
-    rankings = _rankings(first, job, with_forecast=True)
-    finalists = {id(row): row for ranked in rankings for row in ranked[:FINALISTS]}
-    rows = [_row(row.candidate, row.plan, STARTS) or row for row in finalists.values()]
+    finalists = {row.key: row for ranked in _rankings(first, with_forecast=True) for row in ranked[:FINALISTS]}
+    rows = [row for first_row in finalists.values() if (row := _row(first_row.candidate, first_row.plan, STARTS))]
     if not rows:
         raise BudgetError(_too_tight(job, every))
-    affordable = [row for row in rows if budget is None or row.replays.usd <= budget / MICRO]
-    if not affordable:
-        least = min(row.replays.usd for row in rows)
-        raise BudgetError(
-            f"the cheapest fleet takes ${least:,.2f} by its replays, and budget.max_total leaves "
-            f"${(budget or 0) / MICRO:,.2f} for nodes; use --max-total {least * 1.1:,.0f} or more"
-        )
-    by_dollars, by_hours, timely = _rankings(affordable, job)
-    front = _front(affordable, timely[0] if timely else None, job)
-    by_plan = {id(row.plan): row for row in front}
-    cheapest, quickest = by_plan[id(by_dollars[0].plan)], by_plan[id(by_hours[0].plan)]
-    in_time = by_plan[id(timely[0].plan)] if timely and deadline_hours is not None else None
-    chosen = quickest if goal == "time" else in_time or cheapest
-    if choose is not None:
-        if not 1 <= choose <= len(front):
-            raise PlacementError(
-                f"--choose is {choose}, and the plans have the numbers 1 to {len(front)}; use one of these"
-            )
-        chosen = front[choose - 1]
+    by_dollars, by_hours, timely = _rankings(rows)
+    front = {row.key: row for row in _front(rows, timely[0] if timely else None, job)}
+    cheapest, quickest = front[by_dollars[0].key], front[by_hours[0].key]
+    in_time = front[timely[0].key] if timely and deadline_hours is not None else None
+    if choose is not None and not 1 <= choose <= len(front):
+        raise PlacementError(f"--choose is {choose}, and the plans are numbered 1 to {len(front)}; use one of these")
     if deadline_hours is not None and in_time is None and choose is None:
         asked, takes = (duration(round(hours * HOUR_MS)) for hours in (deadline_hours, quickest.replays.hours))
         raise BudgetError(
             f"no fleet within the budget is in time for the deadline of {asked}: the quickest takes {takes} and "
-            f"${quickest.replays.usd:,.2f} ({quickest.text}); use a longer --deadline, more --max-total, or --choose "
-            f"{quickest.number}"
+            f"${quickest.replays.usd:,.2f} ({quickest.text}); use a longer --deadline or more --max-total, or accept a "
+            "late run with --set budget.deadline_confidence=0"
         )
+    chosen = quickest if goal == "time" else in_time or cheapest
+    chosen = chosen if choose is None else list(front.values())[choose - 1]
     saved = chosen.replays.hours - quickest.replays.hours
     return Fleets(
         cheapest=cheapest,
         in_time=in_time,
         quickest=quickest,
         chosen=chosen,
-        front=tuple(front),
+        front=tuple(front.values()),
         usd_per_hour_saved=(quickest.replays.usd - chosen.replays.usd) / saved if saved > 0 else None,
         why_trainer_on_demand=_why_on_demand(job),
         fleets=len(every),
@@ -215,7 +211,7 @@ def fleets_json(fleets: Fleets) -> dict[str, object]:
                 "trainer": row.fleet.trainer,
                 "trainer_on_spot": row.fleet.trainer_on_spot,
                 "rollout": row.fleet.rollout,
-                "rollout_nodes": sum(slot.role == "rollout" for slot in row.plan.slots),
+                "rollout_nodes": row.candidate.choice.nodes,
                 "usd": row.replays.usd,
                 "usd_low": row.replays.usd_low,
                 "usd_high": row.replays.usd_high,
@@ -230,7 +226,7 @@ def fleets_json(fleets: Fleets) -> dict[str, object]:
 
 
 def _first_row(candidate: Candidate, market: CurrentMarket) -> FleetRow | None:
-    """Return a row of few, coarse replays. None: no plan, or no replay, carries the fleet to its target."""
+    """Return a row of few replays. None: no plan, or too few of its replays, reach the target within the limits."""
     try:
         plan = plan_in(market, candidate.resolved, replays_decide=True, with_schedule=False)
     except (PlacementError, BudgetError):
@@ -257,29 +253,33 @@ def _row(candidate: Candidate, plan: CloudPlan, starts: int) -> FleetRow | None:
 
 
 def _rankings(
-    rows: Sequence[FleetRow], job: Job, *, with_forecast: bool = False
+    rows: Sequence[FleetRow], *, with_forecast: bool = False
 ) -> tuple[list[FleetRow], list[FleetRow], list[FleetRow]]:
-    """Return the rows by dollars, those within the budget by hours, and those in time by dollars.
+    """Return the rows by dollars, by hours, and those in time by dollars.
 
-    `with_forecast`: dollars are the geometric mean of replays and forecast.
+    All are within the budget, because replays end at it. `with_forecast`: dollars are the geometric mean of replays and
+    forecast.
     """
-    budget = job.nodes_max_total
 
     def usd(row: FleetRow) -> float:
         return sqrt(row.replays.usd * row.candidate.usd) if with_forecast else row.replays.usd
 
     by_dollars = sorted(rows, key=lambda row: (usd(row), row.replays.hours))
-    within = [row for row in rows if budget is None or row.replays.usd <= budget / MICRO]
-    by_hours = sorted(within, key=lambda row: (row.replays.hours, row.replays.usd))
+    by_hours = sorted(rows, key=lambda row: (row.replays.hours, row.replays.usd))
     return by_dollars, by_hours, [row for row in by_dollars if row.in_time]
 
 
 def _front(rows: Sequence[FleetRow], best: FleetRow | None, job: Job) -> list[FleetRow]:
-    """Return the rows of which none is both cheaper and quicker, cheapest first, with numbers and reasons."""
+    """Return the rows of which none is both cheaper and quicker, and `best`: cheapest first, with numbers and reasons.
+
+    `best`: the cheapest in time. A cheaper and quicker row may be late more often.
+    """
     kept: list[FleetRow] = []
+    quickest_hours = inf
     for row in sorted(rows, key=lambda row: (row.replays.usd, row.replays.hours)):
-        if not kept or row.replays.hours < kept[-1].replays.hours or row is best:
+        if row.replays.hours < quickest_hours or row is best:
             kept.append(row)
+        quickest_hours = min(quickest_hours, row.replays.hours)
     return [
         replace(row, number=number, why_not="" if row is best else _why_not(row, best, job))
         for number, row in enumerate(kept, 1)
@@ -292,7 +292,8 @@ def _why_not(row: FleetRow, best: FleetRow | None, job: Job) -> str:
         return f"past the deadline of {duration(job.budget.deadline)} ({met} meet it)"
     if best is None:
         return ""
-    return f"${row.replays.usd - best.replays.usd:,.2f} more than the cheapest in time"
+    which = "the cheapest" if job.budget.deadline is None else "the cheapest in time"
+    return f"${row.replays.usd - best.replays.usd:,.2f} more than {which}"
 
 
 def _why_on_demand(job: Job) -> str:
@@ -325,11 +326,26 @@ def _nothing_fits(
 
 
 def _too_tight(job: Job, every: Sequence[Candidate]) -> str:
+    """Return the error text for a job none of whose fleets was replayed to its target."""
     cheapest = min(every, key=lambda candidate: candidate.usd)
+    nodes, hours = text_of(cheapest.fleet, cheapest.choice.nodes), cheapest.hours
+    best = f"the cheapest by forecast, {nodes}, takes ${cheapest.usd:,.2f} and {hours:.0f} h"
+    if hours * HOUR_MS > LONGEST_IDEAL_MS:
+        return (
+            f"the fleets cannot be compared: runs of over {LONGEST_IDEAL_MS // HOUR_MS} h are not replayed, and "
+            f"{best}; name the nodes, like --set resources.trainer.accelerators={cheapest.fleet.trainer} --set "
+            f"resources.rollout.num_nodes={cheapest.choice.nodes}"
+        )
     limits = {"--max-total": job.budget.max_total, "--deadline": job.budget.deadline}
     given = " or ".join(flag for flag, limit in limits.items() if limit is not None) or "--max-hourly"
-    return (
-        "no fleet reaches the target within the limits; the cheapest by forecast, "
-        f"{text_of(cheapest.fleet, cheapest.choice.nodes)}, takes ${cheapest.usd:,.2f} and {cheapest.hours:.0f} h; "
-        f"raise {given}"
-    )
+    return f"no fleet reaches the target within the limits; {best}; raise {given}"
+
+
+def fleet_lines(fleets: Fleets) -> Iterator[str]:
+    """Yield the front with its reasons, and what was compared, for --explain."""
+    yield f"  plans ({fleets.fleets} fleets compared by forecast, {fleets.replayed} replayed; {NOT_SEARCHED}):"
+    for row in fleets.front:
+        cost, time_ms = f"${row.replays.usd:,.2f}", round(row.replays.hours * HOUR_MS)
+        low, high = f"${row.replays.usd_low:,.2f}", f"${row.replays.usd_high:,.2f}"
+        spread, why = f"{low} to {high} in {row.replays.starts} replays", row.why_not or "the cheapest in time"
+        yield f"    {row.number} {row.text}: {cost} ({spread}), {duration(time_ms)}: {why}"

@@ -4,10 +4,12 @@ import json
 import shutil
 from dataclasses import replace
 from importlib.resources import files
+from types import SimpleNamespace
 
 import pytest
 from ruamel.yaml import YAML
 
+import spotrl
 from launcher.cli.main import run
 from launcher.exit_codes import BudgetError, ExitCode
 from launcher.job.checked import JobError
@@ -127,6 +129,8 @@ def test_the_three_plans_are_replayed_and_the_cheapest_in_time_is_chosen(checked
     assert found.quickest.replays.hours <= found.in_time.replays.hours
     assert [row.number for row in found.front] == list(range(1, len(found.front) + 1))
     assert found.chosen.resolved.job.resources.trainer.accelerators == found.chosen.fleet.trainer
+    chosen = found.chosen.resolved.job
+    assert chosen.runtime.trainer_ranks == chosen.resources.trainer.gpus, "every GPU of the trainer trains"
     assert not fleets.chooses_fleet(found.chosen.resolved.job), "the chosen job is a job like any other"
     quickest = choose_fleet(checked().job, MARKET, goal="time")
     assert quickest.chosen.number == quickest.quickest.number
@@ -174,8 +178,48 @@ def test_a_gpu_that_torch_cannot_use_is_not_compared(checked):
 
 
 def test_a_number_that_no_plan_has_is_refused(checked):
-    with pytest.raises(PlacementError, match=r"--choose is 99, and the plans have the numbers 1 to \d+"):
+    with pytest.raises(PlacementError, match=r"--choose is 99, and the plans are numbered 1 to \d+"):
         choose_fleet(checked().job, MARKET, choose=99)
+
+
+def test_what_fails_its_further_replays_is_not_shown(checked, monkeypatch):
+    """A fleet that was lucky in its first replays, and then ends too seldom, is no plan."""
+    whole, first = service.replays_of, set()
+
+    def replays_of(plan, rules, confidence, starts):
+        replays = whole(plan, rules, confidence, starts)
+        if plan.slots in first:
+            return replace(replays, enough_ms=None)
+        first.add(plan.slots)
+        return replays
+
+    monkeypatch.setattr(service, "replays_of", replays_of)
+    with pytest.raises(BudgetError, match="no fleet reaches the target within the limits"):
+        choose_fleet(checked().job, MARKET)
+
+
+def test_runs_that_are_too_long_to_replay_are_refused_with_nodes_to_name(checked):
+    fields = {"iterations": 3_000, "budget.deadline": None, "budget.max_hourly": 8}
+    with pytest.raises(BudgetError, match=r"runs of over 100 h are not replayed, .* name the nodes, like --set resour"):
+        choose_fleet(checked(**fields).job, MARKET)
+
+
+def test_a_dominated_plan_is_kept_if_it_alone_is_in_time(checked):
+    rows = [
+        service.FleetRow(number=0, candidate=None, plan=None, replays=replays(usd, hours), in_time=in_time, why_not="")
+        for usd, hours, in_time in ((10, 5, False), (12, 6, True), (13, 5.5, True), (14, 4, True))
+    ]
+    front = service._front(rows, rows[1], checked().job)
+    assert [(row.number, row.replays.usd) for row in front] == [(1, 10), (2, 12), (3, 14)]
+    assert [row.why_not for row in front] == [
+        "past the deadline of 3d (2 of 10 replays meet it)",
+        "",
+        "$2.00 more than the cheapest in time",
+    ]
+
+
+def replays(usd, hours):
+    return SimpleNamespace(usd=usd, hours=hours, met=2, starts=10)
 
 
 # --- commands -------------------------------------------------------------------------------------------
@@ -199,6 +243,24 @@ def test_the_front_is_in_the_json(folder, capsys):
     printed = json.loads(capsys.readouterr().out)["plan"]["fleets"]
     assert printed["chosen"] == 1
     assert {"number", "nodes", "usd", "hours", "why_not"} <= printed["front"][0].keys()
+
+
+def test_explain_names_what_was_not_searched(folder, capsys):
+    assert run(["launch", str(folder / "job.yaml"), "--dry-run", "--explain"]) == ExitCode.OK
+    words = " ".join(capsys.readouterr().out.split())
+    assert "fleets compared by forecast" in words
+    assert "not searched: trainers of several nodes" in words
+
+
+def test_python_plans_the_chosen_fleet(folder):
+    planned = spotrl.plan(folder / "job.yaml", recovery__controller_stays_up=True)
+    assert planned.slots[0].placement.gpus == 8
+    assert planned.slots[0].placement.accelerator != "L4"
+
+
+def test_recorded_prices_are_not_bought_by(folder, capsys):
+    assert run(["launch", str(folder / "job.yaml"), "-y", "--prices", "recorded"]) == ExitCode.USAGE
+    assert "--prices recorded is to compare with, and not to buy by; add --dry-run" in capsys.readouterr().err
 
 
 def test_several_kinds_on_this_machine_are_refused(folder, capsys):

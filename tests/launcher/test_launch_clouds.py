@@ -1,5 +1,6 @@
 """`spotrl launch` on clouds: it prints a plan from the price tables alone and buys nothing."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -167,6 +168,17 @@ def test_ranks_that_no_node_has_are_refused_before_a_plan_and_a_purchase(launch,
     assert code == ExitCode.INVALID_JOB
     assert [word for word in words if word not in unwrapped(error)] == [], error
     assert "on_demand" not in text, "nothing was planned"
+
+
+def test_a_deadline_may_be_met_by_nodes_on_demand_when_late(launch):
+    """With 2 days the plan was all on demand for $2,439, and with 1 day the shortest deadline was said to be 4 days."""
+    code, text, _ = launch("--dry-run", "--deadline", "2d")
+    assert code == ExitCode.OK
+    assert "spot-0   spot       H100:8" in text
+    assert float(re.search(r"qwen-image-ocr: \$([\d,.]+)", text)[1].replace(",", "")) < 2_000
+    code, _, error = launch("--dry-run", "--deadline", "1d")
+    assert code == ExitCode.REFUSED_BY_BUDGET
+    assert "raise --deadline to 1d 15h" in unwrapped(error)
 
 
 def test_an_untimed_job_is_planned_as_configured_and_marked_a_guess(launch, capsys):

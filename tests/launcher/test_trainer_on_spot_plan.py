@@ -99,3 +99,13 @@ def test_a_dry_run_compares_the_trainers_capacity_types(dry_run):
     at = asleep.index("  trainer on demand, because nobody would replace it while this machine sleeps;")
     assert asleep[at + 1].startswith("  with --service $")
     assert " instead of $" in asleep[at + 1]
+
+
+def test_a_market_of_replays_has_the_zones_of_every_region_where_the_run_may_go():
+    """A zone that a market lacks would always have capacity, and never take a node back."""
+    west = [replace(offered, region="west", zone=offered.zone and f"{offered.zone}-west") for offered in (*EAST, *SPOT)]
+    plan = plan_cloud(NEEDS, view(*EAST, *SPOT, *west))
+    on_sale = {(o.placement.region, o.placement.zone) for site in plan.sites for o in site.trainer + site.rollout}
+    spot = {(region, zone) for region, zone in on_sale if "any zone" not in zone}
+    assert {region for region, _ in spot} == {"east", "west"}
+    assert {(zone.region, zone.zone) for zone in plan.zones} == spot

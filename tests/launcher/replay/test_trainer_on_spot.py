@@ -18,6 +18,7 @@ from launcher.decide.work_left import WorkLeft
 from launcher.money import HOUR_MS
 from launcher.placement.plan import Plan
 from launcher.placement.price_of_waiting import RESTART_MS
+from launcher.replay import replay as replays
 from launcher.replay.replay import Replayed, replay
 from launcher.replay.simulate import POLICIES, simulate
 from launcher.replay.world import RELEASE_MS
@@ -306,3 +307,11 @@ def test_a_stand_in_that_is_never_given_back_costs_more(monkeypatch):
     paid = run(OUTAGE, deadline_hours=12.6).micro_usd
     monkeypatch.setattr(giving_back, "SAVED_MS", -1)
     assert run(OUTAGE, deadline_hours=12.6).micro_usd > 1.2 * paid
+
+
+@pytest.mark.parametrize("capacity", [ALWAYS, [3] * 9 + [0] + [3] * 6 * 60, [9] * 6 + [0] * 12 + [9] * 300])
+@pytest.mark.parametrize("deadline_hours", [None, 12.0])
+def test_a_replay_without_decisions_while_every_slot_works_is_the_same(monkeypatch, capacity, deadline_hours):
+    quick = run(capacity, deadline_hours=deadline_hours)
+    monkeypatch.setattr(replays, "WHOLE_MS", replays.QUIET_MS)
+    assert run(capacity, deadline_hours=deadline_hours) == quick
