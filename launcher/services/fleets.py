@@ -34,13 +34,16 @@ Goal = Literal["cost", "time"]
 FIRST_STARTS, STARTS = 4, 10
 """Most replays of each fleet of the shortlist, and of the best of each kind: cheapest, in time, quickest."""
 
-HOURS_OF_START = 20
-"""Hours of a run up to which it gets all of these replays. Of a run that takes twice as long, half as many differ as
-little from their mean, and take as much time."""
+NODE_HOURS_OF_START = 20
+"""Node-hours of a run up to which it gets all of these replays. Of a run twice as large, half as many differ as little
+from their mean, and take as much time."""
 
-FINALISTS = 2
-"""Fleets of each kind that are replayed more often. The dollars of single starts differ by a factor of 2, so few starts
-alone rank badly: the finalists are the best by the geometric mean of their forecast and their first replays."""
+LEAST_FIRST_STARTS = 2
+
+FINALISTS = (2, 1, 2)
+"""Fleets that are replayed more often: by dollars, by hours, and by dollars of those in time. The dollars of single
+starts differ by a factor of 2, so few starts alone rank badly: the finalists are the best by the geometric mean of
+their forecast and their first replays."""
 
 NOT_SEARCHED = (
     "not searched: trainers of several nodes, rollout nodes of two kinds or in a second region, other algorithms"
@@ -125,8 +128,13 @@ def choose_fleet(
     deadline_hours = None if job.budget.deadline is None else job.budget.deadline / HOUR_MS
     listed = shortlist(every, None if budget is None else budget / MICRO, deadline_hours)
     first = [row for candidate in listed if (row := _first_row(candidate, market)) is not None]
-    finalists = {row.key: row for ranked in _rankings(first, with_forecast=True) for row in ranked[:FINALISTS]}
-    rows = [row for first_row in finalists.values() if (row := _row(first_row.candidate, first_row.plan, STARTS))]
+    rankings = zip(_rankings(first, with_forecast=True), FINALISTS, strict=True)
+    finalists = {row.key: row for ranked, number in rankings for row in ranked[:number]}
+    rows = [
+        row
+        for first_row in finalists.values()
+        if (row := _row(first_row.candidate, first_row.plan, STARTS, LEAST_STARTS))
+    ]
     if not rows:
         raise BudgetError(_too_tight(job, every))
     by_dollars, by_hours, timely = _rankings(rows)
@@ -231,14 +239,16 @@ def _first_row(candidate: Candidate, market: CurrentMarket) -> FleetRow | None:
         plan = plan_in(market, candidate.resolved, replays_decide=True, with_schedule=False)
     except (PlacementError, BudgetError):
         return None
-    return _row(candidate, plan, FIRST_STARTS)
+    return _row(candidate, plan, FIRST_STARTS, LEAST_FIRST_STARTS)
 
 
-def _row(candidate: Candidate, plan: CloudPlan, starts: int) -> FleetRow | None:
+def _row(candidate: Candidate, plan: CloudPlan, starts: int, least: int) -> FleetRow | None:
+    """Return a row of `starts` replays, or of fewer for a large run. None: too few of them reach the target."""
     job = candidate.resolved.job
     confidence = job.budget.deadline_confidence
-    fewer = ceil(starts * HOURS_OF_START * HOUR_MS / max(plan.time.expected, HOURS_OF_START * HOUR_MS))
-    replays = replays_of(plan, MoveRules.of(job), confidence, max(LEAST_STARTS, fewer))
+    node_hours = len(plan.slots) * plan.time.expected / HOUR_MS
+    fewer = ceil(starts * NODE_HOURS_OF_START / max(node_hours, NODE_HOURS_OF_START))
+    replays = replays_of(plan, MoveRules.of(job), confidence, max(min(least, starts), fewer))
     if replays is None or replays.enough_ms is None:
         return None
     in_time = replays.met is None or replays.met >= confidence * replays.starts

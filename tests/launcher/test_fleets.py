@@ -254,8 +254,7 @@ def test_explain_names_what_was_not_searched(folder, capsys):
 
 def test_python_plans_the_chosen_fleet(folder):
     planned = spotrl.plan(folder / "job.yaml", recovery__controller_stays_up=True)
-    assert planned.slots[0].placement.gpus == 8
-    assert planned.slots[0].placement.accelerator != "L4"
+    assert planned.slots[0].placement.accelerator != "L4", "which cannot hold the model, and is the default"
 
 
 def test_recorded_prices_are_not_bought_by(folder, capsys):
