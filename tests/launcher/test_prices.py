@@ -1,6 +1,7 @@
 """Rules that accept or refuse the prices of a feed: values in, values out."""
 
 from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from launcher.market.prices import (
     on_demand_prices,
     time_ms,
 )
+from tests.fakes.clouds.prices import rows
 
 NOW_MS = time_ms("2025-11-21T12:00:00Z") or 0
 HOUR_MS = 3_600_000
@@ -241,6 +243,11 @@ def test_every_gpu_family_is_known_and_every_instance_type_once():
         *("V100", "T4", "L4", "A10G", "L40S", "A100", "A100-80GB", "H100", "H200", "B200", "RTXPRO6000")
     }
     assert len({(known_type.cloud, known_type.instance_type) for known_type in INSTANCE_TYPES}) == len(INSTANCE_TYPES)
+
+
+def test_the_fake_clouds_sell_every_instance_type_at_a_price():
+    known = {(row.kind.cloud, row.kind.instance_type) for row in rows() if Decimal(row.on_demand) * Decimal(row.spot)}
+    assert known >= {(sold.cloud, sold.instance_type) for sold in INSTANCE_TYPES}
 
 
 def test_an_instance_type_is_found_by_its_name_and_by_its_gpu():

@@ -14,7 +14,7 @@ from typing import Any
 
 from launcher.market.instance_types import INSTANCE_TYPES as SOLD
 from launcher.market.instance_types import InstanceType
-from launcher.market.sources.gcp_catalog import Part, parts_of
+from launcher.market.sources.gcp_catalog import GPUS, WHOLE, Part, parts_of
 from tests.fakes.clouds import addresses
 from tests.fakes.clouds.image import CHECKOUT
 from tests.fakes.market import FakeMarket, Product, Tick, sku
@@ -42,7 +42,7 @@ PLAIN = (
 INSTANCE_TYPES = (*PLAIN, *SOLD)
 
 AWS_USD = {"": 0.048, "V100": 3.06, "T4": 0.526, "L4": 0.8048, "A10G": 1.006, "L40S": 1.861}
-AWS_USD |= {"A100": 2.74, "A100-80GB": 3.42, "H100": 6.88, "H200": 7.91, "B200": 14.24}
+AWS_USD |= {"A100": 2.74, "A100-80GB": 3.42, "H100": 6.88, "H200": 7.91, "B200": 14.24, "RTXPRO6000": 3.36}
 """On-demand dollars an hour of a GPU with its share of the instance, or of a vCPU if there is no GPU."""
 AWS_SPOT = Decimal("0.4")
 """Spot price relative to the on-demand price."""
@@ -54,6 +54,8 @@ PARTS = {
     "N1 Predefined Instance Ram": ("0.004237", "0.000892"),
     "G2 Instance Core": ("0.024988", "0.009995"),
     "G2 Instance Ram": ("0.002927", "0.001171"),
+    "G4 Instance Core": ("0.0275", "0.011"),
+    "G4 Instance Ram": ("0.0031", "0.00124"),
     "A2 Instance Core": ("0.031611", "0.012644"),
     "A2 Instance Ram": ("0.004237", "0.001695"),
     "A3 Instance Core": ("0.03", "0.0075"),
@@ -67,6 +69,7 @@ PARTS = {
     "Nvidia Tesla A100 80GB GPU": ("3.9289", "1.57156"),
     "Nvidia H100 80GB GPU": ("9.79655", "2.4491375"),
     "H200 141GB GPU": ("9.6", "3.84"),
+    "RTX 6000 96GB": ("2.62", "1.048"),
     "A4 Nvidia B200 (1 gpu slice)": ("14.5", "5.8"),
     "SSD backed Local Storage": ("0.08", "0.02"),
 }
@@ -124,7 +127,8 @@ def _parts(kind: InstanceType) -> tuple[Part, ...]:
 
 def _sum(kind: InstanceType, market: int, gpu: bool | None = None) -> Decimal:
     """Return the sum of the parts; optionally only the GPUs, or only the other parts."""
-    parts = [part for part in _parts(kind) if gpu is None or gpu == ("Nvidia" in part.name or "GPU" in part.name)]
+    of_gpu = (*GPUS.values(), *WHOLE.values())
+    parts = [part for part in _parts(kind) if gpu is None or gpu == (part.name in of_gpu)]
     return sum((part.count * Decimal(PARTS[part.name][market]) for part in parts), Decimal(0))
 
 
