@@ -116,6 +116,14 @@ class NodeRecord:
     zone: str = ""
     instance_type: str = ""
     """The real zone and instance type; before the cloud reports both, the requested values."""
+    is_live: bool = field(init=False)
+    """True until an end is recorded. A node without a recorded end is billed, so the node counts as running."""
+    ended_ms: int | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        ended_ms = next((at_ms for kind, at_ms in self.happened.items() if kind in ENDS), None)
+        object.__setattr__(self, "ended_ms", ended_ms)
+        object.__setattr__(self, "is_live", ended_ms is None)
 
     @property
     def beside_micro_usd_per_hour(self) -> int:
@@ -143,22 +151,6 @@ class NodeRecord:
     def site(self) -> tuple[str, str] | None:
         """Return the requested cloud and region. None on the local infra."""
         return None if self.wanted is None else (self.wanted.placement.cloud, self.wanted.placement.region)
-
-    @property
-    def ended_ms(self) -> int | None:
-        if not self.is_live:
-            for kind in ENDS:
-                if kind in self.happened:
-                    return self.happened[kind]
-        return None
-
-    @property
-    def is_live(self) -> bool:
-        """Return True until an end is recorded.
-
-        A node without a recorded end is billed, so the node counts as running.
-        """
-        return ENDS.isdisjoint(self.happened)
 
     @property
     def is_kept(self) -> bool:

@@ -8,7 +8,7 @@ from launcher.placement.forecast import Caps, Choice, Outlook, outlook
 from launcher.placement.no_plan import broken_limits
 from launcher.placement.policy import POLICIES, Situation, build_policy
 from launcher.placement.requirements import CloudRequirements, Site, Spot
-from launcher.placement.search import Found, cheapest_choice, is_above_floor, is_spread
+from launcher.placement.search import Found, cheapest_by_nodes, cheapest_choice, is_above_floor, is_spread
 from launcher.placement.value import marginal_node
 
 
@@ -45,8 +45,7 @@ def with_nodes(needs: CloudRequirements, site: Site, nodes: int) -> Choice | Non
     """Return the cheapest choice with exactly `nodes` rollout nodes, ignoring the caps; None if there is none."""
     if not 0 <= nodes <= needs.max_rollout_nodes:
         return None
-    cheapest = cheapest_choice(needs, (site,), Caps(), just_nodes=nodes)
-    return None if cheapest is None else cheapest.choice
+    return dict(cheapest_by_nodes(needs, (site,), Caps(), [nodes])).get(nodes)
 
 
 NEAREST = 3

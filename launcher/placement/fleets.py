@@ -11,7 +11,6 @@ or of two regions, and other algorithms.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,12 @@ from launcher.job.sections import NodeResources
 from launcher.market.instance_types import is_too_old
 from launcher.market.offers import Offer
 from launcher.money import HOUR_MS
-from launcher.placement.forecast import Caps, Choice, outlook
-from launcher.placement.memory import check_memory, check_pool
+from launcher.placement.forecast import Caps, Choice, on_demand_outlook, outlook
+from launcher.placement.memory import TooSmall, check_memory, check_pool
 from launcher.placement.plan import PlacementError
 from launcher.placement.price_of_waiting import CHANGE_HOURS
 from launcher.placement.requirements import CloudRequirements, MarketView, Site, cloud_requirements, sites_of
-from launcher.placement.search import cheapest_choice
+from launcher.placement.search import cheapest_by_nodes
 from launcher.placement.value import life_hours
 
 MOST_NODES = 4
@@ -39,9 +38,6 @@ MOST_NODES = 4
 CHEAP, QUICK, TIMELY = 5, 2, 3
 """Fleets of a shortlist: those with the lowest forecast of dollars, those with the lowest of hours within the budget,
 and, with a deadline, the cheapest whose forecast is within it."""
-
-HOPELESS = 2
-"""A fleet whose forecast is this many times the deadline is not replayed: it would be late in every start."""
 
 LATE = 0.85
 """Share of the deadline that the forecast of a fleet may take to count as in time: replays are later than it."""
@@ -68,6 +64,8 @@ class Candidate:
     choice: Choice
     usd: float
     hours: float
+    least_hours: float
+    """Hours with every node at work, all the time."""
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -189,14 +187,20 @@ def candidates(
         by_kind.setdefault(offer.accelerator, []).append(offer)
     fitting: list[Candidate] = []
     unfit: list[Unfit] = []
+    too_small: dict[tuple[str, str | None], TooSmall] = {}
     for fleet in fleets_of(job, offers):
         most = most_nodes(job) if fleet.rollout else 0
+        kind_of = {"trainer": fleet.trainer, "rollout": fleet.rollout}
         try:
+            for known in filter(None, map(too_small.get, kind_of.items())):
+                raise known
             resolved = resolve(with_fleet(job, fleet, most), workdir)
             check_memory(resolved)
             check_pool(resolved)
         except (JobError, PlacementError, ValueError) as error:
             unfit.append(Unfit(fleet=fleet, why=str(error)))
+            if isinstance(error, TooSmall):
+                too_small[error.role, kind_of[error.role]] = error
             continue
         kinds = dict.fromkeys(kind.partition(":")[0] for kind in (fleet.trainer, fleet.rollout) if kind)
         in_view = replace(market, offers=tuple(offer for kind in kinds for offer in by_kind.get(kind, ())))
@@ -215,13 +219,17 @@ def _in_regions(job: Job, fleet: Fleet, resolved: Resolved, most: int, market: M
     least = 1 if fleet.rollout else 0
     if resolved.seconds is None:
         least = most  # nobody knows how many nodes pay
-    for nodes in range(max(least, job.resources.rollout.min_nodes or 0), most + 1):
-        cheapest = cheapest_choice(needs, sites, caps, just_nodes=nodes) if sites else None
-        if cheapest is None:
-            continue
-        usd, hours = forecast(needs, cheapest.choice)
-        fixed = replace(resolved, job=with_fleet(job, fleet, nodes))
-        yield Candidate(fleet=fleet, resolved=fixed, choice=cheapest.choice, usd=usd, hours=hours)
+    numbers = range(max(least, job.resources.rollout.min_nodes or 0), most + 1)
+    for nodes, choice in cheapest_by_nodes(needs, sites, caps, numbers):
+        usd, hours = forecast(needs, choice)
+        yield Candidate(
+            fleet=fleet,
+            resolved=replace(resolved, job=with_fleet(job, fleet, nodes)),
+            choice=choice,
+            usd=usd,
+            hours=hours,
+            least_hours=on_demand_outlook(choice).ms / HOUR_MS,
+        )
 
 
 def forecast(needs: CloudRequirements, choice: Choice) -> tuple[float, float]:
@@ -247,10 +255,12 @@ def forecast(needs: CloudRequirements, choice: Choice) -> tuple[float, float]:
 
 
 def shortlist(fleets: Sequence[Candidate], max_usd: float | None, deadline_hours: float | None) -> list[Candidate]:
-    """Return the candidates to replay: the cheapest, the cheapest in time, and the quickest within the budget."""
-    hours = inf if deadline_hours is None else HOPELESS * deadline_hours
-    hours = max(hours, min(candidate.hours for candidate in fleets))
-    by_dollars = sorted((c for c in fleets if c.hours <= hours), key=lambda c: (c.usd, c.hours))
+    """Return the candidates to replay: the cheapest, the cheapest in time, and the quickest within the budget.
+
+    A fleet that would be late with every node at work is left out, unless each one would be.
+    """
+    may_be = [c for c in fleets if deadline_hours is None or c.least_hours <= deadline_hours]
+    by_dollars = sorted(may_be or fleets, key=lambda candidate: (candidate.usd, candidate.hours))
     by_hours = sorted(
         (candidate for candidate in by_dollars if max_usd is None or candidate.usd <= max_usd),
         key=lambda candidate: (candidate.hours, candidate.usd),

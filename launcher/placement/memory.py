@@ -66,8 +66,16 @@ class GpuMemory:
         return self.usable - max(self.parts_and_pass, self.start)
 
 
+class TooSmall(PlacementError):
+    """The GPUs of a role do not hold the model."""
+
+    def __init__(self, text: str, role: str) -> None:
+        super().__init__(text)
+        self.role = role
+
+
 def check_memory(resolved: Resolved) -> None:
-    """Refuse GPUs on which not even one row, or one image, fits. Raises PlacementError, which says what would fit."""
+    """Refuse GPUs on which not even one row, or one image, fits. Raises TooSmall, which says what would fit."""
     job, memory = resolved.job, resolved.memory
     if memory is None:
         return
@@ -76,10 +84,11 @@ def check_memory(resolved: Resolved) -> None:
     roles += [(rollout, memory.rollout, resolved.rollout_usable)] if rollout.num_nodes else []
     for resources, budget, usable in roles:
         if usable is not None and not budget.fitting(usable):
-            raise PlacementError(
+            raise TooSmall(
                 f"resources.{budget.role}.accelerators is {resources.accelerators}, and one {budget.unit} of "
                 f"{memory.text} needs {gib(budget.needed(1))} GiB of a GPU's memory ({_parts(budget)}), where "
-                f"{gib(usable)} GiB can be used; {' or '.join(_remedies(resolved, budget, usable))}"
+                f"{gib(usable)} GiB can be used; {' or '.join(_remedies(resolved, budget, usable))}",
+                budget.role,
             )
 
 

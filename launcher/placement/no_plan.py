@@ -8,7 +8,7 @@ from launcher.market.quality import USABLE
 from launcher.money import dollars, duration, hourly
 from launcher.placement.forecast import Caps, on_demand_outlook, outlook
 from launcher.placement.requirements import CloudRequirements, LeftOut, Site, Spot, trainer_text
-from launcher.placement.search import cheapest_choice
+from launcher.placement.search import cheapest_by_nodes, cheapest_choice
 
 
 def broken_limits(needs: CloudRequirements, listed: int, micro_usd: int, ms: int) -> str | None:
@@ -75,11 +75,7 @@ def too_tight(needs: CloudRequirements, sites: Sequence[Site]) -> str:
 
 def _shortest_ms(needs: CloudRequirements, sites: Sequence[Site], caps: Caps) -> int:
     """Return the time of the quickest plan within the caps; late runs buy nodes on demand, where the job allows it."""
-    choices = [
-        found.choice
-        for nodes in range(needs.max_rollout_nodes + 1)
-        if (found := cheapest_choice(needs, sites, caps, just_nodes=nodes)) is not None
-    ]
+    choices = dict(cheapest_by_nodes(needs, sites, caps, range(needs.max_rollout_nodes + 1))).values()
     late = [on_demand_outlook(choice).ms for choice in choices if needs.spot is not Spot.ONLY]
     return min([outlook(choice).ms for choice in choices] + late)
 

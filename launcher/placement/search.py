@@ -8,7 +8,8 @@ then by name. More money or time only adds choices and therefore never makes the
 limit, the node-hours bought from a zone never rise with the zone's price (`forecast.cost` is linear in each price).
 """
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -29,26 +30,23 @@ class Found:
     """Lower bound of the cost at every site, in the order of `sites`. None: no choice at the site keeps the caps."""
 
 
-def cheapest_choice(
-    needs: CloudRequirements, sites: Sequence[Site], caps: Caps, just_nodes: int | None = None
-) -> Found | None:
-    """Return the choice of least expected cost within the caps and above the floor; None if no choice fits.
-
-    `just_nodes`: the exact number of rollout nodes.
-    """
+def cheapest_choice(needs: CloudRequirements, sites: Sequence[Site], caps: Caps) -> Found | None:
+    """Return the choice of least expected cost within the caps and above the floor; None if no choice fits."""
     search = _Search(needs, sites, caps)
-    parts = sorted(search.parts(just_nodes))
-    for part in parts:
-        if search.best is not None and part[0] > search.best[0]:
-            break
-        search.fill(part)
-    if search.best is None:
-        return None
-    micro_usd = search.best[0]
-    least: dict[int, int] = {}
-    for bound, number, _, _ in parts:
-        least.setdefault(number, max(bound, micro_usd))
-    return Found(choice=search.choice, micro_usd=micro_usd, at_least_micro_usd=tuple(map(least.get, range(len(sites)))))
+    return search.cheapest(part for part in search.parts() if part[2] + part[3] >= needs.min_rollout_nodes)
+
+
+def cheapest_by_nodes(
+    needs: CloudRequirements, sites: Sequence[Site], caps: Caps, numbers: Iterable[int]
+) -> Iterator[tuple[int, Choice]]:
+    """Yield the choice of least expected cost for each of these numbers of rollout nodes, where there is one."""
+    search = _Search(needs, sites, caps)
+    parts: defaultdict[int, list[Part]] = defaultdict(list)
+    for part in search.parts():
+        parts[part[2] + part[3]].append(part)
+    for nodes in numbers:
+        if (found := search.cheapest(parts[nodes])) is not None:
+            yield nodes, found.choice
 
 
 def is_spread(choice: Choice) -> bool:
@@ -77,7 +75,24 @@ class _Search:
         self.choice: Choice
         self._least_ms: dict[tuple[int, float], list[int]] = {}
 
-    def parts(self, just_nodes: int | None) -> Iterator[Part]:
+    def cheapest(self, parts: Iterable[Part]) -> Found | None:
+        """Return the choice of least expected cost within these parts."""
+        self.best = None
+        ordered = sorted(parts)
+        for part in ordered:
+            if self.best is not None and part[0] > self.best[0]:
+                break
+            self.fill(part)
+        if self.best is None:
+            return None
+        micro_usd = self.best[0]
+        least: dict[int, int] = {}
+        for bound, number, _, _ in ordered:
+            least.setdefault(number, max(bound, micro_usd))
+        at_least = tuple(map(least.get, range(len(self.sites))))
+        return Found(choice=self.choice, micro_usd=micro_usd, at_least_micro_usd=at_least)
+
+    def parts(self) -> Iterator[Part]:
         """Yield every part that may keep the caps.
 
         The bound of a part takes every node to be as useful as the best node.
@@ -99,9 +114,7 @@ class _Search:
                 for on_demand in range(most - spot + 1 if steady else 1):
                     ms = with_steady[spot + on_demand] if on_demand else on_spot[spot]
                     bound = int((paid + on_demand * more_paid) * ms / HOUR_MS)
-                    nodes = spot + on_demand
-                    is_allowed = nodes >= self.needs.min_rollout_nodes if just_nodes is None else nodes == just_nodes
-                    if is_allowed and self.caps.keep(listed + on_demand * more_listed, bound, ms):
+                    if self.caps.keep(listed + on_demand * more_listed, bound, ms):
                         yield bound, number, spot, on_demand
 
     def fill(self, part: Part) -> None:

@@ -13,6 +13,7 @@ module, money in micro-dollars; expectations are floats.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import ceil, inf, sqrt
 
 from engine.events import Market
@@ -183,6 +184,7 @@ class SlotValue:
         return sqrt(self.useful_share * (1 - self.useful_share))
 
 
+@lru_cache(maxsize=4096)  # a search of fleets asks for each of a few thousand often
 def value_of(terms: NodeTerms) -> SlotValue:
     return SlotValue(
         useful_share=useful_share(terms),

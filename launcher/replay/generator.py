@@ -7,6 +7,7 @@ An outage takes all nodes of its zone. A market begins at a time picked at rando
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from random import Random
 
 from launcher.market.spells import TIE, Spells, ZoneSpells
@@ -45,13 +46,21 @@ def generate(zones: Sequence[ZoneSpells], hours: float, capacity: int, seed: int
     pools = []
     for zone in zones:
         own = zone.zone if follows.random() >= TIE else ""
-        stream = Random(f"{seed} {zone.cloud} {zone.region} {own}")
-        pools.append(_pool(zone, _changes(zone.spells, stream, end_ms), capacity))
+        stream = f"{seed} {zone.cloud} {zone.region} {own}"
+        changes = _changes(zone.spells, stream, _doubled(end_ms))
+        pools.append(_pool(zone, [change for change in changes if change[0] < end_ms], capacity))
     return Trace(name=f"generated, seed {seed}", pools=tuple(pools), end_ms=end_ms)
 
 
-def _changes(spells: Spells, random: Random, end_ms: int) -> list[tuple[int, bool]]:
-    """Return (time, whether there is capacity from then on) from 0 on."""
+def _doubled(ms: int) -> int:
+    """Return the next power of two: markets of about the same length are made once."""
+    return 1 << ms.bit_length()
+
+
+@lru_cache(maxsize=1024)
+def _changes(spells: Spells, stream: str, end_ms: int) -> Sequence[tuple[int, bool]]:
+    """Return (time, whether there is capacity from then on) from 0 on. The same stream gives the same market."""
+    random = Random(stream)
     is_up, at_ms = random.random() < spells.uptime, -BEFORE_HOURS * HOUR_MS  # an age at random comes by itself
     found = [(0, is_up)]
     while at_ms < end_ms:

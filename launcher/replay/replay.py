@@ -119,7 +119,7 @@ def replay(
     happened = True
     stand_ins: dict[str, str] = {}
     while world.finished_ms is None and world.now_ms < last_ms and stage not in OVER:
-        due_ms = passed_ms + (WHOLE_MS if world.is_whole(plan.slots) else QUIET_MS)
+        due_ms = passed_ms + (WHOLE_MS if world.is_whole(plan) else QUIET_MS)
         if happened or world.now_ms >= min(due_ms, due_ms if ends_ms is None else ends_ms):
             passed_ms = world.now_ms
             facts = Facts(

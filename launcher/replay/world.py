@@ -25,7 +25,7 @@ from launcher.decide.launch_history import jitter
 from launcher.decide.work_left import WorkLeft
 from launcher.market.hazard import COLD_START_MS
 from launcher.money import HOUR_MS
-from launcher.placement.plan import Slot
+from launcher.placement.plan import Plan, Slot
 from launcher.placement.price_of_waiting import RESTART_MS
 from launcher.placement.requirements import LOST_WORK_MS
 from launcher.replay.trace import PoolTrace, Trace
@@ -219,12 +219,18 @@ class World:
         spot = sum(i.record.market is Market.SPOT for i in nodes)
         return len({i.record.slot for i in nodes}), spot, len(nodes) - spot
 
-    def is_whole(self, slots: Sequence[Slot]) -> bool:
-        """Return whether each slot has one node that works, of the planned capacity type, and that stays."""
-        if len(self._live) != len(slots):
-            return False
+    def is_whole(self, plan: Plan) -> bool:
+        """Return whether each slot has one node that works, of the planned capacity type, and that stays.
+
+        A run that moved its trainer to a region without rollout nodes on offer leaves their slots empty.
+        """
         markets = {i.record.slot: i.record.market for i in self._live.values() if i.stays_at(self.now_ms)}
-        return all(markets.get(slot.name) is slot.placement.market for slot in slots)
+        slots: Sequence[Slot] = plan.slots
+        if len(self._live) == len(markets) < len(slots):
+            trainer = {i.record.site for i in self._live.values() if i.record.role == "trainer"}
+            if not any(site.rollout for site in plan.sites if site.place in trainer):
+                slots = [slot for slot in slots if slot.role != "rollout"]
+        return len(self._live) == len(slots) and all(markets.get(s.name) is s.placement.market for s in slots)
 
     def _next_save_ms(self) -> int | None:
         """Return the time of the next checkpoint of a trainer on demand: a spot node may take its role then."""
