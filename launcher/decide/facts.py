@@ -116,9 +116,9 @@ class NodeRecord:
     zone: str = ""
     instance_type: str = ""
     """The real zone and instance type; before the cloud reports both, the requested values."""
-    is_live: bool = field(init=False)
+    is_live: bool = field(init=False, repr=False, compare=False)
     """True until an end is recorded. A node without a recorded end is billed, so the node counts as running."""
-    ended_ms: int | None = field(init=False)
+    ended_ms: int | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         ended_ms = next((at_ms for kind, at_ms in self.happened.items() if kind in ENDS), None)

@@ -91,10 +91,12 @@ def _trainer_on_spot(
     if why and wanted.rules.on_demand:
         move = next_trainer(tried, [_on_demand_only(site) for site in sites], wanted.rules, facts.now_ms)
         return StandIn(option=move, why=why) if isinstance(move, Option) else move
-    pays = [
-        replace(site, trainer=tuple(option for option in site.trainer if not refused.get(option.place)))
-        for site in sites
-    ]
+    pays = sites
+    if any(refused.values()):
+        pays = [
+            replace(site, trainer=tuple(option for option in site.trainer if not refused.get(option.place)))
+            for site in sites
+        ]
     price = None if facts.work is None else partial(_why_trainer_stand_in, slot, after, facts, wanted)
     nodes = sum(slot.role == "rollout" for slot in wanted.slots)
     return next_spot_trainer(slot.option, nodes, tried, pays, wanted.rules, facts.now_ms, price)
@@ -172,6 +174,8 @@ def _within(sites: Sequence[SiteOptions], facts: Facts, micro_usd_per_hour: int 
     def cheap(options: tuple[Option, ...]) -> tuple[Option, ...]:
         return tuple(option for option in options if fits(option)) or options
 
+    if all(fits(option) for site in sites for option in (*site.trainer, *site.rollout)):
+        return sites
     trainers_fit = any(fits(option) for site in sites for option in site.trainer)
     return [
         replace(

@@ -41,8 +41,9 @@ class Seen:
     @classmethod
     def of(cls, facts: Facts, slots: int, since_ms: int | None = None) -> "Seen":
         """Return what the run has seen since a time. None: since the first trainer came up."""
-        trainer_ms = [n.happened["up"] for n in facts.nodes if n.role == "trainer" and "up" in n.happened]
-        since_ms = min(trainer_ms, default=facts.now_ms) if since_ms is None else since_ms
+        if since_ms is None:
+            trainer_ms = (n.happened["up"] for n in facts.nodes if n.role == "trainer" and "up" in n.happened)
+            since_ms = min(trainer_ms, default=facts.now_ms)
         hours, preemptions = 0.0, 0
         for node in facts.nodes:
             if node.market is Market.SPOT and "up" in node.happened:
