@@ -22,6 +22,7 @@ from launcher.job.gpu_checks import check_ranks, check_sp_degree, check_timings
 from launcher.job.recipe import Recipe, gain_exponent
 from launcher.job.schema import Job
 from launcher.market.estimate import Basis, Estimate
+from launcher.market.hazard import prior_of
 from launcher.market.instance_types import instance_types
 
 UNTIMED_SECONDS = 60.0
@@ -197,7 +198,8 @@ def _recipe(job: Job, seconds: JobSeconds | None, copy_bytes: int, trainer_speed
             f"spotrl has never trained {seconds.model}: its seconds are of random weights, or published",
             *([f"assumed, not measured: {'; '.join(assumed)}"] if assumed else []),
             "how many iterations the target takes is assumed, and so is what exploration saves of them",
-            f"no spot {gpu} was ever watched: how soon they are preempted is known from V100s of 2022",
+            f"no spot {gpu} was ever watched; how soon they are preempted: {prior_of(gpu, 1).source}",
+            "what a week showed of a region's spot capacity was off by .2 of the time in the next",
         ]
     if job.exploration.mode == "in-path":
         never_run.append("exploration in-path is not in the figures: neither what it costs, nor what it saves")

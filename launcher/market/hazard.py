@@ -21,6 +21,7 @@ from math import exp, expm1, inf, log, sqrt
 from launcher.market.estimate import Basis, Estimate
 from launcher.market.evidence import BUCKET_HOURS, BUCKET_STARTS_MS, Evidence, Exposure, Life, weighed
 from launcher.market.pools import RECORDED, Pool
+from launcher.market.recorded_h100 import SHARES, SOURCE, hazard_factor, usual_share
 from launcher.money import HOUR_MS
 
 POOLED_HAZARDS = (1.27, 1.09, 0.76, 0.42, 0.21, 0.15, 0.11, 0.06)
@@ -30,11 +31,6 @@ H100_HAZARDS = (1.73, 1.20, 1.22, 0.60, 0.20, 0.13, 0.10, 0.11)
 """Preemptions per node-hour by age of one-GPU H100 nodes: 12 Google Cloud zones, 5 days of October 2025. The recording
 is of probes: how many of 16 nodes could be created every ten minutes. A life is read from it as a run that holds six
 nodes would see it: node k lives while k nodes could be created. Fitted: tests/benchmarks/calibration.py."""
-
-EIGHT_GPU_FACTOR = 1.65
-"""Hazard of a node with eight GPUs over that of a node with one. The whole host must be free. Two AWS zones of V100 x8
-had .8 to 1.2 node-hours per loss, and `POOLED_HAZARDS` times this factor has a mean life of
-1 h. Assumed for other GPUs."""
 
 PRIOR_PREEMPTIONS = 2.0
 """Weight of a prior's factor, in preemptions. Nine in ten pools are then within .18 and 2.4 times the prior. Zones of
@@ -54,22 +50,15 @@ BUCKET_PREEMPTIONS = 8.0
 """Weight of a pool's factor in each age bucket, in preemptions. Measured: the best, or within .01 nats a life of it,
 on five of six sets of recorded V100 lives."""
 
-TRACE_UPTIME = 0.64
-"""Mean share of time with spot capacity in nine AWS zones of V100. Six nodes of H100 could be held for .62 of the time
-in 12 Google Cloud zones (tests/benchmarks/calibration.py)."""
-
-EIGHT_GPU_UPTIME = 0.40
-"""The same of nodes with eight GPUs. With it, a slot of eight V100 in one zone works for .32 of the time
-(`useful_share`), as in replays of recorded pools: .30 to .35. Assumed for other GPUs."""
-
 PRIOR_LAUNCHES = 2.0
 """Weight of the prior odds, in launches. The recorded zones ranged from .17 to .90."""
 
-MOST_LAUNCHES = 1.0
-"""Launches by which evidence can narrow the interval of an uptime, however many there were. Launches of one zone are
-alike, and zones change within days: two of 13 H100 zones went from always to never in a week. On the first part of the
-H100 recording, intervals of the next two days hold as often with 1 as with less, and less often with more
-(tests/benchmarks/market_drift.py)."""
+MOST_LAUNCHES = 2.0
+"""Launches for which evidence counts at most, in the mean of an uptime: half of it, beside the prior. Launches of one
+zone are alike, and zones change within days: two of 13 H100 zones went from always to never in a week. On the first
+part of the H100 recording the next two days are forecast as well with 2 as with more (root mean square error .31, .36
+by the prior alone). No evidence narrows the interval: it then holds 83 % of the time there, and 75 % if all evidence
+counts (tests/benchmarks/market_drift.py)."""
 
 ON_DEMAND_ODDS = 0.9
 """Odds of an on-demand launch. Assumed: no trace of on-demand launches is known."""
@@ -209,19 +198,18 @@ H100 = HazardPrior(
     curve=HazardCurve(per_hour=H100_HAZARDS),
     reclaims=PRIOR_PREEMPTIONS,
     basis=Basis.PRIOR,
-    source="probes of one-GPU H100 nodes in 12 Google Cloud zones, October 2025",
+    source=SOURCE,
 )
 
 
 def prior_of(accelerator: str, gpus: int) -> HazardPrior:
     """Return the prior of a kind of node. A kind without a recording of its own gets that of the nearest kind."""
     prior = H100 if accelerator.upper().startswith(("H100", "H200", "B200", "B300")) else POOLED
-    if gpus < 8:
+    factor = hazard_factor(gpus)
+    if factor == 1:
         return prior
-    source = f"{prior.source}; eight GPUs: times {EIGHT_GPU_FACTOR:g}, from two AWS zones of eight V100, 2022"
-    return HazardPrior(
-        curve=prior.curve.scaled(EIGHT_GPU_FACTOR), reclaims=prior.reclaims, basis=Basis.PRIOR, source=source
-    )
+    source = f"{prior.source}; {gpus} GPUs: times {factor:g}, from {SOURCE}"
+    return HazardPrior(curve=prior.curve.scaled(factor), reclaims=prior.reclaims, basis=Basis.PRIOR, source=source)
 
 
 def prior_after(prior: HazardPrior, replayed: Exposure, source: str) -> HazardPrior:
@@ -426,7 +414,7 @@ class LaunchOdds:
 
     successes: int = 0
     failures: int = 0
-    prior: float = TRACE_UPTIME
+    prior: float = SHARES[0]
     prior_launches: float = PRIOR_LAUNCHES
     prior_basis: Basis = Basis.PRIOR
     prior_source: str = f"{RECORDED}: mean share of time with capacity"
@@ -434,21 +422,23 @@ class LaunchOdds:
 
     @property
     def mean(self) -> float:
-        return (self.prior * self.prior_launches + self.successes) / self._launches
+        """Return (a p + e s / n) / (a + e) with e = n m / (n + m): s of n launches succeeded, m = `most_learnt`.
 
-    @property
-    def _launches(self) -> float:
-        return self.prior_launches + self.successes + self.failures
+        a: weight of the prior p. After 8 of 8 refusals: .64 x 2 / (2 + 1.6) = .36.
+        """
+        launches = self.successes + self.failures
+        if not launches:
+            return self.prior
+        learnt = launches / (1 + launches / self.most_learnt)
+        return (self.prior * self.prior_launches + learnt * self.successes / launches) / (self.prior_launches + learnt)
 
     def estimate(self) -> Estimate:
         """Return the mean, with 1.64 standard deviations of the Beta as the interval, within 1 % and 100 %.
 
-        The interval is of a time to come, so evidence narrows it by `most_learnt` launches at most. Without launches
-        the mean of .64 has the interval .18 to 1; after 11 of 11, .94 has .75 to 1.
+        The interval is of a time to come, so evidence moves it and does not narrow it. Without launches the mean of .64
+        has the interval .18 to 1; after 11 of 11, .81 has .44 to 1.
         """
-        launches = self.successes + self.failures
-        weight = self.prior_launches + launches / (1 + launches / self.most_learnt)
-        spread = Z90 * sqrt(self.mean * (1 - self.mean) / (weight + 1))
+        spread = Z90 * sqrt(self.mean * (1 - self.mean) / (self.prior_launches + 1))
         is_observed = self.successes + self.failures > 0
         return Estimate(
             mean=self.mean,
@@ -460,12 +450,10 @@ class LaunchOdds:
         )
 
 
-def usual_odds(gpus: int) -> LaunchOdds:
-    """Return the share of time with capacity of a spot pool of nodes with so many GPUs, before any evidence."""
-    if gpus < 8:
-        return LaunchOdds()
-    source = f"{RECORDED}: share of time with capacity for eight GPUs"
-    return LaunchOdds(prior=EIGHT_GPU_UPTIME, prior_source=source)
+def usual_odds(accelerator: str, gpus: int, cloud: str = "", region: str = "") -> LaunchOdds:
+    """Return the share of time with capacity of a spot pool of such nodes, before any evidence."""
+    share, source = usual_share(accelerator, gpus, cloud, region)
+    return LaunchOdds(prior=share, prior_source=source)
 
 
 ON_DEMAND = LaunchOdds(prior=ON_DEMAND_ODDS, prior_basis=Basis.ASSUMED, prior_source="assumed for on demand")

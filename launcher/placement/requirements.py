@@ -214,7 +214,7 @@ def market_view(
     offers = tuple(offers)
     by_pool = {history.pool: history for history in histories}
     kinds = {pool_of_offer(offer): prior_of(offer.accelerator, offer.gpus) for offer in offers}
-    usual = {pool_of_offer(offer): usual_odds(offer.gpus) for offer in offers if offer.market is Market.SPOT}
+    usual = {pool_of_offer(offer): _usual(offer) for offer in offers if offer.market is Market.SPOT}
     priors, believed_odds = priors or {}, usual | dict(believed_odds or {})
     return MarketView(
         offers=offers,
@@ -379,6 +379,10 @@ def _trainer_sizes(needs: CloudRequirements, sold: Collection[int]) -> set[int]:
     return enough | ({max(smaller)} if smaller else set())
 
 
+def _usual(offer: Offer) -> LaunchOdds:
+    return usual_odds(offer.accelerator, offer.gpus, offer.cloud, offer.region)
+
+
 def pool_of_offer(offer: Offer) -> Pool:
     return Pool(cloud=offer.cloud, region=offer.region, zone=offer.zone, instance_type=offer.instance_type)
 
@@ -388,7 +392,7 @@ def priced(needs: CloudRequirements, market: MarketView, offer: Offer, on_demand
     pool, is_spot = pool_of_offer(offer), offer.market is Market.SPOT
     prior = market.prior or prior_of(offer.accelerator, offer.gpus)
     survival = (market.survival.get(pool) or learn(prior, Exposure())) if is_spot else None
-    odds = market.odds.get(pool, usual_odds(offer.gpus) if is_spot else ON_DEMAND).estimate()
+    odds = (market.odds.get(pool) or (_usual(offer) if is_spot else ON_DEMAND)).estimate()
     cold = market.cold_start.get(pool) or cold_start()
     terms = NodeTerms(
         micro_usd_per_hour=offer.micro_usd_per_hour,

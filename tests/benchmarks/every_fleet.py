@@ -364,7 +364,7 @@ class SpotTime:
 
 def spot_time(shop: Shop, kind: Kind, regions: Sequence[Place]) -> SpotTime:
     """Return the spot capacity of a kind in these regions, by the priors."""
-    out = 1.0 - usual_odds(kind.gpus).mean
+    out = 1.0 - usual_odds(kind.gpu, kind.gpus, *regions[0]).mean
     zones = [len(shop.kinds[place][kind]) for place in regions]
     all_out = out ** (1 + FURTHER_ZONE * (zones[0] - 1) + FURTHER_REGION * len(zones[1:]))
     curve = prior_of(kind.gpu, kind.gpus).curve

@@ -175,7 +175,7 @@ def zones_of(plan: Plan, shop: Shop) -> list[ZoneSpells]:
     spells = []
     for cloud, region, zone in shop.spot_zones:
         of_kinds = [
-            Spells(hazards=prior_of(gpu, gpus).curve, uptime=usual_odds(gpus).mean)
+            Spells(hazards=prior_of(gpu, gpus).curve, uptime=usual_odds(gpu, gpus, cloud, region).mean)
             for gpu, gpus in sorted(kinds.get((cloud, region, zone), {("V100", 1)}))
         ]
         least = min(of_kinds, key=lambda each: (each.uptime, each.up_hours))

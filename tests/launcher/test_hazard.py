@@ -24,7 +24,6 @@ from launcher.market.evidence import (
 from launcher.market.hazard import (
     BURST_MS,
     H100_HAZARDS,
-    MOST_LAUNCHES,
     POOLED,
     PRIOR_LAUNCHES,
     STEADY,
@@ -41,13 +40,15 @@ from launcher.market.hazard import (
     prior_of,
     prior_of_preemption_rate,
     prior_of_uptime,
+    usual_odds,
 )
 from launcher.market.pools import OTHER_REGION, SAME_REGION, SAME_ZONE, Pool, correlation
 from launcher.market.prices import AdviceKind, CapacityAdvice
 from launcher.market.recorded import bamboo_prior, recorded_lives
+from launcher.market.recorded_h100 import HAZARD_FACTORS, SHARES, SHARES_IN
 from launcher.placement.requirements import market_view
 from launcher.replay.readers import read_folder
-from tests.benchmarks.calibration import TRACES, fitted_hazards
+from tests.benchmarks.calibration import TRACES, fitted_hazards, fitted_sizes
 from tests.benchmarks.replay import FITTED_ON
 from tests.launcher.made_ledger import HOUR_MS, MINUTE_MS, START_MS, a_run, a_session
 
@@ -223,7 +224,9 @@ def test_pools_of_a_region_and_instance_type_share_what_they_saw():
 def test_pools_of_eight_gpus_and_of_h100_have_priors_of_their_own():
     one, eight = prior_of("V100", 1), prior_of("V100", 8)
     assert one is POOLED
-    assert eight.curve.mean_life() == pytest.approx(1.0, abs=0.05)
+    assert eight.curve.per_hour[0] == pytest.approx(1.15 * one.curve.per_hour[0])
+    assert prior_of("V100", 3).curve == prior_of("V100", 4).curve
+    assert prior_of("V100", 16).curve == eight.curve
     assert prior_of("H100", 8).curve.survives(1.0) < prior_of("H100", 1).curve.survives(1.0) < one.curve.survives(1.0)
 
 
@@ -231,6 +234,28 @@ def test_the_h100_prior_is_the_fit_of_the_named_recording():
     traces, _ = read_folder(TRACES, now_s=2e9)
     (fitted,) = [trace for trace in traces if trace.name in FITTED_ON]
     assert fitted_hazards(fitted) == pytest.approx(H100_HAZARDS, abs=0.006)
+    sizes = fitted_sizes(fitted)
+    assert [row["hazard_factor"] for row in sizes] == pytest.approx(HAZARD_FACTORS, abs=0.006)
+    assert [row["share"] for row in sizes] == pytest.approx(SHARES, abs=0.006)
+    for region, shares in SHARES_IN.items():
+        assert [row["shares"][region] for row in sizes] == pytest.approx(shares, abs=0.006)
+    assert sizes[0]["shares"].keys() == SHARES_IN.keys()
+
+
+def test_a_recorded_region_has_a_prior_of_its_own_halfway_to_that_of_all():
+    def prior(*node):
+        return usual_odds(*node).mean
+
+    assert prior("H100", 8, "gcp", "us-central1") == pytest.approx((0.45 + 0.55) / 2)
+    assert prior("H100", 8, "gcp", "europe-west3") == pytest.approx(0.45 / 2)
+    assert prior("h100", 1, "gcp", "asia-south2") == pytest.approx((0.64 + 1) / 2)
+    for elsewhere in (
+        ("H200", 8, "gcp", "us-central1"),
+        ("H100", 8, "aws", "us-east-1"),
+        ("H100", 8, "gcp", "us-west9"),
+    ):
+        assert prior(*elsewhere) == 0.45
+    assert "us-central1" in usual_odds("H100", 8, "gcp", "us-central1").estimate().source
 
 
 # --- other evidence -----------------------------------------------------------------------------------
@@ -330,21 +355,21 @@ def test_the_shipped_trace_moves_the_prior_but_not_its_weight():
 
 def test_launch_outcomes_are_added_to_the_prior_odds():
     assert LaunchOdds().mean == pytest.approx(0.64)
-    assert LaunchOdds(successes=1).mean == pytest.approx((1.28 + 1) / 3)
+    assert LaunchOdds(successes=1).mean == pytest.approx((1.28 + 2 / 3) / (2 + 2 / 3))
     refused = LaunchOdds(failures=8).estimate()
-    assert refused.mean == pytest.approx(0.128)
+    assert refused.mean == pytest.approx(1.28 / 3.6)
     assert (refused.events, refused.basis) == (8, Basis.MEASURED)
     assert 0 < refused.low < refused.mean < refused.high <= 1
-    assert LaunchOdds(successes=400).estimate().mean > 0.99
+    assert LaunchOdds(successes=400).estimate().mean == pytest.approx((0.64 + 1) / 2, abs=0.001)  # half at most
 
 
 @pytest.mark.parametrize("launches", [2, 10, 1000])
-def test_launches_move_an_uptime_and_hardly_narrow_its_interval(launches):
-    """The next days of a zone are known no better by a thousand launches than by one beside the prior."""
+def test_launches_move_an_uptime_and_do_not_narrow_its_interval(launches):
+    """The next days of a zone are known no better by a thousand launches than by the prior."""
     said = LaunchOdds(successes=launches // 2, failures=launches // 2).estimate()
-    least = Z90 * sqrt(said.mean * (1 - said.mean) / (PRIOR_LAUNCHES + MOST_LAUNCHES + 1))
-    assert said.high - said.mean >= least
-    assert said.mean - said.low >= least
+    half = Z90 * sqrt(said.mean * (1 - said.mean) / (PRIOR_LAUNCHES + 1))
+    assert said.mean - said.low == pytest.approx(half)
+    assert said.high == pytest.approx(min(1.0, said.mean + half))
 
 
 def test_a_clouds_capacity_advice_counts_before_the_first_launch():
@@ -352,7 +377,7 @@ def test_a_clouds_capacity_advice_counts_before_the_first_launch():
     pool = Pool(cloud="gcp", region="r", zone="z", instance_type="i")
     history = PoolHistory(pool=pool, launches=1, stock_outs_ms=(5, 6 + BURST_MS))
     assert advised.estimate().basis is Basis.REPORTED
-    assert history.odds(advised).mean == pytest.approx((1.8 + 1) / 5)
+    assert history.odds(advised).mean == pytest.approx((1.8 + 1.2 / 3) / 3.2)
 
 
 def test_a_burst_of_refusals_lowers_the_odds_like_one_refusal():
@@ -436,7 +461,7 @@ def test_refused_launches_and_cold_starts_are_read_too():
         history = pool_histories(session, START_MS + HOUR_MS)[EAST_A]
     assert history.stock_outs_ms == (START_MS + 5 * MINUTE_MS,)
     assert history.cold_starts_ms == (3 * MINUTE_MS,)
-    assert history.odds().mean == pytest.approx((1.28 + 1) / 4)
+    assert history.odds().mean == pytest.approx((1.28 + 1 / 2) / 3)
 
 
 def test_on_demand_nodes_have_launches_but_no_hazard():

@@ -180,11 +180,11 @@ def test_the_rest_of_a_spell_is_longer_than_a_spell_where_hazards_fall_with_age(
 
 
 @pytest.mark.parametrize(
-    ("accelerator", "gpus", "low", "high"), [("V100", 1, 0.41, 0.61), ("H100", 1, 0.41, 0.61), ("V100", 8, 0.30, 0.35)]
+    ("accelerator", "gpus", "low", "high"), [("V100", 1, 0.41, 0.61), ("H100", 1, 0.41, 0.61), ("H100", 8, 0.36, 0.43)]
 )
 def test_a_slots_share_of_time_at_work_is_that_of_replays_of_recorded_zones(accelerator, gpus, low, high):
     """Our own cool-downs on recorded zones, each zone alone."""
-    alone = replace(SPOT, hazards=prior_of(accelerator, gpus).curve, launch_odds=usual_odds(gpus).mean)
+    alone = replace(SPOT, hazards=prior_of(accelerator, gpus).curve, launch_odds=usual_odds(accelerator, gpus).mean)
     assert low <= useful_share(alone) <= high
     out = 1 - alone.launch_odds
     shares = [useful_share(replace(alone, elsewhere=chance_elsewhere(out, [out] * others))) for others in range(4)]
