@@ -18,7 +18,7 @@ from launcher.job.checked import CheckedJob
 from launcher.job.schema import ASLEEP, Job
 from launcher.market.offers import TOO_OLD, age_of, dates_text
 from launcher.money import HOUR_MS, dollars, duration, hourly
-from launcher.placement.cloud_plan import Alternative, CloudPlan, Factors, PlanReplays, Span
+from launcher.placement.cloud_plan import THE_TRAINER_ALONE, Alternative, CloudPlan, Factors, PlanReplays, Span
 from launcher.placement.plan import Plan, Slot
 from launcher.services.fleets import Fleets
 
@@ -46,7 +46,10 @@ def cloud_screen(job: Job, plan: CloudPlan, warnings: int, now_ms: int, fleets: 
         yield f"  !! {warnings} {'warning' if warnings == 1 else 'warnings'} below: what keeps it from being bought"
     yield from pool_table(plan.slots)
     for factors in plan.factors:
-        yield _cut(f"  {saving(plan.quoted_cost.expected, factors)}")
+        if fleets is None or factors.against != THE_TRAINER_ALONE:
+            yield _cut(f"  {saving(plan.quoted_cost.expected, factors)}")
+    if fleets is not None:
+        yield from map(_cut, _why_beside(fleets))
     yield _cut(f"  {dates_text((slot.placement.price_observed_at for slot in plan.slots), now_ms)}")
     if plan.replays is not None:
         yield _cut(f"  {replays_text(plan.replays)}")
@@ -163,6 +166,20 @@ def saving(micro_usd: int, factors: Factors) -> str:
     share = f"{dollars(abs(saved))} ({abs(saved) / factors.their_micro_usd:.0%})"
     theirs = f"{factors.against}: {dollars(factors.their_micro_usd)}, {duration(factors.their_ms)}"
     return f"saves {share} against {theirs}" if saved > 0 else f"costs {share} more than {theirs}"
+
+
+def _why_beside(fleets: Fleets) -> Iterator[str]:
+    """Yield why rollout nodes beside the trainer are bought, or why none are: what the other way came to in replays."""
+    other = fleets.other_way
+    if other is None:
+        return
+    came_to = f"${other.replays.usd:,.2f}, {duration(round(other.replays.hours * HOUR_MS))}"
+    nodes = fleets.chosen.candidate.choice.nodes
+    beside = "node" if nodes == 1 else "nodes"
+    if nodes:
+        yield f"  why the {beside} beside the trainer: {came_to} without"
+    else:
+        yield f"  why none beside the trainer: {came_to} with {other.candidate.choice.nodes} x {other.fleet.rollout}"
 
 
 def fleet_table(fleets: Fleets) -> Iterator[str]:

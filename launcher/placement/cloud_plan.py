@@ -25,6 +25,10 @@ class Span:
     high: int
 
 
+THE_TRAINER_ALONE = "the trainer alone"
+"""The baseline of a plan without its rollout nodes."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Factors:
     """Ratio of the plan to a baseline: iterations x hours per iteration x dollars per hour.

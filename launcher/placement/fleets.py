@@ -23,14 +23,13 @@ from launcher.job.schema import Job
 from launcher.job.sections import NodeResources
 from launcher.market.instance_types import is_too_old
 from launcher.market.offers import Offer
-from launcher.money import HOUR_MS
-from launcher.placement.forecast import Caps, Choice, on_demand_outlook, outlook
+from launcher.money import HOUR_MS, MICRO
+from launcher.placement.forecast import Caps, Choice, on_demand_outlook, outlook_with_losses
 from launcher.placement.memory import TooSmall, check_memory, check_pool
 from launcher.placement.plan import PlacementError
 from launcher.placement.price_of_waiting import CHANGE_HOURS
-from launcher.placement.requirements import CloudRequirements, MarketView, Site, cloud_requirements, sites_of
+from launcher.placement.requirements import MarketView, Site, cloud_requirements, sites_of
 from launcher.placement.search import cheapest_by_nodes
-from launcher.placement.value import life_hours
 
 MOST_NODES = 4
 """Most rollout nodes of a fleet, for a job that names no number."""
@@ -221,37 +220,15 @@ def _in_regions(job: Job, fleet: Fleet, resolved: Resolved, most: int, market: M
         least = most  # nobody knows how many nodes pay
     numbers = range(max(least, job.resources.rollout.min_nodes or 0), most + 1)
     for nodes, choice in cheapest_by_nodes(needs, sites, caps, numbers):
-        usd, hours = forecast(needs, choice)
+        expected = outlook_with_losses(needs, choice)
         yield Candidate(
             fleet=fleet,
             resolved=replace(resolved, job=with_fleet(job, fleet, nodes)),
             choice=choice,
-            usd=usd,
-            hours=hours,
+            usd=expected.micro_usd / MICRO,
+            hours=expected.ms / HOUR_MS + CHANGE_HOURS,
             least_hours=on_demand_outlook(choice).ms / HOUR_MS,
         )
-
-
-def forecast(needs: CloudRequirements, choice: Choice) -> tuple[float, float]:
-    """Return the dollars and hours of a choice, with what the losses of a trainer on spot cost.
-
-    With a share s of time with spot in the region, a node of the trainer lives for L hours on average, and a loss costs
-    half of the work between two checkpoints and the time until the next node trains. Without spot the trainer is on
-    demand: hours x (1 + s (lost + change) / L), and the trainer's rate is s spot + (1 - s) on demand.
-    """
-    expected = outlook(choice)
-    hours, micro_usd = expected.ms / HOUR_MS, float(expected.micro_usd)
-    pools = choice.site.trainer_zones
-    if not pools:
-        return micro_usd / 1e6, hours + CHANGE_HOURS
-    terms = pools[0].terms
-    odds, elsewhere = terms.launch_odds, terms.elsewhere or 0.0
-    share = 1 - (1 - odds) * (1 - elsewhere)
-    lost_hours = needs.checkpoint_every * expected.seconds_per_iteration / 3600 / 2 + CHANGE_HOURS
-    slower = 1 + share * lost_hours / max(life_hours(terms, needs.horizon_ms / HOUR_MS), CHANGE_HOURS)
-    site: Site = choice.site
-    dearer = (1 - share) * (site.trainer_on_demand_micro_usd_per_hour - site.trainer_micro_usd_per_hour)
-    return (micro_usd + hours * dearer) * slower / 1e6, hours * slower + CHANGE_HOURS
 
 
 def shortlist(fleets: Sequence[Candidate], max_usd: float | None, deadline_hours: float | None) -> list[Candidate]:

@@ -22,8 +22,9 @@ from engine.events import Market
 from launcher.job.recipe import End, Recipe
 from launcher.market.estimate import Estimate
 from launcher.money import HOUR_MS
+from launcher.placement.price_of_waiting import CHANGE_HOURS
 from launcher.placement.requirements import CloudRequirements, PricedPool, Site, in_one_region, revalued
-from launcher.placement.value import copies_micro_usd, gpu_variance, is_first_hour_free
+from launcher.placement.value import copies_micro_usd, gpu_variance, is_first_hour_free, life_hours
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -216,6 +217,25 @@ def _outlook(recipe: Recipe, gpus: GpusAtWork, micro_usd: int, ms: int) -> Outlo
         micro_usd=micro_usd,
         ms=ms,
     )
+
+
+def outlook_with_losses(needs: CloudRequirements, choice: Choice) -> Outlook:
+    """Return the forecast of a choice, with what the losses of a trainer on spot cost.
+
+    With a share s of time with spot in the region, a node of the trainer lives for L hours on average, and a loss costs
+    half of the work between two checkpoints and the time until the next node trains. Without spot the trainer is on
+    demand: hours x (1 + s (lost + change) / L), and the trainer's rate is s spot + (1 - s) on demand.
+    """
+    expected, site = outlook(choice), choice.site
+    if not site.trainer_zones:
+        return expected
+    terms = site.trainer_zones[0].terms
+    share = 1 - (1 - terms.launch_odds) * (1 - (terms.elsewhere or 0.0))
+    lost_hours = needs.checkpoint_every * expected.seconds_per_iteration / 3600 / 2 + CHANGE_HOURS
+    slower = 1 + share * lost_hours / max(life_hours(terms, needs.horizon_ms / HOUR_MS), CHANGE_HOURS)
+    dearer = (1 - share) * (site.trainer_on_demand_micro_usd_per_hour - site.trainer_micro_usd_per_hour)
+    micro_usd = (expected.micro_usd + expected.ms / HOUR_MS * dearer) * slower
+    return replace(expected, micro_usd=round(micro_usd), ms=round(expected.ms * slower))
 
 
 def moved_site(site: Site, end: End) -> Site:

@@ -98,6 +98,9 @@ class Fleets:
     quickest: FleetRow
     chosen: FleetRow
     front: tuple[FleetRow, ...]
+    other_way: FleetRow | None
+    """The chosen trainer without rollout nodes beside it, or with the best of them if the chosen fleet has none. None:
+    not replayed."""
     usd_per_hour_saved: float | None
     """Dollars of each hour by which the quickest plan is earlier than the chosen one. None: it is the same."""
     why_trainer_on_demand: str
@@ -127,7 +130,7 @@ def choose_fleet(
     budget = job.nodes_max_total
     deadline_hours = None if job.budget.deadline is None else job.budget.deadline / HOUR_MS
     listed = shortlist(every, None if budget is None else budget / MICRO, deadline_hours)
-    first = [row for candidate in listed if (row := _first_row(candidate, market)) is not None]
+    first = [row for c in listed if (row := _planned_row(c, market, FIRST_STARTS, LEAST_FIRST_STARTS)) is not None]
     rankings = zip(_rankings(first, with_forecast=True), FINALISTS, strict=True)
     finalists = {row.key: row for ranked, number in rankings for row in ranked[:number]}
     rows = [
@@ -138,6 +141,11 @@ def choose_fleet(
     if not rows:
         raise BudgetError(_too_tight(job, every))
     by_dollars, by_hours, timely = _rankings(rows)
+    best = by_hours[0] if goal == "time" else timely[0] if timely else by_dollars[0]
+    other = _other_way(best, every)
+    if other is not None and other.key not in finalists:
+        rows += [row for row in [_planned_row(other, market, STARTS, LEAST_STARTS)] if row is not None]
+        by_dollars, by_hours, timely = _rankings(rows)
     front = {row.key: row for row in _front(rows, timely[0] if timely else None, job)}
     cheapest, quickest = front[by_dollars[0].key], front[by_hours[0].key]
     in_time = front[timely[0].key] if timely and deadline_hours is not None else None
@@ -153,11 +161,13 @@ def choose_fleet(
     chosen = quickest if goal == "time" else in_time or cheapest
     chosen = chosen if choose is None else list(front.values())[choose - 1]
     saved = chosen.replays.hours - quickest.replays.hours
+    other_ways = (row for row in by_dollars if _is_other_way(chosen.fleet, row.fleet))
     return Fleets(
         cheapest=cheapest,
         in_time=in_time,
         quickest=quickest,
         chosen=chosen,
+        other_way=next(other_ways, None),
         front=tuple(front.values()),
         usd_per_hour_saved=(quickest.replays.usd - chosen.replays.usd) / saved if saved > 0 else None,
         why_trainer_on_demand=_why_on_demand(job),
@@ -233,13 +243,25 @@ def fleets_json(fleets: Fleets) -> dict[str, object]:
     }
 
 
-def _first_row(candidate: Candidate, market: CurrentMarket) -> FleetRow | None:
-    """Return a row of few replays. None: no plan, or too few of its replays, reach the target within the limits."""
+def _planned_row(candidate: Candidate, market: CurrentMarket, starts: int, least: int) -> FleetRow | None:
+    """Return `_row` of a fleet's plan. None: no plan, or too few of its replays, reach the target within the limits."""
     try:
         plan = plan_in(market, candidate.resolved, replays_decide=True, with_schedule=False)
     except (PlacementError, BudgetError):
         return None
-    return _row(candidate, plan, FIRST_STARTS, LEAST_FIRST_STARTS)
+    return _row(candidate, plan, starts, least)
+
+
+def _is_other_way(of: Fleet, fleet: Fleet) -> bool:
+    """Return whether two fleets have the same trainer, and one of them alone has rollout nodes."""
+    same_trainer = (of.trainer, of.trainer_on_spot) == (fleet.trainer, fleet.trainer_on_spot)
+    return same_trainer and (of.rollout is None) is not (fleet.rollout is None)
+
+
+def _other_way(row: FleetRow, every: Sequence[Candidate]) -> Candidate | None:
+    """Return the row's trainer alone, or with the rollout nodes that are cheapest by forecast if it is alone."""
+    others = (candidate for candidate in every if _is_other_way(row.fleet, candidate.fleet))
+    return min(others, key=lambda candidate: (candidate.usd, candidate.hours), default=None)
 
 
 def _row(candidate: Candidate, plan: CloudPlan, starts: int, least: int) -> FleetRow | None:

@@ -32,7 +32,7 @@ from launcher.job.resolved import resolve
 from launcher.job.schema import Job
 from launcher.job.sections import Resources
 from launcher.market.hazard import prior_of, usual_odds
-from launcher.market.offers import Offer, read_catalog
+from launcher.market.offers import Offer, Prices, shipped_catalog
 from launcher.market.spells import Spells, ZoneSpells
 from launcher.money import HOUR_MS
 from launcher.placement.cloud_plan import CloudPlan
@@ -65,7 +65,7 @@ ROOM = 2
 NOW_MS = 1_795_996_800_000
 """2026-11-30: prices are as old as on this day."""
 
-AGAIN = (("sd3_5, 6h", "tables"), ("wan_video, 8h", "scaled"))
+AGAIN = (("sd3_5, 6h", "recorded"), ("wan_video, 8h", "newest"))
 """Cells that `--json` makes again: their replays take the least time."""
 
 
@@ -106,30 +106,8 @@ EXAMPLE = "qwen_image_ocr, 3d"
 
 
 def price_sets() -> dict[str, tuple[Offer, ...]]:
-    """Return the offers of each price set by name."""
-    tables = on_offer(read_catalog(), (), NOW_MS)
-    return {"tables": tables, "scaled": tuple(map(_scaled, tables))}
-
-
-SPOT_RISE = {
-    ("gcp", "H100", ""): 6.571 / 2.399,
-    ("gcp", "A100-80GB", ""): 14.08 / 13.18,
-    ("aws", "H200", "us-east-2"): 26.57 / 16.09,
-    ("aws", "H200", "us-east-1"): 27.20 / 19.17,
-    ("aws", "H200", "us-west-2"): 26.94 / 24.67,
-    ("aws", "H100", ""): 26.57 / 16.09,
-}
-"""Newer public spot prices over those of the tables, by cloud, GPU and region: GCP H100 us-central1 2026-09-26 and
-A100-80GB 2026-02-12, AWS p5en 2026-08-06. Assumed: the other regions of GCP rose alike, and AWS H100 as p5en in
-us-east-2. A GPU that is not here keeps its price."""
-
-
-def _scaled(offer: Offer) -> Offer:
-    if offer.market is not Market.SPOT:
-        return offer
-    names = [(offer.cloud, offer.accelerator, region) for region in (offer.region, "")]
-    rise = next((SPOT_RISE[name] for name in names if name in SPOT_RISE), 1.0)
-    return replace(offer, micro_usd_per_hour=round(offer.micro_usd_per_hour * rise), source=f"scaled: {offer.source}")
+    """Return the offers of each price set by name: the recorded prices, and the newest published ones."""
+    return {each.value: on_offer(shipped_catalog(each).all_offers(), (), NOW_MS) for each in Prices}
 
 
 # --- replays ---------------------------------------------------------------------------------------------------------
@@ -430,7 +408,7 @@ def keys(cells: Sequence[Mapping[str, Any]], alone: Mapping[str, Mapping[str, fl
     over = [ratio for made in cells if (ratio := over_best(made, "chosen")) is not None]
     planned = [made["chosen"] for made in cells if "refused" not in made["chosen"]]
     rows = [row for plan in planned for row in plan["rows"] if row["replayed"]]
-    example = next(made for made in cells if (made["job"], made["prices"]) == (EXAMPLE, "tables"))
+    example = next(made for made in cells if (made["job"], made["prices"]) == (EXAMPLE, "recorded"))
     return {
         "over_best_mean": round(statistics.fmean(over), 3),
         "over_best_worst": round(max(over), 3),
@@ -471,8 +449,9 @@ file names.
 
 The grid: {", ".join(GPUS)}; 1, 2, 4 or 8 GPUs in a node; a rank on each GPU of the trainer, up to the groups of
 a step; the trainer and the rollout nodes each on spot or on demand; 0 to 4 rollout nodes; 1 to 4 regions; exploration
-on or off. The budget does not bind. Prices: `tables` are those that ship; `scaled` are the same with the newer public
-spot prices of 2026 (GCP H100 x 2.74, AWS H200 x 1.09 to 1.65), assumed for all regions of GCP and for H100 on AWS too.
+on or off. The budget does not bind. Prices: `recorded` are those of the time of the recorded markets (October 2025 to
+2026), `newest` the newest published ones, each with its date (catalogs/README.md). The product may also choose GPUs
+that are not in the grid.
 
 The best of {REPLAYED} means of {STARTS} starts is chosen by what it cost, so it is a little too cheap, and `over` a
 little too high.
@@ -519,7 +498,7 @@ def main() -> None:
         return
     if options.all or options.plans:
         cells = make(CASES, None if options.all else _by_name(read_stored()["raw"]))
-        alone = trainer_alone(price_sets()["tables"])
+        alone = trainer_alone(price_sets()["recorded"])
         publish(
             "plan_search",
             question="how far is the plan from the best fleet of a brute force, both priced by replay?",
@@ -546,7 +525,7 @@ def main() -> None:
             "best_usd_stored": (best_of(before) or {}).get("usd"),
             "best_usd_made_again": (best_of(known[name, prices]) or {}).get("usd"),
         }
-    alone = trainer_alone(sets["tables"])
+    alone = trainer_alone(sets["recorded"])
     result = keys(list(known.values()), alone)
     print(json.dumps({**result, "made_again": again, "stored": len(known) - len(again), **origin(load1)}))
 

@@ -11,12 +11,14 @@ from ruamel.yaml import YAML
 
 import spotrl
 from launcher.cli.main import run
+from launcher.cli.plan_screen import cloud_screen
 from launcher.exit_codes import BudgetError, ExitCode
 from launcher.job.checked import JobError
 from launcher.job.load import load_job
 from launcher.job.resolved import resolve
 from launcher.market.offers import read_catalog
 from launcher.placement import fleets
+from launcher.placement.forecast import outlook
 from launcher.placement.memory import check_memory
 from launcher.placement.plan import PlacementError
 from launcher.placement.plan_cloud import plan_cloud
@@ -79,7 +81,7 @@ def test_the_candidates_are_those_of_trying_every_job(checked):
                     except (PlacementError, BudgetError, ValueError):
                         continue
                     tried[trainer, on_spot, fleet.rollout, nodes] = plan.cost.expected
-    ours = {candidate.key: fleets.outlook(candidate.choice).micro_usd for candidate in candidates}
+    ours = {candidate.key: outlook(candidate.choice).micro_usd for candidate in candidates}
     assert ours == tried
     assert len(ours) > 30
 
@@ -272,3 +274,14 @@ def test_choosing_is_refused_for_a_job_that_names_its_gpus(folder, capsys):
     named = ["--set", "resources.trainer.accelerators=H100:8", "--set", "resources.rollout.num_nodes=0"]
     assert run(["launch", str(folder / "job.yaml"), "--dry-run", "--choose", "1", *named]) == ExitCode.USAGE
     assert "for a job on clouds that leaves its GPUs open" in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_plan_says_what_the_other_way_beside_its_trainer_came_to(checked):
+    """Both in replays: the trainer alone, and with the best rollout nodes."""
+    found = choose_fleet(checked().job, MARKET)
+    assert found.other_way is not None
+    assert found.other_way.fleet.trainer == found.chosen.fleet.trainer
+    assert (found.other_way.fleet.rollout is None) is not (found.chosen.fleet.rollout is None)
+    screen = "\n".join(cloud_screen(checked().job, found.chosen.plan, 0, NOW_MS, found))
+    assert f"${found.other_way.replays.usd:,.2f}" in screen
+    assert "the trainer alone" not in screen, "its closed form is no replay"
