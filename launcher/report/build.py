@@ -16,6 +16,7 @@ from launcher.ledger.accounting import run_costs
 from launcher.ledger.models import LOCAL, Run
 from launcher.ledger.store import current_status, nodes_of, progress_of, reading_once
 from launcher.money import HOUR_MS
+from launcher.placement.plan import front_from
 from launcher.report.bill import bill_of
 from launcher.report.costs import BASIS, costs_of, extra_lines, node_line_of, price_effect_of, price_sources_of
 from launcher.report.exploration import exploration_of
@@ -141,6 +142,7 @@ def _report(session: Session, run: Run, now_ms: int, target_reward: float | None
         throughput=throughput_of(run, iterations, costs.nodes, nodes_of(session, run), devices),
         resume_with=resume_command(session, run, status, now_ms),
         bill=bill,
+        fleets=front_from(run.plan),
     )
 
 
