@@ -5,7 +5,7 @@ import os
 import shlex
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -126,7 +126,7 @@ def simulate(
     checked, compared = with_fleet_chosen(sessions, checked, catalog, now_ms)
     fleets = None if compared is None else front_of(compared, checked.job, now_ms)
     on_clouds = cloud_plan(sessions, resolve_checked(checked), catalog, now_ms)
-    plan, limit_ms = on_clouds.as_plan(), on_clouds.deadline_ms
+    plan, limit_ms = replace(on_clouds.as_plan(), fleets=fleets), on_clouds.deadline_ms
     markets = (
         generated_markets(plan, on_clouds.zones, limit_ms)
         if trace is None

@@ -14,10 +14,11 @@ from launcher.exit_codes import BudgetError, ExitCode
 from launcher.job.checked import JobError
 from launcher.job.load import load_job
 from launcher.job.resolved import resolve
+from launcher.ledger.store import find_run, open_ledger
 from launcher.market.offers import read_catalog
 from launcher.placement import fleets
 from launcher.placement.memory import check_memory
-from launcher.placement.plan import PlacementError
+from launcher.placement.plan import PlacementError, front_from
 from launcher.placement.plan_cloud import plan_cloud
 from launcher.placement.requirements import cloud_requirements, market_view
 from launcher.runs.kept_plan import read_kept_plan
@@ -249,10 +250,14 @@ def test_the_front_is_in_the_json(folder, capsys):
 
 def test_a_simulation_shows_the_front_of_a_job_that_leaves_its_gpus_open(folder, capsys):
     page, arguments = folder / "page.html", ["--starts", "1", "--set", "recovery.controller_stays_up=true"]
-    assert run(["simulate", str(folder / "job.yaml"), *arguments, "--html", str(page), "--json"]) == ExitCode.OK
+    written = ["--html", str(page), "--ledger", str(folder / "replays"), "--json"]
+    assert run(["simulate", str(folder / "job.yaml"), *arguments, *written]) == ExitCode.OK
     found = printed("simulate", capsys.readouterr().out)
     assert found["prices"].startswith("prices of ")
     assert f"{found['fleets']['chosen']}: chosen" in page.read_text()
+    with open_ledger(folder / "replays" / "ledger.sqlite")() as session:
+        kept = front_from(find_run(session, "ours-0").plan)
+    assert kept.chosen == found["fleets"]["chosen"], "a replay is a run, and keeps what it was chosen from"
     named = [f"--set=resources.{role}.accelerators=H100:8" for role in ("trainer", "rollout")]
     assert run(["simulate", str(folder / "job.yaml"), *arguments, *named, "--html", str(page), "--json"]) == ExitCode.OK
     assert printed("simulate", capsys.readouterr().out)["fleets"] is None
