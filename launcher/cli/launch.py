@@ -9,7 +9,7 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -62,7 +62,7 @@ from launcher.runs.kept_plan import (
 from launcher.runs.runs import release_seconds, start_controller
 from launcher.runs.service import check_service, start_service
 from launcher.runs.start import StartWeights, find_start, send_start
-from launcher.services.fleets import Fleets, Goal, fleet_lines, fleets_json, plan_of_fleet, with_fleet_chosen
+from launcher.services.fleets import Fleets, Goal, fleet_lines, front_of, plan_of_fleet, with_fleet_chosen
 from launcher.services.own_prices import as_you_pay
 from launcher.services.planning import (
     cloud_offers,
@@ -410,9 +410,9 @@ def _plan_on_clouds(
             else:
                 on_clouds = plan_of_fleet(fleets, market, job, other)
         warnings = list(plan_warnings(checked, on_clouds.slots, now_ms, allow_old_prices))
-        plan, printed = on_clouds.as_plan(), cloud_plan_json(on_clouds)
-        if fleets is not None:
-            printed["fleets"] = fleets_json(fleets)
+        front = None if fleets is None else front_of(fleets, job, now_ms)
+        plan, printed = replace(on_clouds.as_plan(), fleets=front), cloud_plan_json(on_clouds)
+        printed["fleets"] = None if front is None else asdict(front)
         printed["bound_micro_usd"] = bound_of_plan(plan, on_clouds.longest_ms)
         planned = _Planned(
             plan=plan,

@@ -5,7 +5,7 @@ import os
 import shlex
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from launcher.job.load import load_job
 from launcher.job.resolved import resolve_checked
 from launcher.ledger.models import Run
 from launcher.ledger.store import open_ledger
-from launcher.market.offers import Prices, current_catalog
+from launcher.market.offers import Prices, current_catalog, dates_text
 from launcher.money import HOUR_MS, duration
 from launcher.placement.plan import Plan
 from launcher.replay.readers import read_file
@@ -46,7 +46,7 @@ from launcher.replay.simulate import (
 )
 from launcher.replay.trace import Trace, TraceRefused
 from launcher.runs.replayed_run import write_replayed
-from launcher.services.fleets import with_fleet_chosen
+from launcher.services.fleets import front_of, with_fleet_chosen
 from launcher.services.planning import cloud_plan
 from launcher.settings import config_path, home, ledger_path, simulations_path
 from launcher.web.simulations import Kept, keep
@@ -69,7 +69,9 @@ STARTS = 30
 @prices_option
 @click.option("--set", "settings", multiple=True, metavar="FIELD=VALUE", help="Any field of the job. May be repeated.")
 @click.option(
-    "--html", type=click.Path(dir_okay=False, path_type=Path), help="Write a page with a chart of the fleet over time."
+    "--html",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write a page with a chart of the fleet over time, and of the plans that it was chosen from.",
 )
 @click.option(
     "--ledger",
@@ -121,9 +123,10 @@ def simulate(
     if not checked.job.clouds:
         raise JobError(f"{checked.job.name} runs on this machine, which has no market", "name clouds: --infra aws,gcp")
     catalog, now_ms = current_catalog(home() / "catalogs", prices), time.time_ns() // 1_000_000
-    checked, _ = with_fleet_chosen(sessions, checked, catalog, now_ms)
+    checked, compared = with_fleet_chosen(sessions, checked, catalog, now_ms)
+    fleets = None if compared is None else front_of(compared, checked.job, now_ms)
     on_clouds = cloud_plan(sessions, resolve_checked(checked), catalog, now_ms)
-    plan, limit_ms = on_clouds.as_plan(), on_clouds.deadline_ms
+    plan, limit_ms = replace(on_clouds.as_plan(), fleets=fleets), on_clouds.deadline_ms
     markets = (
         generated_markets(plan, on_clouds.zones, limit_ms)
         if trace is None
@@ -140,15 +143,18 @@ def simulate(
         longest_ms=round(ROOM * max(limit_ms or 0, work_of(plan).left_ms(0))),
         keep=None if replays is None else partial(_keep, replays, checked, plan),
     )
-    keep(simulations_path(), Kept(job=checked.job.name, at_ms=time.time_ns() // 1_000_000, result=found))
+    dates = dates_text((slot.placement.price_observed_at for slot in plan.slots), now_ms)
+    at_ms = time.time_ns() // 1_000_000
+    keep(simulations_path(), Kept(job=checked.job.name, at_ms=at_ms, result=found, prices=dates, fleets=fleets))
     if html is not None:
         from launcher.report.simulation import simulation_page  # altair takes a second
 
-        html.write_text(simulation_page(found, checked.job.name), encoding="utf-8")
+        html.write_text(simulation_page(found, checked.job.name, dates, fleets), encoding="utf-8")
     if as_json:
-        click.echo(json.dumps(asdict(found)))
+        more = {"prices": dates, "fleets": None if fleets is None else asdict(fleets)}
+        click.echo(json.dumps(asdict(found) | more))
         return ExitCode.OK
-    _print(found, html)
+    _print(found, dates, html)
     if ledger is not None:
         place = shlex.quote(str(ledger))
         print_text([f"Each replay is a run there: SPOTRL_HOME={place} spotrl report {found.policies[0].policy}-0"])
@@ -192,7 +198,7 @@ def _recorded(plan: Plan, trace: Path, starts: int, deadline_ms: int | None) -> 
     return recorded_markets(plan, max(traces, key=lambda part: part.end_ms), starts, deadline_ms)
 
 
-def _print(found: Simulated, html: Path | None) -> None:
+def _print(found: Simulated, dates: str, html: Path | None) -> None:
     goal = "" if found.deadline_ms is None else f"; deadline {duration(found.deadline_ms)}"
     print_text([f"{found.starts} starts, {found.market}; {duration(found.ideal_ms)} with every node at work{goal}"])
     rows = [_row(result) for result in found.policies]
@@ -200,7 +206,7 @@ def _print(found: Simulated, html: Path | None) -> None:
     if on_spot := [(result.policy, result.trainer) for result in found.policies if result.trainer is not None]:
         head = ("policy", "trainer lost", "promotions", "batches again", "without a trainer")
         print_table([head, *(_trainer_row(policy, trainer) for policy, trainer in on_spot)])
-    print_text(["Mean of the starts, and the middle 90 % of them. Simulated: nothing was bought."])
+    print_text([f"Mean of the starts, and the middle 90 % of them; {dates}. Simulated: nothing was bought."])
     if html is not None:
         print_text([f"Wrote {html}"])
 

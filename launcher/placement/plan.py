@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from typing import Any, Literal
 
+from pydantic import TypeAdapter
+
 from engine.events import Market
 from launcher.exit_codes import ExitCode, Failure
 from launcher.job.schema import Job
@@ -20,6 +22,7 @@ from launcher.market.offers import Offer
 from launcher.market.quality import USABLE
 from launcher.market.side_prices import DISK_GIB
 from launcher.money import HOUR_MS
+from launcher.placement.front import Front
 from launcher.placement.options import Option, SiteOptions
 from launcher.placement.placement import Placement
 
@@ -80,6 +83,8 @@ class Plan:
     """Mean life that the plan expects of a trainer's node on spot, in hours. None: on demand, or not known."""
     ranks_have_room: bool = False
     """True if the GPU of every rank of the trainer has room to sample. Every node of the trainer is told."""
+    fleets: Front | None = None
+    """The fleets that the plan was chosen from. None: the job names its nodes. Plans of older versions have none."""
 
     @property
     def expected_micro_usd_per_hour(self) -> int:
@@ -105,6 +110,11 @@ class Plan:
 def plan_json(plan: Plan) -> dict[str, Any]:
     """Return the plan as stored in the ledger; `slots_from` and `sites_from` read the plan back."""
     return asdict(plan)
+
+
+def front_from(raw: Mapping[str, Any]) -> Front | None:
+    """Return the fleets that a plan stored in the ledger was chosen from. None: the job named its nodes."""
+    return TypeAdapter(Front | None).validate_python(raw.get("fleets"))
 
 
 def slots_from(raw: Mapping[str, Any]) -> tuple[Slot, ...]:

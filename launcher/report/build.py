@@ -16,8 +16,9 @@ from launcher.ledger.accounting import run_costs
 from launcher.ledger.models import LOCAL, Run
 from launcher.ledger.store import current_status, nodes_of, progress_of, reading_once
 from launcher.money import HOUR_MS
+from launcher.placement.plan import front_from
 from launcher.report.bill import bill_of
-from launcher.report.costs import BASIS, costs_of, extra_lines, node_line_of, price_effect_of, price_sources_of
+from launcher.report.costs import costs_of, extra_lines, money_note, node_line_of, price_effect_of, price_sources_of
 from launcher.report.exploration import exploration_of
 from launcher.report.preemptions import preemption_lines
 from launcher.report.provenance import provenance_of
@@ -102,7 +103,7 @@ def _report(session: Session, run: Run, now_ms: int, target_reward: float | None
             started_from=str(started[-1].event.get("started_from", "")) if started else "",
         ),
         money_basis=basis,
-        money_note=BASIS.get(basis, basis),
+        money_note=money_note(basis, nodes_of(session, run)),
         target=target,
         costs=costs_of(costs),
         curve=tuple(moment_of(run, point) for point in smoothed(curve)),
@@ -141,6 +142,7 @@ def _report(session: Session, run: Run, now_ms: int, target_reward: float | None
         throughput=throughput_of(run, iterations, costs.nodes, nodes_of(session, run), devices),
         resume_with=resume_command(session, run, status, now_ms),
         bill=bill,
+        fleets=front_from(run.plan),
     )
 
 

@@ -55,7 +55,7 @@ def model_card(report: Report, job: Mapping[str, Any], pulled: Pulled, folder: s
         f"{_kind(model)} of {_base(model)}, trained with reinforcement learning by spotrl: "
         f"iteration {pulled.iteration}, checkpoint {pulled.checkpoint}.",
         *([f"Training started from the weights of {run.started_from}."] if run.started_from else []),
-        headline(report),
+        f"{headline(report)} Money is {report.money_note}.",
         "## Use",
     ]
     if has_diffusers_files:
@@ -74,8 +74,7 @@ def model_card(report: Report, job: Mapping[str, Any], pulled: Pulled, folder: s
         parts.append(f"![{metric} against dollars; circles: one evaluation; line: smoothed]({CURVE})")
     parts += [
         "## Cost",
-        f"{dollars(report.costs.total)} in {hours(report.run.hours)} on the run's clock, {run.iterations} iterations. "
-        f"Money is {report.money_note}.",
+        f"{dollars(report.costs.total)} in {hours(report.run.hours)} on the run's clock, {run.iterations} iterations.",
         "## Job",
         f"Job {run.job_digest}, code {run.code_version}, seeds {', '.join(map(str, run.seeds))}.",
         f"```json\n{json.dumps(job_without_secrets(job), indent=2)}\n```",

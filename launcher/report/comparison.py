@@ -17,8 +17,10 @@ from sqlalchemy.orm import Session
 from launcher.exit_codes import Failure
 from launcher.harmless import harmless
 from launcher.ledger.models import Run
+from launcher.ledger.store import nodes_of
 from launcher.money import dollars
 from launcher.report.build import build_report
+from launcher.report.costs import price_dates
 from launcher.report.target import WINDOW
 from launcher.report.values import Moment
 from launcher.without_secrets import job_without_secrets
@@ -133,10 +135,11 @@ def compare_runs(
         raise Failure(f"no job of these runs has a field {unknown[0]}; name one like algorithm.name or sampler.steps")
     target = target_reward if target_reward is not None else runs[0].target_value
     groups = {run.name: _group(run.name, jobs, group_by) for run in runs}
-    compared, metrics, judges = [], {}, {}
+    compared, metrics, judges, dates = [], {}, {}, {}
     for run in runs:
         report = build_report(session, run, run.clock.now_ms(), target)
         metrics[run.name] = report.target.metric
+        dates[run.name] = price_dates(nodes_of(session, run))
         judges[run.name] = sum(line.micro_usd or 0 for line in report.extras if line.kind == "judges")
         compared.append(
             ComparedRun(
@@ -169,7 +172,7 @@ def compare_runs(
         runs=tuple(compared),
         groups=tuple(_grouped(compared)),
         differences=tuple(_differences(jobs)),
-        notes=tuple(_notes(runs, compared, judges)),
+        notes=tuple(_notes(runs, compared, judges, dates)),
     )
 
 
@@ -239,8 +242,16 @@ def _differences(jobs: Mapping[str, Mapping[str, str]]) -> Iterator[Difference]:
             yield Difference(field=field, values=values)
 
 
-def _notes(runs: Sequence[Run], compared: Sequence[ComparedRun], judges: Mapping[str, int]) -> Iterator[str]:
-    """Yield what a reader must know of the figures. `judges`: cost of paid judges by run, in micro-dollars."""
+def _notes(
+    runs: Sequence[Run], compared: Sequence[ComparedRun], judges: Mapping[str, int], dates: Mapping[str, str]
+) -> Iterator[str]:
+    """Yield what a reader must know of the figures.
+
+    judges  cost of paid judges by run, in micro-dollars
+    dates   dates of the prices by run, as text; empty for a run without nodes
+    """
+    for text in dict.fromkeys(filter(None, dates.values())):
+        yield f"{text}: {', '.join(name for name, of_run in dates.items() if of_run == text)}"
     if paid := ", ".join(f"{name} {dollars(cost)}" for name, cost in judges.items() if cost):
         yield f"the dollars are those of nodes; paid judges cost beside them: {paid}"
     billed = {run.name: run.billed_micro_usd for run in compared if run.billed_micro_usd is not None}

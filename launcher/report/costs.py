@@ -9,6 +9,7 @@ from engine.events import Phase
 from launcher.ledger.accounting import NodeCost, RunCosts, judge_calls, side_costs_of_run
 from launcher.ledger.billing import NOT_PRICED
 from launcher.ledger.models import LOCAL, Node, Run, SideCost
+from launcher.market.offers import dates_text
 from launcher.money import HOUR_MS, dollars
 from launcher.report.values import Costs, ExtraLine, NodeLine, PriceEffect, PriceSource
 
@@ -18,6 +19,21 @@ BASIS = {
     "billed": "billed: the clouds' bill has every node; what follows is metered, and the bill says the differences",
     "simulated": "simulated: a replay on paper, nothing was bought and nothing was trained",
 }
+
+
+def price_dates(nodes: Sequence[Node]) -> str:
+    """Return the dates of the prices of the nodes as text; empty without nodes.
+
+    A price is old by its age when the newest node was bought: a report is read for years.
+    """
+    if not nodes:
+        return ""
+    return dates_text((node.price_observed_at for node in nodes), max(node.requested_ms for node in nodes))
+
+
+def money_note(basis: str, nodes: Sequence[Node]) -> str:
+    """Return the source of the dollars as text, with the dates of their prices."""
+    return "; ".join(filter(None, (BASIS.get(basis, basis), price_dates(nodes))))
 
 
 def costs_of(costs: RunCosts) -> Costs:

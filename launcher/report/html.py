@@ -15,6 +15,7 @@ from launcher.money import dollars, duration, hourly
 from launcher.report.bill import WHY, by_kind
 from launcher.report.charts import Drawing, learning_chart, reward_chart, scores_chart, spend_chart, timeline_chart
 from launcher.report.exploration import exploration_words
+from launcher.report.front_chart import front_html
 from launcher.report.provenance import hardware_by_nodes
 from launcher.report.ranks import collectives_words
 from launcher.report.schedule import schedule_words
@@ -104,6 +105,7 @@ def render_html(report: Report, read: Callable[[str], bytes | None]) -> str:
             (sheet, picture) for sheet in _some(report.pictures, MOST_SHEETS) if (picture := _image_uri(sheet, read))
         ],
         sheets=len(report.pictures),
+        fleets=None if report.fleets is None else front_html(report.fleets),
         hardware=hardware_by_nodes(report.provenance),
     )
 

@@ -1,4 +1,4 @@
-"""A simulation as one offline HTML page: a table of the policies and a chart of one start's fleet over time."""
+"""A simulation as one offline HTML page: the policies, one start's fleet over time, and the plans to choose from."""
 
 from importlib.resources import files
 from typing import Any
@@ -9,15 +9,20 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from launcher.money import HOUR_MS, duration
+from launcher.placement.front import Front
 from launcher.replay.simulate import Range, Simulated
 from launcher.report.charts import BLUE, FONT, INK, QUIET, RULE, WIDTH
+from launcher.report.front_chart import front_html
 
 SPOT = "#e69f00"
 MARKETS = {"spot": SPOT, "on demand": BLUE}
 
 
-def simulation_page(found: Simulated, name: str) -> str:
-    """Return the page. It loads nothing and has no script."""
+def simulation_page(found: Simulated, name: str, prices: str, fleets: Front | None = None) -> str:
+    """Return the page. It loads nothing and has no script.
+
+    `prices`: their dates as text. `fleets`: those that the plan was chosen from; None: the job names its nodes.
+    """
     page = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = page.from_string(files("launcher.report").joinpath("simulation.html").read_text(encoding="utf-8"))
     return template.render(
@@ -31,6 +36,8 @@ def simulation_page(found: Simulated, name: str) -> str:
         ],
         chart=Markup(fleet_chart(found)),
         colours=MARKETS,
+        prices=prices,
+        fleets=None if fleets is None else front_html(fleets),
     )
 
 

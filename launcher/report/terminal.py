@@ -57,6 +57,7 @@ def _print(report: Report, console: Console) -> None:
     run, target = report.run, report.target
     console.print(f"{run.name}  {run.infra}, {run.status}{f': {run.reason}' if run.reason else ''}", style="bold")
     console.print(headline(report), style="green" if target.reached else "yellow" if target.value is not None else "")
+    console.print(f"Money is {report.money_note}")
     if learning := learning_words(report):
         console.print(learning, style="yellow")
     if saved := saving_words(report):
@@ -76,7 +77,6 @@ def _print(report: Report, console: Console) -> None:
         f"{run.iterations} iterations, {run.hours:.2f} h on the run's clock, {seconds(run.wall_seconds)} of wall time"
         + (f" (simulated: clock x{run.clock_factor:g})" if run.clock_factor != 1 else "")
     )
-    console.print(f"Money is {report.money_note}")
     _splits(report, console)
     _extras(report, console)
     _bill(report, console)

@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from sqlalchemy.orm import Session, sessionmaker
 
 from engine.events import Market, NodeSeen
-from launcher.decide.facts import ENDS, NodeRecord, Stage
+from launcher.decide.facts import ENDS, PROMOTED, NodeRecord, Stage, promotion_text
 from launcher.job.checked import CheckedJob
 from launcher.ledger.billing import bill, minimum_billed_ms, side_costs
 from launcher.ledger.models import STAND_IN, Node, NodeEvent, NodePrice, Preemption, ProgressRow, Run
@@ -26,6 +26,9 @@ from launcher.runs.runs import run_row
 from launcher.settings import runs_folder
 
 BASIS = "simulated"
+
+REPLAY = "replay"
+"""Name of the run within a replay, with which the names of its nodes begin (launcher/replay/replay.py)."""
 
 
 def write_replayed(
@@ -54,13 +57,16 @@ def write_replayed(
 def _write_node(session: Session, run: Run, record: NodeRecord, result: Replayed, trace: Trace, start_ms: int) -> None:
     assert record.wanted is not None, "a replay buys offers only"
     since_ms = run.created_ms
+    is_promoted = PROMOTED in record.happened
+    bought_as = record.name.removeprefix(f"{REPLAY}-")  # a promotion changes the slot, and not the name
+    slot, _, generation = bought_as.rpartition("-g")
     node = node_of(
         run,
         record.wanted,
-        name=f"{run.name}-{record.slot}-g{record.generation}",
-        slot=record.slot,
-        generation=record.generation,
-        role=record.role,
+        name=f"{run.name}-{bought_as}",
+        slot=slot,
+        generation=int(generation),
+        role="rollout" if is_promoted else record.role,
         requested_ms=since_ms + record.requested_ms,
         reserved_micro_usd=record.reserved_micro_usd,
     )
@@ -71,6 +77,8 @@ def _write_node(session: Session, run: Run, record: NodeRecord, result: Replayed
     happened = dict(record.happened) if record.ended_ms is not None else {**record.happened, "released": result.ms}
     for kind, at_ms in sorted(happened.items(), key=lambda event: event[1]):
         evidence = f"preempted on {trace.name}" if record.reclaimed and kind in ENDS else ""
+        if kind == PROMOTED:
+            evidence = promotion_text(record.slot, record.generation, "replayed")
         session.add(NodeEvent(node_id=node.id, at_ms=since_ms + at_ms, kind=kind, evidence=evidence))
     if "up" not in happened:
         return

@@ -75,6 +75,7 @@ ADDED_LATER = {
         "resume_with",
         "bill",
         "point",
+        "fleets",
     },
     "ComparedRun": {"billed_micro_usd"},
     "RewardCheck": {"warnings"},
@@ -259,6 +260,7 @@ def _launch() -> Schema:
         "replays",
         "zones",
         "stand_ins",
+        "fleets",
     ):
         on_clouds["required"].remove(added_later)
     for added_later in (
@@ -268,6 +270,7 @@ def _launch() -> Schema:
         "ranks_have_room",
         "moved_bytes",
         "trainer_life_hours",
+        "fleets",
     ):
         local["required"].remove(added_later)
     added = (
@@ -294,8 +297,10 @@ def _launch() -> Schema:
 
 def _simulation() -> Schema:
     """Return the schema of `spotrl simulate --json`."""
-    schema = _schema(Simulated)
-    schema["$defs"]["PolicyResult"]["required"].remove("ms")  # added after version 1
+    schema = _joined(str(Simulated.__doc__), Simulated, outputs.SimulatedPlan)
+    schema["$defs"]["PolicyResult"]["required"].remove("ms")
+    for added_later in ("prices", "fleets"):
+        schema["required"].remove(added_later)
     return schema
 
 

@@ -12,6 +12,7 @@ from typing_extensions import TypedDict
 
 from launcher.cleanup.reaping import UncheckedRegion
 from launcher.market.offers import Table
+from launcher.placement.front import Front
 from launcher.report.exploration import Exploration
 from launcher.report.values import Guard, Moment
 from launcher.runs.event_lines import EventLine
@@ -69,6 +70,15 @@ class PlanRates(TypedDict):
 class CloudPlanBound(TypedDict):
     bound_micro_usd: int | None
     """Upper bound on the cost of the run, with the spend deadlines of its nodes. None: no limit."""
+    fleets: Front | None
+    """The fleets that the plan was chosen from. None: the job names its nodes."""
+
+
+class SimulatedPlan(TypedDict):
+    prices: str
+    """Dates of the prices, as text."""
+    fleets: Front | None
+    """The fleets that the plan was chosen from. None: the job names its nodes."""
 
 
 class FactorsCost(TypedDict):

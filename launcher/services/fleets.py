@@ -21,10 +21,11 @@ from launcher.job.agreement import why_never_on_spot
 from launcher.job.checked import CheckedJob
 from launcher.job.resolved import Resolved
 from launcher.job.schema import ASLEEP, Job
-from launcher.market.offers import Catalog
+from launcher.market.offers import Catalog, dates_text
 from launcher.money import HOUR_MS, MICRO, duration, hourly
 from launcher.placement.cloud_plan import CloudPlan, PlanReplays
 from launcher.placement.fleets import Candidate, Fleet, candidates, chooses_fleet, is_spot_open, shortlist, text_of
+from launcher.placement.front import Front, FrontFleet
 from launcher.placement.plan import PlacementError
 from launcher.replay.of_plan import LEAST_STARTS, LONGEST_IDEAL_MS, replays_of
 from launcher.services.planning import CurrentMarket, current_market, plan_in, with_other_trainer
@@ -83,9 +84,14 @@ class FleetRow:
         return text_of(self.fleet, self.candidate.choice.nodes)
 
     @property
+    def place(self) -> str:
+        """Return the cloud and the region."""
+        return f"{self.plan.cloud} {self.plan.region}"
+
+    @property
     def text(self) -> str:
         """Return the fleet's nodes and region as text."""
-        return f"{self.nodes}, {self.plan.cloud} {self.plan.region}"
+        return f"{self.nodes}, {self.place}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -207,40 +213,44 @@ def plan_of_fleet(fleets: Fleets, market: CurrentMarket, job: Job, other: CloudP
     return plan if other is None else with_other_trainer(plan, job, other, STARTS)
 
 
-def fleets_json(fleets: Fleets) -> dict[str, object]:
-    """Return the three plans, the chosen one and the front, for --json. Dollars and hours are means of replays."""
-
-    def number(row: FleetRow | None) -> int | None:
-        return None if row is None else row.number
-
-    return {
-        "cheapest": number(fleets.cheapest),
-        "in_time": number(fleets.in_time),
-        "quickest": number(fleets.quickest),
-        "chosen": number(fleets.chosen),
-        "usd_per_hour_saved": fleets.usd_per_hour_saved,
-        "compared": fleets.fleets,
-        "replayed": fleets.replayed,
-        "not_searched": NOT_SEARCHED,
-        "front": [
-            {
-                "number": row.number,
-                "nodes": row.text,
-                "trainer": row.fleet.trainer,
-                "trainer_on_spot": row.fleet.trainer_on_spot,
-                "rollout": row.fleet.rollout,
-                "rollout_nodes": row.candidate.choice.nodes,
-                "usd": row.replays.usd,
-                "usd_low": row.replays.usd_low,
-                "usd_high": row.replays.usd_high,
-                "hours": row.replays.hours,
-                "starts": row.replays.starts,
-                "met": row.replays.met,
-                "why_not": row.why_not,
-            }
+def front_of(fleets: Fleets, job: Job, now_ms: int) -> Front:
+    """Return the front as --json prints it and the run keeps it. `job`: the job, with its deadline and budget."""
+    budget = job.nodes_max_total
+    return Front(
+        cheapest=fleets.cheapest.number,
+        in_time=None if fleets.in_time is None else fleets.in_time.number,
+        quickest=fleets.quickest.number,
+        chosen=fleets.chosen.number,
+        usd_per_hour_saved=fleets.usd_per_hour_saved,
+        compared=fleets.fleets,
+        replayed=fleets.replayed,
+        not_searched=NOT_SEARCHED,
+        deadline_hours=None if job.budget.deadline is None else job.budget.deadline / HOUR_MS,
+        budget_usd=None if budget is None else budget / MICRO,
+        prices=dates_text(
+            (slot.placement.price_observed_at for row in fleets.front for slot in row.plan.slots), now_ms
+        ),
+        front=tuple(
+            FrontFleet(
+                number=row.number,
+                nodes=row.text,
+                place=row.place,
+                trainer=row.fleet.trainer,
+                trainer_on_spot=row.fleet.trainer_on_spot,
+                rollout=row.fleet.rollout,
+                rollout_nodes=row.candidate.choice.nodes,
+                usd=row.replays.usd,
+                usd_low=row.replays.usd_low,
+                usd_high=row.replays.usd_high,
+                hours=row.replays.hours,
+                starts=row.replays.starts,
+                met=row.replays.met,
+                in_time=row.in_time,
+                why_not=row.why_not,
+            )
             for row in fleets.front
-        ],
-    }
+        ),
+    )
 
 
 def _planned_row(candidate: Candidate, market: CurrentMarket, starts: int, least: int) -> FleetRow | None:

@@ -11,6 +11,7 @@ from importlib.resources import files
 from jinja2 import Environment, FunctionLoader, StrictUndefined, Template
 
 from launcher.money import dollars, duration
+from launcher.report.front_chart import front_html
 from launcher.runs.event_lines import Seen
 from launcher.runs.run_list import RunList, RunRow
 from launcher.web.market import PoolRow
@@ -59,7 +60,9 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         auto_reload=False,
     )
-    page.filters.update(dollars=dollars, duration=duration, fleet=fleet_of, utc=_utc, score="{:.3f}".format)
+    page.filters.update(
+        dollars=dollars, duration=duration, fleet=fleet_of, front=front_html, utc=_utc, score="{:.3f}".format
+    )
     return page
 
 

@@ -17,6 +17,7 @@ from launcher.ledger.models import Run
 from launcher.ledger.store import find_run, reading_once
 from launcher.money import HOUR_MS
 from launcher.report.build import build_report
+from launcher.report.front_chart import front_html
 from launcher.report.provenance import hardware_by_nodes
 from launcher.report.reached import by_iteration
 from launcher.report.values import Report
@@ -59,6 +60,7 @@ def run_page(sessions: sessionmaker[Session], name: str) -> dict[str, Any]:
             "iterations": _iterations(session, run, report),
             "sheets": _thinned(_sheets(session, run, report.target.metric)),
             "plan": _plan(run, report),
+            "fleets": None if report.fleets is None else front_html(report.fleets),
             "events": [asdict(line) for line in newest_events(session, run, EVENTS_SHOWN)[0]],
             "job": report.job_text,
             "provenance": asdict(report.provenance) | {"alike": hardware_by_nodes(report.provenance)},

@@ -13,6 +13,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from launcher.money import HOUR_MS
+from launcher.placement.front import Front
 from launcher.replay.simulate import Simulated
 
 KEPT = 20
@@ -28,6 +29,10 @@ class Kept:
     job: str
     at_ms: int
     result: Simulated
+    prices: str = ""
+    """Dates of the prices, as text. Files of older versions have none."""
+    fleets: Front | None = None
+    """The fleets that the plan was chosen from. None: the job names its nodes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,6 +10,7 @@ from sqlalchemy.orm import sessionmaker
 from engine.events import Judged
 from launcher.cli.compare import compare
 from launcher.exit_codes import Failure
+from launcher.ledger.store import nodes_of
 from launcher.report.comparison import T_975, ComparedRun, compare_runs, flattened, score_at, seed_mean
 from launcher.report.comparison_html import render_comparison, round_ticks
 from launcher.report.result import result_dict
@@ -102,12 +103,21 @@ def test_other_bases_of_money_and_other_clocks_are_told(session):
     assert "the clocks of the runs differ (a x60, b x30): hours and dollars depend on the clock" in notes
 
 
+def test_the_dates_of_the_prices_are_told(session):
+    a, b = climbing(session, "a", FAST), climbing(session, "b", SLOW)
+    assert "prices of 2025-01-10: a, b" in compare_runs(session, [a, b]).notes
+    for node in nodes_of(session, b):
+        node.price_observed_at = "2024-07-20"
+    notes = compare_runs(session, [a, b]).notes
+    assert {"prices of 2025-01-10: a", "prices of 2024-07-20, older than 90 days: b"} <= set(notes)
+
+
 def test_the_cost_of_paid_judges_is_told_because_it_is_not_in_the_dollars(session):
     cheap, judged = climbing(session, "a", FAST), climbing(session, "b", SLOW)
     assert not any("judges" in note for note in compare_runs(session, [cheap, judged]).notes)
     MadeLedger(session, judged, seq=100).record(Judged(worker="w", calls=((1000, 50, 7_500_000),)), at=HOUR_MS)
     notes = compare_runs(session, [cheap, judged]).notes
-    assert notes[0] == "the dollars are those of nodes; paid judges cost beside them: b $7.50"
+    assert "the dollars are those of nodes; paid judges cost beside them: b $7.50" in notes
     money = result_dict(session, "b", [])["micro_usd"]
     assert (money["total"], money["judges"]) == (10_000_000, 7_500_000)
 

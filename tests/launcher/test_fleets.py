@@ -1,6 +1,5 @@
 """The fleet of a job that leaves its GPUs open: which are compared, which is chosen, and what is refused."""
 
-import json
 import shutil
 from dataclasses import replace
 from importlib.resources import files
@@ -16,16 +15,19 @@ from launcher.exit_codes import BudgetError, ExitCode
 from launcher.job.checked import JobError
 from launcher.job.load import load_job
 from launcher.job.resolved import resolve
+from launcher.ledger.store import find_run, open_ledger
 from launcher.market.offers import read_catalog
 from launcher.placement import fleets
 from launcher.placement.forecast import outlook
 from launcher.placement.memory import check_memory
-from launcher.placement.plan import PlacementError
+from launcher.placement.plan import PlacementError, front_from
 from launcher.placement.plan_cloud import plan_cloud
 from launcher.placement.requirements import cloud_requirements, market_view
+from launcher.runs.kept_plan import read_kept_plan
 from launcher.services import fleets as service
 from launcher.services.fleets import choose_fleet
 from launcher.services.planning import CurrentMarket
+from tests.launcher.printed import printed
 
 NOW_MS = 1_795_348_800_000
 OFFERS = read_catalog()
@@ -237,14 +239,31 @@ def test_a_dry_run_shows_the_plans_on_one_screen_and_keeps_the_chosen(folder, ca
     assert "quickest" in screen
     assert run(["launch", "--plan", str(folder / "plan.json"), "--dry-run"]) == ExitCode.OK
     assert screen.splitlines()[0] in capsys.readouterr().out
+    assert read_kept_plan(folder / "plan.json").plan.fleets.front, "the run of this plan keeps what it was chosen from"
 
 
 def test_the_front_is_in_the_json(folder, capsys):
     arguments = ["--dry-run", "--json", "--choose", "1", "--set", "recovery.controller_stays_up=true"]
     assert run(["launch", str(folder / "job.yaml"), *arguments]) == ExitCode.OK
-    printed = json.loads(capsys.readouterr().out)["plan"]["fleets"]
-    assert printed["chosen"] == 1
-    assert {"number", "nodes", "usd", "hours", "why_not"} <= printed["front"][0].keys()
+    fleets = printed("launch", capsys.readouterr().out)["plan"]["fleets"]
+    assert fleets["chosen"] == 1
+    assert {"number", "nodes", "usd", "hours", "why_not"} <= fleets["front"][0].keys()
+
+
+def test_a_simulation_shows_the_front_of_a_job_that_leaves_its_gpus_open(folder, capsys):
+    page, arguments = folder / "page.html", ["--starts", "1", "--set", "recovery.controller_stays_up=true"]
+    written = ["--html", str(page), "--ledger", str(folder / "replays"), "--json"]
+    assert run(["simulate", str(folder / "job.yaml"), *arguments, *written]) == ExitCode.OK
+    found = printed("simulate", capsys.readouterr().out)
+    assert found["prices"].startswith("prices of ")
+    assert f"{found['fleets']['chosen']}: chosen" in page.read_text()
+    with open_ledger(folder / "replays" / "ledger.sqlite")() as session:
+        kept = front_from(find_run(session, "ours-0").plan)
+    assert kept.chosen == found["fleets"]["chosen"], "a replay is a run, and keeps what it was chosen from"
+    named = [f"--set=resources.{role}.accelerators=H100:8" for role in ("trainer", "rollout")]
+    assert run(["simulate", str(folder / "job.yaml"), *arguments, *named, "--html", str(page), "--json"]) == ExitCode.OK
+    assert printed("simulate", capsys.readouterr().out)["fleets"] is None
+    assert "chosen from" not in page.read_text()
 
 
 def test_explain_names_what_was_not_searched(folder, capsys):

@@ -244,8 +244,30 @@ def test_the_report_names_the_run_and_whether_its_money_is_real(session):
     report = build_report(session, a_long_run(session), START_MS + 9 * HOUR_MS)
     assert report.run.seeds == (7,)
     assert (report.run.hours, report.run.wall_seconds, report.run.clock_factor) == (4.0, 240.0, 60.0)
-    assert report.money_note == "assumed: priced as named offers, nothing was bought"
+    assert report.money_note == "assumed: priced as named offers, nothing was bought; prices of 2025-01-10"
     assert report.run.job_digest.startswith("sha256:")
+
+
+@pytest.mark.parametrize(
+    ("observed_at", "words"),
+    [
+        ("2024-10-17T09:00:00+00:00", "prices of 2024-10-17 to 2025-01-10"),
+        ("2024-10-17T07:00:00+00:00", "prices of 2024-10-17 to 2025-01-10, older than 90 days"),
+        ("snapshot 2024", "prices of snapshot 2024 and 2025-01-10, perhaps older than 90 days"),
+    ],
+)
+def test_the_dollars_name_the_dates_of_their_prices_and_old_ones(session, observed_at, words):
+    """The newest node is bought at 2025-01-15 08:00, which is 90 days after 2024-10-17 08:00."""
+    made = a_run(session)
+    made.node("trainer", up=0, end=HOUR_MS)
+    made.node("spot-0", up=0, end=HOUR_MS).price_observed_at = observed_at
+    report = build_report(session, made.run, START_MS + 300 * 24 * HOUR_MS)
+    assert report.money_note == f"assumed: priced as named offers, nothing was bought; {words}"
+
+
+def test_a_run_without_a_node_names_no_price(session):
+    report = build_report(session, a_run(session).run, START_MS)
+    assert report.money_note == "assumed: priced as named offers, nothing was bought"
 
 
 def test_the_json_has_a_schema_version_and_only_plain_values(session):
@@ -257,7 +279,7 @@ def test_the_json_has_a_schema_version_and_only_plain_values(session):
         "micro_usd_per_hundredth", "extras", "nodes", "preemptions", "exploration", "sharing", "price_effect", "saved",
         "prices", "pictures_before", "pictures_after", "start_ms", "end_ms", "notes", "learning", "pictures",
         "job_text", "scores", "schedule", "provenance", "stand_ins", "collectives", "trainer_time", "resume_with",
-        "bill", "trainer_losses", "moves", "throughput", "point",
+        "bill", "trainer_losses", "moves", "throughput", "point", "fleets",
     }  # fmt: skip
     splits = [read["costs"][name] for name in ("by_role", "by_market", "by_place", "by_node", "by_phase")]
     assert [sum(split.values()) for split in splits] == [read["costs"]["total"]] * 5

@@ -29,7 +29,11 @@ def sessions(tmp_path):
 def test_the_terminal_report_starts_with_the_result_and_is_plain_when_piped(sessions):
     result = CliRunner().invoke(report, ["digits-ocr"], obj=sessions)
     assert result.exit_code == 0, result.output
-    assert result.output.splitlines()[1] == "exact_match 0.8 was reached at iteration 42 for $5.18 in 3.83 h."
+    assert result.output.splitlines()[1:4] == [
+        "exact_match 0.8 was reached at iteration 42 for $5.18 in 3.83 h.",
+        "Money is assumed: priced as named offers, nothing was bought; prices of",
+        "2025-01-10",
+    ]
     assert "First reached by a single evaluation at iteration 30" in result.output
     assert "3 preemptions cost $0.13" in result.output
     assert "nothing was bought" in result.output
@@ -134,7 +138,8 @@ def test_the_model_card_describes_the_weights_and_their_cost(sessions, tmp_path,
     assert card.startswith("---\nlibrary_name: diffusers\n")
     assert "All weights of the transformer of digits-ocr" in card
     assert f'QwenImageTransformer2DModel.from_pretrained("{folder}/transformer")' in card
-    assert "exact_match 0.8 was reached at iteration 42 for $5.18 in 3.83 h." in card
+    assert "exact_match 0.8 was reached at iteration 42 for $5.18 in 3.83 h. Money is assumed: " in card
+    assert "prices of 2025-01-10." in card
     rows = [line.split("|")[1:4] for line in card.splitlines() if line.startswith("| ")][1:]
     assert len(rows) == 12
     assert [cell.strip() for cell in rows[0]] == ["0", "0.470", "0.470"]

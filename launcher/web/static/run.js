@@ -137,6 +137,8 @@ class RunPage {
     this.logs = this.buildLogs();
     this.costs = h("div", { class: "pair" });
     this.plan = h("div", {});
+    this.fleets = h("div", {});
+    if (this.page.fleets) this.fleets.innerHTML = "<h3>The plans it was chosen from</h3>" + this.page.fleets;  // escaped by the server
     this.more = h("div", {});
     const contents = h("nav", { class: "contents", "aria-label": "On this page" }, Object.entries(SECTIONS).map(([id, title]) => h("a", { href: "#" + id }, title)));
     this.main.replaceChildren(this.head, this.dialog, this.large, contents,
@@ -146,7 +148,7 @@ class RunPage {
       section("h-events", SECTIONS["h-events"], h("p", {}, h("label", { for: "events-filter" }, "Source, kind or text contains "), this.filter), this.list),
       section("h-logs", SECTIONS["h-logs"], this.logs.place),
       section("h-costs", SECTIONS["h-costs"], this.costs),
-      section("h-plan", SECTIONS["h-plan"], this.plan),
+      section("h-plan", SECTIONS["h-plan"], this.plan, this.fleets),
       section("h-more", SECTIONS["h-more"], this.more));
     this.events = this.page.events;
     this.seen = this.page.ids;  // of the list: a page that is read again is newer, and its events are not added

@@ -123,3 +123,19 @@ def test_a_replay_is_a_run_in_a_ledger_of_its_own(spotrl, tmp_path, monkeypatch,
     assert mean == pytest.approx(ours["dollars"]["mean"], rel=0.0005)
     assert fmean(len(report["preemptions"]) for report in reports) == pytest.approx(ours["preemptions"])
     assert reports[0]["money_basis"] == "simulated"
+
+
+def test_a_replay_in_which_a_node_took_the_trainers_role_has_a_report(spotrl, tmp_path, monkeypatch, capsys):
+    there, settings = tmp_path / "there", ("resources.trainer.use_spot=true", "recovery.controller_stays_up=true")
+    on_spot = [f"--set={setting}" for setting in (*settings, "runtime.name=local")]
+    code, out, _ = spotrl(JOB, "--infra", "gcp,aws", "--starts", "2", "--ledger", str(there), "--json", *on_spot)
+    assert code == ExitCode.OK
+    promotions = json.loads(out)["policies"][0]["trainer"]["promotions"]
+    assert promotions > 0
+    monkeypatch.setenv("SPOTRL_HOME", str(there))
+    taken = 0
+    for number in range(2):
+        assert run(["report", f"ours-{number}", "--json"]) == ExitCode.OK
+        nodes = json.loads(capsys.readouterr().out)["nodes"]
+        taken += sum(node["taken"] is not None and node["role"] == "rollout" for node in nodes)
+    assert taken / 2 == promotions

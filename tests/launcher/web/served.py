@@ -8,7 +8,7 @@ import threading
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import httpx
@@ -24,6 +24,7 @@ from launcher.replay.simulate import PolicyResult, Range, Simulated
 from launcher.runs.runs import request_stop
 from launcher.web.server import build_app
 from launcher.web.simulations import Kept, keep
+from tests.launcher.a_front import a_front
 from tests.launcher.made_ledger import HOUR_MS, JOB, MINUTE_MS, START_MS, MadeLedger, a_run
 
 TOKEN = "a-token-of-the-tests"
@@ -169,7 +170,8 @@ def two_runs(folder: Path) -> tuple[Path, sessionmaker[Session]]:
                         "micro_usd_per_hour": 300_000,
                     },
                 }
-            ]
+            ],
+            "fleets": asdict(a_front()),
         }
         live.status("running", 0)
         live.started(MINUTE_MS)
@@ -226,7 +228,7 @@ def a_simulation() -> Kept:
         example=example,
         example_ms=4 * HOUR_MS,
     )
-    return Kept(job="ocr", at_ms=START_MS, result=result)
+    return Kept(job="ocr", at_ms=START_MS, result=result, prices="prices of 2026-07-20", fleets=a_front())
 
 
 def a_png() -> bytes:
