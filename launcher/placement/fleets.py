@@ -24,7 +24,7 @@ from launcher.job.sections import NodeResources
 from launcher.market.instance_types import is_too_old
 from launcher.market.offers import Offer
 from launcher.money import HOUR_MS, MICRO
-from launcher.placement.forecast import Caps, Choice, on_demand_outlook, outlook_with_losses
+from launcher.placement.forecast import Caps, Choice, on_demand_outlook, outlook
 from launcher.placement.memory import TooSmall, check_memory, check_pool
 from launcher.placement.plan import PlacementError
 from launcher.placement.price_of_waiting import CHANGE_HOURS
@@ -220,7 +220,7 @@ def _in_regions(job: Job, fleet: Fleet, resolved: Resolved, most: int, market: M
         least = most  # nobody knows how many nodes pay
     numbers = range(max(least, job.resources.rollout.min_nodes or 0), most + 1)
     for nodes, choice in cheapest_by_nodes(needs, sites, caps, numbers):
-        expected = outlook_with_losses(needs, choice)
+        expected = outlook(choice)
         yield Candidate(
             fleet=fleet,
             resolved=replace(resolved, job=with_fleet(job, fleet, nodes)),

@@ -8,6 +8,7 @@ the time and cost b_z an hour by the clock (`launcher/placement/value.py`). T(n)
 recipe's (`launcher/job/recipe.py`), and are averaged over the time with each n:
 
 hours = 1 / E[1 / (T K)]                           iterations far from the target count less
+C s, hours s                                       s: losses of a trainer on spot (`TrainerLosses.slower`)
 c = T rate / (T(0) rate(0))                        cost of an iteration; spot pays iff K / K(0) < 1 / c
 
 A replay makes progress by the same T and K (`plan_cloud`: `pace_ms`). In the reference recipe c > 1: spot beside the
@@ -22,9 +23,15 @@ from engine.events import Market
 from launcher.job.recipe import End, Recipe
 from launcher.market.estimate import Estimate
 from launcher.money import HOUR_MS
-from launcher.placement.price_of_waiting import CHANGE_HOURS
-from launcher.placement.requirements import CloudRequirements, PricedPool, Site, in_one_region, revalued
-from launcher.placement.value import copies_micro_usd, gpu_variance, is_first_hour_free, life_hours
+from launcher.placement.requirements import (
+    CloudRequirements,
+    PricedPool,
+    Site,
+    TrainerLosses,
+    in_one_region,
+    revalued,
+)
+from launcher.placement.value import copies_micro_usd, gpu_variance, is_first_hour_free
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,7 +183,15 @@ def cost(choice: Choice) -> tuple[int, int]:
     site, recipe = choice.site, choice.site.recipe
     gpus, nodes_micro_usd_per_hour, copies = sums(choice)
     progress_made = progress(recipe, gpus, recipe.gain_exponent.mean)
-    return paid(recipe, progress_made, site.trainer_micro_usd_per_hour + nodes_micro_usd_per_hour, copies)
+    found = paid(recipe, progress_made, site.trainer_micro_usd_per_hour + nodes_micro_usd_per_hour, copies)
+    return found if site.trainer_losses is None else _with_losses(site, site.trainer_losses, progress_made, *found)
+
+
+def _with_losses(site: Site, losses: TrainerLosses, made: Progress, micro_usd: int, ms: int) -> tuple[int, int]:
+    """Return C and K T with what the losses of a trainer on spot cost: stand-ins on demand, and work that is lost."""
+    dearer = (1 - losses.share) * (site.trainer_on_demand_micro_usd_per_hour - site.trainer_micro_usd_per_hour)
+    slower = losses.slower(made.iteration_seconds)
+    return ceil((micro_usd + ms / HOUR_MS * max(0.0, dearer)) * slower), ceil(ms * slower)
 
 
 def paid(recipe: Recipe, made: Progress, micro_usd_per_hour: float, copies: int) -> tuple[int, int]:
@@ -217,25 +232,6 @@ def _outlook(recipe: Recipe, gpus: GpusAtWork, micro_usd: int, ms: int) -> Outlo
         micro_usd=micro_usd,
         ms=ms,
     )
-
-
-def outlook_with_losses(needs: CloudRequirements, choice: Choice) -> Outlook:
-    """Return the forecast of a choice, with what the losses of a trainer on spot cost.
-
-    With a share s of time with spot in the region, a node of the trainer lives for L hours on average, and a loss costs
-    half of the work between two checkpoints and the time until the next node trains. Without spot the trainer is on
-    demand: hours x (1 + s (lost + change) / L), and the trainer's rate is s spot + (1 - s) on demand.
-    """
-    expected, site = outlook(choice), choice.site
-    if not site.trainer_zones:
-        return expected
-    terms = site.trainer_zones[0].terms
-    share = 1 - (1 - terms.launch_odds) * (1 - (terms.elsewhere or 0.0))
-    lost_hours = needs.checkpoint_every * expected.seconds_per_iteration / 3600 / 2 + CHANGE_HOURS
-    slower = 1 + share * lost_hours / max(life_hours(terms, needs.horizon_ms / HOUR_MS), CHANGE_HOURS)
-    dearer = (1 - share) * (site.trainer_on_demand_micro_usd_per_hour - site.trainer_micro_usd_per_hour)
-    micro_usd = (expected.micro_usd + expected.ms / HOUR_MS * dearer) * slower
-    return replace(expected, micro_usd=round(micro_usd), ms=round(expected.ms * slower))
 
 
 def moved_site(site: Site, end: End) -> Site:

@@ -37,7 +37,6 @@ from launcher.placement.forecast import (
     moved_site,
     on_demand_outlook,
     outlook,
-    outlook_with_losses,
     progress,
     share_at_work,
     sums,
@@ -73,8 +72,7 @@ def plan_cloud(needs: CloudRequirements, market: MarketView) -> CloudPlan:
     choice = ours if isinstance(policy, Ours) else policy.choose(situation)
     if choice is None:
         raise BudgetError(too_tight(needs, sites))
-    trainer_alone = replace(choice, spot=(0,) * len(choice.spot), on_demand=0)
-    expected, alone = outlook(choice), outlook(trainer_alone)
+    expected, alone = outlook(choice), outlook(replace(choice, spot=(0,) * len(choice.spot), on_demand=0))
     good, bad = (cost(replace(choice, site=moved_site(choice.site, end))) for end in ("good", "bad"))
     ranks = ranks_of_nodes(needs.recipe, choice.site.trainer.gpus)
     disk_gib = DISK_GIB if needs.disk is None else needs.disk.gib
@@ -96,7 +94,7 @@ def plan_cloud(needs: CloudRequirements, market: MarketView) -> CloudPlan:
         basis=basis_of(needs, choice),
         exploration=_exploration(choice, expected),
         spot_pays=_when_spot_pays(needs, choice, expected, alone),
-        factors=_factors(needs, choice, trainer_alone),
+        factors=_factors(choice, expected, alone),
         alternatives=(
             *fewer_or_more(needs, choice, expected),
             *elsewhere(needs, sites, choice, expected, cheapest),
@@ -234,11 +232,10 @@ def _when_spot_pays(needs: CloudRequirements, choice: Choice, expected: Outlook,
     )
 
 
-def _factors(needs: CloudRequirements, choice: Choice, trainer_alone: Choice) -> tuple[Factors, ...]:
-    """Compare the plan with the same nodes on demand, and with the trainer alone. Losses of a trainer count in each."""
+def _factors(choice: Choice, expected: Outlook, alone: Outlook) -> tuple[Factors, ...]:
+    """Compare the plan with the same nodes on demand, and with the trainer alone."""
     if not choice.nodes:
         return ()
-    expected, alone = (outlook_with_losses(needs, each) for each in (choice, trainer_alone))
     baselines = {"the same nodes, all on demand": on_demand_outlook(choice), THE_TRAINER_ALONE: alone}
     return tuple(
         Factors(

@@ -35,7 +35,8 @@ from launcher.market.quality import USABLE
 from launcher.market.spells import Spells, ZoneSpells, chance_elsewhere
 from launcher.money import HOUR_MS, hourly
 from launcher.placement.disk import BootDisk
-from launcher.placement.value import DEAR, NodeTerms, SlotValue, cools_until_ms, value_of
+from launcher.placement.price_of_waiting import CHANGE_HOURS
+from launcher.placement.value import DEAR, NodeTerms, SlotValue, cools_until_ms, life_hours, value_of
 
 HORIZON_MS = 24 * HOUR_MS
 """Horizon of a node's value, in milliseconds. One day is half of the 48 h over which hazards were observed
@@ -279,6 +280,27 @@ class LeftOut:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerLosses:
+    """How often a trainer on spot is lost in a region, and how much work is lost with it."""
+
+    share: float
+    """Share of time with spot for it in the region. Without spot the trainer is on demand."""
+    life_hours: float
+    """Mean hours until a node of it is lost."""
+    checkpoint_every: int
+    """Iterations between two checkpoints."""
+
+    def slower(self, seconds_per_iteration: float) -> float:
+        """Return how many times as long a run takes: 1 + s (lost + change) / L.
+
+        s: the share. L: the life. A loss costs half of the work between two checkpoints, and the time until the next
+        node trains.
+        """
+        lost_hours = self.checkpoint_every * seconds_per_iteration / 3600 / 2 + CHANGE_HOURS
+        return 1 + self.share * lost_hours / max(self.life_hours, CHANGE_HOURS)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Site:
     """A region with a trainer, and its rollout nodes: at most one kind per zone, the cheapest per useful hour."""
 
@@ -292,6 +314,8 @@ class Site:
     """The job's recipe on this trainer."""
     trainer_zones: tuple[PricedPool, ...] = ()
     """Spot pools of the trainer, cheapest hour first. Empty: the trainer is on demand."""
+    trainer_losses: TrainerLosses | None = None
+    """None: the trainer is on demand."""
 
     @property
     def trainer_nodes(self) -> int:
@@ -353,6 +377,7 @@ def sites_of(needs: CloudRequirements, market: MarketView) -> tuple[tuple[Site, 
                     left_out=(*refused, *no_spot),
                     recipe=needs.recipe.on(trainer.gpus),
                     trainer_zones=on_spot,
+                    trainer_losses=_losses(needs, on_spot),
                 )
             )
     return tuple(sites), tuple(left_out)
@@ -491,6 +516,18 @@ def _trainer_zones(
             zones[offer.zone] = pool
     cheapest_first = sorted(zones.values(), key=lambda pool: (pool.offer.micro_usd_per_hour, pool.offer.zone))
     return tuple(in_one_region(cheapest_first)), tuple(left_out)
+
+
+def _losses(needs: CloudRequirements, pools: Sequence[PricedPool]) -> TrainerLosses | None:
+    """Return the losses of a trainer in the spot pools of a region. None: it is on demand."""
+    if not pools:
+        return None
+    terms = pools[0].terms
+    return TrainerLosses(
+        share=1 - (1 - terms.launch_odds) * (1 - (terms.elsewhere or 0.0)),
+        life_hours=life_hours(terms, needs.horizon_ms / HOUR_MS),
+        checkpoint_every=needs.checkpoint_every,
+    )
 
 
 def _worst_case(rollout: NodeRequirements, offers: Iterable[Offer]) -> int | None:

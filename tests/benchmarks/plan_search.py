@@ -139,7 +139,8 @@ def zones_of(plan: Plan, shop: Shop) -> list[ZoneSpells]:
     """Return the spells of every spot zone on offer, by the priors.
 
     A zone has one kind of spell in a replay: of the kinds of node that the plan may buy there, the one for which it has
-    capacity less often. Zones that a plan does not use are there too, so that every plan meets the same market.
+    capacity less often. Zones that a plan does not use are there too, so that every plan meets the same market. Zones
+    of GPUs beyond the brute force's grid come last, because the draws of a market follow the order of its zones.
     """
     kinds: dict[tuple[str, str, str], set[tuple[str, int]]] = {}
     for site in plan.sites:
@@ -148,10 +149,8 @@ def zones_of(plan: Plan, shop: Shop) -> list[ZoneSpells]:
             if place.market is Market.SPOT:
                 of_zone = kinds.setdefault((place.cloud, place.region, place.zone), set())
                 of_zone.add((place.accelerator, place.gpus))
-    if unknown := set(kinds) - set(shop.spot_zones):
-        raise ValueError(f"the plan has zones that are not on offer: {sorted(unknown)}")
     spells = []
-    for cloud, region, zone in shop.spot_zones:
+    for cloud, region, zone in (*shop.spot_zones, *sorted(set(kinds) - set(shop.spot_zones))):
         of_kinds = [
             Spells(hazards=prior_of(gpu, gpus).curve, uptime=usual_odds(gpu, gpus, cloud, region).mean)
             for gpu, gpus in sorted(kinds.get((cloud, region, zone), {("V100", 1)}))
