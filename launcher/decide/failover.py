@@ -214,6 +214,8 @@ def next_rollout(
         return Wait(until_ms=None, why=f"the trainer comes first{f': {answers}' if answers else ''}")
     place = tried.home if trainer is None else trainer.site
     here = next((site for site in sites if site.place == place), sites[0] if may_train else None)
+    if here is not None and not here.rollout:
+        return NothingLeft(why=f"{here.cloud} {here.region}, where the trainer is, offers no such node")
     options = [option for option in here.rollout if not tried.is_denied(option)] if here is not None else []
     return _of_market(preferred, nodes, options, tried, rules, now_ms, why_stand_in)
 

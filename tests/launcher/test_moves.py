@@ -321,6 +321,13 @@ def test_a_quota_without_a_node_of_ours_is_a_denial():
         assert isinstance(refused, NothingLeft)
 
 
+def test_a_region_that_sells_no_rollout_node_says_so():
+    """A run may move its trainer there, for lack of a trainer elsewhere."""
+    sites = (replace(R1, rollout=()), R2)
+    move = next_rollout(R1.rollout[0], 1, Tried(with_trainer().attempts), sites, RULES, NOW)
+    assert move == NothingLeft(why="gcp r1, where the trainer is, offers no such node")
+
+
 def test_a_zone_without_a_subnet_does_not_exclude_other_zones():
     history = with_trainer().spot(R1.rollout[0], Outcome.DENIED, at=NOW, evidence="No usable subnets")
     only_spot = MoveRules(on_demand=False)
