@@ -61,11 +61,11 @@ def left_in_buckets(session: Session, run_ids: Collection[int] | None = None) ->
     """
     facts = (BucketSize.bytes, BucketSize.is_whole, BucketSize.at_wall_ms, BucketSize.problem, BucketSize.region)
     newest = select(func.max(BucketSize.id)).group_by(BucketSize.run_id, BucketSize.url)
-    sizes = select(BucketSize.run_id, BucketSize.url, *facts).where(BucketSize.id.in_(newest))
     store = func.json_extract(Run.job, "$.store")
     runs = select(Run.id, Run.name, Run.infra, store).where(Run.infra != LOCAL, store.is_not(None))
     if run_ids is not None:
-        sizes, runs = sizes.where(BucketSize.run_id.in_(run_ids)), runs.where(Run.id.in_(run_ids))
+        newest, runs = newest.where(BucketSize.run_id.in_(run_ids)), runs.where(Run.id.in_(run_ids))
+    sizes = select(BucketSize.run_id, BucketSize.url, *facts).where(BucketSize.id.in_(newest))
     counted = {(run_id, url): of_folder for run_id, url, *of_folder in session.execute(sizes)}
     stores: dict[str, dict[str, str]] = {}
     left: dict[int, tuple[LeftInBucket, ...]] = {}

@@ -9,6 +9,7 @@ from typing import Any
 
 from launcher.decide.point_cost import NOT_EVALUATED, PointCost
 from launcher.ledger.accounting import Charge, TakenRole
+from launcher.ledger.left_in_buckets import LeftInBucket
 from launcher.report.bill import Bill
 from launcher.report.exploration import Exploration
 from launcher.report.provenance import Provenance
@@ -372,6 +373,8 @@ class Report:
     """Dollars of the last +.01 of score, and a forecast for the next."""
     bill: Bill | None = None
     """What the clouds billed, beside what was metered; None if no imported bill names the run."""
+    left_in_buckets: tuple[LeftInBucket, ...] = ()
+    """Folders that the run left in buckets. Their price is in no sum. Empty for a run that goes on."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as a dictionary for JSON."""
