@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
+from launcher.harmless import harmless
 from launcher.ledger.models import LOCAL, BucketSize, Run, wall_ms
 from launcher.market.side_prices import storage_rate
 from launcher.money import MICRO, dollars
@@ -91,7 +92,7 @@ def _left(
         bytes=count,
         is_whole=is_whole,
         counted_ms=counted_ms,
-        problem=problem,
+        problem=harmless(problem),  # an answer of the bucket
         region=region,
         micro_usd_per_month=None if count is None else rate.micro_usd_per_month(count),
         is_us_price=rate.is_us_price,

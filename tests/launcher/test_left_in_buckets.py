@@ -106,8 +106,8 @@ def test_size_price_address_and_day_are_said(sessions):
         (size("s3://runs/ours/digits", 300), "300 bytes, less than $0.01 a month (s3://"),
         (size("s3://runs/ours/digits", 0), "0 bytes, $0.00 a month (s3://"),
         (
-            size("s3://runs/ours/digits", None, is_whole=False, region="", problem="no permission"),
-            "unknown (s3://runs/ours/digits), tried 2026-11-30: no permission",
+            size("s3://runs/ours/digits", None, is_whole=False, region="", problem="no\x1b[2J permission"),
+            "unknown (s3://runs/ours/digits), tried 2026-11-30: no\\x1b[2J permission",
         ),
     ],
 )
