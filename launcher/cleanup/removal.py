@@ -13,9 +13,11 @@ from pathlib import Path
 
 from sqlalchemy.orm import Session, sessionmaker
 
+from launcher.controller.bucket_sizes import Count, count_now
 from launcher.controller.lease import is_held
 from launcher.decide.facts import OVER, Stage
 from launcher.exit_codes import Failure
+from launcher.ledger.left_in_buckets import LeftInBucket, left_in_buckets, size_row
 from launcher.ledger.models import ControllerLease, Removal, Run
 from launcher.ledger.store import current_status, find_run, writing
 from launcher.runs.own_folder import check_own_folder
@@ -59,6 +61,23 @@ def remove_run(sessions: sessionmaker[Session], run_name: str) -> None:
             session.add(Removal(run_id=run.id, at_wall_ms=time.time_ns() // 1_000_000))
     if Path(run.folder).exists():
         shutil.rmtree(run.folder)
+
+
+def count_buckets(sessions: sessionmaker[Session], run_name: str, count: Count = count_now) -> tuple[LeftInBucket, ...]:
+    """Count the run's folders in buckets again, and return what the ledger then says. Blocks for some seconds at most.
+
+    A folder that cannot be listed now keeps its earlier count.
+    """
+    with sessions() as session:
+        run = find_run(session, run_name)
+        before = {left.url: left for left in left_in_buckets(session, [run.id]).get(run.id, ())}
+    if not before:
+        return ()
+    sizes = [size for size in count([*before]) if size.bytes is not None or before[size.url].bytes is None]
+    with writing(sessions) as session:
+        session.add_all(size_row(run, size) for size in sizes)
+    with sessions() as session:
+        return left_in_buckets(session, [run.id]).get(run.id, ())
 
 
 def check_removable(sessions: sessionmaker[Session], session: Session, run: Run) -> None:

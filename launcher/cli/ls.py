@@ -1,6 +1,7 @@
 """`spotrl ls`: list all runs, newest first."""
 
 import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import click
@@ -9,12 +10,17 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from launcher.cli.layout import print_table, print_text
 from launcher.cli.output_file import check_output, say_written
+from launcher.ledger.left_in_buckets import left_words, monthly
 from launcher.ledger.models import Run
 from launcher.ledger.store import find_run
 from launcher.money import dollars, hourly
 from launcher.report.focus import write_focus
 from launcher.runs.run_list import RunRow, all_rows
 from launcher.runs.views import RunView, run_documents, view_of
+from launcher.sizes import size_text
+
+DEAREST = 5
+"""Folders in buckets that the list names. Their sum has all of them."""
 
 _HEADING = ("run", "status", "iteration", "score", "spent", "rate", "nodes")
 
@@ -31,6 +37,8 @@ _HEADING = ("run", "status", "iteration", "score", "spent", "rate", "nodes")
 @click.pass_obj
 def ls(sessions: sessionmaker[Session], show_all: bool, as_json: bool, focus: Path | None) -> None:
     """List all runs with their status, score and cost.
+
+    Below the list: what finished runs left in buckets, and its price a month.
 
     \b
     Example:
@@ -65,6 +73,30 @@ def ls(sessions: sessionmaker[Session], show_all: bool, as_json: bool, focus: Pa
         click.echo(f"{hidden} removed {'run is' if hidden == 1 else 'runs are'} hidden; see `spotrl ls --all`")
     lonely = [view.name for view in views.values() if view.lacks_controller]
     print_text(f"{name} has no controller; start one: spotrl resume {name}" for name in lonely)
+    print_text(_left_in_buckets(every))
+
+
+def _left_in_buckets(rows: Sequence[RunRow]) -> Iterator[str]:
+    """Yield what all runs left in buckets, removed ones too, and the dearest folders; nothing if nothing is left."""
+    left = [(row.name, folder) for row in rows for folder in row.left_in_buckets if folder.bytes != 0]
+    unknown = [(name, folder) for name, folder in left if folder.bytes is None]
+    known = sorted(
+        ((name, folder) for name, folder in left if folder.bytes is not None),
+        key=lambda one: -(one[1].micro_usd_per_month or 0),
+    )
+    if len(known) > 1:
+        runs, count = len({name for name, _ in known}), sum(folder.bytes or 0 for _, folder in known)
+        price = sum(folder.micro_usd_per_month or 0 for _, folder in known)
+        least = "" if all(folder.is_whole for _, folder in left) else "at least "
+        yield f"{runs} run{'s' if runs > 1 else ''} left in buckets: {least}{size_text(count)}, {monthly(price)}"
+    for name, folder in [*known[:DEAREST], *(unknown if len(unknown) == 1 else [])]:
+        yield f"{name} left in buckets: {left_words(folder)}"
+    if len(known) > DEAREST:
+        yield f"{len(known) - DEAREST} more folders in buckets: `spotrl ls --all --json`"
+    if len(unknown) > 1:
+        yield f"{len(unknown)} folders in buckets have an unknown size: `spotrl ls --all --json`"
+    if left:
+        yield "`spotrl rm RUN` deletes its files here, and prints how to delete the rest."
 
 
 def _status(view: RunView) -> str:

@@ -6,12 +6,14 @@ from dataclasses import asdict
 import click
 from sqlalchemy.orm import Session, sessionmaker
 
-from launcher.cleanup.removal import look_at_remains, remove_run
+from launcher.cleanup.removal import count_buckets, look_at_remains, remove_run
 from launcher.cli.confirm import confirm
 from launcher.cli.leftovers import is_a_person
 from launcher.cli.run_argument import run_argument
+from launcher.ledger.left_in_buckets import left_words
 from launcher.money import dollars
 from launcher.runs.views import run_view
+from launcher.sizes import size_text
 
 
 @click.command()
@@ -27,8 +29,9 @@ def rm(sessions: sessionmaker[Session], run_name: str, yes: bool, as_json: bool)
     --all` shows the run, and the run's costs count in every limit across all runs. The run's name cannot be used
     again, and the run cannot be resumed.
 
-    Files in buckets are not deleted; the command prints their address and a command to delete them. The command
-    refuses a live run, and a run with nodes that may still cost money. After an interruption, repeat the command.
+    Files in buckets are not deleted; the command counts them, and prints their size, their price a month and a command
+    to delete them. After that deletion, repeat `spotrl rm RUN` to count again. The command refuses a live run, and a
+    run with nodes that may still cost money. After an interruption, repeat the command.
 
     \b
     Example:
@@ -44,28 +47,23 @@ def rm(sessions: sessionmaker[Session], run_name: str, yes: bool, as_json: bool)
         confirm(question, default=False, declined="Nothing was deleted.")
     is_there = remains.folder.exists()
     remove_run(sessions, run_name)
+    left_in_buckets = count_buckets(sessions, run_name)
     if as_json:
         document = asdict(remains) | {"run": run_name, "folder": str(remains.folder), "spent_micro_usd": spent}
-        click.echo(json.dumps(document))
+        click.echo(json.dumps(document | {"left_in_buckets": [asdict(left) for left in left_in_buckets]}))
         return
     if remains.was_removed and not is_there:
         click.echo(f"{run_name} was removed before; none of its files are here.")
     else:
         click.echo(f"Deleted {remains.folder} ({size_text(remains.bytes)}).")
     click.echo(f"The {dollars(spent)} that {run_name} cost stay in the ledger: spotrl report {run_name}")
-    for url in remains.buckets:
-        click.echo(f"Still in its bucket, and paid for: {url}\nDelete it: {deletion(url)}")
+    for left in left_in_buckets:
+        click.echo(f"Left in its bucket: {left_words(left)}")
+        if left.bytes != 0:
+            click.echo(f"Delete it: {deletion(left.url)}")
 
 
 def deletion(url: str) -> str:
     """Return the command that deletes a run's folder in a bucket."""
     tool = "aws s3 rm --recursive" if url.startswith("s3://") else "gcloud storage rm --recursive"
     return f"{tool} {url}/"
-
-
-def size_text(count: int) -> str:
-    """Return a size as text, like `512 bytes`, `3.4 MiB` or `1.2 GiB`."""
-    if count < 1 << 10:
-        return f"{count} bytes"
-    unit, shift = next((unit, shift) for unit, shift in (("GiB", 30), ("MiB", 20), ("KiB", 10)) if count >> shift)
-    return f"{count / (1 << shift):.1f} {unit}"

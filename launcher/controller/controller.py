@@ -137,6 +137,8 @@ class Controller:
         with sessions() as session:
             self._trouble = trouble_of(session, run)
         """The errors of the last pass, as the ledger has them. Empty: the last pass succeeded."""
+        self.has_released = False
+        """True once the run is over and only the resources made for its nodes are left."""
 
     def one_pass(self) -> bool:
         """Observe, compare, act. Return True when the run is over and none of its nodes and resources is left.
@@ -436,6 +438,7 @@ class Controller:
 
         After `TIDY_MS` the result is True in any case, and the run's status tells the user that resources are left.
         """
+        self.has_released = not any(node.is_live for node in (*facts.nodes, *facts.kept))
         if self._provisioner.tidy():
             return True
         if facts.now_ms - facts.stage_ms < TIDY_MS:

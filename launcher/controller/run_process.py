@@ -12,6 +12,7 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from engine.clock import Clock, SteadyClock, boot_ms
 from launcher.clouds.limits import build_limits
+from launcher.controller.bucket_sizes import BucketSizes, Count, count_now
 from launcher.controller.cloud_time import CloudTime
 from launcher.controller.controller import Controller, log
 from launcher.controller.lease import this_ledger, was_elsewhere
@@ -55,8 +56,11 @@ def run_controller(
     provisioner: Provisioner | None = None,
     clock: Clock | None = None,
     sleep: Callable[[float], None] = time.sleep,
+    count: Count = count_now,
 ) -> None:
     """Manage a run until the run is over and nothing of the run is left.
+
+    `count`: returns the sizes of folders in buckets.
 
     Raises LeaseHeld if another controller is active.
     """
@@ -89,12 +93,15 @@ def run_controller(
         threading.Thread(target=watch_prices, args=(sessions, run, job, ended), name="prices", daemon=True).start()
     notifier = _notifier(sessions, run, job, clock)
     shippers = start_shippers(sessions, run, job.logging, clock)
+    sizes = BucketSizes(sessions, run, count)
     trouble, pass_seconds = 0, CLOUD_PASS_SECONDS if controller.sites else PASS_SECONDS
     while True:
         started = time.monotonic()
         try:
             if controller.one_pass():
                 break
+            if controller.has_released:
+                sizes.begin()
             trouble, longest_s = 0, pass_seconds
         except LeaseLost as error:
             log.warning("%s", error)
@@ -110,12 +117,14 @@ def run_controller(
         pause = min(longest_s, pass_seconds * 2 ** min(trouble, 10))
         sleep(max(0.0, pause - (time.monotonic() - started)))
     ended.set()
+    sizes.begin()
     if bucket_lease is not None:
         bucket_lease.give_up()
     controller.close()  # last: from now on no other process waits for this controller
     if notifier is not None:
         notifier.end()
     end_shippers(shippers)
+    sizes.end()
     log.info("%s is over; nothing of it is left running", run.name)
 
 

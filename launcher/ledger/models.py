@@ -152,6 +152,26 @@ class Removal(Base):
     at_wall_ms: Mapped[int]
 
 
+class BucketSize(Base):
+    """The size of a run's folder in a bucket, counted after the run's end. Appended; the newest of a folder counts.
+
+    `spotrl rm` counts again. A run may be resumed after a count.
+    """
+
+    __tablename__ = "bucket_size"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    run_id: Mapped[int] = mapped_column(ForeignKey("run.id"), index=True)
+    at_wall_ms: Mapped[int]
+    url: Mapped[str]
+    bytes: Mapped[int | None] = mapped_column(CheckConstraint("bytes >= 0"))
+    """None: unknown; `problem` says why."""
+    is_whole: Mapped[bool]
+    """False: the folder held at least `bytes`."""
+    region: Mapped[str]
+    """Region of the bucket; empty: unknown."""
+    problem: Mapped[str]
+
+
 class ControllerLease(Base):
     """Right of one process to control a run.
 

@@ -42,7 +42,7 @@ from launcher.ledger.models import (
     TroubleRow,
 )
 
-REVISION = "0014"
+REVISION = "0015"
 """The newest migration. A ledger at this revision opens without loading alembic. A test compares the value with the
 folder."""
 

@@ -13,6 +13,7 @@ from sqlalchemy.orm import Session
 from engine.events import EngineStarted, Evaluated, IterationDone, Phase, Ranked, Regrouped
 from launcher.decide.point_cost import point_cost
 from launcher.ledger.accounting import run_costs
+from launcher.ledger.left_in_buckets import left_in_buckets
 from launcher.ledger.models import LOCAL, Run
 from launcher.ledger.store import current_status, nodes_of, progress_of, reading_once
 from launcher.money import HOUR_MS
@@ -143,6 +144,7 @@ def _report(session: Session, run: Run, now_ms: int, target_reward: float | None
         resume_with=resume_command(session, run, status, now_ms),
         bill=bill,
         fleets=front_from(run.plan),
+        left_in_buckets=left_in_buckets(session, [run.id]).get(run.id, ()) if end is not None else (),
     )
 
 

@@ -25,6 +25,7 @@ from launcher.report.values import Pictures, Report
 from launcher.report.words import (
     age,
     bill_words,
+    bucket_words,
     drift_words,
     headline,
     how_lost,
@@ -72,6 +73,7 @@ def render_html(report: Report, read: Callable[[str], bytes | None]) -> str:
             (WHY[kind], paid) for kind, paid in by_kind(report.bill.differences if report.bill else ()).items()
         ],
         bill_lines=bill_words(report),
+        bucket_lines=bucket_words(report),
         headline=headline(report),
         drift=drift_words(report),
         point=point_words(report.point, report.target.metric),

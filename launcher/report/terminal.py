@@ -18,6 +18,7 @@ from launcher.report.values import Factors, Report, Saving
 from launcher.report.words import (
     age,
     bill_words,
+    bucket_words,
     drift_words,
     headline,
     learning_words,
@@ -80,6 +81,8 @@ def _print(report: Report, console: Console) -> None:
     _splits(report, console)
     _extras(report, console)
     _bill(report, console)
+    for line in bucket_words(report):
+        console.print(line)
     _gains(report, console)
     _preemptions(report, console)
     if lost := trainer_loss_words(report):

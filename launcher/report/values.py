@@ -9,6 +9,7 @@ from typing import Any
 
 from launcher.decide.point_cost import NOT_EVALUATED, PointCost
 from launcher.ledger.accounting import Charge, TakenRole
+from launcher.ledger.left_in_buckets import LeftInBucket
 from launcher.placement.front import Front
 from launcher.report.bill import Bill
 from launcher.report.exploration import Exploration
@@ -375,6 +376,8 @@ class Report:
     """What the clouds billed, beside what was metered; None if no imported bill names the run."""
     fleets: Front | None = None
     """The fleets that the run's own was chosen from; None for a job that names its nodes, and for older runs."""
+    left_in_buckets: tuple[LeftInBucket, ...] = ()
+    """Folders that the run left in buckets. Their price is in no sum. Empty for a run that goes on."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as a dictionary for JSON."""

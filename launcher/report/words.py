@@ -2,6 +2,7 @@
 
 from launcher.decide.point_cost import PointCost
 from launcher.learning import learns_nothing
+from launcher.ledger.left_in_buckets import left_words
 from launcher.money import dollars, duration
 from launcher.report.ranks import TrainerTime
 from launcher.report.resume_command import plain_resume
@@ -46,6 +47,14 @@ def bill_words(report: Report) -> list[str]:
     if missing:
         lines.append(f"The imported bill does not cover the whole life of {', '.join(missing)}.")
     return lines
+
+
+def bucket_words(report: Report) -> list[str]:
+    """Return a line for each folder that the run left in a bucket, then the sources of their prices."""
+    left = [folder for folder in report.left_in_buckets if folder.bytes != 0]
+    lines = [f"Left in buckets: {left_words(folder)}." for folder in left]
+    sources = dict.fromkeys(folder.price_source for folder in left if folder.bytes is not None)
+    return [*lines, *(f"Storage is priced at the {source}." for source in sources)]
 
 
 def point_words(point: PointCost, metric: str) -> str:

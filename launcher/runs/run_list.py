@@ -6,6 +6,7 @@ The newest events of a run are found from the end of an index, so the number of 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 from sqlalchemy import func, select
@@ -17,6 +18,7 @@ from launcher.decide.facts import OVER
 from launcher.harmless import harmless
 from launcher.learning import learns_nothing
 from launcher.ledger.bills import billed_micro_usd
+from launcher.ledger.left_in_buckets import LeftInBucket, left_in_buckets
 from launcher.ledger.models import (
     BillingInterval,
     ControllerLease,
@@ -71,6 +73,8 @@ class RunRow:
     is_removed: bool
     lacks_controller: bool
     """True if a run that is not over, or may still have nodes, has no controller."""
+    left_in_buckets: tuple[LeftInBucket, ...]
+    """As in `RunView`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,21 +96,24 @@ def run_list(session: Session, contains: str = "", count: int = COUNT) -> RunLis
         for run_id, name, infra in names
         if word in f"{name} {statuses[run_id].status if run_id in statuses else 'unknown'} {infra}".lower()
     ]
-    rows = _rows(session, matching[: min(max(1, count), MOST)], statuses)
+    shown = matching[: min(max(1, count), MOST)]
+    rows = _rows(session, shown, statuses, left_in_buckets(session, shown))
     return RunList(rows=tuple(rows), matching=len(matching), total=len(names))
 
 
 def all_rows(session: Session) -> list[RunRow]:
     """Return every run, newest first."""
     ids, statuses = list(session.scalars(select(Run.id).order_by(Run.id.desc()))), _statuses(session)
-    parts = (ids[start : start + AT_ONCE] for start in range(0, len(ids), AT_ONCE))
-    return [row for part in parts for row in _rows(session, part, statuses)]
+    parts, left = (ids[start : start + AT_ONCE] for start in range(0, len(ids), AT_ONCE)), left_in_buckets(session)
+    return [row for part in parts for row in _rows(session, part, statuses, left)]
 
 
 def run_row(session: Session, name: str) -> RunRow | None:
     """Return one run as in the list, or None for an unknown run."""
     run_id = session.scalar(select(Run.id).where(Run.name == name))
-    return None if run_id is None else _rows(session, [run_id], _statuses(session))[0]
+    if run_id is None:
+        return None
+    return _rows(session, [run_id], _statuses(session), left_in_buckets(session, [run_id]))[0]
 
 
 def newest_of_all(session: Session) -> Seen:
@@ -115,12 +122,19 @@ def newest_of_all(session: Session) -> Seen:
     return Seen(*(session.scalar(select(func.max(table.id))) or 0 for table in tables))
 
 
-def _statuses(session: Session) -> dict[int, RunStatus]:
+def _statuses(session: Session) -> dict[int, Any]:
+    """Return the newest status of each run, with its reason."""
     ids = select(func.max(RunStatus.id)).group_by(RunStatus.run_id)
-    return {row.run_id: row for row in session.scalars(select(RunStatus).where(RunStatus.id.in_(ids)))}
+    newest = select(RunStatus.run_id, RunStatus.status, RunStatus.reason).where(RunStatus.id.in_(ids))
+    return {row.run_id: row for row in session.execute(newest)}
 
 
-def _rows(session: Session, ids: Sequence[int], statuses: dict[int, RunStatus]) -> list[RunRow]:
+def _rows(
+    session: Session,
+    ids: Sequence[int],
+    statuses: Mapping[int, Any],
+    left: Mapping[int, tuple[LeftInBucket, ...]],
+) -> list[RunRow]:
     bills = select(Node.run_id, func.sum(BillingInterval.micro_usd)).join(BillingInterval).group_by(Node.run_id)
     billed = {run_id: int(micro_usd) for run_id, micro_usd in session.execute(bills.where(Node.run_id.in_(ids)))}
     unbilled = unbilled_runs(session, ids)
@@ -169,6 +183,7 @@ def _rows(session: Session, ids: Sequence[int], statuses: dict[int, RunStatus]) 
                 lacks_controller=is_open
                 and run.id not in controlled
                 and (word not in OVER or _has_nodes(session, run)),
+                left_in_buckets=left.get(run.id, ()) if word in OVER else (),
             )
         )
     return rows
@@ -219,6 +234,6 @@ def _newest_events(session: Session, ids: Sequence[int], kind: str, count: int) 
     by_run: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
     shown = (ProgressRow.id, ProgressRow.run_id, ProgressRow.event)
     rows = session.execute(select(*shown).join(Run, ProgressRow.id.in_(newest)).where(Run.id.in_(ids)))
-    for row in sorted(rows, key=lambda row: row.id):
-        by_run[row.run_id].append(row.event)
+    for _, run_id, event in sorted(rows, key=itemgetter(0)):
+        by_run[run_id].append(event)
     return by_run

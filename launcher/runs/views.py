@@ -21,6 +21,7 @@ from launcher.job.sections import Recovery
 from launcher.learning import learns_nothing
 from launcher.ledger.accounting import charges_of_run, judge_micro_usd, on_demand_micro_usd
 from launcher.ledger.bills import billed_micro_usd
+from launcher.ledger.left_in_buckets import LeftInBucket, left_in_buckets
 from launcher.ledger.models import (
     BillLine,
     ControllerLease,
@@ -134,6 +135,8 @@ class RunView:
     """What the clouds billed, as far as bills were imported; None without one. Limits rest on `spent_micro_usd`."""
     point: PointCost = NOT_EVALUATED
     """Dollars of the last +.01 of `score`, and a forecast for the next."""
+    left_in_buckets: tuple[LeftInBucket, ...] = ()
+    """Folders that the run left in buckets, which cost money. Empty for a run that goes on, and without buckets."""
 
     @property
     def lacks_controller(self) -> bool:
@@ -169,9 +172,11 @@ def run_documents(sessions: sessionmaker[Session]) -> list[dict[str, Any]]:
     with sessions() as session:
         marks = _marks(session)
         removed = set(session.scalars(select(Removal.run_id)))
+        left = left_in_buckets(session)
         for kept in session.execute(select(KeptView.run_id, KeptView.mark, KeptView.view)):
             if marks.get(kept.run_id) == kept.mark:
-                views[kept.run_id] = {**kept.view, "is_removed": kept.run_id in removed}
+                folders = [asdict(folder) for folder in left.get(kept.run_id, ())]
+                views[kept.run_id] = {**kept.view, "is_removed": kept.run_id in removed, "left_in_buckets": folders}
         for run in session.scalars(select(Run).where(Run.id.in_(marks.keys() - views.keys()))):
             view = view_of(session, run)
             views[run.id] = asdict(view)
@@ -314,6 +319,7 @@ def view_of(session: Session, run: Run) -> RunView:
         billed_micro_usd=billed_micro_usd(session, [run.id]).get(run.id),
         resume_with=resume_with_more(run, status.reason, of_nodes) if status.status == Stage.STOPPED else "",
         point=point_cost(points),
+        left_in_buckets=left_in_buckets(session, [run.id]).get(run.id, ()) if over else (),
     )
 
 

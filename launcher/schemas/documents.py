@@ -59,6 +59,7 @@ ADDED_LATER = {
         "resume_with",
         "billed_micro_usd",
         "point",
+        "left_in_buckets",
     },
     "Report": {
         "learning",
@@ -76,7 +77,9 @@ ADDED_LATER = {
         "bill",
         "point",
         "fleets",
+        "left_in_buckets",
     },
+    "Removed": {"left_in_buckets"},
     "ComparedRun": {"billed_micro_usd"},
     "RewardCheck": {"warnings"},
     "CloudPlan": {"other_trainer", "checkpoint_every"},

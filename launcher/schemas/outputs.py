@@ -11,6 +11,7 @@ from typing import Any, Literal
 from typing_extensions import TypedDict
 
 from launcher.cleanup.reaping import UncheckedRegion
+from launcher.ledger.left_in_buckets import LeftInBucket
 from launcher.market.offers import Table
 from launcher.placement.front import Front
 from launcher.report.exploration import Exploration
@@ -156,6 +157,8 @@ class Removed(TypedDict):
     was_removed: bool
     """True if the run was removed before."""
     spent_micro_usd: int
+    left_in_buckets: list[LeftInBucket]
+    """Sizes and prices of the same folders, as counted now, or earlier if a bucket does not answer."""
 
 
 class ShippedOutput(TypedDict):

@@ -48,6 +48,11 @@ def run_store(store: Mapping[str, str], cloud: str, run: str) -> str:
     return f"{store[cloud].rstrip('/')}/{run}"
 
 
+def run_folders(infra: str, store: Mapping[str, str], run: str) -> dict[str, str]:
+    """Return the URL of the run's folder in the bucket of each of its clouds, by cloud. Empty on the local infra."""
+    return {cloud: run_store(store, cloud, run) for cloud in infra.split(",") if cloud in store}
+
+
 def open_store(url: str) -> ObjectStore:
     """Return the store behind a URL, with this user's credentials. Raises StoreError."""
     bucket = url.partition("://")[2].partition("/")[0]
@@ -68,9 +73,8 @@ def run_stores(infra: str, store: Mapping[str, str], run: str, folder: Path) -> 
 
     Raises StoreError. A missing folder is no store.
     """
-    clouds = [cloud for cloud in infra.split(",") if cloud in store]
-    if clouds:
-        return [open_store(run_store(store, cloud, run)) for cloud in clouds]
+    if folders := run_folders(infra, store, run):
+        return [open_store(url) for url in folders.values()]
     store_folder = folder / "store"
     return [open_store(store_folder.as_uri())] if store_folder.is_dir() else []
 

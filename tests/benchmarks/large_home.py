@@ -2,10 +2,11 @@
 
     python -m tests.benchmarks.large_home --json
 
-A home with 2,000 finished runs on a cloud and one that goes on is made; together they have a million events of the
-engine. Each command runs as a process of its own. Its processor seconds are those beyond the same command on a home
-with one run. `ui_list_cpu_s` is one answer of the list. A pass is what a controller reads of the ledger in each
-pass, with a limit on all runs; the first pass of a controller is shown apart.
+A home with 2,000 finished runs on a cloud and one that goes on is made. Together they have a million events of the
+engine, and each finished run has a counted folder in a bucket. Each command runs as a process of its own. Its processor
+seconds are those beyond the same command on a home with one run. `ui_list_cpu_s` is one answer of the list. A pass is
+what a controller reads of the ledger in each pass, with a limit on all runs; the first pass of a controller is shown
+apart.
 """
 
 import argparse
@@ -28,9 +29,11 @@ from engine.clock import ScaledClock
 from launcher.controller.facts_reader import FactsReader
 from launcher.job.schema import Job
 from launcher.ledger.billing import side_costs
-from launcher.ledger.models import BillingInterval, Node, NodeEvent, ProgressRow, Run, RunStatus, SideCost
+from launcher.ledger.left_in_buckets import size_row
+from launcher.ledger.models import BillingInterval, BucketSize, Node, NodeEvent, ProgressRow, Run, RunStatus, SideCost
 from launcher.ledger.store import open_ledger
 from launcher.placement.plan import Plan
+from launcher.storage.folder_sizes import FolderSize
 from tests.benchmarks.page import load_now, publish
 from tests.benchmarks.ui import event_of, serving
 from tests.launcher.made_ledger import JOB, MINUTE_MS, START_MS, MadeLedger, a_run
@@ -48,13 +51,13 @@ its run has new rows. Until 2026-11-28 `ls` had not finished after 34 s of proce
 first time and .64 s later, because each run was read by itself.
 """
 
-LIVE = "live"
+LIVE, BUCKET = "live", "s3://runs/ours"
 SLOTS = ("trainer", "spot-0", "spot-1")
 
 
 def a_finished_run(session: Session, name: str, events: int) -> MadeLedger:
-    """Make a run on a cloud that is over, with three nodes that ended."""
-    made = a_run(session, name, job={**JOB, "iterations": 10_000}, factor=1.0)
+    """Make a run on a cloud that is over, with three nodes that ended and a counted folder in a bucket."""
+    made = a_run(session, name, job={**JOB, "iterations": 10_000, "store": {"aws": BUCKET}}, factor=1.0)
     made.run.infra, made.run.money_basis = "aws", "metered"
     made.status("planned", 0)
     made.status("running", 0)
@@ -66,6 +69,8 @@ def a_finished_run(session: Session, name: str, events: int) -> MadeLedger:
     made.status("finished", end, "target")
     session.add_all(NodeEvent(node_id=node.id, at_ms=START_MS + end, kind="released") for node in nodes)
     session.add_all(cost for node in nodes for cost in side_costs(made.run, node, START_MS, START_MS + end))
+    size = FolderSize(url=f"{BUCKET}/{name}", bytes=10**9, is_whole=True, region="us-east-1", problem="")
+    session.add(size_row(made.run, size))
     session.flush()
     return made
 
@@ -82,7 +87,7 @@ def make_home(folder: Path, runs: int, events: int) -> sessionmaker[Session]:
         first = a_finished_run(session, "run-0000", events)
         rows = {
             table: [columns_of(row) for row in session.scalars(select(table).order_by(table.id))]
-            for table in (Run, RunStatus, Node, NodeEvent, BillingInterval, SideCost, ProgressRow)
+            for table in (Run, RunStatus, Node, NodeEvent, BillingInterval, SideCost, ProgressRow, BucketSize)
         }
         for number in range(1, runs):
             name, run_id = f"run-{number:04}", first.run.id + number
@@ -97,6 +102,8 @@ def make_home(folder: Path, runs: int, events: int) -> sessionmaker[Session]:
             beside = [{**row, **of_run, "node_id": row["node_id"] + shift} for row in rows[SideCost]]
             session.execute(insert(SideCost), beside)
             session.execute(insert(ProgressRow), [{**row, **of_run} for row in rows[ProgressRow]])
+            folder_size = {**rows[BucketSize][0], **of_run, "url": f"{BUCKET}/{name}"}
+            session.execute(insert(BucketSize), [folder_size])
         live = a_run(session, LIVE, job={**JOB, "iterations": 10_000}, factor=1.0)
         live.run.infra, live.run.money_basis, live.run.max_total_micro_usd = "aws", "metered", 100_000_000
         live.status("planned", 0)

@@ -15,6 +15,7 @@ from launcher.controller.lease import take_lease, this_process
 from launcher.exit_codes import ExitCode
 from launcher.ledger.models import ControllerLease, NodeEvent, Run
 from launcher.ledger.store import append_status, find_run, nodes_of, open_ledger, writing
+from launcher.sizes import size_text
 from tests.launcher.cluster.stage import made_run
 from tests.launcher.made_ledger import START_MS, a_long_run
 from tests.launcher.printed import printed
@@ -74,6 +75,7 @@ def test_rm_deletes_the_folder_and_the_report_still_says_what_was_spent(home, ca
         "buckets": [],
         "was_removed": False,
         "spent_micro_usd": before["total"],
+        "left_in_buckets": [],
     }
     assert not (home / "runs" / RUN).exists()
     assert answer(capsys, "report", RUN)["costs"] == before
@@ -194,7 +196,9 @@ def test_files_in_a_bucket_are_kept_named_and_can_still_be_pulled(home, sessions
         found.infra, found.job = "aws", {**found.job, "store": {"aws": bucket.as_uri(), "gcp": "gs://not-ours"}}
     assert run(["rm", RUN, "--yes"]) == ExitCode.OK
     printed_text = capsys.readouterr().out
-    assert f"Still in its bucket, and paid for: {bucket.as_uri()}/{RUN}" in printed_text
+    stored = sum(path.stat().st_size for path in bucket.rglob("*") if path.is_file())
+    assert f"Left in its bucket: {size_text(stored)}, less than $0.01 a month" in printed_text
+    assert f"({bucket.as_uri()}/{RUN}), counted 20" in printed_text
     assert "not-ours" not in printed_text, "the run was never on that cloud"
     assert run(["pull", RUN, "--to", str(tmp_path / "weights")]) == ExitCode.OK
     assert (tmp_path / "weights" / "weights.safetensors").exists()
@@ -216,7 +220,7 @@ def test_the_deletion_of_a_bucket_ends_in_a_slash(url, command):
     ("count", "text"), [(0, "0 bytes"), (1536, "1.5 KiB"), (5 << 20, "5.0 MiB"), (3 << 29, "1.5 GiB")]
 )
 def test_a_size_is_in_the_largest_unit_that_fits(count, text):
-    assert rm_module.size_text(count) == text
+    assert size_text(count) == text
 
 
 def test_a_copied_ledger_changes_no_files_of_the_first(home, tmp_path, monkeypatch, capsys):

@@ -279,7 +279,7 @@ def test_the_json_has_a_schema_version_and_only_plain_values(session):
         "micro_usd_per_hundredth", "extras", "nodes", "preemptions", "exploration", "sharing", "price_effect", "saved",
         "prices", "pictures_before", "pictures_after", "start_ms", "end_ms", "notes", "learning", "pictures",
         "job_text", "scores", "schedule", "provenance", "stand_ins", "collectives", "trainer_time", "resume_with",
-        "bill", "trainer_losses", "moves", "throughput", "point", "fleets",
+        "bill", "trainer_losses", "moves", "throughput", "point", "fleets", "left_in_buckets",
     }  # fmt: skip
     splits = [read["costs"][name] for name in ("by_role", "by_market", "by_place", "by_node", "by_phase")]
     assert [sum(split.values()) for split in splits] == [read["costs"]["total"]] * 5

@@ -13,6 +13,7 @@ from engine.node.spend_guard import TimeLeft
 from launcher.cleanup import removal
 from launcher.cli import follow
 from launcher.controller import facts_reader, run_process, spend_deadlines
+from launcher.controller.bucket_sizes import BucketSizes
 from launcher.controller.cloud_time import CloudTime
 from launcher.controller.controller import Controller
 from launcher.controller.lease import renew
@@ -23,6 +24,7 @@ from launcher.decide.facts import Facts, Wanted
 from launcher.ledger.store import writing
 from launcher.provision.sky.watch import AgentWatch
 from launcher.runs import kept_plan, runs
+from launcher.storage.folder_sizes import _Listing
 from launcher.storage.store_lease import StoreLease
 from tests.mutants.faults import Fault
 from tests.mutants.planted_bug import changed, everywhere
@@ -388,6 +390,29 @@ _ALL = (
         forgets="that one failed node is kept at a time",
         patches=((AgentWatch, "_keep", changed(AgentWatch._keep, "any(peer", "all(peer")),),
         found_by="tests/launcher/cluster/test_sky_provisioner.py::test_one_failed_node_is_kept_at_a_time",
+    ),
+    Fault(
+        name="the_end_of_a_run_waits_for_its_buckets",
+        forgets="that a bucket may not answer, while the run's lease is held",
+        patches=((BucketSizes, "begin", changed(BucketSizes.begin, "self._thread.start()", "self._thread.run()")),),
+        found_by="tests/launcher/cluster/test_bucket_sizes.py::test_a_silent_bucket_does_not_delay_the_end_of_a_run",
+    ),
+    Fault(
+        name="a_silent_bucket_holds_nothing",
+        forgets="that a folder without an answer is not empty",
+        patches=((_Listing, "end", changed(_Listing.end, "bytes=self._bytes", "bytes=self._bytes or 0")),),
+        found_by="tests/launcher/cluster/test_folder_sizes.py::test_a_folder_that_cannot_be_listed_is_unknown",
+    ),
+    Fault(
+        name="a_silent_bucket_erases_its_count",
+        forgets="that the earlier count of a folder still says more than no answer",
+        patches=(
+            everywhere(
+                removal.count_buckets,
+                changed(removal.count_buckets, " if size.bytes is not None or before[size.url].bytes is None]", "]"),
+            ),
+        ),
+        found_by="tests/launcher/test_left_in_buckets.py::test_rm_keeps_an_earlier_count_if_the_bucket_does_not_answer",
     ),
 )
 

@@ -13,6 +13,7 @@ from obstore.store import MemoryStore
 from engine.storage.checkpoint import CheckpointStore
 from engine.storage.judge_fund import JudgeFund
 from launcher.exit_codes import ExitCode
+from launcher.storage.folder_sizes import count_folders
 from launcher.storage.stores import (
     JUDGES,
     StoreDenied,
@@ -202,3 +203,20 @@ def test_engine_and_launcher_mean_the_same_folder_whatever_its_name(tmp_path):
         b"image",
         b"demo-trainer-g0",
     )
+
+
+def test_only_the_runs_own_folder_is_counted_over_the_s3_protocol(s3):
+    for path, size in (("digits/a", 5), ("digits/checkpoints/b", 1 << 20), ("digits-2/a", 9), ("digit", 9)):
+        obstore.put(open_store("s3://runs/ours"), path, b"x" * size)
+    counted = count_folders(["s3://runs/ours/digits", "s3://runs/ours/empty"], bucket_region, seconds=60)
+    assert [(one.bytes, one.is_whole, one.region) for one in counted] == [
+        ((1 << 20) + 5, True, "us-west-2"),
+        (0, True, "us-west-2"),
+    ]
+
+
+def test_a_folder_of_a_bucket_that_is_gone_has_an_unknown_size(s3):
+    s3.delete_bucket(Bucket="runs")
+    [counted] = count_folders(["s3://runs/ours/digits"], bucket_region, seconds=60)
+    assert (counted.bytes, counted.is_whole) == (None, False)
+    assert "in which region runs is" in counted.problem

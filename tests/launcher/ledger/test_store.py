@@ -15,7 +15,8 @@ from sqlalchemy.exc import IntegrityError
 
 from engine.events import EngineStarted, Evaluated, IterationDone, NodeSeen, Progress
 from launcher.exit_codes import Failure
-from launcher.ledger.models import Base, ControllerLease, Node, Removal, Run
+from launcher.ledger.left_in_buckets import left_in_buckets
+from launcher.ledger.models import Base, BucketSize, ControllerLease, Node, Removal, Run
 from launcher.ledger.store import (
     REVISION,
     append_progress,
@@ -136,6 +137,27 @@ def test_a_ledger_from_before_removals_keeps_its_runs_unremoved(sessions, tmp_pa
         session.commit()
     with open_ledger(tmp_path / "state" / "ledger.sqlite")() as session:
         assert session.get(Removal, find_run(session, "demo").id) is None
+
+
+def test_a_ledger_from_before_bucket_sizes_keeps_its_runs_uncounted(sessions, tmp_path):
+    from alembic import command
+
+    run = add_run(sessions)
+    with writing(sessions) as session:
+        found = find_run(session, "demo")
+        found.infra, found.job = "aws", {"store": {"aws": "s3://runs"}}
+        session.add(
+            BucketSize(run_id=run.id, at_wall_ms=1, url="s3://runs/demo", is_whole=False, region="", problem="")
+        )
+    config = Config()
+    config.set_main_option("script_location", "launcher.ledger:migrations")
+    with sessions() as session:
+        config.attributes["connection"] = session.connection()
+        command.downgrade(config, "0014")
+        session.commit()
+    with open_ledger(tmp_path / "state" / "ledger.sqlite")() as session:
+        [left] = left_in_buckets(session)[run.id]
+        assert (left.url, left.counted_ms) == ("s3://runs/demo", None)
 
 
 def older(sessions):
