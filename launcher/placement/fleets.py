@@ -28,7 +28,7 @@ from launcher.placement.forecast import Caps, Choice, on_demand_outlook, outlook
 from launcher.placement.memory import TooSmall, check_memory, check_pool
 from launcher.placement.plan import PlacementError
 from launcher.placement.price_of_waiting import CHANGE_HOURS
-from launcher.placement.requirements import MarketView, Site, cloud_requirements, sites_of
+from launcher.placement.requirements import KnownNodes, MarketView, Site, cloud_requirements, sites_of
 from launcher.placement.search import cheapest_by_nodes
 
 MOST_NODES = 4
@@ -187,12 +187,13 @@ def candidates(
     fitting: list[Candidate] = []
     unfit: list[Unfit] = []
     too_small: dict[tuple[str, str | None], TooSmall] = {}
+    known = KnownNodes()
     for fleet in fleets_of(job, offers):
         most = most_nodes(job) if fleet.rollout else 0
         kind_of = {"trainer": fleet.trainer, "rollout": fleet.rollout}
         try:
-            for known in filter(None, map(too_small.get, kind_of.items())):
-                raise known
+            for refusal in filter(None, map(too_small.get, kind_of.items())):
+                raise refusal
             resolved = resolve(with_fleet(job, fleet, most), workdir)
             check_memory(resolved)
             check_pool(resolved)
@@ -203,15 +204,17 @@ def candidates(
             continue
         kinds = dict.fromkeys(kind.partition(":")[0] for kind in (fleet.trainer, fleet.rollout) if kind)
         in_view = replace(market, offers=tuple(offer for kind in kinds for offer in by_kind.get(kind, ())))
-        fitting += _in_regions(job, fleet, resolved, most, in_view)
+        fitting += _in_regions(job, fleet, resolved, most, in_view, known)
     if any(candidate.resolved.seconds is not None for candidate in fitting):
         fitting = [candidate for candidate in fitting if candidate.resolved.seconds is not None]
     return fitting, unfit
 
 
-def _in_regions(job: Job, fleet: Fleet, resolved: Resolved, most: int, market: MarketView) -> Iterator[Candidate]:
+def _in_regions(
+    job: Job, fleet: Fleet, resolved: Resolved, most: int, market: MarketView, known: KnownNodes
+) -> Iterator[Candidate]:
     needs = replace(cloud_requirements(resolved), min_rollout_nodes=0)
-    sites: Sequence[Site] = sites_of(needs, market)[0]
+    sites: Sequence[Site] = sites_of(needs, market, known)[0]
     if "accelerators" not in job.resources.trainer.model_fields_set:  # a larger node is a fleet of its own
         sites = [site for site in sites if site.trainer.gpus == resolved.job.resources.trainer.gpus]
     caps = Caps(max_hourly_micro_usd=needs.max_hourly_micro_usd)

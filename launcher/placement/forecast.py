@@ -188,10 +188,15 @@ def cost(choice: Choice) -> tuple[int, int]:
 
 
 def _with_losses(site: Site, losses: TrainerLosses, made: Progress, micro_usd: int, ms: int) -> tuple[int, int]:
-    """Return C and K T with what the losses of a trainer on spot cost: stand-ins on demand, and work that is lost."""
-    dearer = (1 - losses.share) * (site.trainer_on_demand_micro_usd_per_hour - site.trainer_micro_usd_per_hour)
+    """Return C and K T with what the losses of a trainer on spot cost: work that is made again, nodes on demand, waits.
+
+    While a run waits for spot it pays for no node: those without a trainer are given back.
+    """
     slower = losses.slower(made.iteration_seconds)
-    return ceil((micro_usd + ms / HOUR_MS * max(0.0, dearer)) * slower), ceil(ms * slower)
+    work_hours = ms / HOUR_MS * slower
+    dearer = site.trainer_on_demand_micro_usd_per_hour - site.trainer_micro_usd_per_hour
+    on_demand = work_hours * losses.on_demand(work_hours) * max(0, dearer)
+    return ceil(micro_usd * slower + on_demand), ceil(losses.hours(work_hours) * HOUR_MS)
 
 
 def paid(recipe: Recipe, made: Progress, micro_usd_per_hour: float, copies: int) -> tuple[int, int]:

@@ -36,8 +36,8 @@ FIRST_STARTS, STARTS = 4, 10
 """Most replays of each fleet of the shortlist, and of the best of each kind: cheapest, in time, quickest."""
 
 NODE_HOURS_OF_START = 20
-"""Node-hours of a run up to which it gets all of these replays. Of a run twice as large, half as many differ as little
-from their mean, and take as much time."""
+"""Node-hours of a run, with every node at work, up to which it gets all of these replays. Of a run twice as large, half
+as many differ as little from their mean, and take as much time."""
 
 LEAST_FIRST_STARTS = 2
 
@@ -278,7 +278,7 @@ def _row(candidate: Candidate, plan: CloudPlan, starts: int, least: int) -> Flee
     """Return a row of `starts` replays, or of fewer for a large run. None: too few of them reach the target."""
     job = candidate.resolved.job
     confidence = job.budget.deadline_confidence
-    node_hours = len(plan.slots) * plan.time.expected / HOUR_MS
+    node_hours = len(plan.slots) * candidate.least_hours
     fewer = ceil(starts * NODE_HOURS_OF_START / max(node_hours, NODE_HOURS_OF_START))
     replays = replays_of(plan, MoveRules.of(job), confidence, max(min(least, starts), fewer))
     if replays is None or replays.enough_ms is None:

@@ -79,7 +79,7 @@ def test_the_candidates_are_those_of_trying_every_job(checked):
                         resolved = resolve(fleets.with_fleet(job_file.job, fleet, nodes), job_file.workdir)
                         check_memory(resolved)
                         needs = replace(cloud_requirements(resolved), replays_decide=True, min_rollout_nodes=nodes)
-                        plan = plan_cloud(replace(needs, deadline_ms=None), MARKET.view)
+                        plan = plan_cloud(needs, MARKET.view)
                     except (PlacementError, BudgetError, ValueError):
                         continue
                     tried[trainer, on_spot, fleet.rollout, nodes] = plan.cost.expected
