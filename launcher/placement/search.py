@@ -70,7 +70,10 @@ Part = tuple[int, int, int, int]
 class _Search:
     def __init__(self, needs: CloudRequirements, sites: Sequence[Site], caps: Caps) -> None:
         self.needs, self.caps = needs, caps
-        self.sites = [_Columns(site) for site in sites]
+        known: defaultdict[int, dict[GpusAtWork, Progress]] = defaultdict(
+            dict
+        )  # sites share what they know of a recipe
+        self.sites = [_Columns(site, known[site.trainer.gpus]) for site in sites]
         self.best: tuple[int, int, int, int, tuple[int, ...]] | None = None
         self.choice: Choice
         self._least_ms: dict[tuple[int, float], list[int]] = {}
@@ -224,7 +227,7 @@ class _Placed:
 class _Columns:
     """Figures of the spot zones of a site, a column for each figure, in the site's order."""
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: Site, known: dict[GpusAtWork, Progress]) -> None:
         pools = site.zones
         self.site, self.zones = site, len(pools)
         self.recipe = site.recipe
@@ -235,7 +238,7 @@ class _Columns:
         limits = [pool.on_demand_micro_usd_per_hour for pool in pools]
         figures = list(zip(self.rates.each, self.prices.each, self.useless.each, limits, strict=True))
         self.is_like_before = [zone > 0 and figures[zone] == figures[zone - 1] for zone in range(self.zones)]
-        self._quickest: dict[GpusAtWork, Progress] = {}
+        self._quickest = known
 
     def cap(self, spot: int) -> int:
         return most_in_one_zone(spot, self.zones)
