@@ -27,7 +27,7 @@ from launcher.market.spells import chance_elsewhere
 from launcher.money import HOUR_MS
 from launcher.placement.cloud_plan import WhenSpotPays
 from launcher.placement.forecast import GpusAtWork, progress, quickest
-from launcher.placement.requirements import cloud_requirements
+from launcher.placement.requirements import TrainerLosses, cloud_requirements
 from launcher.placement.value import (
     COOL_MOST_MS,
     FIND_HOURS,
@@ -526,3 +526,31 @@ def test_every_assumption_of_a_recipe_is_named():
         assert estimate.basis is Basis.ASSUMED
         assert "assumed" in estimate.source or "half and twice" in estimate.source
         assert estimate.low <= estimate.mean <= estimate.high
+
+
+# --- a trainer on spot --------------------------------------------------------------------------------
+
+
+def losses(share: float = 0.45, deadline_hours: float = inf) -> TrainerLosses:
+    return TrainerLosses(share=share, life_hours=2.0, checkpoint_every=2, deadline_hours=deadline_hours)
+
+
+def test_a_loss_costs_half_of_the_work_between_checkpoints_and_a_change():
+    assert losses().slower(1800.0) == pytest.approx(1 + 0.45 * (2 * 0.5 / 2 + 0.2) / 2.0)
+
+
+def test_a_trainer_waits_for_spot_as_long_as_its_deadline_allows():
+    assert losses().on_demand(12.0) == 0
+    assert losses().hours(12.0) == pytest.approx(12 / 0.45)
+    assert losses(deadline_hours=72.0).on_demand(12.0) == pytest.approx(0.55 * 2 * 12 / 72)
+    late = losses(deadline_hours=15.0)  # 6.75 of the 15 h have spot
+    assert late.on_demand(12.0) == pytest.approx(max(0.55, 1 - 6.75 / 12))
+    assert late.hours(12.0) == 15.0
+    assert losses(deadline_hours=6.0).hours(12.0) == 12.0, "no less than the work"
+
+
+@given(st.floats(0.05, 1), st.floats(0.1, 50), st.floats(1, 200))
+def test_a_later_deadline_never_needs_more_on_demand(share, work_hours, deadline_hours):
+    tight, loose = (losses(share, deadline) for deadline in (deadline_hours, 2 * deadline_hours))
+    assert 0 <= loose.on_demand(work_hours) <= tight.on_demand(work_hours) <= 1
+    assert tight.hours(work_hours) <= loose.hours(work_hours) + 1e-9
