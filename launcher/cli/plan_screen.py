@@ -18,7 +18,7 @@ from launcher.job.checked import CheckedJob
 from launcher.job.schema import ASLEEP, Job
 from launcher.market.offers import TOO_OLD, age_of, dates_text
 from launcher.money import HOUR_MS, dollars, duration, hourly
-from launcher.placement.cloud_plan import THE_TRAINER_ALONE, Alternative, CloudPlan, Factors, PlanReplays, Span
+from launcher.placement.cloud_plan import THE_TRAINER_ALONE, CloudPlan, Factors, PlanReplays, Span
 from launcher.placement.plan import Plan, Slot
 from launcher.services.fleets import Fleets
 
@@ -56,7 +56,7 @@ def cloud_screen(job: Job, plan: CloudPlan, warnings: int, now_ms: int, fleets: 
     of_trainer = list(trainer_text(plan))
     yield from map(_cut, of_trainer)
     if fleets is None:
-        yield from _alternatives(plan.alternatives, ALTERNATIVES_SHOWN - len(of_trainer))
+        yield from _alternatives(plan, ALTERNATIVES_SHOWN - len(of_trainer))
     else:
         yield from fleet_table(fleets)
     yield _cut(f"  {len(plan.notes)} things of this were never run or are assumed. {MORE}")
@@ -201,9 +201,9 @@ def fleet_table(fleets: Fleets) -> Iterator[str]:
         yield _cut(f"  no plan has its trainer on spot: {fleets.why_trainer_on_demand}")
 
 
-def _alternatives(alternatives: Sequence[Alternative], shown: int) -> Iterator[str]:
+def _alternatives(plan: CloudPlan, shown: int) -> Iterator[str]:
     """Yield the first `shown` alternatives that have a price, as a table: dollars and time to the target."""
-    priced = [other for other in alternatives if other.micro_usd is not None and other.ms is not None]
+    priced = [other for other in plan.alternatives if other.micro_usd is not None and other.ms is not None]
     if not priced:
         yield "  no alternative keeps the limits"
         return
@@ -211,7 +211,9 @@ def _alternatives(alternatives: Sequence[Alternative], shown: int) -> Iterator[s
     for other in priced[:shown]:
         assert other.micro_usd is not None
         assert other.ms is not None
-        rows.append((_cut(other.what, ALTERNATIVE_COLUMNS), dollars(other.micro_usd), duration(other.ms)))
+        is_late = plan.deadline_ms is not None and other.ms > plan.deadline_ms
+        name = f"{other.what}, past the deadline" if is_late else other.what
+        rows.append((_cut(name, ALTERNATIVE_COLUMNS), dollars(other.micro_usd), duration(other.ms)))
     yield from columns(rows, words=1)
 
 

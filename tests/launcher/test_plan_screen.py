@@ -57,6 +57,11 @@ def test_an_upper_end_that_a_limit_makes_says_so(dry_run):
     assert not any("upper ends" in line for line in free)
 
 
+def test_an_alternative_that_is_late_says_so(dry_run):
+    late = [line for line in dry_run("qwen_image_ocr", "--deadline", "3d") if "past the deadline" in line]
+    assert [line.split("  ")[1] for line in late] == ["one node fewer: the trainer alone, past the deadline"]
+
+
 def test_a_bucket_that_is_named_stops_nothing(dry_run):
     assert not any("no bucket" in line for line in dry_run("sd3_5", "--set", "store.aws=s3://a-bucket/runs"))
 
