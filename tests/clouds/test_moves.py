@@ -56,7 +56,7 @@ def undisturbed(world: World) -> Iterator[Launched]:
 def test_a_run_whose_region_has_no_spot_goes_on_elsewhere_and_trains_the_same_bits(
     world: World, undisturbed: Launched, tmp_path: Path, to: str
 ) -> None:
-    run = Launched(world=world, name="moving", home=world.folder / "home" / f"to-{to}")
+    run = Launched(world=world, name=f"moving-{to}", home=world.folder / "home" / f"to-{to}")
     try:
         run.spotrl("catalog", "refresh")
         run.launch(job_text(run.name, "gcp" if to == "region" else "gcp,aws"))
