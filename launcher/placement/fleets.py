@@ -36,10 +36,10 @@ MOST_NODES = 4
 
 CHEAP, QUICK, TIMELY = 5, 2, 3
 """Fleets of a shortlist: those with the lowest forecast of dollars, those with the lowest of hours within the budget,
-and, with a deadline, the cheapest that have room."""
+and, with a deadline, the cheapest whose forecast is within it."""
 
 LATE = 0.85
-"""Share of the deadline that a fleet may take with every node at work to have room for losses, and for waits."""
+"""Share of the deadline that the forecast of a fleet may take to count as in time: replays are later than it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -245,7 +245,7 @@ def shortlist(fleets: Sequence[Candidate], max_usd: float | None, deadline_hours
         (candidate for candidate in by_dollars if max_usd is None or candidate.usd <= max_usd),
         key=lambda candidate: (candidate.hours, candidate.usd),
     )
-    timely = [c for c in by_dollars if deadline_hours is not None and c.least_hours <= LATE * deadline_hours]
+    timely = [c for c in by_dollars if deadline_hours is not None and c.hours <= LATE * deadline_hours]
     chosen = [*by_dollars[:CHEAP], *by_hours[:QUICK], *timely[:TIMELY]]
     return list({candidate.key: candidate for candidate in chosen}.values())
 

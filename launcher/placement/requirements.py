@@ -36,7 +36,7 @@ from launcher.market.quality import USABLE
 from launcher.market.spells import Spells, ZoneSpells, chance_elsewhere
 from launcher.money import HOUR_MS, hourly
 from launcher.placement.disk import BootDisk
-from launcher.placement.price_of_waiting import CHANGE_HOURS, SPARE_CHANGES
+from launcher.placement.price_of_waiting import CHANGE_HOURS
 from launcher.placement.value import DEAR, NodeTerms, SlotValue, cools_until_ms, life_hours, value_of
 
 HORIZON_MS = 24 * HOUR_MS
@@ -303,17 +303,15 @@ class TrainerLosses:
         return 1 + self.share * lost_hours / max(self.life_hours, CHANGE_HOURS)
 
     def on_demand(self, work_hours: float) -> float:
-        """Return the share f of the work W that is done on demand: max((1 - s) min(1, 2 W / D), 1 - s A / (1 - s) W).
+        """Return the share f of the work W that is done on demand: max((1 - s) min(1, 2 W / D), 1 - s D / W).
 
-        A = D - W - change x (`SPARE_CHANGES` + W / L): the time that a run may wait before it is late (waiting.py), in
-        which s / (1 - s) times as much has spot. Before that it waits, and mostly on spot. The 2 is fitted: of one zone
-        with s = .45, replays did 24 % of the work on demand at a deadline of D = 5.8 W, and 6 % at 19 W (plan_search,
-        qwen_image_ocr and wan_video).
+        D: the deadline. Without spot a run waits as long as it has time. Fitted: of one zone with s = .45, replays did
+        24 % of the work on demand where D was 5.8 W, and 6 % where D was 19 W (plan_search, qwen_image_ocr and
+        wan_video). Below D = 2 W, and where spot alone would be late, the formula is assumed.
         """
-        reserve_hours = CHANGE_HOURS * (SPARE_CHANGES + work_hours / max(self.life_hours, CHANGE_HOURS))
-        waits_hours = max(0.0, self.deadline_hours - work_hours - reserve_hours)
-        late = 1 - min(1.0, self.share * waits_hours / max(1e-9, (1 - self.share) * work_hours))
-        return max((1 - self.share) * min(1.0, 2 * work_hours / self.deadline_hours), late)
+        waits = work_hours / self.deadline_hours
+        late = 0.0 if not waits else 1 - self.share / waits
+        return min(1.0, max((1 - self.share) * min(1.0, 2 * waits), late))
 
     def hours(self, work_hours: float) -> float:
         """Return the hours until work is done: W (f + (1 - f) / s), and no more than the deadline if W allows it."""
