@@ -122,7 +122,7 @@ def _spells(home: Site, sites: Sequence[Site]) -> tuple[ZoneSpells, ...]:
     """Return the spells of capacity of the zones where a run may have spot nodes, the plan's region first.
 
     Only a trainer on spot goes elsewhere for lack of spot (launcher/decide/moving.py). A zone has one kind of spell in
-    a replay: that of the nodes for which it has capacity less often.
+    a replay: that of the nodes for which it has capacity less often, or for less long.
     """
     by_zone: dict[tuple[str, str, str], ZoneSpells] = {}
     for site in (home, *(sites if home.trainer_zones else ())):
@@ -131,7 +131,8 @@ def _spells(home: Site, sites: Sequence[Site]) -> tuple[ZoneSpells, ...]:
         for pool in site.trainer_zones:
             zone = (site.trainer.cloud, site.trainer.region, pool.offer.zone)
             kept = by_zone.setdefault(zone, pool.spells)
-            if pool.spells.spells.uptime < kept.spells.uptime:
+            own, known = pool.spells.spells, kept.spells
+            if (own.uptime, own.up_hours) < (known.uptime, known.up_hours):
                 by_zone[zone] = pool.spells
     return tuple(by_zone.values())
 

@@ -7,10 +7,11 @@ run: stand-ins, losses and lateness count. The shortlist is first replayed a few
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, inf, sqrt
 from pathlib import Path
+from statistics import fmean
 from typing import Literal
 
 from sqlalchemy.orm import Session, sessionmaker
@@ -36,10 +37,14 @@ FIRST_STARTS, STARTS = 4, 10
 """Most replays of each fleet of the shortlist, and of the best of each kind: cheapest, in time, quickest."""
 
 NODE_HOURS_OF_START = 20
-"""Node-hours of a run, with every node at work, up to which it gets all of these replays. Of a run twice as large, half
-as many differ as little from their mean, and take as much time."""
+"""Node-hours of the fleets' runs, with every node at work, up to which they get all of these replays. Of runs twice as
+large, half as many differ as little from their mean, and take as much time."""
 
 LEAST_FIRST_STARTS = 2
+
+CONFIRMED_STARTS = 12
+"""Fewest replays of the fleet that is taken for the cheapest in time. Five of five are no proof: a fleet that is late
+one time in three does as well one time in eight."""
 
 FINALISTS = (2, 1, 3)
 """Fleets that are replayed more often: by dollars, by hours, and by dollars of those in time. The dollars of single
@@ -136,22 +141,27 @@ def choose_fleet(
     budget = job.nodes_max_total
     deadline_hours = None if job.budget.deadline is None else job.budget.deadline / HOUR_MS
     listed = shortlist(every, None if budget is None else budget / MICRO, deadline_hours)
-    first = [row for c in listed if (row := _planned_row(c, market, FIRST_STARTS, LEAST_FIRST_STARTS)) is not None]
+    starts = _starts(listed, FIRST_STARTS, LEAST_FIRST_STARTS)
+    first = [row for candidate in listed if (row := _planned_row(candidate, market, starts)) is not None]
     rankings = zip(_rankings(first, with_forecast=True), FINALISTS, strict=True)
     finalists = {row.key: row for ranked, number in rankings for row in ranked[:number]}
-    rows = [
-        row
-        for first_row in finalists.values()
-        if (row := _row(first_row.candidate, first_row.plan, STARTS, LEAST_STARTS))
-    ]
+    starts = _starts((row.candidate for row in finalists.values()), STARTS, LEAST_STARTS) if finalists else 0
+    rows = [row for each in finalists.values() if (row := _row(each.candidate, each.plan, starts))]
     if not rows:
         raise BudgetError(_too_tight(job, every))
     by_dollars, by_hours, timely = _rankings(rows)
     best = by_hours[0] if goal == "time" else timely[0] if timely else by_dollars[0]
     other = _other_way(best, every)
     if other is not None and other.key not in finalists:
-        rows += [row for row in [_planned_row(other, market, STARTS, LEAST_STARTS)] if row is not None]
+        rows += [row for row in [_planned_row(other, market, starts)] if row is not None]
         by_dollars, by_hours, timely = _rankings(rows)
+    while deadline_hours is not None and timely and timely[0].replays.starts < CONFIRMED_STARTS:
+        doubtful = timely[0]
+        confirmed = _row(doubtful.candidate, doubtful.plan, CONFIRMED_STARTS)
+        rows = [row for row in rows if row is not doubtful] + ([confirmed] if confirmed is not None else [])
+        by_dollars, by_hours, timely = _rankings(rows)
+    if not rows:
+        raise BudgetError(_too_tight(job, every))
     front = {row.key: row for row in _front(rows, timely[0] if timely else None, job)}
     cheapest, quickest = front[by_dollars[0].key], front[by_hours[0].key]
     in_time = front[timely[0].key] if timely and deadline_hours is not None else None
@@ -253,13 +263,21 @@ def front_of(fleets: Fleets, job: Job, now_ms: int) -> Front:
     )
 
 
-def _planned_row(candidate: Candidate, market: CurrentMarket, starts: int, least: int) -> FleetRow | None:
+def _starts(fleets: Iterable[Candidate], most: int, least: int) -> int:
+    """Return the starts of each fleet: fewer for large runs. All get as many, because the first starts are easier or
+    harder for all of them.
+    """
+    node_hours = fmean((1 + candidate.choice.nodes) * candidate.least_hours for candidate in fleets)
+    return max(least, ceil(most * min(1.0, NODE_HOURS_OF_START / max(node_hours, 1e-9))))
+
+
+def _planned_row(candidate: Candidate, market: CurrentMarket, starts: int) -> FleetRow | None:
     """Return `_row` of a fleet's plan. None: no plan, or too few of its replays, reach the target within the limits."""
     try:
         plan = plan_in(market, candidate.resolved, replays_decide=True, with_schedule=False)
     except (PlacementError, BudgetError):
         return None
-    return _row(candidate, plan, starts, least)
+    return _row(candidate, plan, starts)
 
 
 def _is_other_way(of: Fleet, fleet: Fleet) -> bool:
@@ -274,13 +292,11 @@ def _other_way(row: FleetRow, every: Sequence[Candidate]) -> Candidate | None:
     return min(others, key=lambda candidate: (candidate.usd, candidate.hours), default=None)
 
 
-def _row(candidate: Candidate, plan: CloudPlan, starts: int, least: int) -> FleetRow | None:
-    """Return a row of `starts` replays, or of fewer for a large run. None: too few of them reach the target."""
+def _row(candidate: Candidate, plan: CloudPlan, starts: int) -> FleetRow | None:
+    """Return a row of so many replays. None: too few of them reach the target."""
     job = candidate.resolved.job
     confidence = job.budget.deadline_confidence
-    node_hours = len(plan.slots) * candidate.least_hours
-    fewer = ceil(starts * NODE_HOURS_OF_START / max(node_hours, NODE_HOURS_OF_START))
-    replays = replays_of(plan, MoveRules.of(job), confidence, max(min(least, starts), fewer))
+    replays = replays_of(plan, MoveRules.of(job), confidence, starts)
     if replays is None or replays.enough_ms is None:
         return None
     in_time = replays.met is None or replays.met >= confidence * replays.starts
