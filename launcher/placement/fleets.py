@@ -28,7 +28,7 @@ from launcher.placement.forecast import Caps, Choice, on_demand_outlook, outlook
 from launcher.placement.memory import TooSmall, check_memory, check_pool
 from launcher.placement.plan import PlacementError
 from launcher.placement.price_of_waiting import CHANGE_HOURS
-from launcher.placement.requirements import KnownNodes, MarketView, Site, cloud_requirements, sites_of
+from launcher.placement.requirements import MarketNodes, MarketView, Site, cloud_requirements, sites_of
 from launcher.placement.search import cheapest_by_nodes
 
 MOST_NODES = 4
@@ -187,7 +187,7 @@ def candidates(
     fitting: list[Candidate] = []
     unfit: list[Unfit] = []
     too_small: dict[tuple[str, str | None], TooSmall] = {}
-    known = KnownNodes()
+    known = MarketNodes()
     for fleet in fleets_of(job, offers):
         most = most_nodes(job) if fleet.rollout else 0
         kind_of = {"trainer": fleet.trainer, "rollout": fleet.rollout}
@@ -211,7 +211,7 @@ def candidates(
 
 
 def _in_regions(
-    job: Job, fleet: Fleet, resolved: Resolved, most: int, market: MarketView, known: KnownNodes
+    job: Job, fleet: Fleet, resolved: Resolved, most: int, market: MarketView, known: MarketNodes
 ) -> Iterator[Candidate]:
     needs = replace(cloud_requirements(resolved), min_rollout_nodes=0)
     sites: Sequence[Site] = sites_of(needs, market, known)[0]

@@ -32,7 +32,7 @@ class FrontFleet:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Front:
+class ParetoFront:
     """The fleets of which none is both cheaper and quicker, cheapest first. Fleets are named by their numbers."""
 
     cheapest: int

@@ -22,7 +22,7 @@ from launcher.market.offers import Offer
 from launcher.market.quality import USABLE
 from launcher.market.side_prices import DISK_GIB
 from launcher.money import HOUR_MS
-from launcher.placement.front import Front
+from launcher.placement.front import ParetoFront
 from launcher.placement.options import Option, SiteOptions
 from launcher.placement.placement import Placement
 
@@ -83,7 +83,7 @@ class Plan:
     """Mean life that the plan expects of a trainer's node on spot, in hours. None: on demand, or not known."""
     ranks_have_room: bool = False
     """True if the GPU of every rank of the trainer has room to sample. Every node of the trainer is told."""
-    fleets: Front | None = None
+    fleets: ParetoFront | None = None
     """The fleets that the plan was chosen from. None: the job names its nodes. Plans of older versions have none."""
 
     @property
@@ -112,9 +112,9 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     return asdict(plan)
 
 
-def front_from(raw: Mapping[str, Any]) -> Front | None:
+def front_from(raw: Mapping[str, Any]) -> ParetoFront | None:
     """Return the fleets that a plan stored in the ledger was chosen from. None: the job named its nodes."""
-    return TypeAdapter(Front | None).validate_python(raw.get("fleets"))
+    return TypeAdapter(ParetoFront | None).validate_python(raw.get("fleets"))
 
 
 def slots_from(raw: Mapping[str, Any]) -> tuple[Slot, ...]:

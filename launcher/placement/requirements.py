@@ -369,8 +369,8 @@ TrainerZones = tuple[tuple[PricedPool, ...], tuple[LeftOut, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class KnownNodes:
-    """What was found in one market, for jobs that differ only in their nodes."""
+class MarketNodes:
+    """The nodes that one market offers, for jobs that differ only in their nodes."""
 
     rollout: dict[tuple[str, str, NodeRequirements], RolloutNodes] = field(default_factory=dict)
     """By cloud, region and requirements."""
@@ -379,13 +379,13 @@ class KnownNodes:
 
 
 def sites_of(
-    needs: CloudRequirements, market: MarketView, known: KnownNodes | None = None
+    needs: CloudRequirements, market: MarketView, known: MarketNodes | None = None
 ) -> tuple[tuple[Site, ...], tuple[LeftOut, ...]]:
     """Return every site that the needs allow, by name; and the regions without a site, with the reason.
 
-    `known`: what was found before, and is found now.
+    `known`: nodes of the same market that earlier calls found; what this call finds is added.
     """
-    known = known or KnownNodes()
+    known = known or MarketNodes()
     recipes: dict[int, Recipe] = {}
     by_region: dict[tuple[str, str], list[Offer]] = {}
     for offer in _each_once(market.offers):

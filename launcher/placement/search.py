@@ -70,9 +70,7 @@ Part = tuple[int, int, int, int]
 class _Search:
     def __init__(self, needs: CloudRequirements, sites: Sequence[Site], caps: Caps) -> None:
         self.needs, self.caps = needs, caps
-        known: defaultdict[int, dict[GpusAtWork, Progress]] = defaultdict(
-            dict
-        )  # sites share what they know of a recipe
+        known: defaultdict[int, dict[GpusAtWork, Progress]] = defaultdict(dict)
         self.sites = [_Columns(site, known[site.trainer.gpus]) for site in sites]
         self.best: tuple[int, int, int, int, tuple[int, ...]] | None = None
         self.choice: Choice
@@ -228,6 +226,7 @@ class _Columns:
     """Figures of the spot zones of a site, a column for each figure, in the site's order."""
 
     def __init__(self, site: Site, known: dict[GpusAtWork, Progress]) -> None:
+        """Prepare a site. `known`: bounds on the progress, which sites with trainers of equal size share."""
         pools = site.zones
         self.site, self.zones = site, len(pools)
         self.recipe = site.recipe

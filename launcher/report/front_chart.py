@@ -15,7 +15,7 @@ from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
 from launcher.money import HOUR_MS, duration
-from launcher.placement.front import Front, FrontFleet
+from launcher.placement.front import FrontFleet, ParetoFront
 
 WIDTH, HEIGHT = 760, 340
 LEFT, RIGHT, TOP, BOTTOM = 64.0, 748.0, 26.0, 292.0
@@ -94,13 +94,13 @@ class FrontChart:
     """The limits that are not drawn, as a sentence."""
 
 
-def front_html(front: Front) -> Markup:
+def front_html(front: ParetoFront) -> Markup:
     """Return the chart and its table. All text is escaped."""
     rows = [_row(front, fleet) for fleet in front.front]
     return Markup(_template().render(front=front, chart=front_chart(front), rows=rows))
 
 
-def front_chart(front: Front) -> FrontChart:
+def front_chart(front: ParetoFront) -> FrontChart:
     """Place the points, their labels and the limits."""
     most_hours = max(fleet.hours for fleet in front.front)
     most_usd = max(fleet.usd_high for fleet in front.front) or 1.0
@@ -201,7 +201,7 @@ def _label(text: str, x: float, y: float, taken: Sequence[Box]) -> tuple[Label, 
     return Label(text=text, x=round(near, 1), y=round(middle + 4, 1), anchor=anchor, link=link), box
 
 
-def _row(front: Front, fleet: FrontFleet) -> tuple[str, ...]:
+def _row(front: ParetoFront, fleet: FrontFleet) -> tuple[str, ...]:
     """Return the fleet's cells: number, nodes, dollars, time, replays in time, and why it is not the cheapest."""
     named = (
         ("chosen", front.chosen),

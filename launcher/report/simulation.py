@@ -9,7 +9,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from launcher.money import HOUR_MS, duration
-from launcher.placement.front import Front
+from launcher.placement.front import ParetoFront
 from launcher.replay.simulate import Range, Simulated
 from launcher.report.charts import BLUE, FONT, INK, QUIET, RULE, WIDTH
 from launcher.report.front_chart import front_html
@@ -18,7 +18,7 @@ SPOT = "#e69f00"
 MARKETS = {"spot": SPOT, "on demand": BLUE}
 
 
-def simulation_page(found: Simulated, name: str, prices: str, fleets: Front | None = None) -> str:
+def simulation_page(found: Simulated, name: str, prices: str, fleets: ParetoFront | None = None) -> str:
     """Return the page. It loads nothing and has no script.
 
     `prices`: their dates as text. `fleets`: those that the plan was chosen from; None: the job names its nodes.

@@ -10,7 +10,7 @@ from typing import Any
 from launcher.decide.point_cost import NOT_EVALUATED, PointCost
 from launcher.ledger.accounting import Charge, TakenRole
 from launcher.ledger.left_in_buckets import LeftInBucket
-from launcher.placement.front import Front
+from launcher.placement.front import ParetoFront
 from launcher.report.bill import Bill
 from launcher.report.exploration import Exploration
 from launcher.report.provenance import Provenance
@@ -374,7 +374,7 @@ class Report:
     """Dollars of the last +.01 of score, and a forecast for the next."""
     bill: Bill | None = None
     """What the clouds billed, beside what was metered; None if no imported bill names the run."""
-    fleets: Front | None = None
+    fleets: ParetoFront | None = None
     """The fleets that the run's own was chosen from; None for a job that names its nodes, and for older runs."""
     left_in_buckets: tuple[LeftInBucket, ...] = ()
     """Folders that the run left in buckets. Their price is in no sum. Empty for a run that goes on."""

@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 from launcher.cleanup.reaping import UncheckedRegion
 from launcher.ledger.left_in_buckets import LeftInBucket
 from launcher.market.offers import Table
-from launcher.placement.front import Front
+from launcher.placement.front import ParetoFront
 from launcher.report.exploration import Exploration
 from launcher.report.values import Guard, Moment
 from launcher.runs.event_lines import EventLine
@@ -71,14 +71,14 @@ class PlanRates(TypedDict):
 class CloudPlanBound(TypedDict):
     bound_micro_usd: int | None
     """Upper bound on the cost of the run, with the spend deadlines of its nodes. None: no limit."""
-    fleets: Front | None
+    fleets: ParetoFront | None
     """The fleets that the plan was chosen from. None: the job names its nodes."""
 
 
 class SimulatedPlan(TypedDict):
     prices: str
     """Dates of the prices, as text."""
-    fleets: Front | None
+    fleets: ParetoFront | None
     """The fleets that the plan was chosen from. None: the job names its nodes."""
 
 

@@ -26,7 +26,7 @@ from launcher.market.offers import Catalog, dates_text
 from launcher.money import HOUR_MS, MICRO, duration, hourly
 from launcher.placement.cloud_plan import CloudPlan, PlanReplays
 from launcher.placement.fleets import Candidate, Fleet, candidates, chooses_fleet, is_spot_open, shortlist, text_of
-from launcher.placement.front import Front, FrontFleet
+from launcher.placement.front import FrontFleet, ParetoFront
 from launcher.placement.plan import PlacementError
 from launcher.replay.of_plan import LEAST_STARTS, LONGEST_IDEAL_MS, replays_of
 from launcher.services.planning import CurrentMarket, current_market, plan_in, with_other_trainer
@@ -220,10 +220,10 @@ def plan_of_fleet(fleets: Fleets, market: CurrentMarket, job: Job, other: CloudP
     return plan if other is None else with_other_trainer(plan, job, other, STARTS)
 
 
-def front_of(fleets: Fleets, job: Job, now_ms: int) -> Front:
+def front_of(fleets: Fleets, job: Job, now_ms: int) -> ParetoFront:
     """Return the front as --json prints it and the run keeps it. `job`: the job, with its deadline and budget."""
     budget = job.nodes_max_total
-    return Front(
+    return ParetoFront(
         cheapest=fleets.cheapest.number,
         in_time=None if fleets.in_time is None else fleets.in_time.number,
         quickest=fleets.quickest.number,

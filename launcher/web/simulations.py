@@ -13,7 +13,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from launcher.money import HOUR_MS
-from launcher.placement.front import Front
+from launcher.placement.front import ParetoFront
 from launcher.replay.simulate import Simulated
 
 KEPT = 20
@@ -31,7 +31,7 @@ class Kept:
     result: Simulated
     prices: str = ""
     """Dates of the prices, as text. Files of older versions have none."""
-    fleets: Front | None = None
+    fleets: ParetoFront | None = None
     """The fleets that the plan was chosen from. None: the job names its nodes."""
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from launcher.placement.front import Front, FrontFleet
+from launcher.placement.front import FrontFleet, ParetoFront
 
 
 def a_fleet(number: int, usd: float, hours: float, **more: Any) -> FrontFleet:
@@ -31,7 +31,7 @@ FLEETS = (
 )
 
 
-def a_front(fleets: Sequence[FrontFleet] = FLEETS, chosen: int = 2, **more: Any) -> Front:
+def a_front(fleets: Sequence[FrontFleet] = FLEETS, chosen: int = 2, **more: Any) -> ParetoFront:
     fields = {
         "in_time": chosen,
         "usd_per_hour_saved": 30.0,
@@ -39,7 +39,7 @@ def a_front(fleets: Sequence[FrontFleet] = FLEETS, chosen: int = 2, **more: Any)
         "budget_usd": 800.0,
         "prices": "prices of 2026-07-20, older than 90 days",
     }
-    return Front(
+    return ParetoFront(
         cheapest=1,
         quickest=len(fleets),
         chosen=chosen,
