@@ -145,7 +145,9 @@ def choose_fleet(
     first = [row for candidate in listed if (row := _planned_row(candidate, market, starts)) is not None]
     rankings = zip(_rankings(first, with_forecast=True), FINALISTS, strict=True)
     finalists = {row.key: row for ranked, number in rankings for row in ranked[:number]}
-    starts = _starts((row.candidate for row in finalists.values()), STARTS, LEAST_STARTS) if finalists else 0
+    if not finalists:
+        raise BudgetError(_too_tight(job, every))
+    starts = _starts((row.candidate for row in finalists.values()), STARTS, LEAST_STARTS)
     rows = [row for each in finalists.values() if (row := _row(each.candidate, each.plan, starts))]
     if not rows:
         raise BudgetError(_too_tight(job, every))
@@ -156,8 +158,8 @@ def choose_fleet(
         rows += [row for row in [_planned_row(other, market, starts)] if row is not None]
         by_dollars, by_hours, timely = _rankings(rows)
     if deadline_hours is not None:
-        late = set(_late_after_all(timely))
-        rows = [replace(row, in_time=False) if row.key in late else row for row in rows]
+        late = dict(_late_after_all(timely))
+        rows = [replace(row, in_time=False, why_not=late[row.key]) if row.key in late else row for row in rows]
         by_dollars, by_hours, timely = _rankings(rows)
     front = {row.key: row for row in _front(rows, timely[0] if timely else None, job)}
     cheapest, quickest = front[by_dollars[0].key], front[by_hours[0].key]
@@ -261,8 +263,9 @@ def front_of(fleets: Fleets, job: Job, now_ms: int) -> ParetoFront:
 
 
 def _starts(fleets: Iterable[Candidate], most: int, least: int) -> int:
-    """Return the starts of each fleet: fewer for large runs. All get as many, because the first starts are easier or
-    harder for all of them.
+    """Return the starts of each of these fleets: fewer for large runs.
+
+    All get equally many, because a start that is hard for one fleet is hard for the others.
     """
     node_hours = fmean((1 + candidate.choice.nodes) * candidate.least_hours for candidate in fleets)
     return max(least, ceil(most * min(1.0, NODE_HOURS_OF_START / max(node_hours, 1e-9))))
@@ -277,10 +280,10 @@ def _planned_row(candidate: Candidate, market: CurrentMarket, starts: int) -> Fl
     return _row(candidate, plan, starts)
 
 
-def _late_after_all(timely: Iterable[FleetRow]) -> Iterator[tuple[object, ...]]:
-    """Yield the keys of the cheapest fleets in time that more replays find to be late, up to the first that is not.
+def _late_after_all(timely: Iterable[FleetRow]) -> Iterator[tuple[tuple[object, ...], str]]:
+    """Yield the cheapest fleets in time that more replays find to be late, up to the first that is not: key and reason.
 
-    The dollars of the further replays are not used: they would not compare with those of fleets without them.
+    The dollars of the further replays are not used, because fleets that were replayed less often have none to compare.
     """
     for row in timely:
         if row.replays.starts >= CONFIRMED_STARTS:
@@ -288,7 +291,8 @@ def _late_after_all(timely: Iterable[FleetRow]) -> Iterator[tuple[object, ...]]:
         again = _row(row.candidate, row.plan, CONFIRMED_STARTS)
         if again is not None and again.in_time:
             return
-        yield row.key
+        in_time = "too few of" if again is None else f"{again.replays.met} of"
+        yield row.key, f"too often past the deadline ({in_time} {CONFIRMED_STARTS} further replays meet it)"
 
 
 def _is_other_way(of: Fleet, fleet: Fleet) -> bool:
@@ -350,7 +354,7 @@ def _front(rows: Sequence[FleetRow], best: FleetRow | None, job: Job) -> list[Fl
             kept.append(row)
         quickest_hours = min(quickest_hours, row.replays.hours)
     return [
-        replace(row, number=number, why_not="" if row is best else _why_not(row, best, job))
+        replace(row, number=number, why_not="" if row is best else row.why_not or _why_not(row, best, job))
         for number, row in enumerate(kept, 1)
     ]
 

@@ -41,6 +41,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("SPOTRL_CONFIG", str(tmp_path / "config.yaml"))
     monkeypatch.setattr(service, "STARTS", 2)
     monkeypatch.setattr(service, "FIRST_STARTS", 1)
+    monkeypatch.setattr(service, "CONFIRMED_STARTS", 2)
     for name in ("qwen_image_ocr_prompts.txt", "qwen_image_ocr_test_prompts.txt"):
         shutil.copy(str(files("sky_yamls") / name), tmp_path / name)
     job = YAML(typ="safe").load((files("sky_yamls") / "qwen_image_ocr.yaml").read_text())
@@ -304,3 +305,35 @@ def test_the_plan_says_what_the_other_way_beside_its_trainer_came_to(checked):
     screen = "\n".join(cloud_screen(checked().job, found.chosen.plan, 0, NOW_MS, found))
     assert f"${found.other_way.replays.usd:,.2f}" in screen
     assert "the trainer alone" not in screen, "its closed form is no replay"
+
+
+def test_a_fleet_that_more_replays_find_late_is_not_bought(checked, monkeypatch):
+    late, replayed = set(), service._row
+
+    def row(candidate, plan, starts):
+        made = replayed(candidate, plan, min(starts, 2))
+        return replace(made, in_time=False) if starts == 99 and candidate.key in late else made
+
+    monkeypatch.setattr(service, "CONFIRMED_STARTS", 99)
+    monkeypatch.setattr(service, "_row", row)
+    first = choose_fleet(checked().job, MARKET).in_time
+    late.add(first.key)
+    found = choose_fleet(checked().job, MARKET)
+    assert found.chosen == found.in_time
+    assert found.in_time.key != first.key
+    ((key, why),) = service._late_after_all([first])
+    assert (key, why) == (first.key, "too often past the deadline (2 of 99 further replays meet it)")
+
+
+def test_all_fleets_of_a_round_are_replayed_equally_often(checked, monkeypatch):
+    """Starts that are hard for one fleet are hard for the others."""
+    replayed, asked = service._row, []
+
+    def row(candidate, plan, starts):
+        asked.append(starts)
+        return replayed(candidate, plan, min(starts, 2))
+
+    monkeypatch.setattr(service, "_row", row)
+    choose_fleet(checked(**{"budget.deadline": "30d"}).job, MARKET)
+    assert len(asked) > 4
+    assert len(set(asked)) <= 2, "the first round, and the last one"
