@@ -198,8 +198,8 @@ def _recipe(job: Job, seconds: JobSeconds | None, copy_bytes: int, trainer_speed
             f"spotrl has never trained {seconds.model}: its seconds are of random weights, or published",
             *([f"assumed, not measured: {'; '.join(assumed)}"] if assumed else []),
             "how many iterations the target takes is assumed, and so is what exploration saves of them",
-            f"no spot {gpu} was ever watched; how soon they are preempted: {prior_of(gpu, 1).source}",
-            "what a week showed of a region's spot capacity was off by .2 of the time in the next",
+            f"spotrl never watched a spot {gpu}: how soon one is preempted is a prior ({prior_of(gpu, 1).source})",
+            "a week of watching does not forecast the next: shares of time with spot were off by .2 on average",
         ]
     if job.exploration.mode == "in-path":
         never_run.append("exploration in-path is not in the figures: neither what it costs, nor what it saves")

@@ -132,6 +132,8 @@ class CloudRequirements:
     """GPUs of a trainer node in the job file. A plan looks for as many GPUs as the engine uses."""
     trainer_on_spot: bool = False
     """True: the trainer is bought on spot. A region that sells it on demand too can bear an outage (waiting.py)."""
+    stands_in: bool = True
+    """False: nothing is bought on demand in place of missing spot (`spot: only`)."""
     disk: BootDisk | None = None
     """Boot disk of every node. None: the least."""
     least_trainer_gpus: int | None = None
@@ -176,6 +178,7 @@ def cloud_requirements(resolved: Resolved, disk: BootDisk | None = None) -> Clou
         if job.checkpoint.every == "auto" and job.model.weights == "full"
         else 0,
         trainer_on_spot=job.trains_on_spot,
+        stands_in=job.spot == "auto",
         spot=Spot(job.spot) if job.rolls_out_on_spot else Spot.NEVER,
         max_hourly_micro_usd=job.budget.max_hourly,
         max_total_micro_usd=job.nodes_max_total,
@@ -291,7 +294,7 @@ class TrainerLosses:
     checkpoint_every: int
     """Iterations between two checkpoints."""
     deadline_hours: float
-    """inf: none."""
+    """inf: none, or the run may buy nothing on demand, so it waits for spot in any case."""
 
     def slower(self, seconds_per_iteration: float) -> float:
         """Return how many times as much work a run does: 1 + s (lost + change) / L.
@@ -577,7 +580,7 @@ def _losses(needs: CloudRequirements, pools: Sequence[PricedPool]) -> TrainerLos
         share=1 - (1 - terms.launch_odds) * (1 - (terms.elsewhere or 0.0)),
         life_hours=life_hours(terms, needs.horizon_ms / HOUR_MS),
         checkpoint_every=needs.checkpoint_every,
-        deadline_hours=inf if needs.deadline_ms is None else needs.deadline_ms / HOUR_MS,
+        deadline_hours=inf if needs.deadline_ms is None or not needs.stands_in else needs.deadline_ms / HOUR_MS,
     )
 
 

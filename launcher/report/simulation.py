@@ -34,6 +34,7 @@ def simulation_page(found: Simulated, name: str, prices: str, fleets: ParetoFron
             (r.policy, _span(r.dollars, "$"), _span(r.hours, ""), r.misses, round(r.preemptions, 1), r.starts)
             for r in found.policies
         ],
+        has_rollout_nodes=any(spot or steady for _, spot, steady in found.example),
         chart=Markup(fleet_chart(found)),
         colours=MARKETS,
         prices=prices,

@@ -149,6 +149,12 @@ def test_a_simulation_shows_the_front_if_its_plan_was_chosen(tmp_path):
     assert simulations(tmp_path)[0].fleets == a_front()
 
 
+def test_a_simulation_without_rollout_nodes_draws_none():
+    result = a_simulation().result
+    assert "The fleet of the first start" in simulation_page(replace(result, example=((0, 1, 0),)), "ocr", "")
+    assert "The fleet of the first start" not in simulation_page(replace(result, example=((0, 0, 0),)), "ocr", "")
+
+
 def test_a_simulation_of_an_older_version_is_read(tmp_path):
     file = keep(tmp_path, a_simulation())
     file.write_text(re.sub(r',"prices":.*\}$', "}", file.read_text()))

@@ -1,7 +1,9 @@
 """The rules of placement, each with a number checked by hand, and the closed forms of engine/exploration/value.py."""
 
 from dataclasses import replace
+from importlib.resources import files
 from math import exp, inf
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from engine.events import Market
 from engine.exploration.value import selection_gain, variance_gain
 from engine.trainer_ranks import RankLimits
+from launcher.job.load import load_job
 from launcher.job.recipe import GAIN_EXPONENTS
 from launcher.job.resolved import resolve
 from launcher.job.schema import Job
@@ -23,11 +26,12 @@ from launcher.market.hazard import (
     prior_of,
     usual_odds,
 )
+from launcher.market.offers import read_catalog
 from launcher.market.spells import chance_elsewhere
 from launcher.money import HOUR_MS
 from launcher.placement.cloud_plan import WhenSpotPays
 from launcher.placement.forecast import GpusAtWork, progress, quickest
-from launcher.placement.requirements import TrainerLosses, cloud_requirements
+from launcher.placement.requirements import TrainerLosses, cloud_requirements, market_view, sites_of
 from launcher.placement.value import (
     COOL_MOST_MS,
     FIND_HOURS,
@@ -554,3 +558,16 @@ def test_a_later_deadline_never_needs_more_on_demand(share, work_hours, deadline
     tight, loose = (losses(share, deadline) for deadline in (deadline_hours, 2 * deadline_hours))
     assert 0 <= loose.on_demand(work_hours) <= tight.on_demand(work_hours) <= 1
     assert tight.hours(work_hours) <= loose.hours(work_hours) + 1e-9
+
+
+def test_a_run_that_buys_nothing_on_demand_waits_whatever_the_deadline():
+    def losses_of(spot: str) -> TrainerLosses:
+        job = load_job(
+            Path(str(files("sky_yamls") / "qwen_image_ocr.yaml")),
+            {"spot": spot, "runtime.name": "local", "resources.trainer.use_spot": True, "budget.deadline": "3d"},
+        ).job
+        sites, _ = sites_of(cloud_requirements(resolve(job)), market_view(read_catalog(), now_ms=1_795_348_800_000))
+        return sites[0].trainer_losses
+
+    assert losses_of("auto").deadline_hours == 72
+    assert losses_of("only").on_demand(30.0) == 0
