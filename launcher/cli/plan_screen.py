@@ -169,17 +169,19 @@ def saving(micro_usd: int, factors: Factors) -> str:
 
 
 def _why_beside(fleets: Fleets) -> Iterator[str]:
-    """Yield why rollout nodes beside the trainer are bought, or why none are: what the other way came to in replays."""
+    """Yield why rollout nodes beside the trainer are bought, or none: what the other way costs and takes in replays."""
     other = fleets.other_way
     if other is None:
         return
-    came_to = f"${other.replays.usd:,.2f}, {duration(round(other.replays.hours * HOUR_MS))}"
-    nodes = fleets.chosen.candidate.choice.nodes
-    beside = "node" if nodes == 1 else "nodes"
-    if nodes:
-        yield f"  why the {beside} beside the trainer: {came_to} without"
-    else:
-        yield f"  why none beside the trainer: {came_to} with {other.candidate.choice.nodes} x {other.fleet.rollout}"
+    came_to = f"it is ${other.replays.usd:,.2f}, {duration(round(other.replays.hours * HOUR_MS))}"
+    match fleets.chosen.candidate.choice.nodes:
+        case 0:
+            beside = f"{other.candidate.choice.nodes} x {other.fleet.rollout}"
+            yield f"  no node beside the trainer: with {beside} {came_to}"
+        case 1:
+            yield f"  a node beside the trainer: without it, {came_to}"
+        case _:
+            yield f"  nodes beside the trainer: without them, {came_to}"
 
 
 def fleet_table(fleets: Fleets) -> Iterator[str]:
