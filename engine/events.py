@@ -328,6 +328,14 @@ class Warned:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StoreAway:
+    """The trainer begins to wait for a checkpoint store that does not answer it, or goes on (`is_away` False)."""
+
+    KIND: ClassVar[str] = "store_away"
+    is_away: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EngineFinished:
     """End of the engine. `reason` is target, iterations, unhealthy, failed or stopped; `text` explains the reason."""
 
@@ -352,6 +360,7 @@ ProgressEvent = (
     | Regrouped
     | TargetReached
     | Warned
+    | StoreAway
     | EngineFinished
 )
 
@@ -372,6 +381,7 @@ _KINDS: dict[str, type[Any]] = {
         Regrouped,
         TargetReached,
         Warned,
+        StoreAway,
         EngineFinished,
     )
 }

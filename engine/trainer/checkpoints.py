@@ -3,10 +3,10 @@
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-from engine.events import CheckpointSaved
+from engine.events import CheckpointSaved, StoreAway
 from engine.protocol.draft import Draft
 from engine.storage.checkpoint import Checkpoint, Start, checkpoint_name
-from engine.storage.disk import when_there_is_room
+from engine.storage.disk import AWAY, when_there_is_room
 from engine.storage.tensor_files import Stored, TensorFile
 from engine.trainer.context import TrainerContext
 from engine.trainer.report import Reporter
@@ -67,7 +67,22 @@ class Checkpoints:
         self._reporter.write(CheckpointSaved(iteration=checkpoint.iteration, path=path, digest=digest))
 
     def _patiently(self, access: Callable[[], Value]) -> Value:
+        is_away = False
+
+        def watched() -> Value:
+            nonlocal is_away
+            try:
+                value = access()
+            except OSError as error:
+                if error.errno == AWAY and not is_away:
+                    is_away = True
+                    self._reporter.write(StoreAway(is_away=True))
+                raise
+            if is_away:
+                self._reporter.write(StoreAway(is_away=False))
+            return value
+
         def warn(text: str) -> None:
             self._reporter.warn(f"the checkpoint store {self._context.store.url}: {text}")
 
-        return when_there_is_room(access, warn)
+        return when_there_is_room(watched, warn)

@@ -264,6 +264,7 @@ class Controller:
             is_limited_by_all=self.wanted.all_runs != budget_guard.NO_LIMITS or self.wanted.others_at_most is not None,
             trouble=self.engine.trouble or self._transfer.failure,
             doubt=self._doubt(),
+            store_answers=self.recorder.bucket_lease is not None and self.recorder.bucket_lease.answers,
         )
 
     def _read_limits(self) -> None:

@@ -9,7 +9,7 @@ from sqlalchemy import Select, func, select
 from sqlalchemy.orm import InstrumentedAttribute, Session, sessionmaker
 
 from engine.clock import Clock
-from engine.events import CheckpointSaved, EngineFinished, EngineStarted, IterationDone, Judged
+from engine.events import CheckpointSaved, EngineFinished, EngineStarted, IterationDone, Judged, StoreAway
 from launcher.decide import budget_guard
 from launcher.decide.clock_doubt import Doubt
 from launcher.decide.current_prices import PriceNow, repriced
@@ -89,6 +89,8 @@ class FactsReader:
         """The id of the last row read, the furthest iteration, and the times of first reaching the last iterations."""
         self._saved_ms: int | None = None
         """The time of the newest checkpoint."""
+        self._store_away_ms: int | None = None
+        """Since when the newest trainer waits for the bucket."""
 
     def refresh_prices(self, sessions: sessionmaker[Session]) -> None:
         """Read the clouds' latest prices from the ledger, once a minute."""
@@ -103,12 +105,14 @@ class FactsReader:
         is_limited_by_all: bool,
         trouble: str | None,
         doubt: Doubt | None,
+        store_answers: bool = False,
         is_plain: bool = False,
     ) -> Facts:
         """Read the facts of the run.
 
-        `is_limited_by_all`: a limit across all runs is set, so the other runs are read too. `is_plain`: leave out all
-        that the run's own limits and its end do not need, because the whole facts could not be read.
+        `is_limited_by_all`: a limit across all runs is set, so the other runs are read too. `store_answers`: whether
+        the bucket answers the controller. `is_plain`: leave out all that the run's own limits and its end do not need,
+        because the whole facts could not be read.
         """
         now_ms = self._clock.now_ms()
         statuses = session.scalars(
@@ -139,6 +143,8 @@ class FactsReader:
             saved_ms=None if is_plain else self._saved_ms,
             still_since_ms=None if is_plain else self.standstill.since_ms,
             trouble=trouble,
+            store_away_ms=None if is_plain else self._store_away_ms,
+            store_answers=store_answers,
             others=self._last_others if is_plain or not is_limited_by_all else self._others(session, now_ms),
             doubt=doubt,
             sites=self._sites if is_plain else tuple(repriced(site, self.prices) for site in self._sites),
@@ -172,7 +178,7 @@ class FactsReader:
         """
         last_id, best, times = self._advance
         is_first_look = not last_id
-        kinds = (IterationDone.KIND, EngineStarted.KIND, CheckpointSaved.KIND)
+        kinds = (IterationDone.KIND, EngineStarted.KIND, CheckpointSaved.KIND, StoreAway.KIND)
         rows = session.scalars(
             select(ProgressRow)
             .where(ProgressRow.run_id == self._run.id, ProgressRow.kind.in_(kinds), ProgressRow.id > last_id)
@@ -182,8 +188,11 @@ class FactsReader:
             last_id = row.id
             if row.kind == EngineStarted.KIND:
                 self._lineage = max(self._lineage, row.lineage)
+                self._store_away_ms = None
             elif row.lineage < self._lineage:
                 continue
+            elif row.kind == StoreAway.KIND:
+                self._store_away_ms = self._clock.now_ms() if row.event["is_away"] else None
             elif row.kind == CheckpointSaved.KIND:
                 # Use the controller's clock, because the trainer's clock may be wrong. A controller that has just
                 # started reads old rows.

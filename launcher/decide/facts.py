@@ -247,6 +247,10 @@ class Facts:
     person and has reached no new iteration."""
     trouble: str | None = None
     """The engine's own description of a problem that waits for a person (a full disk)."""
+    store_away_ms: int | None = None
+    """Since when the trainer waits for a bucket that does not answer it. None: it does not wait."""
+    store_answers: bool = False
+    """Whether the bucket answers the controller."""
     metered_when_ordered: Mapping[str, int] = field(default_factory=dict)
     """By node that was ordered to end and is still billed: the nodes' cost up to the order, in micro-dollars."""
     others: Others = Others()

@@ -5,6 +5,7 @@ node takes minutes. The slot that the node leaves is filled again.
 
     on spot -> lost -> a node that is up takes the role
                     -> no such node: bought, on spot or as a stand-in on demand (waiting.py)
+    on spot -> its bucket does not answer it, but the controller -> released; a node that is up takes the role
     on demand -> a spot node has settled, and a checkpoint was saved just now -> released; the spot node takes the role
 
 A trainer is on demand, too, while losses cost more than spot saves, and after three losses without a new iteration.
@@ -16,11 +17,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from engine.events import Market
+from launcher.decide.actions import Release
 from launcher.decide.facts import PROMOTED, STEADY_ITERATIONS, Facts, NodeRecord, Wanted
 from launcher.decide.launch_history import Tried
 from launcher.decide.replacing import is_stand_in
 from launcher.decide.waiting import needs_on_demand, why_late
-from launcher.money import HOUR_MS, dollars
+from launcher.money import HOUR_MS, dollars, duration
 from launcher.placement.options import Option
 from launcher.placement.plan import Slot
 from launcher.placement.price_of_waiting import CHANGE_MS, RESTART_MS
@@ -32,6 +34,10 @@ market are shorter than an iteration, so the run would pay and never end."""
 SAVED_MS = 15_000
 """Longest age of a checkpoint, in milliseconds, at which a stand-in is given back: the work since then is lost. A pass
 takes two seconds, and a checkpoint is reported within seconds."""
+
+STORE_AWAY_MS = 10 * 60_000
+"""Time after which a trainer that cannot reach its bucket gives its role to another node, in milliseconds. Networks of
+clouds mend themselves within minutes, and the batch that waits to be saved would be trained again."""
 
 PRIOR_LOSSES = 2.0
 """Losses that the prior of the restart weighs."""
@@ -88,8 +94,7 @@ def successor_among(slot: Slot, held: Sequence[NodeRecord], facts: Facts, wanted
         return None
     if any(node.is_live for node in held):
         return None
-    alike = {one.name for one in wanted.slots if may_train(one, wanted)} | {SUCCESSOR}
-    ready = [node for node in facts.nodes if node.role == "rollout" and node.slot in alike and can_take_over(node)]
+    ready = _that_can_train(facts, wanted)
     if why_on_demand(facts, wanted):
         ready = [node for node in ready if node.market is Market.ON_DEMAND]
     latest = max(held, key=lambda node: node.generation)
@@ -97,6 +102,31 @@ def successor_among(slot: Slot, held: Sequence[NodeRecord], facts: Facts, wanted
     hurries = is_lost and why_late(facts, wanted) is not None
     order = {Market.ON_DEMAND: -1 if hurries else 1, Market.SPOT: 0}
     return min(ready, key=lambda node: (order[node.market], node.happened["up"], node.name), default=None)
+
+
+def _that_can_train(facts: Facts, wanted: Wanted) -> list[NodeRecord]:
+    """Return the nodes at work that can take the trainer's role."""
+    alike = {slot.name for slot in wanted.slots if may_train(slot, wanted)} | {SUCCESSOR}
+    return [node for node in facts.nodes if node.role == "rollout" and node.slot in alike and can_take_over(node)]
+
+
+def cut_off_trainer(facts: Facts, wanted: Wanted) -> Release | None:
+    """Return the release of a trainer on spot that its bucket does not answer, if a node at work can take its role.
+
+    The bucket answers the controller, so the trainer's own network is at fault. What it trained since its newest
+    checkpoint is lost, and it can save nothing. After one such release it takes a new iteration until the next.
+    """
+    slot, away_ms = trainer_on_spot(wanted), facts.store_away_ms
+    if slot is None or away_ms is None or not facts.store_answers or facts.now_ms - away_ms < STORE_AWAY_MS:
+        return None
+    held = [node for node in facts.nodes if node.slot == slot.name]
+    trainer = next((node for node in held if node.is_live and not node.is_leaving), None)
+    if trainer is None or not _that_can_train(facts, wanted):
+        return None
+    if any(node.happened.get("releasing", -1) > facts.advanced_ms for node in held):
+        return None
+    why = f"its bucket has not answered it for {duration(facts.now_ms - away_ms)}, and answers the controller"
+    return Release(nodes=(trainer.name,), why=why)
 
 
 def can_take_over(node: NodeRecord) -> bool:

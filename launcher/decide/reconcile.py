@@ -21,7 +21,7 @@ from launcher.decide.giving_back import nodes_above_hourly_limit, nodes_to_relea
 from launcher.decide.known_nodes import KnownNodes
 from launcher.decide.launch_history import Tried
 from launcher.decide.placing import place_of
-from launcher.decide.promotion import is_taking_over, successor_among, with_successor
+from launcher.decide.promotion import cut_off_trainer, is_taking_over, successor_among, with_successor
 from launcher.decide.replacing import attempt_of, needs_successor, stays
 from launcher.decide.run_budget import beside, budget_refusal
 from launcher.decide.steps import Steps, unprotected
@@ -73,6 +73,9 @@ def decide(facts: Facts, wanted: Wanted, steps: Steps | None = None) -> list[Act
     given_back = steps.take(lambda: given_back_trainer(recent, wanted, live, tried), None)
     if given_back is not None:
         return [given_back]
+    cut_off = steps.take(lambda: cut_off_trainer(recent, wanted), None)
+    if cut_off is not None:
+        return [cut_off]
     let_go = nodes_to_release(recent, wanted, live, tried, steps)
     why = steps.take(lambda: why_idle(tried, facts.now_ms), None) or ""
     releases: list[Action] = [replace(_release(let_go), why=why)] if let_go else []

@@ -100,6 +100,8 @@ class StoreLease:
         self._open, self._run, self._wall_ms, self._boot_ms = open_bucket, run, wall_ms, boot_ms
         self._requested_ms = boot_ms()
         """Time of the last request to the bucket, answered or not (milliseconds since this machine was started)."""
+        self._answered_ms: int | None = None
+        """Time of the last request that the bucket answered. None: none yet."""
         self._opened: ObjectStore | None = None
         self._holder = blake2b(holder.encode(), digest_size=8).hexdigest()
         self._version: Any = None
@@ -109,6 +111,11 @@ class StoreLease:
         """Host of the new holder after a takeover. Once set, the controller must not act any more."""
         self.spent: Spent | None = None
         """Written with each renewal: set by the controller, and before that as `take` found it in the bucket."""
+
+    @property
+    def answers(self) -> bool:
+        """Return whether the bucket has answered this process within the last two renewals."""
+        return self._answered_ms is not None and self._boot_ms() - self._answered_ms <= 2 * RENEW_SECONDS * 1000
 
     def take(self) -> None:
         """Become the holder, if the bucket answers. Raises LeaseHeld with the name of the holding machine."""
@@ -179,6 +186,7 @@ class StoreLease:
                 self.lost = claim.host
                 return
             self._write(claim)
+            self._answered_ms = self._boot_ms()
         except (AlreadyExistsError, PreconditionError):
             self.lost = "another machine"
         except TROUBLE as error:

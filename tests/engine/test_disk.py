@@ -4,15 +4,19 @@ import errno
 import resource
 import subprocess
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 
 from engine.clock import ScaledClock
-from engine.events import Progress, Warned
+from engine.events import Progress, StoreAway, Warned
 from engine.storage import disk
 from engine.storage.checkpoint import CheckpointStore
+from engine.storage.disk import AWAY
 from engine.storage.progress import ProgressLog
 from engine.storage.tensor_files import Stored
+from engine.trainer.checkpoints import Checkpoints
+from engine.trainer.state import TrainerState
 from tests.engine.test_checkpoint import FIRST, at
 from tests.engine.test_loop import TINY, build, progress
 
@@ -115,3 +119,26 @@ def test_the_trainer_waits_for_disk_space_with_one_warning(tmp_path, refused):
     assert "No space left" in warned[0]
     assert "going on" in warned[1]
     assert len(progress(tmp_path, "checkpoint_saved")) == TINY.iterations
+
+
+class AwayAtFirst:
+    """A store in a bucket that does not answer the first calls."""
+
+    url = "s3://runs/a"
+
+    def __init__(self, failures: int) -> None:
+        self.failures = failures
+
+    def newest(self) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise OSError(AWAY, "the bucket does not answer")
+
+
+@pytest.mark.parametrize(("failures", "reported"), [(2, [True, False]), (0, [])])
+def test_the_trainer_reports_once_that_its_bucket_is_away_and_once_that_it_answers(failures, reported):
+    events, warned = [], []
+    reporter = SimpleNamespace(warn=warned.append, write=events.append)
+    Checkpoints(SimpleNamespace(store=AwayAtFirst(failures)), TrainerState(config_digest="d"), reporter).newest()
+    assert events == [StoreAway(is_away=is_away) for is_away in reported]
+    assert len(warned) == len(reported)

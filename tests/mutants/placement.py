@@ -13,6 +13,7 @@ from launcher.decide import (
     launch_history,
     moving,
     placing,
+    promotion,
     reconcile,
     replacing,
     run_budget,
@@ -36,6 +37,7 @@ WAITING = "tests/launcher/replay/test_waiting.py"
 WHOLE = "tests/launcher/cluster/test_whole_trainer.py"
 PLACING = "tests/launcher/cluster/test_placing.py"
 PROMOTION = "tests/launcher/cluster/test_promotion.py"
+CUT_OFF = "test_a_trainer_that_its_bucket_does_not_answer_gives_its_role_to_a_node_that_is_up"
 
 _cooled_until_ms, _next_trainer = launch_history.cooled_until_ms, failover.next_trainer
 _needs_successor, _refusal = replacing.needs_successor, run_budget.budget_refusal
@@ -667,6 +669,42 @@ FAULTS = {
                 ),
             ),
             found_by=f"{WHOLE}::test_a_trainer_that_may_lack_a_node_is_bought_whole_at_first",
+        ),
+        Fault(
+            name="trainer-released-although-the-bucket-answers-nobody",
+            forgets="that another node would not reach the bucket either",
+            patches=(
+                (
+                    reconcile,
+                    "cut_off_trainer",
+                    changed(promotion.cut_off_trainer, "not facts.store_answers", "False"),
+                ),
+            ),
+            found_by=f"{PROMOTION}::{CUT_OFF}",
+        ),
+        Fault(
+            name="trainer-released-again-and-again-for-its-bucket",
+            forgets="that a second node without the bucket says that nodes are not at fault",
+            patches=(
+                (
+                    reconcile,
+                    "cut_off_trainer",
+                    changed(promotion.cut_off_trainer, "> facts.advanced_ms for", "> facts.now_ms for"),
+                ),
+            ),
+            found_by=f"{PROMOTION}::{CUT_OFF}",
+        ),
+        Fault(
+            name="trainer-without-successor-released-for-its-bucket",
+            forgets="that nobody can take the role of this trainer",
+            patches=(
+                (
+                    reconcile,
+                    "cut_off_trainer",
+                    changed(promotion.cut_off_trainer, " or not _that_can_train(facts, wanted)", ""),
+                ),
+            ),
+            found_by=f"{PROMOTION}::test_a_trainer_that_nobody_can_follow_waits_for_its_bucket",
         ),
     )
 }

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import select
 
-from engine.events import CheckpointSaved, Market
+from engine.events import CheckpointSaved, Market, StoreAway
 from engine.node_spec import NodeSpec, role_token
 from launcher.cli.status import headline
 from launcher.controller.controller import Controller
@@ -20,6 +20,7 @@ from launcher.decide.budget_guard import Limits
 from launcher.decide.facts import PROMOTED, Facts, NodeRecord, Stage, Wanted, promotion_of, promotion_text
 from launcher.decide.node_events import news
 from launcher.decide.node_facts import NodeFact, NodeStatus
+from launcher.decide.promotion import STORE_AWAY_MS
 from launcher.decide.reconcile import decide
 from launcher.ledger.models import MOVE, Node, NodeEvent, ProgressRow
 from launcher.ledger.node_history import last_trainer_cloud, node_records
@@ -32,10 +33,12 @@ from launcher.placement.plan import Slot
 from launcher.provision.local.node_records import NodeRecords
 from launcher.provision.local.processes import processes_of
 from launcher.provision.local.provisioner import LocalProvisioner, node_folder
+from launcher.runs.event_lines import event_lines
 from launcher.runs.runs import request_stop
 from launcher.runs.views import run_view
 from tests.launcher.cluster.stage import CLOUD_SITES, SPOT_RATE, ledger, made_run, placement, slots
 from tests.launcher.cluster.test_controller import controller_of, names_ready, passes, run_until_over, status_of
+from tests.launcher.cluster.test_moving import MINUTE
 from tests.launcher.cluster.test_moving import Stage as CloudRun
 
 NOW = 10_000_000
@@ -394,6 +397,75 @@ def test_on_clouds_a_trainer_on_demand_is_given_back_after_a_checkpoint_and_not_
     (promoted,) = trainers(stage)
     assert (promoted.market, steady.name in stage.cloud.released) == (Market.SPOT, True)
     assert promoted.happened[PROMOTED] >= stage.records()[steady.name].happened["released"]
+
+
+class Bucket:
+    """The lease in the bucket as a pass sees it: whether the bucket answers the controller."""
+
+    spent = None
+    answers = True
+
+    def check(self) -> None:
+        """The lease is ours."""
+
+
+def says(stage: CloudRun, is_away: bool) -> None:
+    """The trainer reports that its bucket does not answer it, or does again."""
+    (trainer,) = trainers(stage)
+    with stage.sessions.begin() as session:
+        seq = stage.clock.now_ms()
+        row = {"source": trainer.name, "lineage": 99, "seq": seq, "at_ms": seq}
+        session.add(ProgressRow(run_id=stage.run.id, kind=StoreAway.KIND, event={"is_away": is_away}, **row))
+
+
+def test_a_trainer_that_its_bucket_does_not_answer_gives_its_role_to_a_node_that_is_up(home):
+    stage = cloud_stage(ledger(home))
+    stage.controller.recorder.bucket_lease = bucket = Bucket()
+    stage.passes(8)
+    (first,) = trainers(stage)
+    says(stage, is_away=True)
+    stage.passes(STORE_AWAY_MS // MINUTE - 2)
+    assert trainers(stage) == [stage.records()[first.name]], "the network may come back"
+    bucket.answers = False
+    stage.passes(5)
+    assert trainers(stage) == [stage.records()[first.name]], "the bucket answers nobody"
+    bucket.answers = True
+    stage.passes(6)
+    (second,) = trainers(stage)
+    assert first.name in stage.cloud.released
+    assert second.happened[PROMOTED] >= stage.records()[first.name].happened["released"]
+    with stage.sessions() as session:
+        told = [line.text for line in event_lines(session, stage.run) if line.kind == "releasing"]
+    assert any("its bucket has not answered it for" in text for text in told), told
+    says(stage, is_away=True)
+    stage.passes(STORE_AWAY_MS // MINUTE + 4)
+    assert trainers(stage) == [stage.records()[second.name]], "another one was tried, without a new iteration since"
+
+
+def test_a_bucket_that_answers_again_ends_the_wait(home):
+    stage = cloud_stage(ledger(home))
+    stage.controller.recorder.bucket_lease = Bucket()
+    stage.passes(8)
+    (first,) = trainers(stage)
+    says(stage, is_away=True)
+    stage.passes(4)
+    says(stage, is_away=False)
+    stage.passes(STORE_AWAY_MS // MINUTE + 4)
+    assert trainers(stage) == [stage.records()[first.name]]
+
+
+def test_a_trainer_that_nobody_can_follow_waits_for_its_bucket(home):
+    stage = cloud_stage(ledger(home))
+    stage.controller.recorder.bucket_lease = Bucket()
+    stage.passes(8)
+    (first,) = trainers(stage)
+    stage.cloud.answers = {f"gcp/g1/g1-{zone}": "refuse" for zone in "ab"}
+    for record in stage.records().values():
+        if record.role == "rollout":
+            stage.cloud.preempt(record.name)
+    says(stage, is_away=True)
+    stage.passes(STORE_AWAY_MS // MINUTE + 4)
+    assert trainers(stage) == [stage.records()[first.name]]
 
 
 PACED = {"pace_ms": (120_000, 90_000, 60_000)}

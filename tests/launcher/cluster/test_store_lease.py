@@ -196,6 +196,28 @@ def test_a_check_against_an_unreachable_bucket_keeps_the_lease():
     assert lease.lost is None
 
 
+def test_a_lease_knows_whether_its_bucket_answers():
+    boot, store = Clock(), MemoryStore()
+    asked = [lambda: store]
+    lease = StoreLease(lambda: asked[-1](), "digits", "ours", Clock(), boot)
+    assert not lease.answers
+    lease.take()
+    lease.renew()
+    assert lease.answers
+
+    def away():
+        raise OSError("no route to host")
+
+    asked.append(away)
+    lease._opened = None
+    boot.ms += 30_000
+    lease.renew()
+    assert lease.answers, "one request may fail"
+    boot.ms += 20_000
+    lease.renew()
+    assert not lease.answers
+
+
 def test_an_unreadable_lease_object_is_written_again(store):
     lease = StoreLease(lambda: store, "digits", "ours", Clock(), Clock())
     lease.take()
