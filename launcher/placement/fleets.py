@@ -9,11 +9,13 @@ to `MOST_NODES` rollout nodes, and every region. Not searched: a trainer of seve
 or of two regions, and other algorithms.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from engine.events import Market
 from engine.memory.published import EMBEDDED
 from engine.trainer_ranks import LIMITS, groups_of_step
 from launcher.job.agreement import why_never_on_spot
@@ -24,7 +26,7 @@ from launcher.job.sections import NodeResources
 from launcher.market.instance_types import is_too_old
 from launcher.market.offers import Offer
 from launcher.money import HOUR_MS, MICRO
-from launcher.placement.forecast import Caps, Choice, on_demand_outlook, outlook
+from launcher.placement.forecast import Caps, Choice, on_demand_outlook, outlook, progress, sums
 from launcher.placement.memory import TooSmall, check_memory, check_pool
 from launcher.placement.plan import PlacementError
 from launcher.placement.price_of_waiting import CHANGE_HOURS
@@ -34,9 +36,10 @@ from launcher.placement.search import cheapest_by_nodes
 MOST_NODES = 4
 """Most rollout nodes of a fleet, for a job that names no number."""
 
-CHEAP, QUICK, TIMELY = 5, 2, 3
+CHEAP, QUICK, TIMELY, ALIKE = 7, 2, 3, 2
 """Fleets of a shortlist: those with the lowest forecast of dollars, those with the lowest of hours within the budget,
-and, with a deadline, the cheapest whose forecast is within it."""
+and, with a deadline, the cheapest whose forecast is within it. Of the cheap ones, `ALIKE` with the same GPUs at most:
+replays would not tell three of them apart."""
 
 LATE = 0.85
 """Share of the deadline that the forecast of a fleet may take to count as in time: replays are later than it."""
@@ -223,15 +226,35 @@ def _in_regions(
         least = most  # nobody knows how many nodes pay
     numbers = range(max(least, job.resources.rollout.min_nodes or 0), most + 1)
     for nodes, choice in cheapest_by_nodes(needs, sites, caps, numbers):
-        expected = outlook(choice)
+        expected, least_hours = outlook(choice), on_demand_outlook(choice).ms / HOUR_MS
+        late_usd = 0.0 if job.budget.deadline is None else _late_usd(choice, least_hours, job.budget.deadline / HOUR_MS)
         yield Candidate(
             fleet=fleet,
             resolved=replace(resolved, job=with_fleet(job, fleet, nodes)),
             choice=choice,
-            usd=expected.micro_usd / MICRO,
+            usd=expected.micro_usd / MICRO + late_usd,
             hours=expected.ms / HOUR_MS + CHANGE_HOURS,
-            least_hours=on_demand_outlook(choice).ms / HOUR_MS,
+            least_hours=least_hours,
         )
+
+
+def _late_usd(choice: Choice, least_hours: float, deadline_hours: float) -> float:
+    """Return the dollars of rollout nodes on demand that a run buys in place of missing spot, to be in time.
+
+    H: hours with the trainer always there and rollout nodes on spot alone. Of the time without spot nodes, the share
+    (H - D) / (H - `least_hours`) is filled, so that the run takes D = `LATE` x the deadline.
+    """
+    recipe, limit_hours = choice.site.recipe, LATE * deadline_hours
+    hours = recipe.iterations.mean * progress(recipe, sums(choice)[0], recipe.gain_exponent.mean).seconds / 3600
+    if hours <= max(limit_hours, least_hours):
+        return 0.0
+    missing = sum(
+        count * (1 - pool.value.useful_share) * pool.on_demand_micro_usd_per_hour
+        for pool, count in choice.pools
+        if pool.offer.market is Market.SPOT
+    )
+    filled = min(1.0, (hours - limit_hours) / (hours - least_hours))
+    return filled * missing * max(limit_hours, least_hours) / MICRO
 
 
 def shortlist(fleets: Sequence[Candidate], max_usd: float | None, deadline_hours: float | None) -> list[Candidate]:
@@ -245,8 +268,14 @@ def shortlist(fleets: Sequence[Candidate], max_usd: float | None, deadline_hours
         (candidate for candidate in by_dollars if max_usd is None or candidate.usd <= max_usd),
         key=lambda candidate: (candidate.hours, candidate.usd),
     )
+    of_kinds: Counter[Fleet] = Counter()
+    cheap = []
+    for candidate in by_dollars:
+        of_kinds[candidate.fleet] += 1
+        if of_kinds[candidate.fleet] <= ALIKE:
+            cheap.append(candidate)
     timely = [c for c in by_dollars if deadline_hours is not None and c.hours <= LATE * deadline_hours]
-    chosen = [*by_dollars[:CHEAP], *by_hours[:QUICK], *timely[:TIMELY]]
+    chosen = [*cheap[:CHEAP], *by_hours[:QUICK], *timely[:TIMELY]]
     return list({candidate.key: candidate for candidate in chosen}.values())
 
 
