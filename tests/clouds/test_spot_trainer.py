@@ -53,9 +53,9 @@ def on_spot(name: str, cloud: str) -> str:
     return text
 
 
-def launched_on(world: World, cloud: str) -> Iterator[Launched]:
+def launched_on(world: World, cloud: str, what: str = "role") -> Iterator[Launched]:
     """Launch a run, and wait until all of its nodes work."""
-    name = f"role-{cloud}"
+    name = f"{what}-{cloud}"
     env = {"SPOTRL_ALONE_SECONDS": f"{ALONE_SECONDS:.0f}"}
     run = Launched(world=world, name=name, home=world.folder / "home" / name, env=env)
     (world.folder / "jobs").mkdir(exist_ok=True)

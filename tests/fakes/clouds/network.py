@@ -8,7 +8,7 @@ real clouds.)
 
 import subprocess
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from ipaddress import IPv4Address, IPv4Network
 
@@ -65,6 +65,8 @@ class Router:
     client: str = addresses.CLIENT
     """Address of this computer, where controllers run."""
     ports: dict[str, Port] = field(default_factory=dict)
+    apart: set[tuple[str, str]] = field(default_factory=set)
+    """Pairs of addresses between which no packet passes, not even of an open connection."""
 
     def start(self) -> None:
         command(
@@ -120,7 +122,7 @@ class Router:
         subprocess.run(["ip", "link", "delete", link], check=False, capture_output=True)
 
     def apply(self, ports: Mapping[str, Port]) -> None:
-        text = rules(ports, self.client)
+        text = rules(ports, self.client, self.apart)
         if text != self.loaded:
             done = subprocess.run(["nft", "-f", "-"], input=text, capture_output=True, text=True)
             if done.returncode:
@@ -128,8 +130,10 @@ class Router:
             self.loaded = text
 
 
-def rules(ports: Mapping[str, Port], client: str = addresses.CLIENT) -> str:
-    """Return the whole rule set as text.
+def rules(
+    ports: Mapping[str, Port], client: str = addresses.CLIENT, apart: Collection[tuple[str, str]] = frozenset()
+) -> str:
+    """Return the whole rule set as text. `apart`: pairs of addresses between which no packet passes.
 
     Each host has two chains: one for its own network with private source addresses, and one for its public address with
     public source addresses (which are translated after these rules).
@@ -156,6 +160,11 @@ def rules(ports: Mapping[str, Port], client: str = addresses.CLIENT) -> str:
     neighbours = NEWLINE.join(
         f"    ip saddr {{ {', '.join(members)} }} ip daddr {{ {', '.join(members)} }} ip daddr vmap @doors"
         for members in networks.values()
+    )
+    drops = NEWLINE.join(
+        f"    ip saddr {sender} ip daddr {receiver} drop"
+        for pair in sorted(apart)
+        for sender, receiver in (pair, pair[::-1])
     )
     return f"""\
 table ip world
@@ -191,6 +200,7 @@ table ip world {{
   }}
   chain forward {{
     type filter hook forward priority filter; policy drop;
+{drops}
     ct state established,related accept
     ct status dnat ip daddr vmap @public_doors
     ct status dnat drop
@@ -198,6 +208,7 @@ table ip world {{
   }}
   chain input {{
     type filter hook input priority filter; policy drop;
+{drops}
     ct state established,related accept
     iifname "lo" accept
     ip daddr {addresses.API} accept
@@ -205,6 +216,7 @@ table ip world {{
   }}
   chain output {{
     type filter hook output priority filter; policy accept;
+{drops}
     ct state established,related accept
     ct status dnat ip daddr vmap @public_doors
     ip saddr {addresses.API} accept

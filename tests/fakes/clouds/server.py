@@ -159,6 +159,18 @@ class Server:
         self.router.cut(self.hosts.hosts[instance_id].link)
         return instance_id
 
+    def part(self, node: str, other: str) -> None:
+        """Let no packet pass between a host and another: a host, `client`, or `apis` (the bucket is one of them)."""
+        named = {"client": self.client, "apis": addresses.API}
+        host, of_other = self.hosts.hosts[self.find(node)], named.get(other)
+        self.say(f"no packet passes between {node} and {other}")
+        self.router.apart.add((host.spec.private, of_other or self.hosts.hosts[self.find(other)].spec.private))
+
+    def rejoin(self) -> None:
+        """Let all packets pass again."""
+        self.say("all packets pass again")
+        self.router.apart.clear()
+
     def move(self, address: str) -> None:
         """Change the address of the client's computer, as a laptop in another network does."""
         self.say(f"the client moves to {address}")
@@ -235,7 +247,7 @@ class Server:
 
     ORDERS = (
         *("reclaim", "rebalance", "freeze", "thaw", "unplug", "fault", "clear", "price", "quota", "quota_lag"),
-        *("notice", "move"),
+        *("notice", "move", "part", "rejoin"),
     )
     QUESTIONS = ("told_faults", "machines", "all_hosts", "inventory", "calls", "first")
 

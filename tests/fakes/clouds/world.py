@@ -411,6 +411,14 @@ class World:
     def thaw(self, node: str) -> str:
         return str(self.ask("thaw", node))
 
+    def part(self, node: str, other: str) -> None:
+        """Let no packet pass between a host and another: a host, `client`, or `apis` (the bucket is one of them)."""
+        self.ask("part", node, other)
+
+    def rejoin(self) -> None:
+        """Let all packets pass again."""
+        self.ask("rejoin")
+
     def move(self, address: str) -> None:
         """Change the address of the client's computer; `checkip.amazonaws.com` returns it within a second."""
         self.ask("move", address)
