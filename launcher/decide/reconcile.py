@@ -234,7 +234,8 @@ def _fill(
         launches.append(facts.now_ms)
         if facts.sites:
             tried.add(attempt_of(bought))
-    waiting = [f"waits: {facts.trouble}"] if facts.trouble else []
+    away = None if facts.store_away_ms is None else "the bucket does not answer the trainer"
+    waiting = [f"waits: {trouble}" for trouble in (facts.trouble, away) if trouble]
     reason = "; ".join(waiting + [_steady(text) for text in refusals])
     if facts.stage is not Stage.RUNNING or facts.reason != reason:
         actions.append(Enter(stage=Stage.RUNNING, reason=reason))

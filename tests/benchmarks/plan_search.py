@@ -50,8 +50,8 @@ from tests.benchmarks.every_fleet import GPUS, Estimated, Shop, Work, best, plan
 from tests.benchmarks.page import RESULTS, ROOT, load_now, origin, publish
 
 ROUNDS = (4, 12, 36, 108)
-"""Starts of a fleet, round by round. The dollars of single starts have a standard deviation of .65 of their mean, and the
-cheapest of many means is too cheap."""
+"""Starts of a fleet, round by round. The dollars of single starts have a standard deviation of .65 of their mean, and
+the cheapest of many means is too cheap."""
 STARTS, HOPELESS = ROUNDS[-1], 1.25
 """A fleet that costs more than this many times the cheapest after a round is not replayed further."""
 

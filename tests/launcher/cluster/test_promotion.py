@@ -449,9 +449,11 @@ def test_a_bucket_that_answers_again_ends_the_wait(home):
     (first,) = trainers(stage)
     says(stage, is_away=True)
     stage.passes(4)
+    assert stage.reason() == ("running", "waits: the bucket does not answer the trainer")
     says(stage, is_away=False)
     stage.passes(STORE_AWAY_MS // MINUTE + 4)
     assert trainers(stage) == [stage.records()[first.name]]
+    assert stage.reason() == ("running", "")
 
 
 def test_a_trainer_that_nobody_can_follow_waits_for_its_bucket(home):
