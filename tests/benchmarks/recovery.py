@@ -91,7 +91,7 @@ runtime: {{device: cpu, name: {runtime}, shape: 8, step_seconds: 0.2}}
 preemptions: {{trace: none}}
 resources:
   trainer: {{accelerators: {gpu}}}
-  rollout: {{accelerators: {gpu}, use_spot: true, num_nodes: 1}}
+  rollout: {{accelerators: {gpu}, use_spot: true, num_nodes: 1, min_nodes: 1}}
 recovery: {{launches_per_minute: 60}}
 budget: {{max_total: $500, max_hourly: $50}}
 {more}
@@ -318,7 +318,7 @@ def _environment() -> dict[str, str]:
 SPOT_TRAINER = """\
 resources:
   trainer: {{accelerators: {gpu}, use_spot: true}}
-  rollout: {{accelerators: {gpu}, use_spot: true, num_nodes: 2}}
+  rollout: {{accelerators: {gpu}, use_spot: true, num_nodes: 2, min_nodes: 2}}
 """
 
 

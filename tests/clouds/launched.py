@@ -42,7 +42,7 @@ runtime: {{device: cpu, name: local, shape: 8, step_seconds: {step}}}
 recovery: {{launches_per_minute: 60{recovery}}}
 resources:
   trainer: {{accelerators: L4:1{place}}}
-  rollout: {{accelerators: L4:1, use_spot: true, num_nodes: 1}}
+  rollout: {{accelerators: L4:1, use_spot: true, num_nodes: 1, min_nodes: 1}}
 budget: {{max_total: ${total}, max_hourly: $90{deadline}}}
 secrets: [{secrets}]
 {also}

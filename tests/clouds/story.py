@@ -52,7 +52,7 @@ spot: {spot}
 recovery: {{trainer_wait: 30s}}
 resources:
   trainer: {{accelerators: L4:1, use_spot: {use_spot}}}
-  rollout: {{accelerators: L4:1, use_spot: true, num_nodes: 2}}
+  rollout: {{accelerators: L4:1, use_spot: true, num_nodes: 2, min_nodes: 2}}
 budget: {{max_total: $40, max_hourly: $3, deadline: 24h}}
 """
 """The digits-ocr job; the budget and the deadline end it if nothing else does. Ray's trainer is on demand.

@@ -28,7 +28,7 @@ def job_text(name: str, infra: str) -> str:
         ("images_per_prompt: 4}", "images_per_prompt: 4, order: fixed}"),
         ("shape: 8,", "shape: 8, trainer_threads: 1,"),
         ("trainer: {", "trainer: {use_spot: true, "),
-        ("num_nodes: 1}", "num_nodes: 2}"),
+        ("num_nodes: 1, min_nodes: 1}", "num_nodes: 2, min_nodes: 2}"),
     ):
         assert text.count(before) == 1
         text = text.replace(before, after)

@@ -47,7 +47,10 @@ def on_spot(name: str, cloud: str) -> str:
         secrets="SPOTRL_ALONE_SECONDS",
         also="reward: demo_reward:score\ntarget: {metric: after_story, value: 0.3, evaluations: 1}",
     )
-    for before, after in (("trainer: {", "trainer: {use_spot: true, "), ("num_nodes: 1}", "num_nodes: 2}")):
+    for before, after in (
+        ("trainer: {", "trainer: {use_spot: true, "),
+        ("num_nodes: 1, min_nodes: 1}", "num_nodes: 2, min_nodes: 2}"),
+    ):
         assert text.count(before) == 1
         text = text.replace(before, after)
     return text
