@@ -5,7 +5,15 @@ import pytest
 from launcher.cli.plan_screen import saving
 from launcher.placement.cloud_plan import Factors
 
-CLOUD_JOBS = ("flux", "flux_pickscore", "qwen_image_ocr", "sd3_5", "sd3_5_geneval", "wan_video", "wan_video_http")
+ALIKE = ("flux_pickscore", "sd3_5_geneval", "wan_video_http")
+"""Jobs whose plan differs from another one's by the scorer alone."""
+CLOUD_JOBS = (
+    "flux",
+    "qwen_image_ocr",
+    "sd3_5",
+    "wan_video",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ALIKE),
+)
 LINES, COLUMNS = 20, 80
 
 

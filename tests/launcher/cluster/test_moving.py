@@ -60,7 +60,7 @@ class Stage:
             self.sessions, self.run, self.cloud, self.clock, f"test-{time.monotonic_ns()}", dead_pid(), carry or copied
         )
 
-    def passes(self, minutes: float, step_ms: int = 10_000) -> None:
+    def passes(self, minutes: float, step_ms: int = 20_000) -> None:
         until = self.clock.now_ms() + round(minutes * MINUTE)
         while self.clock.now_ms() < until:
             self.clock.pass_ms(step_ms)

@@ -393,7 +393,7 @@ def test_on_clouds_a_trainer_on_demand_is_given_back_after_a_checkpoint_and_not_
     assert spot
     assert trainers(stage) == [stage.records()[steady.name]], "no checkpoint was saved"
     saves(stage, 1)
-    stage.passes(4)
+    stage.passes(4, step_ms=10_000)
     (promoted,) = trainers(stage)
     assert (promoted.market, steady.name in stage.cloud.released) == (Market.SPOT, True)
     assert promoted.happened[PROMOTED] >= stage.records()[steady.name].happened["released"]
