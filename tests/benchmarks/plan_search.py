@@ -52,8 +52,9 @@ from tests.benchmarks.page import RESULTS, ROOT, load_now, origin, publish
 ROUNDS = (4, 12, 36, 108)
 """Starts of a fleet, round by round. The dollars of single starts have a standard deviation of .65 of their mean, and
 the cheapest of many means is too cheap."""
-STARTS, HOPELESS = ROUNDS[-1], 1.25
-"""A fleet that costs more than this many times the cheapest after a round is not replayed further."""
+STARTS, HOPELESS = ROUNDS[-1], (1.25, 1.25, 1.1, 0.0)
+"""A fleet that costs more than this many times the cheapest after a round is not replayed further. The starts are the
+same for all, so 36 of them tell fleets apart that differ by a tenth."""
 
 PIECES = Path(__file__).parent / "pieces" / "plan_search"
 """Cells of an unfinished `--all` or `--plans`. Delete the folder after a change of the product."""
@@ -209,9 +210,9 @@ def brute_force(job: Job, offers: Iterable[Offer]) -> dict[str, Any]:
     seconds = time.process_time() - begun
     priced: list[tuple[Estimated, Priced]] = []
     going = [(estimated, Replays(plan_of(work, shop, estimated.fleet), job, shop)) for estimated in ranked]
-    for starts in ROUNDS:
+    for starts, hopeless in zip(ROUNDS, HOPELESS, strict=True):
         found = [each.priced(starts) for _, each in going]
-        limit = HOPELESS * min((one.usd for one in found if one.is_in_time), default=math.inf)
+        limit = hopeless * min((one.usd for one in found if one.is_in_time), default=math.inf)
         ends = [starts == STARTS or one.usd > limit for one in found]
         priced += [(estimated, one) for (estimated, _), one, is_end in zip(going, found, ends, strict=True) if is_end]
         going = [one for one, is_end in zip(going, ends, strict=True) if not is_end]
@@ -446,8 +447,8 @@ TEXT = f"""
 Replayed: generated markets by the priors of spot capacity, the shipped decisions, {STARTS} starts of fixed seeds that
 are the same for every fleet. Capacity is assumed, not recorded: nothing here says what a cloud will have. `best`: the
 cheapest fleet that is in time in nine of ten starts, of {REPLAYED} that a closed form ranked first and of the product's
-own plans; a fleet that costs {HOPELESS} times the cheapest after {ROUNDS[0]}, {ROUNDS[1]} or {ROUNDS[2]} starts is not
-replayed further.
+own plans; a fleet that costs {HOPELESS[0]} times the cheapest after {ROUNDS[0]} or {ROUNDS[1]} starts, or {HOPELESS[2]} times
+after {ROUNDS[2]}, is not replayed further.
 `chosen`: the product's search of fleets. `named nodes`: the planner with the GPUs and capacity types that the example
 file names.
 
