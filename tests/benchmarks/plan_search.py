@@ -447,8 +447,8 @@ TEXT = f"""
 Replayed: generated markets by the priors of spot capacity, the shipped decisions, {STARTS} starts of fixed seeds that
 are the same for every fleet. Capacity is assumed, not recorded: nothing here says what a cloud will have. `best`: the
 cheapest fleet that is in time in nine of ten starts, of {REPLAYED} that a closed form ranked first and of the product's
-own plans; a fleet that costs {HOPELESS[0]} times the cheapest after {ROUNDS[0]} or {ROUNDS[1]} starts, or {HOPELESS[2]} times
-after {ROUNDS[2]}, is not replayed further.
+own plans; a fleet that costs {HOPELESS[0]} times the cheapest after {ROUNDS[0]} or {ROUNDS[1]} starts, or
+{HOPELESS[2]} times after {ROUNDS[2]}, is not replayed further.
 `chosen`: the product's search of fleets. `named nodes`: the planner with the GPUs and capacity types that the example
 file names.
 
