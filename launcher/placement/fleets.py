@@ -41,6 +41,10 @@ CHEAP, QUICK, TIMELY, ALIKE = 7, 2, 3, 2
 and, with a deadline, the cheapest whose forecast is within it. Of the cheap ones, `ALIKE` with the same GPUs at most:
 replays would not tell three of them apart."""
 
+NEAR = 1.2
+"""Forecast of dollars, over the lowest, up to which a fleet counts as cheap. Ten replays of a fleet that is dearer by
+forecast are more often too cheap by luck than the forecast is too dear."""
+
 LATE = 0.85
 """Share of the deadline that the forecast of a fleet may take to count as in time: replays are later than it."""
 
@@ -272,7 +276,7 @@ def shortlist(fleets: Sequence[Candidate], max_usd: float | None, deadline_hours
     cheap = []
     for candidate in by_dollars:
         of_kinds[candidate.fleet] += 1
-        if of_kinds[candidate.fleet] <= ALIKE:
+        if of_kinds[candidate.fleet] <= ALIKE and candidate.usd <= NEAR * by_dollars[0].usd:
             cheap.append(candidate)
     timely = [c for c in by_dollars if deadline_hours is not None and c.hours <= LATE * deadline_hours]
     chosen = [*cheap[:CHEAP], *by_hours[:QUICK], *timely[:TIMELY]]
