@@ -12,6 +12,7 @@ from engine.events import Regrouped
 from launcher.cli.layout import print_table, print_text
 from launcher.cli.live import score_text
 from launcher.cli.run_argument import run_argument
+from launcher.ledger.left_in_buckets import left_words
 from launcher.ledger.store import find_run
 from launcher.money import dollars, duration, hourly
 from launcher.report.sharing import groups_text
@@ -98,6 +99,8 @@ def headline(view: RunView) -> list[str]:
         *([point] if (point := point_words(view.point, view.metric)) else []),
         f"spent {dollars(view.spent_micro_usd)}{limit}, now {hourly(view.micro_usd_per_hour)}"
         + (f"; billed {dollars(view.billed_micro_usd)}" if view.billed_micro_usd is not None else ""),
+        *([f"at {view.prices}"] if view.prices else []),
+        *(f"left in buckets: {left_words(folder)}" for folder in view.left_in_buckets if folder.bytes != 0),
         _time(view),
     ]
 

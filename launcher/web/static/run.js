@@ -190,11 +190,11 @@ class RunPage {
       h("div", { class: "title" }, h("h1", {}, this.name), h("span", { class: "state " + view.status }, view.status + (view.reason ? ": " + view.reason : "")), this.age, stop ?? ""),
       h("p", { class: "verdict" }, page.headline, " ", page.drift), trouble ?? "", errors, again ?? "",
       ...kept.map((node) => h("p", { role: "status" }, `${short(this.name, node.name)} failed, and is kept for ${duration(node.goes_in_ms)} more: `, h("code", { class: "command" }, `spotrl ssh ${this.name} ${short(this.name, node.name)}`))),
-      h("progress", { max: view.iterations, value: view.iteration, "aria-label": `iteration ${view.iteration} of ${view.iterations}` }),
+      h("progress", { max: view.status === "finished" && view.iteration || view.iterations, value: view.iteration, "aria-label": `iteration ${view.iteration} of ${view.iterations}` }),
       this.inside(view),
       view.point_text ? h("p", { class: "point" }, view.point_text) : "",
       h("dl", { class: "facts" }, facts.map(([term, value, note]) => h("div", {}, h("dt", {}, term), h("dd", {}, value, h("small", {}, note))))),
-      h("p", { class: "note" }, `Money is ${page.money_note}. ${page.clock_note}`));
+      h("p", { class: "note" }, `Money is ${page.money_note}. ${page.clock_note} ${page.bucket_notes.join(" ")}`));
     if (focused) this.head.querySelector(".stop")?.focus();
     this.drawAge();
     if (view.is_over && this.dialog.open) this.dialog.close();
