@@ -268,6 +268,7 @@ def test_the_list_of_the_web_view_says_old_prices_and_what_its_runs_left(digits)
     with digits() as session:
         html = list_part("token", run_list(session))
     assert "; left in buckets: 41.3 GiB, $0.95 a month</p>" in html
+    assert '<span class="state finished missed" title="iterations">' in html, "its target was not reached"
     assert f'title="{OF_PRICES}">assumed, prices older than 90 days</td>' in html
 
 
