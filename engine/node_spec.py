@@ -38,10 +38,10 @@ class ClockConfig(Strict):
         clock = self._work_clock()
         return NoMeter() if clock is None else ProcessMeter(clock)
 
-    def let_run(self) -> None:
-        """Let the run's clock run by the wall: the engine is finished."""
+    def hold(self) -> None:
+        """Hold the run's clock: the engine is finished, and the node's end is no work."""
         if (clock := self._work_clock()) is not None:
-            clock.let_run()
+            clock.hold()
 
     def _work_clock(self) -> WorkClock | None:
         return WorkClock(path=Path(self.file), origin_ms=self.origin_ms, factor=self.factor) if self.file else None

@@ -10,8 +10,8 @@ Promises:
 
 - The clock never goes back. Every process of the run reads the same time from the file.
 - While nobody reports work, the clock runs by the wall, `factor` times as fast: a run that lost its trainer still comes
-  to its deadlines. Each report, and each pass of the controller that sees a starting node, holds the clock for
-  `HOLD_SECONDS`.
+  to its deadlines. Each report, each pass of the controller that sees a starting node, the start of a controller and
+  the end of the engine hold the clock for `HOLD_SECONDS`.
 - A process that is frozen while it holds the file's lock stops no other process.
 - The clock does not pass an event of the local cloud unseen. New work waits for the controller's next pass if the clock
   is `LEAD_SECONDS` ahead of the last one, and for a node that takes longer to start than its work would allow. A
@@ -80,7 +80,8 @@ class WorkClock:
     def begin(self, newest_ms: int) -> None:
         """Make the file, or repair it after a reboot of this machine. Call before a controller's first pass.
 
-        `newest_ms`: the newest time in the ledger. The clock does not start before it.
+        `newest_ms`: the newest time in the ledger. The clock does not start before it, and is held: the controller's
+        own start is no work.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self._locked(os.O_RDWR | os.O_CREAT) as file:
@@ -89,9 +90,12 @@ class WorkClock:
             os.ftruncate(file, _RECORD.size)
             if record is not None and record.boot_ms <= now:
                 run_ms = max(run_ms, record.now_ms(now, self.factor))
+            held_until = now + round(HOLD_SECONDS * 1000)
             _write(
                 file,
-                _Record(run_ms=run_ms, boot_ms=now, held_until_boot_ms=now, watched_ms=run_ms, watched_boot_ms=now),
+                _Record(
+                    run_ms=run_ms, boot_ms=now, held_until_boot_ms=held_until, watched_ms=run_ms, watched_boot_ms=now
+                ),
             )
 
     def now_ms(self) -> int:
@@ -113,15 +117,11 @@ class WorkClock:
         self._change(lambda record, now: replace(record, watched_ms=at_ms, watched_boot_ms=now))
 
     def hold(self) -> None:
-        """Keep the clock from running by the wall for `HOLD_SECONDS`: a node is starting, which is no work."""
+        """Keep the clock from running by the wall for `HOLD_SECONDS`: a node starts or ends, which is no work."""
         held_ms = round(HOLD_SECONDS * 1000)
         self._change(
             lambda record, now: replace(record, held_until_boot_ms=max(record.held_until_boot_ms, now + held_ms))
         )
-
-    def let_run(self) -> None:
-        """Let the clock run by the wall at once: the engine is finished."""
-        self._change(lambda record, now: replace(record, held_until_boot_ms=now))
 
     def advance_to(self, at_ms: int) -> None:
         """Move the clock forward to `at_ms`, and hold it."""

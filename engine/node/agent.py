@@ -209,7 +209,7 @@ class Agent:
             self._check_notice()
             if self._is_finished():
                 if self.spec.role == "trainer":
-                    self.spec.clock.let_run()
+                    self.spec.clock.hold()
                     time.sleep(LAST_WORDS_SECONDS)
                 return EXIT_FINISHED, "finished"
             if self._is_money_spent():

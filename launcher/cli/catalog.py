@@ -76,7 +76,7 @@ def now_ms() -> int:
 @prices_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def show(cloud: str | None, gpu: str | None, market: str | None, shipped: bool, prices: Prices, as_json: bool) -> None:
-    """Show offers with the price, and the price's quality, source and age.
+    """Show offers with the price, and the price's quality, source and age. The cheapest GPU-hour comes first.
 
     \b
     Example:
@@ -101,6 +101,7 @@ def show(cloud: str | None, gpu: str | None, market: str | None, shipped: bool, 
         known = ", ".join(sorted({offer.accelerator for offer in found.all_offers()}))
         click.echo(f"No such offer. The tables have {known}.")
         return
+    offers.sort(key=lambda offer: offer.micro_usd_per_hour / offer.gpus)
     sources = list(dict.fromkeys((offer.source, age_text(offer.observed_at, now)) for offer in offers))
     heading = ("cloud", "region", "zone", "instance", "GPUs", "market", *PRICES, "quality", "from")
     numbered = [sources.index((offer.source, age_text(offer.observed_at, now))) + 1 for offer in offers]

@@ -30,6 +30,7 @@ from launcher.cli.status import event_text
 from launcher.exit_codes import ExitCode, Failure
 from launcher.job.checked import CheckedJob
 from launcher.job.schema import Job
+from launcher.ledger.left_in_buckets import left_words
 from launcher.ledger.store import find_run
 from launcher.money import dollars
 from launcher.placement.plan import Plan
@@ -340,7 +341,11 @@ def last_words(view: RunView, left: Sequence[str]) -> Iterator[str]:
     """Yield the last lines of every `launch`: the run's status, the running nodes, and the command to stop the run."""
     if view.status in ENDED:
         why = f" ({view.reason})" if view.reason else ""
-        yield f"{view.name} {view.status}{why}: {score_text(view)}; {dollars(view.spent_micro_usd)} spent."
+        at = f" at {view.prices}" if view.prices else ""
+        yield f"{view.name} {view.status}{why}: {score_text(view)}; {dollars(view.spent_micro_usd)} spent{at}."
+    for folder in view.left_in_buckets:
+        if folder.bytes != 0:
+            yield f"Left in buckets: {left_words(folder)}."
     if view.resume_with:
         yield f"Go on with more money: {view.resume_with}"
     if left:

@@ -251,7 +251,9 @@ def _show(choice: Choice, offers: Sequence[Offer]) -> None:
     if goes.resources:
         print_table([("resource", "id", "run", "owner", "where", "size"), *map(_resource_row, goes.resources)])
     if not choice.stays.is_empty:
-        click.echo(f"Left alone: {count_text(choice.stays)}.")
+        stays = choice.stays
+        runs = {node.run or "(all)" for node in stays.instances} | {part.run or "(all)" for part in stays.resources}
+        click.echo(f"Left alone: {count_text(stays)} of {', '.join(sorted(runs))}.")
     for note in choice.notes:
         click.echo(note)
 

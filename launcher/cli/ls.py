@@ -10,14 +10,13 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from launcher.cli.layout import print_table, print_text
 from launcher.cli.output_file import check_output, say_written
-from launcher.ledger.left_in_buckets import left_words, monthly
+from launcher.ledger.left_in_buckets import left_words, sum_words
 from launcher.ledger.models import Run
 from launcher.ledger.store import find_run
 from launcher.money import dollars, hourly
 from launcher.report.focus import write_focus
 from launcher.runs.run_list import RunRow, all_rows
 from launcher.runs.views import RunView, run_documents, view_of
-from launcher.sizes import size_text
 
 DEAREST = 5
 """Folders in buckets that the list names. Their sum has all of them."""
@@ -85,10 +84,8 @@ def _left_in_buckets(rows: Sequence[RunRow]) -> Iterator[str]:
         key=lambda one: -(one[1].micro_usd_per_month or 0),
     )
     if len(known) > 1:
-        runs, count = len({name for name, _ in known}), sum(folder.bytes or 0 for _, folder in known)
-        price = sum(folder.micro_usd_per_month or 0 for _, folder in known)
-        least = "" if all(folder.is_whole for _, folder in left) else "at least "
-        yield f"{runs} run{'s' if runs > 1 else ''} left in buckets: {least}{size_text(count)}, {monthly(price)}"
+        runs = len({name for name, _ in known})
+        yield f"{runs} run{'s' if runs > 1 else ''} left in buckets: {sum_words([folder for _, folder in left])}"
     for name, folder in [*known[:DEAREST], *(unknown if len(unknown) == 1 else [])]:
         yield f"{name} left in buckets: {left_words(folder)}"
     if len(known) > DEAREST:

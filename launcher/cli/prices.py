@@ -104,7 +104,8 @@ def show(
         click.echo(json.dumps({"at": iso(now), "prices": [price_json(point, now) for point in points]}))
         return code
     if not points:
-        click.echo("No such price. `spotrl prices refresh` asks the clouds.")
+        click.echo("No such price is known. `spotrl prices refresh` asks the clouds.")
+        click.echo("`spotrl catalog show` lists the prices that ship with spotrl.")
         return code
     print_table(price_rows(points, now), numbers=("$/h", "$/GPU-h"))
     print_text(f"[{number}] {source}" for number, source in enumerate(_sources(points), 1))

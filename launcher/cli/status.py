@@ -12,6 +12,7 @@ from engine.events import Regrouped
 from launcher.cli.layout import print_table, print_text
 from launcher.cli.live import score_text
 from launcher.cli.run_argument import run_argument
+from launcher.ledger.left_in_buckets import left_words
 from launcher.ledger.store import find_run
 from launcher.money import dollars, duration, hourly
 from launcher.report.sharing import groups_text
@@ -75,6 +76,8 @@ def headline(view: RunView) -> list[str]:
     more = [f"Go on with more money: {view.resume_with}"] if view.resume_with else []
     removed = "; its files were removed" if view.is_removed else ""
     limit = f" of {dollars(view.max_total_micro_usd)}" if view.max_total_micro_usd is not None else ""
+    # Without a controller nobody asks the cloud, and a node may have ended itself.
+    most = "at most " if view.lacks_controller else ""
     learning = [f"learns nothing: {view.learning}"] if view.learning else []
     trainer = short_name(view.name, view.trainer)
     trains = [f"{trainer} took the role of the trainer {duration(view.trainer_ms)} ago"] if view.trainer else []
@@ -96,8 +99,10 @@ def headline(view: RunView) -> list[str]:
         *kept,
         f"iteration {view.iteration}/{view.iterations}, {score_text(view)}{target}{eta}",
         *([point] if (point := point_words(view.point, view.metric)) else []),
-        f"spent {dollars(view.spent_micro_usd)}{limit}, now {hourly(view.micro_usd_per_hour)}"
+        f"spent {most}{dollars(view.spent_micro_usd)}{limit}, now {hourly(view.micro_usd_per_hour)}"
         + (f"; billed {dollars(view.billed_micro_usd)}" if view.billed_micro_usd is not None else ""),
+        *([f"at {view.prices}"] if view.prices else []),
+        *(f"left in buckets: {left_words(folder)}" for folder in view.left_in_buckets if folder.bytes != 0),
         _time(view),
     ]
 

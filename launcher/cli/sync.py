@@ -39,6 +39,8 @@ def sync(sessions: sessionmaker[Session], run_name: str, as_json: bool) -> int:
             numbers = f"{one.sent} of the {one.known} records of {run_name}"
             if one.is_offline:
                 click.echo(f"{one.sink} was not asked; {numbers} are in files on this machine{place}")
+            elif one.problem and not one.sent:  # the sink never said what it has
+                click.echo(f"{one.sink} has an unknown number of the {one.known} records of {run_name}{place}")
             else:
                 click.echo(f"{one.sink} has {numbers}{place}")
             if one.problem:

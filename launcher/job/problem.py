@@ -9,6 +9,9 @@ from pydantic import BaseModel, ValidationError
 
 from launcher.job.yaml_file import Field as FieldPath
 
+NEAR = 0.65
+"""Least likeness of a misspelt key and the key that is suggested. Below, `import` would be taken for `spot`."""
+
 CLOSE = 0.85
 """Likeness of a misspelt model name, by difflib: one letter of seven is wrong."""
 
@@ -111,7 +114,7 @@ def _unknown_key(place: FieldPath, model: type[BaseModel]) -> Problem | None:
     elsewhere = [_dotted((*path, key)) for path in _sections(model) if key in _known_keys(path, model)]
     if elsewhere:
         remedy = f"did you mean {' or '.join(elsewhere)}?"
-    elif near := get_close_matches(str(key), known_keys, n=1):
+    elif near := get_close_matches(str(key), known_keys, n=1, cutoff=NEAR):
         remedy = f"did you mean {near[0]}?"
     else:
         remedy = f"known here: {', '.join(known_keys)}"

@@ -65,7 +65,8 @@ class YamlFile:
 
 def read_yaml(path: Path) -> YamlFile:
     """Read a file. Raises YamlFileError, also if the file is missing, not text, or too large."""
-    if path.exists() and not path.is_file() and not path.is_dir():  # reading a pipe would block for ever
+    # Reading a pipe would block for ever, and `-` means one.
+    if str(path) == "-" or (path.exists() and not path.is_file() and not path.is_dir()):
         raise YamlFileError("it is not a regular file", "name a file that can be read twice")
     try:
         with path.open("rb") as file:

@@ -114,6 +114,15 @@ def left_words(left: LeftInBucket) -> str:
     return f"{size}, {price} ({left.url}), counted {day}"
 
 
+def sum_words(folders: Collection[LeftInBucket]) -> str:
+    """Return size and price of all folders together: `41.3 GiB, $0.95 a month`; empty if no size is known."""
+    sizes = [folder.bytes for folder in folders if folder.bytes is not None]
+    if not any(sizes):
+        return ""
+    least = "" if all(folder.is_whole for folder in folders) else "at least "
+    return f"{least}{size_text(sum(sizes))}, {monthly(sum(folder.micro_usd_per_month or 0 for folder in folders))}"
+
+
 def monthly(micro_usd_per_month: int) -> str:
     """Return a price as text: `$0.95 a month`. Less than a cent is not spelled out."""
     if 0 < micro_usd_per_month < MICRO // 100:

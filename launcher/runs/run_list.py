@@ -18,7 +18,7 @@ from launcher.decide.facts import OVER
 from launcher.harmless import harmless
 from launcher.learning import learns_nothing
 from launcher.ledger.bills import billed_micro_usd
-from launcher.ledger.left_in_buckets import LeftInBucket, left_in_buckets
+from launcher.ledger.left_in_buckets import LeftInBucket, left_in_buckets, sum_words
 from launcher.ledger.models import (
     BillingInterval,
     ControllerLease,
@@ -33,6 +33,7 @@ from launcher.ledger.models import (
 from launcher.ledger.node_history import metered_micro_usd, node_records
 from launcher.ledger.settled import AT_ONCE, judges_micro_usd, unbilled_runs
 from launcher.ledger.store import progress_of
+from launcher.market.offers import dates_text
 from launcher.report.target import WINDOW, exact_mean, shown_metric
 from launcher.runs.event_lines import Seen
 
@@ -74,7 +75,8 @@ class RunRow:
     lacks_controller: bool
     """True if a run that is not over, or may still have nodes, has no controller."""
     left_in_buckets: tuple[LeftInBucket, ...]
-    """As in `RunView`."""
+    prices: str
+    """Both as in `RunView`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,6 +86,11 @@ class RunList:
     rows: tuple[RunRow, ...]
     matching: int
     total: int
+
+    @property
+    def left_in_buckets(self) -> str:
+        """Return what these runs left in buckets and its price a month, in words; empty if nothing is known of it."""
+        return sum_words([folder for row in self.rows for folder in row.left_in_buckets])
 
 
 def run_list(session: Session, contains: str = "", count: int = COUNT) -> RunList:
@@ -147,6 +154,10 @@ def _rows(
     }
     done = {run_id: events[-1] for run_id, events in _newest_events(session, ids, IterationDone.KIND, 1).items()}
     evaluations = _evaluations(session, ids)
+    observed = select(Node.run_id, Node.price_observed_at, func.max(Node.requested_ms)).where(Node.run_id.in_(ids))
+    bought: defaultdict[int, dict[str, int]] = defaultdict(dict)
+    for run_id, observed_at, newest_ms in session.execute(observed.group_by(Node.run_id, Node.price_observed_at)):
+        bought[run_id][observed_at] = newest_ms
     held = session.scalars(select(ControllerLease).where(ControllerLease.run_id.in_(ids)))
     controlled = {lease.run_id for lease in held if is_held(lease)}
     rows = []
@@ -184,6 +195,7 @@ def _rows(
                 and run.id not in controlled
                 and (word not in OVER or _has_nodes(session, run)),
                 left_in_buckets=left.get(run.id, ()) if word in OVER else (),
+                prices=dates_text(bought[run.id], max(bought[run.id].values())) if run.id in bought else "",
             )
         )
     return rows

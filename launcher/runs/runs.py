@@ -205,7 +205,7 @@ def still_running(sessions: sessionmaker[Session], run_name: str) -> list[str]:
     if live or strays:
         return [*live, *strays]
     if not over:
-        return [f"{run_name} (its controller has not ended it yet)"]
+        return [f"{run_name} (no node now; its controller is at work)"]
     return [] if tidy else [f"groups and identities of {run_name} (its controller takes them away)"]
 
 

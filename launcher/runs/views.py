@@ -45,6 +45,7 @@ from launcher.ledger.store import (
     writing,
 )
 from launcher.provision.local.provisioner import node_folder
+from launcher.report.costs import price_dates
 from launcher.report.reached import evaluations_of
 from launcher.report.resume_command import resume_with_more
 from launcher.report.target import best, shown_metric, smoothed
@@ -137,6 +138,8 @@ class RunView:
     """Dollars of the last +.01 of `score`, and a forecast for the next."""
     left_in_buckets: tuple[LeftInBucket, ...] = ()
     """Folders that the run left in buckets, which cost money. Empty for a run that goes on, and without buckets."""
+    prices: str = ""
+    """Dates of the prices of its nodes, in words. Empty: the run has had no node."""
 
     @property
     def lacks_controller(self) -> bool:
@@ -320,6 +323,7 @@ def view_of(session: Session, run: Run) -> RunView:
         resume_with=resume_with_more(run, status.reason, of_nodes) if status.status == Stage.STOPPED else "",
         point=point_cost(points),
         left_in_buckets=left_in_buckets(session, [run.id]).get(run.id, ()) if over else (),
+        prices=price_dates(nodes_of(session, run)),
     )
 
 

@@ -60,6 +60,7 @@ ADDED_LATER = {
         "billed_micro_usd",
         "point",
         "left_in_buckets",
+        "prices",
     },
     "Report": {
         "learning",

@@ -21,7 +21,7 @@ from launcher.report.front_chart import front_html
 from launcher.report.provenance import hardware_by_nodes
 from launcher.report.reached import by_iteration
 from launcher.report.values import Report
-from launcher.report.words import clock_words, drift_words, headline, point_words
+from launcher.report.words import bucket_words, clock_words, drift_words, headline, point_words
 from launcher.runs.event_lines import Seen, newest_events, newest_seen
 from launcher.runs.views import RunView, view_of
 
@@ -45,6 +45,7 @@ def run_page(sessions: sessionmaker[Session], name: str) -> dict[str, Any]:
             "headline": headline(report),
             "drift": drift_words(report),
             "money_note": report.money_note,
+            "bucket_notes": bucket_words(report),
             "clock_note": clock_words(run.clock_factor),
             "view": _shown(view),
             "run": asdict(report.run),

@@ -2,6 +2,7 @@
 
 import http.server
 import io
+import re
 import threading
 import zipfile
 from dataclasses import dataclass, field, replace
@@ -356,6 +357,13 @@ def test_show_prints_price_age_source_and_verdict(run):
     assert {offer["age"] for offer in shown["offers"]} == {"unknown", "expired"}
     _, text = run("show", "--shipped", "--prices", "recorded", "--json")
     assert len(printed("catalog-show", text)["offers"]) == len(read_catalog())
+
+
+def test_show_lists_the_cheapest_gpu_hour_first(run):
+    _, text = run("show", "--gpu", "h100", "--market", "spot")
+    prices = [float(re.findall(r"\$([\d.]+)", line)[1]) for line in text.splitlines() if " spot " in line]
+    assert len(set(prices)) > 5
+    assert prices == sorted(prices)
 
 
 def test_diff_shows_how_prices_moved_since_they_were_recorded(run):

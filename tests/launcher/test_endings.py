@@ -178,6 +178,8 @@ def test_a_job_file_that_is_empty_or_a_pipe_is_refused(home, tmp_path, capsys):
     assert "it is empty" in error_text(capsys)
     assert run(["launch", "pipe.yaml", "--dry-run"]) == ExitCode.INVALID_JOB
     assert "it is not a regular file" in error_text(capsys)
+    assert run(["launch", "-", "--dry-run"]) == ExitCode.INVALID_JOB
+    assert "it is not a regular file; name a file that can be read twice" in error_text(capsys)
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,7 @@ def test_a_job_is_named_by_its_file(tmp_path):
         ("budget:\n  max_total: $4\n  max_hourl: $3", 3, "budget.max_hourl", "did you mean max_hourly?"),
         ("learning_rate: 3", 1, "learning_rate", "did you mean algorithm.learning_rate?"),
         ("exploration: {budget: {candidatess: 1}}", 1, "exploration.budget.candidatess", "did you mean candidates?"),
+        ("import: x", 1, "import", "known here: "),
         ("sp_degree: 2", 1, "sp_degree", "did you mean runtime.sp_degree?"),
         ("resume: exact", 1, "resume", "did you mean runtime.resume?"),
         ("zzz: 3", 1, "zzz", "known here"),

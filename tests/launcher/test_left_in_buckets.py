@@ -9,7 +9,9 @@ from rich.console import Console
 
 from launcher.cleanup.removal import count_buckets
 from launcher.cli import rm as rm_module
+from launcher.cli.follow import last_words
 from launcher.cli.main import run
+from launcher.cli.status import headline
 from launcher.exit_codes import ExitCode
 from launcher.ledger.left_in_buckets import LeftInBucket, left_in_buckets, left_words, size_row
 from launcher.ledger.models import BucketSize, NodeEvent, Removal, Run
@@ -18,8 +20,11 @@ from launcher.market.side_prices import GIB, storage_rate
 from launcher.report.build import build_report
 from launcher.report.html import render_html
 from launcher.report.terminal import print_report
-from launcher.runs.views import run_documents, view_of
+from launcher.runs.run_list import run_list
+from launcher.runs.views import run_documents, run_view, view_of
 from launcher.storage.folder_sizes import FolderSize
+from launcher.web.page import list_part
+from launcher.web.reader import run_page
 from tests.launcher.made_ledger import HOUR_MS, MINUTE_MS, START_MS, a_run
 from tests.launcher.printed import printed
 
@@ -232,6 +237,44 @@ def test_ls_as_json_has_a_count_that_came_after_the_view_was_kept(sessions, caps
     with sessions() as session:
         [same] = view_of(session, find_run(session, "digits")).left_in_buckets
     assert (same.url, same.bytes) == (left["url"], left["bytes"])
+
+
+# --- status, the last lines of a launch, and the list of the web view ----------------------------------
+
+OF_PRICES = "prices of 2025-01-10, older than 90 days"
+
+
+@pytest.fixture
+def digits(sessions):
+    """Make a finished run that left 41.3 GiB."""
+    with writing(sessions) as session:
+        made = a_finished_run(session, "digits")
+        nodes_of(session, made)[0].requested_ms = COUNTED_MS
+        record(session, made, size("s3://runs/ours/digits", 4130 * GIB // 100))
+    return sessions
+
+
+def test_status_and_the_end_of_a_launch_name_dates_of_prices_and_cost_in_buckets(digits):
+    view = run_view(digits, "digits")
+    left = "41.3 GiB, $0.95 a month (s3://runs/ours/digits), counted 2026-11-30"
+    assert f"at {OF_PRICES}" in headline(view)
+    assert f"left in buckets: {left}" in headline(view)
+    first, second, *_ = last_words(view, [])
+    assert first.endswith(f" spent at {OF_PRICES}.")
+    assert second == f"Left in buckets: {left}."
+
+
+def test_the_list_of_the_web_view_says_old_prices_and_what_its_runs_left(digits):
+    with digits() as session:
+        html = list_part("token", run_list(session))
+    assert "; left in buckets: 41.3 GiB, $0.95 a month</p>" in html
+    assert '<span class="state finished missed" title="iterations">' in html, "its target was not reached"
+    assert f'title="{OF_PRICES}">assumed, prices older than 90 days</td>' in html
+
+
+def test_the_page_of_a_run_says_what_it_left_in_buckets(digits):
+    notes = run_page(digits, "digits")["bucket_notes"]
+    assert notes[0] == "Left in buckets: 41.3 GiB, $0.95 a month (s3://runs/ours/digits), counted 2026-11-30."
 
 
 # --- the report ----------------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ def test_a_local_node_of_a_live_run_is_left_alone(node, home, run_command, comma
     a_ledger(home, demo=("local", "running"))
     result = run_command(command, "-y", clouds=[FakeCloud()])
     assert code_of(result) == ExitCode.OK
-    assert "Left alone: 1 x machine" in result.output
+    assert "Left alone: 1 x machine of demo." in result.output
     assert len(processes_of(node)) == 2
 
 

@@ -99,7 +99,7 @@ def test_reap_deletes_only_resources_without_a_live_run(home, run_command):
     result = run_command(reap, "-y", clouds=[cloud])
     assert code_of(result) == ExitCode.OK
     assert cloud.alive == ["i-1"]
-    assert "Left alone: 1 x machine, 1 x group." in result.output
+    assert "Left alone: 1 x machine, 1 x group of digits." in result.output
     assert "digits is running, and no controller looks after it; `spotrl down digits` ends it" in result.output
     assert "Nothing of it is left." in result.output
 

@@ -92,3 +92,9 @@ def test_regroups_are_listed_as_events_without_hiding_others(made):
     assert "regrouped" not in {event["kind"] for event in shown["events"]}
     assert "running" in {event["kind"] for event in shown["events"]}
     assert not shown["last_event"].startswith("trainer: regrouped")
+
+
+def test_dollars_of_a_run_without_a_controller_are_an_upper_bound(made):
+    text = show(made, status)
+    assert "has no controller" in text
+    assert "\nspent at most $" in text

@@ -169,7 +169,7 @@ class RunPage {
     const kept = view.nodes.filter((node) => node.goes_in_ms != null);
     const saved = page.saved.find((one) => one.saved_micro_usd != null);
     const facts = [
-      ["Spent", dollars(view.spent_micro_usd), view.max_total_micro_usd == null ? "no limit" : "of " + dollars(view.max_total_micro_usd)],
+      ["Spent", (view.lacks_controller ? "at most " : "") + dollars(view.spent_micro_usd), view.max_total_micro_usd == null ? "no limit" : "of " + dollars(view.max_total_micro_usd)],
       ["Now", hourly(view.micro_usd_per_hour), running === 1 ? "1 node" : `${running} nodes`],
       [view.score == null && view.reward != null ? "reward in training" : view.metric, score(view.score ?? view.reward),
         (view.score == null ? "" : "mean of the last three evaluations; ") + (view.target == null ? "no target" : "target " + view.target)],
@@ -187,14 +187,14 @@ class RunPage {
       : h("p", {}, view.resume_with ? "Go on with more money: " : "Go on with it: ", h("code", { class: "command" }, view.resume_with || `spotrl resume ${this.name}`));
     const focused = document.activeElement?.classList.contains("stop");
     this.head.replaceChildren(
-      h("div", { class: "title" }, h("h1", {}, this.name), h("span", { class: "state " + view.status }, view.status + (view.reason ? ": " + view.reason : "")), this.age, stop ?? ""),
+      h("div", { class: "title" }, h("h1", {}, this.name), h("span", { class: "state " + view.status + (view.reason === "iterations" && view.target != null ? " missed" : "") }, view.status + (view.reason ? ": " + view.reason : "")), this.age, stop ?? ""),
       h("p", { class: "verdict" }, page.headline, " ", page.drift), trouble ?? "", errors, again ?? "",
       ...kept.map((node) => h("p", { role: "status" }, `${short(this.name, node.name)} failed, and is kept for ${duration(node.goes_in_ms)} more: `, h("code", { class: "command" }, `spotrl ssh ${this.name} ${short(this.name, node.name)}`))),
-      h("progress", { max: view.iterations, value: view.iteration, "aria-label": `iteration ${view.iteration} of ${view.iterations}` }),
+      h("progress", { max: view.status === "finished" && view.iteration || view.iterations, value: view.iteration, "aria-label": `iteration ${view.iteration} of ${view.iterations}` }),
       this.inside(view),
       view.point_text ? h("p", { class: "point" }, view.point_text) : "",
       h("dl", { class: "facts" }, facts.map(([term, value, note]) => h("div", {}, h("dt", {}, term), h("dd", {}, value, h("small", {}, note))))),
-      h("p", { class: "note" }, `Money is ${page.money_note}. ${page.clock_note}`));
+      h("p", { class: "note" }, `Money is ${page.money_note}. ${page.clock_note} ${page.bucket_notes.join(" ")}`));
     if (focused) this.head.querySelector(".stop")?.focus();
     this.drawAge();
     if (view.is_over && this.dialog.open) this.dialog.close();

@@ -266,6 +266,14 @@ def test_sync_without_a_key_says_that_the_records_are_in_files_only(sessions, tm
     assert out.err == "  the key is not set here; export it\n"
 
 
+def test_sync_to_a_sink_that_never_answers_says_that_its_number_is_unknown(sessions, over, monkeypatch, capsys):
+    with_sink(sessions, wandb={})
+    monkeypatch.setattr(shipping, "END_SECONDS", 1.0)
+    monkeypatch.setattr(shipping, "command_of", lambda sink: [sys.executable, "-c", "raise SystemExit(1)"])
+    assert cli_main.run(["sync", "done"]) == ExitCode.FAILURE
+    assert capsys.readouterr().out == "wandb has an unknown number of the 33 records of done\n"
+
+
 def test_a_wandb_run_is_offline_by_the_job_or_for_want_of_a_key():
     folder = Path("/runs/my run/wandb")
     sends = "`wandb sync '/runs/my run/wandb'` sends the files"
