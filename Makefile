@@ -138,6 +138,7 @@ test-gpu: env tools
 # What the GPU checks need beside torch, for a machine that reaches no package index (CONTRIBUTING.md). HAVE=FILE names a
 # file with the machine's own packages, GPU_PYTHON its Python.
 gpu-wheels: env
+	rm -rf .whl
 	$(BIN)/python -m tests.gpu.wheels .whl $(if $(HAVE),--have $(HAVE)) --python $(or $(GPU_PYTHON),3.12)
 
 # Everything that no page of a GPU has, in the order of its value: 25 minutes at most, and again to go on. Needs no package
@@ -148,7 +149,8 @@ ifneq ($(wildcard $(BIN)/python),)
 	$(BIN)/python -m tests.gpu.proof $(PROOF)
 else
 	@if test -d .whl && ! test -d .whl/site; then \
-	  $(PYTHON) -m pip install --quiet --no-index --no-deps --target .whl/site .whl/*.whl; fi
+	  rm -rf .whl/part && \
+	  $(PYTHON) -m pip install --quiet --no-index --no-deps --target .whl/part .whl/*.whl && mv .whl/part .whl/site; fi
 	PYTHONPATH=.whl/site:. $(PYTHON) -m tests.gpu.proof $(PROOF)
 endif
 

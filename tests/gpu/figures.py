@@ -13,7 +13,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,9 @@ NARROW = {"device": "cpu, narrow models"}
 LINES_VARIABLE = "SPOTRL_GPU_FIGURES"
 """Environment variable with the file of the lines. Without it: `test-results/gpu.jsonl`."""
 
+KINDS = {"case", "error", "done_s"}
+"""Key that tells what a line holds: a figure, an error, or the end of a check."""
+
 COMMIT_VARIABLE = "SPOTRL_COMMIT"
 """Environment variable with the commit, for a copy of the code without its git folder."""
 
@@ -41,14 +46,17 @@ def lines_file() -> Path:
 
 @cache
 def commit() -> str:
-    """Return the commit of the code, or "unknown"."""
+    """Return the commit of the code. In a copy without its git folder: a digest of the files that measure."""
     if given := os.environ.get(COMMIT_VARIABLE):
         return given
     command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
     try:
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        digest = blake2b(digest_size=4)
+        for file in sorted((*ROOT.glob("engine/**/*.py"), *ROOT.glob("tests/gpu/*.py"))):
+            digest.update(file.read_bytes())
+        return f"unknown-{digest.hexdigest()}"
 
 
 def describe_device() -> dict[str, Any]:
@@ -59,6 +67,7 @@ def describe_device() -> dict[str, Any]:
     return {
         "device": torch.cuda.get_device_name(0),
         "devices": torch.cuda.device_count(),
+        "gib": min(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())) >> 30,
         "cuda": torch.version.cuda,
         "nccl": nccl,
         "torch": torch.__version__,
@@ -90,19 +99,19 @@ def keep_done(check: str, seconds: float, device: Mapping[str, Any]) -> None:
     _append({"check": check, "done_s": round(seconds, 1), **_origin(device)})
 
 
-def lines_of(check: str, device: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the lines of a check that this commit wrote on a device of this kind.
+def lines_of(check: str | None, device: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the lines of a check, or of all checks, that this commit wrote on a device of this kind."""
+    origin = {"commit": commit(), "device": device["device"]} | ({"check": check} if check else {})
+    return [line for line in read_lines(lines_file()) if origin.items() <= line.items()]
 
-    A line that was cut off, because its process was killed, counts as absent.
-    """
-    file, lines = lines_file(), []
-    for text in file.read_text("utf-8").splitlines() if file.exists() else ():
-        try:
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """Return the lines of a file. A line that is no figure counts as absent: it was cut off, or the file is damaged."""
+    lines = []
+    for text in file.read_text("utf-8", errors="replace").splitlines() if file.exists() else ():
+        with suppress(json.JSONDecodeError):
             lines.append(json.loads(text))
-        except json.JSONDecodeError:
-            continue
-    origin = {"commit": commit(), "device": device["device"]}
-    return [line for line in lines if line["check"] == check and origin.items() <= line.items()]
+    return [line for line in lines if isinstance(line, dict) and "check" in line and KINDS & line.keys()]
 
 
 def _append(line: Mapping[str, Any]) -> None:
@@ -143,7 +152,7 @@ def folded(lines: Iterable[Mapping[str, Any]], kept: Mapping[str, Any]) -> dict[
 def main(arguments: Sequence[str], file: Path = GPU_JSON) -> int:
     """Put the lines of a file into gpu.json."""
     source = Path(arguments[0]) if arguments else lines_file()
-    lines = [json.loads(line) for line in source.read_text("utf-8").splitlines() if line]
+    lines = read_lines(source)
     kept = json.loads(file.read_text("utf-8")) if file.exists() else {}
     file.write_text(json.dumps(folded(lines, kept), indent=1) + "\n", "utf-8")
     print(f"{len(lines)} lines of {source} are in {file}")

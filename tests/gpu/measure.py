@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -44,7 +44,7 @@ from engine.diffusion.trajectory import Trajectory
 from engine.entrypoints.inproc import build_inproc
 from engine.events import Phase
 from engine.model_folder import ImageSize
-from engine.models.compiled import compile_blocks
+from engine.models.compiled import compile_blocks, missing_compiler
 from engine.models.load import compute_in_bfloat16, freeze_but_trained, recompute_blocks, trainable
 from engine.models.merge import MergedAdapters
 from engine.models.weights import get_weights, read_tensors, set_weights, write_tensors
@@ -96,6 +96,13 @@ class Scale:
 
     device: str = "cuda"
     is_narrow: bool = False
+    cuda_start_s: float = 0.0
+    """Seconds from this process's first use of the device to its first tensor there."""
+
+    @property
+    def peak(self) -> float | None:
+        """Operations per second of the device. None: not known, or it is a CPU."""
+        return peak_of(torch.cuda.get_device_name()) if self.device == "cuda" else None
 
     def few(self, numbers: Sequence[int]) -> Sequence[int]:
         """Return the numbers of rows or images to measure."""
@@ -150,10 +157,25 @@ def timed_if_it_fits(once: Callable[[], object], device: str, rows: int) -> obje
         free_memory()
 
 
-def keep_timed(keep: Keep, case: Sequence[str], once: Callable[[], object], device: str, rows: int) -> None:
-    """Measure a case and keep its figures, unless it was measured before."""
-    if not keep.has(case):
-        keep(case, timed_if_it_fits(once, device, rows))
+def keep_timed(
+    keep: Keep, case: Sequence[str], once: Callable[[], object], scale: Scale, rows: int, operations: int = 0
+) -> None:
+    """Measure a case and keep its figures, unless it was measured before.
+
+    `operations`: of the network for one row; with them a GPU whose peak is known gives the MFU.
+    """
+    if keep.has(case):
+        return
+    figures = timed_if_it_fits(once, scale.device, rows)
+    if isinstance(figures, dict) and operations and scale.peak is not None:
+        figures["mfu"] = operations / figures["s_a_row"] / scale.peak
+    keep(case, figures)
+
+
+def pass_operations(size: str) -> int:
+    """Return the operations of a guided pass of the 20 B for one image."""
+    side = int(size.split()[0])
+    return 2 * published_at("Qwen-Image", ImageSize(side, side, text_tokens=TEXT_TOKENS)).operations
 
 
 # --- the engine's step
@@ -243,7 +265,7 @@ def step_20b(size: str, scale: Scale, keep: Keep, *, with_encoder: bool = False)
     numbers = model.published.text_encoder_parameters if with_encoder else 0
     held = torch.empty(min(numbers, 1000) if scale.is_narrow else numbers, dtype=torch.bfloat16, device=scale.device)
     for rows in scale.few(ROWS[size]):
-        keep_timed(keep, [f"rows {rows}"], step.once(adapter, rows), scale.device, images_of(rows))
+        keep_timed(keep, [f"rows {rows}"], step.once(adapter, rows), scale, images_of(rows), 2 * pass_operations(size))
     del held
 
 
@@ -258,7 +280,8 @@ def plain_step_20b(scale: Scale, keep: Keep) -> None:
     with patch("engine.models.load.compute_in_half", lambda _: None):
         step = EngineStep.of(transformer, adapter, LORA, model.guidance)
     for rows in scale.few(PLAIN_ROWS):
-        keep_timed(keep, [f"rows {rows}"], step.once(adapter, rows), scale.device, images_of(rows))
+        operations = 2 * pass_operations("512 px")
+        keep_timed(keep, [f"rows {rows}"], step.once(adapter, rows), scale, images_of(rows), operations)
 
 
 # --- rollout passes
@@ -278,13 +301,15 @@ def pass_of(adapter: Any, device: str, images: int, guidance: float) -> Callable
     return once
 
 
-def keep_passes(way: str, adapter: Any, numbers: Sequence[int], guidance: float, scale: Scale, keep: Keep) -> None:
+def keep_passes(
+    way: str, adapter: Any, numbers: Sequence[int], guidance: float, size: str, scale: Scale, keep: Keep
+) -> None:
     """Measure passes by images, with guidance as two passes and as one doubled batch."""
     for images in numbers:
         for passes, doubles in (("two passes", False), ("one doubled pass", True)):
             adapter.doubles_guidance = doubles
             once = pass_of(adapter, scale.device, images, guidance)
-            keep_timed(keep, [way, passes, f"images {images}"], once, scale.device, images)
+            keep_timed(keep, [way, passes, f"images {images}"], once, scale, images, pass_operations(size))
 
 
 def passes_20b(size: str, scale: Scale, keep: Keep) -> None:
@@ -300,9 +325,9 @@ def passes_20b(size: str, scale: Scale, keep: Keep) -> None:
             merged.merge()
             finish(scale.device)
             keep(["merge_s"], time.perf_counter() - begun)
-        keep_passes(way, adapter, numbers, model.guidance, scale, keep)
+        keep_passes(way, adapter, numbers, model.guidance, size, scale, keep)
         once = pass_of(adapter, scale.device, UNGUIDED, 1.0)
-        keep_timed(keep, [way, "no guidance", f"images {UNGUIDED}"], once, scale.device, UNGUIDED)
+        keep_timed(keep, [way, "no guidance", f"images {UNGUIDED}"], once, scale, UNGUIDED)
 
 
 def compiled_20b(scale: Scale, keep: Keep) -> None:
@@ -314,8 +339,11 @@ def compiled_20b(scale: Scale, keep: Keep) -> None:
     MergedAdapters(transformer).merge()
     for way in ("uncompiled", "compiled"):
         if way == "compiled":
+            if not scale.is_narrow and (problem := missing_compiler()):  # `compile_blocks` would leave them uncompiled
+                keep([way], problem)
+                return
             compile_blocks(transformer, "eager" if scale.is_narrow else "inductor")
-        keep_passes(way, adapter, scale.few(COMPILED), model.guidance, scale, keep)
+        keep_passes(way, adapter, scale.few(COMPILED), model.guidance, "512 px", scale, keep)
 
 
 def weights_20b(scale: Scale, keep: Keep) -> None:
@@ -348,9 +376,9 @@ def family(name: str, scale: Scale, keep: Keep) -> None:
     for size, adapter in adapters.items():
         for rows in scale.few(FAMILY_ROWS):
             once = pass_of(adapter, scale.device, rows, model.guidance)
-            keep_timed(keep, [size, "pass", f"images {rows}"], once, scale.device, rows)
+            keep_timed(keep, [size, "pass", f"images {rows}"], once, scale, rows)
         for rows in scale.few(FAMILY_ROWS):
-            keep_timed(keep, [size, "step", f"rows {rows}"], step.once(adapter, rows), scale.device, images_of(rows))
+            keep_timed(keep, [size, "step", f"rows {rows}"], step.once(adapter, rows), scale, images_of(rows))
 
 
 PRECISIONS = {"fp32": ("highest", False), "TF32": ("high", False), "bf16 with fp32 master weights": ("highest", True)}
@@ -390,7 +418,7 @@ def precisions(scale: Scale, keep: Keep) -> None:
     for size, adapter in adapters.items():
         for name in PRECISIONS:
             with precision(name, transformer):
-                keep_timed(keep, [size, name, "step"], step.once(adapter, 1), scale.device, images_of(1))
+                keep_timed(keep, [size, name, "step"], step.once(adapter, 1), scale, images_of(1))
 
 
 # --- a whole run, and a change of role
@@ -454,32 +482,41 @@ def recipe(scale: Scale, keep: Keep) -> None:
         )
         finish(scale.device)
         keep(["models_s"], time.perf_counter() - begun)
-        run.loop.run()
+        iterate, seconds = run.loop.run_iteration, list[float]()
+
+        def timed_iteration() -> None:
+            begun = time.perf_counter()
+            iterate()
+            finish(scale.device)
+            seconds.append(time.perf_counter() - begun)
+            # At once: an iteration of the 20 B takes a minute, and the run may be cut off in the next one.
+            keep(
+                ["iterations", str(len(seconds) - 1)], {"s": seconds[-1], "images_per_gpu_second": images / seconds[-1]}
+            )
+
+        with patch.object(run.loop, "run_iteration", timed_iteration):
+            run.loop.run()
         lines = [
             json.loads(line)
             for file in (Path(folder) / "progress").glob("*.jsonl")
             for line in file.read_text("utf-8").splitlines()
         ]
-    events = [line["event"] for line in lines if line["kind"] == "iteration_done"]
     spent: Counter[str] = Counter()
     for line in lines:
         if line["kind"] == "node_usage":
             spent.update(line["event"]["phase_ms"])
     sized = published_at("Qwen-Image", ImageSize(512, 512, text_tokens=TEXT_TOKENS))
-    peak = peak_of(torch.cuda.get_device_name()) if scale.device == "cuda" else None
     work = {Phase.ROLLOUT: rollout_operations(config, sized), Phase.TRAINING: training_operations(config, sized)}
-    for event in events:
-        keep(["iterations", str(event["iteration"])], {"s": event["wall_seconds"], "images": images})
     for phase, ms in spent.items():
-        rate = images * len(events) / (ms / 1000)
-        figures = {"s_an_iteration": ms / 1000 / len(events), "images_per_gpu_second": rate}
-        if peak is not None and phase in work:
-            figures["mfu"] = rate * work[Phase(phase)] / peak
+        rate = images * len(seconds) / (ms / 1000)
+        figures = {"s_an_iteration": ms / 1000 / len(seconds), "images_per_gpu_second": rate}
+        if scale.peak is not None and phase in work:
+            figures["mfu"] = rate * work[Phase(phase)] / scale.peak
         keep(["phases", phase], figures)
-    seconds = statistics.median([event["wall_seconds"] for event in events][1:])
-    whole: dict[str, object] = {"images_per_gpu_second": images / seconds, "merged": bool(workers)}
-    if peak is not None:
-        whole["mfu"] = images / seconds * sum(work.values()) / peak
+    rate = images / statistics.median(seconds[1:])
+    whole: dict[str, object] = {"images_per_gpu_second": rate, "merged": bool(workers)}
+    if scale.peak is not None:
+        whole["mfu"] = rate * sum(work.values()) / scale.peak
     keep(["whole"], whole)
 
 
@@ -495,10 +532,7 @@ def promotion(scale: Scale, keep: Keep) -> None:
     CUDA begins; SD3.5-medium's transformer is read from a folder (the file is in the page cache); a trainer is created;
     a checkpoint's tensors are read; the first lease is sampled.
     """
-    begun = time.perf_counter()
-    torch.zeros(1, device=scale.device)
-    finish(scale.device)
-    keep(["cuda_start_s"], time.perf_counter() - begun)
+    keep(["cuda_start_s"], scale.cuda_start_s)
     model = MODELS["SD3.5-medium"]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -542,6 +576,13 @@ class Check:
     """Time limit of the process. Figures until then are kept."""
 
 
+FAMILIES = tuple(
+    Check(name=f"{name} passes and steps", measure=partial(family, name), gib=model.gib, seconds=model.seconds)
+    for name, model in MODELS.items()
+    if model.seconds
+)
+"""A check for each family of `published.py` that names its seconds there."""
+
 CHECKS = (
     Check(name="20 B engine step, 512 px", measure=partial(step_20b, "512 px"), gib=75, seconds=180),
     Check(name="20 B rollout passes, 512 px", measure=partial(passes_20b, "512 px"), gib=75, seconds=240),
@@ -555,10 +596,7 @@ CHECKS = (
     Check(name="20 B step with peft's own layers, 512 px", measure=plain_step_20b, gib=75, seconds=150),
     Check(name="20 B rollout passes, 1280 px", measure=partial(passes_20b, "1280 px"), gib=75, seconds=240),
     Check(name="20 B engine step, 1280 px", measure=partial(step_20b, "1280 px"), gib=75, seconds=180),
-    Check(name="FLUX.1 passes and steps", measure=partial(family, "FLUX.1"), gib=40, seconds=150),
-    Check(name="SD3.5-medium passes and steps", measure=partial(family, "SD3.5-medium"), gib=24, seconds=120),
-    Check(name="Wan 1.3 B passes and steps", measure=partial(family, "Wan 1.3 B"), gib=24, seconds=120),
-    Check(name="Wan 14 B passes and steps", measure=partial(family, "Wan 14 B"), gib=75, seconds=180),
+    *FAMILIES,
     Check(name="SD3.5-medium, all weights, by precision", measure=precisions, gib=75, seconds=180),
     Check(name="20 B compiled passes, 512 px", measure=compiled_20b, gib=75, seconds=300),
     Check(name="20 B adapters sent and loaded", measure=weights_20b, gib=60, seconds=120),
@@ -582,6 +620,10 @@ def main(arguments: Sequence[str]) -> int:
     if "--narrow" in arguments:
         scale = Scale(device="cpu", is_narrow=True)
         torch.set_num_threads(1)  # narrow layers take longest to wait for another thread
+    begun = time.perf_counter()  # before `describe_device`, which begins CUDA
+    torch.zeros(1, device=scale.device)
+    finish(scale.device)
+    scale = replace(scale, cuda_start_s=time.perf_counter() - begun)
     device = describe_device() | (NARROW if scale.is_narrow else {})
     by_name[name].measure(scale, KeptFigures(name, device))
     return 0

@@ -6,37 +6,58 @@
 
 Each part is a process with a time limit of its own (`measure.py`), and each figure is on the disk before the next is
 measured. A part that this commit has measured on this kind of device is skipped, and one that was cut off goes on with
-the cases that it lacks. A part that fails costs its own figures. At the end the lines are folded into
-`results/gpu_proof.json`, figures that changed by more than `TOLD` since the last measurement on such a device are
-told, and `results/gpu_proof.md` is written. Exit code 0: every part that this machine can run is measured.
+the cases that it lacks. A part that fails costs its own figures. At the end, and after SIGTERM or Ctrl-C, the lines are
+folded into `results/gpu_proof.json`, figures that changed by more than `TOLD` since other code was measured on such a
+device are told, and `results/gpu_proof.md` is written. Exit code 0: every part that this machine can run is measured.
+
+The promises: a killed proof leaves no part running, and the files of the last one whole; a part that hangs, with all
+processes of its group, ends at its limit.
 """
 
 import argparse
+import ctypes
 import json
+import os
+import signal
 import subprocess
 import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from tests.benchmarks.page import RESULTS, ROOT
-from tests.gpu.figures import NARROW, describe_device, folded, keep_done, keep_error, lines_file, lines_of
+from launcher.whole_file import whole_file
+from tests.benchmarks.page import PAGE_LINES, RESULTS, ROOT
+from tests.gpu.device import KEPT_LINES
+from tests.gpu.figures import NARROW, folded, keep_done, keep_error, lines_file, lines_of
+from tests.gpu.measure import FAMILIES
 
 TOTAL_S = 1500.0
 """Seconds that all parts have together: a lent machine goes back after half an hour."""
 LEAST_S = 20.0
 """Seconds below which a part is not begun."""
+GRACE_S = 5.0
+"""Seconds between SIGINT and SIGKILL for a part that is cut off."""
 TOLD = 0.10
 """Relative change of a figure that is told."""
 
 RAW, PAGE = "gpu_proof.json", "gpu_proof.md"
 
-NAMED = ("s_a_row", "images_per_gpu_second", "mfu", "peak_gib", "s", "s_an_iteration")
-"""Figures that are compared with the last measurement; others, like counts of runs, are not."""
+NAMED = (
+    *("s_a_row", "images_per_gpu_second", "mfu", "peak_gib", "s", "s_an_iteration", "models_s", "merge_s"),
+    *("cuda_start_s", "base_load_s", "checkpoint_read_s", "first_lease_s"),
+    *("next_s", "again_ms", "abort_s", "shared_again_s"),
+)
+"""Figures that are on the page and are compared with the last measurement; others, like counts of runs, are not."""
+
+DESCRIBE = "import json; from tests.gpu.figures import describe_device; print(json.dumps(describe_device()))"
+
+LIBC = ctypes.CDLL(None)
+PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,20 +97,21 @@ PARTS = (
     ),
     Part(
         name="two GPUs: NCCL and elastic SP",
-        answers="regroups, abort after a death, two workers that share images",
+        answers="regroups, abort after a death, parity, two workers that share images",
         seconds=240,
         gib=24,
         gpus=2,
-        tests="tests/gpu/test_nccl.py tests/gpu/test_node.py::test_two_workers_share_images_on_two_gpus_through_nccl",
+        tests="tests/gpu/test_nccl.py tests/gpu/test_node.py::test_two_workers_share_images_on_two_gpus_through_nccl"
+        " tests/gpu/test_half_parity.py::test_two_ranks_on_two_gpus_share_a_pass_in_bf16",
     ),
     Part(name="20 B engine step, 1280 px", answers="a training row at the published size", seconds=120),
-    Part(name="FLUX.1 passes and steps", answers="another family", seconds=120, gib=40),
-    Part(name="SD3.5-medium passes and steps", answers="another family", seconds=90, gib=24),
-    Part(name="Wan 1.3 B passes and steps", answers="video", seconds=90, gib=24),
+    *(
+        Part(name=check.name, answers="another family", seconds=check.seconds, gib=check.gib)
+        for check in FAMILIES
+        if check.gib <= 40  # the larger ones answer little beside the 20 B
+    ),
 )
-"""All parts, in the order of their value."""
-
-NOT_HERE = "klein-4B and Z-Image: the engine has no such family."
+"""All parts, in the order of their value. A family is added by its row in `published.py`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -102,23 +124,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     folder: Path = given.to or (lines_file().parent if given.narrow else RESULTS)
     folder.mkdir(parents=True, exist_ok=True)
-    kept = json.loads((folder / RAW).read_text("utf-8")) if (folder / RAW).exists() else {}
+    kept = read_raw(folder / RAW)
     if given.page:
-        write_page(folder, kept, [])
-        (folder / RAW).write_text(json.dumps(with_missing(kept), indent=1) + "\n", "utf-8")
+        write_results(folder, kept)
         return 0
-    if not given.narrow and not torch.cuda.is_available():
+    device = NARROW
+    if not given.narrow:
+        # In a process of its own: a CUDA context of this one would keep memory while the parts measure.
+        described = subprocess.run(
+            [sys.executable, "-c", DESCRIBE], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True
+        )
+        device = json.loads(described.stdout.splitlines()[-1])
+    if device["device"] == "cpu":
         print("there is no CUDA GPU here; `--narrow` tries every part on the CPU, without a figure that counts")
         return 2
-    device = describe_device() | (NARROW if given.narrow else {})
-    missing = run_parts(device, is_narrow=given.narrow, seconds=given.seconds)
-    lines = [line for part in PARTS for line in lines_of(part.name, device)]
-    now = folded(lines, kept)
-    told = list(changes(kept, now))
-    for change in told:
-        print(change)
-    (folder / RAW).write_text(json.dumps(with_missing(now), indent=1) + "\n", "utf-8")
-    write_page(folder, now, told)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        missing = run_parts(device, is_narrow=given.narrow, seconds=given.seconds)
+    finally:
+        raw = with_previous(folded(lines_of(None, device), kept), kept)  # pytest's checks have names of their own
+        for change in changes(raw):
+            print(change)
+        write_results(folder, raw)
     print(f"{len(PARTS) - len(missing)} of {len(PARTS)} parts are measured or not for this machine; {folder / PAGE}")
     for name in missing:
         print(f"missing: {name}; call the command again")
@@ -132,7 +159,7 @@ def run_parts(device: Mapping[str, Any], *, is_narrow: bool, seconds: float) -> 
         if any("done_s" in line for line in lines_of(part.name, device)):
             print(f"{part.name}: measured before", flush=True)
             continue
-        if why := _not_for(part, is_narrow=is_narrow):
+        if why := _not_for(part, device, is_narrow=is_narrow):
             print(f"{part.name}: left out, {why}", flush=True)
             continue
         limit = min(part.seconds, ends - time.monotonic())
@@ -141,76 +168,131 @@ def run_parts(device: Mapping[str, Any], *, is_narrow: bool, seconds: float) -> 
     return missing
 
 
-def _not_for(part: Part, *, is_narrow: bool) -> str:
+def _not_for(part: Part, device: Mapping[str, Any], *, is_narrow: bool) -> str:
     """Return the reason why this machine cannot run a part, or nothing."""
     if is_narrow:
         return "it needs GPUs" if part.tests else ""
-    gpus = torch.cuda.device_count()
-    gib = min(torch.cuda.get_device_properties(number).total_memory for number in range(gpus)) >> 30
-    if gpus < part.gpus:
-        return f"it needs {part.gpus} GPUs, and {gpus} are here"
-    return f"it needs {part.gib} GiB, and the GPU has {gib}" if gib < part.gib else ""
+    if device["devices"] < part.gpus:
+        return f"it needs {part.gpus} GPUs, and {device['devices']} are here"
+    return f"it needs {part.gib} GiB, and the GPU has {device['gib']}" if device["gib"] < part.gib else ""
 
 
 def _run(part: Part, device: Mapping[str, Any], limit: float, *, is_narrow: bool) -> bool:
     """Run a part within a time limit. Return True if it measured all of its cases."""
     print(f"{part.name}: at most {limit:.0f} s", flush=True)
-    begun, problem = time.monotonic(), ""
-    process = subprocess.Popen(part.command(is_narrow=is_narrow), cwd=ROOT)
+    begun, problem, tail = time.monotonic(), "", deque[str](maxlen=KEPT_LINES)
+    process = subprocess.Popen(
+        part.command(is_narrow=is_narrow),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,  # a group that can be killed whole
+        preexec_fn=lambda: LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL),  # a killed proof ends its part
+    )
+
+    def pass_on() -> None:
+        for line in process.stdout or ():
+            print(line, end="", flush=True)
+            tail.append(line)
+
+    reader = threading.Thread(target=pass_on, daemon=True)
+    reader.start()
     try:
         if code := process.wait(limit):
             problem = f"exit code {code}"
     except subprocess.TimeoutExpired:
         problem = f"not finished after {limit:.0f} s"
     finally:
-        process.kill()
+        process.send_signal(signal.SIGINT)  # lets pytest end nodes outside the group, and others delete their files
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+    reader.join(5.0)  # longer only if a process outside the group keeps the output open
     if problem:
         print(f"{part.name}: {problem}", flush=True)
-        keep_error(part.name, problem, device)
+        keep_error(part.name, "\n".join((problem, *map(str.rstrip, tail))), device)
         return False
     keep_done(part.name, time.monotonic() - begun, device)
     return True
 
 
-def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for each figure that changed by more than `TOLD` since the last measurement on such a device."""
-    for check, figures in now.items():
-        old = before.get(check)
-        if not isinstance(old, Mapping) or old.get("device") != figures.get("device"):
+def read_raw(file: Path) -> dict[str, Any]:
+    """Return the raw figures by part. A file that is no JSON object is renamed, and told."""
+    if not file.exists():
+        return {}
+    try:
+        raw = json.loads(file.read_text("utf-8"))
+    except ValueError:  # of the text or of the JSON
+        raw = None
+    if not isinstance(raw, dict):
+        aside = file.replace(file.with_name(f"{file.name}.unreadable"))
+        print(f"{file} is no JSON object: renamed to {aside.name}; the figures of this commit's lines are kept")
+        return {}
+    return {name: figures for name, figures in raw.items() if isinstance(figures, dict)}
+
+
+def with_previous(raw: dict[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the figures, each part with those of other code that it replaces, of the same device, as "previous"."""
+    for name, figures in raw.items():
+        before = kept.get(name, figures)
+        if before is figures or before.get("device") != figures["device"]:
             continue
-        was = dict(_numbers(old))
-        for path, value in _numbers(figures):
-            if path in was and was[path] and abs(value / was[path] - 1) > TOLD:
-                yield f"{check}, {path}: {was[path]:.4g} before, now {value:.4g} ({value / was[path] - 1:+.0%})"
+        if before.get("commit") == figures["commit"] or not list(_numbers(before)):
+            before = before.get("previous")
+        if before:
+            figures["previous"] = {key: value for key, value in before.items() if key != "previous"}
+    return raw
 
 
-def _numbers(figures: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, float]]:
-    """Yield the compared figures with their paths."""
+def changes(raw: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for each figure that changed by more than `TOLD` since other code was measured on such a device."""
+    for part, figures in raw.items():
+        if not isinstance(figures, Mapping):
+            continue
+        old = {(case, name): value for case, name, value in _numbers(figures.get("previous", {}))}
+        for case, name, value in _numbers(figures):
+            if (was := old.get((case, name))) and abs(value / was - 1) > TOLD:
+                yield f"{part}, {case}{name}: {was:.4g} before, now {value:.4g} ({value / was - 1:+.0%})"
+
+
+def _numbers(figures: Mapping[str, Any], case: str = "") -> Iterator[tuple[str, str, float]]:
+    """Yield the figures of the page: case, name, value."""
     for name, value in figures.items():
-        if isinstance(value, Mapping):
-            yield from _numbers(value, f"{path}{name}, ")
+        if isinstance(value, Mapping) and name != "previous":
+            yield from _numbers(value, f"{case}{name}, ")
         elif name in NAMED and isinstance(value, int | float):
-            yield f"{path}{name}", float(value)
+            yield case, name, float(value)
 
 
-def with_missing(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the raw figures with the names of the parts that have none."""
-    return {**raw, "not_run": [part.name for part in PARTS if part.name not in raw]}
+def write_results(folder: Path, raw: Mapping[str, Any]) -> None:
+    """Write the raw figures, with the names of parts that have none, and their page. Each file is replaced whole."""
+    missing = [part.name for part in PARTS if part.name not in raw]
+    with whole_file(folder / RAW) as file:
+        file.write(json.dumps({**raw, "not_run": missing}, indent=1) + "\n")
+    with whole_file(folder / PAGE) as file:
+        file.write(page(raw))
 
 
-def write_page(folder: Path, raw: Mapping[str, Any], told: Sequence[str]) -> None:
-    """Write the page of the raw figures."""
-    measured = {part.name: raw[part.name] for part in PARTS if part.name in raw}
-    head = "No figure is of this code: no GPU ran it."
-    if measured:
-        origins = sorted(
-            {
-                f"{one.get('date')}, commit {one.get('commit')}, {one.get('device')}, torch {one.get('torch')}"
-                for one in measured.values()
-            }
-        )
-        head = "; ".join(origins) + ". Each part says below what it measured."
+def page(raw: Mapping[str, Any]) -> str:
+    """Return the page of the raw figures."""
+    names = dict.fromkeys((*(part.name for part in PARTS), *raw))  # pytest's checks come last
+    measured = {name: raw[name] for name in names if isinstance(raw.get(name), Mapping)}
+    origins = sorted(
+        {
+            f"{figures.get('date')}, commit {figures.get('commit')}, {figures['device']}, torch {figures.get('torch')}"
+            for figures in measured.values()
+            if figures.get("device") != NARROW["device"]
+        }
+    )
+    head = "; ".join(origins) + ". Each part says below what it measured."
+    if not origins:
+        head = "No figure is of this code: no GPU ran it."
+    if not origins and measured:
+        head += " All figures are of narrow models on the CPU, and only show that each part runs."
     lines = [
         "# gpu_proof: what does the engine reach on a GPU, part by part?",
         "",
@@ -223,17 +305,22 @@ def write_page(folder: Path, raw: Mapping[str, Any], told: Sequence[str]) -> Non
         "| --- | --- | --- | --- |",
         *(f"| {part.name} | {part.answers} | {part.seconds:.0f} | {_state(raw.get(part.name))} |" for part in PARTS),
         "",
-        f"{NOT_HERE} All parts together have {TOTAL_S / 60:.0f} minutes; a part that no time is left for is run by the",
-        "next call. The same parts run on the CPU with narrow models (`python -m tests.gpu.proof --narrow`).",
+        f"All parts together have {TOTAL_S / 60:.0f} minutes; a part that no time is left for is run by the next call.",
+        "The same parts run on the CPU with narrow models (`python -m tests.gpu.proof --narrow`).",
     ]
-    for name, figures in measured.items():
-        rows = [f"| {path} | {value:.4g} |" for path, value in _numbers(figures)]
-        if rows and len(lines) + len(rows) < 74:
-            lines += ["", f"## {name}", "", "| case | figure |", "| --- | --- |", *rows]
-    if told:
-        lines += ["", f"Changed by more than {TOLD:.0%} since the last measurement: {'; '.join(told)}."]
-    lines += ["", f"Raw figures: [{RAW}]({RAW})."]
-    (folder / PAGE).write_text("\n".join(lines) + "\n", "utf-8")
+    if told := list(changes(raw)):
+        lines += ["", f"Changed by more than {TOLD:.0%} since other code was measured: {'; '.join(told)}."]
+    cases: dict[str, list[str]] = {}
+    for part, figures in measured.items():
+        for case, name, value in _numbers(figures):
+            cases.setdefault(f"| {part} | {case.removesuffix(', ')} |", []).append(f"{name} {value:.4g}")
+    rows = [f"{case} {', '.join(figures)} |" for case, figures in cases.items()]
+    shown = rows[: PAGE_LINES - len(lines) - 5]
+    if shown:
+        lines += ["", "| part | case | figures |", "| --- | --- | --- |", *shown]
+    more = f", with {len(rows) - len(shown)} cases more" if len(rows) > len(shown) else ""
+    lines += ["", f"Raw figures: [{RAW}]({RAW}){more}."]
+    return "\n".join(lines) + "\n"
 
 
 def _state(figures: Mapping[str, Any] | None) -> str:
@@ -241,7 +328,7 @@ def _state(figures: Mapping[str, Any] | None) -> str:
         return "not run"
     if "done_s" in figures:
         return f"whole, {figures['done_s']:.0f} s"
-    return f"cut off: {figures.get('error', 'its process was killed')}"
+    return f"cut off: {figures.get('error', 'its process was killed').partition(chr(10))[0]}"
 
 
 if __name__ == "__main__":

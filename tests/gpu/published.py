@@ -36,6 +36,10 @@ class Random:
     latents: dict[str, tuple[int, ...]]
     """Size of the latent, by the size of the image or video."""
     billions: float
+    gib: int = 75
+    """Memory that the GPU must have for passes and training steps."""
+    seconds: float = 0.0
+    """Time limit of the check of passes and training steps at all sizes. 0: the model has checks of its own."""
     more: dict[str, Any] = field(default_factory=dict)
     """Values of the published configuration that set no size."""
     narrow: dict[str, Any]
@@ -101,6 +105,8 @@ MODELS = {
         text_tokens=512,
         latents=IMAGES,
         billions=11.90,
+        gib=40,
+        seconds=150,
         narrow=LAYERS | TEXT | {"num_single_layers": 2, "axes_dims_rope": (4, 4, 4)},
     ),
     "SD3.5-medium": Random(
@@ -110,6 +116,8 @@ MODELS = {
         text_tokens=333,
         latents=IMAGES,
         billions=2.24,
+        gib=24,
+        seconds=120,
         narrow=LAYERS | TEXT | NARROW_SD3,
     ),
     "Wan 1.3 B": Random(
@@ -119,6 +127,8 @@ MODELS = {
         text_tokens=512,
         latents=VIDEO,
         billions=1.42,
+        gib=24,
+        seconds=120,
         narrow=NARROW_WAN,
     ),
     "Wan 14 B": Random(
@@ -128,6 +138,8 @@ MODELS = {
         text_tokens=512,
         latents=VIDEO,
         billions=14.29,
+        gib=75,
+        seconds=180,
         narrow=NARROW_WAN,
     ),
 }

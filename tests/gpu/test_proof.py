@@ -1,26 +1,28 @@
 """`make gpu-proof`: parts within their limits, killed in the middle and continued, and what changed is told."""
 
 import json
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import psutil
 import pytest
 
-from tests.benchmarks.page import ROOT
+from tests.benchmarks.page import PAGE_LINES
 from tests.gpu import proof
-from tests.gpu.figures import LINES_VARIABLE, NARROW, commit, folded, lines_of
-from tests.gpu.measure import CHECKS
+from tests.gpu.figures import LINES_VARIABLE, NARROW, commit, folded, lines_of, read_lines
+from tests.gpu.measure import CHECKS, FAMILIES
+from tests.gpu.published import MODELS
 
 SCRIPT = """
-import json, os, signal, sys, time
+import json, os, signal, subprocess, sys, time
 file, check, cases, mode = sys.argv[1:]
 origin = json.loads(os.environ["ORIGIN"])
-lines = [json.loads(line) for line in open(file) if line.endswith("}\\n")] if os.path.exists(file) else []
-done = {tuple(line["case"]) for line in lines if line["check"] == check and "case" in line}
+lines = [line for line in open(file, errors="replace") if line.endswith("}\\n")] if os.path.exists(file) else []
+done = {tuple(line["case"]) for line in map(json.loads, lines) if line.get("check") == check and "case" in line}
 for case in cases.split():
     if (case,) in done:
         continue
@@ -30,14 +32,17 @@ for case in cases.split():
         with open(file, "a") as out:
             out.write('{"check": "torn')
         os.kill(os.getpid(), signal.SIGKILL)
-    if mode == "slow" and not done:
+    if mode in ("slow", "stuck") and not done:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a kernel that does not return
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        print("child", child.pid, flush=True)
         time.sleep(600)
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scripted(proof.Part):
-    """A part that keeps two cases. `mode`: killed after the first case in its first run, or slow, or nothing."""
+    """A part that keeps two cases. `mode`: killed after the first case in its first run, or slow, stuck, or whole."""
 
     mode: str = "whole"
 
@@ -55,7 +60,10 @@ def lines(tmp_path, monkeypatch):
 
 
 def parts(monkeypatch, **modes):
-    """Put scripted parts in the place of the real ones. Their limit is 240 s, or 3 s for a slow one."""
+    """Put scripted parts in the place of the real ones. Their limit is 240 s, or 3 s for a slow one.
+
+    A slow and a stuck part start a child, and hang after the first case of their first run.
+    """
     made = tuple(
         Scripted(name=name, answers="", seconds=3.0 if mode == "slow" else 240.0, mode=mode)
         for name, mode in modes.items()
@@ -81,11 +89,107 @@ def test_a_part_that_was_killed_goes_on_with_the_cases_it_lacks(lines, monkeypat
     assert "error" not in raw
 
 
-def test_a_part_ends_at_its_limit_and_the_next_one_runs(lines, monkeypatch):
+def test_a_part_that_hangs_ends_at_its_limit_with_its_children(lines, monkeypatch):
     parts(monkeypatch, first="slow", second="whole")
     assert proof.run_parts(NARROW, is_narrow=True, seconds=600) == ["first"]
-    assert [line["error"] for line in lines_of("first", NARROW) if "error" in line] == ["not finished after 3 s"]
-    assert cases_of("second") == ["one", "two"]
+    (error,) = [line["error"] for line in lines_of("first", NARROW) if "error" in line]
+    problem, child = error.splitlines()
+    assert problem == "not finished after 3 s"
+    assert not is_running(int(child.removeprefix("child ")))
+    assert cases_of("second") == ["one", "two"], "the next part runs"
+
+
+def is_running(pid):
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def begun(folder, *arguments):
+    """Start the proof in a process of its own, with the parts of this one."""
+    command = ["--narrow", "--to", str(folder), *arguments]
+    process = multiprocessing.get_context("fork").Process(target=lambda: sys.exit(proof.main(command)))
+    process.start()
+    return process
+
+
+def wait_for(condition, seconds=240.0):
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, f"not after {seconds:.0f} s"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 143), (signal.SIGINT, 1)])
+def test_a_killed_proof_leaves_no_part_running_and_goes_on(lines, tmp_path, monkeypatch, number, code):
+    parts(monkeypatch, first="stuck", second="whole")
+    process = begun(tmp_path)
+    wait_for(lambda: cases_of("first") == ["one"])
+    (part,) = psutil.Process(process.pid).children()
+    os.kill(process.pid, number)
+    process.join(60)
+    assert process.exitcode == code
+    wait_for(lambda: not is_running(part.pid), 30)
+    if number != signal.SIGKILL:
+        assert json.loads((tmp_path / proof.RAW).read_text())["first"]["one"] == {"s": 1.0}
+        assert "| first | one | s 1 |" in (tmp_path / proof.PAGE).read_text()
+    again = begun(tmp_path)
+    again.join(240)
+    assert again.exitcode == 0
+    assert cases_of("first") == cases_of("second") == ["one", "two"]
+    assert "done_s" in json.loads((tmp_path / proof.RAW).read_text())["first"]
+
+
+@pytest.mark.parametrize("name", [proof.RAW, proof.PAGE])
+def test_a_kill_between_write_and_rename_leaves_the_old_file_and_the_next_call_replaces_it(
+    lines, tmp_path, monkeypatch, name
+):
+    parts(monkeypatch, first="whole")
+    (tmp_path / proof.RAW).write_text('{"not_run": []}')
+    (tmp_path / proof.PAGE).write_text("the old page")
+    old, rename = (tmp_path / name).read_text(), os.replace
+
+    def replace_or_die(source, target):
+        if target.name == name:
+            os.kill(os.getpid(), signal.SIGKILL)
+        rename(source, target)
+
+    with monkeypatch.context() as planted:
+        planted.setattr(os, "replace", replace_or_die)
+        killed = begun(tmp_path)
+        killed.join(240)
+    assert killed.exitcode == -9
+    assert (tmp_path / name).read_text() == old
+    assert cases_of("first") == ["one", "two"]
+    again = begun(tmp_path)
+    again.join(240)
+    assert again.exitcode == 0
+    assert json.loads((tmp_path / proof.RAW).read_text())["first"]["two"] == {"s": 1.0}
+    assert "| first | two | s 1 |" in (tmp_path / proof.PAGE).read_text()
+    assert cases_of("first") == ["one", "two"], "a measured part is not run again"
+
+
+@pytest.mark.parametrize("damage", [b"{", b"\xff\xfe\x00", b"[1]", b'{"first": 3, "not_run": []}', b""])
+def test_damaged_raw_figures_are_put_aside_and_made_again_from_the_lines(lines, tmp_path, monkeypatch, damage):
+    parts(monkeypatch, first="whole")
+    (tmp_path / proof.RAW).write_bytes(damage)
+    lines.write_bytes(b'3\n{"check": "first"}\n{"x": 1}\n\xff\n' + b'{"check": "first", "case": ["one"\n')
+    assert read_lines(lines) == []
+    assert proof.main(["--narrow", "--to", str(tmp_path)]) == 0
+    raw = json.loads((tmp_path / proof.RAW).read_text())
+    assert raw["first"]["one"] == raw["first"]["two"] == {"s": 1.0}
+    assert raw["not_run"] == []
+    aside = tmp_path / f"{proof.RAW}.unreadable"
+    assert aside.exists() == (not damage.startswith(b'{"first"'))
+    assert not aside.exists() or aside.read_bytes() == damage
+
+
+def test_parts_without_time_are_missing_and_run_by_the_next_call(lines, tmp_path, monkeypatch, capfd):
+    parts(monkeypatch, first="slow", second="whole")
+    monkeypatch.setattr(proof, "LEAST_S", 1.0)
+    assert proof.main(["--narrow", "--to", str(tmp_path), "--seconds", "2"]) == 1
+    assert "missing: second; call the command again" in capfd.readouterr().out
+    assert json.loads((tmp_path / proof.RAW).read_text())["not_run"] == ["second"]
+    assert proof.main(["--narrow", "--to", str(tmp_path)]) == 0
+    assert cases_of("first") == cases_of("second") == ["one", "two"]
 
 
 def test_no_part_begins_without_time(lines, monkeypatch):
@@ -101,14 +205,26 @@ def test_lines_of_another_commit_or_device_do_not_count(lines):
     assert lines_of("part", NARROW) == []
 
 
-def test_a_figure_that_changed_by_more_than_a_tenth_is_told():
-    def raw(seconds, device="NVIDIA H100"):
-        return {"step": {"device": device, "rows 1": {"s_a_row": seconds, "runs": 3, "max_s": 9 * seconds}}}
+def raw_of(seconds, commit="new", device="NVIDIA H100", **more):
+    case = {"rows 1": {"s_a_row": seconds, "runs": 3, "max_s": 9 * seconds}} if seconds else {}
+    return {"step": {"device": device, "commit": commit, **case, **more}}
 
-    assert list(proof.changes(raw(0.78), raw(0.41))) == ["step, rows 1, s_a_row: 0.78 before, now 0.41 (-47%)"]
-    assert list(proof.changes(raw(0.78), raw(0.80))) == []
-    assert list(proof.changes(raw(0.78, "NVIDIA H200"), raw(0.41))) == []
-    assert list(proof.changes({}, raw(0.41))) == []
+
+def test_a_figure_that_changed_by_more_than_a_tenth_is_told():
+    def told(before, now):
+        return list(proof.changes(proof.with_previous(now, before)))
+
+    old = raw_of(0.78, "old")
+    line = "step, rows 1, s_a_row: 0.78 before, now 0.41 (-47%)"
+    assert told(old, raw_of(0.41)) == [line]
+    assert told(old, raw_of(0.80)) == []
+    assert told(raw_of(0.78, "old", "NVIDIA H200"), raw_of(0.41)) == []
+    assert told({}, raw_of(0.41)) == []
+    unfinished = proof.with_previous(raw_of(0.41), old)
+    assert told(unfinished, raw_of(0.41, done_s=9.0)) == [line], "also by the call that finishes the part"
+    failed = proof.with_previous(raw_of(None, "failed"), old)
+    assert told(failed, raw_of(0.41)) == [line], "also if other code measured nothing in between"
+    assert "previous" not in proof.with_previous(raw_of(0.41), failed)["step"]["previous"]
 
 
 def test_the_parts_fit_into_25_minutes_in_their_order_and_the_first_answers_in_three():
@@ -120,46 +236,72 @@ def test_the_parts_fit_into_25_minutes_in_their_order_and_the_first_answers_in_t
     assert sum(part.seconds for part in proof.PARTS[:6] if part.gpus == 1) <= proof.TOTAL_S
 
 
-def test_the_page_says_that_no_figure_is_of_this_code_until_one_is(tmp_path):
-    proof.write_page(tmp_path, {}, [])
-    page = (tmp_path / proof.PAGE).read_text()
-    assert "No figure is of this code" in page
+def test_every_family_of_the_published_models_is_a_part_by_its_row_alone():
+    rows = [name for name, model in MODELS.items() if model.seconds]
+    assert [check.name for check in FAMILIES] == [f"{name} passes and steps" for name in rows]
+    assert all(check in CHECKS for check in FAMILIES)
+    assert {check.name for check in FAMILIES if check.gib <= 40} <= {part.name for part in proof.PARTS}
+
+
+def test_the_page_says_that_no_figure_is_of_this_code_until_a_gpu_measured_one():
+    page = proof.page({})
+    assert "No figure is of this code: no GPU ran it." in page
     assert page.count("| not run |") == len(proof.PARTS)
     name = proof.PARTS[0].name
-    raw = {name: {"device": "NVIDIA H100", "done_s": 12.3, "rows 1": {"s_a_row": 0.41}}}
-    proof.write_page(tmp_path, raw, ["a figure changed"])
-    page = (tmp_path / proof.PAGE).read_text()
+    figures = {"date": "2026-12-01", "commit": "abc", "torch": "2.13", "done_s": 12.3, "rows 1": {"s_a_row": 0.41}}
+    page = proof.page({name: {**figures, **NARROW}})
+    assert "No figure is of this code: no GPU ran it." in page
+    assert "narrow models on the CPU" in page
+    previous = {"device": "NVIDIA H100", "rows 1": {"s_a_row": 0.78}}
+    page = proof.page({name: {**figures, "device": "NVIDIA H100", "previous": previous}})
     assert "No figure is of this code" not in page
-    assert "| rows 1, s_a_row | 0.41 |" in page
+    assert "2026-12-01, commit abc, NVIDIA H100, torch 2.13." in page
+    assert f"| {name} | rows 1 | s_a_row 0.41 |" in page
     assert "whole, 12 s" in page
-    assert "a figure changed" in page
+    assert "0.78 before, now 0.41 (-47%)" in page
 
 
-def test_the_committed_page_is_as_its_program_writes_it(tmp_path):
-    file = proof.RESULTS / proof.RAW
-    proof.write_page(tmp_path, json.loads(file.read_text()) if file.exists() else {}, [])
-    written, committed = ((folder / proof.PAGE).read_text("utf-8") for folder in (tmp_path, proof.RESULTS))
-    assert written == committed
+def test_a_page_of_many_figures_has_at_most_80_lines_and_counts_the_others():
+    case = {"s_a_row": 0.41, "peak_gib": 60.0, "mfu": 0.3}
+    figures = {"device": "NVIDIA H100", "done_s": 1.0} | {f"images {number}": case for number in range(12)}
+    page = proof.page({part.name: figures for part in proof.PARTS})
+    shown = page.count("| s_a_row 0.41, peak_gib 60, mfu 0.3 |")
+    assert 30 < shown < 12 * len(proof.PARTS)
+    assert f"with {12 * len(proof.PARTS) - shown} cases more" in page
+    assert len(page.splitlines()) <= PAGE_LINES
+
+
+def test_the_committed_page_is_as_its_program_writes_it():
+    assert proof.page(proof.read_raw(proof.RESULTS / proof.RAW)) == (proof.RESULTS / proof.PAGE).read_text("utf-8")
+
+
+REAL = {part.name: part for part in proof.PARTS if not part.tests}
 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", [part.name for part in proof.PARTS if not part.tests])
-def test_a_real_part_killed_after_its_first_figure_goes_on(lines, name):
-    """On the CPU, with narrow models."""
-    command = [sys.executable, "-m", "tests.gpu.measure", name, "--narrow"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
-    until = time.monotonic() + 240
-    while not cases_of_real(name) and process.poll() is None and time.monotonic() < until:
-        time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("name", REAL)
+def test_a_real_part_killed_after_its_first_figure_goes_on(lines, tmp_path, monkeypatch, name, number):
+    """On the CPU, with narrow models. The first figure takes three minutes at most."""
+    monkeypatch.setattr(proof, "PARTS", (replace(REAL[name], seconds=600.0),))  # the computer may be busy
+    process = begun(tmp_path)
+    wait_for(lambda: cases_of_real(name), 180)
+    (part,) = psutil.Process(process.pid).children()
+    os.kill(process.pid, number)
+    process.join(60)
+    wait_for(lambda: not is_running(part.pid), 30)
     before = cases_of_real(name)
-    assert before
-    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    assert not any("done_s" in line for line in lines_of(name, NARROW)), "killed in the middle"
+    again = begun(tmp_path)
+    again.join(600)
+    assert again.exitcode == 0
     after = cases_of_real(name)
     assert after[: len(before)] == before
-    assert len(after) > len(before) or process.returncode == 0
+    assert len(after) > len(before)
+    raw = json.loads((tmp_path / proof.RAW).read_text())
+    assert "done_s" in raw[name]
+    assert raw["not_run"] == []
 
 
 def cases_of_real(name):
