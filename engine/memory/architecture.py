@@ -9,9 +9,11 @@ from engine.model_folder import ImageSize
 FamilyName = Literal["qwen-image", "sd3", "flux", "wan", "hunyuan-video"]
 """Families of diffusers' transformer classes (engine/models/)."""
 
-PIXELS_PER_TOKEN = 16
-"""Pixels of an image per token, in each direction: 8 per latent position and patches of 2. Of most published models;
-Wan2.2-TI2V-5B has 32."""
+PATCH = 2
+"""Latent values of a token along one side, in all published models with patches."""
+
+PIXELS_PER_TOKEN = 8 * PATCH
+"""Pixels of an image per token, in each direction: 8 per latent value. Of most published models."""
 
 FRAMES_PER_LATENT = 4
 """Frames of a video per latent frame, after the first frame. Of the published models."""

@@ -155,7 +155,7 @@ TUNED = Figure(
 )
 """How many times faster a tuned network is, for a model without a figure of its own."""
 
-LIKE: Mapping[str, str] = {"SD3.5-large": "FLUX.1-dev"}
+LIKE: Mapping[str, str] = {"SD3.5-large": "FLUX.1-dev", "Wan2.2-TI2V-5B": "Wan2.1-14B"}
 """Models without a timing, and the model of similar width that stands for them. Assumed."""
 
 LAUNCH_SECONDS: Mapping[str, Figure] = {

@@ -55,6 +55,19 @@ KL_16 = {
     "use_post_quant_conv": False,
 }
 
+KL_WAN_2_2 = {
+    "base_dim": 160,
+    "decoder_base_dim": 256,
+    "z_dim": 48,
+    "is_residual": True,
+    "in_channels": 12,
+    "out_channels": 12,
+    "patch_size": 2,
+    "scale_factor_spatial": 16,
+    "latents_mean": [0.0] * 48,
+    "latents_std": [1.0] * 48,
+}
+
 PARTS: dict[str, tuple[int, Callable[[], nn.Module]]] = {
     "T5-XXL": (published.T5_XXL, lambda: T5EncoderModel(T5Config(vocab_size=32128, **T5))),
     "UMT5-XXL": (published.UMT5_XXL, lambda: UMT5EncoderModel(UMT5Config(vocab_size=256384, **T5))),
@@ -74,6 +87,7 @@ PARTS: dict[str, tuple[int, Callable[[], nn.Module]]] = {
     ),
     "VAE of SD3 and FLUX": (published.KL_16, lambda: AutoencoderKL(**KL_16)),
     "VAE of Wan": (published.KL_VIDEO_WAN, AutoencoderKLWan),
+    "VAE of Wan2.2-TI2V-5B": (published.KL_VIDEO_WAN_2_2, lambda: AutoencoderKLWan(**KL_WAN_2_2)),
     "VAE of Qwen-Image": (published.KL_VIDEO_WAN, AutoencoderKLQwenImage),
     "VAE of HunyuanVideo": (published.KL_VIDEO_HUNYUAN, AutoencoderKLHunyuanVideo),
 }
