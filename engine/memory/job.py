@@ -9,17 +9,18 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar, cast, get_args
+from typing import TypeVar
 
-from engine.config import VIDEO, EngineConfig, ModelConfig
+from engine.config import SHIPPED, VIDEO, EngineConfig, ModelConfig
+from engine.families import FAMILIES
 from engine.memory.activations import parameters_of
-from engine.memory.architecture import FRAMES_PER_LATENT, PATCH, Architecture, FamilyName, architecture_from, text_of
+from engine.memory.architecture import FRAMES_PER_LATENT, PATCH, Architecture, architecture_from, text_of
 from engine.memory.budget import Budget, Setting, rollout_budget, trainer_budget
 from engine.memory.published import EMBEDDED, PUBLISHED, PublishedModel, SizedModel
 from engine.memory.scorers import scorer_bytes
-from engine.memory.tally import FP32, HALF, Training
 from engine.model_folder import Factors, FolderError, factors_of, image_size
 from engine.model_parts import read_json
+from engine.tally import FP32, HALF, Training
 
 Config = TypeVar("Config", bound=EngineConfig)
 
@@ -48,7 +49,12 @@ class JobMemory:
     def text(self) -> str:
         checkpointing = "on" if self.is_checkpointed else "off"
         size = self.sized.size
-        return f"{self.sized.text}, {text_of(size)}, {size.text_tokens} text tokens, checkpointing {checkpointing}"
+        text = f"{self.sized.text}, {text_of(size)}, {size.text_tokens} text tokens, checkpointing {checkpointing}"
+        family = FAMILIES.get(self.sized.architecture.family)
+        if family is None:
+            return text
+        licence = f", licence {self.sized.licence}" if self.sized.licence is not None else ""
+        return text + licence + ("" if family.shares_sequence else ", sp_degree 1 only")
 
 
 def job_memory(
@@ -130,7 +136,7 @@ def sized_model(model: ModelConfig, folder: Path | None = None) -> SizedModel:
     Raises FolderError if the folder's `transformer/config.json` lacks a size, or if the folder is not here and its
     name is that of no published model.
     """
-    assert model.name in get_args(FamilyName), f"{model.name} has no sizes (engine/memory/published.py)"
+    assert model.name not in SHIPPED, f"{model.name} has no sizes (engine/memory/published.py)"
     published = named_model(model)
     frames = FRAMES_PER_LATENT if model.name in VIDEO else 1
     if folder is None or not (folder / "transformer" / "config.json").is_file():
@@ -145,7 +151,7 @@ def sized_model(model: ModelConfig, folder: Path | None = None) -> SizedModel:
         return published.at(image_size(model, Factors(published.vae_factor, frames, PATCH)))
     config, factors = read_json(folder / "transformer" / "config.json"), factors_of(model.name, folder)
     architecture = replace(
-        architecture_from(cast(FamilyName, model.name), config),
+        architecture_from(model.name, config),
         pixels_per_token=factors.vae * factors.patch,
         frames_per_latent=factors.frames if model.name in VIDEO else FRAMES_PER_LATENT,
     )

@@ -7,13 +7,15 @@ diffusers and transformers classes with these values on torch's meta device and 
 (`python -m tests.benchmarks.memory`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from engine.families import FAMILIES
+from engine.family import PublishedSizes
 from engine.memory.activations import operations_of
-from engine.memory.architecture import PATCH, Architecture, FamilyName, architecture_from, image_tokens, text_tokens
-from engine.memory.tally import HALF
+from engine.memory.architecture import PATCH, Architecture, architecture_from, image_tokens, text_tokens
 from engine.model_folder import ImageSize
+from engine.tally import HALF
 
 T5_XXL = 4_762_310_656
 CLIP_L = 123_060_480
@@ -32,23 +34,11 @@ KL_VIDEO_HUNYUAN = 246_478_803
 Wan2.2-TI2V-5B; of HunyuanVideo."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PublishedModel:
+@dataclass(frozen=True, kw_only=True)
+class PublishedModel(PublishedSizes):
     """A published model."""
 
-    name: str
-    family: FamilyName
-    config: Mapping[str, int | bool | str | Sequence[int]]
-    """Values of `transformer/config.json` that set sizes."""
-    text_encoder_parameters: int
-    vae_parameters: int
-    spelled: str
-    """Regular expression that a folder's name matches, of which only small letters and digits are left."""
-    licence: str
-    file_bytes: int = HALF
-    """Bytes of a number in the published files: bf16, or fp32."""
-    vae_factor: int = 8
-    """Pixels of a latent value along one side."""
+    family: str
 
     @property
     def architecture(self) -> Architecture:
@@ -255,7 +245,17 @@ HUNYUAN_VIDEO = PublishedModel(
     licence="Tencent Hunyuan community (not for the EU, the UK and South Korea)",
 )
 
-PUBLISHED = (QWEN_IMAGE, FLUX_1_DEV, SD3_5_MEDIUM, SD3_5_LARGE, WAN_1_3B, WAN_14B, WAN_5B, HUNYUAN_VIDEO)
+PUBLISHED = (
+    QWEN_IMAGE,
+    FLUX_1_DEV,
+    SD3_5_MEDIUM,
+    SD3_5_LARGE,
+    WAN_1_3B,
+    WAN_14B,
+    WAN_5B,
+    HUNYUAN_VIDEO,
+    *(PublishedModel(family=family.name, **vars(sizes)) for family in FAMILIES.values() for sizes in family.published),
+)
 
 
 def _embedded(channels: int, output_channels: int) -> Architecture:

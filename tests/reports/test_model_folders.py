@@ -75,7 +75,7 @@ PUBLISHED = {
     "FLUX.2": ("flux", {"index": {"_class_name": "Flux2Pipeline", "transformer": ["diffusers",
         "Flux2Transformer2DModel"]}}, r"a folder of Flux2Pipeline, .* FluxPipeline \(flux\)"),
     "Chroma": ("flux", {"index": {"_class_name": "ChromaPipeline"}}, "ChromaPipeline"),
-    "Z-Image": ("qwen-image", {"index": {"_class_name": "ZImagePipeline"}}, "a folder of ZImagePipeline,"),
+    "Z-Image": ("qwen-image", {"index": {"_class_name": "ZImagePipeline"}}, "a folder of ZImagePipeline"),
     "SANA": ("sd3", {"index": {"_class_name": "SanaPipeline"}}, "a folder of SanaPipeline,"),
     "LTX-2": ("wan", {"index": {"_class_name": "LTX2Pipeline"}}, "a folder of LTX2Pipeline,"),
     "Qwen-Image-Edit": ("qwen-image", {"index": {"_class_name": "QwenImageEditPipeline"}}, "edits a given image"),
@@ -303,7 +303,7 @@ def test_the_5b_model_of_wan_is_planned_with_its_own_tokens_before_its_folder_is
 
 
 OTHER_FAMILIES = (
-    "z-image|zimage|Z-Image-Turbo|flux2|flux-2|FLUX.2|flux2-klein|sana|sana-video|ltx-2|ltx|hunyuan-image|hidream|"
+    "flux2|flux-2|FLUX.2|sana|sana-video|ltx-2|ltx|hunyuan-image|hidream|"
     "hunyuan-video-1.5|hunyuanvideo15|qwen-image-edit|qwen-image-layered|qwen-image-2|chroma|cogvideox|lumina2|"
     "kandinsky5|sd2|sd1.5|sdxl|wan-vace|flux-kontext"
 )
