@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 
 from engine.algorithm_config import FACTS, AlgorithmConfig, recommended
 from engine.early_config import EarlyConfig, why_not_early
+from engine.families import FAMILIES
 from engine.model_config import BOTH_BRANCHES
 from engine.model_config import GUIDANCE as GUIDANCE
 from engine.model_config import SHIPPED as SHIPPED
@@ -64,9 +65,10 @@ class SamplerConfig(Strict):
     guidance: Annotated[float, Field(ge=1.0)] = 1.0
     """Guidance scale as in the model's diffusers pipeline; 1 computes no unconditional branch. The default is 1 for
     shipped models, and the published value for the others: 4 for qwen-image (norm of each token kept), 4.5 for sd3 (no
-    skip-layer guidance), 5 for wan. With diffusion-nft and awm the default is 1 for these too, as both publish:
-    training replaces guidance, and every pass costs half. FLUX.1-dev and HunyuanVideo take the scale as an input of the
-    network, 3.5 and 6, and compute no unconditional branch."""
+    skip-layer guidance), 5 for wan, 4 for flux2-klein, 5 for z-image (4 in its pipeline, where 0 is none). With
+    diffusion-nft and awm the default is 1 for these too, as both publish: training replaces guidance, and every pass
+    costs half. FLUX.1-dev and HunyuanVideo take the scale as an input of the network, 3.5 and 6, and compute no
+    unconditional branch."""
     window: WindowConfig | None = None
     """Window of stochastic steps. None: every step but the final one is stochastic, and all are trained."""
     noise: Literal[1] = 1
@@ -398,6 +400,12 @@ class EngineConfig(Strict):
 
     @model_validator(mode="after")
     def _compiled_workers_share_no_image(self) -> Self:
+        family, alone = FAMILIES.get(self.model.name), self.runtime.sp_degree == 1 or self.runtime.cfg_parallel
+        if family is not None and not family.shares_sequence and not alone:
+            raise ValueError(
+                f"runtime.sp_degree is {self.runtime.sp_degree}, but workers cannot share the sequence of "
+                f"{family.name}; use sp_degree: 1, or cfg_parallel: true with sp_degree: 2"
+            )
         if self.model.compile == "on" and self.runtime.sp_degree != 1:
             raise ValueError(
                 f"model.compile is on, but runtime.sp_degree is {self.runtime.sp_degree}; workers that share an image "

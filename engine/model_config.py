@@ -1,26 +1,35 @@
 """Define the job file's `model` section. The module does not import torch, like `engine/config.py`."""
 
-from typing import Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
+from engine.families import FAMILIES
 from engine.strict import Positive, Strict
 
 SHIPPED = {"digits-ocr": "digits", "shapes": "shapes"}
 """Shipped models, and the prompts each model was trained for. The models have no unconditional branch."""
 
 
-GUIDANCE = {"qwen-image": 4.0, "sd3": 4.5, "flux": 3.5, "wan": 5.0, "hunyuan-video": 6.0}
+GUIDANCE = {"qwen-image": 4.0, "sd3": 4.5, "flux": 3.5, "wan": 5.0, "hunyuan-video": 6.0} | {
+    name: family.guidance for name, family in FAMILIES.items()
+}
 """Published guidance of each family that does not ship: of the model card, or the default of the diffusers pipeline."""
 
-BOTH_BRANCHES = ("qwen-image", "sd3", "wan")
+BOTH_BRANCHES = ("qwen-image", "sd3", "wan", *FAMILIES)
 """Families whose guidance computes an unconditional branch. The networks of the others take the scale as an input."""
 
-VIDEO = ("wan", "hunyuan-video")
+VIDEO = ("wan", "hunyuan-video", *(name for name, family in FAMILIES.items() if family.is_video))
 """Models that generate videos."""
 
-WITHOUT_REPEATED_BLOCKS = ("sd3",)
+WITHOUT_REPEATED_BLOCKS = ("sd3", *(name for name, family in FAMILIES.items() if not family.names_blocks))
 """Models whose diffusers class names no repeated blocks (`_repeated_blocks`), which `compile` needs."""
+
+
+if TYPE_CHECKING:
+    ModelName = str
+else:  # pydantic refuses other names; a type checker cannot follow a list of files
+    ModelName = Literal["digits-ocr", "shapes", "qwen-image", "sd3", "flux", "wan", "hunyuan-video", *FAMILIES]
 
 
 class ModelConfig(Strict):
@@ -29,11 +38,13 @@ class ModelConfig(Strict):
     # `from` is a Python keyword, so the field has another name. Every file and message says `from`.
     model_config = ConfigDict(validate_by_name=True, validate_by_alias=True, serialize_by_alias=True)
 
-    name: Literal["digits-ocr", "shapes", "qwen-image", "sd3", "flux", "wan", "hunyuan-video"] = "digits-ocr"
-    """Model adapter (engine/models/). `digits-ocr` and `shapes` ship with spotrl; every other model needs `path`."""
+    name: ModelName = "digits-ocr"
+    """Model family (engine/models/, engine/families/). `digits-ocr` and `shapes` ship with spotrl; every other model
+    needs `path`."""
     path: str | None = None
     """Folder of a diffusers model (transformer, vae, ...), relative to the job file; or the model's name on the Hugging
-    Face hub (`OWNER/MODEL`), which `launch` downloads. None: the weights shipped with spotrl."""
+    Face hub (`OWNER/MODEL`), which `launch` downloads. A folder that is not on this machine is planned by its name.
+    None: the weights shipped with spotrl."""
     height: Positive | None = None
     """Height of an image in pixels, a multiple of the VAE's factor times the patch: 16, and 32 for Wan2.2-TI2V-5B.
     None: 512 for images, 240 for wan, 320 for hunyuan-video, or the nearest height that the model's folder allows.
@@ -44,8 +55,8 @@ class ModelConfig(Strict):
     """Frames of a video, 4 n + 1 for the published models. None: 33. Image models have no frames."""
     max_text_tokens: Positive | None = None
     """Text tokens of a prompt; longer prompts are cut, and a launch names them. None: the default of the model's
-    diffusers pipeline: 512, or 256 for sd3 and hunyuan-video. A smaller number makes a pass faster. With flux, sd3 and
-    wan, padding is part of the input, so another number also changes the images."""
+    diffusers pipeline: 512, or 256 for sd3 and hunyuan-video. A smaller number makes a pass faster. With flux,
+    flux2-klein, sd3 and wan, padding is part of the input, so another number also changes the images."""
     weights: Literal["full", "lora"] = "full"
     """Trained weights: `full` trains every weight of the transformer, `lora` trains low-rank adapters."""
     lora_rank: Positive = 16

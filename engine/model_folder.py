@@ -12,25 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import SHIPPED, ModelConfig, SamplerConfig
+from engine.families import FAMILIES as ROWS
+from engine.family import Factors as Factors
+from engine.family import Family
+from engine.family import ImageSize as ImageSize
 from engine.model_config import BOTH_BRANCHES
+from engine.model_parts import INDEX, check_files, check_parts, read_json
 from engine.model_parts import FolderError as FolderError
-from engine.model_parts import check_files, check_parts, read_json
 from engine.noise_schedule import ModelSchedule, ScheduleError, Spacing, model_schedule
 
 
-@dataclass(frozen=True)
-class ImageSize:
-    """Size of an image or video, and of its text."""
-
-    height: int
-    width: int
-    frames: int = 1
-    text_tokens: int = 512
-
-
 @dataclass(frozen=True, kw_only=True)
-class Family:
-    """Facts of one model family."""
+class SizeAndSpacing:
+    """Facts of a model family that a job's size follows from."""
 
     size: ImageSize
     """Size without fields in the job: that of the published recipes, and small videos."""
@@ -38,12 +32,13 @@ class Family:
     """Spacing of the noise levels in the family's diffusers pipeline."""
 
 
-FAMILIES: Mapping[str, Family] = {
-    "qwen-image": Family(size=ImageSize(512, 512), spacing="even"),
-    "flux": Family(size=ImageSize(512, 512), spacing="even"),
-    "sd3": Family(size=ImageSize(512, 512, text_tokens=256), spacing="to-end"),
-    "wan": Family(size=ImageSize(240, 416, 33), spacing="to-end"),
-    "hunyuan-video": Family(size=ImageSize(320, 512, 33, text_tokens=256), spacing="even"),
+FAMILIES: Mapping[str, SizeAndSpacing | Family] = {
+    "qwen-image": SizeAndSpacing(size=ImageSize(512, 512), spacing="even"),
+    "flux": SizeAndSpacing(size=ImageSize(512, 512), spacing="even"),
+    "sd3": SizeAndSpacing(size=ImageSize(512, 512, text_tokens=256), spacing="to-end"),
+    "wan": SizeAndSpacing(size=ImageSize(240, 416, 33), spacing="to-end"),
+    "hunyuan-video": SizeAndSpacing(size=ImageSize(320, 512, 33, text_tokens=256), spacing="even"),
+    **ROWS,
 }
 
 DISTILLED = re.compile(r"turbo|lightning|distill?ed|distill|schnell|fastwan|causvid", re.IGNORECASE)
@@ -52,22 +47,11 @@ that of the models that were not."""
 
 
 @dataclass(frozen=True)
-class Factors:
-    """Pixels per latent value, frames per latent frame, and latent values per image token along one side."""
-
-    vae: int
-    frames: int
-    patch: int
-    most_patches: int | None = None
-    """Image tokens along one side for which the transformer has positions. None: any number."""
-
-
-@dataclass(frozen=True)
 class ModelFolder:
     """One model of one size in its folder."""
 
     path: Path
-    family: Family
+    family: SizeAndSpacing | Family
     size: ImageSize
     factors: Factors
     reads_later: bool = False
@@ -145,6 +129,13 @@ def check_folder(model: ModelConfig, sampler: SamplerConfig, path: Path) -> None
             f"sampler.guidance is {sampler.guidance:g}, and this FLUX.1 takes no guidance (schnell)",
             "use 1, as published",
         )
+    row = ROWS.get(model.name)
+    if sampler.guidance != 1.0 and row is not None and row.distilled(read_json(path / INDEX)):
+        raise FolderError(
+            "sampler.guidance",
+            f"sampler.guidance is {sampler.guidance:g}, and the model in {path} is distilled: it takes no guidance",
+            f"set sampler.guidance: 1 {row.guidance_note}",
+        )
     if sampler.guidance != 1.0 and model.name in BOTH_BRANCHES and (named := _distilled_name(path)):
         raise FolderError(
             "sampler.guidance",
@@ -178,7 +169,7 @@ def factors_of(name: str, path: Path) -> Factors:
         factors = _factors(name, vae, transformer)
         if min(factors.vae, factors.frames, factors.patch) < 1:
             raise ValueError("a factor below 1")
-    except (TypeError, ValueError, IndexError) as error:
+    except (TypeError, ValueError, IndexError, KeyError) as error:
         raise FolderError(
             "model.path",
             f"model.path is {path}, whose vae/config.json and transformer/config.json give no latent size ({error})",
@@ -188,6 +179,8 @@ def factors_of(name: str, path: Path) -> Factors:
 
 
 def _factors(name: str, vae: Mapping[str, Any], transformer: Mapping[str, Any]) -> Factors:
+    if name in ROWS:
+        return ROWS[name].factors(vae, transformer)
     match name:
         case "qwen-image":
             return Factors(2 ** len(vae.get("temperal_downsample", [False, True, True])), 1, 2)

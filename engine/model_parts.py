@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine.families import FAMILIES
+from engine.family import Pipeline
+
 INDEX = "model_index.json"
 
 
@@ -32,31 +35,6 @@ class TensorSpec:
 
     dtype: str
     shape: tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pipeline:
-    """The diffusers pipeline of a family, and what its adapter relies on."""
-
-    name: str
-    """Class of the pipeline."""
-    parts: Mapping[str, str]
-    """Class of each part that has weights."""
-    optional: tuple[str, ...] = ()
-    """Further parts that the pipeline may have, and that text-to-image does not use."""
-    input_channels: int
-    output_channels: int | None
-    """Defaults of `in_channels` and `out_channels` in the transformer's class. None: as many as in."""
-    packed: int = 1
-    """Latent channels of a token of the transformer's input: 4 with tokens of 2 x 2 latent values, else 1."""
-    packed_output: int = 1
-    """The same of `out_channels`."""
-    latent_key: str = "latent_channels"
-    """Key of the latent channels in the VAE's configuration."""
-    latent_channels: int = 16
-    """Its default in the VAE's class."""
-    input_layer: str
-    """Tensor of the transformer's first layer. Its second dimension is `in_channels`."""
 
 
 CLIP, CLIP_PROJECTED, T5 = "CLIPTextModel", "CLIPTextModelWithProjection", "T5EncoderModel"
@@ -126,6 +104,7 @@ PIPELINES: Mapping[str, Pipeline] = {
         output_channels=16,
         input_layer="x_embedder.proj.weight",
     ),
+    **{name: family.pipeline for name, family in FAMILIES.items()},
 }
 """By family. The defaults are those of diffusers 0.39."""
 
@@ -423,7 +402,7 @@ def _check_input_layer(path: Path, family: str, tensors: Mapping[str, TensorSpec
             f"{pipeline.parts['transformer']} (the first tensor is {min(tensors, default='none')})",
             AGAIN,
         )
-    if len(layer.shape) < 2 or layer.shape[1] != channels:
+    if len(layer.shape) < 2 or layer.shape[1] != channels * pipeline.input_values:
         raise _refused(
             path,
             f"has {pipeline.input_layer} of shape {list(layer.shape)} in the transformer's weights, and in_channels "

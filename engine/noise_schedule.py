@@ -17,9 +17,9 @@ from typing import Literal
 CONFIG = Path("scheduler", "scheduler_config.json")
 """Place of the scheduler's configuration in a diffusers folder."""
 
-Spacing = Literal["even", "to-end"]
+Spacing = Literal["even", "to-end", "flux2"]
 """Spacing of a pipeline's noise levels before the shift. `even`: 1, 1 - 1/n, ..., 1/n. `to-end`: n levels from 1 to the
-lowest level of the scheduler's training levels."""
+lowest level of the scheduler's training levels. `flux2`: even, with a shift that depends on image tokens and steps."""
 
 UNSUPPORTED = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "invert_sigmas")
 """Options of diffusers' scheduler that move the noise levels in other ways. No published model here uses them."""
@@ -38,6 +38,8 @@ class NoiseSchedule:
     """Lowest level above 0, before the shift. None: levels are even, and the lowest is 1 / steps."""
     terminal: float | None = None
     """Lowest level above 0, after the shift. None: the level that the shift gives."""
+    flux2_tokens: int | None = None
+    """Image tokens of a FLUX.2, whose shift also depends on the steps (`flux2_shift`). None: the shift is `shift`."""
 
     def sigmas(self, steps: int) -> tuple[float, ...]:
         """Return `steps + 1` noise levels, from 1 (noise) down to 0 (image)."""
@@ -45,7 +47,8 @@ class NoiseSchedule:
             spaced = [1.0 - step / steps for step in range(steps)]
         else:
             spaced = [1.0 - (1.0 - self.lowest) * step / (steps - 1) for step in range(steps)]
-        levels = [shifted(s, self.shift) for s in spaced]
+        shift = self.shift if self.flux2_tokens is None else flux2_shift(self.flux2_tokens, steps)
+        levels = [shifted(s, shift) for s in spaced]
         if self.terminal is not None and steps > 1:
             scale = (1.0 - levels[-1]) / (1.0 - self.terminal)
             levels = [1.0 - (1.0 - s) / scale for s in levels]
@@ -77,6 +80,16 @@ class ScheduleError(ValueError):
 def shifted(s: float, shift: float) -> float:
     """Return a noise level after the timestep shift: shift s / (1 + (shift - 1) s)."""
     return shift * s / (1.0 + (shift - 1.0) * s)
+
+
+def flux2_shift(tokens: int, steps: int) -> float:
+    """Return the shift of FLUX.2's pipelines (`compute_empirical_mu`): exp of a line in the steps, for 10 steps and
+    200 fitted to the image tokens. Above 4300 tokens, the steps no longer count."""
+    at_200, at_10 = 0.00016927 * tokens + 0.45666666, 8.73809524e-05 * tokens + 1.89833333
+    if tokens > 4300:
+        return exp(at_200)
+    slope = (at_200 - at_10) / 190.0
+    return exp(slope * steps + at_200 - 200.0 * slope)
 
 
 def model_schedule(folder: Path, spacing: Spacing, tokens: int, shortest_side: int) -> ModelSchedule:
@@ -124,6 +137,8 @@ def _euler(config: Mapping[str, object], spacing: Spacing, tokens: int) -> Noise
         value = config.get(name)
         return default if value is None else float(value)  # type: ignore[arg-type]
 
+    if spacing == "flux2" and config.get("use_dynamic_shifting"):
+        return NoiseSchedule(flux2_tokens=tokens)
     shift, lowest = number("shift", 1.0), 1.0 / number("num_train_timesteps", 1000)
     if config.get("use_dynamic_shifting"):
         # A straight line through (base_image_seq_len, base_shift) and (max_image_seq_len, max_shift).

@@ -20,6 +20,8 @@ VAE: Mapping[str, dict[str, Any]] = {
     "sd3": {"latent_channels": 16, "block_out_channels": [128, 256, 512, 512]},
     "wan": {"z_dim": 16, "scale_factor_spatial": 8, "scale_factor_temporal": 4},
     "hunyuan-video": {"latent_channels": 16, "spatial_compression_ratio": 8, "temporal_compression_ratio": 4},
+    "flux2-klein": {"latent_channels": 32, "block_out_channels": [128, 256, 512, 512]},
+    "z-image": {"latent_channels": 16, "block_out_channels": [128, 256, 512, 512]},
 }
 """Values of `vae/config.json` of the published models."""
 
@@ -94,7 +96,8 @@ def write_model(
     for part, config in configs.items():
         write_json(folder / part / "config.json", {key: value for key, value in config.items() if value is not None})
         tensor = pipeline.input_layer if part == "transformer" else "weight"
-        (folder / part / weights_name(part)).write_bytes(safetensors({tensor: ("BF16", [1, channels])}))
+        values = pipeline.input_values if part == "transformer" else 1
+        (folder / part / weights_name(part)).write_bytes(safetensors({tensor: ("BF16", [1, channels * values])}))
     if scheduler is not None:
         write_json(folder / "scheduler" / "scheduler_config.json", scheduler)
     write_json(folder / "model_index.json", entries)

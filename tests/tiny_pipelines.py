@@ -9,11 +9,14 @@ from collections.abc import Callable
 
 from diffusers import (
     AutoencoderKL,
+    AutoencoderKLFlux2,
     AutoencoderKLHunyuanVideo,
     AutoencoderKLQwenImage,
     AutoencoderKLWan,
     DiffusionPipeline,
     FlowMatchEulerDiscreteScheduler,
+    Flux2KleinPipeline,
+    Flux2Transformer2DModel,
     FluxPipeline,
     FluxTransformer2DModel,
     HunyuanVideoPipeline,
@@ -25,6 +28,8 @@ from diffusers import (
     UniPCMultistepScheduler,
     WanPipeline,
     WanTransformer3DModel,
+    ZImagePipeline,
+    ZImageTransformer2DModel,
 )
 from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
 from transformers import (
@@ -37,6 +42,8 @@ from transformers import (
     LlamaModel,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen3Config,
+    Qwen3ForCausalLM,
     T5Config,
     T5EncoderModel,
     UMT5Config,
@@ -68,10 +75,12 @@ SCHEDULERS = {
     },
     "wan": {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0},
     "hunyuan-video": {"shift": 7.0},
+    "flux2-klein": {"shift": 3.0, "use_dynamic_shifting": True, "time_shift_type": "exponential"},
+    "z-image": {"shift": 3.0},
 }
 """Values of `scheduler/scheduler_config.json` that are not diffusers' defaults, in the folders of Qwen/Qwen-Image,
-stabilityai/stable-diffusion-3.5-medium, black-forest-labs/FLUX.1-dev, Wan-AI/Wan2.1-T2V-1.3B-Diffusers and
-hunyuanvideo-community/HunyuanVideo."""
+stabilityai/stable-diffusion-3.5-medium, black-forest-labs/FLUX.1-dev and FLUX.2-klein-4B,
+Wan-AI/Wan2.1-T2V-1.3B-Diffusers, Tongyi-MAI/Z-Image-Turbo and hunyuanvideo-community/HunyuanVideo."""
 
 
 def scheduler(family):
@@ -195,6 +204,43 @@ def make_wan(halvings=1):
     )
 
 
+def make_wan_2_2():
+    """Return a pipeline like that of Wan2.2-TI2V-5B: an autoencoder of factor 16 that works on patches of 2 x 2."""
+    return WanPipeline(
+        transformer=WanTransformer3DModel(
+            num_attention_heads=2,
+            attention_head_dim=12,
+            in_channels=8,
+            out_channels=8,
+            text_dim=WIDTH,
+            freq_dim=16,
+            ffn_dim=48,
+            num_layers=2,
+            rope_max_seq_len=32,
+        ),
+        scheduler=UniPCMultistepScheduler(**SCHEDULERS["wan"] | {"flow_shift": 5.0}),
+        vae=AutoencoderKLWan(
+            base_dim=4,
+            decoder_base_dim=4,
+            z_dim=8,
+            dim_mult=[1, 1, 1, 1],
+            num_res_blocks=1,
+            temperal_downsample=[False, True, True],
+            is_residual=True,
+            in_channels=12,
+            out_channels=12,
+            patch_size=2,
+            scale_factor_spatial=16,
+            scale_factor_temporal=4,
+            latents_mean=[0.1] * 8,
+            latents_std=[1.0, 2.0] * 4,
+        ),
+        text_encoder=UMT5EncoderModel(UMT5Config(**T5)).eval(),
+        tokenizer=tokenizer(),
+        expand_timesteps=True,
+    )
+
+
 def make_qwen_image(halvings=1):
     text = {
         "vocab_size": 384,
@@ -269,11 +315,78 @@ def make_hunyuan_video(halvings=1):
     )
 
 
+CHAT = "{% for message in messages %}user: {{ message.content }}{% endfor %} assistant:"
+
+
+def qwen3(layers, hidden):
+    text = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 16}
+    config = Qwen3Config(vocab_size=384, hidden_size=hidden, num_hidden_layers=layers, **text)
+    return Qwen3ForCausalLM(config).eval()
+
+
+def chat_tokenizer():
+    tokens = tokenizer(512)
+    tokens.chat_template = CHAT
+    return tokens
+
+
+def make_flux2_klein(halvings=1, is_distilled=False):
+    vae = AutoencoderKLFlux2(
+        block_out_channels=(8,) * (halvings + 1),
+        down_block_types=("DownEncoderBlock2D",) * (halvings + 1),
+        up_block_types=("UpDecoderBlock2D",) * (halvings + 1),
+        latent_channels=4,
+        norm_num_groups=4,
+        layers_per_block=1,
+    )
+    vae.bn.running_mean.uniform_(-1, 1)
+    vae.bn.running_var.uniform_(0.5, 2)
+    return Flux2KleinPipeline(
+        transformer=Flux2Transformer2DModel(
+            in_channels=16,
+            num_layers=1,
+            num_single_layers=2,
+            joint_attention_dim=48,
+            timestep_guidance_channels=16,
+            axes_dims_rope=(4, 4, 4, 4),
+            guidance_embeds=False,
+            **HEADS,
+        ),
+        scheduler=scheduler("flux2-klein"),
+        vae=vae.eval(),
+        text_encoder=qwen3(28, 16),  # the pipeline reads layers 9, 18 and 27
+        tokenizer=chat_tokenizer(),
+        is_distilled=is_distilled,
+    )
+
+
+def make_z_image(halvings=1):
+    return ZImagePipeline(
+        transformer=ZImageTransformer2DModel(
+            in_channels=4,
+            dim=32,
+            n_layers=2,
+            n_refiner_layers=1,
+            n_heads=2,
+            n_kv_heads=2,
+            cap_feat_dim=WIDTH,
+            axes_dims=[4, 6, 6],
+            axes_lens=[1024, 64, 64],
+        ),
+        scheduler=scheduler("z-image"),
+        vae=image_vae(halvings),
+        text_encoder=qwen3(3, WIDTH).model,
+        tokenizer=chat_tokenizer(),
+    )
+
+
 PIPELINES: dict[str, Callable[..., DiffusionPipeline]] = {
     "qwen-image": make_qwen_image,
     "sd3": make_sd3,
     "flux": make_flux,
     "wan": make_wan,
     "hunyuan-video": make_hunyuan_video,
+    "flux2-klein": make_flux2_klein,
+    "z-image": make_z_image,
 }
 """By family: the function that makes the pipeline. `halvings=3` gives the published VAE factor of 8."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import SHIPPED, EngineConfig
+from engine.families import FAMILIES
 from engine.model_folder import image_size
 from engine.model_parts import INDEX, read_json
 from engine.prompts import FilePrompts, PromptSource, prompt_source
@@ -48,6 +49,7 @@ LIMITS: Mapping[str, TextLimit] = {
     "flux": TextLimit(tokenizer="tokenizer_2", end_tokens=1),
     "wan": TextLimit(tokenizer="tokenizer", end_tokens=1),
     "hunyuan-video": TextLimit(tokenizer="tokenizer", end_tokens=0),
+    **{name: TextLimit(tokenizer="tokenizer", end_tokens=family.template_tokens) for name, family in FAMILIES.items()},
 }
 """By family. The CLIP encoders of sd3, flux and hunyuan-video see the first 77 tokens of every prompt, as published."""
 

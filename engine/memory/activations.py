@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 
+from engine.families import FAMILIES
 from engine.memory.architecture import Architecture, image_tokens, text_tokens
 from engine.memory.blocks import double_block, outside_blocks, single_block, wan_block
-from engine.memory.tally import Tally, Training
 from engine.model_folder import ImageSize
+from engine.tally import Tally, Training
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,6 +121,11 @@ def _blocks(a: Architecture, training: Training, image: int, text: int) -> Itera
         build(tally)
         return tally
 
+    if a.family in FAMILIES:
+        for blocks in FAMILIES[a.family].blocks(a, image, text):
+            input_bytes = blocks.input_tokens * a.width * training.compute_bytes
+            yield from [(counted(blocks.count), input_bytes)] * blocks.number
+        return
     joint_bytes = (image + text) * a.width * training.compute_bytes
     if a.family == "wan":
         # The text is the same tensor in every block, so it is counted outside the blocks.
@@ -140,5 +146,6 @@ def _blocks(a: Architecture, training: Training, image: int, text: int) -> Itera
 
 def _outside(a: Architecture, training: Training, image: int, text: int) -> Tally:
     tally = Tally(training)
-    outside_blocks(tally, a, image, text)
+    count = FAMILIES[a.family].outside if a.family in FAMILIES else outside_blocks
+    count(tally, a, image, text)
     return tally

@@ -1,65 +1,17 @@
 """Layer sizes of a diffusion transformer, from its `transformer/config.json`, and the tokens of an image or a video."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, assert_never, cast
+from dataclasses import replace
+from typing import cast
 
-from engine.model_folder import ImageSize
-
-FamilyName = Literal["qwen-image", "sd3", "flux", "wan", "hunyuan-video"]
-"""Families of diffusers' transformer classes (engine/models/)."""
-
-PIXELS_PER_TOKEN = 16
-"""Pixels of an image per token, in each direction: 8 per latent position and patches of 2. Of most published models;
-Wan2.2-TI2V-5B has 32."""
-
-FRAMES_PER_LATENT = 4
-"""Frames of a video per latent frame, after the first frame. Of the published models."""
+from engine.families import FAMILIES
+from engine.family import FRAMES_PER_LATENT as FRAMES_PER_LATENT
+from engine.family import PATCH as PATCH
+from engine.family import Architecture as Architecture
+from engine.family import ImageSize
 
 CLIP_TOKENS = 77
 """Tokens of SD3's CLIP encoders, which stand before the T5 tokens."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Architecture:
-    """Layer sizes of a transformer. Widths count numbers, not bytes."""
-
-    family: FamilyName
-    layers: int
-    """Blocks with one stream for the image and one for the text; for Wan, all blocks."""
-    heads: int
-    head_width: int
-    text_width: int
-    """Width of a token of the text encoder."""
-    channels: int
-    """Numbers of a token of the latent before the first layer: latent channels x patch."""
-    output_channels: int
-    """Numbers of a token after the last layer."""
-    mlp_width: int
-    """Inner width of the feed-forward layers."""
-    single_layers: int = 0
-    """Blocks with one stream for image and text together (FLUX, HunyuanVideo)."""
-    dual_layers: int = 0
-    """Blocks with a second attention over the image alone, counted from the first block (SD3.5-medium)."""
-    refiner_layers: int = 0
-    """Blocks that refine the text before the first block (HunyuanVideo)."""
-    pooled_width: int = 0
-    """Width of the pooled text vector. 0: the family has none."""
-    positions: int = 0
-    """Rows of the learned position table (SD3). It is a buffer: stored, but not trained."""
-    has_head_norm: bool = True
-    """True if queries and keys are normalised. Only SD3 without .5 does not."""
-    takes_guidance: bool = False
-    """True if the guidance scale is an input (distilled guidance), so guidance needs no second branch."""
-    pixels_per_token: int = PIXELS_PER_TOKEN
-    """Pixels of an image per token, in each direction: the VAE's factor times the patch."""
-    frames_per_latent: int = FRAMES_PER_LATENT
-    """Frames of a video per latent frame, after the first frame."""
-
-    @property
-    def width(self) -> int:
-        """Return the width of a token inside the transformer."""
-        return self.heads * self.head_width
 
 
 def text_of(size: ImageSize) -> str:
@@ -75,12 +27,12 @@ def image_tokens(architecture: Architecture, size: ImageSize) -> int:
     return frames * (size.height // side) * (size.width // side)
 
 
-def text_tokens(family: FamilyName, size: ImageSize) -> int:
+def text_tokens(family: str, size: ImageSize) -> int:
     """Return the text tokens that the transformer reads. Shorter prompts are padded to this length."""
     return size.text_tokens + (CLIP_TOKENS if family == "sd3" else 0)
 
 
-def architecture_from(family: FamilyName, config: Mapping[str, object]) -> Architecture:
+def architecture_from(family: str, config: Mapping[str, object]) -> Architecture:
     """Read the layer sizes from a model's `transformer/config.json`.
 
     Raises ValueError for a missing number; the error names the key.
@@ -92,6 +44,11 @@ def architecture_from(family: FamilyName, config: Mapping[str, object]) -> Archi
             raise ValueError(f"transformer/config.json of {family} has {key}: {value!r}; a whole number is needed")
         return value
 
+    if family in FAMILIES:
+        try:
+            return FAMILIES[family].architecture(config)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"transformer/config.json of {family} gives no layer sizes ({error!r})") from None
     heads, head_width, layers = number("num_attention_heads"), number("attention_head_dim"), number("num_layers")
     width, channels = heads * head_width, number("in_channels")
     output = config.get("out_channels") or channels
@@ -112,7 +69,7 @@ def architecture_from(family: FamilyName, config: Mapping[str, object]) -> Archi
 
     match family:
         case "qwen-image":
-            return built(text="joint_attention_dim", mlp=4 * width, packed=True)
+            return replace(built(text="joint_attention_dim", mlp=4 * width, packed=True), adapted_width=4 * width)
         case "flux":
             return built(
                 text="joint_attention_dim",
@@ -133,7 +90,8 @@ def architecture_from(family: FamilyName, config: Mapping[str, object]) -> Archi
                 has_head_norm=config.get("qk_norm") is not None,
             )
         case "wan":
-            return built(text="text_dim", mlp=number("ffn_dim"), packed=False)
+            ffn = number("ffn_dim")
+            return replace(built(text="text_dim", mlp=ffn, packed=False), adapted_width=ffn)
         case "hunyuan-video":
             return built(
                 text="text_embed_dim",
@@ -145,4 +103,4 @@ def architecture_from(family: FamilyName, config: Mapping[str, object]) -> Archi
                 takes_guidance=bool(config.get("guidance_embeds")),
             )
         case _:
-            assert_never(family)
+            raise ValueError(f"{family} is no model family")

@@ -4,18 +4,11 @@ Read a function beside the block's `forward`. `adapted=True` marks the layers th
 `lora_targets()` of the adapters in engine/models/. Numbers of tokens are of one row.
 """
 
-from typing import assert_never
-
 from engine.memory.architecture import Architecture
-from engine.memory.tally import NormKind, Tally
+from engine.tally import NormKind, Tally
 
 TIME_WIDTH = 256
 """Width of the sine and cosine features of the noise level."""
-
-
-def adapts_feed_forward(a: Architecture) -> bool:
-    """Return whether the feed-forward layers have adapters: Qwen-Image and Wan. The others adapt attention alone."""
-    return a.family in ("qwen-image", "wan")
 
 
 def _norm_kind(a: Architecture) -> NormKind:
@@ -44,9 +37,9 @@ def _after_attention(t: Tally, a: Architecture, tokens: int) -> None:
     t.scaled(tokens, a.width)  # gate
     t.layer_norm(tokens, a.width)
     t.scaled(tokens, a.width)
-    t.linear(tokens, a.width, a.mlp_width, adapted=adapts_feed_forward(a))
+    t.linear(tokens, a.width, a.mlp_width, adapted=a.adapted_width > 0)
     t.gelu(tokens, a.mlp_width)
-    t.linear(tokens, a.mlp_width, a.width, adapted=adapts_feed_forward(a))
+    t.linear(tokens, a.mlp_width, a.width, adapted=a.adapted_width > 0)
     t.scaled(tokens, a.width)  # gate
 
 
@@ -170,7 +163,7 @@ def outside_blocks(t: Tally, a: Architecture, image: int, text: int) -> None:
         case "sd3" | "flux":
             t.linear(text, a.text_width, width)
         case _:
-            assert_never(a.family)
+            raise ValueError(f"{a.family} has no counts of its layers")
     t.layer_norm(image, width, in_fp32=a.family == "wan")
     t.scaled(image, width, in_fp32=a.family == "wan")
     t.linear(image, width, a.output_channels)

@@ -20,10 +20,9 @@ from typing import Literal
 
 from engine.memory.activations import activations, branches_of, parameters_of
 from engine.memory.architecture import image_tokens
-from engine.memory.blocks import adapts_feed_forward
 from engine.memory.published import SizedModel
-from engine.memory.tally import FP32, HALF, Training
 from engine.model_folder import ImageSize
+from engine.tally import FP32, HALF, Training
 
 GIB = 2**30
 
@@ -270,10 +269,10 @@ def denoising_bytes(model: SizedModel, setting: Setting) -> int:
     a = model.architecture
     rows = branches_of(a, is_guided=setting.is_guided) if setting.doubles_guidance else 1
     stream = model.tokens * a.width * setting.training.compute_bytes
-    if setting.training.is_full or not adapts_feed_forward(a):
+    if setting.training.is_full or not a.adapted_width:
         return rows * BUSY_STREAMS * stream
     # Beside the feed-forward's adapter: both streams, and the image normalised and scaled.
-    return rows * max(BUSY_STREAMS * stream, ADAPTER_BYTES * image_tokens(a, model.size) * a.mlp_width + 3 * stream)
+    return rows * max(BUSY_STREAMS * stream, ADAPTER_BYTES * image_tokens(a, model.size) * a.adapted_width + 3 * stream)
 
 
 def decoding_bytes(size: ImageSize, images: int) -> int:

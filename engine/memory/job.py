@@ -5,20 +5,22 @@
 Models that ship with spotrl have no budget: they fit everywhere.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar, get_args
+from typing import TypeVar
 
-from engine.config import VIDEO, EngineConfig, ModelConfig
+from engine.config import SHIPPED, VIDEO, EngineConfig, ModelConfig
+from engine.families import FAMILIES
 from engine.memory.activations import parameters_of
-from engine.memory.architecture import FRAMES_PER_LATENT, Architecture, FamilyName, architecture_from, text_of
+from engine.memory.architecture import FRAMES_PER_LATENT, PATCH, Architecture, architecture_from, text_of
 from engine.memory.budget import Budget, Setting, rollout_budget, trainer_budget
-from engine.memory.published import EMBEDDED, PUBLISHED, SizedModel
+from engine.memory.published import EMBEDDED, PUBLISHED, PublishedModel, SizedModel
 from engine.memory.scorers import scorer_bytes
-from engine.memory.tally import FP32, HALF, Training
-from engine.model_folder import factors_of, image_size
+from engine.model_folder import Factors, FolderError, factors_of, image_size
 from engine.model_parts import read_json
+from engine.tally import FP32, HALF, Training
 
 Config = TypeVar("Config", bound=EngineConfig)
 
@@ -26,9 +28,6 @@ FULL_COMPUTE_BYTES = FP32
 """Bytes of a number of the forward pass if every weight is trained. The weights are fp32, and operations convert what
 they use to bf16 (engine/models/load.py): some numbers are kept in fp32, others in bf16. fp32 for all is the upper
 bound."""
-
-VARIANTS = {"14b": "Wan2.1-14B", "large": "SD3.5-large"}
-"""Words of a folder's name, and the published model that they mean. Without them: the first of the family's models."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +49,12 @@ class JobMemory:
     def text(self) -> str:
         checkpointing = "on" if self.is_checkpointed else "off"
         size = self.sized.size
-        return f"{self.sized.text}, {text_of(size)}, {size.text_tokens} text tokens, checkpointing {checkpointing}"
+        text = f"{self.sized.text}, {text_of(size)}, {size.text_tokens} text tokens, checkpointing {checkpointing}"
+        family = FAMILIES.get(self.sized.architecture.family)
+        if family is None:
+            return text
+        licence = f", licence {self.sized.licence}" if self.sized.licence is not None else ""
+        return text + licence + ("" if family.shares_sequence else ", sp_degree 1 only")
 
 
 def job_memory(
@@ -126,29 +130,53 @@ def _communicators(config: EngineConfig, workers: int) -> int:
 
 
 def sized_model(model: ModelConfig, folder: Path | None = None) -> SizedModel:
-    """Return the sizes of a model that does not ship with spotrl: of its folder, or as published.
+    """Return the sizes of a model that does not ship with spotrl: of its folder, or as published for its name.
 
-    The published model is the one that the folder's name means, or the first of its family.
     `folder`: the model's folder on this machine, if it is here.
-    Raises ValueError if the folder's `transformer/config.json` lacks a size.
+    Raises FolderError if the folder's `transformer/config.json` lacks a size, or if the folder is not here and its
+    name is that of no published model.
     """
-    assert model.name in get_args(FamilyName), f"{model.name} has no sizes (engine/memory/published.py)"
-    models = {published.name: published for published in PUBLISHED if published.family == model.name}
-    path = (model.path or "").lower()
-    named = [models[name] for word, name in VARIANTS.items() if name in models and word in path]
-    published = [*named, *models.values()][0]
+    assert model.name not in SHIPPED, f"{model.name} has no sizes (engine/memory/published.py)"
+    published = named_model(model)
+    frames = FRAMES_PER_LATENT if model.name in VIDEO else 1
     if folder is None or not (folder / "transformer" / "config.json").is_file():
-        return published.at(image_size(model))
+        if published is None:
+            names = ", ".join(other.name for other in PUBLISHED if other.family == model.name)
+            raise FolderError(
+                "model.path",
+                f"model.path is {model.path}, which is not a folder on this machine, and the sizes of no {model.name} "
+                f"model of that name are known ({names})",
+                "download the folder here, so that the plan reads its sizes, or call it as the model is called",
+            )
+        return published.at(image_size(model, Factors(published.vae_factor, frames, PATCH)))
     config, factors = read_json(folder / "transformer" / "config.json"), factors_of(model.name, folder)
     architecture = replace(
-        architecture_from(published.family, config),
+        architecture_from(model.name, config),
         pixels_per_token=factors.vae * factors.patch,
         frames_per_latent=factors.frames if model.name in VIDEO else FRAMES_PER_LATENT,
     )
-    sized = published.at(image_size(model, factors))
-    is_as_published = architecture == sized.architecture
-    text = sized.text if is_as_published else f"{published.family} of {folder}"
-    return replace(sized, architecture=architecture, text=text)
+    # The timings and the text encoders are those of the published model that is nearest in size.
+    parameters, training = parameters_of(architecture, Training(rank=None)).transformer, Training(rank=None)
+    nearest = min(
+        (other for other in PUBLISHED if other.family == model.name),
+        key=lambda other: abs(parameters_of(other.architecture, training).transformer - parameters),
+    )
+    sized = nearest.at(image_size(model, factors))
+    if architecture == sized.architecture:
+        return sized
+    return replace(sized, architecture=architecture, text=f"{model.name} of {folder}", licence=None)
+
+
+def named_model(model: ModelConfig) -> PublishedModel | None:
+    """Return the published model that `model.path` names. None: there is no such model.
+
+    A folder without a number in its name, like `models/base`, is of the family's only size, if there is only one.
+    """
+    family = [published for published in PUBLISHED if published.family == model.name]
+    name = re.sub(r"[^a-z0-9]", "", Path(model.path or "").name.lower()).removesuffix("diffusers")
+    named = next((published for published in family if re.fullmatch(published.spelled, name)), None)
+    has_number = any(character.isdigit() for character in name)
+    return family[0] if named is None and len(family) == 1 and not has_number else named
 
 
 def trained_bytes(model: ModelConfig, architecture: Architecture) -> int:

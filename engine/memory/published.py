@@ -1,18 +1,21 @@
 """Sizes of published models. Figures, no decisions.
 
 Sources: `transformer/config.json` of each model's diffusers folder on the Hugging Face hub (Qwen/Qwen-Image,
-black-forest-labs/FLUX.1-dev, stabilityai/stable-diffusion-3.5-medium and -large, Wan-AI/Wan2.1-T2V-1.3B-Diffusers and
--14B-Diffusers, hunyuanvideo-community/HunyuanVideo). The benchmark builds the diffusers and transformers classes with
-these values on torch's meta device and compares the numbers of parameters (`python -m tests.benchmarks.memory`).
+black-forest-labs/FLUX.1-dev, stabilityai/stable-diffusion-3.5-medium and -large, Wan-AI/Wan2.1-T2V-1.3B-Diffusers,
+-14B-Diffusers and Wan-AI/Wan2.2-TI2V-5B-Diffusers, hunyuanvideo-community/HunyuanVideo). The benchmark builds the
+diffusers and transformers classes with these values on torch's meta device and compares the numbers of parameters
+(`python -m tests.benchmarks.memory`).
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
+from engine.families import FAMILIES
+from engine.family import PublishedSizes
 from engine.memory.activations import operations_of
-from engine.memory.architecture import Architecture, FamilyName, architecture_from, image_tokens, text_tokens
-from engine.memory.tally import HALF
+from engine.memory.architecture import PATCH, Architecture, architecture_from, image_tokens, text_tokens
 from engine.model_folder import ImageSize
+from engine.tally import HALF
 
 T5_XXL = 4_762_310_656
 CLIP_L = 123_060_480
@@ -25,26 +28,21 @@ LLAMA_8B = 7_505_186_816
 
 KL_16 = 83_819_683
 KL_VIDEO_WAN = 126_892_531
+KL_VIDEO_WAN_2_2 = 704_688_668
 KL_VIDEO_HUNYUAN = 246_478_803
-"""Parameters of VAEs with 16 latent channels: of SD3 and FLUX; of Wan and Qwen-Image; of HunyuanVideo."""
+"""Parameters of VAEs with 16 latent channels: of SD3 and FLUX; of Wan2.1 and Qwen-Image; of
+Wan2.2-TI2V-5B; of HunyuanVideo."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PublishedModel:
+@dataclass(frozen=True, kw_only=True)
+class PublishedModel(PublishedSizes):
     """A published model."""
 
-    name: str
-    family: FamilyName
-    config: Mapping[str, int | bool | str | Sequence[int]]
-    """Values of `transformer/config.json` that set sizes."""
-    text_encoder_parameters: int
-    vae_parameters: int
-    file_bytes: int = HALF
-    """Bytes of a number in the published files: bf16, or fp32."""
+    family: str
 
     @property
     def architecture(self) -> Architecture:
-        return architecture_from(self.family, self.config)
+        return replace(architecture_from(self.family, self.config), pixels_per_token=self.vae_factor * PATCH)
 
     def at(self, size: ImageSize) -> "SizedModel":
         """Return the model at one size."""
@@ -56,6 +54,7 @@ class PublishedModel:
             text_encoder_bytes=self.text_encoder_parameters * HALF,
             vae_bytes=self.vae_parameters * HALF,
             file_bytes=self.file_bytes,
+            licence=self.licence,
         )
 
 
@@ -72,7 +71,8 @@ class SizedModel:
     text_encoder_bytes: int
     vae_bytes: int
     file_bytes: int
-    """As of `PublishedModel`."""
+    licence: str | None
+    """As of `PublishedModel`. None: the folder is of another model than the published ones."""
 
     @property
     def operations(self) -> int:
@@ -101,6 +101,8 @@ QWEN_IMAGE = PublishedModel(
     },
     text_encoder_parameters=QWEN_VL_7B,
     vae_parameters=KL_VIDEO_WAN,
+    spelled=r"qwenimage(2512)?",
+    licence="Apache-2.0",
 )
 
 FLUX_1_DEV = PublishedModel(
@@ -118,6 +120,8 @@ FLUX_1_DEV = PublishedModel(
     },
     text_encoder_parameters=T5_XXL + CLIP_L,
     vae_parameters=KL_16,
+    spelled=r"flux1?(dev|schnell|kreadev)?",
+    licence="FLUX.1 non-commercial (schnell: Apache-2.0)",
 )
 
 SD3_5_MEDIUM = PublishedModel(
@@ -138,6 +142,8 @@ SD3_5_MEDIUM = PublishedModel(
     },
     text_encoder_parameters=T5_XXL + CLIP_L_PROJECTED + CLIP_G_PROJECTED,
     vae_parameters=KL_16,
+    spelled=r"(sd|stablediffusion)35medium",
+    licence="Stability AI community",
 )
 
 SD3_5_LARGE = PublishedModel(
@@ -157,6 +163,8 @@ SD3_5_LARGE = PublishedModel(
     },
     text_encoder_parameters=T5_XXL + CLIP_L_PROJECTED + CLIP_G_PROJECTED,
     vae_parameters=KL_16,
+    spelled=r"(sd|stablediffusion)35large(turbo)?",
+    licence="Stability AI community",
 )
 
 WAN_1_3B = PublishedModel(
@@ -174,6 +182,8 @@ WAN_1_3B = PublishedModel(
     text_encoder_parameters=UMT5_XXL,
     vae_parameters=KL_VIDEO_WAN,
     file_bytes=4,
+    spelled=r"wan(21)?(t2v)?13b",
+    licence="Apache-2.0",
 )
 
 WAN_14B = PublishedModel(
@@ -191,6 +201,27 @@ WAN_14B = PublishedModel(
     text_encoder_parameters=UMT5_XXL,
     vae_parameters=KL_VIDEO_WAN,
     file_bytes=4,
+    spelled=r"wan(21)?(t2v)?14b",
+    licence="Apache-2.0",
+)
+
+WAN_5B = PublishedModel(
+    name="Wan2.2-TI2V-5B",
+    family="wan",
+    config={
+        "in_channels": 48,
+        "out_channels": 48,
+        "num_layers": 30,
+        "num_attention_heads": 24,
+        "attention_head_dim": 128,
+        "ffn_dim": 14336,
+        "text_dim": 4096,
+    },
+    text_encoder_parameters=UMT5_XXL,
+    vae_parameters=KL_VIDEO_WAN_2_2,
+    spelled=r"wan22(ti2v)?5b",
+    licence="Apache-2.0",
+    vae_factor=16,
 )
 
 HUNYUAN_VIDEO = PublishedModel(
@@ -210,9 +241,21 @@ HUNYUAN_VIDEO = PublishedModel(
     },
     text_encoder_parameters=LLAMA_8B + CLIP_L,
     vae_parameters=KL_VIDEO_HUNYUAN,
+    spelled=r"hunyuanvideo",
+    licence="Tencent Hunyuan community (not for the EU, the UK and South Korea)",
 )
 
-PUBLISHED = (QWEN_IMAGE, FLUX_1_DEV, SD3_5_MEDIUM, SD3_5_LARGE, WAN_1_3B, WAN_14B, HUNYUAN_VIDEO)
+PUBLISHED = (
+    QWEN_IMAGE,
+    FLUX_1_DEV,
+    SD3_5_MEDIUM,
+    SD3_5_LARGE,
+    WAN_1_3B,
+    WAN_14B,
+    WAN_5B,
+    HUNYUAN_VIDEO,
+    *(PublishedModel(family=family.name, **vars(sizes)) for family in FAMILIES.values() for sizes in family.published),
+)
 
 
 def _embedded(channels: int, output_channels: int) -> Architecture:

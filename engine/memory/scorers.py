@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from engine.memory.tally import FP32, HALF
 from engine.reward_config import RewardConfig, ScorerConfig
+from engine.tally import FP32, HALF
 
 CLIP_L14, CLIP_H14, MASK2FORMER = 427_616_513, 986_109_441, 68_741_083
 """Parameters of openai/clip-vit-large-patch14, PickScore_v1 and facebook/mask2former-swin-small-coco-instance."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from engine.config import SHIPPED, ModelConfig
+from engine.families import FAMILIES
 from engine.model_folder import ModelFolder, model_folder
 from engine.models.adapter import DiTAdapter
 from engine.models.half_layers import compute_in_half
@@ -95,7 +96,9 @@ def load_family(
 
             return load_hunyuan_video(folder(), device, dtype)
         case _:
-            assert_never(config.name)
+            from engine.models.by_family import load_by_family
+
+            return load_by_family(FAMILIES[config.name], folder(), device, dtype)
 
 
 def freeze_but_trained(adapter: DiTAdapter, config: ModelConfig) -> None:

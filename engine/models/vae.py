@@ -37,20 +37,20 @@ def decode_images(vae: nn.Module, latents: Tensor) -> Tensor:
         return decode_video(vae, latents[:, :, None])[:, :, 0]
     config = vae.config
     z = latents / config.scaling_factor + (config.shift_factor or 0.0)  # type: ignore[union-attr, operator]
-    return _decoded(vae, z)
+    return decoded(vae, z)
 
 
 @torch.no_grad()
 def decode_video(vae: nn.Module, latents: Tensor) -> Tensor:
     """Decode [B, C, f, h, w] -> [B, 3, F, H, W] in [-1, 1]."""
     if not _has_statistics(vae):
-        return _decoded(vae, latents / vae.config.scaling_factor)  # type: ignore[union-attr, operator]
+        return decoded(vae, latents / vae.config.scaling_factor)  # type: ignore[union-attr, operator]
     mean = _per_channel(vae.config.latents_mean, latents)  # type: ignore[union-attr, arg-type]
     std = _per_channel(vae.config.latents_std, latents)  # type: ignore[union-attr, arg-type]
-    return _decoded(vae, latents * std + mean)
+    return decoded(vae, latents * std + mean)
 
 
-def _decoded(vae: nn.Module, z: Tensor) -> Tensor:
+def decoded(vae: nn.Module, z: Tensor) -> Tensor:
     """Decode scaled latents [B, ..., h, w], slice by slice."""
     weight = next(vae.parameters())
     pixels = z.shape[-2] * z.shape[-1] * _pixels_per_latent(vae)

@@ -50,6 +50,8 @@ class Plan:
     """The first arguments of the first block, [B, S, C] each, if the streams are cut at the first block."""
     outputs: Mapping[str, tuple[tuple[Stream, int], ...]] = field(default_factory=dict)
     """Module -> for each output of the module, the stream and the dimension along the stream."""
+    inputs: Mapping[str, tuple[Stream, int]] = field(default_factory=dict)
+    """Named argument of the model -> stream and dimension along it, if the streams are cut before the first layer."""
     text_first: bool
     """Order of the streams in joint attention."""
 
@@ -107,6 +109,19 @@ PLANS = {
         enters=_BOTH,
         outputs={"rope": _ROTARY},
         text_first=False,
+    ),
+    "Flux2Transformer2DModel": Plan(
+        blocks=("transformer_blocks", "single_transformer_blocks"),
+        attentions=("attn",),
+        enters=(),
+        # The model notes the number of text tokens that it is given, and cuts as many from its last layer's input.
+        inputs={
+            "hidden_states": (Stream.IMAGE, 1),
+            "encoder_hidden_states": (Stream.TEXT, 1),
+            "img_ids": (Stream.IMAGE, 0),
+            "txt_ids": (Stream.TEXT, 0),
+        },
+        text_first=True,
     ),
 }
 """Plans by class name of the transformer."""

@@ -91,6 +91,8 @@ class Ulysses:
         # Look up modules by name each time: low-rank adapters added later replace the named module.
         first = self._model.get_submodule(f"{self._plan.blocks[0]}.0")
         self._hooks.append(first.register_forward_pre_hook(work.enter, with_kwargs=True))
+        if self._plan.inputs:
+            self._hooks.append(self._model.register_forward_pre_hook(work.begin, with_kwargs=True))
         for name, cuts in self._plan.outputs.items():
             module = self._model.get_submodule(name)
             self._hooks.append(module.register_forward_hook(partial(_cut_outputs, work, cuts)))
@@ -169,6 +171,13 @@ class _SharedPass(SharedAttention):
         self._plan = plan
         self._lengths: dict[Stream, int] = {}
         """Tokens of each stream in the current pass. All passes of a backward pass must have equal lengths."""
+
+    def begin(
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Hook before the model: keep this rank's tokens of the plan's named arguments."""
+        cut = {name: self.part(kwargs[name], *place) for name, place in self._plan.inputs.items()}
+        return args, {**kwargs, **cut}
 
     def enter(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

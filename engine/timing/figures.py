@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from engine.families import FAMILIES
 from engine.model_folder import ImageSize
 
 Software = Literal["eager", "tuned"]
@@ -155,7 +156,12 @@ TUNED = Figure(
 )
 """How many times faster a tuned network is, for a model without a figure of its own."""
 
-LIKE: Mapping[str, str] = {"SD3.5-large": "FLUX.1-dev"}
+LIKE: Mapping[str, str] = {"SD3.5-large": "FLUX.1-dev", "Wan2.2-TI2V-5B": "Wan2.1-14B"} | {
+    sizes.name: sizes.timed_like
+    for family in FAMILIES.values()
+    for sizes in family.published
+    if sizes.timed_like is not None
+}
 """Models without a timing, and the model of similar width that stands for them. Assumed."""
 
 LAUNCH_SECONDS: Mapping[str, Figure] = {

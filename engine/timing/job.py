@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from engine.config import EngineConfig
 from engine.memory.activations import branches_of
 from engine.memory.published import SizedModel
-from engine.timing.figures import STEP_PASSES, STEP_PASSES_FULL, STEP_PASSES_OTHERWISE, UNMERGED, Source
+from engine.timing.figures import LIKE, STEP_PASSES, STEP_PASSES_FULL, STEP_PASSES_OTHERWISE, UNMERGED, Source
 from engine.timing.seconds import (
     decode_seconds,
     known_speed,
@@ -96,6 +96,9 @@ def _sources(config: EngineConfig, sized: SizedModel, trainer: str, rollout: str
     _, timings = rate(sized.model, sized.tokens)
     passes = STEP_PASSES.get(sized.model, STEP_PASSES_OTHERWISE)
     sources = [("passes", timing.source) for timing in timings]
+    if sized.model in LIKE:
+        rule = f"by a rule: {sized.model} computes as many operations a second as {LIKE[sized.model]}"
+        sources.insert(0, ("passes", Source(basis="assumed", text=rule)))
     sources.append(("training", (STEP_PASSES_FULL if config.model.weights == "full" else passes).source))
     for gpu in dict.fromkeys((trainer, rollout)):
         speed = known_speed(gpu)

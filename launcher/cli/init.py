@@ -17,7 +17,10 @@ EXAMPLES = {
     "sd3_5_geneval": ("sd3_5_geneval.yaml", "geneval_prompts.jsonl"),
     "flux": ("flux.yaml", *OCR_PROMPTS),
     "flux_pickscore": ("flux_pickscore.yaml", "pickscore_prompts.txt"),
+    "flux2_klein": ("flux2_klein.yaml", *OCR_PROMPTS),
+    "z_image": ("z_image.yaml", *OCR_PROMPTS),
     "wan_video": ("wan_video.yaml", *OCR_PROMPTS),
+    "wan2_2_video": ("wan2_2_video.yaml", *OCR_PROMPTS),
     "wan_video_http": ("wan_video_http.yaml", *OCR_PROMPTS),
 }
 """Files of each example in the package `sky_yamls`. The job file comes first."""
@@ -47,7 +50,10 @@ def init(file: Path | None, example: str | None, force: bool, as_json: bool) -> 
       sd3_5_geneval      SD3.5-medium learns GenEval's objects, counts and colours
       flux               FLUX.1-dev (12 B) learns to write, on AWS
       flux_pickscore     FLUX.1-dev learns what people prefer (PickScore)
+      flux2_klein        FLUX.2-klein (4 B) learns to write, on L40S and L4
+      z_image            Z-Image-Turbo (6 B) learns to write, on L40S
       wan_video          Wan2.1 (1.3 B) learns to write in videos, on AWS
+      wan2_2_video       Wan2.2-TI2V (5 B) learns to write in videos, on L40S
       wan_video_http     Wan2.1 learns from the scores of a server of yours
 
     \b

@@ -14,6 +14,7 @@ from engine.exploration.value import ASSUMED_RHO
 from engine.memory.budget import usable_bytes
 from engine.memory.job import JobMemory, job_memory, sent_bytes, sized_model, trained_bytes
 from engine.memory.published import EMBEDDED, SizedModel
+from engine.model_folder import FolderError
 from engine.timing.job import JobSeconds, job_seconds, rows_of_an_image
 from engine.timing.ranks import StepWork
 from engine.trainer_ranks import LIMITS, RankLimits, groups_of_step, limits_of
@@ -98,6 +99,8 @@ def resolve(job: Job, workdir: Path | None = None, limits: RankLimits | None = N
     folder = None if workdir is None or job.model.path is None else workdir / job.model.path
     try:
         sized = None if job.model.name in EMBEDDED else sized_model(job.model, folder)
+    except FolderError as error:
+        raise JobError(error.found, error.remedy, field=error.field) from None
     except ValueError as error:
         remedy = "download the model again, or give the folder that it was published as"
         raise JobError(str(error), remedy) from None

@@ -4,7 +4,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from engine.config import VIDEO, ModelConfig
+from engine.config import SHIPPED, VIDEO, ModelConfig
+from engine.memory.job import named_model
+from engine.model_parts import PIPELINES
 from launcher.job.hub import hub_name
 from launcher.money import dollars
 from launcher.report.diffusers_files import LORA_FILE
@@ -29,15 +31,8 @@ from diffusers import {model_class}
 pipeline.transformer = {model_class}.from_pretrained("{folder}/transformer")
 """
 
-CLASSES = {
-    "digits-ocr": "QwenImageTransformer2DModel",
-    "shapes": "QwenImageTransformer2DModel",
-    "qwen-image": "QwenImageTransformer2DModel",
-    "sd3": "SD3Transformer2DModel",
-    "flux": "FluxTransformer2DModel",
-    "wan": "WanTransformer3DModel",
-    "hunyuan-video": "HunyuanVideoTransformer3DModel",
-}
+SHIPPED_CLASS = "QwenImageTransformer2DModel"
+"""Transformer of the shipped models."""
 
 
 def model_card(report: Report, job: Mapping[str, Any], pulled: Pulled, folder: str, has_diffusers_files: bool) -> str:
@@ -56,13 +51,13 @@ def model_card(report: Report, job: Mapping[str, Any], pulled: Pulled, folder: s
         f"iteration {pulled.iteration}, checkpoint {pulled.checkpoint}.",
         *([f"Training started from the weights of {run.started_from}."] if run.started_from else []),
         f"{headline(report)} Money is {report.money_note}.",
+        *_licence(model),
         "## Use",
     ]
     if has_diffusers_files:
+        model_class = SHIPPED_CLASS if model.name in SHIPPED else PIPELINES[model.name].parts["transformer"]
         load = LOAD_LORA if model.weights == "lora" else LOAD_FULL
-        parts.append(
-            f"```python\n{load.format(folder=folder, lora_file=LORA_FILE, model_class=CLASSES[model.name])}```"
-        )
+        parts.append(f"```python\n{load.format(folder=folder, lora_file=LORA_FILE, model_class=model_class)}```")
     parts += [
         f"`spotrl sample {run.name} PROMPT` draws images with them. `ema.safetensors` is the average of the weights "
         "that evaluations use, and what the files for diffusers hold; training goes on from `weights.safetensors`.",
@@ -89,6 +84,12 @@ def _front(model: ModelConfig) -> str:
     if named := hub_name(model.path or ""):
         lines.insert(0, f"base_model: {named[0]}")
     return "\n".join(["---", *lines[:-1], lines[-1] + (", lora]" if model.weights == "lora" else "]"), "---"])
+
+
+def _licence(model: ModelConfig) -> list[str]:
+    """Return a sentence on the base model's licence, if its folder is called like a published model."""
+    named = None if model.name in SHIPPED else named_model(model)
+    return [] if named is None else [f"The base model, {named.name}, has its own licence: {named.licence}."]
 
 
 def _kind(model: ModelConfig) -> str:

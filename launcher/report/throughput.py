@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import ValidationError
-
 from engine.config import SHIPPED
 from engine.events import Phase
 from engine.memory.job import sized_model
@@ -82,7 +80,7 @@ def _operations(run: Run) -> tuple[int, int]:
         return 0, 0
     try:
         config, sized = Job.model_validate(run.job).engine(), sized_model(run.model)
-    except ValidationError:  # a job of an older version
+    except ValueError:  # a job of an older version, or a model whose sizes are not known here
         return 0, 0
     return rollout_operations(config, sized), training_operations(config, sized)
 

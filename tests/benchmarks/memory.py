@@ -15,11 +15,13 @@ import argparse
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any
 from unittest.mock import patch
 
+import diffusers
 import torch
 from diffusers import (
     FluxTransformer2DModel,
@@ -31,8 +33,10 @@ from diffusers import (
 from peft import LoraConfig
 from torch import Tensor, nn
 
+from engine.families import FAMILIES
+from engine.family import Family
 from engine.memory.activations import activations, parameters_of
-from engine.memory.architecture import FamilyName, text_of, text_tokens
+from engine.memory.architecture import text_of, text_tokens
 from engine.memory.published import (
     FLUX_1_DEV,
     HUNYUAN_VIDEO,
@@ -42,8 +46,8 @@ from engine.memory.published import (
     WAN_1_3B,
     PublishedModel,
 )
-from engine.memory.tally import Training
 from engine.model_folder import ImageSize
+from engine.models.by_family import FamilyAdapter
 from engine.models.flux import FLUX_LORA_TARGETS, FluxAdapter
 from engine.models.half_layers import compute_in_half
 from engine.models.hunyuan_video import HUNYUAN_VIDEO_LORA_TARGETS, HunyuanVideoAdapter
@@ -52,16 +56,18 @@ from engine.models.qwen_image import QWEN_LORA_TARGETS, QwenImageAdapter
 from engine.models.sd3 import SD3_LORA_TARGETS, SD3Adapter
 from engine.models.text import EncodedText
 from engine.models.wan import WAN_LORA_TARGETS, WanAdapter
+from engine.tally import Training
 from tests.benchmarks.memory_parts import parts_off
 from tests.benchmarks.memory_peaks import Peak, peaks
 from tests.benchmarks.page import load_now, publish
 
-CLASSES: Mapping[FamilyName, type[nn.Module]] = {
+CLASSES: Mapping[str, type[nn.Module]] = {
     "qwen-image": QwenImageTransformer2DModel,
     "sd3": SD3Transformer2DModel,
     "flux": FluxTransformer2DModel,
     "wan": WanTransformer3DModel,
     "hunyuan-video": HunyuanVideoTransformer3DModel,
+    **{name: getattr(diffusers, family.pipeline.parts["transformer"]) for name, family in FAMILIES.items()},
 }
 TARGETS = {
     "qwen-image": QWEN_LORA_TARGETS,
@@ -74,7 +80,7 @@ RANK = 64
 ROWS = 2
 """Rows of a measured pass. With one row, slices of a tensor need no copies, so a row keeps a little less."""
 
-SIZES: Mapping[FamilyName, tuple[ImageSize, ImageSize]] = {
+SIZES: Mapping[str, tuple[ImageSize, ImageSize]] = {
     "qwen-image": (
         ImageSize(height=512, width=512, text_tokens=256),
         ImageSize(height=1280, width=1280, text_tokens=1024),
@@ -89,8 +95,14 @@ SIZES: Mapping[FamilyName, tuple[ImageSize, ImageSize]] = {
         ImageSize(height=320, width=512, frames=17, text_tokens=256),
         ImageSize(height=544, width=960, frames=61, text_tokens=256),
     ),
+    **dict.fromkeys(FAMILIES, (ImageSize(height=512, width=512), ImageSize(height=1024, width=768))),
 }
-MEASURED = (QWEN_IMAGE, SD3_5_MEDIUM, FLUX_1_DEV, WAN_1_3B, HUNYUAN_VIDEO)
+OF_ONE_FILE = tuple(
+    next(published for published in PUBLISHED if published.family == family and published.name == sizes[0].name)
+    for family, sizes in ((name, row.published) for name, row in FAMILIES.items())
+)
+"""The first published model of each family in engine/families/."""
+MEASURED = (QWEN_IMAGE, SD3_5_MEDIUM, FLUX_1_DEV, WAN_1_3B, HUNYUAN_VIDEO, *OF_ONE_FILE)
 
 
 # --- what autograd keeps
@@ -165,15 +177,16 @@ def depths(model: PublishedModel) -> list[tuple[int, dict[str, Any]]]:
     first block keeps less. Each further configuration has one block more of one kind.
     """
     config = dict(model.config)
-    layers, single = config["num_layers"], config.get("num_single_layers")
+    depth = "n_layers" if model.family == "z-image" else "num_layers"
+    layers, single = config[depth], config.get("num_single_layers")
     dual = len(config.get("dual_attention_layers", ()))
     if model.family == "sd3":
         base = config | {"num_layers": 3, "dual_attention_layers": (0,)}
         more = [(layers - dual - 2, base | {"num_layers": 4})]
         more += [(dual - 1, base | {"num_layers": 4, "dual_attention_layers": (0, 1)})]
     else:
-        base = config | {"num_layers": 2} | ({} if single is None else {"num_single_layers": 2})
-        more = [(layers - 2, base | {"num_layers": 3})]
+        base = config | {depth: 2} | ({} if single is None else {"num_single_layers": 2})
+        more = [(layers - 2, base | {depth: 3})]
         more += [] if single is None else [(single - 2, base | {"num_single_layers": 3})]
     return [(1 - sum(count for count, _ in more), base), *more]
 
@@ -191,7 +204,9 @@ def built(model: PublishedModel, config: Mapping[str, Any], training: Training) 
             parameter.data = parameter.data.bfloat16()
     transformer.requires_grad_(training.is_full)
     if training.rank is not None:
-        lora = LoraConfig(r=training.rank, lora_alpha=training.rank, target_modules=list(TARGETS[model.family]))
+        row = FAMILIES.get(model.family)
+        targets = list(TARGETS[model.family] if row is None else row.lora_targets(transformer))
+        lora = LoraConfig(r=training.rank, lora_alpha=training.rank, target_modules=targets)
         with torch.device("meta"):
             transformer.add_adapter(lora)
         for parameter in transformer.parameters():
@@ -200,12 +215,22 @@ def built(model: PublishedModel, config: Mapping[str, Any], training: Training) 
     return transformer.eval()
 
 
-ADAPTERS: Mapping[FamilyName, Callable[..., Any]] = {
+def without_padding(family: Family) -> Family:
+    """Return a family whose texts have no padding: a mask on the meta device has no numbers."""
+
+    def forward(transformer: nn.Module, x: Tensor, sigma: Tensor, hidden: Tensor, _: Tensor) -> Tensor:
+        return family.forward(transformer, x, sigma, hidden, torch.ones(hidden.shape[:2], dtype=torch.bool))
+
+    return replace(family, forward=forward)
+
+
+ADAPTERS: Mapping[str, Callable[..., Any]] = {
     "qwen-image": QwenImageAdapter,
     "sd3": SD3Adapter,
     "flux": FluxAdapter,
     "wan": WanAdapter,
     "hunyuan-video": HunyuanVideoAdapter,
+    **{name: partial(FamilyAdapter, without_padding(family)) for name, family in FAMILIES.items()},
 }
 
 

@@ -7,7 +7,13 @@ values.
 from collections.abc import Callable
 
 import torch
-from diffusers import AutoencoderKL, AutoencoderKLHunyuanVideo, AutoencoderKLQwenImage, AutoencoderKLWan
+from diffusers import (
+    AutoencoderKL,
+    AutoencoderKLFlux2,
+    AutoencoderKLHunyuanVideo,
+    AutoencoderKLQwenImage,
+    AutoencoderKLWan,
+)
 from torch import nn
 from transformers import (
     CLIPTextConfig,
@@ -17,12 +23,15 @@ from transformers import (
     LlamaModel,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen3Config,
+    Qwen3ForCausalLM,
     T5Config,
     T5EncoderModel,
     UMT5Config,
     UMT5EncoderModel,
 )
 
+from engine.families import FAMILIES
 from engine.memory import published
 
 T5 = {"d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64, "feed_forward_proj": "gated-gelu"}
@@ -55,6 +64,31 @@ KL_16 = {
     "use_post_quant_conv": False,
 }
 
+KL_WAN_2_2 = {
+    "base_dim": 160,
+    "decoder_base_dim": 256,
+    "z_dim": 48,
+    "is_residual": True,
+    "in_channels": 12,
+    "out_channels": 12,
+    "patch_size": 2,
+    "scale_factor_spatial": 16,
+    "latents_mean": [0.0] * 48,
+    "latents_std": [1.0] * 48,
+}
+
+QWEN3 = {
+    "vocab_size": 151936,
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "tie_word_embeddings": True,
+}
+FLUX_2_KLEIN = FAMILIES["flux2-klein"].published[0]
+
 PARTS: dict[str, tuple[int, Callable[[], nn.Module]]] = {
     "T5-XXL": (published.T5_XXL, lambda: T5EncoderModel(T5Config(vocab_size=32128, **T5))),
     "UMT5-XXL": (published.UMT5_XXL, lambda: UMT5EncoderModel(UMT5Config(vocab_size=256384, **T5))),
@@ -74,7 +108,10 @@ PARTS: dict[str, tuple[int, Callable[[], nn.Module]]] = {
     ),
     "VAE of SD3 and FLUX": (published.KL_16, lambda: AutoencoderKL(**KL_16)),
     "VAE of Wan": (published.KL_VIDEO_WAN, AutoencoderKLWan),
+    "VAE of Wan2.2-TI2V-5B": (published.KL_VIDEO_WAN_2_2, lambda: AutoencoderKLWan(**KL_WAN_2_2)),
     "VAE of Qwen-Image": (published.KL_VIDEO_WAN, AutoencoderKLQwenImage),
+    "Qwen3 4 B": (FLUX_2_KLEIN.text_encoder_parameters, lambda: Qwen3ForCausalLM(Qwen3Config(**QWEN3))),
+    "VAE of FLUX.2": (FLUX_2_KLEIN.vae_parameters, AutoencoderKLFlux2),
     "VAE of HunyuanVideo": (published.KL_VIDEO_HUNYUAN, AutoencoderKLHunyuanVideo),
 }
 

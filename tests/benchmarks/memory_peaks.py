@@ -13,8 +13,8 @@ from typing import Any
 from engine.memory.activations import activations, parameters_of
 from engine.memory.budget import GIB, MOMENTS, Setting, denoising_bytes
 from engine.memory.published import FLUX_1_DEV, QWEN_IMAGE, SD3_5_MEDIUM, WAN_1_3B, WAN_14B, PublishedModel
-from engine.memory.tally import FP32, Training
 from engine.model_folder import ImageSize
+from engine.tally import FP32, Training
 from tests.benchmarks.page import RESULTS
 
 RANK = 64

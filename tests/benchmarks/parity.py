@@ -21,6 +21,7 @@ from torch import Tensor
 
 from engine.config import GUIDANCE, VIDEO, EngineConfig, ModelConfig, RewardConfig, SamplerConfig
 from engine.diffusion.sampler import denoise, evaluation_plan, initial
+from engine.families import FAMILIES as FILES
 from engine.model_folder import FAMILIES, ImageSize
 from engine.models.adapter import DiTAdapter
 from engine.models.load import load_adapter
@@ -69,13 +70,14 @@ def pipelines_latents(
         # The model card's call: a blank as negative prompt.
         arguments |= {"true_cfg_scale": GUIDANCE[family], "negative_prompt": [" "] * len(PROMPTS)}
     else:
-        arguments |= {"guidance_scale": GUIDANCE[family]}
+        offset = FILES[family].guidance_offset if family in FILES else 0.0
+        arguments |= {"guidance_scale": GUIDANCE[family] - offset}
     if family in VIDEO:
         arguments["num_frames"] = size.frames
     if family == "wan":
         # UniPC is a multistep solver, and its steps have no log-probs. The reference is Euler with the same shift.
         pipeline.scheduler = FlowMatchEulerDiscreteScheduler(shift=SCHEDULERS["wan"]["flow_shift"])
-    found = pipeline(prompt=PROMPTS, num_inference_steps=steps, output_type="latent", **arguments)[0]
+    found = pipeline(prompt=list(PROMPTS), num_inference_steps=steps, output_type="latent", **arguments)[0]
     return found, tuple(pipeline.scheduler.sigmas.tolist())
 
 
@@ -106,6 +108,8 @@ def compare(
     theirs, their_levels = pipelines_latents(family, pipeline, noise, pixels, steps)
     ours, levels = runs_latents(adapter, sampler, steps)
     unshifted, _ = runs_latents(adapter, sampler.model_copy(update={"shift": 1.0}), steps)
+    if family in FILES and ours.shape != theirs.shape:  # FLUX.2's pipeline returns the input of the decoder
+        ours, unshifted = (FILES[family].to_decoder(pipeline.vae, latents) for latents in (ours, unshifted))
     difference = ours - theirs
     return Parity(
         max_abs=float(difference.abs().max()),

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from diffusers import (
+    Flux2Transformer2DModel,
     FluxTransformer2DModel,
     HunyuanVideoTransformer3DModel,
     QwenImageTransformer2DModel,
@@ -27,6 +28,7 @@ from diffusers import (
 )
 from torch import Tensor, nn
 
+from engine.families import FAMILIES as FILES
 from engine.models.digits import load_digits
 from engine.models.flux import grid_positions
 from engine.parallel.communicator import Communicators, SPGroup, join_store, serve_store
@@ -218,6 +220,26 @@ def hunyuan_video(model: nn.Module, lengths: Lengths, masked: bool) -> Tensor:
     )[0]
 
 
+def build_flux2() -> nn.Module:
+    return Flux2Transformer2DModel(
+        in_channels=16,
+        num_layers=1,
+        num_single_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=HEADS,
+        joint_attention_dim=WIDTH,
+        timestep_guidance_channels=16,
+        axes_dims_rope=(4, 4, 4, 4),
+        guidance_embeds=False,
+    )
+
+
+def flux2(model: nn.Module, lengths: Lengths, masked: bool) -> Tensor:
+    x = drawn(BATCH, 16, lengths.rows, lengths.columns)
+    text = drawn(BATCH, lengths.text, WIDTH, seed=2)
+    return FILES["flux2-klein"].forward(model, x, SIGMA, text, some_masked(lengths.text, masked))
+
+
 def digits(model: nn.Module, lengths: Lengths, masked: bool) -> Tensor:
     """Return digits-ocr through its adapter; its lengths are fixed."""
     adapter = load_digits()
@@ -231,6 +253,7 @@ FAMILIES = {
     "Wan": Family(build_wan, wan),
     "SD3": Family(build_sd3, sd3),
     "HunyuanVideo": Family(build_hunyuan_video, hunyuan_video, takes_mask=True),
+    "Flux2": Family(build_flux2, flux2),
     "digits-ocr": Family(lambda: load_digits().transformer, digits, lengths=("divides",)),
 }
 

@@ -39,9 +39,9 @@ from engine.config import GUIDANCE, SamplerConfig
 from engine.diffusion.sampler import rollout_plan
 from engine.memory.architecture import text_of
 from engine.memory.published import PublishedModel
-from engine.memory.tally import Training
 from engine.models.half_layers import compute_in_half
 from engine.models.load import recompute_blocks, trainable
+from engine.tally import Training
 from tests.benchmarks.memory import MEASURED, SIZES, built, sized
 from tests.benchmarks.page import load_now, publish
 

@@ -9,9 +9,9 @@ from engine.memory.activations import activations
 from engine.memory.budget import denoising_bytes
 from engine.memory.job import setting_of, smaller_settings
 from engine.memory.published import FLUX_1_DEV, QWEN_IMAGE
-from engine.memory.tally import Training
 from engine.model_folder import ImageSize
 from engine.models.load import freeze_but_trained, load_adapter, trainable
+from engine.tally import Training
 from tests.engine.test_families import FAMILIES, tiny_flux
 
 GUIDED = {name: FAMILIES[name].build for name in ("qwen-image", "sd3", "wan")} | {

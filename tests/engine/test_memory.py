@@ -1,5 +1,7 @@
 """The memory forecast: kept activations, parameters and adapters against the real classes on the meta device."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -8,9 +10,9 @@ from engine.memory import budget
 from engine.memory.activations import activations, parameters_of
 from engine.memory.architecture import architecture_from, image_tokens, text_tokens
 from engine.memory.published import FLUX_1_DEV, QWEN_IMAGE, SD3_5_MEDIUM, WAN_1_3B, PublishedModel
-from engine.memory.tally import Tally, Training
 from engine.model_folder import ImageSize
 from engine.models import merge, vae
+from engine.tally import Tally, Training
 from tests.benchmarks import memory as benchmark
 
 LORA, FULL = Training(rank=64), Training(rank=None)
@@ -26,13 +28,12 @@ def narrow(model: PublishedModel, **changes) -> PublishedModel:
     few |= {"rope_axes_dim": (4, 6, 6)} if model.family == "hunyuan-video" else {}
     few |= {"ffn_dim": 80} if model.family == "wan" else {}
     few |= {"pos_embed_max_size": 16} if model.family == "sd3" else {}
-    return PublishedModel(
-        name=model.name,
-        family=model.family,
-        config=dict(model.config) | few,
-        text_encoder_parameters=0,
-        vae_parameters=0,
-    )
+    few |= {"axes_dims_rope": (4, 4, 4, 4)} if model.family == "flux2-klein" else {}
+    if model.family == "z-image":
+        layers, heads, width = (few.pop(name) for name in ("num_layers", "num_attention_heads", "attention_head_dim"))
+        few = {"n_layers": layers, "n_refiner_layers": 2, "n_heads": heads, "n_kv_heads": heads, "dim": heads * width}
+        few |= {"axes_dims": (4, 6, 6)}
+    return replace(model, config=dict(model.config) | few, text_encoder_parameters=0, vae_parameters=0)
 
 
 def test_a_512_px_image_is_1024_tokens_and_a_video_has_a_frame_in_four():

@@ -17,7 +17,7 @@ from engine.diffusion.sampler import evaluation_plan, transition
 from engine.model_folder import check_folder
 from engine.models.load import load_adapter, trainable
 from engine.noise_schedule import ScheduleError
-from tests.tiny_pipelines import make_flux, make_hunyuan_video, make_qwen_image, make_sd3, make_wan
+from tests.tiny_pipelines import make_flux, make_hunyuan_video, make_qwen_image, make_sd3, make_wan, make_wan_2_2
 
 STEPS = 3
 PROMPTS = ["a cat", "two dogs"]
@@ -54,7 +54,7 @@ CALL = {"num_inference_steps": STEPS, "output_type": "pt", "prompt": PROMPTS, "h
 def image_of(pipeline, latents, **arguments):
     """Return the pipeline's images in [-1, 1]."""
     pipeline.set_progress_bar_config(disable=True)
-    return 2.0 * pipeline(**CALL, latents=latents, **arguments)[0].float() - 1.0
+    return 2.0 * pipeline(**CALL | {"latents": latents} | arguments)[0].float() - 1.0
 
 
 def same(ours, theirs):
@@ -98,6 +98,17 @@ def test_wan_gives_the_images_of_its_pipeline_with_flow_match_euler(tmp_path):
     latents = noise_rows([1, 2], 0, adapter.latent_shape())
     theirs = image_of(pipeline, latents, num_frames=5, guidance_scale=5.0)
     # The pipeline puts frames before channels.
+    same(images_of_a_run(adapter, 5.0, latents).transpose(1, 2), theirs)
+
+
+def test_wan_2_2_ti2v_gives_the_videos_of_its_pipeline_with_flow_match_euler(tmp_path):
+    pipeline = make_wan_2_2()
+    pipeline.save_pretrained(tmp_path)
+    pipeline.scheduler = FlowMatchEulerDiscreteScheduler(shift=5.0)
+    adapter = loaded("wan", tmp_path, frames=5, height=64, width=96)
+    assert adapter.latent_shape() == (8, 2, 4, 6)
+    latents = noise_rows([1, 2], 0, adapter.latent_shape())
+    theirs = image_of(pipeline, latents, num_frames=5, guidance_scale=5.0, height=64, width=96)
     same(images_of_a_run(adapter, 5.0, latents).transpose(1, 2), theirs)
 
 

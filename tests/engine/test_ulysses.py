@@ -284,7 +284,7 @@ def checkpointing_difference(member: Member, family: str) -> Difference:
         one.model.eval().disable_gradient_checkpointing()
 
 
-@pytest.mark.parametrize("family", ["QwenImage", "Flux", "Wan", "SD3", "HunyuanVideo"])
+@pytest.mark.parametrize("family", ["QwenImage", "Flux", "Wan", "SD3", "HunyuanVideo", "Flux2"])
 def test_gradient_checkpointing_computes_the_same(ranks, family):
     for found in ranks.run(PAIR, checkpointing_difference, family):
         assert found.gradients <= GRADIENT_BOUND, found

@@ -60,7 +60,7 @@ def random_job(rng: random.Random) -> dict[str, Any]:
         "budget": {"max_total": rng.choice([300, 30000, 300000])},
     }
     if name not in SHIPPED:
-        job["model"]["path"] = "model"
+        job["model"]["path"] = {"sd3": "sd3.5-medium", "wan": "wan2.1-1.3b"}.get(name, "model")
     if name in ("qwen-image", "sd3", "flux"):
         job["model"] |= dict.fromkeys(("height", "width"), rng.choice([512, 512, 768, 1024]))
     options: list[tuple[float, str, str, list[Any]]] = [
@@ -107,11 +107,13 @@ def dry_run(job: Mapping[str, Any]) -> dict[str, Any]:
         stack.enter_context(redirect_stdout(stdout))
         stack.enter_context(redirect_stderr(stderr))
         exit_code = run(["launch", str(file), "--dry-run", "--json"])
-    last = stdout.getvalue().replace(folder, "FOLDER").strip().splitlines()[-1:]
+    # The names of folders say which model is planned, and are no part of the answer.
+    model = str(job["model"].get("path", "model"))
+    last = stdout.getvalue().replace(folder, "FOLDER").replace(model, "model").strip().splitlines()[-1:]
     document = json.loads(last[0]) if last and last[0].startswith("{") else None
     is_planned = document is not None and "plan" in document
     # A slow machine is told of the work under way. That is no part of the answer.
-    lines = stderr.getvalue().replace(folder, "FOLDER").splitlines(keepends=True)
+    lines = stderr.getvalue().replace(folder, "FOLDER").replace(model, "model").splitlines(keepends=True)
     said = "" if is_planned else "".join(line for line in lines if not line.startswith("Planning: "))
     return {"exit_code": exit_code, "document": document, "refusal": said}
 

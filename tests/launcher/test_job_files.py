@@ -23,7 +23,10 @@ PUBLISHED = (
     "sd3_5_geneval",
     "flux",
     "flux_pickscore",
+    "flux2_klein",
+    "z_image",
     "wan_video",
+    "wan2_2_video",
     "wan_video_http",
 )
 

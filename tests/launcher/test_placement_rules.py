@@ -481,7 +481,11 @@ def test_a_copy_of_the_weights_has_the_bytes_of_the_memory_forecast():
 def test_seconds_follow_the_gpu_the_size_and_the_algorithm():
     def cost(model, gpu, **more):
         resources = {role: {"accelerators": f"{gpu}:1"} for role in ("trainer", "rollout")}
-        job = {"model": {"path": "there", "weights": "lora"} | model, "infra": "aws", "resources": resources}
+        job = {
+            "model": {"path": "sd3.5-medium" if model["name"] == "sd3" else "there", "weights": "lora"} | model,
+            "infra": "aws",
+            "resources": resources,
+        }
         return resolve(Job(**job | more)).recipe
 
     on_h100, on_l40s = (cost({"name": "sd3"}, gpu) for gpu in ("H100", "L40S"))

@@ -13,6 +13,7 @@ import pytest
 from engine.config import EngineConfig, ModelConfig, RewardConfig
 from engine.memory.architecture import image_tokens
 from engine.memory.job import sized_model
+from engine.memory.published import PUBLISHED as PUBLISHED_MODELS
 from engine.model_folder import FolderError, ImageSize, check_folder, model_folder
 from engine.model_parts import PIPELINES
 from engine.node.build_worker import load_model
@@ -74,7 +75,7 @@ PUBLISHED = {
     "FLUX.2": ("flux", {"index": {"_class_name": "Flux2Pipeline", "transformer": ["diffusers",
         "Flux2Transformer2DModel"]}}, r"a folder of Flux2Pipeline, .* FluxPipeline \(flux\)"),
     "Chroma": ("flux", {"index": {"_class_name": "ChromaPipeline"}}, "ChromaPipeline"),
-    "Z-Image": ("qwen-image", {"index": {"_class_name": "ZImagePipeline"}}, "a folder of ZImagePipeline,"),
+    "Z-Image": ("qwen-image", {"index": {"_class_name": "ZImagePipeline"}}, "a folder of ZImagePipeline"),
     "SANA": ("sd3", {"index": {"_class_name": "SanaPipeline"}}, "a folder of SanaPipeline,"),
     "LTX-2": ("wan", {"index": {"_class_name": "LTX2Pipeline"}}, "a folder of LTX2Pipeline,"),
     "Qwen-Image-Edit": ("qwen-image", {"index": {"_class_name": "QwenImageEditPipeline"}}, "edits a given image"),
@@ -262,11 +263,47 @@ def test_the_5b_model_of_wan_counts_its_own_vae_and_gets_a_size_that_fits(write)
     assert image_tokens(architecture, ImageSize(**size)) == model_folder(config.model, folder).tokens == 27_280
     assert sized_model(config.model, folder).size == ImageSize(704, 1280, 121, 512)
     assert sized_model(plain, folder).size == ImageSize(256, 416, 33, 512)
-    assert sized_model(ModelConfig(name="wan", path="there")).size == ImageSize(240, 416, 33, 512)
+    assert sized_model(ModelConfig(name="wan", path="Wan2.1-T2V-1.3B")).size == ImageSize(240, 416, 33, 512)
+
+
+@pytest.mark.parametrize(("path", "model"), [
+    ("Wan-AI/Wan2.2-TI2V-5B-Diffusers", "Wan2.2-TI2V-5B"),
+    ("models/wan2.1_t2v_14b", "Wan2.1-14B"),
+    ("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "Wan2.1-1.3B"),
+    ("stabilityai/stable-diffusion-3.5-large-turbo", "SD3.5-large"),
+    ("black-forest-labs/FLUX.1-schnell", "FLUX.1-dev"),
+    ("models/base", "Qwen-Image"),
+])  # fmt: skip
+def test_a_folder_on_the_nodes_alone_has_the_sizes_that_its_name_says(path, model):
+    family = next(published.family for published in PUBLISHED_MODELS if published.name == model)
+    assert sized_model(ModelConfig(name=family, path=path)).model == model
+
+
+@pytest.mark.parametrize(("family", "path"), [
+    ("flux", "black-forest-labs/FLUX.2-klein-4B"),  # once planned as FLUX.1-dev
+    ("flux", "FLUX.1-lite-8B"),
+    ("wan", "there"),  # once planned as the first of the family
+    ("wan", "Wan2.2-T2V-A14B"),
+    ("sd3", "stable-diffusion-3-medium"),
+    ("qwen-image", "Qwen-Image-2.1"),
+    ("hunyuan-video", "HunyuanVideo-1.5"),
+])  # fmt: skip
+def test_a_folder_of_an_unknown_name_gets_no_plan(family, path):
+    with pytest.raises(FolderError, match=r"the sizes of no .* model of that name are known") as refused:
+        sized_model(ModelConfig(name=family, path=path))
+    assert refused.value.field == "model.path"
+    assert next(published.name for published in PUBLISHED_MODELS if published.family == family) in refused.value.found
+
+
+def test_the_5b_model_of_wan_is_planned_with_its_own_tokens_before_its_folder_is_here(write):
+    folder = write("wan", transformer=WAN_5B_TRANSFORMER, vae=WAN_5B_VAE)
+    job = ModelConfig(name="wan", path="Wan2.2-TI2V-5B")
+    assert sized_model(job) == sized_model(job, folder)
+    assert sized_model(job).tokens == 9 * 8 * 13 + 512  # 33 frames of 256 x 416; 4 times as many with a factor of 8
 
 
 OTHER_FAMILIES = (
-    "z-image|zimage|Z-Image-Turbo|flux2|flux-2|FLUX.2|flux2-klein|sana|sana-video|ltx-2|ltx|hunyuan-image|hidream|"
+    "flux2|flux-2|FLUX.2|sana|sana-video|ltx-2|ltx|hunyuan-image|hidream|"
     "hunyuan-video-1.5|hunyuanvideo15|qwen-image-edit|qwen-image-layered|qwen-image-2|chroma|cogvideox|lumina2|"
     "kandinsky5|sd2|sd1.5|sdxl|wan-vace|flux-kontext"
 )

@@ -62,14 +62,22 @@ class Tally:
         """Linear layers over one vector a row (time, guidance, pooled text). Their kept bytes are left out: some KB."""
         self.parameters += sum(inputs * output + output * bias for output in outputs)
 
-    def linear(self, tokens: int, inputs: int, *outputs: int, adapted: bool = False, kept_before: bool = False) -> None:
+    def linear(
+        self,
+        tokens: int,
+        inputs: int,
+        *outputs: int,
+        adapted: bool = False,
+        kept_before: bool = False,
+        bias: bool = True,
+    ) -> None:
         """Linear layers, one for each of `outputs`, that read the same [tokens, inputs] tensor.
 
         y = W x + b. The gradient of W needs x; the gradient of x needs W. An adapter adds B A x and needs x and A x.
         `kept_before`: another layer keeps the same tensor.
         """
         size, training = self.training.compute_bytes, self.training
-        self.parameters += sum(inputs * output + output for output in outputs)
+        self.parameters += sum(inputs * output + output * bias for output in outputs)
         self.operations += 2 * tokens * inputs * sum(outputs)
         copies, bytes_each = 0, size
         if training.is_full:
@@ -113,6 +121,10 @@ class Tally:
     def gelu(self, tokens: int, width: int) -> None:
         """GELU (and SiLU) keeps its input."""
         self.kept += tokens * width * self.training.compute_bytes
+
+    def gated(self, tokens: int, width: int) -> None:
+        """SwiGLU, SiLU(x) y, keeps x, y and SiLU(x), each [tokens, width]."""
+        self.kept += 3 * tokens * width * self.training.compute_bytes
 
     def attention(self, queries: int, keys: int, width: int, heads: int) -> None:
         """Fused attention keeps queries, keys, values and output, and the log-sum of each query and head in fp32.
