@@ -57,6 +57,10 @@ def test_every_pass_that_a_job_file_asks_for_fits(name):
         assert gpu.free > 0
 
 
+ALONE = {"flux2_klein"}
+"""Jobs whose cheapest plan is the trainer alone at the shipped prices."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_dry_run_plans_every_job_file(name, tmp_path, monkeypatch, capsys, few_replays):
@@ -65,7 +69,7 @@ def test_a_dry_run_plans_every_job_file(name, tmp_path, monkeypatch, capsys, few
     assert run(["launch", str(path_of(name)), "--dry-run", "--json"]) == ExitCode.OK
     plan = printed("launch", capsys.readouterr().out)["plan"]
     assert [gpu["role"] for gpu in plan["memory"]] == ["trainer", "rollout"]
-    assert len(plan["slots"]) >= 2, "a trainer and rollout nodes"
+    assert len(plan["slots"]) >= (1 if name in ALONE else 2), "a trainer and rollout nodes"
     assert 0 < plan["cost"]["low"] <= plan["cost"]["expected"] <= plan["cost"]["high"]
 
 
