@@ -270,6 +270,7 @@ def _embedded(channels: int, output_channels: int) -> Architecture:
         channels=channels,
         output_channels=output_channels,
         mlp_width=4 * heads * head_width,
+        adapted_width=4 * heads * head_width,
     )
 
 

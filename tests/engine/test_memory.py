@@ -6,12 +6,15 @@ import pytest
 import torch
 from torch import nn
 
+from engine.config import ModelConfig
 from engine.memory import budget
 from engine.memory.activations import activations, parameters_of
 from engine.memory.architecture import architecture_from, image_tokens, text_tokens
-from engine.memory.published import FLUX_1_DEV, QWEN_IMAGE, SD3_5_MEDIUM, WAN_1_3B, PublishedModel
+from engine.memory.job import trained_bytes
+from engine.memory.published import EMBEDDED, FLUX_1_DEV, QWEN_IMAGE, SD3_5_MEDIUM, WAN_1_3B, PublishedModel
 from engine.model_folder import ImageSize
 from engine.models import merge, vae
+from engine.models.load import load_adapter, trainable
 from engine.tally import Tally, Training
 from tests.benchmarks import memory as benchmark
 
@@ -111,3 +114,11 @@ def test_tensors_that_share_memory_count_once_and_parameters_never():
     layer = nn.Linear(8, 8, bias=False, device="meta")
     x = torch.empty(4, 8, device="meta", requires_grad=True)
     assert benchmark.kept_bytes(layer, lambda: layer(x) + layer(x)) == 4 * 8 * 4 + 4 * 8 * 4, "the input and the output"
+
+
+@pytest.mark.parametrize("name", EMBEDDED)
+@pytest.mark.parametrize("weights", ["lora", "full"])
+def test_the_trained_bytes_of_a_shipped_model_are_those_of_its_parameters(name, weights):
+    config = ModelConfig(name=name, weights=weights, lora_rank=8)
+    parameters = trainable(load_adapter(config)).values()
+    assert trained_bytes(config, EMBEDDED[name]) == sum(4 * parameter.numel() for parameter in parameters)
