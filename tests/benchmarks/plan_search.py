@@ -295,7 +295,7 @@ def own_replay_usd(row: Row, job: Job) -> float | None:
     return made.policies[0].dollars.mean
 
 
-def product(search: Search, job: Job, offers: Sequence[Offer]) -> dict[str, Any]:
+def product(search: Search, job: Job, offers: Sequence[Offer], starts: int) -> dict[str, Any]:
     """Return the product's plan of a job and its price on the same markets as the brute force's."""
     try:
         chosen = search(job, offers)
@@ -308,7 +308,7 @@ def product(search: Search, job: Job, offers: Sequence[Offer]) -> dict[str, Any]
         rows.append({"name": row.name, "usd": round(row.usd, 2), "replayed": None if own is None else round(own, 2)})
     return {
         "fleet": text_of(bought),
-        **Replays(bought, job, Shop(offers)).priced(STARTS).as_json(),
+        **Replays(bought, job, Shop(offers)).priced(starts).as_json(),
         "printed_usd": round(chosen.plan.quoted_cost.expected / 1e6, 2),
         "seconds": round(chosen.seconds, 2),
         "rows": rows,
@@ -359,25 +359,31 @@ def trainer_alone(offers: Sequence[Offer]) -> dict[str, dict[str, float]]:
 def cell(case: Case, prices: str, offers: Sequence[Offer], kept: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the brute force's fleets of a job, and the product's plans.
 
-    `kept`: an older cell, whose fleets are kept.
+    `kept`: an older cell, whose fleets are kept, with the starts that they were replayed for.
     """
-    begun = time.process_time()
+    begun, starts = time.process_time(), STARTS if kept is None else starts_of(kept)
     job = case.job()
     fleets = brute_force(job, offers) if kept is None else kept["brute_force"]
     made = {
         "job": case.name,
         "prices": prices,
+        "starts": starts,
         "brute_force": fleets,
-        "fixed": product(with_named_nodes, job, offers),
-        "chosen": product(with_any_fleet, job, offers),
+        "fixed": product(with_named_nodes, job, offers, starts),
+        "chosen": product(with_any_fleet, job, offers, starts),
     }
     print(f"{_line(made)}; {time.process_time() - begun:.0f} s", file=sys.stderr, flush=True)
     return made
 
 
+def starts_of(made: Mapping[str, Any]) -> int:
+    """Return the starts of the fleets of a cell that were replayed to the end. Cells of before 2026-11-30 say none."""
+    return int(made.get("starts", ROUNDS[2]))
+
+
 def best_of(made: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the cheapest fleet in time that was replayed, a plan of the product included. None: none is in time."""
-    found: list[dict[str, Any]] = [each for each in made["brute_force"]["fleets"] if each["starts"] == STARTS]
+    found: list[dict[str, Any]] = [each for each in made["brute_force"]["fleets"] if each["starts"] == starts_of(made)]
     found += [made[name] for name in ("fixed", "chosen") if "refused" not in made[name]]
     return min((each for each in found if each["in_time"]), key=lambda each: each["usd"], default=None)
 
@@ -432,7 +438,7 @@ def _table(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         cheapest = best_of(made)
         rows.append(
             {
-                "job": made["job"],
+                "job": made["job"] + ("" if starts_of(made) == STARTS else f" ({starts_of(made)} starts)"),
                 "prices": made["prices"],
                 "best": "nothing in time" if cheapest is None else cheapest["fleet"].replace("; ", ", "),
                 "costs": "" if cheapest is None else f"${cheapest['usd']:.0f}, {cheapest['hours']:.1f} h",
@@ -445,10 +451,10 @@ def _table(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 TEXT = f"""
 Replayed: generated markets by the priors of spot capacity, the shipped decisions, {STARTS} starts of fixed seeds that
-are the same for every fleet. Capacity is assumed, not recorded: nothing here says what a cloud will have. `best`: the
-cheapest fleet that is in time in nine of ten starts, of {REPLAYED} that a closed form ranked first and of the product's
-own plans; a fleet that costs {HOPELESS[0]} times the cheapest after {ROUNDS[0]} or {ROUNDS[1]} starts, or
-{HOPELESS[2]} times after {ROUNDS[2]}, is not replayed further.
+are the same for every fleet; {ROUNDS[2]} in rows that say so. Capacity is assumed, not recorded: nothing here says what
+a cloud will have. `best`: the cheapest fleet that is in time in nine of ten starts, of {REPLAYED} that a closed form
+ranked first and of the product's own plans; a fleet that costs {HOPELESS[0]} times the cheapest after {ROUNDS[0]} or
+{ROUNDS[1]} starts, or {HOPELESS[2]} times after {ROUNDS[2]}, is not replayed further.
 `chosen`: the product's search of fleets. `named nodes`: the planner with the GPUs and capacity types that the example
 file names.
 
@@ -458,7 +464,7 @@ on or off. The budget does not bind. Prices: `recorded` are those of the time of
 2026), `newest` the newest published ones, each with its date (catalogs/README.md). The product may also choose GPUs
 that are not in the grid.
 
-The best of {REPLAYED} means of {STARTS} starts is chosen by what it cost, so it is a little too cheap, and `over` a
+The best of {REPLAYED} means is chosen by what it cost, so it is a little too cheap, and `over` a
 little too high.
 """
 

@@ -605,7 +605,11 @@ def page(options: argparse.Namespace, load: float) -> None:
     files = [RAW / "nodes.json", *sorted(RAW.glob("trainer-*.json"))]
     trainer = trainer_figures([json.loads(file.read_text()) for file in files[1:]])
     rows = [
-        {"where": f"{place}, the trainer, {words}", "uncovered_s": spread(each)}
+        {
+            "where": f"{place}, the trainer, {words}",
+            **dict.fromkeys((*PARTS, "setup_s"), ""),
+            "uncovered_s": spread(each),
+        }
         for key, words in (("promotion_s", "a node that is up takes its role"), ("cold_s", "a new node does"))
         for place, each in trainer[f"{key}_each"].items()
     ]
