@@ -26,6 +26,7 @@ from engine.events import (
     ProgressEvent,
     Ranked,
     Regrouped,
+    StoreAway,
     TargetReached,
     Warned,
 )
@@ -78,6 +79,7 @@ EVENTS = [
     Regrouped(node="spot-0", groups=(("spot-0/0", "spot-0/1"), ("spot-0/2",)), reason="spot-0/3 is gone"),
     TargetReached(iteration=3, metric="exact_match", value=0.9),
     Warned(text="zwölf\u2028lines\nin one"),
+    StoreAway(is_away=True),
     EngineFinished(reason="target", iteration=3),
 ]
 

@@ -15,7 +15,7 @@ def test_a_row_launches_fewer_kernels_and_moves_fewer_bytes(model):
         small.config["pos_embed_max_size"] = 32
     before, after = (training_row.counted(small, way, 1) for way in (training_row.before, training_row.after))
     saving = training_row.Saving(model=small, rows=1, before=before, after=after)
-    assert saving.kernels >= training_row.KERNELS_TARGET
+    assert saving.kernels >= training_row.KERNELS_OF_FEW.get(model.family, training_row.KERNELS_TARGET)
     assert saving.bytes >= training_row.BYTES_TARGET
 
 

@@ -52,7 +52,7 @@ def test_the_files_of_a_folder_count_instead_of_the_published_model():
 def test_files_in_fp32_and_full_training_need_more():
     wan = disk_of(job("wan", path="Wan2.1-14B"))
     assert wan.parts["model"] > 4 * 14_000_000_000
-    full = disk_of(job("sd3", weights="full"))
+    full = disk_of(job("sd3", path="sd3.5-medium", weights="full"))
     assert full.parts["trained weights"] > 3 * 4 * 2_000_000_000
 
 
