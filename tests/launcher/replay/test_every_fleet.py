@@ -184,6 +184,7 @@ def made(usd: float, chosen: dict, fixed: dict | None = None) -> dict:
     fleets.append(fleets[0] | {"usd": usd / 4, "starts": 4})
     fixed = fixed or {"refused": "nothing fits"}
     return {
+        "starts": plan_search.STARTS,
         "job": EXAMPLE,
         "prices": "recorded",
         "brute_force": {"fleets": fleets},
