@@ -84,11 +84,11 @@ def test_a_frozen_trainer_that_wakes_beside_its_successor_ends_itself(tmp_path):
         fleet.wait_for_iteration(1)
         fleet.signal_node("trainer", signal.SIGSTOP)
         before, old_port = started(fleet), fleet.port
+        saved = {f"checkpoints/{name}" for name in store.names()}  # its report may come after it woke
         fleet.promote("spot-0", port=free_port())
         assert fleet.port != old_port
         fleet.redirect("spot-1")
         fleet.wait_for(lambda: started(fleet) > before)
-        saved = len([row for row in fleet.progress() if row.lineage == 1 and row.event.KIND == "checkpoint_saved"])
         fleet.signal_node("trainer", signal.SIGCONT)
         woken = time.monotonic()
         fleet.agents["trainer"].wait(timeout=3 * LOOK_SECONDS)
@@ -98,7 +98,7 @@ def test_a_frozen_trainer_that_wakes_beside_its_successor_ends_itself(tmp_path):
         assert fleet.wait_until_finished(seconds=300).reason == "iterations", fleet.logs()
         old = [row.event for row in fleet.progress() if row.lineage == 1]
         assert not [event for event in old if event.KIND == "engine_finished"]
-        assert len([event for event in old if event.KIND == "checkpoint_saved"]) == saved
+        assert {event.path for event in old if event.KIND == "checkpoint_saved"} <= saved
         assert {name[:5] for name in store.names()} == {"l0002"}
         assert sorted(fleet.manifests()) == list(range(ITERATIONS))
     finally:
