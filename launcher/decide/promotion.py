@@ -5,7 +5,7 @@ node takes minutes. The slot that the node leaves is filled again.
 
     on spot -> lost -> a node that is up takes the role
                     -> no such node: bought, on spot or as a stand-in on demand (waiting.py)
-    on spot -> its bucket does not answer it, but the controller -> released; a node that is up takes the role
+    on spot -> the bucket answers the controller and not the trainer -> released; a node that is up takes the role
     on demand -> a spot node has settled, and a checkpoint was saved just now -> released; the spot node takes the role
 
 A trainer is on demand, too, while losses cost more than spot saves, and after three losses without a new iteration.
@@ -113,8 +113,8 @@ def _that_can_train(facts: Facts, wanted: Wanted) -> list[NodeRecord]:
 def cut_off_trainer(facts: Facts, wanted: Wanted) -> Release | None:
     """Return the release of a trainer on spot that its bucket does not answer, if a node at work can take its role.
 
-    The bucket answers the controller, so the trainer's own network is at fault. What it trained since its newest
-    checkpoint is lost, and it can save nothing. After one such release it takes a new iteration until the next.
+    The bucket answers the controller, so the trainer's own network is at fault, and it can save nothing. The wait of an
+    earlier trainer does not count. A second release comes only after a new iteration.
     """
     slot, away_ms = trainer_on_spot(wanted), facts.store_away_ms
     if slot is None or away_ms is None or not facts.store_answers or facts.now_ms - away_ms < STORE_AWAY_MS:
@@ -122,6 +122,9 @@ def cut_off_trainer(facts: Facts, wanted: Wanted) -> Release | None:
     held = [node for node in facts.nodes if node.slot == slot.name]
     trainer = next((node for node in held if node.is_live and not node.is_leaving), None)
     if trainer is None or not _that_can_train(facts, wanted):
+        return None
+    trains_since_ms = trainer.happened.get(PROMOTED, trainer.happened.get("up"))
+    if trains_since_ms is None or trains_since_ms > away_ms:
         return None
     if any(node.happened.get("releasing", -1) > facts.advanced_ms for node in held):
         return None

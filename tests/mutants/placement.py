@@ -695,6 +695,18 @@ FAULTS = {
             found_by=f"{PROMOTION}::{CUT_OFF}",
         ),
         Fault(
+            name="successor-released-for-the-wait-of-the-trainer-before-it",
+            forgets="that another node began to wait",
+            patches=(
+                (
+                    reconcile,
+                    "cut_off_trainer",
+                    changed(promotion.cut_off_trainer, "trains_since_ms > away_ms", "False"),
+                ),
+            ),
+            found_by=f"{PROMOTION}::test_a_successor_is_not_released_for_the_wait_of_the_trainer_before_it",
+        ),
+        Fault(
             name="trainer-without-successor-released-for-its-bucket",
             forgets="that nobody can take the role of this trainer",
             patches=(

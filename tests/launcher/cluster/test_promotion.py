@@ -442,6 +442,20 @@ def test_a_trainer_that_its_bucket_does_not_answer_gives_its_role_to_a_node_that
     assert trainers(stage) == [stage.records()[second.name]], "another one was tried, without a new iteration since"
 
 
+def test_a_successor_is_not_released_for_the_wait_of_the_trainer_before_it(home):
+    stage = cloud_stage(ledger(home))
+    stage.controller.recorder.bucket_lease = Bucket()
+    stage.passes(8)
+    (first,) = trainers(stage)
+    says(stage, is_away=True)
+    stage.passes(STORE_AWAY_MS // MINUTE - 1)
+    stage.cloud.preempt(first.name)
+    stage.passes(6)
+    (second,) = trainers(stage)
+    assert PROMOTED in second.happened
+    assert not stage.cloud.released
+
+
 def test_a_bucket_that_answers_again_ends_the_wait(home):
     stage = cloud_stage(ledger(home))
     stage.controller.recorder.bucket_lease = Bucket()
