@@ -70,7 +70,8 @@ def read_records(session: Session, run: Run, first: int, most: int, now_ms: int)
 
 
 def _money(charges: list[Charge], at_ms: int) -> dict[str, float]:
-    paid = [charge for charge in charges if charge.start_ms <= at_ms and (at_ms < charge.end_ms or not charge.closed)]
+    # A node that ends in the millisecond of the record is counted: the record may have been sent before the node ended.
+    paid = [charge for charge in charges if charge.start_ms < at_ms and (at_ms <= charge.end_ms or not charge.closed)]
     return {
         "cost/dollars_per_hour": sum(charge.micro_usd_per_hour for charge in paid) / MICRO,
         "nodes": float(len(paid)),

@@ -78,6 +78,11 @@ def stored(path):
 # --- records -----------------------------------------------------------------------------------------
 
 
+def test_a_record_is_the_same_before_and_after_the_end_of_a_node_in_its_millisecond(sessions):
+    *_, record = [record for record in records_of(sessions) if record.at_ms == START_MS + HOUR_MS // 2]
+    assert (record.values["nodes"], record.values["cost/dollars_per_hour"]) == (2.0, 1.3)
+
+
 def test_a_record_has_reward_policy_seconds_money_and_nodes(sessions):
     event = IterationDone(
         iteration=30,
