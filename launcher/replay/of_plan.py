@@ -7,6 +7,7 @@ from launcher.decide.launch_history import MoveRules
 from launcher.exit_codes import BudgetError
 from launcher.money import HOUR_MS, duration
 from launcher.placement.cloud_plan import CloudPlan, PlanReplays, TrainerOnSpot
+from launcher.replay.replay import Replayed
 from launcher.replay.simulate import INTERVAL, Simulated, TrainerMeans, generated_markets, simulate, work_of
 
 MOST_STARTS, LEAST_STARTS, NODE_HOURS = 30, 3, 360
@@ -27,12 +28,20 @@ STEP_MS = 600_000
 """A deadline that would be enough is named in steps of ten minutes."""
 
 
-def replays_of(plan: CloudPlan, rules: MoveRules, confidence: float, starts: int | None = None) -> PlanReplays | None:
+def replays_of(
+    plan: CloudPlan,
+    rules: MoveRules,
+    confidence: float,
+    starts: int | None = None,
+    known: list[Replayed] | None = None,
+) -> PlanReplays | None:
     """Replay a plan, and return what came of it. None: the plan predicts no iteration times, or takes too long.
 
     `confidence`: share of the starts that should meet the deadline. `starts`: of the replays; None: as many as two
-    seconds hold, and more if they would refuse the plan.
+    seconds hold, and more if they would refuse the plan. `known`: results of the plan's first starts, at most `starts`;
+    the new ones are added to it.
     """
+    known = [] if known is None else known
     bought = plan.as_plan()
     if not bought.pace_ms:
         return None
@@ -52,6 +61,7 @@ def replays_of(plan: CloudPlan, rules: MoveRules, confidence: float, starts: int
             deadline_ms=deadline_ms,
             ends_ms=ends_ms,
             longest_ms=ends_ms or ROOM * round(work.left_ms(0)),
+            known=known,
         )
 
     fitting = round(NODE_HOURS * HOUR_MS / (ideal_ms * (1 + work.nodes)))

@@ -161,16 +161,20 @@ def simulate(
     longest_ms: int = LONGEST_MS,
     seconds: float | None = None,
     keep: Keep | None = None,
+    known: list[Replayed] | None = None,
 ) -> Simulated:
     """Return the results of each policy on the same starts.
 
     `deadline_ms`, `ends_ms`, `longest_ms`: as of `replay`. `seconds`: begin no further start after
-    this processor time. `keep`: called with each replay.
+    this processor time. `keep`: called with each replay. `known`: results of the first starts of the only policy, by an
+    earlier call that was equal but for `starts`; the new ones are added to it.
     """
     work, (market_of, what) = work_of(plan), markets
     begun = time.process_time()  # a busy machine runs as many starts as an idle one
     found: dict[str, list[Replayed]] = {name: [] for name in policies}
-    for start in range(starts):
+    if known is not None:
+        found[policies[0]] = known
+    for start in range(len(found[policies[0]]), starts):
         if start and seconds is not None and time.process_time() - begun > seconds * start / (start + 1):
             break  # one more start would probably end after the time
         trace, start_ms = market_of(start)

@@ -8,7 +8,7 @@ run: stand-ins, losses and lateness count. The shortlist is first replayed a few
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import ceil, inf, sqrt
 from pathlib import Path
 from statistics import fmean
@@ -29,6 +29,7 @@ from launcher.placement.fleets import Candidate, Fleet, candidates, chooses_flee
 from launcher.placement.front import FrontFleet, ParetoFront
 from launcher.placement.plan import PlacementError
 from launcher.replay.of_plan import LEAST_STARTS, LONGEST_IDEAL_MS, replays_of
+from launcher.replay.replay import Replayed
 from launcher.services.planning import CurrentMarket, current_market, plan_in, with_other_trainer
 
 Goal = Literal["cost", "time"]
@@ -42,14 +43,14 @@ large, half as many differ as little from their mean, and take as much time."""
 
 LEAST_FIRST_STARTS = 2
 
-CONFIRMED_STARTS = 10
-"""Fewest replays that tell whether the cheapest fleet is in time. Five of five are no proof: a fleet that is late one
-time in three does as well one time in eight."""
+CONFIRMED_STARTS, NEAR = 30, 1.1
+"""Replays of the cheapest fleet in time, and of those that cost at most this many times as much: the dollars of single
+starts differ by a factor of 2. They also tell whether it is in time: a fleet that is late one time in three has five
+good starts of five one time in eight."""
 
 FINALISTS = (2, 1, 3)
-"""Fleets that are replayed more often: by dollars, by hours, and by dollars of those in time. The dollars of single
-starts differ by a factor of 2, so few starts alone rank badly: the finalists are the best by the geometric mean of
-their forecast and their first replays."""
+"""Fleets that are replayed more often: by dollars, by hours, and by dollars of those in time. Few starts alone rank
+badly: the finalists are the best by the geometric mean of their forecast and their first replays."""
 
 NOT_SEARCHED = (
     "not searched: trainers of several nodes, rollout nodes of two kinds or in a second region, other algorithms"
@@ -69,6 +70,8 @@ class FleetRow:
     """True if enough of its replays meet the deadline, or without a deadline."""
     why_not: str
     """Why this is not the cheapest plan in time. Empty: it is."""
+    known: list[Replayed] = field(default_factory=list, compare=False, repr=False)
+    """Results of its replays so far."""
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -148,7 +151,7 @@ def choose_fleet(
     if not finalists:
         raise BudgetError(_too_tight(job, every))
     starts = _starts((row.candidate for row in finalists.values()), STARTS, LEAST_STARTS)
-    rows = [row for each in finalists.values() if (row := _row(each.candidate, each.plan, starts))]
+    rows = [row for each in finalists.values() if (row := _replayed_more(each, starts))]
     if not rows:
         raise BudgetError(_too_tight(job, every))
     by_dollars, by_hours, timely = _rankings(rows)
@@ -157,10 +160,10 @@ def choose_fleet(
     if other is not None and other.key not in finalists:
         rows += [row for row in [_planned_row(other, market, starts)] if row is not None]
         by_dollars, by_hours, timely = _rankings(rows)
-    if deadline_hours is not None:
-        late = dict(_late_after_all(timely))
-        rows = [replace(row, in_time=False, why_not=late[row.key]) if row.key in late else row for row in rows]
-        by_dollars, by_hours, timely = _rankings(rows)
+    rows = _confirmed(rows)
+    if not rows:
+        raise BudgetError(_too_tight(job, every))
+    by_dollars, by_hours, timely = _rankings(rows)
     front = {row.key: row for row in _front(rows, timely[0] if timely else None, job)}
     cheapest, quickest = front[by_dollars[0].key], front[by_hours[0].key]
     in_time = front[timely[0].key] if timely and deadline_hours is not None else None
@@ -280,19 +283,26 @@ def _planned_row(candidate: Candidate, market: CurrentMarket, starts: int) -> Fl
     return _row(candidate, plan, starts)
 
 
-def _late_after_all(timely: Iterable[FleetRow]) -> Iterator[tuple[tuple[object, ...], str]]:
-    """Yield the cheapest fleets in time that more replays find to be late, up to the first that is not: key and reason.
+def _replayed_more(row: FleetRow, starts: int) -> FleetRow | None:
+    """Return a row with so many replays, or with those that it has if these are more. None: as of `_row`."""
+    return _row(row.candidate, row.plan, max(starts, row.replays.starts), row.known)
 
-    The dollars of the further replays are not used, because fleets that were replayed less often have none to compare.
-    """
-    for row in timely:
-        if row.replays.starts >= CONFIRMED_STARTS:
-            return
-        again = _row(row.candidate, row.plan, CONFIRMED_STARTS)
-        if again is not None and again.in_time:
-            return
-        in_time = "too few of" if again is None else f"{again.replays.met} of"
-        yield row.key, f"too often past the deadline ({in_time} {CONFIRMED_STARTS} further replays meet it)"
+
+def _confirmed(rows: Sequence[FleetRow]) -> list[FleetRow]:
+    """Return the rows with more replays of the cheapest in time and of those near it, until these have enough."""
+    left = {row.key: row for row in rows}
+    most = _starts((row.candidate for row in rows), CONFIRMED_STARTS, CONFIRMED_STARTS // 3)
+    while True:
+        *_, timely = _rankings(list(left.values()))
+        near = [row for row in timely if row.replays.usd <= NEAR * timely[0].replays.usd and row.replays.starts < most]
+        if not near:
+            return list(left.values())
+        for row in near:
+            again = _replayed_more(row, most)
+            if again is None:
+                del left[row.key]
+            else:
+                left[row.key] = again
 
 
 def _is_other_way(of: Fleet, fleet: Fleet) -> bool:
@@ -307,11 +317,12 @@ def _other_way(row: FleetRow, every: Sequence[Candidate]) -> Candidate | None:
     return min(others, key=lambda candidate: (candidate.usd, candidate.hours), default=None)
 
 
-def _row(candidate: Candidate, plan: CloudPlan, starts: int) -> FleetRow | None:
-    """Return a row of so many replays. None: too few of them reach the target."""
+def _row(candidate: Candidate, plan: CloudPlan, starts: int, known: list[Replayed] | None = None) -> FleetRow | None:
+    """Return a row of so many replays, of which some may be known. None: too few of them reach the target."""
+    known = [] if known is None else known
     job = candidate.resolved.job
     confidence = job.budget.deadline_confidence
-    replays = replays_of(plan, MoveRules.of(job), confidence, starts)
+    replays = replays_of(plan, MoveRules.of(job), confidence, starts, known)
     if replays is None or replays.enough_ms is None:
         return None
     in_time = replays.met is None or replays.met >= confidence * replays.starts
@@ -322,6 +333,7 @@ def _row(candidate: Candidate, plan: CloudPlan, starts: int) -> FleetRow | None:
         replays=replays,
         in_time=in_time,
         why_not="",
+        known=known,
     )
 
 

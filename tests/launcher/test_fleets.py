@@ -206,8 +206,8 @@ def test_what_fails_its_further_replays_is_not_shown(checked, monkeypatch):
     """A fleet that was lucky in its first replays, and then ends too seldom, is no plan."""
     whole, first = service.replays_of, set()
 
-    def replays_of(plan, rules, confidence, starts):
-        replays = whole(plan, rules, confidence, starts)
+    def replays_of(plan, rules, confidence, starts, known):
+        replays = whole(plan, rules, confidence, starts, known)
         if plan.slots in first:
             return replace(replays, enough_ms=None)
         first.add(plan.slots)
@@ -322,33 +322,54 @@ def test_the_plan_says_what_the_other_way_beside_its_trainer_came_to(checked):
     assert "the trainer alone" not in screen, "its closed form is no replay"
 
 
-def test_a_fleet_that_more_replays_find_late_is_not_bought(checked, monkeypatch):
-    late, replayed = set(), service._row
+@pytest.fixture
+def rounds(monkeypatch):
+    """Return the starts asked of each fleet, and replay each at most twice. A fleet in `late` is late in the last."""
+    asked, late, replayed = [], set(), service._row
 
-    def row(candidate, plan, starts):
+    def row(candidate, plan, starts, known=None):
+        asked.append((candidate.key, starts))
         made = replayed(candidate, plan, min(starts, 2))
-        return replace(made, in_time=False) if starts == 99 and candidate.key in late else made
+        made = replace(made, replays=replace(made.replays, starts=starts))
+        return replace(made, in_time=False) if starts == service.CONFIRMED_STARTS and candidate.key in late else made
 
-    monkeypatch.setattr(service, "CONFIRMED_STARTS", 99)
     monkeypatch.setattr(service, "_row", row)
+    for name, value in (("FIRST_STARTS", 4), ("STARTS", 10), ("CONFIRMED_STARTS", 30), ("NODE_HOURS_OF_START", 10_000)):
+        monkeypatch.setattr(service, name, value)
+    return asked, late
+
+
+def test_a_fleet_that_more_replays_find_late_is_not_bought(checked, rounds):
+    _, late = rounds
     first = choose_fleet(checked().job, MARKET).in_time
     late.add(first.key)
     found = choose_fleet(checked().job, MARKET)
     assert found.chosen == found.in_time
     assert found.in_time.key != first.key
-    ((key, why),) = service._late_after_all([first])
-    assert (key, why) == (first.key, "too often past the deadline (2 of 99 further replays meet it)")
+    assert found.in_time.replays.starts == service.CONFIRMED_STARTS
 
 
-def test_all_fleets_of_a_round_are_replayed_equally_often(checked, monkeypatch):
+def test_the_cheapest_in_time_and_those_near_it_are_replayed_most(checked, rounds):
+    asked, _ = rounds
+    found = choose_fleet(checked().job, MARKET)
+    most = {key for key, starts in asked if starts == service.CONFIRMED_STARTS}
+    assert found.chosen.key in most
+    near = [row for row in found.front if row.in_time and row.replays.usd <= service.NEAR * found.chosen.replays.usd]
+    assert {row.key for row in near} <= most
+    assert {row.key for row in found.front} - most, "the quickest is dearer, and its dollars need not be as exact"
+
+
+def test_replays_go_on_where_they_ended(checked):
+    """A start is replayed once, however many rounds a fleet takes part in."""
+    row = choose_fleet(checked().job, MARKET).chosen
+    assert len(row.known) == row.replays.starts
+    again = service._row(row.candidate, row.plan, row.replays.starts)
+    assert again.replays == row.replays
+
+
+def test_all_fleets_of_a_round_are_replayed_equally_often(checked, rounds):
     """Starts that are hard for one fleet are hard for the others."""
-    replayed, asked = service._row, []
-
-    def row(candidate, plan, starts):
-        asked.append(starts)
-        return replayed(candidate, plan, min(starts, 2))
-
-    monkeypatch.setattr(service, "_row", row)
+    asked, _ = rounds
     choose_fleet(checked(**{"budget.deadline": "30d"}).job, MARKET)
     assert len(asked) > 4
-    assert len(set(asked)) <= 2, "the first round, and the last one"
+    assert {starts for _, starts in asked} == {service.FIRST_STARTS, service.STARTS, service.CONFIRMED_STARTS}

@@ -122,9 +122,7 @@ def test_mlflow_has_a_whole_run_with_a_restart_of_the_controller(home, monkeypat
     assert numbers == [record.number + 1 for record in records]
     for name in {name for record in records for name in record.values}:
         history = client.get_metric_history(found.info.run_id, name)
-        wanted = {
-            (record.iteration, record.at_ms): record.values[name] for record in records if name in record.values
-        }
+        wanted = {(record.iteration, record.at_ms): record.values[name] for record in records if name in record.values}
         assert {(point.step, point.timestamp) for point in history} == set(wanted)
         for point in history:  # two of one step where a node's bill was closed, and its cost rounded, between them
             assert point.value == pytest.approx(wanted[point.step, point.timestamp], abs=2e-6), name
