@@ -5,7 +5,8 @@
 For each Python and each extra of pyproject.toml, a new environment gets the wheel with `engine/versions.lock`. Then
 `pip check` looks for packages that contradict one another, the extra's packages are imported, `spotrl doctor` runs, and
 with the extra `engine` the quickstart. All run in an empty folder, without variables of this project. Needs a package
-index, and 5 GB of disk at a time. `--extra NAME` tries that extra alone.
+index, and 5 GB of disk at a time. `--extra NAME` tries that extra alone, and may be repeated. Ctrl-C writes the page with
+the environments that were tried.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -68,10 +70,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.environ["PIP_CACHE_DIR"] = f"{folder}/cache"  # one download for all environments
         wheel = built_wheel(Path(folder))
-        for extra in options.extra or IMPORTS:
-            for python in options.python:
-                rows.append(tried(wheel, python, extra))
-                print(rows[-1], file=sys.stderr, flush=True)
+        with suppress(KeyboardInterrupt):
+            for extra in options.extra or IMPORTS:
+                for python in options.python:
+                    rows.append(tried(wheel, python, extra))
+                    print(rows[-1], file=sys.stderr, flush=True)
     publish(
         "installs",
         question="on which Pythons does the wheel install and run, with each of its extras?",

@@ -35,6 +35,10 @@ LINES_VARIABLE = "SPOTRL_GPU_FIGURES"
 KINDS = {"case", "error", "done_s"}
 """Key that tells what a line holds: a figure, an error, or the end of a check."""
 
+HOLD_VARIABLE = "SPOTRL_GPU_HOLD"
+"""Environment variable of tests: with it, a check stands still after its first figure, until it is killed. A narrow
+check has all of its figures within a second, so a kill would come too late."""
+
 COMMIT_VARIABLE = "SPOTRL_COMMIT"
 """Environment variable with the commit, for a copy of the code without its git folder."""
 
@@ -78,6 +82,8 @@ def describe_device() -> dict[str, Any]:
 def keep_figure(check: str, case: Sequence[str], value: object, device: Mapping[str, Any]) -> None:
     """Append the line of one case of a check. `case`: the path of keys to the value."""
     _append({"check": check, "case": list(case), "value": value, **_origin(device)})
+    while HOLD_VARIABLE in os.environ:
+        time.sleep(1.0)
 
 
 def keep_figures(check: str, figures: Mapping[str, Any], device: Mapping[str, Any]) -> None:
