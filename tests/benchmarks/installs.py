@@ -5,8 +5,8 @@
 For each Python and each extra of pyproject.toml, a new environment gets the wheel with `engine/versions.lock`. Then
 `pip check` looks for packages that contradict one another, the extra's packages are imported, `spotrl doctor` runs, and
 with the extra `engine` the quickstart. All run in an empty folder, without variables of this project. Needs a package
-index, and 5 GB of disk at a time. `--extra NAME` tries that extra alone, and may be repeated. Ctrl-C writes the page with
-the environments that were tried.
+index, and 5 GB of disk at a time. `--extra NAME` tries that extra alone, and may be repeated. Ctrl-C writes the page
+with the environments that were tried.
 """
 
 import argparse
