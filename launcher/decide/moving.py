@@ -11,14 +11,12 @@ first. After a move the other region is home, so the run comes back only when th
 
 from collections.abc import Sequence
 
-from engine.events import Market
 from launcher.decide.facts import Facts, NodeRecord, Wanted
 from launcher.decide.failover import Elsewhere
 from launcher.decide.launch_history import Tried
 from launcher.decide.run_budget import hourly_of
-from launcher.decide.waiting import price_of
 from launcher.money import HOUR_MS, dollars, duration
-from launcher.placement.options import Option, SiteOptions
+from launcher.placement.options import SiteOptions
 from launcher.placement.price_of_waiting import CHANGE_HOURS, expected_rest_hours
 from launcher.placement.value import GB
 
@@ -41,7 +39,7 @@ def options_elsewhere(
 
     `after`: the nodes after the actions decided so far.
     """
-    at_home, since_ms, work = _on_spot(home.trainer), tried.out_since_ms, facts.work
+    at_home, since_ms, work = home.spot_trainer, tried.out_since_ms, facts.work
     if work is None or not work.left or since_ms is None or facts.now_ms < since_ms + wanted.rules.trainer_wait_ms:
         return []
     if not all(tried.is_denied(option) or tried.refused(option) for option in at_home):
@@ -53,7 +51,7 @@ def options_elsewhere(
     stays = rest_hours * (idle + HOUR_WORTH * _fleet(home, wanted))
     paying: list[tuple[float, Elsewhere]] = []
     for site in sites:
-        open_ones = [option for option in _on_spot(site.trainer) if not tried.is_denied(option)]
+        open_ones = [option for option in site.spot_trainer if not tried.is_denied(option)]
         if site.place == home.place or not open_ones:
             continue
         per_gb = REGION_MICRO_USD_PER_GB if site.cloud == home.cloud else CLOUD_MICRO_USD_PER_GB
@@ -70,12 +68,7 @@ def options_elsewhere(
     return [elsewhere for _, elsewhere in sorted(paying, key=lambda pair: pair[0])]  # the plan's order among equals
 
 
-def _on_spot(options: Sequence[Option]) -> list[Option]:
-    return [option for option in options if option.placement.market is Market.SPOT]
-
-
-def _fleet(site: SiteOptions, wanted: Wanted) -> float:
+def _fleet(site: SiteOptions, wanted: Wanted) -> int:
     """Return the hourly price of the run's nodes in a region at its cheapest offers, in micro-dollars."""
-    trainer = min(map(price_of, _on_spot(site.trainer)), default=0)
-    rollout = min(map(price_of, _on_spot(site.rollout) or site.rollout), default=0)
+    trainer, rollout = site.least_micro_usd_per_hour
     return trainer + sum(slot.role == "rollout" for slot in wanted.slots) * rollout

@@ -29,7 +29,7 @@ from launcher.decide.moving import options_elsewhere
 from launcher.decide.promotion import SUCCESSOR, LossOfTrainer, may_train, trainer_on_spot, why_on_demand
 from launcher.decide.replacing import stays
 from launcher.decide.run_budget import beside, hourly_of
-from launcher.decide.waiting import may_risk_spot, price_of, why_late, why_stand_in, why_trainer_stand_in
+from launcher.decide.waiting import may_risk_spot, why_late, why_stand_in, why_trainer_stand_in
 from launcher.placement.options import Option, SiteOptions
 from launcher.placement.plan import Slot
 from launcher.placement.price_of_waiting import Prices
@@ -51,7 +51,7 @@ def place_of(slot: Slot, tried: Tried, after: Sequence[NodeRecord], facts: Facts
             beside_others = next_trainer_node(slot.name, after, tried, wanted.rules, facts.now_ms)
             if beside_others is not None:
                 return beside_others
-        sites = _within(facts.sites, facts, None if limit is None else limit // trainer_nodes)
+        sites = _within(facts.sites, None if limit is None else limit // trainer_nodes)
         if slot.placement.market is Market.SPOT:
             return _trainer_on_spot(slot, tried, after, facts, wanted, sites)
         return next_trainer(tried, sites, wanted.rules, facts.now_ms)
@@ -61,7 +61,7 @@ def place_of(slot: Slot, tried: Tried, after: Sequence[NodeRecord], facts: Facts
     is_alike = may_train(slot, wanted)
     place = tried.trainer.site if tried.trainer is not None else site_of_run(tried, facts.sites).place
     here = [site for site in facts.sites if site.place == place and (tried.trainer is not None or is_alike)]
-    sites = _within(here, facts, None if limit is None else limit - hourly_of(after))
+    sites = _within(here, None if limit is None else limit - hourly_of(after))
     nodes = sum(slot.role == "rollout" for slot in wanted.slots)
     if slot.name == SUCCESSOR or any(node.slot == slot.name and stays(node) for node in after):
         if not may_risk_spot(facts, wanted):
@@ -119,13 +119,13 @@ def _why_trainer_stand_in(
     working = [node for node in after if node.role == "rollout" and stays(node)]
     rollout = [other for other in wanted.slots if other.role == "rollout"]
     prices = Prices(
-        trainer=min(map(price_of, lacking)),
-        spot=sum(price_of(other.option) for other in rollout) / max(1, len(rollout)),
+        trainer=min(option.whole_micro_usd_per_hour for option in lacking),
+        spot=sum(other.option.whole_micro_usd_per_hour for other in rollout) / max(1, len(rollout)),
         on_demand=sum(map(_on_demand_price, rollout)) / max(1, len(rollout)),
         trainer_on_demand=_on_demand_price(slot),
     )
     idle = hourly_of(working)
-    price = price_of(stand_in)
+    price = stand_in.whole_micro_usd_per_hour
     return why_trainer_stand_in(facts, wanted, prices, len({n.slot for n in working}), idle, out_since_ms, price)
 
 
@@ -151,7 +151,7 @@ def _why_stand_in(
     planned = trainer_on_spot(wanted)
     prices = Prices(
         trainer=number_of_trainer_nodes(wanted) * (trainer.micro_usd_per_hour + trainer.beside_micro_usd_per_hour),
-        spot=min((price_of(option) for option in lacking), default=slot.on_demand_micro_usd_per_hour),
+        spot=min((option.whole_micro_usd_per_hour for option in lacking), default=slot.on_demand_micro_usd_per_hour),
         on_demand=_on_demand_price(slot),
         trainer_on_demand=None if planned is None else _on_demand_price(planned),
     )
@@ -159,7 +159,7 @@ def _why_stand_in(
     return why_stand_in(facts, wanted, prices, working, out_since_ms, price)
 
 
-def _within(sites: Sequence[SiteOptions], facts: Facts, micro_usd_per_hour: int | None) -> Sequence[SiteOptions]:
+def _within(sites: Sequence[SiteOptions], micro_usd_per_hour: int | None) -> Sequence[SiteOptions]:
     """Return the sites without offers above the price limit.
 
     If every offer is too expensive, the sites are returned unchanged, so that the budget guard's refusal names the
@@ -169,12 +169,12 @@ def _within(sites: Sequence[SiteOptions], facts: Facts, micro_usd_per_hour: int 
         return sites
 
     def fits(option: Option) -> bool:
-        return option.placement.micro_usd_per_hour + beside(option.placement, facts) <= micro_usd_per_hour
+        return option.whole_micro_usd_per_hour <= micro_usd_per_hour
 
     def cheap(options: tuple[Option, ...]) -> tuple[Option, ...]:
         return tuple(option for option in options if fits(option)) or options
 
-    if all(fits(option) for site in sites for option in (*site.trainer, *site.rollout)):
+    if all(site.dearest_micro_usd_per_hour <= micro_usd_per_hour for site in sites):
         return sites
     trainers_fit = any(fits(option) for site in sites for option in site.trainer)
     return [

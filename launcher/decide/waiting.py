@@ -16,7 +16,6 @@ from launcher.decide.facts import Facts, Wanted
 from launcher.decide.launch_history import PRIOR_HAZARD, PRIOR_HAZARD_HOURS
 from launcher.decide.work_left import WorkLeft
 from launcher.money import HOUR_MS, duration
-from launcher.placement.options import Option
 from launcher.placement.price_of_waiting import (
     CHANGE_MS,
     MOST_OVER,
@@ -231,8 +230,3 @@ def why_late(facts: Facts, wanted: Wanted) -> str | None:
 
 def _early(slack: float) -> str:
     return f"{duration(round(slack))} early" if slack >= 0 else f"{duration(round(-slack))} late"
-
-
-def price_of(option: Option) -> int:
-    """Return an option's hourly price with disk and address, in micro-dollars."""
-    return option.placement.micro_usd_per_hour + option.placement.side_micro_usd_per_hour

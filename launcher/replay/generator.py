@@ -57,7 +57,7 @@ def _doubled(ms: int) -> int:
     return 1 << ms.bit_length()
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=8192)
 def _changes(spells: Spells, stream: str, end_ms: int) -> Sequence[tuple[int, bool]]:
     """Return (time, whether there is capacity from then on) from 0 on. The same stream gives the same market."""
     random = Random(stream)

@@ -14,7 +14,6 @@ from launcher.decide.waiting import (
     is_money_used_up,
     may_risk_spot,
     pays_on_demand,
-    price_of,
     reserve_ms,
     slack_ms,
     why_stand_in,
@@ -220,4 +219,4 @@ def test_the_time_with_spot_counts_for_every_slot():
 def test_the_price_of_an_offer_counts_its_disk_and_address():
     offer = option("a", Market.SPOT, 1_000_000)
     assert offer.placement.side_micro_usd_per_hour > 0
-    assert price_of(offer) == 1_000_000 + offer.placement.side_micro_usd_per_hour
+    assert offer.whole_micro_usd_per_hour == 1_000_000 + offer.placement.side_micro_usd_per_hour
