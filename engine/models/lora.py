@@ -173,7 +173,9 @@ def _converted(pipeline: str, file: LoraFile, tensors: Mapping[str, Tensor]) -> 
     convert = getattr(diffusers, pipeline).lora_state_dict
     modules = list(file.ranks)
     numbered = {
-        key: torch.full_like(tensor, modules.index(match["module"]) + 1) if (match := FACTOR.fullmatch(key)) else tensor
+        key: torch.tensor(1.0 + modules.index(match["module"])).expand(tensor.shape)
+        if (match := FACTOR.fullmatch(key))
+        else tensor
         for key, tensor in tensors.items()
     }
     try:
