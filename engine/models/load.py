@@ -52,7 +52,7 @@ def load_adapter(
     not fit.
     """
     adapter = load_family(config, device, dtype, reads_later=reads_later)
-    lora = {} if config.lora is None else load_lora(config, adapter.transformer)
+    lora = load_lora(config, adapter.transformer) if config.lora is not None else {}
     if config.lora_use == "merge":
         merge(adapter.transformer, lora)
     freeze_but_trained(adapter, config)

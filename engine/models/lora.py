@@ -83,7 +83,9 @@ def merge(network: nn.Module, factors: Mapping[str, Factors]) -> None:
     Holds one fp32 product beside the weights: less than the activations of any pass.
     """
     for name, pair in factors.items():
-        weight: Tensor = network.get_submodule(name).weight.data  # type: ignore[assignment, union-attr]
+        layer = network.get_submodule(name)
+        assert isinstance(layer, nn.Linear), "load_lora lets no other layer pass"
+        weight = layer.weight.data
         weight.copy_(weight.float() + pair.b.to(weight.device) @ pair.a.to(weight.device))
 
 

@@ -142,7 +142,7 @@ def prepare_folder(
     if not common:
         callers = {cloud: api.caller() for cloud, api in apis.items()}
         model = None if job.model.path is None else (workdir or Path()) / job.model.path
-        lora = [] if job.model.lora is None else files_of(find_lora((workdir or Path()) / job.model.lora))
+        lora = files_of(find_lora((workdir or Path()) / job.model.lora)) if job.model.lora is not None else []
         common = {
             "owners": {cloud: caller.owner for cloud, caller in callers.items()},
             "accounts": {cloud: caller.account for cloud, caller in callers.items()},

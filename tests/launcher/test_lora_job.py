@@ -21,7 +21,7 @@ from launcher.provision.provide import prepare_folder
 from launcher.provision.sky.bundle import Bundle
 from launcher.runs.runs import resume_run
 from launcher.runs.start import find_start
-from launcher.storage.weights import weights_of
+from launcher.storage.weights import digest_of, weights_of
 from tests.launcher.cluster.test_sky_provisioner import FakeCloud
 from tests.launcher.made_ledger import a_run, a_session
 
@@ -100,7 +100,6 @@ def test_a_run_whose_lora_was_changed_is_not_resumed(tmp_path):
             **run.job,
             "model": ModelConfig(weights="lora", lora=lora.name, lora_sha256=lora_digest(lora)).model_dump(),
         }
-        (tmp_path / "first").mkdir()
         session.commit()
         a_lora(lora, fill=2.0)
         with pytest.raises(Failure, match="it is not the file that the run began with; put that file back"):
@@ -127,7 +126,7 @@ def test_a_node_on_a_cloud_reads_the_lora_from_the_bucket_alone(tmp_path, monkey
         return Bundle(folder=to, digest="d1", setup="")
 
     monkeypatch.setattr("launcher.provision.provide.make_bundle", make_bundle)
-    (tmp_path / "bucket" / "_weights").mkdir(parents=True)
+    (tmp_path / "bucket" / "_weights" / digest_of(folder)).mkdir(parents=True)
     job = checked.job.model_copy(update={"ssh_from": "203.0.113.7/32"})
     common = prepare_folder(tmp_path / "run", job, {"aws": FakeCloud()}, checked.workdir)
     assert bundles == [["adapter_model.safetensors", "adapter_config.json"]]
