@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.model_parts import FolderError
-from engine.storage.tensor_files import Stored
+from engine.model_parts import FolderError, tensors_of
 
 PEFT_CONFIG = "adapter_config.json"
 """File of a PEFT folder with the alpha of the adapters, beside `adapter_model.safetensors`."""
@@ -117,13 +116,10 @@ def read_lora(path: Path) -> LoraFile:
     """
     file = find_lora(path)
     try:
-        stored = Stored.of_path(file)
-        shapes = {name: entry.shape for name, entry in stored.entries().items()}
-        metadata = stored.metadata()
+        shapes = {name: spec.shape for name, spec in tensors_of(file).items()}
+        metadata = _metadata(file)
     except (ValueError, OSError) as error:
-        raise _error(
-            f"model.lora is {file}, which is no whole safetensors file ({error})", "download it again"
-        ) from None
+        raise _error(f"model.lora is {file}, which {error}", "download it again") from None
     made_by = _made_by(file, shapes)
     config = _config(file, metadata, made_by)
     _check_names(file, shapes)
@@ -162,6 +158,13 @@ def check_digest(path: Path, sha256: str | None) -> None:
 
 def _error(found: str, remedy: str) -> FolderError:
     return FolderError("model.lora", found, remedy)
+
+
+def _metadata(file: Path) -> dict[str, str]:
+    """Return the texts in a header that `tensors_of` has read."""
+    with file.open("rb") as opened:
+        header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+    return dict(header.get("__metadata__") or {})
 
 
 def _made_by(file: Path, names: Mapping[str, object]) -> str:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from io import RawIOBase
 from pathlib import Path
-from typing import Any
 
 from engine.durable import sync_folder
 
@@ -132,7 +131,13 @@ class Stored:
     def entries(self) -> dict[str, TensorEntry]:
         """Return the tensors by name. Raises ValueError if these bytes are not a whole file of tensors."""
         try:
-            length, header = self._header()
+            start = memoryview(bytearray(8))
+            self.read_into(0, start)
+            length = int.from_bytes(start, "little")
+            if 8 + length > self.size:
+                raise ValueError(f"its header of {length} bytes is cut off at {self.size}")
+            header = memoryview(bytearray(length))
+            self.read_into(8, header)
             entries = {
                 name: TensorEntry(
                     dtype=raw["dtype"],
@@ -140,7 +145,7 @@ class Stored:
                     at=8 + length + raw["data_offsets"][0],
                     size=raw["data_offsets"][1] - raw["data_offsets"][0],
                 )
-                for name, raw in header.items()
+                for name, raw in json.loads(bytes(header)).items()
                 if name != "__metadata__"
             }
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, OSError) as error:
@@ -149,21 +154,6 @@ class Stored:
         if end != self.size:
             raise ValueError(f"the file of tensors has {self.size} bytes; its header names {end}")
         return entries
-
-    def metadata(self) -> dict[str, str]:
-        """Return the texts of the header that are no tensors. Call after `entries`, which checks the header."""
-        return dict(self._header()[1].get("__metadata__") or {})
-
-    def _header(self) -> tuple[int, dict[str, Any]]:
-        """Return the header's length in bytes, and the header."""
-        start = memoryview(bytearray(8))
-        self.read_into(0, start)
-        length = int.from_bytes(start, "little")
-        if 8 + length > self.size:
-            raise ValueError(f"its header of {length} bytes is cut off at {self.size}")
-        header = memoryview(bytearray(length))
-        self.read_into(8, header)
-        return length, dict(json.loads(bytes(header)))
 
 
 def header_of(tensors: Mapping[str, tuple[str, Sequence[int], int]]) -> tuple[bytes, list[str]]:

@@ -38,11 +38,10 @@ def a_lora(file, rank=4, fill=1.0):
     return file
 
 
-def a_job(tmp_path, *, infra="local", **model):
+def a_job(tmp_path, **model):
     (tmp_path / "job").mkdir(exist_ok=True)
     file = tmp_path / "job" / "job.yaml"
-    store = {} if infra == "local" else {"infra": infra, "store": {"aws": (tmp_path / "bucket").as_uri()}}
-    file.write_text(json.dumps({"name": "second", "model": {"weights": "lora", **model}, **store}))
+    file.write_text(json.dumps({"name": "second", "model": {"weights": "lora", **model}}))
     return load_job(file)
 
 
@@ -118,7 +117,7 @@ def test_a_node_on_a_cloud_reads_the_lora_from_the_bucket_alone(tmp_path, monkey
     folder = tmp_path / "job" / "theirs"
     a_lora(folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(json.dumps({"lora_alpha": 8, "r": 4}))
-    checked = a_job(tmp_path, infra="aws", lora="theirs")
+    checked = a_job(tmp_path, lora="theirs")
     bundles = []
 
     def make_bundle(to, workdir, *, sent):
@@ -127,7 +126,8 @@ def test_a_node_on_a_cloud_reads_the_lora_from_the_bucket_alone(tmp_path, monkey
 
     monkeypatch.setattr("launcher.provision.provide.make_bundle", make_bundle)
     (tmp_path / "bucket" / "_weights" / digest_of(folder)).mkdir(parents=True)
-    job = checked.job.model_copy(update={"ssh_from": "203.0.113.7/32"})
+    on_aws = {"infra": "aws", "store": {"aws": (tmp_path / "bucket").as_uri()}, "ssh_from": "203.0.113.7/32"}
+    job = checked.job.model_copy(update=on_aws)
     common = prepare_folder(tmp_path / "run", job, {"aws": FakeCloud()}, checked.workdir)
     assert bundles == [["adapter_model.safetensors", "adapter_config.json"]]
     shutil.rmtree(folder)
