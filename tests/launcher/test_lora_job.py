@@ -29,7 +29,7 @@ NAMES = ("transformer_blocks.0.attn.to_q", "transformer_blocks.1.attn.to_q")
 
 
 def a_lora(file, rank=4, fill=1.0):
-    file.parent.mkdir(exist_ok=True)
+    file.parent.mkdir(parents=True, exist_ok=True)
     tensors = {}
     for name in NAMES:
         tensors[f"transformer.{name}.lora_A.weight"] = np.full((rank, 96), fill, np.float32)
