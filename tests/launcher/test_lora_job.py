@@ -22,7 +22,7 @@ from launcher.provision.sky.bundle import Bundle
 from launcher.runs.runs import resume_run
 from launcher.runs.start import find_start
 from launcher.storage.weights import digest_of, weights_of
-from tests.launcher.cluster.test_sky_provisioner import FakeCloud
+from tests.launcher.cluster.fake_cloud import FakeCloud
 from tests.launcher.made_ledger import a_run, a_session
 
 NAMES = ("transformer_blocks.0.attn.to_q", "transformer_blocks.1.attn.to_q")
