@@ -1,5 +1,6 @@
 """Define the job file's `model` section. The module does not import torch, like `engine/config.py`."""
 
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
@@ -64,6 +65,17 @@ class ModelConfig(Strict):
     lora_alpha: Positive = 32
     """Scale of the low-rank adapters: the update is multiplied by `lora_alpha / lora_rank`. Used with `weights: lora`
     only."""
+    lora: str | None = None
+    """Somebody else's LoRA for this model: a .safetensors file of diffusers, PEFT, kohya or ai-toolkit, or the folder
+    of one, relative to the job file. A file with DoRA, LoKr, LoHa, tensors of a text encoder, or any name or shape that
+    is not the model's is refused. Needs `weights: lora`."""
+    lora_use: Literal["merge", "continue"] = "merge"
+    """Use of `lora`. `merge`: its product is added to the base weights, and the run trains new adapters. `continue`:
+    the run's adapters begin with its factors; without `lora_rank`, the file's largest rank is taken, and a larger one
+    leaves the start as it is. Every comparison is with the base model together with the LoRA."""
+    lora_sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
+    """SHA-256 of the file of `lora`, as hubs print it; with PEFT's `adapter_config.json`, of both files one after the
+    other. Filled in when the job is read; another file is then refused."""
     checkpointing: Literal["auto", "on", "off"] = "auto"
     """Gradient checkpointing: a training pass keeps the input of every transformer block only, and computes each block
     again in the backward pass. Saves most of the memory for a third more computing. Rollouts and evaluations do not
@@ -100,6 +112,35 @@ class ModelConfig(Strict):
                 f"because only {' and '.join(SHIPPED)} ship with spotrl"
             )
         return self
+
+    @model_validator(mode="after")
+    def _lora_has_a_place(self) -> Self:
+        if self.lora is None:
+            return self
+        if self.weights == "full":
+            raise ValueError(
+                "model.lora is given, and model.weights is full; use model.weights: lora, or merge the LoRA with "
+                "diffusers (`fuse_lora`, `save_pretrained`) and give that folder as model.path"
+            )
+        if self.start is not None and self.lora_use == "continue":
+            raise ValueError(
+                "model.from and model.lora with lora_use: continue both say where the adapters begin; leave one out, "
+                "or use lora_use: merge"
+            )
+        return self
+
+    @property
+    def lora_text(self) -> str:
+        """Return the LoRA in words; empty without one."""
+        if self.lora is None:
+            return ""
+        use = "merged into the base" if self.lora_use == "merge" else "continued"
+        return f"{PurePath(self.lora).name}, {use}, sha256 {(self.lora_sha256 or 'not known')[:12]}"
+
+    @property
+    def merged_lora(self) -> str | None:
+        """Return the digest of the LoRA that is merged into the base weights, or None."""
+        return self.lora_sha256 if self.lora is not None and self.lora_use == "merge" else None
 
     @model_validator(mode="after")
     def _has_blocks_to_compile(self) -> Self:

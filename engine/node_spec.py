@@ -103,6 +103,9 @@ class NodeSpec(Strict):
     weights: str = ""
     """Location of the model's folder in the run's bucket (obstore URL). The node downloads the folder to its own disk.
     Empty: `model.path` is a folder of this node, or the model ships with spotrl."""
+    lora: str = ""
+    """Location of the files of `model.lora` in the run's bucket, like `weights`. Empty: `model.lora` is a path of this
+    node, or the job has none."""
     judges_micro_usd: int | None = None
     """Budget of the run's paid judges in micro-dollars, raised by `spotrl resume`. None: as in `engine.reward`. It is
     no part of `engine`, because a run with more money is the same job, and continues from its checkpoints."""

@@ -28,6 +28,7 @@ CONTRACT = {
     "engine.installation",
     "engine.work_clock",
     "engine.mark",
+    "engine.lora_file",
     "engine.model_folder",
     "engine.model_parts",
     "engine.prompt_set",

@@ -10,8 +10,10 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import click
+import numpy as np
 import pytest
 from ruamel.yaml import YAML
+from safetensors.numpy import save_file
 
 from docs.generate import commands, files, models_in, sections
 from engine.model_parts import PIPELINES
@@ -120,6 +122,9 @@ def test_a_job_of_the_pages_loads(page, text, tmp_path):
                 (tmp_path / model["path"]).mkdir(exist_ok=True)
                 if model.get("name") in PIPELINES:
                     write_model(tmp_path / model["path"], model["name"])
+            if isinstance(model, dict) and "lora" in model:
+                pair = {f"transformer.x.lora_{part}.weight": np.ones((1, 1), np.float32) for part in "AB"}
+                save_file(pair, tmp_path / model["lora"])
     assert load_job(job).path == job
 
 

@@ -23,12 +23,17 @@ from engine.families import FAMILIES
 from engine.model_folder import ModelFolder, model_folder
 from engine.models.adapter import DiTAdapter
 from engine.models.half_layers import compute_in_half
+from engine.models.lora import load_lora, merge, start_from
 from engine.models.text import COMES_LAST
 from engine.models.weights import exchanged, set_weights
 from engine.storage.tensor_files import Stored
 
 _DTYPE = "spotrl_computing_dtype"
 """Attribute of a network that computes in another dtype than its weights have."""
+
+_CONTINUES = "spotrl_continues"
+"""Attribute of a network whose adapters begin with somebody else's factors, so the base is not the start of training.
+"""
 
 LORA_SEED = 0
 """Seed of the random start values of low-rank adapters. Every node draws the same values."""
@@ -43,10 +48,17 @@ def load_adapter(
     `dtype`: number format of computing and of frozen weights, for models from a folder; shipped models are fp32.
     Trained weights are fp32. `reads_later`: the transformer of a folder has no values until `unread.read_values`, for
     full weights that ranks divide.
-    Raises ValueError if the folder is not the model's, or cannot make the size in `config`.
+    Raises ValueError if the folder is not the model's, or cannot make the size in `config`, or if `config.lora` does
+    not fit.
     """
     adapter = load_family(config, device, dtype, reads_later=reads_later)
+    lora = load_lora(config, adapter.transformer) if config.lora is not None else {}
+    if config.lora_use == "merge":
+        merge(adapter.transformer, lora)
     freeze_but_trained(adapter, config)
+    if config.lora_use == "continue":
+        start_from(trainable(adapter), lora, config.lora_alpha / config.lora_rank)
+        setattr(adapter.transformer, _CONTINUES, bool(lora))
     if config.weights == "full" and config.name not in SHIPPED and dtype == torch.bfloat16:
         compute_in_bfloat16(adapter.transformer)
     if config.recomputes:
@@ -233,9 +245,11 @@ class ReferencePolicy:
     def of(cls, adapter: DiTAdapter, *, is_started: bool = False) -> "ReferencePolicy":
         """Return the current model as reference. Call right after `load_adapter`, before a checkpoint is read.
 
-        `is_started`: True if `load_start` was called. The base without adapters is then not the start of training.
+        `is_started`: True if `load_start` was called. The base without adapters is then not the start of training, and
+        neither is it with `lora_use: continue`, whose adapters change the model from the beginning.
         """
-        if not is_started and any(isinstance(module, BaseTunerLayer) for module in adapter.transformer.modules()):
+        is_base = not is_started and not getattr(adapter.transformer, _CONTINUES, False)
+        if is_base and any(isinstance(module, BaseTunerLayer) for module in adapter.transformer.modules()):
             return cls(adapter, None)
         return cls(adapter, {name: weight.detach().clone() for name, weight in trainable(adapter).items()})
 

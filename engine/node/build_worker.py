@@ -97,11 +97,11 @@ def load_model(spec: NodeSpec, number: int, *, reads_later: bool = False) -> DiT
     device = device_of(spec.engine.runtime.device, number)
     print(f"computes on {device}", flush=True)
     model = spec.engine.model
-    if spec.weights:
-        # Store beside the node's folder, because the machine's next node may replace the folder.
-        below = Path(spec.folder).parent / "weights"
-        path = fetched(spec.weights, below, partial(print, flush=True))
-        model = model.model_copy(update={"path": str(path)})
+    # Store beside the node's folder, because the machine's next node may replace the folder.
+    below = Path(spec.folder).parent / "weights"
+    for field, url in (("path", spec.weights), ("lora", spec.lora)):
+        if url:
+            model = model.model_copy(update={field: str(fetched(url, below, partial(print, flush=True)))})
     adapter = load_adapter(model, device, reads_later=reads_later)
     prompts = partial(_prompts, spec)
     prepare_prompts(adapter, prompts, Path(spec.folder) / "prompts", share=number / spec.workers)

@@ -85,7 +85,7 @@ class Loop:
         self.checkpoints = Checkpoints(context, self.state, self.reporter)
         self.cadence = Cadence(config, life_hours=context.life_hours)
         start = None if config.model.start is None else self.checkpoints.start()
-        self.started_from = "" if start is None else start.text
+        self.started_from = ", ".join(filter(None, ("" if start is None else start.text, config.model.lora_text)))
         self.outbox = Outbox(context.outbox, self.reporter.warn)
         full = config.model.weights == "full"
         self.model = TrainedModel(

@@ -88,6 +88,9 @@ def config_digest(config: EngineConfig) -> str:
     newer = {
         "model": {
             "start",
+            "lora",
+            "lora_use",
+            "lora_sha256",
             "checkpointing",
             "compile",
             "guidance_passes",

@@ -126,16 +126,39 @@ def ask_prompt_warnings(checked: CheckedJob) -> list[str]:
     if not is_here or checked.job.prompts in PROMPTS:
         return []
     config = checked.job.engine().model_dump_json()
+    warnings: list[str] = _answer(checked, "engine.entrypoints.prompt_warnings", config, str(checked.workdir))[
+        "warnings"
+    ]
+    return warnings
+
+
+def check_lora(checked: CheckedJob) -> None:
+    """Compare every name and shape of `model.lora` with the model. Loads no weights of a model folder.
+
+    Does nothing without `model.lora`, or without the model's folder here. Raises JobError or Failure like `ask_engine`.
+    """
+    model = checked.job.model
+    if model.lora is None or not (model.path is None or (checked.workdir / model.path).is_dir()):
+        return
+    if find_spec("torch") is None:
+        raise Failure(
+            f"the engine is not installed here, and model.lora is compared with the model by it; "
+            f"`{install_command('engine')}`"
+        )
+    _answer(checked, "engine.entrypoints.lora", "check", model.model_dump_json())
+
+
+def _answer(checked: CheckedJob, module: str, *words: str) -> dict[str, Any]:
+    """Run a module of the engine in the job's folder, and return its answer. Raises as `answer_of_engine`."""
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "engine.entrypoints.prompt_warnings", config, str(checked.workdir)],
+        [sys.executable, "-P", "-m", module, *words],
         cwd=checked.workdir,
         capture_output=True,
         text=True,
         errors="replace",
         check=False,
     )
-    warnings: list[str] = answer_of_engine(checked, done)["warnings"]
-    return warnings
+    return answer_of_engine(checked, done)
 
 
 def ask_engine(

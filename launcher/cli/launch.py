@@ -22,7 +22,8 @@ from rich.console import Console
 from sqlalchemy import select
 from sqlalchemy.orm import Session, sessionmaker
 
-from launcher.checks.preflight import ask_engine, ask_prompt_warnings, preflight
+from engine.lora_file import read_lora
+from launcher.checks.preflight import ask_engine, ask_prompt_warnings, check_lora, preflight
 from launcher.checks.ready import check_clouds, check_here, check_job, check_named, check_prices, closed_regions
 from launcher.cli.cloud_plan_text import cloud_plan_lines
 from launcher.cli.confirm import confirm
@@ -282,6 +283,7 @@ def launch(
     weights_file = None if weights is None else weights.file
     warnings: list[str] = []
     if checked.job.clouds:
+        check_lora(checked)
         planned, of_plan = _plan_on_clouds(
             sessions, checked, resolved, out, explain, allow_old_prices, kept, prices, fleets
         )
@@ -348,6 +350,10 @@ def overrides(flags: Mapping[str, Any], settings: tuple[str, ...]) -> dict[str, 
 
 def _find_weights(sessions: sessionmaker[Session], checked: CheckedJob, out: Console) -> StartWeights | None:
     """Fetch the weights to start from, if the job names any. The file exists as long as the command runs."""
+    if checked.job.model.lora is not None:
+        lora = read_lora(checked.workdir / checked.job.model.lora)
+        use = "Merges" if checked.job.model.lora_use == "merge" else "Continues"
+        out.print(f"{use} the LoRA {lora.text}.", highlight=False, markup=False, soft_wrap=True)
     if checked.job.model.start is None:
         return None
     place = click.get_current_context().with_resource(TemporaryDirectory(prefix=".start-", dir=home()))

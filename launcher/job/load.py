@@ -15,6 +15,7 @@ from pydantic import (
     ValidationError,
 )
 
+from engine.lora_file import check_digest, read_lora
 from engine.model_folder import FolderError, check_folder
 from engine.prompt_set import Metadata, PromptFileError, add_tested, prompt_paths, read_prompts
 from launcher.job.checked import CheckedJob, JobError, digest_of
@@ -83,7 +84,7 @@ def load_job(
     _check_prompt_files(checked)
     checked = _with_model_of_hub(checked, fetch)
     _check_files(checked)
-    return checked
+    return _with_lora(checked)
 
 
 def all_runs_of(user_config: Path, at_launch: AllRuns) -> AllRuns:
@@ -239,6 +240,32 @@ def _with_model_of_hub(checked: CheckedJob, fetch: Callable[[str], Path] | None)
         return checked
     job = checked.job.model_copy(update={"model": model.model_copy(update={"path": str(folder)})})
     return checked.with_job(job)
+
+
+def _with_lora(checked: CheckedJob) -> CheckedJob:
+    """Return the job with the digest of its LoRA file, and with the file's rank if `continue` leaves the rank open.
+
+    Raises JobError if the file cannot be used, or is not the one of `model.lora_sha256`.
+    """
+    model = checked.job.model
+    if model.lora is None:
+        return checked
+    try:
+        file = read_lora(checked.workdir / model.lora)
+        check_digest(file.path, model.lora_sha256)
+    except FolderError as error:
+        raise checked.error(error.field, error.found, error.remedy) from None
+    known: dict[str, Any] = {"lora_sha256": file.sha256}
+    if model.lora_use == "continue":
+        if "lora_rank" not in model.model_fields_set:
+            known["lora_rank"] = file.rank
+        elif file.rank > model.lora_rank:
+            raise checked.error(
+                "model.lora_rank",
+                f"model.lora_rank is {model.lora_rank}, and model.lora is {file.text}: its adapters would lose a part",
+                f"use model.lora_rank: {file.rank} or more, leave it out, or use lora_use: merge",
+            )
+    return checked.with_job(checked.job.model_copy(update={"model": model.model_copy(update=known)}))
 
 
 def _check_files(checked: CheckedJob) -> None:

@@ -51,6 +51,6 @@ def paths_seen_from(workdir: Path, values: Mapping[str, Any], folder: Path) -> d
     def prompts(source: Any) -> Any:
         return source if source in PROMPTS else seen(source)
 
-    model = {"path": model_path, "from": start, "start": start}
+    model = {"path": model_path, "from": start, "start": start, "lora": seen}
     sections = {"model": lambda part: changed(part, model), "prompts": prompts, "test_prompts": seen, "reward": reward}
     return dict(changed(values, sections))

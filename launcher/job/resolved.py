@@ -11,6 +11,7 @@ from pathlib import Path
 
 from engine.config import CandidateBudget
 from engine.exploration.value import ASSUMED_RHO
+from engine.lora_file import files_of, find_lora
 from engine.memory.budget import usable_bytes
 from engine.memory.job import JobMemory, job_memory, sent_bytes, sized_model, trained_bytes
 from engine.memory.published import EMBEDDED, SizedModel
@@ -62,6 +63,15 @@ class Resolved:
         """Return the model's folder. It may be missing on this machine: then the published sizes count."""
         path = self.job.model.path
         return None if self.workdir is None or path is None else self.workdir / path
+
+    @property
+    def lora_files(self) -> list[Path]:
+        """Return the files of the job's LoRA, which are sent to nodes beside the model. Empty if they are not here."""
+        lora = self.job.model.lora
+        try:
+            return [] if self.workdir is None or lora is None else files_of(find_lora(self.workdir / lora))
+        except FolderError:  # sent at the launch, and removed here since
+            return []
 
     @property
     def have_room(self) -> bool:

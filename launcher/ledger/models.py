@@ -73,10 +73,13 @@ class Run(Base):
         return self.with_whole_path(ModelConfig.model_validate(self.job.get("model") or {}))
 
     def with_whole_path(self, model: ModelConfig) -> ModelConfig:
-        """Return a model with the whole path of its folder: a relative path is relative to the job file's folder."""
-        if model.path is None or self.workdir is None:
+        """Return a model with whole paths of its folder and its LoRA: relative ones begin at the job file's folder."""
+        if self.workdir is None:
             return model
-        return model.model_copy(update={"path": str(Path(self.workdir) / model.path)})
+        paths = {"path": model.path, "lora": model.lora}
+        return model.model_copy(
+            update={field: str(Path(self.workdir) / path) for field, path in paths.items() if path is not None}
+        )
 
     @property
     def clock(self) -> Clock:

@@ -49,11 +49,11 @@ class BootDisk:
         return -(-sum(self.parts.values()) // GIB)
 
 
-def boot_disk(resolved: Resolved, model_bytes: int | None) -> BootDisk:
+def boot_disk(resolved: Resolved, model_bytes: int | None, lora_bytes: int = 0) -> BootDisk:
     """Return the disk that a job's nodes get. Raises PlacementError if the job names a size that is too small.
 
     `model_bytes`: size of the model's files that are sent to nodes; None if the folder is not here, and the published
-    model's size counts.
+    model's size counts. `lora_bytes`: size of the files of `model.lora`.
     """
     job, memory = resolved.job, resolved.memory
     parts = {"machine image": IMAGE_GIB * GIB, "environment": ENVIRONMENT_GIB * GIB, "run": RUN_GIB * GIB}
@@ -62,6 +62,8 @@ def boot_disk(resolved: Resolved, model_bytes: int | None) -> BootDisk:
         parts["model"] = memory.model_bytes if model_bytes is None else model_bytes
         parts["encoded prompts"] = prompts * memory.prompt_bytes
         parts["trained weights"] = TRAINED_COPIES * resolved.trained_bytes
+    if lora_bytes:
+        parts["LoRA"] = lora_bytes
     parts["file system"] = sum(parts.values()) * (100 - FILES_PERCENT) // FILES_PERCENT
     asked, needed = job.resources.disk_gb, BootDisk(gib=0, parts=parts).needed_gib
     if asked is not None and asked < needed:

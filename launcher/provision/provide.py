@@ -9,17 +9,19 @@ starts during a cloud outage, or after an upgrade of spotrl, continues with the 
 import json
 import logging
 import os
+import shutil
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from ipaddress import AddressValueError, IPv4Address
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 
 from engine.clock import Clock
 from engine.durable import write_durably
+from engine.lora_file import files_of, find_lora
 from launcher.clouds.base import CloudApi
 from launcher.clouds.build import build_cloud_api
 from launcher.exit_codes import Failure
@@ -96,6 +98,7 @@ def provisioner_of(run: Run, job: Job, clock: Clock, check_lease: Callable[[], N
         buckets=[run_store(job.store, cloud, run.name) for cloud in job.clouds],
         bundle=Bundle(folder=folder / "bundles" / common["bundle"], digest=common["bundle"]),
         weights=_weights(job, common),
+        lora=_weights(job, common, "lora"),
         regions=sorted({site.place for site in sites_from(run.plan)}),
         images=job.image,
         named=job.named,
@@ -139,11 +142,20 @@ def prepare_folder(
     if not common:
         callers = {cloud: api.caller() for cloud, api in apis.items()}
         model = None if job.model.path is None else (workdir or Path()) / job.model.path
+        lora = files_of(find_lora((workdir or Path()) / job.model.lora)) if job.model.lora is not None else []
         common = {
             "owners": {cloud: caller.owner for cloud, caller in callers.items()},
             "accounts": {cloud: caller.account for cloud, caller in callers.items()},
-            "bundle": make_bundle(folder / "bundles", workdir, model=model).digest,
+            "bundle": make_bundle(folder / "bundles", workdir, sent=[path for path in (model, *lora) if path]).digest,
         }
+        if lora:
+            alone = folder / "lora"
+            alone.mkdir(exist_ok=True)
+            for file in lora:
+                shutil.copyfile(file, alone / file.name)
+            common["lora"] = digest_of(alone)
+            for url in _weights(job, common, "lora").values():
+                send(alone, url, say)
         if model is not None:
             say(f"Reading {model}: what it holds names it in the bucket.")
             common["weights"] = digest_of(model)
@@ -165,7 +177,7 @@ def _read_common(file: Path) -> dict[str, Any]:
         return {}
 
 
-def _weights(job: Job, common: Mapping[str, Any]) -> dict[str, str]:
-    """Return the URL of the model by cloud; empty if the model ships with spotrl."""
-    digest = common.get("weights")
+def _weights(job: Job, common: Mapping[str, Any], key: Literal["weights", "lora"] = "weights") -> dict[str, str]:
+    """Return the URL of the model, or of the job's LoRA, by cloud; empty if nodes need none."""
+    digest = common.get(key)
     return {} if digest is None else {cloud: weights_of(job.store[cloud], digest) for cloud in job.clouds}

@@ -93,9 +93,10 @@ def _licence(model: ModelConfig) -> list[str]:
 
 
 def _kind(model: ModelConfig) -> str:
-    return (
-        f"Low-rank adapters (rank {model.lora_rank})" if model.weights == "lora" else "All weights of the transformer"
-    )
+    if model.weights == "full":
+        return "All weights of the transformer"
+    joined = f", joined with {model.lora_text}" if model.merged_lora else ""
+    return f"Low-rank adapters (rank {model.lora_rank}{joined})"
 
 
 def _base(model: ModelConfig) -> str:

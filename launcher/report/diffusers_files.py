@@ -42,31 +42,48 @@ EXPORT_SECONDS = 1800
 def write_for_diffusers(weights: Path, model: ModelConfig) -> Path:
     """Write files for diffusers beside `weights`, and return the path of the file or folder.
 
-    Raises Failure if the engine is not installed on this machine, cannot load the model or exceeds `EXPORT_SECONDS`.
+    Adapters of a run that merged somebody else's LoRA into its base are joined with that LoRA, so that they belong to
+    the published base. Raises Failure if the engine is needed and is not installed on this machine, cannot load the
+    model or exceeds `EXPORT_SECONDS`.
     """
     if model.weights == "lora":
-        return write_lora(weights, model.lora_rank, model.lora_alpha)
+        if model.lora is None or model.lora_use == "continue":
+            return write_lora(weights, model.lora_alpha / model.lora_rank)
+        both = weights.with_name(".joined.safetensors")
+        try:
+            _run_engine("engine.entrypoints.lora", "join", model.model_dump_json(), str(weights), str(both))
+            return write_lora(both)
+        finally:
+            both.unlink(missing_ok=True)
     folder, unfinished = weights.with_name(FULL_FOLDER), weights.with_name(f"{FULL_FOLDER}.part")
-    command = engine_command("engine.models.export", model.model_dump_json(), str(weights), str(unfinished))
     shutil.rmtree(unfinished, ignore_errors=True)  # left by a killed export
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=EXPORT_SECONDS)
-    except subprocess.TimeoutExpired:
-        raise Failure(f"the engine took more than {EXPORT_SECONDS} s to save the model") from None
-    if done.returncode:
+        _run_engine("engine.models.export", model.model_dump_json(), str(weights), str(unfinished))
+    except Failure:
         shutil.rmtree(unfinished, ignore_errors=True)
-        raise engine_failure(done.stderr, done.returncode)
+        raise
     shutil.rmtree(folder, ignore_errors=True)
     unfinished.rename(folder)
     return folder
 
 
-def write_lora(weights: Path, rank: int, alpha: int) -> Path:
-    """Copy low-rank adapters to a file for `load_lora_weights`, and return the path of the file.
+def _run_engine(module: str, *words: str) -> None:
+    """Run a module of the engine that writes a file or folder. Raises Failure."""
+    command = engine_command(module, *words)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=EXPORT_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise Failure(f"the engine took more than {EXPORT_SECONDS} s to save the model") from None
+    if done.returncode:
+        raise engine_failure(done.stderr, done.returncode)
 
-    `rank` and `alpha` come from the job, whose adapters are scaled by alpha / rank. The file holds that factor in the
-    values of every `lora_B`, and says alpha = rank. Loaders that read the header, that read `.alpha` tensors, or that
-    assume a factor of 1 therefore give the same strength. Raises Failure if the adapters are not fp32.
+
+def write_lora(weights: Path, scale: float = 1.0) -> Path:
+    """Copy low-rank adapters of one rank to a file for `load_lora_weights`, and return the path of the file.
+
+    `scale` is alpha / rank of the job, by which its adapters are scaled. The file holds that factor in the values
+    of every `lora_B`, and says alpha = rank. Loaders that read the header, that read `.alpha` tensors, or that assume
+    a factor of 1 therefore give the same strength. Raises Failure if the adapters are not fp32.
     """
     target = weights.with_name(LORA_FILE)
     unfinished = target.with_name(f"{LORA_FILE}.part")
@@ -76,19 +93,20 @@ def write_lora(weights: Path, rank: int, alpha: int) -> Path:
         if others := sorted({entry["dtype"] for entry in header.values()} - {"F32"}):
             raise Failure(f"{weights} holds adapters in {others[0]}, and a run writes F32; pull the weights again")
         renamed = {f"{PREFIX}{name.replace(ADAPTER, '.')}": entry for name, entry in header.items()}
-        text = json.dumps({"__metadata__": _metadata(header, rank), **renamed}).encode()
+        text = json.dumps({"__metadata__": _metadata(header), **renamed}).encode()
         text += b" " * (-len(text) % 8)
         file.write(len(text).to_bytes(8, "little") + text)
         # Safetensors holds the tensors one after another, in the order of their offsets.
         for name, entry in sorted(header.items(), key=lambda named: named[1]["data_offsets"][0]):
             values = np.frombuffer(source.read(entry["data_offsets"][1] - entry["data_offsets"][0]), "<f4")
-            file.write((values * np.float32(alpha / rank) if SCALED in name else values).tobytes())
+            file.write((values * np.float32(scale) if SCALED in name else values).tobytes())
     os.replace(unfinished, target)
     return target
 
 
-def _metadata(header: dict[str, Any], rank: int) -> dict[str, str]:
+def _metadata(header: dict[str, Any]) -> dict[str, str]:
     """Return the metadata for diffusers' LoraConfig. alpha is the rank: the values are scaled already."""
+    rank = next(entry["shape"][0] for name, entry in header.items() if SCALED not in name)
     config = {
         "r": rank,
         "lora_alpha": rank,

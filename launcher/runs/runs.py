@@ -22,6 +22,9 @@ from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session, sessionmaker
 
+from engine.config import ModelConfig
+from engine.lora_file import check_digest
+from engine.model_parts import FolderError
 from launcher.controller.lease import is_given_up, is_held
 from launcher.decide.facts import FAILING, OVER, Stage
 from launcher.exit_codes import Failure
@@ -229,7 +232,8 @@ def resume_run(
 
     The trainer continues from the newest checkpoint; live nodes are kept. `command`: the words that the user typed.
     Raises LimitTooLow for a spent budget, CopiedLedger for the files of another ledger, and NothingToResume for a new
-    budget of judges while a trainer lives, because its coordinator keeps the old one.
+    budget of judges while a trainer lives, because its coordinator keeps the old one. Raises Failure on the local infra
+    if the file of `model.lora` is another one.
     """
     with sessions() as session:
         run = find_run(session, run_name)
@@ -239,6 +243,8 @@ def resume_run(
         check_kept(session, run)
         check_own_folder(run)
         lease = session.get(ControllerLease, run.id)
+        if run.infra == LOCAL and run.model.lora is not None:
+            _check_lora(run.model)
         if lease is not None and is_held(lease):
             text = f"{run_name} has a controller (process {lease.pid}); `spotrl status {run_name}` shows how it goes"
             if limits != UNCHANGED:
@@ -263,6 +269,14 @@ def resume_run(
             append_status(session, run, stage, reason, now_ms)
         session.add(origin.row(run, now_ms))
     return start_controller(sessions, run_name)
+
+
+def _check_lora(model: ModelConfig) -> None:
+    """Raise Failure if `model.lora` is not the file that the run began with. Nodes on clouds read the bucket."""
+    try:
+        check_digest(Path(model.lora or ""), model.lora_sha256)
+    except FolderError as error:
+        raise Failure(str(error)) from None
 
 
 def running_processes(run: Run) -> list[int]:

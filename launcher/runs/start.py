@@ -23,6 +23,8 @@ from pydantic import ValidationError
 from sqlalchemy.orm import Session, sessionmaker
 
 from engine.config import ModelConfig
+from engine.lora_file import LoraFile, read_lora
+from engine.model_parts import FolderError
 from launcher.exit_codes import Failure
 from launcher.job.checked import CheckedJob, JobError
 from launcher.job.schema import Job
@@ -128,6 +130,8 @@ def _from_run(sessions: sessionmaker[Session], name: str, place: Path) -> _Sourc
 def _from_folder(folder: Path, to: Path) -> _Source:
     """Copy the weights from a folder of `spotrl pull`. Raises Failure with the folder's name in every message."""
     again = "pull the weights again: `spotrl pull RUN --to FOLDER`"
+    if not (folder / PULLED_MANIFEST).is_file() and (lora := _lora_in(folder)) is not None:
+        raise Failure(f"{folder} is no folder of `spotrl pull`, but a LoRA: {lora.text}; name it as model.lora")
     try:
         manifest: dict[str, Any] = json.loads((folder / PULLED_MANIFEST).read_text())
         source = _Source(
@@ -153,6 +157,13 @@ def _from_folder(folder: Path, to: Path) -> _Source:
     return source
 
 
+def _lora_in(path: Path) -> LoraFile | None:
+    try:
+        return read_lora(path)
+    except FolderError:
+        return None
+
+
 def _check_fits(checked: CheckedJob, source: _Source, file: Path) -> None:
     """Refuse weights of another model. Raises JobError.
 
@@ -160,6 +171,14 @@ def _check_fits(checked: CheckedJob, source: _Source, file: Path) -> None:
     """
     ours, theirs = checked.job.model, source.model
     fields = ["name", "weights", *(["lora_rank", "lora_alpha"] if ours.weights == "lora" else [])]
+    if ours.merged_lora != theirs.merged_lora:
+        words = "without a merged LoRA" if theirs.lora is None else f"with {theirs.lora} ({theirs.lora_use})"
+        raise _refused(
+            checked,
+            f"model.from is {ours.start}, which was trained {words}, and this job's base has "
+            f"{'none' if ours.merged_lora is None else ours.lora}",
+            "give both the same model.lora with lora_use: merge, or none",
+        )
     for field in fields:
         mine, trained = getattr(ours, field), getattr(theirs, field)
         if mine != trained:

@@ -163,7 +163,8 @@ def plan_in(
     job, folder = resolved.job, resolved.folder
     check_memory(resolved)
     check_pool(resolved)
-    disk = boot_disk(resolved, bytes_of(folder) if folder is not None and folder.is_dir() else None)
+    model_bytes = bytes_of(folder) if folder is not None and folder.is_dir() else None
+    disk = boot_disk(resolved, model_bytes, sum(file.stat().st_size for file in resolved.lora_files))
     try:
         needs = replace(cloud_requirements(resolved, disk), replays_decide=replays_decide)
         if late_nodes is not None:

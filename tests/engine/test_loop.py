@@ -9,6 +9,7 @@ from itertools import combinations
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from engine.algorithm.transaction import Transaction
 from engine.algorithm_config import AlgorithmConfig
@@ -645,6 +646,27 @@ def test_the_kl_divergence_of_a_started_run_is_one_from_its_start_weights(tmp_pa
         with reference.active():
             assert torch.equal(adapter.velocity(latents, time_of, prompt, 1.0), start)
         assert not torch.equal(adapter.velocity(latents, time_of, prompt, 1.0), start)
+
+
+@pytest.mark.parametrize("use", ["merge", "continue"])
+def test_a_run_with_a_lora_of_another_program_goes_on_exactly_where_it_was(tmp_path, use):
+    layer, generator = "transformer_blocks.0.attn.to_q", torch.Generator().manual_seed(1)
+    factors = {"A": torch.randn(2, 96, generator=generator), "B": torch.randn(96, 2, generator=generator)}
+    tensors = {f"diffusion_model.{layer}.lora_{part}.weight": factor / 8 for part, factor in factors.items()}
+    save_file(tensors, tmp_path / "their.safetensors")
+    lora = {"lora": str(tmp_path / "their.safetensors"), "lora_use": use}
+    model = ModelConfig(weights="lora", lora_rank=2, lora_alpha=4, **lora)
+    algorithm = TINY.algorithm.model_copy(update={"kl_beta": 0.1})
+    config = TINY.model_copy(update={"iterations": 2, "model": model, "algorithm": algorithm})
+    finish(config, tmp_path / "straight")
+    with pytest.raises(Killed):
+        finish(config, tmp_path / "killed", at=("publish", 3))
+    finish(config, tmp_path / "killed")
+    assert outcome(tmp_path / "killed") == outcome(tmp_path / "straight")
+    plain = config.model_copy(update={"model": ModelConfig(weights="lora", lora_rank=2, lora_alpha=4)})
+    finish(plain, tmp_path / "plain")
+    assert evaluated(tmp_path / "plain")[0] != evaluated(tmp_path / "straight")[0]
+    assert progress(tmp_path / "straight", "engine_started")[0].started_from.startswith("their.safetensors, ")
 
 
 # --- few prompts on the way, all before a figure counts

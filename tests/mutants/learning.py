@@ -4,6 +4,8 @@ from engine.algorithm.awm import matching_log_prob
 from engine.algorithm.diffusion_nft import noised_rows
 from engine.algorithm.flow_dppo import dppo_losses
 from engine.exploration.explorer import Explorer
+from engine.models import lora
+from engine.models.load import ReferencePolicy
 from engine.trainer.candidates import CandidateImages
 from engine.trainer.loop import Loop
 from tests.mutants.faults import Fault
@@ -11,6 +13,8 @@ from tests.mutants.planted_bug import changed, everywhere
 
 FORMULAS = "tests/engine/test_objectives.py"
 CANDIDATES = "tests/engine/test_candidates.py"
+
+LORA = "tests/engine/test_lora.py"
 
 FAULTS: dict[str, Fault] = {
     fault.name: fault
@@ -20,6 +24,34 @@ FAULTS: dict[str, Fault] = {
             forgets="the noise level in AWM's likelihood",
             patches=(everywhere(matching_log_prob, changed(matching_log_prob, "-sigma.double() * grown", "-grown")),),
             found_by=f"{FORMULAS}::test_awms_likelihood_equals_the_published_one_and_so_does_its_gradient",
+        ),
+        Fault(
+            name="a-converter-may-drop-a-module",
+            forgets="to see which modules of a LoRA arrive behind diffusers' converter",
+            patches=((lora, "_converted", changed(lora._converted, "if number not in numbers", "if False")),),
+            found_by=f"{LORA}::test_names_that_a_converter_drops_without_a_word_are_refused",
+        ),
+        Fault(
+            name="a-continued-lora-is-not-scaled",
+            forgets="the alpha / rank of the job, when its adapters begin with somebody else's factors",
+            patches=(everywhere(lora.start_from, changed(lora.start_from, "pair.b / scale", "pair.b")),),
+            found_by=f"{LORA}::test_a_continued_lora_of_any_larger_rank_begins_where_a_merged_one_does",
+        ),
+        Fault(
+            name="the-base-is-the-reference-of-a-continued-lora",
+            forgets="that a run with a continued LoRA begins with more than its base",
+            patches=(
+                (
+                    ReferencePolicy,
+                    "of",
+                    changed(
+                        ReferencePolicy.of.__func__,  # type: ignore[attr-defined]
+                        " and not getattr(adapter.transformer, _CONTINUES, False)",
+                        "",
+                    ),
+                ),
+            ),
+            found_by=f"{LORA}::test_a_continued_lora_of_any_larger_rank_begins_where_a_merged_one_does",
         ),
         Fault(
             name="a-far-step-is-never-trained",

@@ -16,7 +16,7 @@ import shlex
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.resources import files
@@ -65,11 +65,11 @@ class Bundle:
         return f"SPOTRL_STORE={shlex.quote(store)} {self.setup}"
 
 
-def make_bundle(to: Path, workdir: Path | None, *, model: Path | None = None, lock: str | None = None) -> Bundle:
+def make_bundle(to: Path, workdir: Path | None, *, sent: Sequence[Path] = (), lock: str | None = None) -> Bundle:
     """Build a bundle below `to`, unless the bundle exists. Safe to be killed, and to be run twice at once.
 
-    `model`: a folder to leave out, because nodes get the model from the bucket (weights.py). `lock`: text of the exact
-    versions with hashes, by default that of `LOCK_VARIABLE` or else of the package. Raises WorkdirRefused.
+    `sent`: files and folders to leave out, because nodes get them from the bucket (weights.py). `lock`: text of the
+    exact versions with hashes, by default that of `LOCK_VARIABLE` or else of the package. Raises WorkdirRefused.
     """
     to.mkdir(parents=True, exist_ok=True, mode=0o700)
     part = Path(tempfile.mkdtemp(prefix=".part-", dir=to))
@@ -77,7 +77,7 @@ def make_bundle(to: Path, workdir: Path | None, *, model: Path | None = None, lo
         work = part / "work"
         work.mkdir()
         if workdir is not None:
-            _copy_work(workdir, work, model)
+            _copy_work(workdir, work, sent)
         (part / _wheel_name()).write_bytes(_wheel())
         (part / "node.lock").write_text(lock or _lock())
         (part / "set_up_node.sh").write_text(files("launcher.provision.sky").joinpath("set_up_node.sh").read_text())
@@ -168,7 +168,7 @@ def _record_hash(content: bytes) -> str:
 # --- the job's files ------------------------------------------------------------------------------
 
 
-def _copy_work(workdir: Path, to: Path, model: Path | None) -> None:
+def _copy_work(workdir: Path, to: Path, sent: Sequence[Path]) -> None:
     """Copy the job's files. Everything is checked before the first copy."""
     workdir = workdir.resolve()
     if Path.home().resolve().is_relative_to(workdir):
@@ -177,7 +177,7 @@ def _copy_work(workdir: Path, to: Path, model: Path | None) -> None:
             "its nodes: put the job file into a folder of its own, with its prompts and its reward module"
         )
     sizes: dict[str, int] = {}
-    paths = list(_work_files(workdir, None if model is None else model.resolve()))
+    paths = list(_work_files(workdir, {path.resolve() for path in sent}))
     for path in paths:
         size = path.stat().st_size
         top = path.relative_to(workdir).parts[0]
@@ -201,13 +201,13 @@ def _copy_work(workdir: Path, to: Path, model: Path | None) -> None:
         target.chmod(0o700 if os.access(path, os.X_OK) else 0o600)
 
 
-def _work_files(folder: Path, model: Path | None) -> Iterator[Path]:
+def _work_files(folder: Path, sent: Collection[Path]) -> Iterator[Path]:
     """Yield regular files. A link to a file counts as a file. Raises WorkdirRefused for a link to a folder.
 
     A link to a folder could lead anywhere, even back here.
     """
     for entry in sorted(folder.iterdir()):
-        if entry.name.startswith(".") or entry.name in NOT_SENT or entry.resolve() == model:
+        if entry.name.startswith(".") or entry.name in NOT_SENT or entry.resolve() in sent:
             continue
         if entry.is_dir():
             if entry.is_symlink():
@@ -216,6 +216,6 @@ def _work_files(folder: Path, model: Path | None) -> Iterator[Path]:
                     "link out of the job's folder"
                 )
             if not (entry / "pyvenv.cfg").exists():  # an environment is created anew on the node
-                yield from _work_files(entry, model)
+                yield from _work_files(entry, sent)
         elif entry.is_file():
             yield entry

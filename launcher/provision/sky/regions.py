@@ -49,7 +49,7 @@ class Regions:
                     owner=purchases.owners[cloud],
                     ssh_from=self.ssh_from,
                     buckets=purchases.buckets,
-                    models=[*purchases.weights.values()],
+                    models=[*purchases.weights.values(), *purchases.lora.values()],
                     named=purchases.named(cloud, region),
                 )
             return self.prepared[cloud, region]

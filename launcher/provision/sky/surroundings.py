@@ -19,7 +19,8 @@ class Purchases:
     """The common facts of all nodes of a run.
 
     `owners`: our identity, by cloud. `regions`: where the run may have nodes, (cloud, region). `weights`: location
-    of the model, by cloud (weights.py); empty if the model ships with spotrl. `images`: by cloud, or cloud/region.
+    of the model, by cloud (weights.py); empty if the model ships with spotrl. `lora`: the same of `model.lora`.
+    `images`: by cloud, or cloud/region.
     """
 
     run: str
@@ -30,6 +31,7 @@ class Purchases:
     bundle: Bundle
     regions: Sequence[tuple[str, str]]
     weights: Mapping[str, str] = field(default_factory=dict)
+    lora: Mapping[str, str] = field(default_factory=dict)
     images: Mapping[str, str] = field(default_factory=dict)
     keep_failed_ms: int = 0
     """Time for which a failed node is kept."""

@@ -138,6 +138,7 @@ class AgentWatch:
                     "notice_ms": None if instance is None else instance.notice_ms,
                     "digest": self.around.purchases.bundle.digest,
                     "weights": self.around.purchases.weights.get(region[0], ""),
+                    "lora": self.around.purchases.lora.get(region[0], ""),
                     "money_deadline_ms": None,
                     "money_left_ms": None if deadline_ms is None else max(0, deadline_ms - self.around.clock.now_ms()),
                 }

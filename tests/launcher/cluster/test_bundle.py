@@ -224,7 +224,7 @@ def test_a_model_beside_the_job_is_not_bundled(tmp_path, workdir):
     (workdir / "models" / "large").mkdir(parents=True)
     (workdir / "models" / "large" / "model.safetensors").write_bytes(b"x")
     (workdir / "models" / "notes.txt").write_text("ours")
-    with_model = make_bundle(tmp_path / "bundles", workdir, model=workdir / "models" / "large", lock="pinned==1.0\n")
+    with_model = make_bundle(tmp_path / "bundles", workdir, sent=[workdir / "models" / "large"], lock="pinned==1.0\n")
     assert sent(with_model) == sent(before) | {"models/notes.txt"}
 
 
