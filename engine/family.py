@@ -134,6 +134,8 @@ class PublishedSizes:
     """Bytes of a number in the published files: bf16, or fp32."""
     vae_factor: int = 8
     """Pixels of a latent value along one side."""
+    patch: int = PATCH
+    """Latent values of a token along one side."""
     timed_like: str | None = None
     """Published model whose operations a second stand for this one's, because nobody has timed it. None: somebody has.
     """

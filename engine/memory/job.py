@@ -14,7 +14,7 @@ from typing import TypeVar
 from engine.config import SHIPPED, VIDEO, EngineConfig, ModelConfig
 from engine.families import FAMILIES
 from engine.memory.activations import parameters_of
-from engine.memory.architecture import FRAMES_PER_LATENT, PATCH, Architecture, architecture_from, text_of
+from engine.memory.architecture import FRAMES_PER_LATENT, Architecture, architecture_from, text_of
 from engine.memory.budget import Budget, Setting, rollout_budget, trainer_budget
 from engine.memory.published import EMBEDDED, PUBLISHED, PublishedModel, SizedModel
 from engine.memory.scorers import scorer_bytes
@@ -148,7 +148,7 @@ def sized_model(model: ModelConfig, folder: Path | None = None) -> SizedModel:
                 f"model of that name are known ({names})",
                 "download the folder here, so that the plan reads its sizes, or call it as the model is called",
             )
-        return published.at(image_size(model, Factors(published.vae_factor, frames, PATCH)))
+        return published.at(image_size(model, Factors(published.vae_factor, frames, published.patch)))
     config, factors = read_json(folder / "transformer" / "config.json"), factors_of(model.name, folder)
     architecture = replace(
         architecture_from(model.name, config),

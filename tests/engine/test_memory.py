@@ -36,6 +36,9 @@ def narrow(model: PublishedModel, **changes) -> PublishedModel:
         layers, heads, width = (few.pop(name) for name in ("num_layers", "num_attention_heads", "attention_head_dim"))
         few = {"n_layers": layers, "n_refiner_layers": 2, "n_heads": heads, "n_kv_heads": heads, "dim": heads * width}
         few |= {"axes_dims": (4, 6, 6)}
+    if model.family == "sana":
+        width = few["num_attention_heads"] * few["attention_head_dim"]
+        few |= {"num_cross_attention_heads": 1, "cross_attention_head_dim": width, "cross_attention_dim": width}
     return replace(model, config=dict(model.config) | few, text_encoder_parameters=0, vae_parameters=0)
 
 
