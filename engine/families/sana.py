@@ -106,6 +106,7 @@ def linear_attention(t: Tally, a: Architecture, image: int) -> None:
         t.tensor(image, 2 * a.width, in_fp32=True)  # and their copies in fp32
     t.tensor(image, 2 * (a.width + a.heads), in_fp32=True)  # values with a row of ones, and the sums
     t.tensor(image, a.heads, in_fp32=True)  # what is divided by
+    t.tensor(a.head_width + 1, a.width, in_fp32=True)  # a table of each head
     t.operations += 2 * 2 * image * a.width * (a.head_width + 1)
 
 

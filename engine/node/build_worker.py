@@ -102,10 +102,13 @@ def load_model(spec: NodeSpec, number: int, *, reads_later: bool = False) -> DiT
         below = Path(spec.folder).parent / "weights"
         path = fetched(spec.weights, below, partial(print, flush=True))
         model = model.model_copy(update={"path": str(path)})
-    adapter = load_adapter(model, device, reads_later=reads_later)
-    prompts = partial(_prompts, spec)
-    prepare_prompts(adapter, prompts, Path(spec.folder) / "prompts", share=number / spec.workers)
-    return adapter
+    encode_first = partial(
+        prepare_prompts,
+        prompts=partial(_prompts, spec),
+        folder=Path(spec.folder) / "prompts",
+        share=number / spec.workers,
+    )
+    return load_adapter(model, device, reads_later=reads_later, encode_first=encode_first)
 
 
 def _prompts(spec: NodeSpec) -> list[str]:
