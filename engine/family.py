@@ -130,6 +130,8 @@ class PublishedSizes:
     spelled: str
     """Regular expression that a folder's name matches, of which only small letters and digits are left."""
     licence: str
+    distilled: bool = False
+    """True if the model is made for guidance 1, and its folder's name alone says so before the folder is here."""
     file_bytes: int = HALF
     """Bytes of a number in the published files: bf16, or fp32."""
     vae_factor: int = 8
