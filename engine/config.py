@@ -65,10 +65,10 @@ class SamplerConfig(Strict):
     guidance: Annotated[float, Field(ge=1.0)] = 1.0
     """Guidance scale as in the model's diffusers pipeline; 1 computes no unconditional branch. The default is 1 for
     shipped models, and the published value for the others: 4 for qwen-image (norm of each token kept), 4.5 for sd3 (no
-    skip-layer guidance), 5 for wan, 4 for flux2-klein, 5 for z-image (4 in its pipeline, where 0 is none). With
-    diffusion-nft and awm the default is 1 for these too, as both publish: training replaces guidance, and every pass
-    costs half. FLUX.1-dev and HunyuanVideo take the scale as an input of the network, 3.5 and 6, and compute no
-    unconditional branch."""
+    skip-layer guidance), 5 for wan, 4 for flux2-klein, 5 for z-image (4 in its pipeline, where 0 is none), 4.5 for
+    sana. With diffusion-nft and awm the default is 1 for these too, as both publish: training replaces guidance, and
+    every pass costs half. FLUX.1-dev and HunyuanVideo take the scale as an input of the network, 3.5 and 6, and compute
+    no unconditional branch."""
     window: WindowConfig | None = None
     """Window of stochastic steps. None: every step but the final one is stochastic, and all are trained."""
     noise: Literal[1] = 1

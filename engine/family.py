@@ -130,10 +130,14 @@ class PublishedSizes:
     spelled: str
     """Regular expression that a folder's name matches, of which only small letters and digits are left."""
     licence: str
+    distilled: bool = False
+    """True if the model is made for guidance 1, and its folder's name alone says so before the folder is here."""
     file_bytes: int = HALF
     """Bytes of a number in the published files: bf16, or fp32."""
     vae_factor: int = 8
     """Pixels of a latent value along one side."""
+    patch: int = PATCH
+    """Latent values of a token along one side."""
     timed_like: str | None = None
     """Published model whose operations a second stand for this one's, because nobody has timed it. None: somebody has.
     """

@@ -47,17 +47,18 @@ class ModelConfig(Strict):
     Face hub (`OWNER/MODEL`), which `launch` downloads. A folder that is not on this machine is planned by its name.
     None: the weights shipped with spotrl."""
     height: Positive | None = None
-    """Height of an image in pixels, a multiple of the VAE's factor times the patch: 16, and 32 for Wan2.2-TI2V-5B.
-    None: 512 for images, 240 for wan, 320 for hunyuan-video, or the nearest height that the model's folder allows.
-    Shipped models have one size."""
+    """Height of an image in pixels, a multiple of the VAE's factor times the patch: 16, and 32 for Wan2.2-TI2V-5B and
+    sana. None: 512 for images, 1024 for sana, 240 for wan, 320 for hunyuan-video, or the nearest height that the
+    model's folder allows. Shipped models have one size."""
     width: Positive | None = None
-    """Width of an image in pixels, as `height`. None: 512 for images, 416 for wan, 512 for hunyuan-video."""
+    """Width of an image in pixels, as `height`. None: 512 for images, 1024 for sana, 416 for wan, 512 for
+    hunyuan-video."""
     frames: Positive | None = None
     """Frames of a video, 4 n + 1 for the published models. None: 33. Image models have no frames."""
     max_text_tokens: Positive | None = None
     """Text tokens of a prompt; longer prompts are cut, and a launch names them. None: the default of the model's
-    diffusers pipeline: 512, or 256 for sd3 and hunyuan-video. A smaller number makes a pass faster. With flux,
-    flux2-klein, sd3 and wan, padding is part of the input, so another number also changes the images."""
+    diffusers pipeline: 512, 256 for sd3 and hunyuan-video, 300 for sana. A smaller number makes a pass faster. With
+    flux, flux2-klein, sd3 and wan, padding is part of the input, so another number also changes the images."""
     weights: Literal["full", "lora"] = "full"
     """Trained weights: `full` trains every weight of the transformer, `lora` trains low-rank adapters."""
     lora_rank: Positive = 16

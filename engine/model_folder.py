@@ -56,6 +56,8 @@ class ModelFolder:
     factors: Factors
     reads_later: bool = False
     """True: the transformer has no values until its parameters are divided over ranks (engine/models/unread.py)."""
+    encodes_first: bool = False
+    """True: transformer and autoencoder stay in the host's memory until the text encoders have left the GPU."""
 
     @property
     def latent(self) -> tuple[int, int, int]:

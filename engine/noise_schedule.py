@@ -9,7 +9,7 @@ purchase.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp
 from pathlib import Path
 from typing import Literal
@@ -32,6 +32,8 @@ WAN_720P_SIDE, WAN_720P_SHIFT = 720, 5.0
 class NoiseSchedule:
     """Noise levels for any number of steps: spaced, shifted towards noise, then stretched to end at `terminal`."""
 
+    highest: float = 1.0
+    """Level of noise, before the shift. Below 1 for solvers that divide by 1 - s there."""
     shift: float = 1.0
     """A level s becomes shift s / (1 + (shift - 1) s). 1: no shift."""
     lowest: float | None = None
@@ -42,9 +44,9 @@ class NoiseSchedule:
     """Image tokens of a FLUX.2, whose shift also depends on the steps (`flux2_shift`). None: the shift is `shift`."""
 
     def sigmas(self, steps: int) -> tuple[float, ...]:
-        """Return `steps + 1` noise levels, from 1 (noise) down to 0 (image)."""
+        """Return `steps + 1` noise levels, from noise (1, or a little less with `highest`) down to 0 (image)."""
         if self.lowest is None or steps == 1:
-            spaced = [1.0 - step / steps for step in range(steps)]
+            spaced = [self.highest * (1.0 - step / steps) for step in range(steps)]
         else:
             spaced = [1.0 - (1.0 - self.lowest) * step / (steps - 1) for step in range(steps)]
         shift = self.shift if self.flux2_tokens is None else flux2_shift(self.flux2_tokens, steps)
@@ -53,7 +55,7 @@ class NoiseSchedule:
             scale = (1.0 - levels[-1]) / (1.0 - self.terminal)
             levels = [1.0 - (1.0 - s) / scale for s in levels]
         # The first level is exactly 1: the SDE formulas treat level 1 apart, and rounding may give 1 - 1e-16.
-        return (1.0, *levels[1:], 0.0)
+        return (1.0 if self.highest == 1.0 else levels[0], *levels[1:], 0.0)
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,10 @@ def read_schedule(folder: Path, spacing: Spacing, tokens: int, shortest_side: in
         if kind == "UniPCMultistepScheduler" and config.get("use_flow_sigmas"):
             # UniPC is a multistep ODE solver without log-probs, so the levels are those of its flow-match Euler twin.
             return _euler({"shift": _wan_shift(float(config.get("flow_shift", 1.0)), shortest_side)}, spacing, tokens)
+        if kind == "DPMSolverMultistepScheduler" and config.get("use_flow_sigmas"):
+            # The same holds for DPM-Solver++, whose levels begin below 1. Euler steps are taken at these levels.
+            highest = 1.0 - 1.0 / float(config.get("num_train_timesteps", 1000))
+            return replace(_euler({"shift": float(config.get("flow_shift", 1.0))}, "even", tokens), highest=highest)
         if kind == "FlowMatchEulerDiscreteScheduler":
             return _euler(config, spacing, tokens)
     except (TypeError, ValueError, ZeroDivisionError) as error:

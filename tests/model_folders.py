@@ -22,6 +22,7 @@ VAE: Mapping[str, dict[str, Any]] = {
     "hunyuan-video": {"latent_channels": 16, "spatial_compression_ratio": 8, "temporal_compression_ratio": 4},
     "flux2-klein": {"latent_channels": 32, "block_out_channels": [128, 256, 512, 512]},
     "z-image": {"latent_channels": 16, "block_out_channels": [128, 256, 512, 512]},
+    "sana": {"latent_channels": 32, "encoder_block_out_channels": [128, 256, 512, 512, 1024, 1024]},
 }
 """Values of `vae/config.json` of the published models."""
 

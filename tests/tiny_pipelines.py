@@ -5,15 +5,18 @@ A pipeline saved with `save_pretrained` is a model folder as a run loads it.
 
 import re
 import string
+import warnings
 from collections.abc import Callable
 
 from diffusers import (
+    AutoencoderDC,
     AutoencoderKL,
     AutoencoderKLFlux2,
     AutoencoderKLHunyuanVideo,
     AutoencoderKLQwenImage,
     AutoencoderKLWan,
     DiffusionPipeline,
+    DPMSolverMultistepScheduler,
     FlowMatchEulerDiscreteScheduler,
     Flux2KleinPipeline,
     Flux2Transformer2DModel,
@@ -23,6 +26,8 @@ from diffusers import (
     HunyuanVideoTransformer3DModel,
     QwenImagePipeline,
     QwenImageTransformer2DModel,
+    SanaPipeline,
+    SanaTransformer2DModel,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
     UniPCMultistepScheduler,
@@ -38,6 +43,8 @@ from transformers import (
     CLIPTextConfig,
     CLIPTextModel,
     CLIPTextModelWithProjection,
+    Gemma2Config,
+    Gemma2Model,
     LlamaConfig,
     LlamaModel,
     Qwen2_5_VLConfig,
@@ -77,16 +84,50 @@ SCHEDULERS = {
     "hunyuan-video": {"shift": 7.0},
     "flux2-klein": {"shift": 3.0, "use_dynamic_shifting": True, "time_shift_type": "exponential"},
     "z-image": {"shift": 3.0},
+    "sana": {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0},
 }
 """Values of `scheduler/scheduler_config.json` that are not diffusers' defaults, in the folders of Qwen/Qwen-Image,
 stabilityai/stable-diffusion-3.5-medium, black-forest-labs/FLUX.1-dev and FLUX.2-klein-4B,
-Wan-AI/Wan2.1-T2V-1.3B-Diffusers, Tongyi-MAI/Z-Image-Turbo and hunyuanvideo-community/HunyuanVideo."""
+Wan-AI/Wan2.1-T2V-1.3B-Diffusers, Tongyi-MAI/Z-Image-Turbo, hunyuanvideo-community/HunyuanVideo and
+Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers."""
 
 
 def scheduler(family):
     if family == "wan":
         return UniPCMultistepScheduler(**SCHEDULERS["wan"])
+    if family == "sana":
+        return DPMSolverMultistepScheduler(**SCHEDULERS["sana"])
     return FlowMatchEulerDiscreteScheduler(**SCHEDULERS[family])
+
+
+class EulerAt(FlowMatchEulerDiscreteScheduler):
+    """Euler steps at given noise levels: what a run takes in place of a multistep solver."""
+
+    levels: tuple[float, ...] = ()
+
+    @classmethod
+    def of(cls, levels):
+        """`levels`: with the 0 at the end, which the scheduler appends itself."""
+        euler = cls(shift=1.0)
+        euler.levels = tuple(levels[:-1])
+        return euler
+
+    def set_timesteps(self, num_inference_steps=None, device=None, **_):
+        super().set_timesteps(sigmas=list(self.levels), device=device)
+
+
+CALL_OPTIONS = {"sana": {"use_resolution_binning": False}}
+"""Arguments of a family's pipeline, so that it draws at the size it is asked for."""
+
+
+def published_levels(pipeline, steps):
+    """Return the noise levels of a pipeline's own scheduler, if it is a multistep solver; None for Euler."""
+    if isinstance(pipeline.scheduler, FlowMatchEulerDiscreteScheduler):
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # diffusers 0.39 reads a tensor in numpy's old way
+        pipeline.scheduler.set_timesteps(steps)
+    return pipeline.scheduler.sigmas.tolist()
 
 
 def image_vae(halvings, shift=0.1):
@@ -380,6 +421,38 @@ def make_z_image(halvings=1):
     )
 
 
+def make_sana(halvings=1):
+    text = {"hidden_size": WIDTH, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8}
+    channels = (8,) * (halvings + 1)
+    blocks = {"block_types": ("ResBlock",) * (halvings + 1), "layers_per_block": (1,) * (halvings + 1)}
+    blocks["qkv_multiscales"] = ((),) * (halvings + 1)
+    parts = {f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in blocks.items()}
+    return SanaPipeline(
+        transformer=SanaTransformer2DModel(
+            in_channels=4,
+            out_channels=4,
+            num_layers=2,
+            num_cross_attention_heads=2,
+            cross_attention_head_dim=16,
+            cross_attention_dim=32,
+            caption_channels=WIDTH,
+            **HEADS,
+        ),
+        scheduler=scheduler("sana"),
+        vae=AutoencoderDC(
+            latent_channels=4,
+            encoder_block_out_channels=channels,
+            decoder_block_out_channels=channels,
+            scaling_factor=0.41407,
+            **parts,
+        ),
+        text_encoder=Gemma2Model(
+            Gemma2Config(vocab_size=384, num_attention_heads=2, num_key_value_heads=1, **text)
+        ).eval(),
+        tokenizer=tokenizer(2048),
+    )
+
+
 PIPELINES: dict[str, Callable[..., DiffusionPipeline]] = {
     "qwen-image": make_qwen_image,
     "sd3": make_sd3,
@@ -388,5 +461,6 @@ PIPELINES: dict[str, Callable[..., DiffusionPipeline]] = {
     "hunyuan-video": make_hunyuan_video,
     "flux2-klein": make_flux2_klein,
     "z-image": make_z_image,
+    "sana": make_sana,
 }
 """By family: the function that makes the pipeline. `halvings=3` gives the published VAE factor of 8."""

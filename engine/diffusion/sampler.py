@@ -43,7 +43,7 @@ class Plan:
 
     name: SamplerName
     sigmas: tuple[float, ...]
-    """Noise levels, `steps + 1` of them: from 1 (noise) down to 0 (image)."""
+    """Noise levels, `steps + 1` of them: from 1 (noise; a little less for SANA) down to 0 (image)."""
     stochastic: tuple[bool, ...]
     """For each step: True if the step adds noise and is trained. The final step never does."""
     noise_level: float
@@ -199,8 +199,9 @@ def step_coefficients(plan: Plan, step: int) -> tuple[float, float, float]:
         return 1.0, dt, 0.0
     match plan.name:
         case "flow-sde":
-            # At s = 1 the formula divides by zero. The upstream code uses the second level in 1 - s there.
-            return _sde_step(s, dt, plan.noise_level**2 * s / (1.0 - (plan.sigmas[1] if s == 1.0 else s)))
+            # At s = 1 the formula divides by zero, and close to 1 by almost zero (SANA begins at .9997). The upstream
+            # code uses the second level in 1 - s there.
+            return _sde_step(s, dt, plan.noise_level**2 * s / (1.0 - (plan.sigmas[1] if step == 0 else s)))
         case "dance-sde":
             return _sde_step(s, dt, plan.noise_level**2)
         case "cps":

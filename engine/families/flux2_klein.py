@@ -184,9 +184,9 @@ FAMILY = Family(
     architecture=architecture,
     blocks=blocks,
     outside=outside,
-    published=(
+    published=tuple(
         PublishedSizes(
-            name="FLUX.2-klein-4B",
+            name=name,
             config={
                 "in_channels": 128,
                 "num_layers": 5,
@@ -198,10 +198,15 @@ FAMILY = Family(
             },
             text_encoder_parameters=4_022_468_096,
             vae_parameters=84_046_115,
-            spelled=r"(flux2)?klein(base)?4b",
+            spelled=spelled,
             licence="Apache-2.0",
+            distilled="base" not in name,
             timed_like="FLUX.1-dev",
-        ),
+        )
+        for name, spelled in (
+            ("FLUX.2-klein-4B", r"(flux2)?klein4b"),
+            ("FLUX.2-klein-base-4B", r"(flux2)?kleinbase4b"),
+        )
     ),
     template_tokens=3,  # <|im_start|>, user, new line
     lora_targets=lora_targets,

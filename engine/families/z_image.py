@@ -171,6 +171,7 @@ FAMILY = Family(
             vae_parameters=83_819_683,
             spelled=spelled,
             licence="Apache-2.0",
+            distilled="Turbo" in name,
             timed_like="FLUX.1-dev",
         )
         for name, spelled in (("Z-Image", "zimage"), ("Z-Image-Turbo", "zimageturbo"))

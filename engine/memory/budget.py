@@ -5,8 +5,9 @@ returns one more set of gradients. So the largest need is
 
     parts + max(rows x activations of a row, one set of gradients)
 
-and at the start, before there are optimiser and gradients, the weights with the text encoders beside them. A rollout
-worker needs its parts and, one after another, a denoising pass of some images and their decoding.
+and at the start the larger of the text encoders and the weights: the encoders leave the GPU before the transformer
+comes (engine/models/load.py, `encode_first`). A rollout worker needs its parts and, one after another, a denoising
+pass of some images and their decoding.
 
 Ranks divide the groups of an optimiser step, and each rank's passes have as many rows as those of a single rank. With
 LoRA every rank holds all parts, and images that a rank sampled may be decoded while it trains. With full weights FSDP2
@@ -97,7 +98,7 @@ class Budget:
     least_beside: int
     """Bytes needed beside the parts, whatever the number of rows: one set of gradients, or the decoder's."""
     start: int
-    """Bytes needed while the model is loaded, with its text encoders."""
+    """Bytes needed while the model is loaded: text encoders alone, then weights."""
     asked: int
     """Rows of a pass, or images of a pass, that the job asks for on one GPU."""
     copy_if_room: int = 0
@@ -185,7 +186,7 @@ def trainer_budget(model: SizedModel, setting: Setting) -> Budget:
         unit="row",
         bytes_each=_kept_of_a_row(model, setting),
         least_beside=trained,
-        start=weights + masters + model.vae_bytes + model.text_encoder_bytes,
+        start=max(model.text_encoder_bytes, weights + masters + model.vae_bytes),
         asked=setting.rows,
     )
 
@@ -231,7 +232,7 @@ def _sharded_budget(model: SizedModel, setting: Setting) -> Budget:
         # Autograd returns the gradients of a block on every rank, before the ranks divide them. While a rank samples,
         # the sum of a pass is not there.
         least_beside=max(shard + FP32 * counts.largest_block, gathered - shard),
-        start=shard + model.vae_bytes + model.text_encoder_bytes,
+        start=max(model.text_encoder_bytes, shard + model.vae_bytes),
         asked=setting.rows,
     )
 
@@ -254,7 +255,7 @@ def rollout_budget(model: SizedModel, setting: Setting) -> Budget:
         unit="image",
         bytes_each=denoising_bytes(model, setting),
         least_beside=decoding_bytes(model.size, setting.images),
-        start=weights + adapters + model.vae_bytes + model.text_encoder_bytes,
+        start=max(model.text_encoder_bytes, weights + adapters + model.vae_bytes),
         asked=setting.images,
         copy_if_room=counts.adapted * training.compute_bytes,
     )

@@ -11,14 +11,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from engine.config import SHIPPED, VIDEO, EngineConfig, ModelConfig
+from engine.config import SHIPPED, VIDEO, EngineConfig, ModelConfig, SamplerConfig
 from engine.families import FAMILIES
 from engine.memory.activations import parameters_of
-from engine.memory.architecture import FRAMES_PER_LATENT, PATCH, Architecture, architecture_from, text_of
+from engine.memory.architecture import FRAMES_PER_LATENT, Architecture, architecture_from, text_of
 from engine.memory.budget import Budget, Setting, rollout_budget, trainer_budget
 from engine.memory.published import EMBEDDED, PUBLISHED, PublishedModel, SizedModel
 from engine.memory.scorers import scorer_bytes
-from engine.model_folder import Factors, FolderError, factors_of, image_size
+from engine.model_config import BOTH_BRANCHES
+from engine.model_folder import DISTILLED, Factors, FolderError, factors_of, image_size
 from engine.model_parts import read_json
 from engine.tally import FP32, HALF, Training
 
@@ -148,7 +149,7 @@ def sized_model(model: ModelConfig, folder: Path | None = None) -> SizedModel:
                 f"model of that name are known ({names})",
                 "download the folder here, so that the plan reads its sizes, or call it as the model is called",
             )
-        return published.at(image_size(model, Factors(published.vae_factor, frames, PATCH)))
+        return published.at(image_size(model, Factors(published.vae_factor, frames, published.patch)))
     config, factors = read_json(folder / "transformer" / "config.json"), factors_of(model.name, folder)
     architecture = replace(
         architecture_from(model.name, config),
@@ -159,7 +160,10 @@ def sized_model(model: ModelConfig, folder: Path | None = None) -> SizedModel:
     parameters, training = parameters_of(architecture, Training(rank=None)).transformer, Training(rank=None)
     nearest = min(
         (other for other in PUBLISHED if other.family == model.name),
-        key=lambda other: abs(parameters_of(other.architecture, training).transformer - parameters),
+        key=lambda other: (
+            abs(parameters_of(other.architecture, training).transformer - parameters),
+            other is not published,  # of two models of one size, the one that the folder is called like
+        ),
     )
     sized = nearest.at(image_size(model, factors))
     if architecture == sized.architecture:
@@ -177,6 +181,22 @@ def named_model(model: ModelConfig) -> PublishedModel | None:
     named = next((published for published in family if re.fullmatch(published.spelled, name)), None)
     has_number = any(character.isdigit() for character in name)
     return family[0] if named is None and len(family) == 1 and not has_number else named
+
+
+def check_named(model: ModelConfig, sampler: SamplerConfig) -> None:
+    """Check what the name of a folder that is not here says: a distilled model takes no guidance. Raises FolderError.
+
+    `check_folder` checks the rest when the folder is here.
+    """
+    named, name = named_model(model), Path(model.path or "").name
+    is_distilled = named is not None and named.distilled
+    if sampler.guidance != 1.0 and (is_distilled or (model.name in BOTH_BRANCHES and DISTILLED.search(name))):
+        raise FolderError(
+            "sampler.guidance",
+            f"sampler.guidance is {sampler.guidance:g}, and the name {name} is that of a distilled model: it takes no "
+            "guidance",
+            "set sampler.guidance: 1, or name a model that is not distilled",
+        )
 
 
 def trained_bytes(model: ModelConfig, architecture: Architecture) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from engine.families import FAMILIES
 from engine.family import PublishedSizes
 from engine.memory.activations import operations_of
-from engine.memory.architecture import PATCH, Architecture, architecture_from, image_tokens, text_tokens
+from engine.memory.architecture import Architecture, architecture_from, image_tokens, text_tokens
 from engine.model_folder import ImageSize
 from engine.tally import HALF
 
@@ -42,7 +42,7 @@ class PublishedModel(PublishedSizes):
 
     @property
     def architecture(self) -> Architecture:
-        return replace(architecture_from(self.family, self.config), pixels_per_token=self.vae_factor * PATCH)
+        return replace(architecture_from(self.family, self.config), pixels_per_token=self.vae_factor * self.patch)
 
     def at(self, size: ImageSize) -> "SizedModel":
         """Return the model at one size."""

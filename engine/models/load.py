@@ -5,7 +5,7 @@ log-probs of rollout and training differ); low-rank adapters start equal on ever
 same names in the same order, because publishing, optimising and checkpoints rely on the order.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import wraps
@@ -40,18 +40,30 @@ LORA_SEED = 0
 
 
 def load_adapter(
-    config: ModelConfig, device: str = "cpu", dtype: torch.dtype = torch.bfloat16, *, reads_later: bool = False
+    config: ModelConfig,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    reads_later: bool = False,
+    encode_first: Callable[[DiTAdapter], None] | None = None,
 ) -> DiTAdapter:
     """Load the model with its weights, ready for rollouts and for training as set in `config.weights`.
 
-    Transformer, autoencoder and text encoder are all on the device (`prepare_prompts` moves the text encoder away).
+    Transformer, autoencoder and text encoder are all on the device. With `encode_first`, the text encoders come first:
+    the function encodes prompts and moves the encoders away (`prepare_prompts`), and transformer and autoencoder
+    follow. The device then needs room for the larger of the two, and not for both.
     `dtype`: number format of computing and of frozen weights, for models from a folder; shipped models are fp32.
     Trained weights are fp32. `reads_later`: the transformer of a folder has no values until `unread.read_values`, for
     full weights that ranks divide.
     Raises ValueError if the folder is not the model's, or cannot make the size in `config`, or if `config.lora` does
     not fit.
     """
-    adapter = load_family(config, device, dtype, reads_later=reads_later)
+    adapter = load_family(config, device, dtype, reads_later=reads_later, encodes_first=encode_first is not None)
+    if encode_first is not None:
+        encode_first(adapter)
+        for part in (adapter.transformer, getattr(adapter, "_vae", None)):  # shipped models have no autoencoder
+            if part is not None and not any(parameter.is_meta for parameter in part.parameters()):
+                part.to(device)
     lora = load_lora(config, adapter.transformer) if config.lora is not None else {}
     if config.lora_use == "merge":
         merge(adapter.transformer, lora)
@@ -68,14 +80,22 @@ def load_adapter(
 
 
 def load_family(
-    config: ModelConfig, device: str = "cpu", dtype: torch.dtype = torch.bfloat16, *, reads_later: bool = False
+    config: ModelConfig,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    reads_later: bool = False,
+    encodes_first: bool = False,
 ) -> DiTAdapter:
-    """Load the model with its weights, before the trained parameters are selected. See `load_adapter`."""
+    """Load the model with its weights, before the trained parameters are selected. See `load_adapter`.
+
+    `encodes_first`: of a model from a folder, only the text encoders are on the device.
+    """
     path = Path(config.path) if config.path is not None else None
 
     def folder() -> ModelFolder:
         assert path is not None, "ModelConfig refuses a family without a path"
-        return replace(model_folder(config, path), reads_later=reads_later)
+        return replace(model_folder(config, path), reads_later=reads_later, encodes_first=encodes_first)
 
     match config.name:
         case "digits-ocr":

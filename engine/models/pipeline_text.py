@@ -1,6 +1,6 @@
 """The text encoders of a diffusers pipeline: every prompt is encoded once, then the encoders leave the GPU.
 
-    load: encoders on the GPU -> prepare(the job's prompts) -> encoders on the CPU -> rollouts and training
+    load: encoders on the GPU -> prepare(the job's prompts) -> encoders on the CPU -> the transformer to the GPU
     a prompt that was not prepared: the encoders come back, encode it and the next prompts of the job, and leave again
 
 Text encoders are large: 16.6 GB of Qwen-Image's 58 GB. Prompts are encoded one at a time, so an encoding does not
@@ -41,12 +41,12 @@ class PipelineText:
         The pipeline keeps no more than the configs of its other modules, because diffusers moves the tokens of a prompt
         to the device of the pipeline's first module, and later that is not the encoders' device.
         """
-        self.device = torch.device(pipeline.device)
         for name, part in pipeline.components.items():
             if isinstance(part, nn.Module) and not name.startswith("text_encoder"):
                 vars(pipeline)[name] = SimpleNamespace(config=part.config, dtype=part.dtype)
         self._pipeline, self._encode = pipeline, encode
         self._encoders = [component for component in pipeline.components.values() if isinstance(component, nn.Module)]
+        self.device = next(self._encoders[0].parameters()).device
         self._files = PromptFiles()
         self._ahead: Sequence[str] = ()
         self._leaves = self._said = False

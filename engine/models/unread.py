@@ -30,14 +30,14 @@ def load_pipeline(kind: Any, folder: ModelFolder, device: str, dtype: torch.dtyp
     """Return a diffusers pipeline without scheduler, on the device, and its transformer. Nothing is downloaded.
 
     `kind`: class of the pipeline. With `folder.reads_later`, the pipeline has no transformer, and the returned
-    transformer has no values.
+    transformer has no values. With `folder.encodes_first`, only the text encoders are on the device.
     """
-    load = {"local_files_only": True, "torch_dtype": dtype, "scheduler": None}
-    if folder.reads_later:
-        pipeline = kind.from_pretrained(folder.path, transformer=None, **load).to(device)
-        return pipeline, empty_transformer(folder.path, dtype)
-    pipeline = kind.from_pretrained(folder.path, **load).to(device)
-    return pipeline, pipeline.transformer
+    left_out = {"scheduler": None, **({"transformer": None} if folder.reads_later else {})}
+    pipeline = kind.from_pretrained(folder.path, local_files_only=True, torch_dtype=dtype, **left_out)
+    for name, part in pipeline.components.items():
+        if isinstance(part, nn.Module) and (name.startswith("text_encoder") or not folder.encodes_first):
+            part.to(device)
+    return pipeline, empty_transformer(folder.path, dtype) if folder.reads_later else pipeline.transformer
 
 
 def empty_transformer(path: Path, dtype: torch.dtype) -> nn.Module:

@@ -102,10 +102,13 @@ def load_model(spec: NodeSpec, number: int, *, reads_later: bool = False) -> DiT
     for field, url in (("path", spec.weights), ("lora", spec.lora)):
         if url:
             model = model.model_copy(update={field: str(fetched(url, below, partial(print, flush=True)))})
-    adapter = load_adapter(model, device, reads_later=reads_later)
-    prompts = partial(_prompts, spec)
-    prepare_prompts(adapter, prompts, Path(spec.folder) / "prompts", share=number / spec.workers)
-    return adapter
+    encode_first = partial(
+        prepare_prompts,
+        prompts=partial(_prompts, spec),
+        folder=Path(spec.folder) / "prompts",
+        share=number / spec.workers,
+    )
+    return load_adapter(model, device, reads_later=reads_later, encode_first=encode_first)
 
 
 def _prompts(spec: NodeSpec) -> list[str]:

@@ -108,8 +108,10 @@ def degrees_of(transformer: nn.Module) -> tuple[int, ...]:
 def problem_with_degree(transformer: nn.Module, degree: int) -> str | None:
     """Return the reason why a transformer cannot use this degree, with the allowed degrees.
 
-    None: the degree is allowed.
+    None: the degree is allowed. Degree 1 always is, also for a class whose heads have another name in its config.
     """
+    if degree == 1:
+        return None
     model = _unwrapped(transformer)
     allowed = degrees_of(model)
     if degree in allowed:

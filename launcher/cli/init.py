@@ -19,6 +19,7 @@ EXAMPLES = {
     "flux_pickscore": ("flux_pickscore.yaml", "pickscore_prompts.txt"),
     "flux2_klein": ("flux2_klein.yaml", *OCR_PROMPTS),
     "z_image": ("z_image.yaml", *OCR_PROMPTS),
+    "sana": ("sana.yaml", "pickscore_prompts.txt"),
     "wan_video": ("wan_video.yaml", *OCR_PROMPTS),
     "wan2_2_video": ("wan2_2_video.yaml", *OCR_PROMPTS),
     "wan_video_http": ("wan_video_http.yaml", *OCR_PROMPTS),
@@ -52,6 +53,7 @@ def init(file: Path | None, example: str | None, force: bool, as_json: bool) -> 
       flux_pickscore     FLUX.1-dev learns what people prefer (PickScore)
       flux2_klein        FLUX.2-klein (4 B) learns to write, on L40S and L4
       z_image            Z-Image-Turbo (6 B) learns to write, on L40S
+      sana               SANA (1.6 B) learns what people prefer, on L4
       wan_video          Wan2.1 (1.3 B) learns to write in videos, on AWS
       wan2_2_video       Wan2.2-TI2V (5 B) learns to write in videos, on L40S
       wan_video_http     Wan2.1 learns from the scores of a server of yours

@@ -31,7 +31,7 @@ def memory_table(gpus: Sequence[GpuMemory]) -> list[tuple[str, ...]]:
     rows += [(name, *(gib(gpu.parts[name]) if name in gpu.parts else "-" for gpu in gpus)) for name in names]
     rows.append(("a pass", *(gib(gpu.busy) for gpu in gpus)))
     rows.append(("free then", *(gib(gpu.usable - gpu.parts_and_pass) for gpu in gpus)))
-    rows.append(("while it loads, with text encoders", *(gib(gpu.start) for gpu in gpus)))
+    rows.append(("while it loads", *(gib(gpu.start) for gpu in gpus)))
     rows.append(("each row, each image", *(gib(gpu.bytes_each, 2) for gpu in gpus)))
     rows.append(("rows, images of a pass", *(str(gpu.count) for gpu in gpus)))
     rows.append(("as many would fit", *(str(gpu.fitting) for gpu in gpus)))

@@ -16,6 +16,7 @@ from pydantic import (
 )
 
 from engine.lora_file import check_digest, read_lora
+from engine.memory.job import check_named
 from engine.model_folder import FolderError, check_folder
 from engine.prompt_set import Metadata, PromptFileError, add_tested, prompt_paths, read_prompts
 from launcher.job.checked import CheckedJob, JobError, digest_of
@@ -290,8 +291,11 @@ def _check_files(checked: CheckedJob) -> None:
             "give the folder of a diffusers model, relative to the job file"
             + (", or download it: `" + download_command(model) + "`" if (model := hub_id(job.model.path)) else ""),
         )
-    if job.model.path is not None and (folder / job.model.path).is_dir():
+    if job.model.path is not None:
         try:
-            check_folder(job.model, job.sampler, folder / job.model.path)
+            if (folder / job.model.path).is_dir():
+                check_folder(job.model, job.sampler, folder / job.model.path)
+            else:
+                check_named(job.model, job.sampler)
         except FolderError as error:
             raise checked.error(error.field, error.found, error.remedy) from None

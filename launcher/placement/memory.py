@@ -36,7 +36,7 @@ class GpuMemory:
     parts: Mapping[str, int]
     """Parts that are always there."""
     start: int
-    """Need while the model is loaded, with the text encoders on the GPU."""
+    """Need while the model is loaded: the text encoders, which leave the GPU, then the weights."""
     unit: str
     bytes_each: int
     least_beside: int
@@ -189,7 +189,7 @@ def _larger(job: Job, budget: Budget) -> list[str]:
 def _parts(budget: Budget) -> str:
     parts = [f"{name} {gib(count)}" for name, count in budget.parts.items()]
     if budget.needed(1) == budget.start:
-        return f"{', '.join(parts)}; while it is loaded, with its text encoders, {gib(budget.start)}"
+        return f"{', '.join(parts)}; while its text encoders encode, {gib(budget.start)}"
     return f"{', '.join(parts)}, a {budget.unit} {gib(budget.bytes_each)}"
 
 

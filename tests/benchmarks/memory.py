@@ -243,7 +243,7 @@ def sized(model: PublishedModel, transformer: nn.Module, size: ImageSize) -> Any
         pooled = torch.empty(len(prompts), a.pooled_width or 1, device="meta", dtype=torch.bfloat16)
         return EncodedText(hidden, torch.ones(len(prompts), tokens, dtype=torch.bool, device="meta"), pooled)
 
-    latent: tuple[int, ...] = (size.height // 8, size.width // 8)
+    latent: tuple[int, ...] = (size.height // model.vae_factor, size.width // model.vae_factor)
     if model.family in ("wan", "hunyuan-video"):
         latent = ((size.frames - 1) // 4 + 1, *latent)
     return ADAPTERS[model.family](transformer, nn.Identity(), encode, latent)

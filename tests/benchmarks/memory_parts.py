@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 from diffusers import (
+    AutoencoderDC,
     AutoencoderKL,
     AutoencoderKLFlux2,
     AutoencoderKLHunyuanVideo,
@@ -19,6 +20,8 @@ from transformers import (
     CLIPTextConfig,
     CLIPTextModel,
     CLIPTextModelWithProjection,
+    Gemma2Config,
+    Gemma2Model,
     LlamaConfig,
     LlamaModel,
     Qwen2_5_VLConfig,
@@ -87,6 +90,15 @@ QWEN3 = {
     "head_dim": 128,
     "tie_word_embeddings": True,
 }
+DC_SANA = {
+    "encoder_block_types": ("ResBlock",) * 3 + ("EfficientViTBlock",) * 3,
+    "decoder_block_types": ("ResBlock",) * 3 + ("EfficientViTBlock",) * 3,
+    "encoder_qkv_multiscales": ((), (), (), (5,), (5,), (5,)),
+    "decoder_qkv_multiscales": ((), (), (), (5,), (5,), (5,)),
+    "upsample_block_type": "interpolate",
+    "downsample_block_type": "Conv",
+}
+SANA = FAMILIES["sana"].published[0]
 FLUX_2_KLEIN = FAMILIES["flux2-klein"].published[0]
 
 PARTS: dict[str, tuple[int, Callable[[], nn.Module]]] = {
@@ -112,6 +124,8 @@ PARTS: dict[str, tuple[int, Callable[[], nn.Module]]] = {
     "VAE of Qwen-Image": (published.KL_VIDEO_WAN, AutoencoderKLQwenImage),
     "Qwen3 4 B": (FLUX_2_KLEIN.text_encoder_parameters, lambda: Qwen3ForCausalLM(Qwen3Config(**QWEN3))),
     "VAE of FLUX.2": (FLUX_2_KLEIN.vae_parameters, AutoencoderKLFlux2),
+    "Gemma 2 2 B": (SANA.text_encoder_parameters, lambda: Gemma2Model(Gemma2Config())),
+    "VAE of SANA": (SANA.vae_parameters, lambda: AutoencoderDC(**DC_SANA)),
     "VAE of HunyuanVideo": (published.KL_VIDEO_HUNYUAN, AutoencoderKLHunyuanVideo),
 }
 

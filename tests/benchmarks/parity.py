@@ -26,7 +26,7 @@ from engine.model_folder import FAMILIES, ImageSize
 from engine.models.adapter import DiTAdapter
 from engine.models.load import load_adapter
 from tests.benchmarks.page import load_now, publish
-from tests.tiny_pipelines import PIPELINES, SCHEDULERS
+from tests.tiny_pipelines import CALL_OPTIONS, PIPELINES, SCHEDULERS, EulerAt, published_levels
 
 STEPS = 10
 PROMPTS, SEEDS = ["a cat", "two dogs that play chess"], [1, 2]
@@ -55,7 +55,9 @@ def make_folder(family: str, folder: Path, halvings: int) -> DiffusionPipeline:
     """Save the family's tiny pipeline as a model folder, and return the pipeline. Draws the same weights every time."""
     torch.manual_seed(0)
     pipeline = PIPELINES[family](halvings)
-    pipeline.transformer.proj_out.weight.data.mul_(LOUDER)
+    transformer = pipeline.transformer
+    last = transformer.all_final_layer["2-1"].linear if family == "z-image" else transformer.proj_out
+    last.weight.data.mul_(LOUDER)
     pipeline.save_pretrained(folder)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
@@ -66,6 +68,7 @@ def pipelines_latents(
 ) -> tuple[Tensor, tuple[float, ...]]:
     """Return the latents that the pipeline samples from the noise, and the noise levels."""
     arguments: dict[str, Any] = {"height": size.height, "width": size.width, "latents": noise}
+    arguments |= CALL_OPTIONS.get(family, {})
     if family == "qwen-image":
         # The model card's call: a blank as negative prompt.
         arguments |= {"true_cfg_scale": GUIDANCE[family], "negative_prompt": [" "] * len(PROMPTS)}
@@ -77,6 +80,8 @@ def pipelines_latents(
     if family == "wan":
         # UniPC is a multistep solver, and its steps have no log-probs. The reference is Euler with the same shift.
         pipeline.scheduler = FlowMatchEulerDiscreteScheduler(shift=SCHEDULERS["wan"]["flow_shift"])
+    elif (levels := published_levels(pipeline, steps)) is not None:
+        pipeline.scheduler = EulerAt.of(levels)  # SANA's solver has several steps too; its own levels count
     found = pipeline(prompt=list(PROMPTS), num_inference_steps=steps, output_type="latent", **arguments)[0]
     return found, tuple(pipeline.scheduler.sigmas.tolist())
 

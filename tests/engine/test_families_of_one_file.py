@@ -23,7 +23,7 @@ from engine.noise_schedule import flux2_shift
 from engine.storage.tensor_files import Stored
 from engine.tally import Training
 from launcher.report.diffusers_files import write_for_diffusers
-from tests.tiny_pipelines import PIPELINES
+from tests.tiny_pipelines import CALL_OPTIONS, PIPELINES, EulerAt, published_levels
 
 PROMPTS, SEEDS, STEPS = ["a cat", "two dogs that play chess"], [1, 2], 3
 
@@ -50,7 +50,7 @@ def folder(pipeline, tmp_path_factory):
 
 
 def model(family, folder, **fields) -> ModelConfig:
-    size = {"height": 32, "width": 48, "max_text_tokens": 64}
+    size = {"height": 32, "width": 64, "max_text_tokens": 64}
     return ModelConfig(name=family.name, path=str(folder), **size | fields)
 
 
@@ -67,10 +67,14 @@ def test_a_family_gives_the_images_of_its_pipeline(family, pipeline, adapter, pu
     noise = initial(SEEDS, adapter.latent_shape())
     plan = evaluation_plan(SamplerConfig(guidance=guidance), STEPS, adapter.schedule)
     ours = adapter.decode(denoise(adapter, plan, adapter.encode(PROMPTS), SEEDS))
+    if (levels := published_levels(pipeline, STEPS)) is not None:
+        assert plan.sigmas == pytest.approx(levels, abs=1e-6)
+        pipeline = type(pipeline)(**pipeline.components | {"scheduler": EulerAt.of(plan.sigmas)})
+        pipeline.set_progress_bar_config(disable=True)
     # A copy of the list: a pipeline may write its template into the list that it gets.
     theirs = pipeline(
-        prompt=list(PROMPTS), height=32, width=48, num_inference_steps=STEPS, latents=noise.clone(), output_type="pt",
-        guidance_scale=guidance - family.guidance_offset, max_sequence_length=64,
+        prompt=list(PROMPTS), height=32, width=64, num_inference_steps=STEPS, latents=noise.clone(), output_type="pt",
+        guidance_scale=guidance - family.guidance_offset, max_sequence_length=64, **CALL_OPTIONS.get(family.name, {}),
     )[0]  # fmt: skip
     assert plan.sigmas == pytest.approx(pipeline.scheduler.sigmas.tolist(), abs=1e-6)
     torch.testing.assert_close(ours, 2.0 * theirs - 1.0, atol=1e-4, rtol=0)
@@ -124,10 +128,13 @@ def test_trained_adapters_give_the_images_of_spotrl_sample_in_diffusers(family, 
     ours = draw(sampled, plan, "a cat", 7)
     theirs = type(PIPELINES[family.name]()).from_pretrained(folder, local_files_only=True)
     theirs.set_progress_bar_config(disable=True)
+    if published_levels(theirs, 2) is not None:
+        theirs.scheduler = EulerAt.of(plan.sigmas)
     theirs.load_lora_weights(tmp_path, weight_name=written.name)
     images = theirs(
-        prompt=["a cat"], height=32, width=48, num_inference_steps=2, latents=initial([7], adapter.latent_shape()),
+        prompt=["a cat"], height=32, width=64, num_inference_steps=2, latents=initial([7], adapter.latent_shape()),
         output_type="pt", guidance_scale=family.guidance - family.guidance_offset, max_sequence_length=64,
+        **CALL_OPTIONS.get(family.name, {}),
     )[0]  # fmt: skip
     torch.testing.assert_close(ours[None], 2.0 * images - 1.0, atol=1e-5, rtol=0)
     assert float((ours - before).abs().max()) > 1e-3

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from engine.config import ModelConfig
+from engine.family import PIXELS_PER_TOKEN
 from engine.memory import budget
 from engine.memory.activations import activations, parameters_of
 from engine.memory.architecture import architecture_from, image_tokens, text_tokens
@@ -36,6 +37,9 @@ def narrow(model: PublishedModel, **changes) -> PublishedModel:
         layers, heads, width = (few.pop(name) for name in ("num_layers", "num_attention_heads", "attention_head_dim"))
         few = {"n_layers": layers, "n_refiner_layers": 2, "n_heads": heads, "n_kv_heads": heads, "dim": heads * width}
         few |= {"axes_dims": (4, 6, 6)}
+    if model.family == "sana":
+        width = few["num_attention_heads"] * few["attention_head_dim"]
+        few |= {"num_cross_attention_heads": 1, "cross_attention_head_dim": width, "cross_attention_dim": width}
     return replace(model, config=dict(model.config) | few, text_encoder_parameters=0, vae_parameters=0)
 
 
@@ -79,9 +83,11 @@ def test_forecast_of_a_row_is_near_what_autograd_keeps(model, is_checkpointed):
     small = narrow(model, num_layers=4, num_attention_heads=32)
     if model.family == "sd3":
         small.config["caption_projection_dim"] = 512
+    times = small.architecture.pixels_per_token // PIXELS_PER_TOKEN  # as many tokens for each family
+    size = replace(SMALL, height=times * SMALL.height, width=times * SMALL.width)
     transformer = benchmark.built(small, small.config, LORA)
-    measured = benchmark.pass_of(small, transformer, SMALL, is_checkpointed) / benchmark.ROWS
-    found = activations(small.architecture, SMALL, LORA, is_checkpointed=is_checkpointed, is_guided=True)
+    measured = benchmark.pass_of(small, transformer, size, is_checkpointed) / benchmark.ROWS
+    found = activations(small.architecture, size, LORA, is_checkpointed=is_checkpointed, is_guided=True)
     # Tables of positions are not counted, and weigh more beside the few numbers that checkpointing keeps.
     assert found.kept == pytest.approx(measured, rel=0.09 if is_checkpointed else 0.04)
 

@@ -1,6 +1,7 @@
 """Noise levels: equal to those of diffusers' scheduler as each pipeline calls it."""
 
 import json
+import warnings
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 
 from engine.config import SamplerConfig
-from engine.diffusion.sampler import evaluation_plan, preview_plan, rollout_plan
+from engine.diffusion.sampler import evaluation_plan, preview_plan, rollout_plan, step_coefficients
 from engine.noise_schedule import EVEN, NoiseSchedule, ScheduleError, UnknownSchedule, model_schedule, read_schedule
 from tests.tiny_pipelines import SCHEDULERS, scheduler
 
@@ -58,6 +59,24 @@ def test_wan_takes_euler_steps_at_the_shift_of_its_size(tmp_path, side, shift):
     theirs = FlowMatchEulerDiscreteScheduler(shift=shift)
     theirs.set_timesteps(10)
     close(read_schedule(saved(tmp_path, "wan"), "to-end", TOKENS, side).sigmas(10), theirs)
+
+
+@pytest.mark.parametrize("steps", STEPS)
+def test_sana_takes_euler_steps_at_the_levels_of_its_solver(tmp_path, steps):
+    theirs = scheduler("sana")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # diffusers 0.39 reads a tensor in numpy's old way
+        theirs.set_timesteps(steps)
+    close(read_schedule(saved(tmp_path, "sana"), "even", TOKENS, SIDE).sigmas(steps), theirs)
+
+
+def test_a_first_level_just_below_1_adds_as_much_noise_as_1():
+    config = SamplerConfig(name="flow-sde", steps=10, noise_level=0.7)
+    from_1, below = (NoiseSchedule(highest=highest, shift=3.0) for highest in (1.0, 0.999))
+    *_, expected = step_coefficients(rollout_plan(config, 0, 0, from_1), 0)
+    *_, found = step_coefficients(rollout_plan(config, 0, 0, below), 0)
+    assert below.sigmas(10)[0] == pytest.approx(0.99967, abs=1e-5)
+    assert found == pytest.approx(expected, rel=0.02)
 
 
 def test_linear_time_shift_uses_mu_itself(tmp_path):

@@ -69,6 +69,23 @@ def test_every_prompt_is_encoded_once_and_rows_are_those_of_the_encoder(model, t
     assert len(encoder.encoded) == 4
 
 
+def test_the_transformer_comes_to_the_device_when_the_text_encoders_have_left(model, monkeypatch):
+    """The need is the larger of the two, and not the sum: the order in which parts go to a device."""
+    make_sd3().save_pretrained(model)
+    config = ModelConfig(name="sd3", path=str(model), height=16, width=16, weights="lora", lora_rank=2)
+    order = []
+
+    def to(module, device=None, *_, **__):
+        order.extend([type(module).__name__] if device == "cuda" else [])
+        return module
+
+    monkeypatch.setattr(torch.nn.Module, "to", to)
+    load_adapter(config, "cuda", encode_first=lambda adapter: order.append("prompts"))
+    before, after = order[: order.index("prompts")], order[order.index("prompts") + 1 :]
+    assert sorted(before) == ["CLIPTextModelWithProjection", "CLIPTextModelWithProjection", "T5EncoderModel"]
+    assert after == ["SD3Transformer2DModel", "AutoencoderKL"]
+
+
 def test_another_process_of_the_node_reads_the_files(model, tmp_path, monkeypatch):
     monkeypatch.setattr(prompt_files, "IN_MEMORY", 1)
     first, _ = text_of(model)

@@ -25,6 +25,7 @@ PUBLISHED = (
     "flux_pickscore",
     "flux2_klein",
     "z_image",
+    "sana",
     "wan_video",
     "wan2_2_video",
     "wan_video_http",

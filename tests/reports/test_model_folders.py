@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import EngineConfig, ModelConfig, RewardConfig
+from engine.config import EngineConfig, ModelConfig, RewardConfig, SamplerConfig
 from engine.memory.architecture import image_tokens
-from engine.memory.job import sized_model
+from engine.memory.job import check_named, sized_model
 from engine.memory.published import PUBLISHED as PUBLISHED_MODELS
 from engine.model_folder import FolderError, ImageSize, check_folder, model_folder
 from engine.model_parts import PIPELINES
@@ -76,7 +76,7 @@ PUBLISHED = {
         "Flux2Transformer2DModel"]}}, r"a folder of Flux2Pipeline, .* FluxPipeline \(flux\)"),
     "Chroma": ("flux", {"index": {"_class_name": "ChromaPipeline"}}, "ChromaPipeline"),
     "Z-Image": ("qwen-image", {"index": {"_class_name": "ZImagePipeline"}}, "a folder of ZImagePipeline"),
-    "SANA": ("sd3", {"index": {"_class_name": "SanaPipeline"}}, "a folder of SanaPipeline,"),
+    "SANA-Sprint": ("sana", {"index": {"_class_name": "SanaSprintPipeline"}}, "a folder of SanaSprintPipeline,"),
     "LTX-2": ("wan", {"index": {"_class_name": "LTX2Pipeline"}}, "a folder of LTX2Pipeline,"),
     "Qwen-Image-Edit": ("qwen-image", {"index": {"_class_name": "QwenImageEditPipeline"}}, "edits a given image"),
     "Qwen-Image-Edit-2511": ("qwen-image", {"index": {"_class_name": "QwenImageEditPlusPipeline"},
@@ -271,6 +271,8 @@ def test_the_5b_model_of_wan_counts_its_own_vae_and_gets_a_size_that_fits(write)
     ("models/wan2.1_t2v_14b", "Wan2.1-14B"),
     ("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "Wan2.1-1.3B"),
     ("stabilityai/stable-diffusion-3.5-large-turbo", "SD3.5-large"),
+    ("black-forest-labs/FLUX.2-klein-base-4B", "FLUX.2-klein-base-4B"),
+    ("Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers", "SANA-1.6B"),
     ("black-forest-labs/FLUX.1-schnell", "FLUX.1-dev"),
     ("models/base", "Qwen-Image"),
 ])  # fmt: skip
@@ -295,6 +297,20 @@ def test_a_folder_of_an_unknown_name_gets_no_plan(family, path):
     assert next(published.name for published in PUBLISHED_MODELS if published.family == family) in refused.value.found
 
 
+@pytest.mark.parametrize(("family", "path"), [
+    ("flux2-klein", "black-forest-labs/FLUX.2-klein-4B"),
+    ("z-image", "models/z-image-turbo"),
+    ("sd3", "stabilityai/stable-diffusion-3.5-large-turbo"),
+])  # fmt: skip
+def test_a_distilled_model_is_known_by_its_name_before_its_folder_is_here(family, path):
+    model = ModelConfig(name=family, path=path)
+    with pytest.raises(FolderError, match="is that of a distilled model: it takes no guidance") as refused:
+        check_named(model, SamplerConfig(guidance=4.0))
+    assert refused.value.field == "sampler.guidance"
+    check_named(model, SamplerConfig(guidance=1.0))
+    check_named(ModelConfig(name="flux2-klein", path="FLUX.2-klein-base-4B"), SamplerConfig(guidance=4.0))
+
+
 def test_the_5b_model_of_wan_is_planned_with_its_own_tokens_before_its_folder_is_here(write):
     folder = write("wan", transformer=WAN_5B_TRANSFORMER, vae=WAN_5B_VAE)
     job = ModelConfig(name="wan", path="Wan2.2-TI2V-5B")
@@ -303,7 +319,7 @@ def test_the_5b_model_of_wan_is_planned_with_its_own_tokens_before_its_folder_is
 
 
 OTHER_FAMILIES = (
-    "flux2|flux-2|FLUX.2|sana|sana-video|ltx-2|ltx|hunyuan-image|hidream|"
+    "flux2|flux-2|FLUX.2|sana-video|ltx-2|ltx|hunyuan-image|hidream|"
     "hunyuan-video-1.5|hunyuanvideo15|qwen-image-edit|qwen-image-layered|qwen-image-2|chroma|cogvideox|lumina2|"
     "kandinsky5|sd2|sd1.5|sdxl|wan-vace|flux-kontext"
 )
