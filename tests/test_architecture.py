@@ -181,6 +181,7 @@ def test_the_launcher_imports_only_the_contract_of_the_engine():
             "launcher/placement",
             "launcher/replay",
             "launcher/job/gpu_checks.py",
+            "launcher/job/load.py",
             "launcher/job/recipe.py",
             "launcher/job/resolved.py",
             "launcher/report/card.py",

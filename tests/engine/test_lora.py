@@ -504,5 +504,5 @@ def test_a_pulled_file_of_a_merged_run_has_its_effect_on_the_published_base(netw
     needed = dict.fromkeys(("scheduler", "vae", "text_encoder", "tokenizer"))
     pipeline = QwenImagePipeline(**needed, transformer=published.transformer)
     pipeline.load_lora_weights(load_file(file))
-    torch.testing.assert_close(velocity(published), velocity(adapter), atol=1e-5, rtol=0)
+    torch.testing.assert_close(velocity(published), velocity(adapter), atol=1e-5, rtol=1e-5)
     assert not (tmp_path / ".joined.safetensors").exists()

@@ -106,7 +106,12 @@ def is_running(pid):
 def begun(folder, *arguments):
     """Start the proof in a process of its own, with the parts of this one."""
     command = ["--narrow", "--to", str(folder), *arguments]
-    process = multiprocessing.get_context("fork").Process(target=lambda: sys.exit(proof.main(command)))
+
+    def run():
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell starts in the background
+        sys.exit(proof.main(command))
+
+    process = multiprocessing.get_context("fork").Process(target=run)
     process.start()
     return process
 
