@@ -50,8 +50,9 @@ KERNELS_TARGET, BYTES_TARGET = 0.30, 0.20
 """Shares of kernels and bytes that a row should save."""
 
 KERNELS_OF_FEW = {"flux2-klein": 0.20, "sana": 0.28}
-"""The same share of families with fewer adapters than others, where the other kernels of a row weigh more. In
-FLUX.2-klein one layer makes queries, keys, values and the feed-forward part; SANA's feed-forward part is convolutions."""
+"""The same share of families with fewer adapters than others, where the other kernels of a row weigh more.
+FLUX.2-klein: one layer makes queries, keys, values and the feed-forward part. SANA: its feed-forward part is
+convolutions."""
 
 MOST_TENSORS, MOST_CHUNKS, CHUNK = {1: 110, 2: 64, 3: 48}, 320, 65536
 """Tensors and chunks of numbers in one launch of a multi-tensor kernel over 1, 2 or 3 lists
