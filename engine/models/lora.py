@@ -66,10 +66,10 @@ def load_lora(config: ModelConfig, network: nn.Module) -> dict[str, Factors]:
             f"give a LoRA that was trained on this model; model.name is {config.name}",
         )
     for name, pair in factors.items():
-        its, here = [pair.b.shape[0], pair.a.shape[1]], list(layers[name].weight.shape)
-        if its != here:
+        shape, wanted = [pair.b.shape[0], pair.a.shape[1]], list(layers[name].weight.shape)
+        if shape != wanted:
             raise _error(
-                f"model.lora is {file.text}, which changes {name} of {its}, and this model's has {here}",
+                f"model.lora is {file.text}, which changes {name} of {shape}, and this model's has {wanted}",
                 "give a LoRA that was trained on a model of this size",
             )
     if config.lora_use == "continue":
@@ -112,8 +112,10 @@ def joined(mine: Mapping[str, Tensor], factors: Mapping[str, Factors], scale: fl
     sums = dict(factors)
     for name in trained:
         a, b = mine[f"{name}.lora_A.default.weight"], mine[f"{name}.lora_B.default.weight"] * scale
-        its = factors.get(name)
-        sums[name] = Factors(a, b) if its is None else Factors(torch.cat([its.a, a]), torch.cat([its.b, b], dim=1))
+        first = factors.get(name)
+        sums[name] = (
+            Factors(a, b) if first is None else Factors(torch.cat([first.a, a]), torch.cat([first.b, b], dim=1))
+        )
     rank = max(len(pair.a) for pair in sums.values())
     tensors = {}
     for name, pair in sums.items():
